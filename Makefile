@@ -54,7 +54,7 @@ demo: $(VENV)/installed
 	$(BIN)/engine generate --model smollm2-135m --temp 0 -n 96 --system "$(SYSTEM)" "$(PROMPT)"
 
 test: $(VENV)/tested
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 $(TESTS)
+	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist worksteal $(TESTS)
 
 # The chat page in a headless Chromium, which Debian has as a package of this name.
 test-browser: $(VENV)/tested

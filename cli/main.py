@@ -43,6 +43,8 @@ COMMANDS = {
     "chat": "chat",
     "run": "run_model",
     "serve": "serve",
+    "ps": "ps",
+    "stop": "stop",
     "bench": "bench",
     "parity": "parity",
     "tokenize": "tokenize",

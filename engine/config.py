@@ -63,6 +63,8 @@ class EngineConfig:
             computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
+        make_room: called before anything is allocated, with the bytes that the run needs, those that are free, and the
+            device; where it returns true, it may have freed some, and is asked again.
 
     Raises:
         EngineError: a value is outside its range.
@@ -140,6 +142,7 @@ class EngineConfig:
     ] = 0
     chat_template: str | None = None
     progress: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
+    make_room: Callable[[int, int, str], bool] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")
@@ -167,8 +170,9 @@ class EngineConfig:
         return self.cpu_moe or self.n_cpu_moe > 0
 
     def values(self) -> dict[str, Any]:
-        """The fields by name, for another process: without `progress`."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "progress"}
+        """The fields by name, for another process: without those that are called."""
+        called = ("progress", "make_room")
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in called}
 
 
 def configured_by(

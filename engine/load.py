@@ -17,7 +17,15 @@ from quengine.kernels.backend import Backend
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
-from quengine.memory import CacheNeeds, DeviceMemory, choose_context, choose_pools, gib, workspace_bytes
+from quengine.memory import (
+    CacheNeeds,
+    DeviceMemory,
+    choose_context,
+    choose_pools,
+    gib,
+    wanted_bytes,
+    workspace_bytes,
+)
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
@@ -59,6 +67,13 @@ class LoadedModel:
     def cache(self) -> KVCache:
         return self.runner.cache
 
+    @property
+    def nbytes(self) -> int:
+        """Of weights and caches."""
+        drafts = 0 if self.draft is None else self.draft.cache_bytes
+        files = (self.checkpoint, self.draft_checkpoint)
+        return sum(file.nbytes for file in files if file is not None) + self.cache.nbytes + drafts
+
     def close(self) -> None:
         """Unmap the files."""
         self.checkpoint.close()
@@ -85,7 +100,7 @@ def load_model(
         _log_checkpoint("draft model", draft)
     device, why = choose_device(config)
     torch.set_num_threads(threads)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    free = _free_memory(device)
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
     experts = ExpertPlacement.choose(config, checkpoint, device.type)
     experts.check_host_memory(available_memory())
@@ -162,6 +177,10 @@ class _Machine:
         return DeviceDraftSteps(runner.graphs)
 
 
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+
+
 def _choose_cache(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -185,6 +204,11 @@ def _choose_cache(
     memory = DeviceMemory(str(device), free, weights, workspace, experts.device)
     # Beside the context are the padding blocks, and as much again.
     padded = replace(memory, workspace=workspace + 2 * sum(needs.block_bytes(cache_type)))
+    if config.make_room is not None:
+        wanted = wanted_bytes(needs, padded, config.ctx_size, config.parallel, cache_type)
+        while config.make_room(wanted, memory.free, str(device)):
+            memory = replace(memory, free=_free_memory(device))
+        padded = replace(padded, free=memory.free)
     ctx_size = choose_context(needs, config.ctx_size, padded, cache_type)
     return ctx_size, choose_pools(needs, ctx_size, config.parallel, memory.room, cache_type)
 

@@ -141,6 +141,15 @@ def choose_context(
     )
 
 
+def wanted_bytes(
+    needs: CacheNeeds, memory: DeviceMemory, requested: int | None, parallel: int, cache_type: CacheType
+) -> int:
+    """Bytes of a run whose sequences all have the context that was requested, or of one with the model's own."""
+    positions = needs.config.context_length if requested is None else requested
+    others = 0 if requested is None else (parallel - 1) * needs.cache_bytes(positions, cache_type)
+    return memory.weights + memory.workspace + needs.nbytes(positions, cache_type) + others
+
+
 def choose_pools(
     needs: CacheNeeds, ctx_size: int, parallel: int, room: int, cache_type: CacheType
 ) -> list[CachePool]:

@@ -4,14 +4,19 @@
     class Example:
         ctx_size: Annotated[int | None, Range(1), Flag("-c --ctx-size", "Context in tokens.")] = None
 
-`quengine.cli.flags` makes a command's flags from such fields, `check_ranges` checks their values.
+`quengine.cli.flags` makes a command's flags from such fields, `check_ranges` checks their values, and `table_values`
+reads them from a table of a TOML file.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin
 
-from quengine.errors import EngineError
+from quengine.errors import EngineError, shown
 
 MODEL_HELP = "Alias, hf:user/repo:QUANT, GGUF file or checkpoint folder."
 
@@ -84,7 +89,7 @@ def ranges(group: type[Any]) -> dict[str, Range]:
     return {
         field.name: allowed
         for field in fields(group)
-        for allowed in getattr(field.type, "__metadata__", ())
+        for allowed in _notes(field)
         if isinstance(allowed, Range)
     }
 
@@ -99,6 +104,120 @@ def check_ranges(options: Any, label: str) -> None:
         value = getattr(options, name)
         if value is not None and not allowed.holds(value):
             raise EngineError(f"{label.format(name=name, value=value)}: must be {allowed}")
+
+
+def flagged(group: type[Any]) -> list[Field[Any]]:
+    """The fields of a dataclass that have flags, without groups within it."""
+    return [each for each in fields(group) if any(isinstance(n, Flag) for n in _notes(each))]
+
+
+def flag_of(field: Field[Any]) -> Flag:
+    """The flag of a field that has one."""
+    return next(note for note in _notes(field) if isinstance(note, Flag))
+
+
+def spellings(field: Field[Any]) -> list[str]:
+    """Every name of a field with a flag in a file, or in `/set`: the flag's first long one first, its own last."""
+    flags = sorted(flag_of(field).names.replace("/", " ").split(), key=lambda name: not name.startswith("--"))
+    names = [name.lstrip("-").replace("-", "_") for name in flags if not name.startswith("--no-")]
+    return [*names, field.name]
+
+
+def value_type(field: Field[Any]) -> Any:
+    """The type of a field's value: of an optional one the type beside None, of a collection the collection's."""
+    kind = get_args(field.type)[0] if _notes(field) else field.type
+    if get_origin(kind) in (tuple, Mapping):
+        return get_origin(kind)
+    return (
+        next((each for each in get_args(kind) if each is not type(None)), kind) if _optional(kind) else kind
+    )
+
+
+def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of an error about an unknown name: the nearest known one, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def table_fields(
+    table: Mapping[str, Any], groups: Iterable[type[Any]], where: str
+) -> dict[str, tuple[type[Any], Field[Any], Any]]:
+    """A table's values by the names of the fields that its keys, any of their spellings, stand for, with these fields.
+
+    Raises:
+        EngineError: a key is no option of the groups, or two are the same option's; `where` begins the message.
+    """
+    known = {
+        name: (group, field) for group in groups for field in flagged(group) for name in spellings(field)
+    }
+    found: dict[str, tuple[type[Any], Field[Any], Any]] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise EngineError(f"{where}: no option {shown(key)}{nearest(name, known)}")
+        group, field = known[name]
+        if field.name in found:
+            raise EngineError(f"{where}: {key}: the option {field.name} is there twice")
+        found[field.name] = (group, field, value)
+    return found
+
+
+def table_values(
+    table: Mapping[str, Any], groups: Iterable[type[Any]], where: str
+) -> dict[type[Any], dict[str, Any]]:
+    """The values of fields by group, from a table of a TOML file with any spelling of each (`spellings`).
+
+    A list stands for a repeated flag; a table for the text of one that takes JSON. `where` begins the errors.
+
+    Raises:
+        EngineError: a key is no option of the groups, or its value is not of the field's type. Ranges are checked where
+            the group is made.
+    """
+    found: dict[type[Any], dict[str, Any]] = {}
+    for name, (group, field, value) in table_fields(table, groups, where).items():
+        try:
+            found.setdefault(group, {})[name] = _table_value(field, value)
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"{where}: {name} = {shown(value)}: {error}") from None
+    return found
+
+
+def _table_value(field: Field[Any], value: Any) -> Any:
+    """A value of a TOML file as the field has it. Raises TypeError with the rule for another type."""
+    kind, flag = value_type(field), flag_of(field)
+    if kind in (tuple, Mapping):
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise TypeError("must be text, or a list of texts")
+        return flag.read(texts) if flag.read is not None else tuple(texts)
+    if isinstance(value, dict) and kind is str:
+        return json.dumps(value)
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise TypeError(f"must be {' or '.join(get_args(kind))}")
+        return value
+    rule, types = _TABLE_TYPES.get(kind, ("text", (str,)))
+    if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"must be {rule}")
+    if flag.none is not None and value == flag.none:
+        return None
+    return kind(value) if kind in (float, Path) else value
+
+
+_TABLE_TYPES: Mapping[Any, tuple[str, tuple[type[Any], ...]]] = {
+    bool: ("true or false", (bool,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+}
+
+
+def _notes(field: Field[Any]) -> tuple[Any, ...]:
+    """What annotates a field's type."""
+    return tuple(getattr(field.type, "__metadata__", ()))
+
+
+def _optional(kind: Any) -> bool:
+    return get_origin(kind) is UnionType
 
 
 def _plain(number: float) -> str:

@@ -16,6 +16,8 @@ from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.sampling import Choose, Logits
 from quengine.request.sampling_params import SamplingParams
+from quengine.sampling_chain.chain import Choice, SamplerChain
+from quengine.sampling_chain.dry import Breakers
 from quengine.structured.constraint import Mask
 from quengine.structured.token_mask import TokenMask
 
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely a token was to the model: natural logarithms, from the logits as the model gave them.
+    """How likely a token was to the model: natural logarithms, from the logits as the model gave them, or after the
+    samplers (`SamplingParams.post_sampling_probs`).
 
     `top` holds the most likely tokens and their log-probabilities, best first, whether the sampled token is
     among them or not.
@@ -79,6 +82,7 @@ class Sampler:
         stream: which completion of the prompt this is; each has random numbers of its own under one seed.
         constraint: masks the tokens; the sequence advances it.
         choose: `kernels.sampling.sample`, or what gives the same tokens sooner.
+        breakers: of `params.dry_sequence_breakers`, where DRY is among the samplers.
 
     Raises:
         EngineError: `logit_bias` or `stop_token_ids` names a token outside the vocabulary.
@@ -92,6 +96,7 @@ class Sampler:
         stream: int = 0,
         constraint: TokenMask | None = None,
         choose: Choose = sampling.sample,
+        breakers: Breakers | None = None,
     ) -> None:
         if params.seed is None:
             raise ValueError("the parameters have no seed: call with_seed() first")
@@ -105,6 +110,7 @@ class Sampler:
         self.stream = stream
         self.constraint = constraint
         self._choose = choose
+        self._chain = SamplerChain(params, vocab_size, self._penalized, breakers) if params.chained else None
         self._recent = RecentTokens(params.repeat_last_n)
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
@@ -127,11 +133,15 @@ class Sampler:
         allowed = None if self.constraint is None else self.constraint.allowed()
         given: Logits = logits.float().cpu().numpy()
         check_finite(given, position)
-        adjusted = self._adjusted(given, history, allowed)
+        biased = self._biased(given, allowed)
         uniform = 0.0 if params.greedy else sampling.uniform(self.seed, position, self.stream)
         try:
+            if self._chain is not None:
+                chance = sampling.uniform(self.seed, position, self.stream, word=1)
+                choice = self._chain.choose(biased, history, position, uniform, chance)
+                return self._with_logprobs(choice.token, given, choice)
             token = self._choose(
-                adjusted,
+                self._penalized(biased, history) if params.penalizes else biased,
                 top_k=params.top_k,
                 typical_p=params.typical_p,
                 top_p=params.top_p,
@@ -141,40 +151,50 @@ class Sampler:
             )
         except sampling.NoCandidateError:
             raise EngineError(f"token {position}: {self._why_none()}") from None
-        return Sample(
-            token, None if params.logprobs is None else token_logprobs(given, token, params.logprobs)
-        )
+        return self._with_logprobs(token, given)
 
     def change_stream(self) -> None:
         """Draw from random numbers that no other completion of the prompt has; positions may then come again."""
         self.stream = (self.stream + _SHIFTED_STREAM) % 2**31
+        self.reset()
 
     def reset(self) -> None:
         """Let the next history begin otherwise than the last one did, where that was as short."""
         self._recent = RecentTokens(self.params.repeat_last_n)
+        if self._chain is not None:
+            self._chain.reset_history()
 
     def _why_none(self) -> str:
         if self.constraint is None:
-            return "logit_bias bans every token, none is left to choose"
+            by = "logit_bias bans" if self._chain is None else "logit_bias, penalties and DRY ban"
+            return f"{by} every token, none is left to choose"
         return (
             "the constraint allows no token of this vocabulary that logit_bias, min_tokens and ignore_eos leave, "
             "none is left to choose"
         )
 
-    def _adjusted(self, logits: Logits, history: Seq[int], allowed: Mask | None) -> Logits:
-        """Mask, bias, then penalties; `logits` stays as it was, for the log-probabilities are the model's own."""
-        params = self.params
+    def _with_logprobs(self, token: int, logits: Logits, choice: Choice | None = None) -> Sample:
+        top = self.params.logprobs
+        if top is None:
+            return Sample(token)
+        if choice is not None and self.params.post_sampling_probs:
+            return Sample(token, choice_logprobs(choice, top))
+        return Sample(token, token_logprobs(logits, token, top))
+
+    def _biased(self, logits: Logits, allowed: Mask | None) -> Logits:
+        """Mask, then bias; `logits` stays as it was, for the log-probabilities are the model's own."""
         if allowed is not None:
             logits = np.where(allowed, logits, np.float32(-np.inf))
-        if params.logit_bias:
+        if self.params.logit_bias:
             logits = sampling.add_logit_bias(logits, self._bias_ids, self._bias)
-        if params.penalizes:
-            recent = self._recent.counts(history)
-            ids = np.fromiter(recent, dtype=np.int64, count=len(recent))
-            counts = np.fromiter(recent.values(), dtype=np.int64, count=len(recent))
-            penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
-            logits = sampling.penalize(logits, ids, counts, *penalties)
         return logits
+
+    def _penalized(self, logits: Logits, history: Seq[int]) -> Logits:
+        params, recent = self.params, self._recent.counts(history)
+        ids = np.fromiter(recent, dtype=np.int64, count=len(recent))
+        counts = np.fromiter(recent.values(), dtype=np.int64, count=len(recent))
+        penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
+        return sampling.penalize(logits, ids, counts, *penalties)
 
 
 def sample_next(sequence: "Sequence", logits: "Tensor") -> Result:
@@ -222,6 +242,18 @@ def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
         values = (candidates.logits - normalizer).tolist()
         best = tuple(zip(candidates.ids.tolist(), values, strict=True))
     return TokenLogprobs(token, float(logits[token]) - normalizer, best)
+
+
+def choice_logprobs(choice: Choice, top: int) -> TokenLogprobs:
+    """Log-probabilities of the chosen token and of the `top` most likely ones among those it was drawn from."""
+    total = math.log(int(choice.mass.sum()))
+    likely = [
+        (token, math.log(mass) - total)
+        for token, mass in zip(choice.ids[:top].tolist(), choice.mass[:top].tolist(), strict=True)
+        if mass
+    ]
+    drawn = int(choice.mass[int(np.flatnonzero(choice.ids == choice.token)[0])])
+    return TokenLogprobs(choice.token, math.log(drawn) - total, tuple(likely))
 
 
 def check_finite(logits: Logits, position: int) -> None:

@@ -69,14 +69,15 @@ def philox4x32(counter: Words4, key: tuple[int, int]) -> Words4:
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, position: int, stream: int = 0) -> float:
+def uniform(seed: int, position: int, stream: int = 0, word: int = 0) -> float:
     """The uniform number in (0, 1), exclusive on both sides, that belongs to one position of one sequence.
 
     `seed` (64 bits) is the Philox key; the counter is (position low, position high, stream, 0). `stream`
-    tells apart the completions of one prompt under one seed. Exact in fp64: (first word + 1/2) / 2^32.
+    tells apart the completions of one prompt under one seed. Exact in fp64: (word + 1/2) / 2^32. Tokens are drawn
+    with the first of the four words (`word` 0), XTC's chance is the second.
     """
     counter = (position & _MASK32, position >> 32, stream, 0)
-    return (philox4x32(counter, (seed & _MASK32, seed >> 32))[0] + 0.5) * 2.0**-32
+    return (philox4x32(counter, (seed & _MASK32, seed >> 32))[word] + 0.5) * 2.0**-32
 
 
 def add_logit_bias(logits: Logits, ids: Ids, bias: Floats) -> Logits:
@@ -184,9 +185,14 @@ def keep_min_p(candidates: Candidates, p: float) -> Candidates:
 
 def draw(candidates: Candidates, temperature: float, uniform: float) -> int:
     """The token where the cumulative probability at `temperature` (> 0) first exceeds `uniform` in (0, 1)."""
-    reached = np.cumsum(masses(candidates.logits[0] - candidates.logits, sharpness(temperature)))
-    target = math.floor(uniform * int(reached[-1]))
-    return int(candidates.ids[np.searchsorted(reached, target, side="right")])
+    mass = masses(candidates.logits[0] - candidates.logits, sharpness(temperature))
+    return int(candidates.ids[drawn(mass, uniform)])
+
+
+def drawn(mass: Ids, uniform: float) -> int:
+    """The index where the cumulative `mass` [C] first exceeds `uniform` in (0, 1) of all of it."""
+    reached = np.cumsum(mass)
+    return int(np.searchsorted(reached, math.floor(uniform * int(reached[-1])), side="right"))
 
 
 class Settings(TypedDict):

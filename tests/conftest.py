@@ -1,15 +1,20 @@
 """What holds for all tests: Triton's interpreter without a CUDA device, no test that needs a GPU where there is
 none, no notice of kernels being compiled, no logging and no garbage collector set up by a test before.
 
-The interpreter's variable must be set before anything imports triton, and pytest imports this file first.
+The interpreter's variable must be set before anything imports triton, and OpenMP's before torch; pytest imports this
+file first.
 """
 
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+
+# Workers of a run share the cores: threads that wait must not spin, which takes most of the time of small operators.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 if not torch.cuda.is_available():
@@ -23,6 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch finds none here"))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Torch's operators on one thread, whatever a test before has set: several spin longer than tests' sizes take, and
+    each worker of a run has one core. With a GPU a reference is of real models' sizes, and keeps torch's threads."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _kernels_compile_quietly() -> None:
     """A fresh checkout compiles kernels in whichever test comes first; its output must not depend on that."""
@@ -32,24 +45,39 @@ def _kernels_compile_quietly() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _interpreter_adds_in_one_order() -> Iterator[None]:
+def _interpreter_for_tests() -> Iterator[None]:
     """Tests of bit-equality through the interpreter must not depend on the host's BLAS."""
     if torch.cuda.is_available():
         yield
         return
-    from tests import interpreter_dot
+    from tests.kernels.cuda import interpreter
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter_dot.InterpreterBuilder, "create_dot", interpreter_dot.create_dot)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        interpreter.patch(monkeypatch)
         yield
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests and all modules stay to the end: the garbage collector never walks through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(autouse=True)
-def _collector_as_found() -> Iterator[None]:
-    """A command run in a test keeps what is there from being collected, as if it were the whole process."""
-    thresholds = gc.get_threshold()
-    yield
-    gc.unfreeze()
+def _collector_as_found() -> Iterator[Callable[[], None]]:
+    """A command run in a test must not keep what is there from being collected, as if it were the whole process.
+
+    Yields what freezes.
+    """
+    freeze, thresholds = gc.freeze, gc.get_threshold()
+    gc.freeze = lambda: None
+    yield freeze
+    gc.freeze = freeze
     gc.set_threshold(*thresholds)
 
 

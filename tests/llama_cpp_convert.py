@@ -1,23 +1,18 @@
 """GGUF files written by llama.cpp's own converter, `convert_hf_to_gguf.py`, from checkpoint folders.
 
-The converter runs in a process of its own, over its own `gguf` package; one process converts many folders, because
-starting it takes seconds.
+The converter runs in processes of its own, over its own `gguf` package.
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from tests.fork_server import fork_server
 from tests.llama_cpp_source import llama_cpp_source
 
 VOCAB = 288
 """Tokens of `write_tokenizer`: bytes, a few merges, and control tokens."""
-
-GATE_UP = "--fuse-gate-up-exps"
 
 _LOOKED_FOR = ("[gMASK]", "<|user|>", "<|observation|>")  # by the converter, in models of GLM
 
@@ -41,7 +36,7 @@ class Conversion:
     @property
     def arguments(self) -> list[str]:
         flags = ["--mistral-format"] if self.mistral else []
-        flags += [GATE_UP] if self.gate_up else []
+        flags += ["--fuse-gate-up-exps"] if self.gate_up else []
         return [str(self.folder), "--outfile", str(self.output), "--outtype", "f32", *flags]
 
 
@@ -78,40 +73,25 @@ def convert(conversions: Sequence[Conversion]) -> None:
     """Writes every `output`.
 
     Raises:
-        RuntimeError: the converter failed; with the end of what it said.
+        AssertionError: the converter failed; with the end of what it said.
     """
-    jobs = json.dumps([(job.pre, job.arguments) for job in conversions])
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "-m", "tests.llama_cpp_convert", str(llama_cpp_source())]
-    done = subprocess.run(command, input=jobs, cwd=root, capture_output=True, text=True, timeout=240)
-    if done.returncode:
-        raise RuntimeError(f"llama.cpp's converter failed: {done.stderr[-2000:]}")
+    source = str(llama_cpp_source())
+    # Its own folder alone: none of the checkout's must stand in for a package that the converter imports.
+    server = fork_server(("convert_hf_to_gguf",), (source,))
+    server.run(_CONVERT, json.dumps([(job.pre, job.arguments) for job in conversions]))
 
 
-def _run(source: str, jobs: list[tuple[str, list[str]]]) -> None:
-    """In the converter's process."""
-    sys.path.insert(0, source)
-    import convert_hf_to_gguf as converter
-    import gguf
-    from conversion.base import TextModel
+_CONVERT = """
+import json, sys
+import convert_hf_to_gguf as converter
+import gguf
+from conversion.base import TextModel
 
-    for pre, arguments in jobs:
-
-        def name_of(self: Any, tokenizer: Any, pre: str = pre) -> str:  # noqa: ARG001
-            return pre
-
-        TextModel.get_vocab_base_pre = name_of
-        if (
-            GATE_UP in arguments
-        ):  # it fuses in any model, but refuses where this table does not list the result
-            for names in gguf.MODEL_TENSORS.values():
-                names.append(gguf.MODEL_TENSOR.FFN_GATE_UP_EXP)
-        sys.argv = ["convert_hf_to_gguf.py", *arguments]
-        converter.main()
-
-
-if __name__ == "__main__":
-    sys.path.pop(
-        0
-    )  # the checkout: none of its folders must stand in for a package that the converter imports
-    _run(sys.argv[1], json.load(sys.stdin))
+for pre, arguments in json.loads(sys.argv[1]):
+    TextModel.get_vocab_base_pre = lambda self, tokenizer, pre=pre: pre
+    if "--fuse-gate-up-exps" in arguments:  # of any model, but not where this table does not list the result
+        for names in gguf.MODEL_TENSORS.values():
+            names.append(gguf.MODEL_TENSOR.FFN_GATE_UP_EXP)
+    sys.argv = ["convert_hf_to_gguf.py", *arguments]
+    converter.main()
+"""

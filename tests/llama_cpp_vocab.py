@@ -39,7 +39,7 @@ _ignore_log = _LogCallback(lambda _level, _text, _data: None)
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     from xllamacpp import xllamacpp
 
     library = ctypes.CDLL(xllamacpp.__file__)
@@ -69,13 +69,18 @@ class LlamaCppVocab:
     """The vocabulary of one GGUF file in llama.cpp; a context manager."""
 
     def __init__(self, path: str | Path) -> None:
-        self._library = _library()
+        self._library = library()
         params = self._library.llama_model_default_params()
         params.vocab_only = True
         self._model = self._library.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load the vocabulary of {path}")
         self._vocab = self._library.llama_model_get_vocab(self._model)
+
+    @property
+    def pointer(self) -> ctypes.c_void_p:
+        """`llama_vocab *`, valid while the file is open."""
+        return ctypes.c_void_p(self._vocab)
 
     def __enter__(self) -> "LlamaCppVocab":
         return self

@@ -50,7 +50,9 @@ def serve(pipe: "Connection[int, int]", model: str | None, slots: int) -> None:
         return ProcessEngine(model, {"ctx_size": 512, "deterministic": True, "parallel": slots})
 
     settings = ServerSettings(("load",), port=0, parallel=slots, limits=Limits(queue=1024, write_s=30))
-    server = Server(settings, make_engine, lambda line: print(f"server: {line}", file=sys.stderr))
+    server = Server(
+        settings, lambda *_: make_engine(), lambda line: print(f"server: {line}", file=sys.stderr)
+    )
     listener = bind("127.0.0.1", 0)
     pipe.send(listener.getsockname()[1])
     asyncio.run(server.serve_engine(listener))

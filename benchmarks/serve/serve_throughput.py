@@ -50,7 +50,7 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
         else:
             engine = ProcessEngine(given.model, options)
     settings = ServerSettings(("throughput",), port=0, parallel=given.streams, limits=Limits(queue=1024))
-    server = Server(settings, lambda: engine, lambda line: print(f"server: {line}", file=sys.stderr))
+    server = Server(settings, lambda *_: engine, lambda line: print(f"server: {line}", file=sys.stderr))
     listener = bind("127.0.0.1", 0)
     pipe.send(listener.getsockname()[1])
     asyncio.run(server.serve_engine(listener))

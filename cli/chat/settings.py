@@ -109,4 +109,4 @@ def _value_text(field: Field[Any], value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, Mapping):
         return " ".join(f"{token}{bias:+g}" for token, bias in value.items()) or '""'
-    return shlex.join(value) or '""' if isinstance(value, tuple) else str(value)
+    return shlex.join(value).replace("\n", "\\n") or '""' if isinstance(value, tuple) else str(value)

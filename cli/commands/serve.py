@@ -1,43 +1,79 @@
 """`engine serve`: the APIs of OpenAI, Anthropic, llama-server and Ollama over HTTP, and a chat page."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from quengine.cli.flags import Model, takes_options
+from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
+from quengine.errors import EngineError
+from quengine.options import MODEL_HELP, Flag
 from quengine.platform import collector
 from quengine.serve.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from quengine.serve.models.model_spec import ModelSpec
+    from quengine.serve.models.residency import MakeRoom
     from quengine.serve.processes.shared_engine import Engine
 
 
 @takes_options
-def serve(model: Model, settings: ServerSettings, config: EngineConfig) -> None:
-    """Serve a model over HTTP: OpenAI's API, Anthropic's, llama-server's, Ollama's, and a chat page."""
+def serve(
+    *,
+    model: Annotated[str | None, Flag("-m --model", MODEL_HELP, show_default=False)] = None,
+    settings: ServerSettings,
+    config: EngineConfig,
+) -> None:
+    """Serve models over HTTP: OpenAI's API, Anthropic's, llama-server's, Ollama's, and a chat page.
+
+    One model (-m), or those of --models-dir and --models-preset, each loaded when a request names it.
+    """
     from quengine.models.hub.hub import resolve_model
+    from quengine.serve.models.preset_file import find_specs
     from quengine.serve.server import Server
 
     for needed in (model, config.draft_model):  # what is wrong with a name is said before anything listens
         if needed is not None:
             resolve_model(str(needed))
-    settings = replace(settings, model_names=settings.model_names or (_name(model),))
-    template = settings.chat.source()
-    config = replace(config, parallel=settings.parallel, reuse_prefix=True, chat_template=template)
-    Server(settings, lambda: _make_engine(model, config), _print_status).run_until_stopped()
+    if model is not None:
+        settings = replace(settings, model_names=settings.model_names or (_name(model),))
+    elif not settings.models.several:
+        raise EngineError("no model is named: give -m MODEL, or --models-dir or --models-preset for several")
+    given = [] if model is None else [_spec(model, settings, config)]
+    if settings.models.several:
+        server = Server(settings, _load, _print_status, lambda: [*given, *find_specs(settings, config)])
+    else:
+        server = Server(settings, lambda _, *calls: _load(given[0], *calls), _print_status)
+    server.run_until_stopped()
 
 
-def _make_engine(model: str, config: EngineConfig) -> "Engine":
+def _spec(model: str, settings: ServerSettings, config: EngineConfig) -> "ModelSpec":
+    from quengine.models.hub.hub import resolve_model
+    from quengine.serve.models.model_spec import ModelSpec, weight_bytes
+    from quengine.serve.models.preset_file import engine_config
+
+    path = resolve_model(model)
+    return ModelSpec(
+        settings, engine_config(settings, config), model, path, weight_bytes(path), at_start=True
+    )
+
+
+def _load(spec: "ModelSpec", make_room: "MakeRoom", check: Callable[[], None]) -> "Engine":
     from quengine.serve.processes.server_engine import ProcessEngine
 
-    progress = ProgressLine()
+    line = ProgressLine()
+
+    def progress(text: str) -> None:
+        check()
+        line(text)
+
     try:
-        return ProcessEngine(model, config.values(), progress)
+        return ProcessEngine(spec.model, spec.config.values(), progress, make_room)
     finally:
-        progress.clear()
+        line.clear()
         collector.working()
 
 

@@ -8,11 +8,13 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any
 
 from quengine.errors import EngineError, shown
 from quengine.options import Flag, ranges
 from quengine.options import Range as Range  # also for those who check a request's fields
+from quengine.sampling_chain.names import DEFAULT_ORDER, read_flags, read_letters, read_names
 from quengine.structured.constraint_spec import ConstraintSpec
 
 MAX_SEED = 2**64 - 1  # the seed is the 64-bit key of the random number generator
@@ -24,18 +26,39 @@ MAX_PENALTY = 1e6
 """Of the temperature and the penalties."""
 
 
+MAX_BREAKER = 40
+"""Characters of a DRY sequence breaker; llama.cpp cuts longer ones."""
 PANEL = "Sampling"
+MORE = "More samplers"
 _TOKEN = Range(0, MAX_COUNT)
 _BIAS = Range(-MAX_BIAS, MAX_BIAS)
 _INTEGERS = (
     *("max_tokens", "min_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n"),
-    *("n_keep", "n_discard"),
+    *("dry_allowed_length", "dry_penalty_last_n", "mirostat", "n_keep", "n_discard"),
 )
+_FIXED = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
+"""The order of the samplers that a CUDA graph has, beside bias."""
+_PLAIN: Mapping[str, Any] = {
+    "samplers": DEFAULT_ORDER,
+    "dry_multiplier": 0.0,
+    "xtc_probability": 0.0,
+    "mirostat": 0,
+    "dynatemp_range": 0.0,
+    "top_n_sigma": -1.0,
+    "post_sampling_probs": False,
+}
+"""What switches off all that needs a chain of samplers."""
 
 
 def _typed_biases(texts: Iterable[str]) -> dict[int, float]:
     """What the texts of --logit-bias mean: TOKEN_ID+BIAS or TOKEN_ID-BIAS."""
     return dict(map(_typed_bias, texts))
+
+
+def _typed_breakers(texts: Iterable[str]) -> tuple[str, ...]:
+    """What the texts of --dry-sequence-breaker mean: escapes as \\n, and "none" for no breaker."""
+    plain = [text.replace("\\n", "\n").replace("\\t", "\t") for text in texts]
+    return () if plain == ["none"] else tuple(plain)
 
 
 def _typed_bias(text: str) -> tuple[int, float]:
@@ -75,6 +98,15 @@ class SamplingParams:
         ignore_eos: go on after the model's end tokens (benchmarks).
         logprobs: report the log-probability of each token and of this many likely ones; None: of none.
         constraint: what the text has to be (a JSON schema, a regex, a grammar); None: anything.
+        dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: the penalty on going on
+            with a repetition (`sampling_chain.dry`); multiplier 0: none. dry_penalty_last_n -1: all tokens.
+        xtc_probability, xtc_threshold: how often the likeliest tokens are dropped, and how likely they are.
+        mirostat: keep the surprise at mirostat_tau (bits), with a learning rate of mirostat_eta, by version 1 or 2
+            with no other sampler but the temperature; 0: off.
+        dynatemp_range, dynatemp_exponent: the temperature is up to this much lower or higher, by entropy; 0: fixed.
+        top_n_sigma: keep tokens within so many standard deviations of the largest logit; 0 or -1: all.
+        samplers: which of them are applied, in this order: names, or a string of letters (`sampling_chain.names`).
+        post_sampling_probs: `logprobs` are those after the samplers, of what the token was drawn from.
         context_shift: where the context is full, discard tokens behind the first `n_keep` (-1: the prompt) and go on:
             `n_discard` of them, 0: half (context/context_shift.py).
         n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
@@ -134,6 +166,68 @@ class SamplingParams:
     ignore_eos: Annotated[bool, Flag("--ignore-eos", "Go on after the model's end token.", PANEL)] = False
     logprobs: Annotated[int | None, Range(0, MAX_COUNT)] = None
     constraint: ConstraintSpec | None = None
+    dry_multiplier: Annotated[
+        float, Range(0, MAX_PENALTY), Flag("--dry-multiplier", "DRY: penalty on repetitions; 0: off.", MORE)
+    ] = 0.0
+    dry_base: Annotated[
+        float, Range(1, MAX_PENALTY), Flag("--dry-base", "DRY: grows by this with each token.", MORE)
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int, Range(0, MAX_COUNT), Flag("--dry-allowed-length", "DRY: shorter repetitions are free.", MORE)
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int, Range(-1, MAX_COUNT), Flag("--dry-penalty-last-n", "DRY: tokens it looks at; -1: all.", MORE)
+    ] = 64
+    dry_sequence_breakers: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--dry-sequence-breaker",
+            'DRY: a text that ends repetitions, or none; repeatable. Default: newline : " *',
+            MORE,
+            read=_typed_breakers,
+        ),
+    ] = ("\n", ":", '"', "*")
+    xtc_probability: Annotated[
+        float, Range(0, 1), Flag("--xtc-probability", "XTC: how often it drops tokens; 0: off.", MORE)
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float, Range(0, 1), Flag("--xtc-threshold", "XTC: how likely those are; above 0.5: off.", MORE)
+    ] = 0.1
+    mirostat: Annotated[
+        int, Range(0, 2), Flag("--mirostat", "1 or 2, with temperature alone; 0: off.", MORE)
+    ] = 0
+    mirostat_tau: Annotated[
+        float,
+        Range(0, MAX_PENALTY),
+        Flag("--mirostat-ent", "Mirostat: target surprise, in bits.", MORE),
+    ] = 5.0
+    mirostat_eta: Annotated[
+        float, Range(0, MAX_PENALTY), Flag("--mirostat-lr", "Mirostat: learning rate.", MORE)
+    ] = 0.1
+    dynatemp_range: Annotated[
+        float,
+        Range(0, MAX_PENALTY),
+        Flag("--dynatemp-range", "Temperature -/+ this, by entropy; 0: off.", MORE),
+    ] = 0.0
+    dynatemp_exponent: Annotated[
+        float, Range(0, MAX_PENALTY), Flag("--dynatemp-exp", "Exponent of the entropy in that.", MORE)
+    ] = 1.0
+    top_n_sigma: Annotated[
+        float,
+        Range(-1, MAX_PENALTY),
+        Flag("--top-n-sigma --top-nsigma", "Drop logits N deviations below the largest; 0 or -1: off.", MORE),
+    ] = -1.0
+    samplers: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--samplers --sampler-seq --sampling-seq",
+            "Which samplers, in order: names with ; between, or llama.cpp's letters. Default: edskypmxt.",
+            MORE,
+            "NAMES|LETTERS",
+            read=read_flags,
+        ),
+    ] = DEFAULT_ORDER
+    post_sampling_probs: bool = False
     n: Annotated[int, Range(1, MAX_COUNT)] = 1
     context_shift: Annotated[
         bool,
@@ -152,26 +246,61 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in ("max_tokens", "seed", "logprobs"):
                 _check_number(name, value, allowed, name in _INTEGERS)
-        for name in ("ignore_eos", "context_shift"):
+        for name in ("ignore_eos", "post_sampling_probs", "context_shift"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "must be True or False")
         if self.constraint is not None and not isinstance(self.constraint, ConstraintSpec):
             raise _invalid("constraint", self.constraint, "must be a ConstraintSpec")
         # A caller may hand in a list, one string or a dict that it goes on to change: keep our own copies.
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop", _texts("stop", self.stop, "stop string"))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
+        object.__setattr__(self, "samplers", _order(self.samplers))
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken, so that no random number is drawn."""
-        return self.temperature == 0
+        return self.temperature == 0 and not self.chained
 
     @property
     def penalizes(self) -> bool:
         """Whether any of the three penalties changes a logit."""
         active = self.repeat_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         return active and self.repeat_last_n != 0
+
+    @cached_property
+    def _active(self) -> frozenset[str]:
+        """The samplers whose values do not switch them off."""
+        active = {
+            "penalties": self.penalizes,
+            "dry": self.dry_multiplier > 0 and self.dry_penalty_last_n != 0,
+            "top_n_sigma": self.top_n_sigma > 0,
+            "top_k": self.top_k > 0,
+            "typ_p": self.typical_p < 1,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+            "xtc": self.xtc_probability > 0 and self.xtc_threshold <= 0.5,
+            "temperature": self.temperature != 1 or self.dynatemp_range > 0,
+        }
+        return frozenset(name for name, is_on in active.items() if is_on)
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The samplers that do something, in order; with Mirostat, which then chooses, the temperature alone."""
+        return ("temperature",) if self.mirostat else tuple(n for n in self.samplers if n in self._active)
+
+    @cached_property
+    def chained(self) -> bool:
+        """Whether `sampling_chain` chooses the tokens: other samplers than the fixed order has, or in another order."""
+        if self.mirostat or (self.post_sampling_probs and self.logprobs is not None):
+            return True
+        by_entropy = self.dynatemp_range > 0 and "temperature" in self.order
+        return by_entropy or self.order != tuple(name for name in _FIXED if name in self._active)
+
+    def plain(self) -> "SamplingParams":
+        """The same parameters without what needs a chain."""
+        return replace(self, **_PLAIN) if self.chained else self
 
     def with_seed(self) -> "SamplingParams":
         """The same parameters with a seed: the given one, or one drawn from the system's entropy.
@@ -204,18 +333,37 @@ def _check_number(name: str, value: object, allowed: Range, whole: bool = False)
         raise _invalid(name, value, rule)
 
 
-def _stop_strings(value: object) -> tuple[str, ...]:
+def _strings(name: str, value: object) -> tuple[object, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, Iterable):
-        raise _invalid("stop", value, "must be strings")
-    strings = tuple(value)
-    for string in strings:
+        raise _invalid(name, value, "must be strings")
+    return tuple(value)
+
+
+def _texts(name: str, value: object, about: str) -> tuple[str, ...]:
+    """Strings that tokens can write."""
+    strings = list[str]()
+    for string in _strings(name, value):
         if not isinstance(string, str) or not string:
-            raise _invalid("stop", string, "every stop string must be text of at least one character")
+            raise _invalid(name, string, f"every {about} must be text of at least one character")
         if any("\ud800" <= char <= "\udfff" for char in string):
-            raise _invalid("stop", string, "half of a surrogate pair is not text: no token writes it")
-    return strings
+            raise _invalid(name, string, "half of a surrogate pair is not text: no token writes it")
+        strings.append(string)
+    return tuple(strings)
+
+
+def _order(value: object) -> tuple[str, ...]:
+    return read_letters(value) if isinstance(value, str) else read_names(_strings("samplers", value))
+
+
+def _breakers(value: object) -> tuple[str, ...]:
+    texts = _texts("dry_sequence_breakers", value, "sequence breaker")
+    for text in texts:
+        if len(text) > MAX_BREAKER:
+            rule = f"a sequence breaker has at most {MAX_BREAKER} characters"
+            raise _invalid("dry_sequence_breakers", text, rule)
+    return texts
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:

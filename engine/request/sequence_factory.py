@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from quengine.context.context_shift import ContextShift
 from quengine.errors import EngineError
@@ -13,6 +14,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.sampler import Sampler
+from quengine.sampling_chain.dry import BreakerFinder
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.token_mask import MinTokens, TokenMask
 
@@ -47,10 +49,15 @@ class SequenceFactory:
         mask: TokenMask | None = constraint
         if params.min_tokens:
             mask = MinTokens(params.min_tokens, end_ids, self.config.vocab_size, constraint)
-        sampler = Sampler(params, self.config.vocab_size, index, mask, self.choose)
+        breakers = self._breakers.find(params.dry_sequence_breakers) if "dry" in params.order else None
+        sampler = Sampler(params, self.config.vocab_size, index, mask, self.choose, breakers)
         stream = TextStream(self._shown_bytes(show_special), params.stop)
         shift = ContextShift.of(params, len(ids), self.tokenizer.add_bos)
         return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size, shift=shift)
+
+    @cached_property
+    def _breakers(self) -> BreakerFinder:
+        return BreakerFinder(self.tokenizer, self.config.vocab_size)
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
         """The parameters with a seed, and `ignore_eos` as a bias."""

@@ -40,7 +40,12 @@ class SamplingKind(NamedTuple):
     @classmethod
     def of(cls, params: SamplingParams) -> "SamplingKind | None":
         """None where such settings are sampled on the host."""
-        if params.logprobs is not None or params.constraint is not None or params.min_tokens:
+        if (
+            params.logprobs is not None
+            or params.constraint is not None
+            or params.min_tokens
+            or params.chained
+        ):
             return None
         kept = next((most for most in CANDIDATES if 1 <= params.top_k <= most), 0)
         return cls(1 if params.greedy else kept, bool(params.logit_bias), params.penalizes)

@@ -1,10 +1,11 @@
 """The application: which function answers which path, and what every request passes on its way there."""
 
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,26 +19,28 @@ from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
 from quengine.serve.guard import LOOPBACK_ORIGIN, Guard, cors_origins
 from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, json_response
+from quengine.serve.models.model_route import Endpoint, ModelRoute
+from quengine.serve.models.registry import Models
 from quengine.serve.routes import slot_routes, status_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions
 from quengine.serve.routes.completions import completions
 from quengine.serve.routes.infill import infill
+from quengine.serve.routes.models import table
 from quengine.serve.routes.native import completion
-from quengine.serve.routes.ollama.table import OLLAMA_ROUTES
+from quengine.serve.routes.ollama.table import OLLAMA_ROUTES, OLLAMA_SERVER_ROUTES
 from quengine.serve.routes.responses.route import delete_response, responses, stored_response
 from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddings
 from quengine.serve.routes.vectors.rerank import rerank
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openapi import document
-from quengine.serve.service import Service
 
-Endpoint = Callable[[Service, Request], Awaitable[Response]]
+ServerEndpoint = Callable[[Models, Request], Awaitable[Response]]
 
 
-async def page(service: Service, request: Request) -> Response:
+async def page(models: Models, request: Request) -> Response:
     """The chat page: one file, whose script and style are all that it may run."""
-    del service, request
+    del models, request
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -47,11 +50,11 @@ async def page(service: Service, request: Request) -> Response:
     return Response(html, headers=headers, media_type="text/html; charset=utf-8")
 
 
-async def openapi(service: Service, request: Request) -> Response:
+async def openapi(models: Models, request: Request) -> Response:
     """What every route takes and answers."""
     del request
-    engine = service.worker.engine
-    return json_response(document(service.settings, None if engine is None else engine.model.vocab_size))
+    engine = None if models.only is None else models.only.service.worker.engine
+    return json_response(document(models.settings, None if engine is None else engine.model.vocab_size))
 
 
 @cache
@@ -69,7 +72,7 @@ def _page() -> tuple[bytes, str]:
     return html, policy
 
 
-ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
+SERVER_ROUTES: tuple[tuple[str, str, ServerEndpoint], ...] = (
     ("GET", "/", page),
     ("GET", "/openapi.json", openapi),
     ("GET", "/health", status_routes.health),
@@ -78,20 +81,27 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("GET", "/props", status_routes.props),
     ("POST", "/props", status_routes.change_props),
     ("GET", "/slots", slot_routes.slots),
-    ("POST", "/slots/{id_slot}", slot_routes.slot_action),
     ("GET", "/lora-adapters", status_routes.lora_adapters),
     ("POST", "/lora-adapters", status_routes.change_lora_adapters),
-    ("GET", "/models", status_routes.models),
-    ("GET", "/v1/models", status_routes.models),
-    ("GET", "/v1/models/{name:path}", status_routes.model),
+    ("GET", "/models", table.models),
+    ("GET", "/v1/models", table.models),
+    ("GET", "/v1/models/{name:path}", table.model),
+    ("POST", "/models/load", table.load),
+    ("POST", "/models/unload", table.unload),
+    ("GET", "/v1/responses/{id}", stored_response),
+    ("DELETE", "/v1/responses/{id}", delete_response),
+    *OLLAMA_SERVER_ROUTES,
+)
+"""Of no model: called with all of them."""
+
+ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
+    ("POST", "/slots/{id_slot}", slot_routes.slot_action),
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/chat/completions", chat_completions),
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/responses", responses),
     ("POST", "/v1/messages", messages),
     ("POST", "/v1/messages/count_tokens", count_tokens),
-    ("GET", "/v1/responses/{id}", stored_response),
-    ("DELETE", "/v1/responses/{id}", delete_response),
     ("POST", "/v1/embeddings", embeddings),
     ("POST", "/embeddings", native_embeddings),
     ("POST", "/embedding", native_embeddings),
@@ -107,32 +117,40 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/apply-template", token_routes.apply_template),
     *OLLAMA_ROUTES,
 )
+"""Of a model: called with its service."""
 
 
-def _endpoints() -> dict[str, dict[str, Endpoint]]:
+E = TypeVar("E")
+
+
+def _by_path(routes: Iterable[tuple[str, str, E]]) -> dict[str, dict[str, E]]:
     """The functions of each path by method: a path is one route, so that a 405 names all its methods."""
-    by_path: dict[str, dict[str, Endpoint]] = {}
-    for method, path, endpoint in ROUTES:
+    by_path: dict[str, dict[str, E]] = {}
+    for method, path, endpoint in routes:
         by_path.setdefault(path, {})[method] = endpoint
     return by_path
 
 
-async def _dispatch(service: Service, endpoints: Mapping[str, Endpoint], request: Request) -> Response:
-    return await endpoints["GET" if request.method == "HEAD" else request.method](service, request)
+async def _dispatch(models: Models, endpoints: Mapping[str, ServerEndpoint], request: Request) -> Response:
+    return await endpoints["GET" if request.method == "HEAD" else request.method](models, request)
 
 
-def make_app(service: Service) -> Starlette:
-    """The ASGI application of a service."""
-    settings = service.settings
-    known = {path for _, path, _ in ROUTES}
+def make_app(models: Models) -> Starlette:
+    """The ASGI application of a server."""
+    settings = models.settings
+    known = {path for _, path, _ in (*ROUTES, *SERVER_ROUTES)}
 
     def answered(path: str, status: int) -> None:
-        service.metrics.answered(path if path in known else "other", status)
-        service.metrics.ignored(len(access_log.current().ignored))
+        models.metrics.answered(path if path in known else "other", status)
+        models.metrics.ignored(len(access_log.current().ignored))
 
+    of_server, of_models = _by_path(SERVER_ROUTES), _by_path(ROUTES)
     routes = [
-        Route(path, partial(_dispatch, service, endpoints), methods=list(endpoints))
-        for path, endpoints in _endpoints().items()
+        *(
+            Route(path, partial(_dispatch, models, each), methods=list(each))
+            for path, each in of_server.items()
+        ),
+        *(Route(path, ModelRoute(models, each), methods=list(each)) for path, each in of_models.items()),
     ]
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
     if origins := cors_origins(settings):

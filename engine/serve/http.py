@@ -28,6 +28,8 @@ logger = logging.getLogger("quengine.serve")
 _NAMED_FIELDS = 20
 """Fields that a line of the log names."""
 _NAMED_LENGTH = 500
+_READ = "quengine.body"
+"""The key of a scope under which its body is, once it has been read."""
 _encode = msgspec.json.Encoder().encode
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -62,7 +64,7 @@ def error_response(error: ApiError, path: str) -> Response:
 
 async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
     """The body of a request. Raises ApiError for one too large, too slow, or not of its route's form."""
-    body = await _read_bytes(request, limits)
+    body = await read_raw(request, limits)
     record = access_log.current()
     with collector.paused():  # a million small objects need no collections between them
         read = read_body(kind, body, record.ignored)
@@ -74,10 +76,14 @@ async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
 
 async def read_array(request: Request, limits: Limits) -> list[Any]:
     """The body of a request that is an array. Raises ApiError as `read_request`."""
-    return parse_array(await _read_bytes(request, limits))
+    return parse_array(await read_raw(request, limits))
 
 
-async def _read_bytes(request: Request, limits: Limits) -> bytes:
+async def read_raw(request: Request, limits: Limits) -> bytes:
+    """The bytes of a body, which may be asked for twice. Raises ApiError for one too large or too slow."""
+    read: bytes | None = request.scope.get(_READ)
+    if read is not None:
+        return read
     declared = request.headers.get("content-length", "")
     body = bytearray()
     try:
@@ -92,7 +98,8 @@ async def _read_bytes(request: Request, limits: Limits) -> bytes:
         raise ApiError(408, f"the body did not arrive within {limits.read_s:g} s (--read-timeout)") from None
     except ClientDisconnect:
         raise ClientGoneError from None
-    return bytes(body)
+    request.scope[_READ] = read = bytes(body)
+    return read
 
 
 async def _too_large(request: Request, limits: Limits) -> ApiError:

@@ -1,8 +1,9 @@
-"""Counters, times and gauges of the server, for Prometheus."""
+"""Counters, times and gauges of the server and of each of its models, for Prometheus."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
 
 from quengine.request.output import DraftCounts
 from quengine.serve.llama_metrics import LlamaMetrics
@@ -13,15 +14,60 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
+class ServerMetrics:
+    """What is of no model. All of it is called in the event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        labels = ("path", "status")
+        self._http = Counter(
+            "quengine_http_requests", "Answers by path and HTTP status.", labels, registry=self.registry
+        )
+        self._ignored = Counter(
+            "quengine_ignored_fields", "Unknown fields of bodies, passed over.", registry=self.registry
+        )
+
+    def answered(self, path: str, status: int) -> None:
+        self._http.labels(path, str(status)).inc()
+
+    def ignored(self, fields: int) -> None:
+        self._ignored.inc(fields)
+
+    def text(self, models: "Mapping[str, Metrics]") -> bytes:
+        """Prometheus' text, with those of the models under the label `model`."""
+        labelled = CollectorRegistry()
+        labelled.register(_Labelled(models))  # type: ignore[arg-type]  # all that is asked of it is `collect`
+        return generate_latest(self.registry) + generate_latest(labelled)
+
+
+class _Labelled:
+    """The families of several registries as one, each sample with its model's name."""
+
+    def __init__(self, models: "Mapping[str, Metrics]") -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for name, metrics in self._models.items():
+            for family in metrics.registry.collect():
+                joined = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    joined.samples.append(sample._replace(labels={**sample.labels, "model": name}))
+        yield from families.values()
+
+
 class Metrics:
-    """One registry a server. All of it is called in the event loop."""
+    """Those of a model. All of it is called in the event loop."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.llama = LlamaMetrics()
-        self._http = self._counter("http_requests", "Answers by path and HTTP status.", ("path", "status"))
-        self._ignored = self._counter("ignored_fields", "Unknown fields of bodies, passed over.")
-        self._ended = self._counter("texts", "Completions by how they ended.", ("reason",))
+        labels = ("reason",)
+        self._ended = Counter(
+            "quengine_texts", "Completions by how they ended.", labels, registry=self.registry
+        )
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of finished completions.")
         self._cached = self._counter("prompt_tokens_cached", "Of these, taken from the cache.")
         self._generated = self._counter("generated_tokens", "Tokens generated.")
@@ -36,8 +82,8 @@ class Metrics:
             "time_per_token_seconds", "Mean time of a completion's later tokens.", _TOKEN_SECONDS
         )
 
-    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(f"quengine_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"quengine_{name}", text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"quengine_{name}", text, registry=self.registry, buckets=buckets)
@@ -68,12 +114,6 @@ class Metrics:
         self._ttft.observe(times.ttft_s)
         if times.generated_tokens > 1:
             self._token.observe(times.decode_s / (times.generated_tokens - 1))
-
-    def answered(self, path: str, status: int) -> None:
-        self._http.labels(path, str(status)).inc()
-
-    def ignored(self, fields: int) -> None:
-        self._ignored.inc(fields)
 
     def cancelled(self, completions: int) -> None:
         self._ended.labels("cancelled").inc(completions)

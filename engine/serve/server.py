@@ -5,7 +5,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -16,9 +16,10 @@ from quengine.serve import access_log
 from quengine.serve.app import make_app
 from quengine.serve.connections import Connections
 from quengine.serve.listener import OUT_OF_RESOURCES, Listener, bind, connection_limit, url_of
-from quengine.serve.metrics import Metrics
+from quengine.serve.models.model_spec import ModelSpec
+from quengine.serve.models.registry import Models
+from quengine.serve.models.residency import Launch
 from quengine.serve.processes.server_thread import Worker
-from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
 
@@ -31,43 +32,36 @@ DROPPED_AT_ONCE = 8
 
 
 class Server(uvicorn.Server):
-    """uvicorn with the engine's worker.
+    """uvicorn with the models and their workers.
 
     The first SIGTERM or SIGINT drains: no new requests (503), those taken end, at most `limits.drain_s` seconds.
     The second ends at once.
 
     Args:
         settings: address, keys, limits.
-        make_engine: builds the engine, in the worker's thread.
+        launch: builds the engine of a model, in its worker's thread.
         say: called with lines for the terminal.
+        find: the models there are; None: the one of `settings`.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
-        make_engine: Callable[[], Engine],
+        launch: Launch,
         say: Callable[[str], None],
+        find: Callable[[], Sequence[ModelSpec]] | None = None,
     ) -> None:
         self.settings = settings
         self.problem: BaseException | None = None
         self.say = say
         self._drain_until: float | None = None
-        self._state_said = "starting"
-        metrics = Metrics()
-        self.worker = Worker(
-            make_engine,
-            parallel=settings.parallel,
-            max_queue=settings.limits.queue,
-            observe=metrics.observe,
-            stopped=self._engine_stopped,
-        )
-        self.service = Service(settings, self.worker, metrics)
+        self.models = Models(settings, launch, find, say, self._engine_failed)
         self.connections = Connections(settings.limits, connection_limit(settings.limits.connections))
         self._failures, self._short = Seldom(logger), Seldom(logger)
         access_log.set_level(settings.access_log)
         super().__init__(
             uvicorn.Config(
-                make_app(self.service),
+                make_app(self.models),
                 http=self.connections.protocol,  # type: ignore[arg-type]  # all that uvicorn does is call it
                 ws="none",
                 lifespan="off",
@@ -80,6 +74,15 @@ class Server(uvicorn.Server):
             )
         )
 
+    @property
+    def service(self) -> Service:
+        """That of the only model, or of the first."""
+        return self.models.entries[0].service
+
+    @property
+    def worker(self) -> Worker:
+        return self.service.worker
+
     def run_until_stopped(self) -> None:
         """Serve until a signal has been obeyed.
 
@@ -88,7 +91,11 @@ class Server(uvicorn.Server):
             CannotRunError: the engine failed again and again.
         """
         listener = bind(self.settings.host, self.settings.port)
-        self.say(f"listening on {url_of(listener)}; the model is being loaded")
+        entries = self.models.entries
+        models = (
+            "the model is being loaded" if self.models.only else f"{len(entries)} models, loaded when named"
+        )
+        self.say(f"listening on {url_of(listener)}; {models}")
         asyncio.run(self.serve_engine(listener))
         if self.problem is not None:
             raise self.problem
@@ -103,24 +110,23 @@ class Server(uvicorn.Server):
                 f"--max-connections {self.settings.limits.connections}: the limit on open files (ulimit -n) leaves "
                 f"room for {self.connections.most}"
             )
-        self.worker.start()
+        self.models.start()
         try:
             await self.serve([listener])
         finally:
-            self.service.text_pool.close()
-            self.worker.stop()
-            await self.worker.join(JOIN_SECONDS)
+            self.models.stop()
+            await self.models.join(JOIN_SECONDS)
             listener.close()
 
     def drain(self) -> None:
         """Take no more requests, and stop when those taken are done."""
-        self.worker.drain()
+        self.models.drain()
         self._drain_until = time.monotonic() + self.settings.limits.drain_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         del frame
         if self._drain_until is None:
-            left = self.worker.running + self.worker.waiting
+            left = self.models.requests
             if left:
                 self.say(
                     f"{signal.Signals(sig).name}: {left} requests are finished first; once more stops now"
@@ -131,35 +137,16 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's tenth of a second."""
-        if self.worker.state != self._state_said:
-            self._state_said = self.worker.state
-            self._say_state()
+        self.models.tick()
         if self._drain_until is not None and not self.should_exit:
             late = time.monotonic() >= self._drain_until
-            if self.worker.idle or late:
-                if not self.worker.idle:
-                    self.say(
-                        f"{self.worker.running + self.worker.waiting} requests were not finished in time"
-                    )
-                    self.worker.stop()  # ends them with an error
+            left = self.models.requests
+            if not left or late:
+                if left:
+                    self.say(f"{left} requests were not finished in time")
+                    self.models.stop()  # ends them with an error
                 self.should_exit = True
         return await super().on_tick(counter)
-
-    def _say_state(self) -> None:
-        engine = self.worker.engine
-        if self.worker.state == "ready" and engine is not None:
-            for note in engine.model.notes:
-                self.say(note)
-            if self.settings.parallel > engine.capacity:
-                count = "one request" if engine.capacity == 1 else f"{engine.capacity} requests"
-                self.say(
-                    f"--parallel {self.settings.parallel}: this engine computes {count} at a time, others queue"
-                )
-            names = ", ".join(self.settings.model_names)
-            slots = f"{self.worker.slots} slot{'s' if self.worker.slots > 1 else ''}"
-            self.say(f"ready: model {names}, {slots} of {engine.model.ctx_size} tokens")
-        elif self.worker.state == "restarting":
-            self.say("the engine failed and is starting again")
 
     def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An error that asyncio cannot raise anywhere."""
@@ -180,7 +167,6 @@ class Server(uvicorn.Server):
         )
         return dropped
 
-    def _engine_stopped(self, problem: BaseException | None) -> None:
-        if problem is not None:
-            self.problem = problem
-            self.should_exit = True
+    def _engine_failed(self, problem: BaseException) -> None:
+        self.problem = problem
+        self.should_exit = True

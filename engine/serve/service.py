@@ -1,4 +1,4 @@
-"""What every route works with: the worker, the model, the settings; and the way from requests to their outputs.
+"""What a model's routes work with: its worker, its settings; and the way from requests to their outputs.
 
 Errors of the worker become statuses of HTTP, with Retry-After and both numbers of a limit.
 """
@@ -6,7 +6,7 @@ Errors of the worker become statuses of HTTP, with Retry-After and both numbers 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from quengine.serve import access_log
 from quengine.serve.metrics import Metrics
@@ -37,35 +37,57 @@ _WHY_NOT = {
 }
 
 
+MakeWorker = Callable[[Metrics], Worker]
+
+
 class Service:
-    def __init__(self, settings: ServerSettings, worker: Worker, metrics: Metrics) -> None:
+    """`worker` is another one each time the model is loaded; `asleep` is what stays of it meanwhile."""
+
+    def __init__(self, settings: ServerSettings, make_worker: MakeWorker, responses: ResponseStore) -> None:
         self.settings = settings
         self.limits = settings.limits
-        self.worker = worker
-        self.metrics = metrics
+        self.metrics = metrics = Metrics()
+        self._make_worker = make_worker
+        self.worker = make_worker(metrics)
         self.text_pool = TextPool()
-        self.responses = ResponseStore(self.limits.stored)
+        self.responses = responses
+        self.asleep: ServedModel | None = None
         self.created = int(time.time())
-        metrics.gauge("running", "Requests being computed.", lambda: worker.running)
-        metrics.gauge("waiting", "Requests in the queue.", lambda: worker.waiting)
-        metrics.gauge("slots", "Requests that can be computed at once.", lambda: worker.slots)
-        metrics.gauge("cache_used_tokens", "Positions in the cache.", lambda: worker.stats.cache_used)
-        metrics.gauge("cache_size_tokens", "Positions that the cache has.", lambda: worker.stats.cache_size)
-        metrics.gauge("busy_seconds", "Time spent in steps.", lambda: worker.busy_seconds)
+        metrics.gauge("running", "Requests being computed.", lambda: self.worker.running)
+        metrics.gauge("waiting", "Requests in the queue.", lambda: self.worker.waiting)
+        metrics.gauge("slots", "Requests that can be computed at once.", lambda: self.worker.slots)
+        metrics.gauge("cache_used_tokens", "Positions in the cache.", lambda: self.worker.stats.cache_used)
+        metrics.gauge(
+            "cache_size_tokens", "Positions that the cache has.", lambda: self.worker.stats.cache_size
+        )
+        metrics.gauge("busy_seconds", "Time spent in steps.", lambda: self.worker.busy_seconds)
 
     @property
     def model(self) -> ServedModel:
-        """Raises ApiError (503) while there is none."""
+        """Raises ApiError while there is none."""
         engine = self.worker.engine
-        if engine is None or self.worker.state == "starting":
+        if engine is not None and self.worker.state != "starting":
+            return engine.model
+        if self.asleep is None:
             raise self.unavailable(self.worker.state)
-        return engine.model
+        return self.asleep
+
+    def renew(self) -> None:
+        """Another worker, for the next time that the model is loaded; counters go on."""
+        old, self.worker = self.worker, self._make_worker(self.metrics)
+        self.worker.steps, self.worker.step_sequences = old.steps, old.step_sequences
+        self.worker.busy_seconds = old.busy_seconds
+        self.text_pool.close()
+        self.text_pool = TextPool()
 
     @property
     def model_name(self) -> str:
         return self.settings.model_names[0]
 
     def unavailable(self, state: str) -> ApiError:
+        if state == "unloaded":
+            name = self.model_name
+            raise bad_request(f"the model {name} is not loaded: POST /models/load does it", "model", state)
         return ApiError(503, _WHY_NOT.get(state, state), code=state, retry_after=5)
 
     def check_model_name(self, name: str) -> None:

@@ -1,6 +1,7 @@
 """Options of the server that are not the engine's: address, keys, names, limits."""
 
 import ipaddress
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from quengine.request.pooling import POOLINGS, Pooling
 from quengine.request.sampling_params import SamplingParams
 
 _ACCESS = "Who may ask"
+_MODELS = "Several models"
 _LIMITS = "Limits"
 _MAX_KEY_BYTES = 1 << 20
 _SECONDS = Range(above=0, high=sys.float_info.max, text="above 0, and finite")
@@ -75,6 +77,33 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class ModelsOptions:
+    """Which models a server loads when requests name them; each flag says what it is."""
+
+    folder: Annotated[
+        Path | None, Flag("--models-dir", "Serve every model in or below this folder.", _MODELS, "DIR")
+    ] = None
+    preset: Annotated[
+        Path | None,
+        Flag("--models-preset", "A TOML file with a table of options for each model.", _MODELS, "FILE"),
+    ] = None
+    most: Annotated[
+        int, _COUNT, Flag("--models-max", "Most models loaded at once; 0: what memory holds.", _MODELS, "N")
+    ] = 4
+    autoload: Annotated[
+        bool,
+        Flag("--models-autoload/--no-models-autoload", "Load what a request names.", _MODELS),
+    ] = True
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "--models-max {value}")
+
+    @property
+    def several(self) -> bool:
+        return self.folder is not None or self.preset is not None
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """Everything of the server that is not the engine's; each flag says what it is.
 
@@ -115,6 +144,15 @@ class ServerSettings:
         tuple[str, ...],
         Flag("--cors-origin", "An origin whose pages may use it; localhost, or * for any.", _ACCESS),
     ] = ()
+    sleep_s: Annotated[
+        float,
+        Flag(
+            "--sleep-idle-seconds --unload-idle-seconds",
+            "Unload a model after N seconds without a request; the next one loads it again. -1: never.",
+            metavar="N",
+        ),
+    ] = -1.0
+    models: ModelsOptions = field(default_factory=ModelsOptions)
     limits: Limits = field(default_factory=Limits)
     chat: ChatOptions = field(default_factory=ChatOptions)
     defaults: Annotated[
@@ -131,6 +169,8 @@ class ServerSettings:
         if self.slot_save_path is not None and not self.slot_save_path.is_dir():
             raise EngineError(f"--slot-save-path {self.slot_save_path}: there is no such folder")
         check_ranges(self, "--{name} {value}")
+        if self.sleep_s != -1 and not 0 < self.sleep_s < math.inf:
+            raise EngineError(f"--sleep-idle-seconds {self.sleep_s:g}: must be above 0 s, or -1 for never")
         keys = dict.fromkeys((*self.api_keys, *_keys_of(self.api_key_file)))
         object.__setattr__(self, "api_keys", tuple(keys))
         if any(not key or not key.isascii() or key != key.strip() for key in self.api_keys):

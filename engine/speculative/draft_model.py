@@ -122,6 +122,10 @@ class DraftModel:
         """Weight bytes that one drafted token reads."""
         return self._runner.decoder.bytes_per_token
 
+    @property
+    def cache_bytes(self) -> int:
+        return self._runner.cache.nbytes
+
     def room(self, sequence: Sequence) -> int:
         """Tokens that can be drafted before the draft model's own context ends."""
         return self._runner.cache.ctx_size - len(sequence.token_ids)
@@ -189,7 +193,7 @@ class DraftModel:
         params, vocab = sequence.params, self._runner.decoder.config.vocab_size
         bias = {token: value for token, value in params.logit_bias.items() if token < vocab}
         plain: SamplingParams = replace(
-            params,
+            params.plain(),
             logit_bias=bias,
             logprobs=None,
             constraint=None,

@@ -75,9 +75,14 @@ def missing_shards(files: Sequence[str]) -> list[str]:
     return [file for file in wanted if file not in files]
 
 
+def without_shard(file: str) -> str:
+    """A file's name without the number of its shard and the suffix."""
+    return Path(_SHARD.sub(".gguf", file)).stem
+
+
 def quant_of(file: str) -> str:
     """The quantization that a file's name tells ("Q4_K_M"), or an empty string."""
-    found = _QUANT.findall(Path(_SHARD.sub(".gguf", file)).stem)
+    found = _QUANT.findall(without_shard(file))
     return str(found[-1]) if found else ""
 
 
@@ -85,7 +90,7 @@ def fits(wanted: HubName, files: Sequence[str]) -> bool:
     """Whether a set of files is one that `wanted` may mean."""
     if wanted.file is not None:
         return wanted.file in files
-    return not _is_companion(files[0]) and (wanted.quant is None or _has_quant(files[0], wanted.quant))
+    return not is_companion(files[0]) and (wanted.quant is None or _has_quant(files[0], wanted.quant))
 
 
 def choose_files(wanted: HubName, files: Iterable[str]) -> tuple[str, ...]:
@@ -118,7 +123,7 @@ def _listed(sets: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _is_companion(file: str) -> bool:
+def is_companion(file: str) -> bool:
     """Vision projectors and importance matrices lie beside the models and are not models."""
     stem = Path(file).name.lower()
     return stem.startswith("mmproj") or "imatrix" in stem

@@ -158,6 +158,27 @@ def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(tm
     checkpoint.close()
 
 
+def test_room_is_asked_for_until_nothing_more_is_freed_and_the_context_takes_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_synthetic(tmp_path / "m.gguf", "tiny")
+    free = [2**28 + 2**20, 2**29, 2**30]
+    monkeypatch.setattr("quengine.load.available_memory", lambda: free[0])
+    asked: list[tuple[int, int, str]] = []
+
+    def make_room(needed: int, there: int, device: str) -> bool:
+        asked.append((needed, there, device))
+        del free[: len(free) > 1]
+        return len(asked) < 3
+
+    loaded = load_model(path, EngineConfig("cpu", 64, 1, parallel=4, make_room=make_room))
+    loaded.close()
+    assert [there for _, there, _ in asked] == [2**28 + 2**20, 2**29, 2**30]
+    ((needed, device),) = {(needed, device) for needed, _, device in asked}
+    assert device == "cpu" and needed >= loaded.nbytes > loaded.checkpoint.nbytes
+    assert max(pool.num_blocks for pool in loaded.cache.pools) >= 4 * 2
+
+
 def test_experts_that_host_memory_does_not_hold_are_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ class LLMEngine:
             loaded.notes,
             str(loaded.device),
             llm.config.cache_type,
+            loaded.nbytes,
         )
         self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}

@@ -38,6 +38,8 @@ from quengine.serve.processes.shared_wire import (
     Load,
     Progress,
     Ready,
+    Room,
+    RoomMade,
     Step,
     ToEngine,
     can_be_sent,
@@ -168,10 +170,23 @@ def load(connection: "Connection[Any, Any]") -> Engine:
 
     wanted = receive_in_engine(connection)
     assert isinstance(wanted, Load)
-    llm = LLM(wanted.model, progress=lambda text: send(connection, Progress(text)), **wanted.options)
+
+    def make_room(needed: int, free: int, device: str) -> bool:
+        send(connection, Room(needed, free, device))
+        answer = receive_in_engine(connection)
+        assert isinstance(answer, RoomMade)
+        return answer.again
+
+    llm = LLM(
+        wanted.model,
+        progress=lambda text: send(connection, Progress(text)),
+        make_room=make_room,
+        **wanted.options,
+    )
     llm.warm_up()
     notes = tuple(llm.loaded.notes)
-    send(connection, Ready(llm.config.parallel, llm.ctx_size, str(llm.loaded.device), notes))
+    device, memory = str(llm.loaded.device), llm.loaded.nbytes
+    send(connection, Ready(llm.config.parallel, llm.ctx_size, device, memory, notes))
     return LLMEngine(llm)
 
 

@@ -29,7 +29,10 @@ from quengine.serve.processes.shared_wire import (
     Load,
     Progress,
     Ready,
+    Room,
+    RoomMade,
     Step,
+    ToEngine,
     receive_from_engine,
     send,
 )
@@ -51,6 +54,8 @@ class ProcessEngine:
         model: as `LLM` takes it.
         options: what else `LLM` is given, by name; numbers, strings, booleans and None.
         progress: called with a line that says how far the weights are loaded.
+        make_room: called with the bytes that the model needs, those that are free and the device, until it returns
+            false: nothing has left the device since.
 
     Raises:
         EngineError: no such model, or its file is wrong.
@@ -58,7 +63,11 @@ class ProcessEngine:
     """
 
     def __init__(
-        self, model: str, options: Mapping[str, Any], progress: Callable[[str], None] = lambda _: None
+        self,
+        model: str,
+        options: Mapping[str, Any],
+        progress: Callable[[str], None] = lambda _: None,
+        make_room: Callable[[int, int, str], bool] = lambda *_: False,
     ) -> None:
         self._stats = EngineStats()
         self._events: list[Event] = []
@@ -83,13 +92,13 @@ class ProcessEngine:
             text = TextSide.of_file(
                 resolve_model(model), options.get("chat_template")
             )  # while the process begins
-            ready = self._loaded(progress)
+            ready = self._loaded(progress, make_room)
         except BaseException:
             self._process.kill()
             self.close()
             raise
         cache_type = str(options.get("cache_type", "f16"))
-        self.model = ServedModel(text, ready.ctx_size, ready.notes, ready.device, cache_type)
+        self.model = ServedModel(text, ready.ctx_size, ready.notes, ready.device, cache_type, ready.memory)
         _ = self.model.answer_format  # found now, and not with the first request
         self.capacity = ready.capacity
 
@@ -137,15 +146,17 @@ class ProcessEngine:
             self._process.wait()
         atexit.unregister(self._process.kill)
 
-    def _loaded(self, progress: Callable[[str], None]) -> Ready:
+    def _loaded(self, progress: Callable[[str], None], make_room: Callable[[int, int, str], bool]) -> Ready:
         while True:
             message = self._receive()
             if isinstance(message, Progress):
                 progress(message.text)
+            elif isinstance(message, Room):
+                self._send(RoomMade(make_room(message.needed, message.free, message.device)))
             elif isinstance(message, Ready):
                 return message
 
-    def _send(self, message: Load | Add | Cancel) -> None:
+    def _send(self, message: ToEngine) -> None:
         try:
             send(self._connection, message)
         except OSError:

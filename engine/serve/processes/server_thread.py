@@ -84,7 +84,8 @@ class Worker:
         parallel: most sequences given to the engine at once (never more than its capacity).
         max_queue: most sequences that may wait.
         observe: called with every event, in the event loop.
-        stopped: called in the event loop when the thread is done; the error if it could not go on.
+        stopped: called in the event loop when the thread and the engine have ended; the error if it could not go on.
+        changed: called in the event loop after each change of `state`.
     """
 
     def __init__(
@@ -95,18 +96,20 @@ class Worker:
         max_queue: int,
         observe: Callable[[Event], None],
         stopped: Callable[[BaseException | None], None],
+        changed: Callable[[], None],
     ) -> None:
         self.parallel = parallel
         self.max_queue = max_queue
         self.engine: Engine | None = None
         self.stats = EngineStats()
-        self.state = "starting"
+        self.state = "unloaded"
         self.busy_seconds = 0.0
         self.steps = 0
         self.step_sequences = 0  # computed in all steps together
         self._make_engine = make_engine
         self._observe = observe
         self._stopped = stopped
+        self._changed = changed
         self._wake = threading.Condition()
         self._waiting: deque[tuple[Handle, Work]] = deque()
         self._slots = SlotTable()
@@ -121,6 +124,7 @@ class Worker:
     def start(self) -> None:
         """Begin to load the engine; `state` is "ready" once it is there."""
         self._loop = asyncio.get_running_loop()
+        self._enter("starting")
         self._thread.start()
 
     @property
@@ -155,7 +159,7 @@ class Worker:
         """Queue the requests of one HTTP request, all of them or none.
 
         Raises:
-            NotServingError: starting, draining, or the engine is being replaced.
+            NotServingError: not loaded, starting, draining, or the engine is being replaced.
             QueueFullError: the queue has no room for all of them.
         """
         with self._wake:
@@ -183,7 +187,7 @@ class Worker:
     def drain(self) -> None:
         """Take no more requests; those taken go on. May be called from a signal handler's thread."""
         if self.state in ("starting", "ready", "restarting"):
-            self.state = "draining"
+            self._enter("draining")
 
     @property
     def idle(self) -> bool:
@@ -220,7 +224,7 @@ class Worker:
         except BaseException as error:
             problem = error
         self._fail_all("the server is shutting down" if problem is None else f"the engine failed: {problem}")
-        self.state = "stopped"
+        self._enter("stopped")
         if self.engine is not None:
             self.engine.close()
         self._call(lambda: self._stopped(problem))
@@ -230,7 +234,7 @@ class Worker:
         while (engine := self._make_engine_again(failures) if failures else self._make_engine()) is not None:
             self.engine = engine
             if self.state != "draining":
-                self.state = "ready"
+                self._enter("ready")
             try:
                 while self._turn(engine):
                     failures = 0
@@ -241,7 +245,7 @@ class Worker:
                 failures += 1
                 logger.exception("the engine has failed")
                 if self.state != "draining":
-                    self.state = "restarting"
+                    self._enter("restarting")
                 self._fail_running(
                     f"the engine failed ({type(error).__name__}: {error}) and is starting again"
                 )
@@ -357,6 +361,10 @@ class Worker:
             self._running.update({request.id: handle for handle, request in self._waiting})
             self._waiting.clear()
         self._fail_running(message)
+
+    def _enter(self, state: str) -> None:
+        self.state = state
+        self._call(self._changed)
 
     def _call(self, function: Callable[[], None]) -> None:
         try:

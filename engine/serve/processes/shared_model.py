@@ -48,7 +48,8 @@ class TextSide:
 class ServedModel:
     """All of a served model but its weights. Safe to use from any thread while the engine computes.
 
-    `ctx_size` (positions of one sequence), `notes`, `device` and `cache_type` are those of the engine.
+    `ctx_size` (positions of one sequence), `notes`, `device`, `cache_type` and `memory` (bytes of weights and cache)
+    are those of the engine.
 
     Attributes:
         template: source of the chat template; None where the model has none.
@@ -59,7 +60,13 @@ class ServedModel:
     """
 
     def __init__(
-        self, text: TextSide, ctx_size: int, notes: Sequence[str], device: str, cache_type: str
+        self,
+        text: TextSide,
+        ctx_size: int,
+        notes: Sequence[str],
+        device: str,
+        cache_type: str,
+        memory: int = 0,
     ) -> None:
         self._text = text
         config = text.checkpoint.config
@@ -83,6 +90,7 @@ class ServedModel:
             "path": str(text.checkpoint.path),
             "device": device,
             "cache_type": cache_type,
+            "memory": memory,
         }
 
     @cached_property

@@ -47,6 +47,20 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     request_id: int
 
 
+class RoomMade(msgspec.Struct, tag=True, frozen=True):
+    """To the engine, in answer to `Room`: whether another model has left the device."""
+
+    again: bool
+
+
+class Room(msgspec.Struct, tag=True, frozen=True):
+    """From the engine, while it loads: the bytes that the model needs, and those that are free on the device."""
+
+    needed: int
+    free: int
+    device: str
+
+
 class Progress(msgspec.Struct, tag=True, frozen=True):
     """From the engine, while it loads: a line that says how far it is."""
 
@@ -54,11 +68,13 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """From the engine: it is loaded. `device` as torch writes it; `ctx_size` in positions of one sequence."""
+    """From the engine: it is loaded. `device` as torch writes it; `ctx_size` in positions of one sequence; `memory` in
+    bytes, of weights and cache."""
 
     capacity: int
     ctx_size: int
     device: str
+    memory: int
     notes: tuple[str, ...]
 
 
@@ -80,8 +96,8 @@ class Broken(msgspec.Struct, tag=True, frozen=True):
     message: str
 
 
-ToEngine = Load | Add | Cancel
-FromEngine = Progress | Ready | Step | Broken
+ToEngine = Load | Add | Cancel | RoomMade
+FromEngine = Room | Progress | Ready | Step | Broken
 
 _encoder = msgspec.msgpack.Encoder()
 _request: msgspec.msgpack.Decoder[Work] = msgspec.msgpack.Decoder(Work)

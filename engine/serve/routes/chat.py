@@ -177,15 +177,19 @@ def _body(
             {
                 "index": index,
                 "message": messages[index],
-                "logprobs": chat_logprobs(piece.logprobs, service.model)
-                if requests[index].params.logprobs is not None
-                else None,
+                "logprobs": _logprobs(requests[index], piece, service.model),
                 "finish_reason": answers[index].reason(end),
             }
             for index, (piece, end) in enumerate(outputs)
         ],
         **answer_tail(requests, [end for _, end in outputs], reasoning),
     }
+
+
+def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> dict[str, Any] | None:
+    params = request.params
+    wanted = params.logprobs is not None
+    return chat_logprobs(piece.logprobs, model, params.post_sampling_probs) if wanted else None
 
 
 @dataclass
@@ -238,6 +242,6 @@ class _Chunks(ChunkForm):
     ) -> bytes:
         entry: dict[str, Any] = {"index": choice, "delta": delta, "finish_reason": reason, "logprobs": None}
         if piece is not None and self._with_logprobs:
-            entry["logprobs"] = chat_logprobs(piece.logprobs, self._model)
+            entry["logprobs"] = _logprobs(self.requests[choice], piece, self._model)
         usage = {"usage": None} if self.include_usage else {}
         return data({**self._head, "choices": [entry], **usage, **(more or {})})

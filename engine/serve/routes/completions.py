@@ -13,7 +13,12 @@ from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import answer_head, answer_tail, stream_end
 from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.infill import suffix_prompt
-from quengine.serve.routes.logprob_forms import completion_logprobs, echoed_logprobs, joined_logprobs
+from quengine.serve.routes.logprob_forms import (
+    completion_logprobs,
+    echoed_logprobs,
+    joined_logprobs,
+    native_probabilities,
+)
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
@@ -52,7 +57,7 @@ async def prepare_completions(service: Service, body: CompletionRequest) -> list
     given: Any = suffix_prompt(service.model, body) if body.suffix else body.prompt
     special = body.parse_special and not body.suffix
     prompts = await read_prompts(service, given, "prompt", special)
-    scored = body.echo and body.logprobs is not None
+    scored = body.echo and body.logprobs is not None and not params.post_sampling_probs
     progress = body.stream and body.return_progress
     shown = not body.skip_special_tokens
     return requests_of(prompts, body.n, params, shown, scored, progress, body.id_slot)
@@ -82,6 +87,8 @@ def _body(
 def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> dict[str, Any] | None:
     if request.params.logprobs is None:
         return None
+    if request.params.post_sampling_probs:  # llama-server's form
+        return {"content": native_probabilities(piece.logprobs, model, sampled=True)}
     if not request.score_prompt:
         return completion_logprobs(piece.logprobs, model, 0)[0]
     prompt, offset = echoed_logprobs(request.prompt, piece.prompt_logprobs, model)
@@ -130,6 +137,8 @@ class _Chunks(ChunkForm):
             echoed = self._chunk(choice, self.echoed[choice], scores, None)
         if not piece.tokens and not piece.text:
             return echoed
+        if request.params.post_sampling_probs:
+            return self._chunk(choice, piece.text, _logprobs(request, piece, self._model), None)
         start = self._offsets.get(choice, 0)
         logprobs, self._offsets[choice] = completion_logprobs(piece.logprobs, self._model, start)
         return echoed + self._chunk(choice, piece.text, logprobs, None)

@@ -1,25 +1,37 @@
-"""Log-probabilities in the three forms that the routes answer with."""
+"""Log-probabilities in the three forms that the routes answer with; in the first and the last as probabilities, under
+llama-server's names, where they are those after the samplers (`SamplingParams.post_sampling_probs`)."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quengine.sampler import TokenLogprobs
 from quengine.serve.processes.shared_model import ServedModel
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], model: ServedModel) -> dict[str, Any]:
-    """As in chat completions: each token with its text and bytes, and the likeliest ones."""
-    return {"content": [_chat_entry(entry, model) for entry in entries], "refusal": None}
+def chat_logprobs(
+    entries: Sequence[TokenLogprobs], model: ServedModel, sampled: bool = False
+) -> dict[str, Any]:
+    """As in chat completions: each token with its text and bytes, and the likeliest; `sampled`: as probabilities."""
+    return {"content": [_entry(entry, model, _chat_token, sampled) for entry in entries], "refusal": None}
 
 
-def _chat_entry(entry: TokenLogprobs, model: ServedModel) -> dict[str, Any]:
-    top = [_chat_token(token, logprob, model) for token, logprob in entry.top]
-    return _chat_token(entry.token, entry.logprob, model) | {"top_logprobs": top}
+def _entry(
+    entry: TokenLogprobs,
+    model: ServedModel,
+    form: Callable[[int, ServedModel], dict[str, Any]],
+    sampled: bool,
+) -> dict[str, Any]:
+    def likely(token: int, logprob: float) -> dict[str, Any]:
+        return form(token, model) | ({"prob": math.exp(logprob)} if sampled else {"logprob": logprob})
+
+    top = [likely(token, logprob) for token, logprob in entry.top]
+    return likely(entry.token, entry.logprob) | {"top_probs" if sampled else "top_logprobs": top}
 
 
-def _chat_token(token: int, logprob: float, model: ServedModel) -> dict[str, Any]:
+def _chat_token(token: int, model: ServedModel) -> dict[str, Any]:
     raw = model.token_bytes(token)
-    return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+    return {"token": raw.decode(errors="replace"), "bytes": list(raw)}
 
 
 def completion_logprobs(
@@ -76,14 +88,12 @@ def _name(token: int, model: ServedModel) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def native_probabilities(entries: Sequence[TokenLogprobs], model: ServedModel) -> list[dict[str, Any]]:
-    """As llama-server's `completion_probabilities`."""
-    return [
-        _native_token(entry.token, entry.logprob, model)
-        | {"top_logprobs": [_native_token(token, logprob, model) for token, logprob in entry.top]}
-        for entry in entries
-    ]
+def native_probabilities(
+    entries: Sequence[TokenLogprobs], model: ServedModel, sampled: bool
+) -> list[dict[str, Any]]:
+    """As llama-server's `completion_probabilities`; `sampled`: as probabilities."""
+    return [_entry(entry, model, _native_token, sampled) for entry in entries]
 
 
-def _native_token(token: int, logprob: float, model: ServedModel) -> dict[str, Any]:
-    return {"id": token} | _chat_token(token, logprob, model)
+def _native_token(token: int, model: ServedModel) -> dict[str, Any]:
+    return {"id": token} | _chat_token(token, model)

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.request.sampling_params import SamplingParams
+from quengine.request.sampling_params import RANGES, SamplingParams
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import timings_body
@@ -154,9 +154,10 @@ class _Form(ChunkForm):
         }
 
     def probabilities(self, choice: int, entries: Sequence[Any]) -> dict[str, Any]:
-        if self.requests[choice].params.logprobs is None:
+        params, model = self.requests[choice].params, self.service.model
+        if params.logprobs is None:
             return {}
-        return {"completion_probabilities": native_probabilities(entries, self.service.model)}
+        return {"completion_probabilities": native_probabilities(entries, model, params.post_sampling_probs)}
 
 
 def generation_settings(params: SamplingParams, ctx_size: int) -> dict[str, Any]:
@@ -165,11 +166,7 @@ def generation_settings(params: SamplingParams, ctx_size: int) -> dict[str, Any]
     seed = -1 if params.seed is None else params.seed
     banned = float("-inf")
     biases = [[token, False if bias == banned else bias] for token, bias in params.logit_bias.items()]
-    copied = (
-        *("temperature", "top_k", "top_p", "min_p", "typical_p"),
-        *("repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty"),
-    )
-    return {key: getattr(params, key) for key in (*copied, *("ignore_eos", "n_keep", "n_discard"))} | {
+    return {key: getattr(params, key) for key in RANGES if key not in ("max_tokens", "logprobs", "n")} | {
         "n_predict": max_tokens,
         "max_tokens": max_tokens,
         "seed": seed,
@@ -177,5 +174,8 @@ def generation_settings(params: SamplingParams, ctx_size: int) -> dict[str, Any]
         "logit_bias": biases,
         "n_probs": params.logprobs or 0,
         "n_ctx": ctx_size,
-        "mirostat": 0,
+        "ignore_eos": params.ignore_eos,
+        "dry_sequence_breakers": list(params.dry_sequence_breakers),
+        "samplers": list(params.samplers),
+        "post_sampling_probs": params.post_sampling_probs,
     }

@@ -54,7 +54,8 @@ async def sampling_params(
         given["repeat_penalty"] = body.repetition_penalty
     given |= {
         "seed": _seed(body),
-        "stop": _stops(body.stop, limits),
+        "stop": _stops("stop", body.stop, limits),
+        "dry_sequence_breakers": _stops("dry_sequence_breakers", body.dry_sequence_breakers, limits),
         "stop_token_ids": _stop_ids(body.stop_token_ids, limits, model),
         "logit_bias": _biases(body.logit_bias, limits, model),
         "max_tokens": _max_tokens(body, MAX_COUNT if shifts else model.ctx_size) or max_tokens,
@@ -124,10 +125,10 @@ def _seed(body: Generation) -> int | None:
     return None if body.seed is None or body.seed == -1 else body.seed % 2**64
 
 
-def _stops(stop: str | list[str] | None, limits: Limits) -> tuple[str, ...] | None:
-    stops = [stop] if isinstance(stop, str) else stop
+def _stops(name: str, given: str | list[str] | None, limits: Limits) -> tuple[str, ...] | None:
+    stops = [given] if isinstance(given, str) else given
     if stops is not None and len(stops) > limits.stops:
-        raise _too_many("stop", len(stops), limits.stops, "--max-stops")
+        raise _too_many(name, len(stops), limits.stops, "--max-stops")
     return None if stops is None else tuple(stops)
 
 

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_engine import SlotAction, SlotActionKind, SlotStats
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.reading import shown
@@ -16,9 +17,15 @@ _MAX_NAME_BYTES = 255
 _ACTIONS = get_args(SlotActionKind)
 
 
-async def slots(service: Service, request: Request) -> Response:
-    """One entry a slot, as llama-server's; at most a tenth of a second old."""
-    del request
+async def slots(models: Models, request: Request) -> Response:
+    """One entry a slot, as llama-server's; at most a tenth of a second old. Of several models each names its own."""
+    if (asked := models.asked(request.query_params.get("model", ""))) is not None:
+        return json_response(_slots(asked.service))
+    loaded = [each for each in models.entries if each.loaded]
+    return json_response([slot | {"model": each.name} for each in loaded for slot in _slots(each.service)])
+
+
+def _slots(service: Service) -> list[dict[str, Any]]:
     worker, context = service.worker, service.model.ctx_size
     holders, stats = worker.slot_holders, {slot.request_id: slot for slot in worker.stats.slots}
     entries: list[dict[str, Any]] = []
@@ -39,7 +46,7 @@ async def slots(service: Service, request: Request) -> Response:
                 "n_decoded": of_request.generated,
             }
         entries.append(entry)
-    return json_response(entries)
+    return entries
 
 
 async def slot_action(service: Service, request: Request) -> Response:

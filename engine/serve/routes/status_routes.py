@@ -1,4 +1,4 @@
-"""The state of the server: models, health, metrics, properties, adapters."""
+"""The state of the server and of its models: health, metrics, properties, adapters. None of it loads a model."""
 
 from typing import Any
 
@@ -8,94 +8,102 @@ from starlette.responses import Response
 
 from quengine import __version__
 from quengine.serve.http import json_response, read_array
+from quengine.serve.models.registry import Models
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.reading import shown
-from quengine.serve.service import Service
+from quengine.serve.settings import ServerSettings
 
 
-async def health(service: Service, request: Request) -> Response:
-    """200 while requests are taken and computed; 503 while the model is loaded, the engine is replaced or does not
-    answer, or the server is ending."""
+async def health(models: Models, request: Request) -> Response:
+    """200 while requests are taken; 503 while an only model is loaded or its engine replaced, a model does not answer,
+    or the server is ending."""
     del request
-    state = service.worker.state
-    if state != "ready":
-        raise service.unavailable(state)
-    if (trouble := service.worker.trouble) is not None:
-        raise ApiError(503, trouble, code="unresponsive", retry_after=5)
-    return json_response({"status": "ok"})
+    for entry in models.entries:
+        state = entry.service.worker.state
+        if (entry.alone and not entry.asleep and state != "ready") or state == "draining":
+            raise entry.service.unavailable(state)
+        if (trouble := entry.service.worker.trouble) is not None:
+            raise ApiError(503, trouble, code="unresponsive", retry_after=5)
+    if models.draining:
+        raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+    sleeping = models.only is not None and models.only.asleep
+    return json_response({"status": "ok", **({"is_sleeping": True} if sleeping else {})})
 
 
-async def models(service: Service, request: Request) -> Response:
-    del request
-    return json_response(
-        {"object": "list", "data": [_model(service, n) for n in service.settings.model_names]}
-    )
+async def metrics(models: Models, request: Request) -> Response:
+    """Of the server and its only model, or of one that is named, also under llama-server's names."""
+    headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(models.created)}
+    entry = models.asked(request.query_params.get("model", ""))
+    if entry is None:
+        text = models.metrics.text({each.name: each.service.metrics for each in models.entries})
+    else:
+        own = models.metrics.text({}) if entry.alone else b""
+        text = own + entry.service.metrics.text(entry.service.worker)
+    return Response(text, headers=headers)
 
 
-async def model(service: Service, request: Request) -> Response:
-    name = request.path_params["name"]
-    if name not in service.settings.model_names:
-        raise ApiError(404, f"no model {name[:80]!r} here", param="model", code="model_not_found")
-    return json_response(_model(service, name))
-
-
-def _model(service: Service, name: str) -> dict[str, Any]:
-    shown = {key: value for key, value in service.model.facts.items() if key != "path"}
-    meta = shown | {"n_ctx": service.model.ctx_size}
-    return {"id": name, "object": "model", "created": service.created, "owned_by": "quengine", "meta": meta}
-
-
-async def metrics(service: Service, request: Request) -> Response:
-    del request
-    headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(service.created)}
-    return Response(service.metrics.text(service.worker), headers=headers)
-
-
-async def props(service: Service, request: Request) -> Response:
+async def props(models: Models, request: Request) -> Response:
     """As llama-server's; the defaults are those of a request that says nothing."""
-    del request
-    served, settings = service.model, service.settings
-    defaults = generation_settings(settings.defaults, served.ctx_size)
+    entry = models.asked(request.query_params.get("model", ""))
+    if entry is None:
+        router = {
+            "role": "router",
+            "max_instances": models.settings.models.most,
+            "models_autoload": models.settings.models.autoload,
+            "is_sleeping": False,
+        }
+        return json_response(_settings(models.settings, 0) | router)
+    served, service = entry.service.model, entry.service
     bos = served.bos_id
     return json_response(
-        {
-            "default_generation_settings": {"n_ctx": served.ctx_size, "params": defaults},
+        _settings(entry.spec.settings, served.ctx_size)
+        | {
             "total_slots": service.worker.slots,
             "model_alias": service.model_name,
             "model_path": served.facts.get("path", ""),
             "chat_template": served.template or "",
             "bos_token": "" if bos is None else served.token_bytes(bos).decode(errors="replace"),
             "eos_tokens": [served.token_bytes(t).decode(errors="replace") for t in sorted(served.eos_ids)],
-            "modalities": {"vision": False, "audio": False},
-            "build_info": f"quengine {__version__}",
-            "limits": {
-                "body": settings.limits.body,
-                "prompt_tokens": settings.limits.prompt or served.ctx_size - 1,
-                "n": settings.limits.n,
-                "stop": settings.limits.stops,
-                "logit_bias": settings.limits.biases,
-                "queue": settings.limits.queue,
-            },
+            "is_sleeping": entry.state == "sleeping",
         }
     )
 
 
-async def change_props(service: Service, request: Request) -> Response:
+def _settings(settings: ServerSettings, ctx_size: int) -> dict[str, Any]:
+    """What does not depend on the model but by its context."""
+    limits = {
+        "body": settings.limits.body,
+        "prompt_tokens": settings.limits.prompt or max(0, ctx_size - 1),
+        "n": settings.limits.n,
+        "stop": settings.limits.stops,
+        "logit_bias": settings.limits.biases,
+        "queue": settings.limits.queue,
+    }
+    params = generation_settings(settings.defaults, ctx_size)
+    return {
+        "default_generation_settings": {"n_ctx": ctx_size, "params": params},
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"quengine {__version__}",
+        "limits": limits,
+    }
+
+
+async def change_props(models: Models, request: Request) -> Response:
     """POST /props, as llama-server without --props."""
-    del service, request
+    del models, request
     raise ApiError(501, "this server does not support changing global properties")
 
 
-async def lora_adapters(service: Service, request: Request) -> Response:
+async def lora_adapters(models: Models, request: Request) -> Response:
     """GET /lora-adapters: there are none."""
-    del service, request
+    del models, request
     return json_response([])
 
 
-async def change_lora_adapters(service: Service, request: Request) -> Response:
+async def change_lora_adapters(models: Models, request: Request) -> Response:
     """POST /lora-adapters: the scales of adapters, of which there are none."""
-    if adapters := await read_array(request, service.limits):
+    if adapters := await read_array(request, models.settings.limits):
         message = f"adapter {shown(adapters[0])}: this server has no adapters; only [] is accepted"
         raise bad_request(message, code="unsupported")
     return json_response({"success": True})

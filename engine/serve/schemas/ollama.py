@@ -17,6 +17,13 @@ NoImages = Annotated[
     list[Any], Meta(max_length=0, extra={"rule": "must be empty: this model reads text only"})
 ]
 Format = Annotated[Any, _ref("OllamaFormat")]
+KeepAlive = Annotated[
+    float | str,
+    Meta(
+        description="How long a server of several models keeps this one: seconds, or 5m, 1h30m; below 0: for ever.",
+        extra={"rule": "must be seconds, a duration as 5m, or -1"},
+    ),
+]
 Think = Annotated[
     bool | Effort,
     Meta(
@@ -92,7 +99,7 @@ class OllamaGeneration(Body, frozen=True):
     think: Think | None = None
     logprobs: bool = False
     top_logprobs: Logprobs = 0
-    keep_alive: Any = None
+    keep_alive: KeepAlive | None = None
     truncate: bool | None = None
     shift: bool | None = None
 
@@ -117,7 +124,7 @@ class OllamaEmbedRequest(Body, frozen=True, kw_only=True):
     dimensions: Annotated[Any, _only()] = None
     truncate: bool | None = None
     options: dict[str, Any] | None = None
-    keep_alive: Any = None
+    keep_alive: KeepAlive | None = None
 
 
 class OllamaEmbeddingsRequest(Body, frozen=True):
@@ -125,7 +132,7 @@ class OllamaEmbeddingsRequest(Body, frozen=True):
 
     prompt: str = ""
     options: dict[str, Any] | None = None
-    keep_alive: Any = None
+    keep_alive: KeepAlive | None = None
 
 
 class OllamaModelRequest(Body, frozen=True):

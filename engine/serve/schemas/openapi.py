@@ -112,6 +112,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/models"): _MODELS,
     ("GET", "/v1/models"): _MODELS,
     ("GET", "/v1/models/{name}"): Operation("The model of a name.", ref("Model"), errors=(404, 503)),
+    ("POST", "/models/load"): Operation(
+        "Begin to load a model.", ref("Success"), "ModelRequest", errors=(400, 404, 408, 413, 503)
+    ),
+    ("POST", "/models/unload"): Operation(
+        "Unload a model after its running answers.",
+        ref("Success"),
+        "ModelRequest",
+        errors=(400, 404, 408, 413),
+    ),
     ("POST", "/v1/chat/completions"): _CHAT,
     ("POST", "/chat/completions"): _CHAT,
     ("POST", "/v1/completions"): Operation(
@@ -189,7 +198,7 @@ def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[st
     info = {
         "title": "quengine",
         "version": __version__,
-        "description": "OpenAI's API, Anthropic's messages, llama-server's API and Ollama's over one model. "
+        "description": "OpenAI's API, Anthropic's messages, llama-server's API and Ollama's over one model or several. "
         "Errors have OpenAI's shape, under /v1/messages Anthropic's, under /api Ollama's.",
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
     }

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from quengine.request.sampling_params import RANGES
 from quengine.serve.schemas.openapi_requests import ANY, BOOLEAN, OBJECT, STRING, TOKEN, Schema, ref
 
 _COUNT: Schema = {"type": "integer", "minimum": 0}
@@ -173,9 +174,18 @@ def _timings() -> Schema:
     return _object({**drafts, **rates}, cache_n=_COUNT, prompt_n=_COUNT, predicted_n=_COUNT, **numbers)
 
 
+def _scored(**token: Schema) -> Schema:
+    """A token with its log-probability, and the likeliest ones; as probabilities with post_sampling_probs."""
+    logs, sampled = {**token, "logprob": _NUMBER}, {**token, "prob": _NUMBER}
+    forms = [
+        _object(**logs, top_logprobs=_array(_object(**logs))),
+        _object(**sampled, top_probs=_array(_object(**sampled))),
+    ]
+    return {"anyOf": forms}
+
+
 def _chat() -> dict[str, Schema]:
-    token = {"token": STRING, "logprob": _NUMBER, "bytes": _array(_COUNT)}
-    entry = _object(**token, top_logprobs=_array(_object(**token)))
+    entry = _scored(token=STRING, bytes=_array(_COUNT))
     function = {"name": STRING, "arguments": STRING}
     call = _object(id=STRING, type=_const("function"), function=_object(**function))
     part = _object(
@@ -211,7 +221,8 @@ def _completions() -> dict[str, Schema]:
         top_logprobs=_array(_or_null({"type": "object", "additionalProperties": _NUMBER})),
         text_offset=_array(_COUNT),
     )
-    choice = {"index": _COUNT, "text": STRING, "logprobs": _or_null(logprobs)}
+    sampled = _object(content=_array(_native_token()))
+    choice = {"index": _COUNT, "text": STRING, "logprobs": {"anyOf": [_NULL, logprobs, sampled]}}
     return {
         "Completion": _object(
             _VERBOSE,
@@ -227,10 +238,12 @@ def _completions() -> dict[str, Schema]:
     }
 
 
+def _native_token() -> Schema:
+    return _scored(id=TOKEN, token=STRING, bytes=_array(_COUNT))
+
+
 def _native() -> dict[str, Schema]:
-    token = {"id": TOKEN, "token": STRING, "logprob": _NUMBER, "bytes": _array(_COUNT)}
-    entry = _object(**token, top_logprobs=_array(_object(**token)))
-    probabilities = {"completion_probabilities": _array(entry)}
+    probabilities = {"completion_probabilities": _array(_native_token())}
     shared = {
         "index": _COUNT,
         "content": STRING,
@@ -274,27 +287,18 @@ def _native() -> dict[str, Schema]:
 
 
 def _generation_settings() -> Schema:
-    numbers = [
-        "temperature",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "repeat_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-    ]
-    whole = [
-        *("top_k", "repeat_last_n", "n_predict", "max_tokens", "seed", "n_probs", "n_ctx", "mirostat"),
-        *("n_keep", "n_discard"),
-    ]
+    numbers = {key: _NUMBER for key in RANGES if key not in ("max_tokens", "logprobs", "n")}
+    whole = ["n_predict", "max_tokens", "seed", "n_probs", "n_ctx"]
     bias = {"anyOf": [_NUMBER, _const(False)]}
     pair = {"type": "array", "prefixItems": [TOKEN, bias], "minItems": 2, "maxItems": 2}
     return _object(
-        **dict.fromkeys(numbers, _NUMBER),
-        **dict.fromkeys(whole, _WHOLE),
+        **numbers | dict.fromkeys(whole, _WHOLE),
         ignore_eos=BOOLEAN,
         stop=_array(STRING),
         logit_bias=_array(pair),
+        dry_sequence_breakers=_array(STRING),
+        samplers=_array(STRING),
+        post_sampling_probs=BOOLEAN,
     )
 
 
@@ -397,10 +401,24 @@ def _status() -> dict[str, Schema]:
     slot_file = {"id_slot": _COUNT, "filename": STRING}
     busy = dict.fromkeys(("id_task", "n_prompt_tokens", "n_computed", "n_decoded"), _COUNT)
     model = _object(
-        id=STRING, object=_const("model"), created=_COUNT, owned_by=_const("quengine"), meta=OBJECT
+        id=STRING,
+        object=_const("model"),
+        created=_COUNT,
+        owned_by=_const("quengine"),
+        aliases=_array(STRING),
+        meta=OBJECT,
+        status=_object(
+            {
+                "failed": _const(True),
+                **dict.fromkeys(("error", "device"), STRING),
+                **dict.fromkeys(("memory", "running", "waiting"), _COUNT),
+                **dict.fromkeys(("last_used", "keep_seconds"), _NUMBER),
+            },
+            value=_enum("unloaded", "loading", "loaded", "sleeping"),
+        ),
     )
     return {
-        "Health": _object(status=_const("ok")),
+        "Health": _object({"is_sleeping": _const(True)}, status=_const("ok")),
         "Model": model,
         "ModelList": _object(object=_const("list"), data=_array(ref("Model"))),
         "Slots": _array(
@@ -429,6 +447,7 @@ def _status() -> dict[str, Schema]:
             bos_token=STRING,
             eos_tokens=_array(STRING),
             modalities=_object(vision=BOOLEAN, audio=BOOLEAN),
+            is_sleeping=BOOLEAN,
             build_info=STRING,
             limits=_object(**dict.fromkeys(limits, _COUNT)),
         ),
@@ -488,5 +507,5 @@ def _ollama_answer(optional: dict[str, Schema], given: dict[str, Schema]) -> tup
     counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), _COUNT)
     optional = {**optional, **logprobs}
     end = _object(optional, **head, done=_const(True), done_reason=_enum("stop", "length"), **counts)
-    empty = _object(**head, done=_const(True), done_reason=_const("load"))
+    empty = _object(**head, done=_const(True), done_reason=_enum("load", "unload"))
     return {"anyOf": [end, empty]}, {"anyOf": [_object(optional, **head, done=_const(False)), end]}

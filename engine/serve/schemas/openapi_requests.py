@@ -85,10 +85,9 @@ def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ..
         fields["n"]["maximum"] = limits.n
     if "stop" in fields:
         fields["stop"]["anyOf"][-1]["maxItems"] = limits.stops
-    if "stop_token_ids" in fields:
-        fields["stop_token_ids"]["maxItems"] = limits.stops
-    if "stop_sequences" in fields:
-        fields["stop_sequences"]["maxItems"] = limits.stops
+    for name in ("stop_token_ids", "stop_sequences", "dry_sequence_breakers"):
+        if name in fields:
+            fields[name]["maxItems"] = limits.stops
 
 
 def _tidied(schema: Any) -> Any:

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from quengine.request.pooling import POOLINGS, Pooling
-from quengine.request.sampling_params import MAX_SEED, RANGES, Range
+from quengine.request.sampling_params import MAX_BREAKER, MAX_SEED, RANGES, Range
+from quengine.sampling_chain.names import LETTERS, MAX_SAMPLERS
 from quengine.structured.tool_calls import MAX_TOOLS
 
 REF = "#/components/schemas/{name}"
@@ -51,6 +52,18 @@ _ABOUT = {
     "repeat_last_n": "How many tokens the penalties look at; -1: all.",
     "presence_penalty": "Subtracted from the logit of every recent token.",
     "frequency_penalty": "Subtracted for every time a token is among the recent ones.",
+    "dry_multiplier": "DRY's penalty on going on with a repetition; 0: none.",
+    "dry_base": "The penalty grows by this with each token of the repetition.",
+    "dry_allowed_length": "Repetitions shorter than this are free.",
+    "dry_penalty_last_n": "How many tokens DRY looks at; -1: all.",
+    "xtc_probability": "How often XTC drops the likeliest tokens; 0: never.",
+    "xtc_threshold": "Tokens at least so likely, but the last of them, are dropped; above 0.5: none.",
+    "mirostat": "Mirostat 1 or 2, with no other sampler but the temperature; 0: off.",
+    "mirostat_tau": "Mirostat's target surprise, in bits.",
+    "mirostat_eta": "Mirostat's learning rate.",
+    "dynatemp_range": "The temperature is up to this much lower or higher, by the entropy; 0: fixed.",
+    "dynatemp_exponent": "How the entropy becomes a temperature.",
+    "top_n_sigma": "Drop logits so many standard deviations below the largest; 0 or -1: none.",
     "n_keep": "First tokens that a context shift keeps; -1: the prompt.",
     "n_discard": "Tokens that it discards; 0: half of the others.",
 }
@@ -77,6 +90,17 @@ Seed = Annotated[
 ]
 """OpenAI's are signed 64-bit numbers, ours unsigned ones."""
 SomeText = Annotated[str, Meta(min_length=1)]
+Breaker = Annotated[str, Meta(min_length=1, max_length=MAX_BREAKER)]
+Samplers = Annotated[
+    Annotated[str, Meta(pattern=f"^[{''.join(LETTERS.values())}]{{0,{MAX_SAMPLERS}}}$")]
+    | Annotated[
+        list[Annotated[str, Meta(extra_json_schema={"enum": list(LETTERS)})]], Meta(max_length=MAX_SAMPLERS)
+    ],
+    Meta(
+        description="Which samplers are applied, in this order: names, or a string of letters.",
+        extra={"rule": f"must be a string of the letters {''.join(LETTERS.values())}, or an array of names"},
+    ),
+]
 _NO_NAME = r'\x00-\x1f\x7f-\x9f/\\:*?"<>|\uff0e\u2215\u2216\ufeff\ufffd'
 FILE_NAME = rf"^(?! )(?!.*[.][.])[^{_NO_NAME}]*[^ .{_NO_NAME}]$(?!\n)"
 """File names as llama-server takes them (common/common.cpp, fs_validate_filename)."""
@@ -125,11 +149,6 @@ class Accepted(Body, frozen=True):
     """Parameters of other servers (llama-server, vLLM, SGLang, Transformers) that would change the text and are not
     supported, with the values that switch them off, and some that change no token."""
 
-    mirostat: Annotated[Any, _only(0)] = None
-    dynatemp_range: Annotated[Any, _only(0)] = None
-    dry_multiplier: Annotated[Any, _only(0)] = None
-    xtc_probability: Annotated[Any, _only(0)] = None
-    top_n_sigma: Annotated[Any, _only(-1, 0)] = None
     tfs_z: Annotated[Any, _only(1)] = None
     min_keep: Annotated[Any, _only(0, 1)] = None
     best_of: Annotated[Any, _only(1)] = None
@@ -138,7 +157,6 @@ class Accepted(Body, frozen=True):
     n_indent: Annotated[Any, _only(0)] = None
     bad_words: Annotated[Any, _only([])] = None
     lora: Annotated[Any, _only([])] = None
-    samplers: Annotated[Any, _only()] = None
     logits_processors: Annotated[Any, _only()] = None
     prompt_logprobs: Annotated[Any, _only(0)] = None
     truncate_prompt_tokens: Annotated[Any, _only()] = None
@@ -166,14 +184,6 @@ class Accepted(Body, frozen=True):
     stop_regex: Annotated[Any, _only()] = None
     lora_path: Annotated[Any, _only()] = None
 
-    mirostat_tau: Any = None
-    mirostat_eta: Any = None
-    dynatemp_exponent: Any = None
-    dry_base: Any = None
-    dry_allowed_length: Any = None
-    dry_penalty_last_n: Any = None
-    dry_sequence_breakers: Any = None
-    xtc_threshold: Any = None
     cache_prompt: Any = None
     n_cache_reuse: Any = None
     timings_per_token: Any = None
@@ -201,6 +211,23 @@ class Sampling(Accepted, frozen=True):
     repeat_last_n: Annotated[int, _of("repeat_last_n")] | None = None
     presence_penalty: Annotated[float, _of("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, _of("frequency_penalty")] | None = None
+    dry_multiplier: Annotated[float, _of("dry_multiplier")] | None = None
+    dry_base: Annotated[float, _of("dry_base")] | None = None
+    dry_allowed_length: Annotated[int, _of("dry_allowed_length")] | None = None
+    dry_penalty_last_n: Annotated[int, _of("dry_penalty_last_n")] | None = None
+    dry_sequence_breakers: Annotated[list[Breaker], Meta(min_length=1)] | None = None
+    xtc_probability: Annotated[float, _of("xtc_probability")] | None = None
+    xtc_threshold: Annotated[float, _of("xtc_threshold")] | None = None
+    mirostat: Annotated[int, _of("mirostat")] | None = None
+    mirostat_tau: Annotated[float, _of("mirostat_tau")] | None = None
+    mirostat_eta: Annotated[float, _of("mirostat_eta")] | None = None
+    dynatemp_range: Annotated[float, _of("dynatemp_range")] | None = None
+    dynatemp_exponent: Annotated[float, _of("dynatemp_exponent")] | None = None
+    top_n_sigma: Annotated[float, _of("top_n_sigma")] | None = None
+    samplers: Samplers | None = None
+    post_sampling_probs: (
+        Annotated[bool, Meta(description="Give probabilities after the samplers (prob, top_probs).")] | None
+    ) = None
     seed: Seed | None = None
     ignore_eos: Annotated[bool, Meta(description="Go on after the model's end tokens.")] | None = None
     context_shift: (
@@ -355,7 +382,6 @@ class Native(Generation, frozen=True, kw_only=True):
     n_probs: Logprobs = 0
     return_tokens: bool = False
     parse_special: bool = True
-    post_sampling_probs: Annotated[Any, _only(False)] = None
     return_progress: Progress = False
     image_data: Annotated[Any, _only([])] = None
     response_fields: Annotated[
@@ -523,6 +549,10 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
 
 
+class ModelRequest(Body, frozen=True):
+    """Of a route that loads or unloads a model."""
+
+
 class SlotFileRequest(Body, frozen=True, kw_only=True):
     """Of /slots/{id_slot} with the actions save and restore."""
 
@@ -552,4 +582,5 @@ BODIES: tuple[type[Body], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     TemplateRequest,
+    ModelRequest,
 )

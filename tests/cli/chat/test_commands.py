@@ -94,7 +94,7 @@ def completed(text: str) -> list[str]:
 
 def test_commands_settings_and_paths_are_completed(tmp_path: Path) -> None:
     assert completed("/re") == ["regen", "reset"]
-    assert completed("/set top") == ["top_k", "top_p"]
+    assert completed("/set top") == ["top_k", "top_p", "top_n_sigma"]
     (tmp_path / "notes.txt").touch()
     assert completed(f"/file {tmp_path}/no") == ["tes.txt"]
     for none in ("hello", "//re", "/set top_k ", "/nonsense x", "/re\nx"):

@@ -1,11 +1,25 @@
 """When Python's garbage collector runs in a command."""
 
 import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from quengine.cli import main
 from quengine.platform import collector
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_stays_frozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _freezing(_collector_as_found: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "freeze", _collector_as_found)
 
 
 def test_what_a_start_made_stays_and_the_rest_is_collected() -> None:

@@ -1,11 +1,9 @@
 """What a first request would wait for, kernel by kernel, is compiled ahead: prompts of every length, alone and in steps
 of several, and their captured steps."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.fork_server import without_interpreter
 
 CHECK = """
 import sys
@@ -85,7 +83,4 @@ assert len(compiled) > 30 and not missing
 )
 def test_no_prompt_waits_for_the_compiler(ctx: int, blocks: int, arch: int, fixed: int) -> None:
     """On no device, in a process of its own: launches are recorded, which the interpreter's are not."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", CHECK, *map(str, (ctx, blocks, arch, fixed))]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    without_interpreter(CHECK, ctx, blocks, arch, fixed)

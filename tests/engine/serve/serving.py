@@ -11,6 +11,8 @@ import httpx
 from openai import OpenAI
 
 from quengine.request.sampling_params import SamplingParams
+from quengine.serve.models.model_spec import ModelSpec
+from quengine.serve.models.residency import Launch
 from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.server import Server, bind
 from quengine.serve.settings import Limits, ServerSettings
@@ -50,8 +52,11 @@ def serving(
     limits: Limits | None = None,
     settings: dict[str, object] | None = None,
     ready: bool = True,
+    launch: Launch | None = None,
+    find: Callable[[], list[ModelSpec]] | None = None,
 ) -> Iterator[Served]:
-    """A server until the block ends; `ready`: begin when it takes requests."""
+    """A server until the block ends; `ready`: begin when it takes requests. Of several models `launch` makes the
+    engines, and `find` lists them."""
     chosen: dict[str, object] = {
         "model_names": ("fake",),
         "port": 0,
@@ -61,17 +66,19 @@ def serving(
         **(settings or {}),
     }
     said: list[str] = []
-    server = Server(ServerSettings(**chosen), make_engine, said.append)  # type: ignore[arg-type]
+    server = Server(ServerSettings(**chosen), launch or (lambda *_: make_engine()), said.append, find)  # type: ignore[arg-type]
     listener = bind("127.0.0.1", 0)
     served = Served(server, f"http://127.0.0.1:{listener.getsockname()[1]}", said)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve_engine(listener)))
     thread.start()
     try:
-        if ready:
+        if find is not None:
+            assert served.wait_until(lambda: server.started)
+        elif ready:
             assert served.wait_until(lambda: server.worker.state == "ready", 30), server.worker.state
         yield served
     finally:
-        server.worker.stop()
+        server.models.stop()
         server.should_exit = server.force_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the server did not stop"

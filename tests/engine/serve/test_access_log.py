@@ -72,10 +72,10 @@ def test_each_request_is_a_line_with_the_tokens_that_its_usage_says(
 
 def test_what_went_wrong_is_in_the_line(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     with served.http() as client:
-        client.post("/v1/completions", json={"prompt": "a", "mirostat": 1})
+        client.post("/v1/completions", json={"prompt": "a", "tfs_z": 0.5})
         client.get("/%1b[31mred%0aGET /fake")
     wrong, strange = lines(caplog, served, 2)
-    assert '"POST /v1/completions" 400 ' in wrong and "error: mirostat is not supported" in wrong
+    assert '"POST /v1/completions" 400 ' in wrong and "error: tfs_z is not supported" in wrong
     assert '"GET /%1b[31mred%0aGET%20/fake" 404 ' in strange
     assert strange.isprintable()
 

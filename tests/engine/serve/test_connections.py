@@ -139,7 +139,7 @@ files, listener.OTHER_DESCRIPTORS = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 log_lines.set_up(False)
 settings = ServerSettings(("fake",), port=0, limits=Limits(connections=1000))
-Server(settings, FakeEngine, lambda line: print(line, file=sys.stderr, flush=True)).run_until_stopped()
+Server(settings, lambda *_: FakeEngine(), lambda line: print(line, file=sys.stderr, flush=True)).run_until_stopped()
 """
 
 

@@ -5,7 +5,7 @@ import base64
 import pytest
 
 from quengine.errors import EngineError
-from quengine.serve.app import ROUTES
+from quengine.serve.app import ROUTES, SERVER_ROUTES
 from quengine.serve.guard import host_name
 from quengine.serve.settings import ServerSettings
 from tests.engine.serve.serving import serving
@@ -13,7 +13,7 @@ from tests.engine.serve.serving import serving
 
 def test_every_route_but_health_wants_the_key() -> None:
     with serving(settings={"api_keys": ("one", "two")}) as served, served.http() as client:
-        for method, path, _ in ROUTES:
+        for method, path, _ in (*ROUTES, *SERVER_ROUTES):
             answer = client.request(method, path.replace("{name:path}", "x"))
             assert answer.status_code == (200 if path.endswith("/health") else 401), path
             if answer.status_code == 401:

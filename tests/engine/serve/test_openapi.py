@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve import http
-from quengine.serve.app import ROUTES
+from quengine.serve.app import ROUTES, SERVER_ROUTES
 from quengine.serve.schemas.openapi import EVENTS, OPERATIONS, document
 from quengine.serve.schemas.requests import Body, Sampling
 from quengine.serve.settings import ServerSettings
@@ -50,7 +50,7 @@ UNSAID = re.compile(
     "|suffix needs a prompt that is one text"
     "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
     "|filename: it has more than"
-    "|in a message of the assistant's|a raw prompt has none|no model is fetched|does not reason"
+    "|in a message of the assistant's|a raw prompt has none|no model is fetched|does not reason|keep_alive"
 )
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
@@ -73,8 +73,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/show": {},
     "/api/pull": {"model": "fake"},
 }
-REFUSED = ("/api/pull", "/api/delete", "/api/copy")
-"""What is not done here; a pull, but of the model that is served."""
+REFUSED = ("/api/pull", "/api/delete", "/api/copy", "/models/load", "/models/unload")
+"""What is not done here; a pull, but of the model that is served; loading it, as it is there."""
 
 
 class OpenModel(FakeModel):
@@ -223,11 +223,11 @@ def test_every_event_of_a_stream_is_as_documented(served: Served, path: str) -> 
 
 
 def test_the_document_names_every_route_and_no_other() -> None:
-    routes = {(method, path.replace(":path", "")) for method, path, _ in ROUTES}
+    routes = {(method, path.replace(":path", "")) for method, path, _ in (*ROUTES, *SERVER_ROUTES)}
     assert routes == set(OPERATIONS)
     documented = {(m.upper(), path) for path, methods in DOCUMENT["paths"].items() for m in methods}
     assert documented == routes
-    endpoints = {path: endpoint for _, path, endpoint in ROUTES}
+    endpoints = {path: endpoint for _, path, endpoint in (*ROUTES, *SERVER_ROUTES)}
     assert endpoints[TWINS[0]] is endpoints["/v1/chat/completions"]
     assert endpoints[TWINS[1]] is endpoints["/completion"]
     assert endpoints[TWINS[2]] is endpoints["/embeddings"]

@@ -30,6 +30,10 @@ SEEDED = SamplingParams(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=11, max
 PENALIZED = SamplingParams(
     temperature=0.7, seed=3, max_tokens=40, ignore_eos=True, repeat_penalty=1.2, presence_penalty=0.3
 )
+CHAINED = SamplingParams(
+    seed=4, max_tokens=40, ignore_eos=True, dry_multiplier=1.0, xtc_probability=0.5, dynatemp_range=0.3
+)
+MIROSTAT = SamplingParams(seed=4, max_tokens=40, ignore_eos=True, mirostat=2, mirostat_tau=2.0)
 PROMPTS = [
     list(range(5, 75)),
     [3, 1, 4, 1, 5, 9, 2, 6] * 11,
@@ -120,7 +124,11 @@ def drafted_by(llm: LLM, choose: Callable[[Sequence, int], list[int]], most: int
 
 
 @pytest.mark.parametrize("parallel", [1, 4])
-@pytest.mark.parametrize("params", [GREEDY, SEEDED, PENALIZED], ids=["greedy", "seeded", "penalized"])
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SEEDED, PENALIZED, CHAINED, MIROSTAT],
+    ids=["greedy", "seeded", "penalized", "chained", "mirostat"],
+)
 def test_texts_with_look_up_are_those_without(
     model: Path, alone: LLM, params: SamplingParams, parallel: int
 ) -> None:

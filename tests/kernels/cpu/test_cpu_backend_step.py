@@ -121,22 +121,21 @@ class Model:
         """Keys and values at all positions that are seen; NaN elsewhere."""
         for layer, cache in zip(self.layers, self.caches, strict=True):
             generator = torch.Generator().manual_seed(7)
+            seen = [torch.arange(max(0, p + 1 - (layer.window or CONTEXT)), p) for p in POSITIONS]
+            slots = torch.cat(
+                [
+                    table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+                    for table, positions in zip(tables[layer.group], seen, strict=True)
+                ]
+            )
             for tensor in cache.tensors:
-                tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
-            for row, position in enumerate(POSITIONS):
-                first = max(0, position + 1 - (layer.window or CONTEXT))
-                for p in range(first, position):
-                    slot = int(tables[layer.group, row, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
-                    for tensor in cache.tensors:
-                        values = torch.randn(tensor.shape[1:], generator=generator)
-                        scaled = (
-                            values
-                            if tensor.is_floating_point() and tensor.shape[2] > 16
-                            else 0.01 * values.abs()
-                        )
-                        tensor[slot] = (
-                            scaled if tensor.is_floating_point() else (50 * values).clamp(-127, 127)
-                        )
+                values = torch.randn(len(slots), *tensor.shape[1:], generator=generator)
+                if tensor.is_floating_point():
+                    tensor.fill_(float("nan"))
+                    tensor[slots] = (values if tensor.shape[2] > 16 else 0.01 * values.abs()).to(tensor.dtype)
+                else:
+                    tensor.fill_(77)
+                    tensor[slots] = (50 * values).clamp(-127, 127).to(tensor.dtype)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         b, x = self.backend, self.backend.embed(batch, self.embedding, 11.5)

@@ -1,8 +1,5 @@
 """Compiling ahead of time: what is compiled, what counts as a fault, and one kernel compiled without a GPU."""
 
-import os
-import subprocess
-import sys
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +10,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot import overlap_faults
 from quengine.kernels.cuda.aot.aot_cases import ARCHS, COMMON_TYPES, cases
 from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
+from tests.fork_server import without_interpreter
 
 HEAD = """
 .visible .entry kernel(
@@ -164,19 +162,13 @@ print(made.registers, made.stack, report.failure or "right")
 
 def test_the_decode_matvec_for_sm_90_reads_its_weights_and_nothing_else_above_the_wait() -> None:
     """In a process of its own: these tests may run in Triton's interpreter, which compiles nothing."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
-    reads, numbers = done.stdout.splitlines()
+    reads, numbers = without_interpreter(COMPILE).splitlines()
     assert {"low_a", "scales_a"} <= set(reads.split()) <= {"low_a", "high_a", "scales_a", "supers_a"}
     registers, stack, verdict = numbers.split()
     assert 16 < int(registers) <= 255 and (int(stack), verdict) == (0, "right")
 
 
 def test_the_list_of_variants_has_no_launch_twice() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = """
 from quengine.kernels.cuda.aot.aot import launches, variants
 work = variants([80, 89, 90], "mistral-7b, v and down Q4_K, decode")
@@ -186,10 +178,7 @@ assert len(keys) == len(set(keys)) and all(v.decode for v in work)
 assert {"matvec_kernel", "glu_kernel"} <= names, names
 assert {v.archs for v in work} == {(80, 89), (90,)}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
+    without_interpreter(code)
 
 
 TWINS = """
@@ -207,42 +196,35 @@ for only, name in (("Q8_0, matmul, 16", "fused_kernel"), ("smollm2 9/3x64 q8_0, 
 
 
 def test_what_is_made_of_another_gpus_ptx_is_what_triton_makes_for_this_one() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", TWINS], capture_output=True, text=True, env=environment, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
+    without_interpreter(TWINS)
 
 
 LISTED = """
 from quengine.kernels.cuda.aot import aot
-for v in aot.variants([90]):
-    launch = aot.launches(v.case, 90)[v.launch]
-    given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
-    program = launch.arguments.get("P")
-    if program is not None:
-        flagged = getattr(program, "flags", program)
-        given["EXACT"] = getattr(flagged, "exact", False)
-        given["EPILOGUE"] = getattr(flagged, "epilogue", 0)
-        given["TB"] = getattr(program, "block", 0)
-    flags = ("TB", "KIND", "EPILOGUE", "Q8", "ROW_SCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
-        "BATCH_INVARIANT", "QUANTIZE", "WINDOW", "REGISTERS")
-    given["REGISTERS"] = launch.options.get("maxnreg")
-    if "ROPE" in given:
-        given["QUERY_SCALE"] = given["ROPE"].query_scale
-    print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
+for arch, before in ((90, ""), (80, "sm_80.")):
+    for v in aot.variants([arch]):
+        launch = aot.launches(v.case, arch)[v.launch]
+        outs = (str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr")
+        given = {**launch.arguments, "OUT": next(outs, "")}
+        program = launch.arguments.get("P")
+        if program is not None:
+            flagged = getattr(program, "flags", program)
+            given["EXACT"] = getattr(flagged, "exact", False)
+            given["EPILOGUE"] = getattr(flagged, "epilogue", 0)
+            given["TB"] = getattr(program, "block", 0)
+        flags = ("TB", "KIND", "EPILOGUE", "Q8", "ROW_SCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
+            "BATCH_INVARIANT", "QUANTIZE", "WINDOW", "REGISTERS")
+        given["REGISTERS"] = launch.options.get("maxnreg")
+        if "ROPE" in given:
+            given["QUERY_SCALE"] = given["ROPE"].query_scale
+        values = (f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given)
+        print(before + launch.name, *values)
 """
 
 
 def test_what_batches_launch_is_compiled() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", LISTED], capture_output=True, text=True, env=environment, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
-    found = [
-        (line.split()[0], dict(x.split("=") for x in line.split()[1:])) for line in done.stdout.splitlines()
-    ]
+    lines = without_interpreter(LISTED).splitlines()
+    found = [(line.split()[0], dict(x.split("=") for x in line.split()[1:])) for line in lines]
 
     def met(kernel: str, *flags: str) -> set[tuple[str, ...]]:
         return {tuple(given[flag] for flag in flags) for name, given in found if name == kernel}
@@ -251,7 +233,7 @@ def test_what_batches_launch_is_compiled() -> None:
     truths = ("False", "True")
     assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") >= set(product(blocks, forms, truths))
     assert met("wgmma_two_parts_kernel", "TB", "EXACT") == set(product(blocks, truths))
-    assert met("fused_kernel", "EXACT") == {(x,) for x in truths}
+    assert met("sm_80.fused_kernel", "EXACT") == {(x,) for x in truths} and not met("fused_kernel")
     both = {(first, second) for first in truths for second in truths}
     assert met("rope_store_kernel", "Q8", "ROW_SCALE") == both
     assert met("rope_store_kernel", "QUERY_SCALE", "ROW_SCALE") == both
@@ -274,9 +256,8 @@ def test_what_batches_launch_is_compiled() -> None:
     assert {kind for (kind,) in met("post_norm_add_kernel", "KIND")} == {"0", "1", "2"}
     assert met("norm_wgmma_kernel", "PDL") == {("True",)}
     assert {
-        "fused_kernel",
         "float_matmul_kernel",
-        "glu_product_kernel",
+        "sm_80.glu_product_kernel",
         "choose_from_all_kernel",
         "settle_kernel",
     } <= {name for name, _ in found}

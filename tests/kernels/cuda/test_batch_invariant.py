@@ -34,7 +34,7 @@ from tests.tiny_models import write_tiny
 
 ON_GPU = torch.cuda.is_available()
 ROWS = [1, 2, 3, 8, 9, 33, 64, 100, 128, 130, 300] if ON_GPU else [1, 9, 20]
-"""Few in the interpreter, which is slow: its matrix products are added up in one order (tests/interpreter_dot.py)."""
+"""Few in the interpreter, which is slow: its matrix products are added up in one order (interpreter.py)."""
 
 FP16_ROUNDING = 5e-7
 

@@ -1,9 +1,6 @@
 """A prompt long enough for cuBLAS, on the CUDA backend against the reference: nothing between its matmuls is fp32 rows
 any more, but products, scaled fp16 and the residual stream."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
+from tests.fork_server import without_interpreter
 from tests.forward import forward
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.test_cuda_backend import logits
@@ -97,9 +95,4 @@ print(room.nbytes)
 def test_a_chunk_of_a_7b_model_needs_little_room_beside_its_weights() -> None:
     """All that is kept for 2048 rows: below 0.2 GB, of which SwiGLU's rows are 0.06. No weights are dequantized. On no
     device, in a process of its own: launches are recorded, which the interpreter's are not."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", ROOM], capture_output=True, text=True, env=environment, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert 0.1e9 < int(done.stdout) < 0.2e9
+    assert 0.1e9 < int(without_interpreter(ROOM)) < 0.2e9

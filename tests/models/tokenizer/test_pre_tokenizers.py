@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from unicodedata import category
 
@@ -26,7 +26,8 @@ OTHER_KINDS = {"bert-bge", "bert-bge-large", "jina-v2-en"}
 MARKS = ["12345", "'S", "'ll", "<sentinel:12>", "IMGIMGABCZ", "1234567890"]
 
 
-def characters() -> Iterator[str]:
+@cache
+def characters() -> list[str]:
     """Both ends of every run of characters of one category, among letters, digits and spaces, 48 to a text.
 
     The runs are those of Python's Unicode, and of the characters that Unicode 16.0 added. All characters are
@@ -37,8 +38,8 @@ def characters() -> Iterator[str]:
     spans = [span.split("-") for span in NEW_IN_UNICODE_16.split()]
     starts |= {int(span[0], 16) for span in spans} | {int(span[-1], 16) + 1 for span in spans}
     codes = sorted({c for start in starts for c in (start - 1, start) if not 0xD800 <= c < 0xE000})
-    for first in range(0, len(codes), 48):
-        yield "".join(f"a{chr(c)}{chr(c)} {chr(c)}'s1{chr(c)}." for c in codes[first : first + 48])
+    parts = [f"a{chr(c)}{chr(c)} {chr(c)}'s1{chr(c)}." for c in codes]
+    return ["".join(parts[first : first + 48]) for first in range(0, len(parts), 48)]
 
 
 @pytest.mark.parametrize("name", [name for name in pre_tokenizer_names() if name not in OWN_TOKENIZER])

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from quengine.serve.http import to_json
+from quengine.serve.models.model_route import seconds_of
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.streaming import ChunkForm
@@ -187,7 +188,10 @@ class GenerateLines(AnswerLines):
         return {"response": part.content, **({"thinking": part.thinking} if part.thinking else {})}
 
 
-def loaded(service: Service, empty: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request that only wants the model to be there. Raises ApiError (503) while it is not."""
-    _ = service.model
-    return {"model": service.model_name, "created_at": now(), **empty, "done": True, "done_reason": "load"}
+def loaded(service: Service, empty: dict[str, Any], keep_alive: Any = None) -> dict[str, Any]:
+    """The answer to a request that only wants the model to be there, or to go. Raises ApiError while it is not."""
+    goes = keep_alive is not None and seconds_of(keep_alive) == 0
+    if not goes:
+        _ = service.model
+    reason = "unload" if goes else "load"
+    return {"model": service.model_name, "created_at": now(), **empty, "done": True, "done_reason": reason}

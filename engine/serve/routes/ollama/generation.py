@@ -30,7 +30,7 @@ async def chat(service: Service, request: Request) -> Response:
     body = await read_request(request, OllamaChatRequest, service.limits)
     service.check_model_name(served_name(service, body.model))
     if not body.messages:
-        return json_response(loaded(service, ChatLines.part_body(Part())))
+        return json_response(loaded(service, ChatLines.part_body(Part()), body.keep_alive))
     prepared = await unless_gone(request.receive, _prepared(service, chat_request(service, body)))
     return await _answer(service, request, prepared[0], ChatLines(service, *prepared, began), body.stream)
 
@@ -40,7 +40,7 @@ async def generate(service: Service, request: Request) -> Response:
     body = await read_request(request, OllamaGenerateRequest, service.limits)
     service.check_model_name(served_name(service, body.model))
     if not body.prompt:
-        return json_response(loaded(service, GenerateLines.part_body(Part())))
+        return json_response(loaded(service, GenerateLines.part_body(Part()), body.keep_alive))
     prepared = await unless_gone(request.receive, _prepared(service, generate_request(service, body)))
     return await _answer(service, request, prepared[0], GenerateLines(service, *prepared, began), body.stream)
 

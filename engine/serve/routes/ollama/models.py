@@ -1,10 +1,12 @@
-"""Which models there are: the one that this server was started with, under each of its names.
+"""Which models there are: those that this server was started with, under each of their names.
 
 Others are fetched, deleted and named by the command line; what asks for that here is a 400 that says so.
 """
 
 import hashlib
 import json
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from starlette.responses import Response
 
 from quengine.models.hub.hub_name import quant_of
 from quengine.serve.http import json_response, read_request
+from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.routes.ollama.answers import LINES, line, timestamp
@@ -24,44 +28,64 @@ from quengine.serve.schemas.ollama import (
     OllamaPullRequest,
     OllamaShowRequest,
 )
-from quengine.serve.service import Service
 
 API_VERSION = "0.12.0"
 """The release of Ollama whose API this is: clients compare it with the one that they need."""
 NEVER = "9999-12-31T23:59:59Z"
-"""When the model is unloaded."""
+"""When a model is unloaded that is kept."""
+_LONG_S = 100 * 365 * 24 * 3600.0
 _SHOWN = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n")
 
 
-async def version(service: Service, request: Request) -> Response:
-    del service, request
+async def version(models: Models, request: Request) -> Response:
+    del models, request
     return json_response({"version": API_VERSION})
 
 
-async def tags(service: Service, request: Request) -> Response:
+async def tags(models: Models, request: Request) -> Response:
     del request
-    entry = {**_entry(service), "modified_at": _modified(service)}
-    names = service.settings.model_names
-    return json_response({"models": [{"name": name, "model": name, **entry} for name in names]})
+    return json_response(
+        {
+            "models": [
+                {"name": name, "model": name, **_entry(each), "modified_at": _modified(models, each)}
+                for each in models.entries
+                for name in each.spec.settings.model_names
+            ]
+        }
+    )
 
 
-async def running(service: Service, request: Request) -> Response:
+async def running(models: Models, request: Request) -> Response:
+    """The models in memory. Raises ApiError (503) while an only one is being loaded at first."""
     del request
-    model, entry = service.model, _entry(service)
-    on_gpu = str(model.facts.get("device", "cpu")).startswith("cuda")
-    entry |= {
-        "expires_at": NEVER,
-        "size_vram": entry["size"] if on_gpu else 0,
-        "context_length": model.ctx_size,
+    there = [each for each in models.entries if each.loaded or (each.alone and not each.asleep)]
+    return json_response(
+        {
+            "models": [
+                {"name": name, "model": name, **_entry(each), **_in_memory(each)}
+                for each in there
+                for name in each.spec.settings.model_names
+            ]
+        }
+    )
+
+
+def _in_memory(entry: ModelEntry) -> dict[str, Any]:
+    left, size = entry.expires_in, entry.memory or entry.nbytes
+    return {
+        "size": size,
+        "expires_at": NEVER if left is None else timestamp(time.time() + min(left, _LONG_S)),
+        "size_vram": size if entry.device.startswith("cuda") else 0,
+        "context_length": entry.service.model.ctx_size,
     }
-    names = service.settings.model_names
-    return json_response({"models": [{"name": name, "model": name, **entry} for name in names]})
 
 
-async def show(service: Service, request: Request) -> Response:
-    body = await read_request(request, OllamaShowRequest, service.limits)
+async def show(models: Models, request: Request) -> Response:
+    """What a model is; it is not loaded for that."""
+    body = await read_request(request, OllamaShowRequest, models.settings.limits)
+    service = models.named(body.given).service
     service.check_model_name(served_name(service, body.given))
-    model = service.model
+    model = await models.described(models.named(body.given))
     settings = generation_settings(service.settings.defaults, model.ctx_size)
     parameters = [("num_ctx", model.ctx_size), *((name, settings[name]) for name in _SHOWN)]
     return json_response(
@@ -69,31 +93,32 @@ async def show(service: Service, request: Request) -> Response:
             "modelfile": f"FROM {service.model_name}\n",
             "parameters": "\n".join(f"{name:30} {value}" for name, value in parameters),
             "template": model.template or "",
-            "details": _details(model),
+            "details": _details(model.facts),
             "model_info": _model_info(model),
             "capabilities": _capabilities(model),
-            "modified_at": _modified(service),
+            "modified_at": _modified(models, models.named(body.given)),
         }
     )
 
 
-async def pull(service: Service, request: Request) -> Response:
-    """Nothing is fetched for the model that is here."""
-    body = await read_request(request, OllamaPullRequest, service.limits)
-    name = served_name(service, body.given)
-    if name not in service.settings.model_names:
-        raise _elsewhere(f"no model is fetched over HTTP: run engine pull {_shown(name)}, and serve it")
+async def pull(models: Models, request: Request) -> Response:
+    """Nothing is fetched for a model that is here."""
+    body = await read_request(request, OllamaPullRequest, models.settings.limits)
+    names = [name for each in models.entries for name in each.spec.settings.model_names]
+    if body.given not in names and body.given.removesuffix(":latest") not in names:
+        name = _shown(body.given.removesuffix(":latest"))
+        raise _elsewhere(f"no model is fetched over HTTP: run engine pull {name}, and serve it")
     success = {"status": "success"}
     return Response(line(success), media_type=LINES) if body.stream else json_response(success)
 
 
-async def delete(service: Service, request: Request) -> Response:
-    body = await read_request(request, OllamaDeleteRequest, service.limits)
+async def delete(models: Models, request: Request) -> Response:
+    body = await read_request(request, OllamaDeleteRequest, models.settings.limits)
     raise _elsewhere(f"no model is deleted over HTTP: run engine rm {_shown(body.given)}")
 
 
-async def copy(service: Service, request: Request) -> Response:
-    body = await read_request(request, OllamaCopyRequest, service.limits)
+async def copy(models: Models, request: Request) -> Response:
+    body = await read_request(request, OllamaCopyRequest, models.settings.limits)
     name = _shown(body.destination)
     raise _elsewhere(f"names are given when the server starts: run engine serve --alias {name}")
 
@@ -107,40 +132,42 @@ def _shown(name: str) -> str:
     return name[:80] or "NAME"
 
 
-def _path(model: ServedModel) -> Path | None:
-    given = model.facts.get("path")
-    return Path(given) if given else None
+def _facts(entry: ModelEntry) -> Mapping[str, Any]:
+    """Of a model that is not loaded, path and size. Raises ApiError where an only one is not yet."""
+    if entry.loaded or entry.alone:
+        return entry.service.model.facts
+    return {"path": str(entry.spec.path), "size": entry.nbytes}
 
 
-def _modified(service: Service) -> str:
+def _modified(models: Models, entry: ModelEntry) -> str:
     """When the file was last written; when the server was started where that cannot be read."""
-    path = _path(service.model)
+    given = _facts(entry).get("path")
     try:
-        return timestamp(service.created if path is None else path.stat().st_mtime)
+        return timestamp(Path(given).stat().st_mtime if given else models.created)
     except OSError:
-        return timestamp(service.created)
+        return timestamp(models.created)
 
 
-def _entry(service: Service) -> dict[str, Any]:
+def _entry(entry: ModelEntry) -> dict[str, Any]:
     """What lists of models say of each. `digest` is that of the description: the file's would take reading it."""
-    model = service.model
-    facts = json.dumps(dict(model.facts), sort_keys=True, default=str)
+    facts = _facts(entry)
+    text = json.dumps(dict(facts), sort_keys=True, default=str)
     return {
-        "size": model.facts.get("size", 0),
-        "digest": hashlib.sha256(facts.encode(errors="replace")).hexdigest(),
-        "details": _details(model),
+        "size": facts.get("size", 0),
+        "digest": hashlib.sha256(text.encode(errors="replace")).hexdigest(),
+        "details": _details(facts),
     }
 
 
-def _details(model: ServedModel) -> dict[str, Any]:
-    path, family = _path(model), str(model.facts.get("architecture", ""))
+def _details(facts: Mapping[str, Any]) -> dict[str, Any]:
+    path, family = Path(facts.get("path") or ".gguf"), str(facts.get("architecture", ""))
     return {
         "parent_model": "",
-        "format": "gguf" if path is None or path.suffix == ".gguf" else "safetensors",
+        "format": "gguf" if path.name.endswith(".gguf") else "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": _parameter_size(int(model.facts.get("n_params", 0))),
-        "quantization_level": quant_of(path.name) if path is not None else "",
+        "parameter_size": _parameter_size(int(facts.get("n_params", 0))),
+        "quantization_level": quant_of(path.name),
     }
 
 

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.serve.models.registry import Models
 from quengine.serve.routes.ollama import embeddings, generation, models
 from quengine.serve.service import Service
 
@@ -13,6 +14,9 @@ OLLAMA_ROUTES: tuple[tuple[str, str, Callable[[Service, Request], Awaitable[Resp
     ("POST", "/api/generate", generation.generate),
     ("POST", "/api/embed", embeddings.embed),
     ("POST", "/api/embeddings", embeddings.one_embedding),
+)
+
+OLLAMA_SERVER_ROUTES: tuple[tuple[str, str, Callable[[Models, Request], Awaitable[Response]]], ...] = (
     ("GET", "/api/tags", models.tags),
     ("GET", "/api/ps", models.running),
     ("GET", "/api/version", models.version),

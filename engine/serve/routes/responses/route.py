@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.models.registry import Models
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.prompts import reasoning_wanted
 from quengine.serve.routes.responses.answer import ResponseForm
@@ -45,15 +46,15 @@ async def responses(service: Service, request: Request) -> Response:
     return answer
 
 
-async def stored_response(service: Service, request: Request) -> Response:
+async def stored_response(models: Models, request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
         raise bad_request("stream is not supported of a stored response; only false is accepted", "stream")
-    return Response(service.responses.response(request.path_params["id"]), media_type="application/json")
+    return Response(models.responses.response(request.path_params["id"]), media_type="application/json")
 
 
-async def delete_response(service: Service, request: Request) -> Response:
+async def delete_response(models: Models, request: Request) -> Response:
     response_id = request.path_params["id"]
-    service.responses.delete(response_id)
+    models.responses.delete(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 

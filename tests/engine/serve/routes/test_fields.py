@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_unknown_fields_are_ignored_counted_and_named_with_v(
 
 
 @pytest.mark.parametrize(
-    "field", [{"mirostat": 2}, {"max_new_tokens": 5}, {"adaptive_target": 0.5}, {"regex": "a"}, {"n_cmpl": 2}]
+    "field", [{"tfs_z": 0.5}, {"max_new_tokens": 5}, {"adaptive_target": 0.5}, {"regex": "a"}, {"n_cmpl": 2}]
 )
 def test_known_fields_that_would_change_the_text_are_refused(
     client: httpx.Client, field: dict[str, object]
@@ -208,6 +209,45 @@ def test_verbose_adds_the_native_answer(client: httpx.Client, path: str) -> None
     assert last["__verbose"]["prompt"] == "user: hi"
 
 
-def test_probabilities_after_sampling_are_refused(client: httpx.Client) -> None:
-    answer = client.post("/completion", json={"prompt": "a", "n_probs": 2, "post_sampling_probs": True})
-    assert answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported"
+SAMPLED = {"id", "token", "bytes", "prob", "top_probs"}
+
+
+def test_probabilities_after_the_samplers_have_llama_servers_names(client: httpx.Client) -> None:
+    asked = {"prompt": "a", "n_probs": 2, "n_predict": 2, "seed": 1, "post_sampling_probs": True}
+    (first, _) = client.post("/completion", json=asked).json()["completion_probabilities"]
+    assert first.keys() == SAMPLED and first["prob"] == pytest.approx(math.exp(-0.5))
+    assert [each.keys() for each in first["top_probs"]] == 2 * [SAMPLED - {"top_probs"}]
+    stream = events(client.post("/completion", json=asked | {"stream": True}).text)
+    assert stream[0]["completion_probabilities"][0] == first
+    body = {"max_tokens": 2, "post_sampling_probs": True}
+    chat = body | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+    for stream in (False, True):
+        answer = client.post("/v1/chat/completions", json=chat | {"stream": stream})
+        answers = events(answer.text) if stream else [answer.json()]
+        scored = [each["choices"][0]["logprobs"] for each in answers if each["choices"][0]["logprobs"]]
+        assert scored[0]["content"][0].keys() == SAMPLED - {"id"}
+    for asked in ({}, {"stream": True}, {"echo": True}, {"echo": True, "stream": True}):
+        answer = client.post("/v1/completions", json=body | {"prompt": "a", "logprobs": 1} | asked)
+        answers = events(answer.text) if "stream" in asked else [answer.json()]
+        scored = [each["choices"][0]["logprobs"] for each in answers if each["choices"][0]["logprobs"]]
+        assert [token.keys() for each in scored for token in each["content"]] == 2 * [SAMPLED], asked
+        assert "".join(each["choices"][0]["text"] for each in answers).startswith(
+            "a" if "echo" in asked else ""
+        )
+
+
+def test_settings_of_the_samplers_are_read_and_told(client: httpx.Client) -> None:
+    given = {
+        "dry_multiplier": 0.8, "dry_base": 2.0, "dry_allowed_length": 3, "dry_penalty_last_n": -1,
+        "dry_sequence_breakers": ["\n", "é"], "xtc_probability": 0.5, "xtc_threshold": 0.2, "mirostat": 2,
+        "mirostat_tau": 4.0, "mirostat_eta": 0.2, "dynatemp_range": 0.5, "dynatemp_exponent": 1.5,
+        "top_n_sigma": 1.0, "typical_p": 0.9, "samplers": ["top_k", "temperature"],
+    }  # fmt: skip
+    answer = client.post("/completion", json={"prompt": "a", "n_predict": 1, **given}).json()
+    told = answer["generation_settings"]
+    assert {name: told[name] for name in given} == given and told["post_sampling_probs"] is False
+    answer = client.post("/completion", json={"prompt": "a", "n_predict": 1, "samplers": "kt"}).json()
+    assert answer["generation_settings"]["samplers"] == ["top_k", "temperature"]
+    for wrong in (["tfs_z"], ["top_k", 3], "kq", 5, ["top_k"] * 33, "k" * 33):
+        error = client.post("/completion", json={"prompt": "a", "samplers": wrong})
+        assert error.status_code == 400 and "samplers" in error.json()["error"]["message"], wrong

@@ -41,11 +41,32 @@ def chat(**fields: Any) -> ChatRequest:
             "invalid_value",
         ),
         ("tools", 3, "tools = 3: must be an array of at most 128 items", "invalid_value"),
-        ("mirostat", 2, "mirostat is not supported; only 0 is accepted", "unsupported"),
-        ("mirostat", False, "mirostat is not supported; only 0 is accepted", "unsupported"),
+        ("tfs_z", 2, "tfs_z is not supported; only 1 is accepted", "unsupported"),
+        ("priority", False, "priority is not supported; only 0 is accepted", "unsupported"),
+        ("mirostat", 3, "mirostat = 3: must be a whole number from 0 to 2", None),
+        ("mirostat", True, "mirostat = true: must be a whole number from 0 to 2", None),
+        ("xtc_probability", 1.5, "xtc_probability = 1.5: must be a number from 0 to 1", None),
+        ("dry_base", 0.5, "dry_base = 0.5: must be a number from 1 to 1000000", None),
+        (
+            "dry_sequence_breakers",
+            [],
+            "dry_sequence_breakers = []: must be an array of at least one string",
+            None,
+        ),
+        ("top_n_sigma", -2, "top_n_sigma = -2: must be a number from -1 to 1000000", None),
+        (
+            "samplers",
+            "kq",
+            'samplers = "kq": must be a string of the letters edskypmxt, or an array of names',
+            None,
+        ),
+        (
+            "samplers",
+            3,
+            "samplers = 3: must be a string of the letters edskypmxt, or an array of names",
+            None,
+        ),
         ("use_beam_search", 0, "use_beam_search is not supported; only false is accepted", "unsupported"),
-        ("top_n_sigma", 1, "top_n_sigma is not supported; only -1 or 0 is accepted", "unsupported"),
-        ("samplers", [], "samplers is not supported", "unsupported"),
         (
             "no_repeat_ngram_size",
             2,
@@ -136,7 +157,14 @@ def test_null_is_absent_and_a_whole_number_may_be_written_with_a_fraction() -> N
 
 
 def test_every_value_that_switches_a_sampler_off_is_taken() -> None:
-    off = {"mirostat": 0.0, "use_beam_search": False, "tfs_z": 1, "bad_words": [], "modalities": ["text"]}
+    off = {
+        "mirostat": 0.0,
+        "samplers": [],
+        "use_beam_search": False,
+        "tfs_z": 1,
+        "bad_words": [],
+        "modalities": ["text"],
+    }
     chat(**off)
 
 

@@ -1,8 +1,6 @@
 """What a row of a mixture of experts launches on an H100, and what is read before the wait for the launch in front."""
 
-import os
-import subprocess
-import sys
+from tests.fork_server import without_interpreter
 
 LAUNCHES = """
 from quengine.kernels.cuda.aot import aot
@@ -20,12 +18,7 @@ for launch in launches:
 
 
 def test_a_row_takes_three_launches_and_down_knows_its_experts_early() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES], capture_output=True, text=True, env=environment, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
-    names, router, gate_up, down = done.stdout.splitlines()
+    names, router, gate_up, down = without_interpreter(LAUNCHES).splitlines()
     assert names == "route_kernel experts_glu_kernel experts_add_kernel"
     assert router == "0 True [] norm_ptr w_ptr"
     assert gate_up == "0 True []"

@@ -1,9 +1,6 @@
 """Sampling on the device gives the token of the CPU definition, step after step, without a host in between."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from quengine.kernels.cuda.sampling.sampling import (
     sample_step,
 )
 from quengine.kernels.cuda.sampling.sampling_parts import mass
+from tests.fork_server import without_interpreter
 from tests.kernels.cuda.sampling.sampling_runs import run
 
 
@@ -104,12 +102,7 @@ for v in aot.variants([90], "sample any of 32768"):
 
 def test_compiled_for_a_gpu_no_product_of_a_mass_is_fused_with_its_sum() -> None:
     """In a process of its own: these tests may run in Triton's interpreter, which compiles nothing."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=250
-    )
-    assert done.returncode == 0, done.stderr
-    products, fused = (int(count) for count in done.stdout.split())
+    products, fused = (int(count) for count in without_interpreter(COMPILE).split())
     assert products > 12 and fused == 0
 
 

@@ -1,0 +1,97 @@
+"""The samplers of a request, one behind the other, from the logits of a position to a token and the probabilities."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from quengine.kernels import sampling
+from quengine.kernels.sampling import Ids, Logits
+from quengine.request.sampling_params import SamplingParams
+from quengine.sampling_chain.dry import Breakers, Dry
+from quengine.sampling_chain.mirostat import Mirostat
+from quengine.sampling_chain.pool import LEAST_TEMPERATURE, Pool
+
+Penalize = Callable[[Logits, Seq[int]], Logits]
+
+
+class Choice(NamedTuple):
+    """The chosen token, and the candidates that it was drawn from, most likely first; `mass` has any sum."""
+
+    token: int
+    ids: Ids
+    mass: Ids
+
+
+class SamplerChain:
+    """Chooses the tokens of one sequence.
+
+    Args:
+        params: see `SamplingParams.order`; bias has been applied.
+        penalize: applies the penalties to logits [V], given a history.
+        breakers: DRY's; None where it is off.
+    """
+
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, penalize: Penalize, breakers: Breakers | None
+    ) -> None:
+        assert breakers is not None or "dry" not in params.order
+        self._params = params
+        self._penalize = penalize
+        self._dry = None if breakers is None else Dry(params, breakers)
+        self._mirostat = Mirostat(params, vocab_size) if params.mirostat else None
+
+    def reset_history(self) -> None:
+        """The next history may be as long as the last one was, and another. Mirostat's bound stays."""
+        if self._dry is not None:
+            self._dry.reset()
+        if self._mirostat is not None:
+            self._mirostat.reset()
+
+    def choose(
+        self, logits: Logits, history: Seq[int], position: int, uniform: float, chance: float
+    ) -> Choice:
+        """The token at `position`, given the `logits` [V] there (finite or -inf) and the tokens before it.
+
+        `uniform` and `chance`, in (0, 1), draw the token and decide whether XTC has its turn.
+
+        Raises:
+            NoCandidateError: every token is banned.
+        """
+        pool = Pool(logits)
+        for name in self._params.order:
+            self._apply(name, pool, history, chance)
+        ids, scores = pool.candidates()
+        mass = pool.masses()
+        if self._mirostat is not None:
+            gaps = (scores[0] - scores[: len(mass)]) / max(pool.temperature, LEAST_TEMPERATURE)
+            mass = mass[: self._mirostat.kept(gaps, mass, position)]
+        index = sampling.drawn(mass, uniform)
+        if self._mirostat is not None:
+            self._mirostat.observe(int(mass[index]) / int(mass.sum()))
+        return Choice(int(ids[index]), ids[: len(mass)], mass)
+
+    def _apply(self, name: str, pool: Pool, history: Seq[int], chance: float) -> None:
+        """One sampler, which is not off."""
+        params = self._params
+        match name:
+            case "penalties":
+                pool.change(lambda logits: self._penalize(logits, history))
+            case "dry" if self._dry is not None:
+                ids, losses = self._dry.penalties(history)
+                if len(ids):
+                    pool.change(lambda logits: sampling.add_logit_bias(logits, ids, -losses))
+            case "top_n_sigma":
+                pool.top_n_sigma(params.top_n_sigma)
+            case "top_k":
+                pool.top_k(params.top_k)
+            case "typ_p":
+                pool.cut(sampling.keep_typical_p, params.typical_p)
+            case "top_p":
+                pool.cut(sampling.keep_top_p, params.top_p)
+            case "min_p":
+                pool.cut(sampling.keep_min_p, params.min_p)
+            case "xtc" if chance <= params.xtc_probability:
+                pool.xtc(params.xtc_threshold)
+            case "temperature":
+                spread = 0.0 if params.mirostat else params.dynatemp_range
+                pool.set_temperature(params.temperature, spread, params.dynatemp_exponent)

@@ -1,0 +1,63 @@
+"""The names and letters of samplers, as llama.cpp's `--samplers` and `--sampler-seq` take them."""
+
+from collections.abc import Iterable
+
+from quengine.errors import EngineError, shown
+
+LETTERS = {
+    "penalties": "e",
+    "dry": "d",
+    "top_n_sigma": "s",
+    "top_k": "k",
+    "typ_p": "y",
+    "top_p": "p",
+    "min_p": "m",
+    "xtc": "x",
+    "temperature": "t",
+}
+"""The letter of each sampler, in the default order."""
+DEFAULT_ORDER = tuple(LETTERS)
+MAX_SAMPLERS = 32
+"""Of an order; one may be there several times."""
+
+_BY_LETTER = {letter: name for name, letter in LETTERS.items()}
+_BY_NAME = {
+    **{name.replace("_", between): name for name in LETTERS for between in ("_", "-", "")},
+    "nucleus": "top_p",
+    "temp": "temperature",
+    "typ": "typ_p",
+    "typical_p": "typ_p",
+}
+
+
+def read_names(names: Iterable[object]) -> tuple[str, ...]:
+    """The samplers of these names, in llama.cpp's spellings (top_k, top-k, topk). Raises EngineError."""
+    given = list(names)
+    order = tuple(_BY_NAME.get(name.lower(), "") if isinstance(name, str) else "" for name in given)
+    if "" in order:
+        wrong = shown(given[order.index("")])
+        raise EngineError(f"samplers: {wrong} is not one of {', '.join(LETTERS)}")
+    return _checked(order)
+
+
+def read_letters(letters: str) -> tuple[str, ...]:
+    """The samplers of these letters, such as "edskypmxt". Raises EngineError."""
+    wrong = next((letter for letter in letters if letter not in _BY_LETTER), None)
+    if wrong is not None:
+        known = ", ".join(f"{letter} ({name})" for name, letter in LETTERS.items())
+        raise EngineError(f"samplers: the letter {shown(wrong)} is not one of {known}")
+    return _checked(tuple(_BY_LETTER[letter] for letter in letters))
+
+
+def read_flags(texts: Iterable[str]) -> tuple[str, ...]:
+    """What a command line's --samplers means: names with `;` or `,` between, or letters. Raises EngineError."""
+    text = ";".join(texts).replace(",", ";").strip(";")
+    names = [name.strip() for name in text.split(";") if name.strip()]
+    letters = len(names) == 1 and names[0].lower() not in _BY_NAME and set(names[0]) <= _BY_LETTER.keys()
+    return read_letters(names[0]) if letters else read_names(names)
+
+
+def _checked(order: tuple[str, ...]) -> tuple[str, ...]:
+    if len(order) > MAX_SAMPLERS:
+        raise EngineError(f"samplers: {len(order)} given, at most {MAX_SAMPLERS} are taken")
+    return order

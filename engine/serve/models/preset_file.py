@@ -1,0 +1,126 @@
+"""The models of `--models-dir` and `--models-preset`, with the options of each.
+
+    [defaults]                       # of every model, over those of the command line
+    ctx_size = 8192
+    parallel = 2
+
+    [qwen]                           # what requests call it
+    model = "qwen3-4b-q4k"           # an alias, an hf: name, or a path relative to this file
+    alias = ["small", "default"]
+    temp = 0.6
+    load_on_startup = true
+
+A table called like a model of the folder needs no `model`. Options are those of `engine serve`, without their dashes.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quengine.config import EngineConfig
+from quengine.errors import EngineError
+from quengine.models.hub.hub import resolve_model
+from quengine.options import table_fields, table_values
+from quengine.platform.input_files import read_text
+from quengine.request.chat_options import ChatOptions
+from quengine.request.sampling_params import SamplingParams
+from quengine.serve.models.model_folder import find_models
+from quengine.serve.models.model_spec import ModelSpec, weight_bytes
+from quengine.serve.settings import ServerSettings
+
+DEFAULTS = "defaults"
+_OWN = ("model", "load_on_startup")
+"""Keys that are no option of a command."""
+_GROUPS = (EngineConfig, ChatOptions, SamplingParams, ServerSettings)
+_OF_MODELS = ("model_names", "parallel", "pooling", "sleep_s")
+"""The server's options that each model may have its own of."""
+
+
+def find_specs(settings: ServerSettings, config: EngineConfig) -> list[ModelSpec]:
+    """The models of the folder and of the file in `settings`, whose other options hold where the file has none.
+
+    Raises:
+        EngineError: the folder or the file cannot be read, or an option is wrong.
+    """
+    options = settings.models
+    found = {} if options.folder is None else find_models(options.folder)
+    tables = {} if options.preset is None else read_presets(options.preset)
+    defaults = tables.pop(DEFAULTS, {})
+    specs = []
+    for name in dict.fromkeys((*found, *tables)):
+        where = f"{options.preset or options.folder}: [{name}]"
+        table = {**defaults, **tables.get(name, {})}
+        if name not in found and not isinstance(table.get("model"), str):
+            raise EngineError(f'{where}: it names no model: model = "smollm2-135m"')
+        base = ModelSpec(replace(settings, model_names=(name,)), config)
+        specs.append(_with_options(base, table, where, found.get(name), options.preset))
+    if not specs:
+        raise EngineError(f"no models in {options.folder or options.preset}")
+    return specs
+
+
+def read_presets(file: Path) -> dict[str, dict[str, Any]]:
+    """The tables of a file. Raises EngineError where it is none of tables in TOML."""
+    try:
+        tables = tomllib.loads(read_text(file, "--models-preset: cannot read"))
+    except tomllib.TOMLDecodeError as error:
+        raise EngineError(f"--models-preset {file}: it is no TOML: {error}") from None
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise EngineError(f"--models-preset {file}: {name}: must be in a table, as in [{DEFAULTS}]")
+    return {name: _by_field(table, f"{file}: [{name}]") for name, table in tables.items()}
+
+
+def _by_field(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The table with each option under its field's name, so that a model's takes the place of a default."""
+    given = {key.replace("-", "_"): value for key, value in table.items()}
+    own = {key: given.pop(key) for key in _OWN if key in given}
+    return own | {name: value for name, (_, _, value) in table_fields(given, _GROUPS, where).items()}
+
+
+def _with_options(
+    base: ModelSpec, table: Mapping[str, Any], where: str, found: Path | None, file: Path | None
+) -> ModelSpec:
+    """The model with the options of its table. `found`: in the folder; else the table says where."""
+    given = {key: value for key, value in table.items() if key not in _OWN}
+    values = table_values(given, _GROUPS, where)
+    of_server = values.get(ServerSettings, {})
+    if other := of_server.keys() - set(_OF_MODELS):
+        raise EngineError(f"{where}: {min(other)}: that is an option of the whole server")
+    settings = base.settings
+    names = (base.name, *of_server.pop("model_names", ()))
+    try:
+        settings = replace(
+            settings,
+            **of_server,
+            model_names=tuple(dict.fromkeys(names)),
+            chat=replace(settings.chat, **values.get(ChatOptions, {})),
+            defaults=replace(settings.defaults, **values.get(SamplingParams, {})),
+        )
+        config = replace(base.config, **values.get(EngineConfig, {}))
+        model = str(found) if "model" not in table else _near(table["model"], file)
+        path = resolve_model(model)
+    except EngineError as error:
+        raise EngineError(f"{where}: {error}") from None
+    return ModelSpec(
+        settings,
+        engine_config(settings, config),
+        model,
+        path,
+        weight_bytes(path),
+        at_start=bool(table.get("load_on_startup")),
+    )
+
+
+def engine_config(settings: ServerSettings, config: EngineConfig) -> EngineConfig:
+    """The engine's options, with those that are the server's. Raises EngineError where a template cannot be read."""
+    template = settings.chat.source()
+    return replace(config, parallel=settings.parallel, reuse_prefix=True, chat_template=template)
+
+
+def _near(model: str, file: Path | None) -> str:
+    """A path relative to the file that names it, where there is such a one; else the name."""
+    near = None if file is None else file.parent / Path(model).expanduser()
+    return str(near) if near is not None and near.exists() else model

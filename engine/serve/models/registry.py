@@ -1,0 +1,256 @@
+"""The models of a server: a request names one, and has it when it is loaded. All of it runs in the event loop."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from quengine.models.hub.hub import resolve_model
+from quengine.serve.http import off_loop
+from quengine.serve.metrics import ServerMetrics
+from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.models.model_spec import ModelSpec, check_names
+from quengine.serve.models.residency import Launch, Residency
+from quengine.serve.processes.server_thread import Worker
+from quengine.serve.processes.shared_model import ServedModel, TextSide
+from quengine.serve.response_store import ResponseStore
+from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.service import Service
+from quengine.serve.settings import ServerSettings
+
+_MOST_NAMES = 20
+"""Names that an error lists."""
+
+
+class Models:
+    """See the module docstring.
+
+    Args:
+        launch: makes the engine of a model.
+        find: the models there are, called again to look for others; None: there is only the one of `settings`, which
+            is loaded at once.
+        say: called with lines for the terminal.
+        failed: called with what an only model failed of, after which it does not come back.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        launch: Launch,
+        find: Callable[[], Sequence[ModelSpec]] | None,
+        say: Callable[[str], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self.settings = settings
+        self.metrics = ServerMetrics()
+        self.responses = ResponseStore(settings.limits.stored)
+        self.created = int(time.time())
+        self.draining = False
+        self._find = find
+        self._say = say
+        self._residency = Residency(launch, settings.models.most if find is not None else 0, say, failed)
+        self._set([ModelSpec(settings)] if find is None else find())
+
+    @property
+    def entries(self) -> list[ModelEntry]:
+        return self._residency.entries
+
+    @property
+    def only(self) -> ModelEntry | None:
+        """The one model of a server that has no others."""
+        return self.entries[0] if self._find is None else None
+
+    def named(self, name: str) -> ModelEntry:
+        """The model of a name, with or without Ollama's tag. An only model has any.
+
+        Raises:
+            ApiError: 404 with the names there are; 400 where none is given and there are several.
+        """
+        if self.only is not None:
+            return self.only
+        if not name and len(self.entries) == 1:
+            return self.entries[0]
+        entry = self._names.get(name) or self._names.get(name.removesuffix(":latest"))
+        if entry is not None:
+            return entry
+        there = [each.name for each in self.entries]
+        more = f" and {len(there) - _MOST_NAMES} more" if len(there) > _MOST_NAMES else ""
+        listed = f"{', '.join(there[:_MOST_NAMES])}{more}"
+        if not name:
+            raise bad_request(f"the request names no model; there: {listed}", "model", "invalid_value")
+        raise ApiError(
+            404, f"no model {name[:80]!r} here; there: {listed}", param="model", code="model_not_found"
+        )
+
+    def asked(self, name: str) -> ModelEntry | None:
+        """The model that a query names, or the only one; None: the server is meant. Raises ApiError (404)."""
+        return self.named(name) if name else self.only
+
+    @asynccontextmanager
+    async def using(self, entry: ModelEntry, keep_s: float | None = None) -> AsyncIterator[Service]:
+        """The service of a model, loaded, which stays so in the block. `keep_s`: how long it does so afterwards.
+
+        Raises:
+            ApiError: it cannot be loaded.
+        """
+        await self._acquire(entry)
+        if self.only is None:
+            entry.keep_s = entry.spec.settings.sleep_s if keep_s is None else keep_s
+        try:
+            yield entry.service
+        finally:
+            self._release(entry)
+
+    async def described(self, entry: ModelEntry) -> ServedModel:
+        """A model's tokenizer, template and description, read from its file where it is not loaded. Raises ApiError."""
+        if entry.loaded or entry.alone:
+            return entry.service.model
+        spec = entry.spec
+
+        def read() -> ServedModel:
+            text = TextSide.of_file(resolve_model(spec.model), spec.config.chat_template)
+            ctx_size = spec.config.ctx_size or text.checkpoint.config.context_length
+            return ServedModel(text, ctx_size, (), "", spec.config.cache_type)
+
+        return await off_loop(read)
+
+    def load(self, entry: ModelEntry) -> None:
+        """Begin to load a model. Raises ApiError where it is loaded or being loaded."""
+        if entry.admits or entry.wanted:
+            raise bad_request(f"the model {entry.name} is already running", "model")
+        self._check_taking()
+        entry.asked = True
+        self._residency.want(entry)
+
+    async def unload(self, entry: ModelEntry) -> None:
+        """Unload a model once its running answers have ended; stop loading one. Those who wait for it get an error.
+
+        Raises:
+            ApiError: it is not running; or it is the only one, and not one that sleeps.
+        """
+        if self.only is not None and self.settings.sleep_s < 0:
+            raise bad_request(
+                "this server has one model: end it with engine stop, or give --sleep-idle-seconds"
+            )
+        if not (entry.loaded or entry.wanted or entry.occupied):
+            raise bad_request(f"the model {entry.name} is not running", "model")
+        if not entry.loaded:
+            entry.cancelled = entry.occupied
+            entry.refuse(lambda: ApiError(503, f"loading {entry.name} was cancelled", code="unloaded"))
+            self._residency.notify()
+            return
+        self._residency.task(self._residency.unload(entry))
+
+    async def rescan(self) -> None:
+        """Look for models again. One that has changed, or is there no more, is unloaded after its running answers."""
+        if self._find is None:
+            return
+        find = self._find
+
+        def found() -> Sequence[ModelSpec]:
+            specs = find()
+            check_names(specs)
+            return specs
+
+        specs = await off_loop(found)
+        while gone := [each for each in self.entries if each.spec not in specs and each.state != "unloaded"]:
+            await self._residency.until(lambda gone=gone: gone[0].state != "loading")  # type: ignore[misc]
+            await self._residency.unload(gone[0])
+        self._set(specs)
+
+    def waiting_text(self, entry: ModelEntry) -> str:
+        """What a request that waits for a model can be told."""
+        if not entry.occupied or entry.loaded:
+            return f"{entry.name} waits for its turn to be loaded"
+        took = time.monotonic() - entry.load_began
+        return f"{entry.name} is being loaded, {took:.0f} s so far{self._residency.estimate(entry)}"
+
+    # --- the server's side ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Load what is to be there from the start."""
+        for entry in self.entries:
+            if entry.alone:
+                self._residency.begin(entry)
+            elif entry.spec.at_start:
+                self.load(entry)
+
+    def tick(self) -> None:
+        """Unload what has been idle for long enough."""
+        for entry in self.entries:
+            if entry.expired:
+                self._say(f"{entry.name}: unloaded after {entry.keep_s:g} s without a request")
+                self._residency.task(self._residency.unload(entry))
+
+    def drain(self) -> None:
+        """Take no more requests; those that have their model go on."""
+        self.draining = True
+        for entry in self.entries:
+            entry.refuse(self._ending)
+            entry.service.worker.drain()
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [entry.service.worker for entry in self.entries]
+
+    @property
+    def requests(self) -> int:
+        """Sequences that are computed or queued."""
+        return sum(worker.running + worker.waiting for worker in self.workers)
+
+    def stop(self) -> None:
+        """End all workers, with what they compute and load. May be called from any thread."""
+        for entry in self.entries:
+            entry.cancelled = True
+            entry.service.worker.stop()
+
+    async def join(self, seconds: float) -> None:
+        """Wait for the workers' ends, at most so long."""
+        for entry in self.entries:
+            entry.service.text_pool.close()
+        await asyncio.gather(*(worker.join(seconds) for worker in self.workers))
+
+    # --- who has which model -------------------------------------------------------------------------------
+
+    async def _acquire(self, entry: ModelEntry) -> None:
+        if entry.admits:
+            entry.uses += 1
+            return
+        self._check_taking()
+        if not self.settings.models.autoload and not entry.alone and not entry.wanted:
+            raise entry.service.unavailable("unloaded")
+        waiter = asyncio.get_running_loop().create_future()
+        entry.waiters.append(waiter)
+        self._residency.want(entry)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter in entry.waiters:
+                entry.waiters.remove(waiter)
+                self._residency.notify()
+            elif not waiter.cancelled() and waiter.exception() is None:
+                self._release(entry)
+            raise
+
+    def _release(self, entry: ModelEntry) -> None:
+        entry.uses -= 1
+        entry.used_at = time.monotonic()
+        self._residency.notify()
+
+    def _check_taking(self) -> None:
+        if self.draining:
+            raise self._ending()
+
+    def _ending(self) -> ApiError:
+        return ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+
+    def _set(self, specs: Sequence[ModelSpec]) -> None:
+        check_names(specs)
+        old, alone = {entry.name: entry for entry in self.entries}, self._find is None
+        self._residency.entries = [
+            old[spec.name]
+            if spec.name in old and old[spec.name].spec == spec
+            else self._residency.entry_of(spec, self.responses, alone)
+            for spec in specs
+        ]
+        self._names = {name: each for each in self.entries for name in each.spec.settings.model_names}
