@@ -106,7 +106,7 @@ def test_the_schema_beside_json_object_holds_the_answer(served: Served, schema: 
         {"guided_regex": "(?=a)b"},
         {"guided_choice": []},
         {"grammar": 'root ::= "a"', "response_format": {"type": "json_object"}},
-        {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        {"tools": [TOOL], "tool_choice": "required", "grammar": 'root ::= "a"'},
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
     ],

@@ -8,8 +8,10 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
+from zlib import crc32
 
 import jsonschema
 import pytest
@@ -17,6 +19,8 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import load_all_checks
+from schemathesis.generation.meta import TestPhase
+from schemathesis.pytest.lazy import get_all_tests
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from quengine.request.sampling_params import SamplingParams
@@ -123,9 +127,13 @@ def statuses() -> Iterator[Counter[tuple[str, int]]]:
     yield counts
     for label, status in counts:
         if status == 400 and label.partition(" ")[2] not in (*SAME_BODY, *REFUSED):
-            assert counts[label, 200] > 2 * counts[label, 400], label
+            right, refused = counts[label, 200], counts[label, 400]
+            assert right > 2 * refused or right + refused < MANY, label
 
 
+MANY = 20
+SAMPLED = 5
+"""Of the requests that cover a schema one in so many is sent; `benchmarks.checks.fuzz_openapi` sends all."""
 _SHARING = (
     "CompletionRequest",
     "NativeRequest",
@@ -137,6 +145,7 @@ _SHARING = (
 )
 
 
+@cache
 def driven(shared_fields: bool, coverage: bool) -> Any:
     """The document as schemathesis drives it. Fields that every text route reads in one function are driven on one."""
     given = copy.deepcopy(DOCUMENT)
@@ -148,7 +157,7 @@ def driven(shared_fields: bool, coverage: bool) -> Any:
 
 
 bounded = settings(
-    max_examples=6,
+    max_examples=4,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
@@ -156,20 +165,25 @@ bounded = settings(
 load_all_checks()
 
 
-@driven(False, True).exclude(path=list(SAME_BODY)).exclude(method="POST", path="/props").parametrize()
-@bounded
+# Not schemathesis's `parametrize`, which makes all requests where tests are collected, in each of pytest's processes.
+@pytest.mark.parametrize(("method", "path"), [each for each in OPERATIONS if each != ("POST", "/props")])
 def test_answers_are_as_documented(
-    case: Any, served: Served, session: requests.Session, statuses: Counter[tuple[str, int]]
+    method: str, path: str, served: Served, session: requests.Session, statuses: Counter[tuple[str, int]]
 ) -> None:
-    hold_to_document(case, served, session, statuses)
+    def send(case: Any) -> None:
+        given = (case.path_parameters, case.query, case.headers, case.body)
+        if case.meta.phase.name is not TestPhase.COVERAGE or crc32(repr(given).encode()) % SAMPLED == 0:
+            hold_to_document(case, served, session, statuses)
+
+    twin = path in SAME_BODY
+    drive(driven(shared_fields=twin, coverage=not twin).include(method=method, path=path), send, bounded)
 
 
-@driven(True, False).include(path=list(SAME_BODY)).parametrize()
-@bounded
-def test_answers_under_other_names_are_too(
-    case: Any, served: Served, session: requests.Session, statuses: Counter[tuple[str, int]]
-) -> None:
-    hold_to_document(case, served, session, statuses)
+def drive(schema: Any, send: Callable[[Any], None], given: settings) -> None:
+    """Send the requests that schemathesis makes for the operations of a schema."""
+    for made in get_all_tests(schema=schema, test_func=send, settings=given, given_kwargs={}):
+        _, test = made.ok()
+        test()
 
 
 def hold_to_document(
