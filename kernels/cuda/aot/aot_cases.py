@@ -18,7 +18,7 @@ from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.aot.aot_experts import expert_cases
 from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
 from quengine.kernels.cuda.attention import attention_prefill, attention_warps
-from quengine.kernels.cuda.gemm import matmul_fused, matmul_wgmma
+from quengine.kernels.cuda.gemm import matmul_fused, workspace
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
 from quengine.kernels.cuda.gemv import matvec_program
 from quengine.kernels.cuda.moe import grouped_mma
@@ -173,7 +173,7 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
         (matmul_fused, "uses_assembly", lambda: True),
         (matvec_program, "uses_assembly", lambda: True),
         (grouped_mma, "uses_assembly", lambda: True),
-        (matmul_wgmma, "is_hopper", lambda _: arch == 90),
+        (workspace, "is_hopper", lambda _: arch == 90),
         (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
     ]
     originals = [getattr(module, name) for module, name, _ in replaced]

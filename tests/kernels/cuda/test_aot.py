@@ -201,8 +201,10 @@ def test_what_is_made_of_another_gpus_ptx_is_what_triton_makes_for_this_one() ->
 
 LISTED = """
 from quengine.kernels.cuda.aot import aot
-for v in aot.variants([90]):
-    launch = aot.launches(v.case, 90)[v.launch]
+hopper = aot.variants([90])
+other = [v for only in ("matmul", "gemma 3 and olmo 2, 130 rows") for v in aot.variants([80], only)]
+for arch, v in [(90, v) for v in hopper] + [(80, v) for v in other]:
+    launch = aot.launches(v.case, arch)[v.launch]
     given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
     program = launch.arguments.get("P")
     if program is not None:
