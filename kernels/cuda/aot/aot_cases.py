@@ -21,7 +21,7 @@ from quengine.kernels.cuda.attention import attention_prefill, attention_warps
 from quengine.kernels.cuda.gemm import matmul_fused, workspace
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
 from quengine.kernels.cuda.gemv import matvec_program
-from quengine.kernels.cuda.moe import grouped_mma
+from quengine.kernels.cuda.moe import grouped, grouped_mma
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pairs_experts
 from quengine.kernels.cuda.sampling.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
@@ -174,6 +174,7 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
         (matvec_program, "uses_assembly", lambda: True),
         (grouped_mma, "uses_assembly", lambda: True),
         (workspace, "is_hopper", lambda _: arch == 90),
+        (grouped, "is_hopper", lambda _: arch == 90),
         (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
     ]
     originals = [getattr(module, name) for module, name, _ in replaced]

@@ -201,23 +201,24 @@ def test_what_is_made_of_another_gpus_ptx_is_what_triton_makes_for_this_one() ->
 
 LISTED = """
 from quengine.kernels.cuda.aot import aot
-hopper = aot.variants([90])
-other = [v for only in ("matmul", "gemma 3 and olmo 2, 130 rows") for v in aot.variants([80], only)]
-for arch, v in [(90, v) for v in hopper] + [(80, v) for v in other]:
-    launch = aot.launches(v.case, arch)[v.launch]
-    given = {**launch.arguments, "OUT": next((str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr"), "")}
-    program = launch.arguments.get("P")
-    if program is not None:
-        flagged = getattr(program, "flags", program)
-        given["EXACT"] = getattr(flagged, "exact", False)
-        given["EPILOGUE"] = getattr(flagged, "epilogue", 0)
-        given["TB"] = getattr(program, "block", 0)
-    flags = ("TB", "KIND", "EPILOGUE", "Q8", "ROW_SCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
-        "BATCH_INVARIANT", "QUANTIZE", "WINDOW", "REGISTERS")
-    given["REGISTERS"] = launch.options.get("maxnreg")
-    if "ROPE" in given:
-        given["QUERY_SCALE"] = given["ROPE"].query_scale
-    print(launch.name, *(f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given))
+for arch, before in ((90, ""), (80, "sm_80.")):
+    for v in aot.variants([arch]):
+        launch = aot.launches(v.case, arch)[v.launch]
+        outs = (str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr")
+        given = {**launch.arguments, "OUT": next(outs, "")}
+        program = launch.arguments.get("P")
+        if program is not None:
+            flagged = getattr(program, "flags", program)
+            given["EXACT"] = getattr(flagged, "exact", False)
+            given["EPILOGUE"] = getattr(flagged, "epilogue", 0)
+            given["TB"] = getattr(program, "block", 0)
+        flags = ("TB", "KIND", "EPILOGUE", "Q8", "ROW_SCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
+            "BATCH_INVARIANT", "QUANTIZE", "WINDOW", "REGISTERS")
+        given["REGISTERS"] = launch.options.get("maxnreg")
+        if "ROPE" in given:
+            given["QUERY_SCALE"] = given["ROPE"].query_scale
+        values = (f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given)
+        print(before + launch.name, *values)
 """
 
 
@@ -232,7 +233,7 @@ def test_what_batches_launch_is_compiled() -> None:
     truths = ("False", "True")
     assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") >= set(product(blocks, forms, truths))
     assert met("wgmma_two_parts_kernel", "TB", "EXACT") == set(product(blocks, truths))
-    assert met("fused_kernel", "EXACT") == {(x,) for x in truths}
+    assert met("sm_80.fused_kernel", "EXACT") == {(x,) for x in truths} and not met("fused_kernel")
     both = {(first, second) for first in truths for second in truths}
     assert met("rope_store_kernel", "Q8", "ROW_SCALE") == both
     assert met("rope_store_kernel", "QUERY_SCALE", "ROW_SCALE") == both
@@ -255,9 +256,8 @@ def test_what_batches_launch_is_compiled() -> None:
     assert {kind for (kind,) in met("post_norm_add_kernel", "KIND")} == {"0", "1", "2"}
     assert met("norm_wgmma_kernel", "PDL") == {("True",)}
     assert {
-        "fused_kernel",
         "float_matmul_kernel",
-        "glu_product_kernel",
+        "sm_80.glu_product_kernel",
         "choose_from_all_kernel",
         "settle_kernel",
     } <= {name for name, _ in found}
