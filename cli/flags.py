@@ -1,9 +1,12 @@
-"""Commands whose flags are the fields of dataclasses (`quengine.options`), and the options that no dataclass has."""
+"""Commands whose flags are the fields of dataclasses (`quengine.options`), and the options that no dataclass has.
+
+Where `model` is a preset's name, its options take the place of the defaults of flags that are not given.
+"""
 
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -12,16 +15,16 @@ import typer
 from quengine.errors import EngineError
 from quengine.options import MODEL_HELP, Flag, Only
 from quengine.platform.input_files import read_text
+from quengine.request.chat_options import PANEL as CONVERSATIONS
 from quengine.request.sampling_params import PANEL
 
 if TYPE_CHECKING:
     from quengine.structured.constraint_spec import ConstraintSpec
 
-Model = Annotated[str, Flag("-m --model", MODEL_HELP, show_default=False)]
-System = Annotated[str | None, Flag("--system -sys", "System message.")]
+Model = Annotated[str, Flag("-m --model", MODEL_HELP, show_default=False, completes="model")]
 Effort = Annotated[
     str | None,
-    Flag("--reasoning-effort", "How long the model reasons, as its template has it.", metavar="LEVEL"),
+    Flag("--reasoning-effort", "How long the model reasons, as its template has it.", CONVERSATIONS, "LEVEL"),
 ]
 
 
@@ -74,13 +77,44 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     taken = inspect.signature(command).parameters.values()
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(ctx: typer.Context, **values: Any) -> None:
+        given = _Given(values, frozenset(name for name in values if _is_typed(ctx, name)))
+        if isinstance(model := values.get("model"), str):
+            from quengine.request.preset import preset_values
+
+            given = replace(given, preset=preset_values(model))
         command(**{each.name: _value(each.name, each.annotation, given) for each in taken})
 
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     flags = [flag for each in taken for flag in _parameters(each.name, each.annotation, each.default)]
+    flags.insert(0, context)
     vars(run)["__signature__"] = inspect.Signature(flags)
     run.__annotations__ = {flag.name: flag.annotation for flag in flags}
     return run
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The values of a command's parameters; which of them were `typed`, and the options of a preset by their group."""
+
+    values: Mapping[str, Any]
+    typed: frozenset[str]
+    preset: Mapping[type[Any], Mapping[str, Any]] = field(default_factory=dict)
+
+    def of_preset(self, group: type[Any], name: str) -> dict[str, Any]:
+        """The preset's values of a group's fields whose flags were not typed, nor one that excludes them."""
+        typed = {each.removeprefix(f"{name}__") for each in self.typed}
+        typed |= {other for each in typed for other in _EXCLUDED.get(each, ())}
+        return {each: value for each, value in self.preset.get(group, {}).items() if each not in typed}
+
+
+_EXCLUDED = {"template_file": ("template",)}
+"""Fields of a group that cannot both hold."""
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _parameters(name: str, annotation: Any, default: Any) -> Iterator[inspect.Parameter]:
@@ -97,6 +131,7 @@ def _parameters(name: str, annotation: Any, default: Any) -> Iterator[inspect.Pa
             rich_help_panel=flag.panel,
             metavar=flag.metavar,
             show_default=flag.show_default,
+            autocompletion=_completer(kind, flag),
         )
         annotation = Annotated[_typed(kind, flag), option]
         default = flag.none if flag.none is not None else None if _repeats(kind) else default
@@ -105,15 +140,41 @@ def _parameters(name: str, annotation: Any, default: Any) -> Iterator[inspect.Pa
     )
 
 
-def _value(name: str, annotation: Any, given: Mapping[str, Any]) -> Any:
-    """What a parameter, or a field, becomes by the values `given` for its flags; MISSING: its default."""
+def complete_models(incomplete: str) -> list[str]:
+    """The names of models that begin so: presets, aliases, what is in the Hugging Face cache."""
+    from quengine.cli.commands.list import model_names
+
+    return [name for name in model_names() if name.startswith(incomplete)]
+
+
+def _complete_devices(incomplete: str) -> list[str]:
+    gpus = Path("/proc/driver/nvidia/gpus")  # torch, which counts them too, takes a second to import
+    count = len(list(gpus.iterdir())) if gpus.is_dir() else 0
+    names = ["auto", "cpu", "cuda", *(f"cuda:{index}" for index in range(count))]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+_COMPLETERS = {"model": complete_models, "device": _complete_devices}
+
+
+def _completer(kind: Any, flag: Flag) -> Callable[[str], list[str]] | None:
+    values = (flag.completes or "").split() or (get_args(kind) if get_origin(kind) is Literal else ())
+    named = _COMPLETERS.get(flag.completes or "")
+    if named is not None or not values:
+        return named
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def _value(name: str, annotation: Any, given: _Given) -> Any:
+    """What a parameter, or a field, becomes by what is `given`; MISSING: its default."""
     kind, notes = _unpacked(annotation)
     if _is_group(kind):
         values = {
             each.name: _value(f"{name}.{each.name}", each.type, given) for each in _flagged(kind, notes)
         }
-        return kind(**{field: value for field, value in values.items() if value is not MISSING})
-    value = given[_name(name)]
+        values |= given.of_preset(kind, _name(name))
+        return kind(**{each: value for each, value in values.items() if value is not MISSING})
+    value = given.values[_name(name)]
     flag = next((note for note in notes if isinstance(note, Flag)), None)
     if flag is None:
         return value
@@ -140,11 +201,11 @@ def _unpacked(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 def _flagged(kind: Any, notes: Iterable[Any]) -> Iterator[Field[Any]]:
     """The fields of a dataclass that have flags, or are dataclasses; `Only` some of them."""
     only = next((note.names for note in notes if isinstance(note, Only)), None)
-    for field in fields(kind):
-        of_field, flags = _unpacked(field.type)
+    for each in fields(kind):
+        of_field, flags = _unpacked(each.type)
         has_flag = _is_group(of_field) or any(isinstance(flag, Flag) for flag in flags)
-        if has_flag and (only is None or field.name in only):
-            yield field
+        if has_flag and (only is None or each.name in only):
+            yield each
 
 
 def _is_group(kind: Any) -> bool:

@@ -20,10 +20,13 @@ def load_llm(model: str, config: EngineConfig) -> "LLM":
     for needed in (model, config.draft_model):
         if needed is not None:
             offer_pull(str(needed))
-    from quengine.llm import LLM
-
     progress = ProgressLine()
-    llm = LLM(model, **vars(replace(config, progress=progress)))
-    progress.clear()
+    progress(f"loading {model}")
+    from quengine.llm import LLM  # with torch, a second or more by itself
+
+    try:
+        llm = LLM(model, **vars(replace(config, progress=progress)))
+    finally:
+        progress.clear()
     collector.working()
     return llm

@@ -12,11 +12,13 @@ import sys
 import warnings
 from importlib import import_module
 from types import FrameType
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
 from quengine.cli import process, streams
+from quengine.cli.command_table import COMMANDS, ExampleCommand
+from quengine.cli.progress import clear_before
 from quengine.errors import EngineError, visible
 from quengine.platform import collector, log_lines
 
@@ -37,24 +39,6 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 ClickException: type[Exception] = typer.BadParameter.__mro__[2]
 
 logger = logging.getLogger("quengine")
-
-COMMANDS = {
-    "generate": "generate",
-    "chat": "chat",
-    "run": "run_model",
-    "serve": "serve",
-    "ps": "ps",
-    "stop": "stop",
-    "bench": "bench",
-    "parity": "parity",
-    "tokenize": "tokenize",
-    "show": "show",
-    "pull": "pull",
-    "list": "list_models",
-    "rm": "remove",
-    "doctor": "doctor",
-}
-"""The function of each command, in the file of the command's name."""
 
 app = typer.Typer(
     name="engine",
@@ -85,6 +69,8 @@ def options(
     """Run quantized GGUF language models as they are stored."""
     del version
     log_lines.set_up(verbose)
+    for handler in logger.handlers:
+        handler.addFilter(clear_before)
     warnings.showwarning = _show_warning
 
 
@@ -94,8 +80,13 @@ def register_commands(args: list[str]) -> None:
     present = {command.name for command in app.registered_commands}
     for name in [named] if named in COMMANDS else COMMANDS:
         if name not in present:
-            file = import_module(f"quengine.cli.commands.{name}")
-            app.command(name, cls=getattr(file, "Command", None))(getattr(file, COMMANDS[name]))
+            entry = COMMANDS[name]
+            file = import_module(f"quengine.cli.{entry.room}.{name}")
+            app.command(
+                name,
+                cls=getattr(file, "Command", ExampleCommand),
+                rich_help_panel=entry.panel,
+            )(getattr(file, entry.function))
 
 
 def _show_warning(
@@ -127,7 +118,17 @@ def _print_error(message: str, hint: str = "") -> None:
 def _usage_hint(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "engine"
-    return f"Try `{command} --help`."
+    names = (
+        "`engine list --all` shows names of models. "
+        if getattr(error, "param", None) in _models(context)
+        else ""
+    )
+    return f"{names}Try `{command} --help`."
+
+
+def _models(context: Any) -> list[Any]:
+    """The parameters of a command that name a model."""
+    return [] if context is None else [each for each in context.command.params if each.name == "model"]
 
 
 def _report(error: BaseException) -> int:
@@ -174,6 +175,8 @@ def run(args: list[str]) -> int:
     """Runs one command line (without the program's name) and returns the exit code."""
     logger.setLevel(logging.WARNING)
     try:
+        if args[:1] == ["help"]:
+            args = [*args[1:2], "--help"]
         register_commands(args)
         outcome = typer.main.get_command(app).main(args or ["--help"], "engine", standalone_mode=False)
         sys.stdout.flush()

@@ -8,6 +8,7 @@ import typer
 
 from quengine.models.hub.hub import ModelNotHereError, resolve_model
 from quengine.models.hub.hub_name import ModelNameError
+from quengine.models.hub.presets import base_model
 
 
 def fetch(name: str, offline: bool = False) -> Path:
@@ -37,6 +38,6 @@ def offer_pull(name: str) -> None:
     except ModelNotHereError:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise
-        if not typer.confirm(f"{name} is not on this machine. Pull it?", default=True, err=True):
+        if not typer.confirm(f"{base_model(name)} is not on this machine. Pull it?", default=True, err=True):
             raise
-        fetch(name)
+        fetch(base_model(name))

@@ -19,7 +19,8 @@ class CompletionStream:
     Once it is closed, or no longer referred to, the request is cancelled; leaving the loop is enough where only the
     loop has the stream (`for piece in llm.stream(...)`). `completion` then holds what was generated, with finish_reason
     "abort". Iteration over a stream that is kept can be resumed; until then its request has its turn among others. For
-    one thread at a time.
+    one thread at a time. `progress`, if any, is called before each step until the first token, with the tokens of the
+    prompt that are computed, and all of them.
     """
 
     # Nothing here may lead back to the stream (no bound method, no generator over `self`): it would outlive its last
@@ -28,6 +29,7 @@ class CompletionStream:
     def __init__(self, llm: "LLM", sequence: Sequence) -> None:
         self._llm = llm
         self.sequence = sequence
+        self.progress: Callable[[int, int], None] | None = None
         self._started = False
         self._closed = False
 
@@ -43,6 +45,9 @@ class CompletionStream:
             while not (text := self.sequence.stream.read()):
                 if self.sequence.finished:
                     return self._end()
+                if self.progress is not None and not self.sequence.generated:
+                    total = self.sequence.num_prompt_tokens
+                    self.progress(min(self.sequence.num_cached_tokens, total), total)
                 self._llm.step()
             return text
         except BaseException:

@@ -70,7 +70,9 @@ class EngineConfig:
         EngineError: a value is outside its range.
     """
 
-    device: Annotated[str, Flag("--device", "auto, cpu, cuda or cuda:N.", RUN_PANEL)] = "auto"
+    device: Annotated[str, Flag("--device", "auto, cpu, cuda or cuda:N.", RUN_PANEL, completes="device")] = (
+        "auto"
+    )
     ctx_size: Annotated[
         int | None,
         Range(1),
@@ -79,7 +81,10 @@ class EngineConfig:
     threads: Annotated[
         int | None, Range(1), Flag("-t --threads", "CPU threads. (default: physical cores)", RUN_PANEL)
     ] = None
-    backend: Annotated[str, Flag("--backend", "auto, or reference (float64, slow).", RUN_PANEL)] = "auto"
+    backend: Annotated[
+        str,
+        Flag("--backend", "auto, or reference (float64, slow).", RUN_PANEL, completes="auto reference"),
+    ] = "auto"
     _: KW_ONLY
     chunk_size: Annotated[int | None, Range(1)] = None
     reuse_prefix: bool = False
@@ -97,6 +102,7 @@ class EngineConfig:
             "A small model of the same vocabulary that drafts tokens.",
             DRAFT_PANEL,
             "MODEL",
+            completes="model",
         ),
     ] = None
     draft_ngram: Annotated[

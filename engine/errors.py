@@ -1,8 +1,14 @@
 """Errors meant for the user: one line that says what is wrong, with the values, and what to do.
 
-Every layer may import this module; it imports nothing. The command line prints the message and
+Every layer may import this module; it imports none. The command line prints the message and
 exits with `exit_code`; a library caller catches `EngineError`.
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
 
 # Control characters but newline and tab, and lone surrogates, which no output can encode.
 _SPELLED = {code: f"\\x{code:02x}" for code in (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0))}
@@ -38,6 +44,24 @@ class CannotRunError(EngineError):
     """The request is right but this machine cannot do it: no such device, too little memory."""
 
     exit_code = 2
+
+
+def nearest(name: str, known: "Iterable[str]", prefix: str = "") -> str:
+    """The end of an error about an unknown name: the nearest known one, or nothing."""
+    import difflib
+
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def nearest_file(path: "Path") -> str:
+    """The end of an error about a file that is not there: the nearest name in its folder, or nothing."""
+    try:
+        names = [each.name for each in path.parent.iterdir()]
+    except OSError:
+        return ""
+    prefix = "" if path.name == str(path) else f"{path.parent}/"
+    return nearest(path.name, names, prefix)
 
 
 def shown(value: object, most: int = 80) -> str:

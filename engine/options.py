@@ -8,7 +8,6 @@
 reads them from a table of a TOML file.
 """
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields
@@ -16,9 +15,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from quengine.errors import EngineError, shown
+from quengine.errors import EngineError, nearest, shown
 
-MODEL_HELP = "Alias, hf:user/repo:QUANT, GGUF file or checkpoint folder."
+MODEL_HELP = "Alias, preset, hf:user/repo:QUANT, GGUF file or checkpoint folder."
+OUTPUT = "What is printed"
+"""The heading of flags about a command's output."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Flag:
         none: the number that stands for None, which is the default.
         read: makes the field's value from the texts of a repeatable flag; None: a tuple of them.
         show_default: whether the help ends with the default.
+        completes: what a shell completes its value with: "model", "device", or the values with spaces between; None:
+            those of a Literal, else files.
     """
 
     names: str
@@ -75,6 +78,7 @@ class Flag:
     none: int | None = None
     read: Callable[[list[str]], Any] | None = None
     show_default: bool = True
+    completes: str | None = None
 
 
 class Only:
@@ -133,12 +137,6 @@ def value_type(field: Field[Any]) -> Any:
     )
 
 
-def nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error about an unknown name: the nearest known one, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
-
-
 def table_fields(
     table: Mapping[str, Any], groups: Iterable[type[Any]], where: str
 ) -> dict[str, tuple[type[Any], Field[Any], Any]]:
@@ -177,7 +175,7 @@ def table_values(
     for name, (group, field, value) in table_fields(table, groups, where).items():
         try:
             found.setdefault(group, {})[name] = _table_value(field, value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, EngineError) as error:
             raise EngineError(f"{where}: {name} = {shown(value)}: {error}") from None
     return found
 

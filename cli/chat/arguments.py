@@ -1,8 +1,6 @@
 """What is typed behind a slash command, read as a shell would."""
 
-import difflib
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 
 from quengine.errors import EngineError
@@ -30,9 +28,3 @@ def file_name(command: str, text: str) -> Path:
         return Path(one_word(command, text)).expanduser()
     except RuntimeError as error:  # ~ of an unknown user, or without a home folder
         raise EngineError(f"/{command} {text}: {error}") from None
-
-
-def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error about an unknown name: the nearest known one, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""

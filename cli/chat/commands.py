@@ -4,14 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from quengine.cli.chat.arguments import file_name, one_word, suggestion
+from quengine.cli.chat.answering_keys import no_echo
+from quengine.cli.chat.arguments import file_name, one_word
 from quengine.cli.chat.attachment import read_attachment
 from quengine.cli.chat.clipboard import copy
 from quengine.cli.chat.notes import note
 from quengine.cli.chat.session_file import SessionFile, excerpt, save, session_lines, session_path
 from quengine.cli.chat.settings import changed, settings_lines
+from quengine.cli.pulling import offer_pull
 from quengine.cli.report import print_report
-from quengine.errors import EngineError
+from quengine.errors import EngineError, nearest
 
 if TYPE_CHECKING:
     from quengine.cli.chat.repl import Repl
@@ -32,7 +34,7 @@ class Command:
     argument: str
     help: str
     run: "Callable[[Repl, str], None]"
-    completes: Literal["", "path", "session", "setting"] = ""
+    completes: Literal["", "path", "session", "setting", "model"] = ""
 
 
 def run_command(repl: "Repl", line: str) -> None:
@@ -40,7 +42,7 @@ def run_command(repl: "Repl", line: str) -> None:
     name, _, rest = line.partition(" ")
     command = COMMANDS.get(name.strip())
     if command is None:
-        near = suggestion(name.strip(), COMMANDS, "/")
+        near = nearest(name.strip(), COMMANDS, "/")
         raise EngineError(f"no command /{name.strip()}{near}; /help lists them (// sends a message with /)")
     command.run(repl, rest.strip())
 
@@ -100,6 +102,23 @@ def _file(repl: "Repl", text: str) -> None:
     note(f"{path.name}: {attached.tokens} tokens, sent with the next message")
 
 
+def _image(repl: "Repl", _: str) -> None:
+    raise EngineError(
+        f"{repl.models.name} reads text only, as every model here does; /file sends a text file"
+    )
+
+
+def _model(repl: "Repl", name: str) -> None:
+    if name:
+        used = len(repl.session.messages)
+        offer_pull(name)
+        with no_echo():
+            repl.models.change(repl.session, name)
+        note(f"the conversation of {used} messages goes on with {name}")
+    llm = repl.session.llm
+    note(f"{repl.models.name}: {llm.model_config.name}, context {llm.ctx_size} tokens, {llm.loaded.path}")
+
+
 def _copy(repl: "Repl", _: str) -> None:
     answers = [each["content"] for each in repl.session.messages if each["role"] == "assistant"]
     if not answers:
@@ -157,6 +176,10 @@ COMMANDS = {
         "[NAME VALUE]", "change how tokens are chosen; alone it lists the settings", _set, "setting"
     ),
     "file": Command("PATH", "send a text file with the next message", _file, "path"),
+    "image": Command("PATH", "refused: models here read text", _image, "path"),
+    "model": Command(
+        "[NAME]", "go on with another model or preset; alone it shows the one in use", _model, "model"
+    ),
     "copy": Command("", "the last answer to the clipboard", _copy),
     "save": Command("NAME|FILE", "write the conversation to a file", _save, "session"),
     "load": Command("NAME|FILE", "go on with a saved conversation", _load, "session"),

@@ -8,6 +8,7 @@ from prompt_toolkit.document import Document
 from quengine.cli.chat.commands import COMMANDS
 from quengine.cli.chat.session_file import session_names
 from quengine.cli.chat.settings import setting_names
+from quengine.cli.flags import complete_models
 
 
 class CommandCompleter(Completer):
@@ -31,7 +32,9 @@ class CommandCompleter(Completer):
             if kind == "session":
                 matching = (each for each in session_names() if each.startswith(rest))
                 yield from (Completion(each, -len(rest), display_meta="session") for each in matching)
-            if kind in ("path", "session"):
+            if kind == "model":
+                yield from (Completion(each, -len(rest)) for each in complete_models(rest))
+            if kind in ("path", "session", "model"):
                 yield from self._paths.get_completions(Document(rest), complete_event)
             elif kind == "setting" and " " not in rest:
                 matching = (each for each in setting_names() if each.startswith(rest))

@@ -17,11 +17,13 @@ from quengine.cli.chat.piped import piped_lines
 from quengine.cli.chat.quoted_block import joined
 from quengine.cli.chat.session_file import SessionFile, excerpt
 from quengine.cli.display.answer_view import AnswerView
+from quengine.cli.progress import PromptProgress
 from quengine.cli.terminal import AnswerPrinter, write_text
 from quengine.errors import EngineError, visible
 from quengine.request.chat_session import ChatSession
 
 if TYPE_CHECKING:
+    from quengine.cli.chat.models import ChatModels
     from quengine.cli.chat.prompt import TerminalPrompt
     from quengine.structured.tool_calls import Delta
 
@@ -29,15 +31,20 @@ if TYPE_CHECKING:
 class Repl:
     """Reads messages and commands until the end of input.
 
-    On a terminal an error is one line and the conversation goes on; piped in, it ends the program. `attachments` go
-    with the next message; `session_file`, if any, is written whenever a line changed the conversation. Answers on a
-    terminal are rendered as `markdown`.
+    On a terminal an error is one line and the conversation goes on; piped in, it ends the program. `models` opens those
+    that the conversation may change to; `attachments` go with the next message; `session_file`, if any, is written
+    whenever a line changed the conversation. Answers on a terminal are rendered as `markdown`.
     """
 
     def __init__(
-        self, session: ChatSession, session_file: SessionFile | None = None, markdown: bool = True
+        self,
+        session: ChatSession,
+        models: "ChatModels",
+        session_file: SessionFile | None = None,
+        markdown: bool = True,
     ) -> None:
         self.session = session
+        self.models = models
         self.session_file = session_file
         self._markdown = markdown
         self.attachments: list[Attachment] = []
@@ -68,12 +75,16 @@ class Repl:
         stopped, before = False, self.session.last
         moves = sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")  # the cursor
         printer = AnswerView(self._markdown) if moves else AnswerPrinter()
+        self.session.progress = progress = PromptProgress()
         with one_interrupt(), no_echo(), contextlib.closing(deltas), contextlib.closing(printer):
             try:
                 for delta in deltas:
+                    progress.clear()
                     printer.write(delta)
             except KeyboardInterrupt:
                 stopped = True
+            finally:
+                progress.clear()
         write_text("\n")
         last = self.session.last
         if last is None or last is before or not last.tokens:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
-from quengine.diagnostics.bench.bench_plan import LISTS, BenchPlan, expand_tests, whole_numbers
+from quengine.diagnostics.bench.bench_plan import LISTS, TESTS, BenchPlan, expand_tests, whole_numbers
 from quengine.errors import EngineError
-from quengine.options import MODEL_HELP, Flag
+from quengine.options import MODEL_HELP, OUTPUT, Flag
 from quengine.platform import collector
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class BenchFlags:
     """The models and the tests of a `BenchPlan` as they are typed, and the form of the output."""
 
     models: Annotated[
-        tuple[str, ...], Flag("-m --model", f"{MODEL_HELP[:-1]}; repeatable.", read=_split)
+        tuple[str, ...], Flag("-m --model", f"{MODEL_HELP[:-1]}; repeatable.", read=_split, completes="model")
     ] = ()
     synthetic: Annotated[
         tuple[str, ...],
@@ -58,21 +58,33 @@ class BenchFlags:
     ] = ()
     prompts: Annotated[
         tuple[int, ...],
-        Flag("-p --n-prompt", f"Prompt tokens. {LISTS} (default: 512)", read=partial(whole_numbers, "-p")),
+        Flag(
+            "-p --n-prompt",
+            f"Prompt tokens. {LISTS} (default: 512)",
+            TESTS,
+            read=partial(whole_numbers, "-p"),
+        ),
     ] = (512,)
     generated: Annotated[
         tuple[int, ...],
-        Flag("-n --n-gen", "Generated tokens. (default: 128)", read=partial(whole_numbers, "-n")),
+        Flag("-n --n-gen", "Generated tokens. (default: 128)", TESTS, read=partial(whole_numbers, "-n")),
     ] = (128,)
     pairs: Annotated[
         tuple[tuple[int, int], ...],
-        Flag("-pg", "Both in one test; repeatable.", metavar="PP,TG", read=_pairs),
+        Flag("-pg", "Both in one test; repeatable.", TESTS, "PP,TG", read=_pairs),
     ] = ()
     depths: Annotated[
         tuple[int, ...],
-        Flag("-d --n-depth", "Tokens already in the cache. (default: 0)", read=partial(whole_numbers, "-d")),
+        Flag(
+            "-d --n-depth",
+            "Tokens already in the cache. (default: 0)",
+            TESTS,
+            read=partial(whole_numbers, "-d"),
+        ),
     ] = (0,)
-    output: Annotated[str, Flag("-o --output", "md, json, jsonl or csv.")] = "md"
+    output: Annotated[
+        str, Flag("-o --output", "md, json, jsonl or csv.", OUTPUT, completes="md json jsonl csv")
+    ] = "md"
 
 
 @takes_options

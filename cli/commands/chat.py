@@ -3,11 +3,10 @@
 from dataclasses import replace
 from typing import Annotated
 
-from quengine.cli.flags import ConstraintFlags, Effort, Model, System, takes_options
-from quengine.cli.loading import load_llm
+from quengine.cli.flags import ConstraintFlags, Effort, Model, takes_options
 from quengine.config import EngineConfig
-from quengine.errors import EngineError
-from quengine.options import Flag
+from quengine.options import OUTPUT, Flag
+from quengine.request.chat_options import PANEL as CONVERSATIONS
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 
@@ -16,11 +15,14 @@ Session = Annotated[
     Flag(
         "--session",
         "Save the conversation after each answer under a name or in a file, and go on with it.",
-        metavar="NAME|FILE",
+        CONVERSATIONS,
+        "NAME|FILE",
     ),
 ]
 
-Markdown = Annotated[bool, Flag("--markdown/--no-markdown", "On a terminal, render the markdown of answers.")]
+Markdown = Annotated[
+    bool, Flag("--markdown/--no-markdown", "On a terminal, render the markdown of answers.", OUTPUT)
+]
 
 
 @takes_options
@@ -30,25 +32,19 @@ def chat(
     constraint: ConstraintFlags,
     config: EngineConfig,
     options: ChatOptions,
-    system: System = None,
     effort: Effort = None,
     session: Session = None,
     markdown: Markdown = True,
 ) -> None:
     """Talk with a model; /help lists the commands."""
-    params = replace(params, constraint=constraint.spec())
+    from quengine.cli.chat.models import ChatModels
     from quengine.cli.chat.repl import Repl
     from quengine.cli.chat.session_file import SessionFile, session_path
-    from quengine.request.chat_session import ChatSession
 
-    config = replace(config, reuse_prefix=True, chat_template=options.source())
-    with load_llm(model, config) as llm:
-        if llm.chat_template is None:
-            raise EngineError(
-                f"{llm.loaded.path.name} has no chat template, so it cannot chat; "
-                f"engine generate --raw completes text with it"
-            )
-        variables = {**llm.effort_variables(effort, options.reasoning_budget), **options.variables}
-        conversation = ChatSession(llm, params, system, variables, options)
+    models = ChatModels(model, config, options, effort)
+    conversation = models.session(replace(params, constraint=constraint.spec()))
+    try:
         file = SessionFile(conversation, session_path(session)) if session is not None else None
-        Repl(conversation, file, markdown).run()
+        Repl(conversation, models, file, markdown).run()
+    finally:
+        conversation.llm.close()

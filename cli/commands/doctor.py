@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quengine.cli.commands.list import installed_rows
+from quengine.cli.progress import ProgressLine
 from quengine.platform import collector
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ def doctor(
     from quengine.platform.machine import thread_count
 
     threads = thread_count(threads)
+    progress = ProgressLine()
+    progress("looking at the machine, and measuring its memory's speed")
     found = diagnose(threads)
+    progress.clear()
     if as_json:
         tested = {device: list(checks) for device, checks in self_tests(found)}
         typer.echo(json.dumps(as_object(found, tested), indent=2))

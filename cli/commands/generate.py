@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quengine.cli.flags import ConstraintFlags, Effort, Model, System, takes_options
+from quengine.cli.flags import ConstraintFlags, Effort, Model, takes_options
 from quengine.cli.loading import load_llm
+from quengine.cli.progress import PromptProgress
 from quengine.cli.report import completion_json, print_report
 from quengine.cli.terminal import AnswerPrinter, json_line, write_text
 from quengine.config import EngineConfig
 from quengine.errors import EngineError, visible
-from quengine.options import Flag
+from quengine.options import OUTPUT, Flag
 from quengine.platform.input_files import read_stream, read_text, universal_newlines
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
@@ -24,32 +25,33 @@ from quengine.request.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quengine.llm import LLM, CompletionStream
 
+PROMPT = "The prompt"
+
 
 @dataclass(frozen=True)
 class PromptFlags:
     """Where the prompt comes from, how it becomes tokens, and what is printed of its completion."""
 
     prompts: Annotated[
-        tuple[str, ...], Flag("-p --prompt", "The prompt; - reads standard input.", metavar="TEXT")
+        tuple[str, ...], Flag("-p --prompt", "The prompt; - reads standard input.", PROMPT, "TEXT")
     ] = ()
-    files: Annotated[tuple[Path, ...], Flag("-f --file", "Read the prompt from a file.", metavar="FILE")] = ()
-    system: System = None
+    files: Annotated[tuple[Path, ...], Flag("-f --file", "Read the prompt from a file.", PROMPT, "FILE")] = ()
     effort: Effort = None
     chat: Annotated[
         bool | None,
-        Flag("--chat/--raw", "Use the model's chat template or not. (default: chat if it has one)"),
+        Flag("--chat/--raw", "Use the model's chat template or not. (default: chat if it has one)", PROMPT),
     ] = None
-    special: Annotated[bool, Flag("--special", "Control tokens: take them from the prompt, show them.")] = (
-        False
-    )
+    special: Annotated[
+        bool, Flag("--special", "Control tokens: take them from the prompt, show them.", PROMPT)
+    ] = False
     show_prompt: Annotated[
-        bool, Flag("--show-prompt", "Print the exact prompt first, to standard error.")
+        bool, Flag("--show-prompt", "Print the exact prompt first, to standard error.", OUTPUT)
     ] = False
     logprobs: Annotated[
-        int | None, Flag("--logprobs", "Report log-probabilities of K tokens.", metavar="K")
+        int | None, Flag("--logprobs", "Report log-probabilities of K tokens.", OUTPUT, "K")
     ] = None
-    stats: Annotated[bool, Flag("--stats/--no-stats", "Print the report at the end.")] = True
-    as_json: Annotated[bool, Flag("--json", "Print one JSON object instead of text.")] = False
+    stats: Annotated[bool, Flag("--stats/--no-stats", "Print the report at the end.", OUTPUT)] = True
+    as_json: Annotated[bool, Flag("--json", "Print one JSON object instead of text.", OUTPUT)] = False
 
 
 @takes_options
@@ -121,7 +123,7 @@ def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, options: ChatOption
     """The prompt, by the template with `chat`. Raises EngineError where a flag would have no effect."""
     if not chat:
         for flag, given in (
-            ("--system", flags.system is not None),
+            ("--system", options.system is not None),
             ("--reasoning-effort", flags.effort is not None),
             ("--chat-template-kwargs", options.template_kwargs is not None),
             ("--reasoning-budget", options.reasoning_budget >= 0),
@@ -131,16 +133,20 @@ def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, options: ChatOption
                     f"{flag} needs a chat template: leave it out, or use --chat with a model that has one"
                 )
         return llm.encode(source, special=flags.special)
-    messages = [{"role": "system", "content": flags.system}] if flags.system is not None else []
-    asked = {"role": "user", "content": source}
+    messages = options.opened([{"role": "user", "content": source}])
     variables = {**llm.effort_variables(flags.effort, options.reasoning_budget), **options.variables}
-    return llm.encode_chat([*messages, asked], variables=variables)
+    return llm.encode_chat(messages, variables=variables)
 
 
 def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:
-    printer = AnswerPrinter()
-    for delta in stream.deltas():
-        if not quiet:
-            printer.write(delta)
+    printer, progress = AnswerPrinter(), PromptProgress()
+    stream.progress = progress
+    try:
+        for delta in stream.deltas():
+            progress.clear()
+            if not quiet:
+                printer.write(delta)
+    finally:
+        progress.clear()
     if not quiet:
         write_text("\n")

@@ -8,25 +8,27 @@ from typing import Annotated
 import typer
 
 from quengine.cli.terminal import write_line
+from quengine.errors import EngineError
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line: a model that is here, or with no path one that can be pulled."""
+    """One line: a preset, a model that is here, or with no path one that can be pulled."""
 
     name: str
     size: int | None
     quant: str
     path: Path | None
     about: str = ""
+    is_preset: bool = False
 
 
 def list_models(
     everything: Annotated[bool, typer.Option("-a", "--all", help="Also the aliases not pulled yet.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
-    """List the models on this machine: name, size, quantization, path."""
-    rows = installed_rows()
+    """List the models and presets on this machine: name, size, quantization, path."""
+    rows = installed_rows() + preset_rows()
     if everything:
         rows += _catalogue_rows({row.name for row in rows})
     if as_json:
@@ -39,7 +41,12 @@ def list_models(
     typer.echo(f"{'NAME':{wide}}  {'SIZE':>9}  {'QUANT':8}  PATH")
     for row in rows:
         size = f"{row.size / 1e9:.2f} GB" if row.size is not None else "-"
-        write_line(f"{row.name:{wide}}  {size:>9}  {row.quant:8}  {row.path or f'(not pulled) {row.about}'}")
+        write_line(f"{row.name:{wide}}  {size:>9}  {row.quant:8}  {_place(row)}")
+
+
+def _place(row: Row) -> str:
+    """The last column: what a preset is of, else where a model is."""
+    return row.about if row.is_preset else str(row.path or f"(not pulled) {row.about}")
 
 
 def installed_rows() -> list[Row]:
@@ -58,6 +65,34 @@ def installed_rows() -> list[Row]:
     for model in installed_models():
         name = aliases.get((model.repo, model.files[0])) or f"hf:{model.repo}/{model.files[0]}"
         rows.append(Row(name, model.nbytes, model.quant, model.path))
+    return rows
+
+
+def model_names() -> list[str]:
+    """What --model takes, but paths: presets, aliases, and names of other models that are here."""
+    from quengine.models.hub.catalogue import catalogue
+    from quengine.models.hub.presets import preset_names
+
+    return list(dict.fromkeys([*preset_names(), *catalogue(), *(row.name for row in installed_rows())]))
+
+
+def preset_rows() -> list[Row]:
+    """The presets, with the size of the file that each is made of, where it is here."""
+    from quengine.models.hub.hub import resolve_model
+    from quengine.models.hub.hub_name import quant_of
+    from quengine.models.hub.presets import preset_names, read_stored
+
+    rows = []
+    for name in preset_names():
+        about, path, size = "", None, None
+        try:
+            base = str(read_stored(name)["model"])
+            about = f"preset of {base}"
+            path = resolve_model(base)
+            size = path.stat().st_size if path.is_file() else None
+        except EngineError as error:
+            about = about or str(error)
+        rows.append(Row(name, size, quant_of(path.name) if path else "", path, about, is_preset=True))
     return rows
 
 

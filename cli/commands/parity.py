@@ -16,7 +16,7 @@ from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.options import Flag, Only, Range, check_ranges
+from quengine.options import OUTPUT, Flag, Only, Range, check_ranges
 from quengine.platform import collector
 from quengine.platform.input_files import read_text
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 OUTSIDE_BUDGET = 1
 _ANNOUNCED_SECONDS = 10.0
+
+
+SIDES, TEXTS = "The two sides", "Texts and prompts"
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class ParityFlags:
             "--a",
             "What the other is measured against: reference, cpu, cuda or cuda:N for --model there, FILE for another "
             "model, FILE@DEVICE for one there. (default: reference; cpu on a machine with a GPU)",
-            metavar="SIDE",
+            SIDES,
+            "SIDE",
         ),
     ] = None
     b: Annotated[
@@ -46,33 +50,41 @@ class ParityFlags:
         Flag(
             "--b",
             "The side under test, written alike. (default: cpu; cuda on a machine with a GPU)",
-            metavar="SIDE",
+            SIDES,
+            "SIDE",
         ),
     ] = None
     files: Annotated[
         tuple[Path, ...],
-        Flag("-f --file", "A text to compare on instead of the built-in ones; repeatable."),
+        Flag("-f --file", "A text to compare on instead of the built-in ones; repeatable.", TEXTS),
     ] = ()
     texts: Annotated[
         int | None,
         Range(0),
-        Flag("--texts", "How many built-in texts; 15 adds all in one. (default: 14)"),
+        Flag("--texts", "How many built-in texts; 15 adds all in one. (default: 14)", TEXTS),
     ] = None
     prompts: Annotated[
-        int | None, Flag("--prompts", "Built-in prompts to continue greedily, at most 50. (default: 50)")
+        int | None,
+        Flag("--prompts", "Built-in prompts to continue greedily, at most 50. (default: 50)", TEXTS),
     ] = None
-    tokens: Annotated[int | None, Flag("--tokens", "Tokens generated after each prompt. (default: 128)")] = (
-        None
-    )
+    tokens: Annotated[
+        int | None, Flag("--tokens", "Tokens generated after each prompt. (default: 128)", TEXTS)
+    ] = None
     quick: Annotated[
-        bool, Flag("--quick", "6 texts and 5 prompts of 32 tokens, where nothing else is said.")
+        bool, Flag("--quick", "6 texts and 5 prompts of 32 tokens, where nothing else is said.", TEXTS)
     ] = False
     locate: Annotated[
         bool,
-        Flag("--locate", "Show the comparison operation by operation even where all is within its budget."),
+        Flag(
+            "--locate",
+            "Show the comparison operation by operation even where all is within its budget.",
+            OUTPUT,
+        ),
     ] = False
-    window: Annotated[int, Flag("--window", "Longer texts are cut into windows of this many tokens.")] = 1024
-    as_json: Annotated[bool, Flag("--json", "Print one JSON object.")] = False
+    window: Annotated[
+        int, Flag("--window", "Longer texts are cut into windows of this many tokens.", TEXTS)
+    ] = 1024
+    as_json: Annotated[bool, Flag("--json", "Print one JSON object.", OUTPUT)] = False
 
     def __post_init__(self) -> None:
         if self.files and self.texts is not None:
@@ -85,7 +97,14 @@ def parity(
     flags: ParityFlags,
     config: Annotated[EngineConfig, Only("threads", "cache_type")],
     model: Annotated[
-        str | None, Flag("-m --model", "The model of the sides that name no file.", show_default=False)
+        str | None,
+        Flag(
+            "-m --model",
+            "The model of the sides that name no file.",
+            SIDES,
+            show_default=False,
+            completes="model",
+        ),
     ] = None,
 ) -> None:
     """Compare the logits and the greedy text of two ways to run a model, or of two files (--a FILE --b FILE)."""

@@ -3,10 +3,12 @@
 from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
+
+from quengine.cli.command_table import ExampleCommand
+from quengine.cli.flags import complete_models
 
 
-class Command(TyperCommand):
+class Command(ExampleCommand):
     """`engine pull`, whose help ends with the aliases: read when the help is asked for, not at every start."""
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
@@ -20,7 +22,11 @@ class Command(TyperCommand):
 def pull(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAME...", help="Aliases, hf:user/repo:QUANT or hf:user/repo/file.gguf."),
+        typer.Argument(
+            metavar="NAME...",
+            help="Aliases, hf:user/repo:QUANT or hf:user/repo/file.gguf.",
+            autocompletion=complete_models,
+        ),
     ],
     offline: Annotated[
         bool, typer.Option("--offline", help="Use only what is here (as HF_HUB_OFFLINE=1 does).")
@@ -36,8 +42,9 @@ def pull(
     from quengine.cli.pulling import fetch
     from quengine.models.hub.catalogue import catalogue
     from quengine.models.hub.hub import packaged_file
+    from quengine.models.hub.presets import base_model
 
-    for name in names:
+    for name in map(base_model, names):
         entry = catalogue().get(name.lower())
         path = packaged_file(entry) if entry is not None else None
         if path is None and Path(name).expanduser().exists():

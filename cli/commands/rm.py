@@ -1,10 +1,11 @@
-"""`engine rm`: deletes models that `engine pull` fetched."""
+"""`engine rm`: deletes models that `engine pull` fetched, and presets."""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quengine.cli.flags import complete_models
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -12,17 +13,28 @@ if TYPE_CHECKING:
 
 
 def remove(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names as `engine list` shows them.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...", help="Names as `engine list` shows them.", autocompletion=complete_models
+        ),
+    ],
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete models from the Hugging Face cache, after asking."""
-    from quengine.models.hub.hub_cache import remove_model
+    """Delete models from the Hugging Face cache, and presets, after asking.
 
-    chosen = [_find(name) for name in names]
-    for name, model in zip(names, chosen, strict=True):
-        typer.echo(
-            f"{name}: {', '.join(model.files)} ({model.nbytes / 1e9:.2f} GB) in {model.path.parent}", err=True
-        )
+    The model that a preset is made of stays.
+    """
+    from quengine.models.hub.hub_cache import remove_model
+    from quengine.models.hub.presets import preset_names, preset_path
+
+    presets = [name for name in dict.fromkeys(names) if name in preset_names()]
+    models = {name: _find(name) for name in names if name not in presets}
+    for name in presets:
+        typer.echo(f"{name}: a preset, {preset_path(name)}", err=True)
+    for name, model in models.items():
+        files = f"{', '.join(model.files)} ({model.nbytes / 1e9:.2f} GB) in {model.path.parent}"
+        typer.echo(f"{name}: {files}", err=True)
     if not yes:
         if not sys.stdin.isatty():
             raise EngineError(
@@ -31,7 +43,10 @@ def remove(
         if not typer.confirm("Delete?", err=True):
             typer.echo("nothing deleted", err=True)
             return
-    for name, model in zip(names, chosen, strict=True):
+    for name in presets:
+        preset_path(name).unlink()
+        typer.echo(f"{name}: deleted", err=True)
+    for name, model in models.items():
         typer.echo(f"{name}: {remove_model(model) / 1e9:.2f} GB freed", err=True)
 
 

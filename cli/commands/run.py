@@ -8,16 +8,14 @@ import typer
 
 from quengine.cli.commands.chat import Markdown, Session, chat
 from quengine.cli.commands.generate import PromptFlags, generate
-from quengine.cli.flags import ConstraintFlags, Effort, System, takes_options
+from quengine.cli.flags import ConstraintFlags, Effort, complete_models, takes_options
+from quengine.cli.presets.modelfile import own_name
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.options import MODEL_HELP, Flag
+from quengine.options import MODEL_HELP, OUTPUT, Flag
 from quengine.platform.input_files import read_stream, universal_newlines
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
-
-HUBS = ("hf.co/", "huggingface.co/")
-"""How Ollama begins the names that are written hf: here."""
 
 
 @takes_options
@@ -26,38 +24,34 @@ def run_model(
     constraint: ConstraintFlags,
     config: EngineConfig,
     options: ChatOptions,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_models)],
     words: Annotated[
         list[str] | None,
         typer.Argument(metavar="[PROMPT]...", help="The prompt; without one a conversation."),
     ] = None,
-    system: System = None,
     effort: Effort = None,
     session: Session = None,
     markdown: Markdown = True,
-    stats: Annotated[bool, Flag("--stats --verbose", "Print the report behind an answer.")] = False,
+    stats: Annotated[bool, Flag("--stats --verbose", "Print the report behind an answer.", OUTPUT)] = False,
 ) -> None:
     """Talk with a model, or answer one PROMPT, as `ollama run` does.
 
     A pipe's text comes before the PROMPT: engine run smollm2-135m "Summarize this:" < notes.txt
     """
-    for hub in HUBS:
-        if model.startswith(hub):
-            model = f"hf:{model.removeprefix(hub)}"
     text = _prompt(words or [])
     common = {
-        "model": model,
+        "model": own_name(model),
         "params": params,
         "constraint": constraint,
         "config": config,
         "options": options,
     }
     if text is None:
-        inspect.unwrap(chat)(**common, system=system, effort=effort, session=session, markdown=markdown)
+        inspect.unwrap(chat)(**common, effort=effort, session=session, markdown=markdown)
         return
     if session is not None:
         raise EngineError("--session keeps a conversation: leave the PROMPT out")
-    flags = PromptFlags(prompts=(text,), system=system, effort=effort, stats=stats)
+    flags = PromptFlags(prompts=(text,), effort=effort, stats=stats)
     inspect.unwrap(generate)(**common, flags=flags)
 
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 @takes_options
 def serve(
     *,
-    model: Annotated[str | None, Flag("-m --model", MODEL_HELP, show_default=False)] = None,
+    model: Annotated[
+        str | None, Flag("-m --model", MODEL_HELP, show_default=False, completes="model")
+    ] = None,
     settings: ServerSettings,
     config: EngineConfig,
 ) -> None:

@@ -4,18 +4,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quengine.cli.flags import Model, takes_options
+
 if TYPE_CHECKING:
     from quengine.models.tokenizer import Tokenizer
 
 
+@takes_options
 def tokenize(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The text; - reads standard input.")],
-    model: Annotated[
-        str,
-        typer.Option(
-            "-m", "--model", help="Alias, hf:user/repo:QUANT, GGUF file or folder.", show_default=False
-        ),
-    ],
+    model: Model,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     no_bos: Annotated[bool, typer.Option("--no-bos", help="Leave out the token that begins a text.")] = False,
     special: Annotated[

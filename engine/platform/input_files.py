@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 from typing import IO
 
-from quengine.errors import EngineError
+from quengine.errors import EngineError, nearest_file
 
 MAX_INPUT_BYTES = 64 << 20
 """Bytes of one input: far more than any context takes as text."""
@@ -27,7 +27,8 @@ def read_text(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> str:
             _check_kind(os.fstat(file.fileno()), failure)
             return universal_newlines(read_stream(file, failure, limit))
     except OSError as error:
-        raise EngineError(f"{failure}: {error.strerror or error}") from None
+        near = nearest_file(path) if isinstance(error, FileNotFoundError) else ""
+        raise EngineError(f"{failure}: {error.strerror or error}{near}") from None
     except ValueError as error:  # of a name with a zero byte
         raise EngineError(f"{failure}: {error}") from None
 

@@ -1,7 +1,7 @@
 """Options of conversations: the chat template and its variables, and what becomes of reasoning."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +17,8 @@ ReasoningFormat = Literal["auto", "deepseek", "none"]
 @dataclass(frozen=True)
 class ChatOptions:
     """Each flag says what it is; `variables` are what the template is given beside the messages.
+
+    `messages` follow the system message at the beginning of every conversation, as examples (a preset has them).
 
     Raises:
         EngineError: the variables are no JSON object, the budget is below -1, or there are two templates.
@@ -47,6 +49,11 @@ class ChatOptions:
         Range(-1, text="a number of tokens, 0 for no reasoning, or -1 for no limit"),
         Flag("--reasoning-budget", "Most tokens of reasoning; 0: none, -1: no limit.", PANEL, "N"),
     ] = -1
+    system: Annotated[
+        str | None,
+        Flag("--system -sys", "System message, of conversations without one of their own.", PANEL, "TEXT"),
+    ] = None
+    messages: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         check_ranges(self, "--reasoning-budget {value}")
@@ -65,6 +72,14 @@ class ChatOptions:
         if not isinstance(value, Mapping):
             raise EngineError(f"--chat-template-kwargs {text[:80]}: must be a JSON object")
         return value
+
+    def opened(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """A conversation behind the system message, unless it begins with one, and behind `self.messages`."""
+        has_own = bool(messages) and messages[0].get("role") in ("system", "developer")
+        system = (
+            [{"role": "system", "content": self.system}] if self.system is not None and not has_own else []
+        )
+        return [*messages[:has_own], *system, *self.messages, *messages[has_own:]]
 
     def source(self) -> str | None:
         """The template or its name; None: the model's own. Raises EngineError where the file cannot be read."""

@@ -6,7 +6,7 @@ them.
 
 import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,14 +42,14 @@ class ChatSession:
     """A conversation; `llm` should have been made with `reuse_prefix=True`.
 
     `messages` are the turns so far, `last` is the latest completion. The seed is drawn once, here. `variables` are more
-    names for the template, and `options` say what becomes of reasoning.
+    names for the template; `options` have the system message and messages that every conversation begins with, and say
+    what becomes of reasoning.
     """
 
     def __init__(
         self,
         llm: "LLM",
         params: SamplingParams,
-        system: str | None = None,
         variables: Mapping[str, Any] | None = None,
         options: ChatOptions | None = None,
     ) -> None:
@@ -57,11 +57,11 @@ class ChatSession:
         self.variables = variables
         self.options = options or ChatOptions()
         self.params = params.with_seed()
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, str]] = [dict(each) for each in self.options.opened(())]
         self.last: Completion | None = None
+        self.progress: Callable[[int, int], None] | None = None  # of prompts (`CompletionStream.progress`)
         self._turns: list[_Turn] = []
         self._retries = 0  # how often the last message was answered again
-        self.set_system(system)
 
     @property
     def system(self) -> str | None:
@@ -80,8 +80,15 @@ class ChatSession:
         self.messages = ([{"role": "system", "content": text}] if text else []) + rest
 
     def reset(self) -> None:
-        """Remove all messages but the system message."""
-        self.messages = [] if self.system is None else self.messages[:1]
+        """Remove all messages but the system message and those that every conversation begins with."""
+        system = [] if self.system is None else self.messages[:1]
+        self.messages = [*system, *map(dict, self.options.messages)]
+        self.last = None
+        self._turns.clear()
+
+    def change_model(self, llm: "LLM", variables: Mapping[str, Any], options: ChatOptions) -> None:
+        """Go on with another model, which computes the conversation anew."""
+        self.llm, self.variables, self.options = llm, variables, options
         self.last = None
         self._turns.clear()
 
@@ -148,6 +155,7 @@ class ChatSession:
                 reasoning_budget=self.options.reasoning_budget,
                 reasoning_format=self.options.reasoning_format,
             )
+            stream.progress = self.progress
             try:
                 yield from stream.deltas()
             finally:

@@ -1,16 +1,18 @@
 """Model names: what a name given to `--model` stands for on this machine.
 
-A name is an alias of the catalogue, a path, an `hf:` name, or a file that a Python package ships. Nothing here uses the
-network: `hub_pull` does that.
+A name is a path, a preset, an alias of the catalogue, an `hf:` name, or a file that a Python package ships. Nothing
+here uses the network: `hub_pull` does that.
 """
 
+import difflib
 import importlib.util
 from pathlib import Path
 
-from quengine.errors import EngineError
+from quengine.errors import EngineError, nearest_file
 from quengine.models.hub.catalogue import CatalogueEntry, catalogue, closest_aliases
 from quengine.models.hub.hub_cache import find_in_cache
 from quengine.models.hub.hub_name import REPO_NAME, HubName, ModelNameError, parse_hub_name
+from quengine.models.hub.presets import base_model, preset_names
 
 
 class ModelNotHereError(EngineError):
@@ -42,18 +44,18 @@ def hub_name(name: str) -> HubName:
 def resolve_model(name: str) -> Path:
     """The file or checkpoint folder that `name` stands for.
 
-    `name` is a path to a GGUF file or a Hugging Face checkpoint folder, an alias of the catalogue, or
+    `name` is a path to a GGUF file or a Hugging Face checkpoint folder, a preset, an alias of the catalogue, or
     `hf:user/repo:QUANT` / `hf:user/repo/file.gguf`. For a split GGUF the first shard is returned.
 
     Raises ModelNotHereError (with the `engine pull` command) for a known name that was not pulled yet, and
     ModelNameError for a name that stands for nothing.
     """
     try:
-        return _resolved(name)
+        return _resolved(base_model(name))
     except (
         OSError,
         RuntimeError,
-    ) as error:  # too long a name, a folder that may not be read, ~ without a home folder
+    ) as error:  # too long a name, a folder that may not be read, ~ without a home
         why = error.strerror if isinstance(error, OSError) else error
         raise ModelNameError(f"{name if len(name) <= 200 else name[:200] + '...'}: {why}") from None
 
@@ -64,6 +66,10 @@ def _resolved(name: str) -> Path:
     path = Path(name).expanduser()
     if not name.startswith("hf:"):
         if path.is_file() or (path / "config.json").is_file():
+            if path.suffix == ".toml":
+                raise ModelNameError(
+                    f"{name}: no model, but TOML; a preset is made of it with: engine create NAME -f {name}"
+                )
             return path
         if name.lower() not in catalogue():
             raise _no_path(name, path) if path.exists() or _is_like_path(name) else _unknown(name)
@@ -83,13 +89,15 @@ def _no_path(name: str, path: Path) -> ModelNameError:
         inside = ", ".join(sorted(child.name for child in path.glob("*.gguf")))
         having = f"; it has {inside}: name that file" if inside else " and without .gguf files"
         return ModelNameError(f"{name}: a folder without config.json{having}")
-    return ModelNameError(f"{name}: {'not a regular file' if path.exists() else 'no such file'}")
+    if path.exists():
+        return ModelNameError(f"{name}: not a regular file")
+    return ModelNameError(f"{name}: no such file{nearest_file(path)}")
 
 
 def _unknown(name: str) -> ModelNameError:
     if REPO_NAME.fullmatch(name.partition(":")[0]):
         return ModelNameError(f"{name}: no such file; a model of the Hugging Face Hub is written hf:{name}")
-    near = closest_aliases(name)
+    near = [*difflib.get_close_matches(name, preset_names(), n=1), *closest_aliases(name)]
     if near:
         return ModelNameError(f"{name}: no such model; did you mean {' or '.join(near)}?")
     return ModelNameError(

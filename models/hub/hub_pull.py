@@ -206,11 +206,19 @@ def _transport_error() -> type[Exception]:
 
 def _check_digest(file: _HubFile) -> None:
     """sha256 for a file in large-file storage (64 digits), git's sha1 of a blob for a small one (40)."""
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
     sha256 = len(file.digest) == 64
     digest = hashlib.sha256() if sha256 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
-    with file.partial.open("rb") as data:
+    with (
+        file.partial.open("rb") as data,
+        tqdm(  # type: ignore[no-untyped-call]
+            total=file.size, unit="B", unit_scale=True, desc="checking", delay=1, leave=False
+        ) as bar,
+    ):
         while chunk := data.read(1 << 22):
             digest.update(chunk)
+            bar.update(len(chunk))
     found = digest.hexdigest()
     if found != file.digest:
         file.partial.unlink()

@@ -141,13 +141,15 @@ def test_version_is_that_of_the_package(capsys):
 def test_every_command_is_there_and_explains_itself_and_its_exit_codes(capsys):
     assert main.run(["--help"]) == 0
     text = capsys.readouterr().out
-    commands = ("generate", "chat", "bench", "parity", "tokenize", "show", "pull", "list", "rm", "doctor")
-    for command in commands:
+    for command in main.COMMANDS:
         assert f" {command} " in text
     assert "130 on Ctrl-C" in " ".join(text.split())
-    for command in commands:
+    for command in main.COMMANDS:
         assert main.run([command, "--help"]) == 0
-        assert f"Usage: engine {command}" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert (
+            f"Usage: engine {command}" in shown and f"\n  engine {command}" in shown.partition("Examples")[2]
+        )
 
 
 def test_help_and_list_load_neither_torch_nor_numba_nor_the_hub_client():
@@ -167,7 +169,8 @@ def test_a_command_loads_its_own_file_and_an_unknown_one_all() -> None:
         "import sys; from quengine.cli.main import run; run(sys.argv[1:]);"
         "print(*sorted(name for name in sys.modules if name.startswith('quengine.cli.commands.')), file=sys.stderr)"
     )
-    for args, names in ((["-v", "rm", "--help"], {"rm"}), (["nothing"], set(main.COMMANDS))):
+    every = {name for name, entry in main.COMMANDS.items() if entry.room == "commands"}
+    for args, names in ((["-v", "rm", "--help"], {"rm"}), (["nothing"], every)):
         done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60)
         loaded = done.stderr.splitlines()[-1].split()
         assert {name.rpartition(".")[2] for name in loaded} == names
@@ -183,6 +186,26 @@ def test_a_reader_that_goes_away_is_quiet(args):
     os.close(write)
     assert done.stderr == b""
     assert done.returncode == main.READER_GONE
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("chat --model smollm2-135", ["smollm2-135m"]),
+        ("run smollm2-135", ["smollm2-135m"]),
+        ("serve --device c", ["cpu", "cuda"]),
+        ("generate --cache-type ", ["f16", "q8_0"]),
+        ("chat --reasoning-format d", ["deepseek"]),
+    ],
+)
+def test_completion_offers_models_devices_and_choices(typed, offered, monkeypatch, capsys):
+    """In this process, what the shells' scripts ask for: a value a line."""
+    monkeypatch.setenv("_ENGINE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"engine {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split(" "))))
+    assert main.run([]) == 0
+    lines = capsys.readouterr().out.split()
+    assert [line for line in lines if not line.startswith("cuda:")] == offered
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

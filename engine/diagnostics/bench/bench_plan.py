@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from quengine.config import EngineConfig
+from quengine.config import RUN_PANEL, EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.options import Flag, Only
+from quengine.options import OUTPUT, Flag, Only
 
+TESTS = "Tests"
 LISTS = "Lists: 128,512 or the flag repeated."
 
 
@@ -76,23 +77,33 @@ class BenchPlan:
 
     models: Seq[str | Path] = ()
     tests: Seq[BenchTest] = ()
-    repetitions: Annotated[int, Flag("-r --repetitions", "Times each test is run.")] = 5
+    repetitions: Annotated[int, Flag("-r --repetitions", "Times each test is run.", TESTS)] = 5
     batches: Annotated[
         tuple[int, ...],
         Flag(
-            "-b --batch-size", f"Sequences at once. {LISTS} (default: 1)", read=partial(whole_numbers, "-b")
+            "-b --batch-size",
+            f"Sequences at once. {LISTS} (default: 1)",
+            TESTS,
+            read=partial(whole_numbers, "-b"),
         ),
     ] = (1,)
     threads: Annotated[
         tuple[int | None, ...],
-        Flag("-t --threads", "CPU threads. (default: physical cores)", read=partial(whole_numbers, "-t")),
+        Flag(
+            "-t --threads",
+            "CPU threads. (default: physical cores)",
+            RUN_PANEL,
+            read=partial(whole_numbers, "-t"),
+        ),
     ] = (None,)
-    profile: Annotated[bool, Flag("--profile", "Also print each kernel's time on the device (CUDA).")] = False
+    profile: Annotated[
+        bool, Flag("--profile", "Also print each kernel's time on the device (CUDA).", OUTPUT)
+    ] = False
     trace: Annotated[
         Path | None,
-        Flag("--trace", "Write those times as a timeline (Chrome trace format).", metavar="FILE"),
+        Flag("--trace", "Write those times as a timeline (Chrome trace format).", OUTPUT, "FILE"),
     ] = None
-    warm_up: Annotated[bool, Flag("--warmup/--no-warmup", "Run each test once before.")] = True
+    warm_up: Annotated[bool, Flag("--warmup/--no-warmup", "Run each test once before.", TESTS)] = True
     config: Annotated[
         EngineConfig,
         Only(

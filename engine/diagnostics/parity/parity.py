@@ -4,6 +4,7 @@ Takes two sides (`parity_sides`) through a workload (`parity_workload`). Each co
 logits of more than one chunk held.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -162,9 +163,11 @@ def compare_sides(
 
 
 def _teacher_forced(pair: Pair, windows: list[list[int]], phase: Phase, progress: Progress) -> Comparison:
-    comparison = Comparison()
+    comparison, began = Comparison(), time.perf_counter()
     for index, ids in enumerate(windows):
-        progress(f"{phase}: text {index + 1} of {len(windows)}, {len(ids)} tokens")
+        done = sum(map(len, windows[:index]))
+        rate = f", {done / (time.perf_counter() - began):.0f} tok/s" if done else ""
+        progress(f"{phase}: text {index + 1} of {len(windows)}, {len(ids)} tokens{rate}")
         span = DECODE_SPAN if phase == "decode" else max(pair.a.step(phase), pair.b.step(phase))
         for start in range(0, len(ids), span):
             logits = pair.span(
@@ -207,8 +210,11 @@ def _free_running(pair: Pair, workload: Workload, progress: Progress) -> Iterato
     freely, and the slow side computes whole chunks instead of single tokens. Where there are experts the logits are
     compared under the same routing; what side b chose its tokens from are those of its own.
     """
+    began = time.perf_counter()
     for index, prompt in enumerate(workload.prompts):
-        progress(f"greedy: prompt {index + 1} of {len(workload.prompts)}")
+        rate = index * workload.tokens / (time.perf_counter() - began)
+        shown = f", {rate:.1f} tok/s" if index else ""
+        progress(f"greedy: prompt {index + 1} of {len(workload.prompts)}{shown}")
         tokens = pair.b.greedy(prompt, workload.tokens)
         found = compare_greedy(index, tokens, *pair.continuations(prompt, tokens))
         if pair.a.has_experts and found.divergences:

@@ -48,7 +48,7 @@ async def chat_ids(
     """
     job = TextJob(
         "encode_chat",
-        messages=messages,
+        messages=service.settings.chat.opened(messages),
         tools=tools,
         variables=variables,
         ending=ending or ending_of(messages),

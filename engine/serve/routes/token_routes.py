@@ -42,7 +42,7 @@ async def apply_template(service: Service, request: Request) -> Response:
     messages = read_messages(body.messages)
     job = TextJob(
         "render_chat",
-        messages=messages,
+        messages=service.settings.chat.opened(messages),
         tools=model.answer_format.tools(use),
         variables=template_variables(
             model,

@@ -13,6 +13,7 @@ from prompt_toolkit.document import Document
 
 from quengine.cli.chat.completion import CommandCompleter
 from quengine.cli.main import run
+from quengine.models.hub.presets import write_preset
 from tests.cli.chat.chat_terminal import COMMON, READY, TAKEN, Terminal, chat
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -127,3 +128,37 @@ def test_at_a_terminal_a_message_is_edited_completed_and_copied(terminal: Termin
     terminal.wait_for(b"saved 2 messages")
     user, assistant = json.loads((tmp_path / "talk.json").read_text())["messages"]
     assert user["content"] == "hello you" and assistant["content"] == copied
+
+
+def test_model_goes_on_with_another_or_with_the_one_before(
+    talk, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    write_preset("short", {"model": model, "ctx_size": 256, "max_tokens": 3, "system": "be brief"})
+    messages = talk("hello", "/model short", "and?", "/model")
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+    err = capsys.readouterr().err
+    assert "the conversation of 2 messages goes on with short" in err and "context 256 tokens" in err
+    assert messages[1:3] == talk("hello")
+
+    bare = write_tiny(tmp_path / "bare.gguf", changes={"tokenizer.chat_template": None})
+    lines = f"/model {bare}\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert run(["chat", "-m", model, *COMMON]) == 1
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_an_image_is_refused_in_one_line(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/image cat.png\n"))
+    assert run(["chat", "-m", model, *COMMON]) == 1
+    assert "reads text only" in capsys.readouterr().err
+
+
+def test_models_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    write_preset("smolly", {"model": "smollm2-135m"})
+    document = Document("/model smoll")
+    found = [each.text for each in CommandCompleter().get_completions(document, CompleteEvent())]
+    assert found[:2] == ["smolly", "smollm2-135m"]

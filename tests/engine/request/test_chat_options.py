@@ -71,7 +71,7 @@ def test_a_session_keeps_to_its_options(budget: int, form: Any, path: Path) -> N
     options = ChatOptions(THINKING, reasoning_format=form, reasoning_budget=budget)
     with LLM(path, device="cpu", reuse_prefix=True, chat_template=options.source()) as llm:
         params = SamplingParams(seed=3, max_tokens=40)
-        session = ChatSession(llm, params, None, llm.effort_variables(None, budget), options)
+        session = ChatSession(llm, params, llm.effort_variables(None, budget), options)
         deltas = list(session.deltas("Hi"))
         thought = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
         said = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))

@@ -8,12 +8,14 @@ import pytest
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.request.chat_options import ChatOptions
 from quengine.request.chat_session import ChatSession
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import CHATML, chat_vocabulary, write_tiny
 
 SIZES = ModelSizes(embedding=64, feed_forward=128, context=256)
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, seed=1)
+KIND = ChatOptions(system="be kind")
 SHOUTED = CHATML.replace(
     "m['content']", "(m['content'] | upper if m['role'] == 'assistant' else m['content'])"
 )
@@ -37,7 +39,7 @@ def ask(session: ChatSession, text: str) -> str:
 
 
 def test_a_turn_computes_only_what_was_added(llm: LLM) -> None:
-    session = ChatSession(llm, PARAMS, "be kind")
+    session = ChatSession(llm, PARAMS, options=KIND)
     ask(session, "hello")
     assert session.last is not None
     held = session.used_tokens - 1  # the last token was sampled, not computed
@@ -121,7 +123,7 @@ def test_a_conversation_that_outgrows_the_context_is_an_error_and_not_cut(llm: L
 
 
 def test_reset_keeps_the_system_message_and_a_new_one_replaces_it(llm: LLM) -> None:
-    session = ChatSession(llm, PARAMS, "be kind")
+    session = ChatSession(llm, PARAMS, options=KIND)
     ask(session, "hello")
     session.reset()
     assert session.messages == [{"role": "system", "content": "be kind"}]
@@ -141,7 +143,7 @@ def test_the_seed_is_drawn_once_for_the_conversation(llm: LLM) -> None:
 
 
 def test_a_saved_conversation_is_loaded_as_it_was(llm: LLM, tmp_path: Path) -> None:
-    session = ChatSession(llm, PARAMS, "be kind")
+    session = ChatSession(llm, PARAMS, options=KIND)
     ask(session, "hällo \u2603")
     session.save(tmp_path / "talk.json")
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
@@ -166,7 +168,7 @@ def test_a_saved_conversation_is_loaded_as_it_was(llm: LLM, tmp_path: Path) -> N
 def test_a_file_that_is_no_conversation_changes_nothing(
     llm: LLM, tmp_path: Path, content: str, problem: str
 ) -> None:
-    session = ChatSession(llm, PARAMS, "be kind")
+    session = ChatSession(llm, PARAMS, options=KIND)
     path = tmp_path / "talk.json"
     path.write_text(content, errors="surrogateescape")
     with pytest.raises(EngineError, match=problem):
@@ -187,14 +189,13 @@ def test_files_that_cannot_be_read_or_written_are_errors(llm: LLM, tmp_path: Pat
 
 
 def test_a_saved_file_names_the_model(llm: LLM, tmp_path: Path) -> None:
-    ChatSession(llm, PARAMS, "x").save(tmp_path / "talk.json")
+    ChatSession(llm, PARAMS, options=ChatOptions(system="x")).save(tmp_path / "talk.json")
     assert json.loads((tmp_path / "talk.json").read_text())["model"] == "chat.gguf"
 
 
 def test_a_retry_computes_only_the_last_token_of_the_prompt_again(llm: LLM) -> None:
-    session = ChatSession(
-        llm, SamplingParams(temperature=1.5, max_tokens=10, ignore_eos=True, seed=1), "be kind"
-    )
+    params = SamplingParams(temperature=1.5, max_tokens=10, ignore_eos=True, seed=1)
+    session = ChatSession(llm, params, options=KIND)
     ask(session, "hello")
     ask(session, "and then?")
     before, prompt = session.messages.copy(), session._turns[-1].prompt
@@ -215,7 +216,7 @@ def test_a_retry_without_an_answer_leaves_the_old_one(llm: LLM) -> None:
 
 
 def test_undo_removes_one_exchange(llm: LLM) -> None:
-    session = ChatSession(llm, PARAMS, "be kind")
+    session = ChatSession(llm, PARAMS, options=KIND)
     ask(session, "hello")
     assert session.undo() == "hello"
     assert session.messages == [{"role": "system", "content": "be kind"}] and session.used_tokens == 0

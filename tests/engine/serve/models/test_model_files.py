@@ -6,6 +6,7 @@ import pytest
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.models.hub.presets import write_preset
 from quengine.serve.models.model_folder import find_models
 from quengine.serve.models.model_spec import check_names, weight_bytes
 from quengine.serve.models.preset_file import find_specs
@@ -57,6 +58,17 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         find_models(tmp_path / "nothing")
     with pytest.raises(EngineError, match="no models in"):
         find_specs(settings(tmp_path), EngineConfig())
+
+
+def test_a_preset_of_engine_create_has_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+    model = str(folder / "small-Q4_K_M.gguf")
+    write_preset("pirate", {"model": model, "system": "Arr", "ctx_size": 64, "temperature": 0.5})
+    file = folder / "presets.toml"
+    file.write_text('[one]\nmodel = "pirate"\ntemp = 1.5\n')
+    (spec,) = find_specs(settings(preset=file), EngineConfig())
+    assert str(spec.path) == model and spec.config.ctx_size == 64
+    assert spec.settings.chat.system == "Arr" and spec.settings.defaults.temperature == 1.5
 
 
 def test_presets_give_options_names_and_models(folder: Path) -> None:

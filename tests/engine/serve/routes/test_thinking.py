@@ -235,14 +235,18 @@ def test_a_budget_holds_in_a_section_that_has_no_switch(tiny: Served) -> None:
 
 def test_the_servers_options_hold_where_a_request_has_none(model_path: Path) -> None:
     template = (
-        "{{ mood }} {{ lamp }} {% if enable_thinking %}<think>{% endif %}</think>{{ messages[0].content }}"
+        "{{ mood }} {{ lamp }} {% if enable_thinking %}<think>{% endif %}</think>"
+        "{{ messages | map(attribute='content') | join(' ') }}"
     )
-    options = ChatOptions(template, None, '{"mood": "good", "lamp": "on"}', "none", 0)
+    options = ChatOptions(template, None, '{"mood": "good", "lamp": "on"}', "none", 0, system="kind")
     settings = {"model_names": ("fake",), "chat": options}
     engine = lambda: LLMEngine(LLM(model_path, device="cpu", chat_template=options.source()))  # noqa: E731
     with serving(engine, settings=settings) as running, running.http() as http:
         body = {"messages": [HELLO], "chat_template_kwargs": {"lamp": "off"}}
-        assert http.post("/apply-template", json=body).json()["prompt"] == "good off <think></think>Hello"
+        shown = http.post("/apply-template", json=body).json()["prompt"]
+        assert shown == "good off <think></think>kind Hello"
+        body["messages"] = [{"role": "system", "content": "brief"}, HELLO]
+        assert http.post("/apply-template", json=body).json()["prompt"].endswith(">brief Hello")
         long = {"messages": [{"role": "user", "content": "a" * 20_000}]}
         assert http.post("/apply-template", json=long).json()["prompt"].startswith("good on ")
         with running.openai() as client:

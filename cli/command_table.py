@@ -1,0 +1,95 @@
+"""The commands of `engine`: where each is, the heading it stands under in the help, and examples of it."""
+
+from dataclasses import dataclass
+
+import typer
+from typer.core import TyperCommand
+
+RUN, MODELS, MEASURE = "Run a model", "Models on this machine", "Measure and check"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One command.
+
+    Attributes:
+        function: in the file of the command's name.
+        panel: its heading.
+        examples: command lines, each on a line of its own below the flags.
+        room: the folder of `cli/` with its file.
+    """
+
+    function: str
+    panel: str
+    examples: tuple[str, ...]
+    room: str = "commands"
+
+
+class ExampleCommand(TyperCommand):
+    """A command whose help ends with its examples."""
+
+    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
+        examples = COMMANDS[self.name].examples if self.name in COMMANDS else ()
+        return "\n".join([super().get_help(ctx), "Examples", *(f"  {line}" for line in examples), ""])
+
+
+COMMANDS = {
+    "generate": Entry(
+        "generate",
+        RUN,
+        (
+            'engine generate -m smollm2-135m --temp 0 "What is the capital of France?"',
+            "engine generate -m qwen3-4b-q4k -c 8192 -f question.txt --json",
+        ),
+    ),
+    "chat": Entry(
+        "chat",
+        RUN,
+        ("engine chat -m smollm2-135m", 'engine chat -m smollm2-135m --system "Be brief." --session trip'),
+    ),
+    "run": Entry(
+        "run_model",
+        RUN,
+        (
+            "engine run smollm2-135m",
+            'engine run smollm2-135m "Why is the sky blue?"',
+            'engine run smollm2-135m "Summarize this:" < notes.txt',
+        ),
+    ),
+    "serve": Entry(
+        "serve",
+        RUN,
+        (
+            "engine serve -m smollm2-135m",
+            "engine serve -m qwen3-4b-q4k -c 8192 --host 0.0.0.0 --api-key-file keys",
+        ),
+    ),
+    "ps": Entry("ps", RUN, ("engine ps",)),
+    "stop": Entry("stop", RUN, ("engine stop qwen3-4b-q4k",)),
+    "list": Entry("list_models", MODELS, ("engine list --all",)),
+    "pull": Entry("pull", MODELS, ("engine pull qwen3-4b-q4k", "engine pull hf:user/repo:Q4_K_M")),
+    "show": Entry("show", MODELS, ("engine show smollm2-135m", "engine show model.gguf --tensors")),
+    "create": Entry(
+        "create",
+        MODELS,
+        ("engine create pirate -f pirate.toml", "engine create mario -f Modelfile"),
+        "presets",
+    ),
+    "cp": Entry("copy", MODELS, ("engine cp pirate corsair", "engine cp qwen3-4b-q4k small"), "presets"),
+    "rm": Entry("remove", MODELS, ("engine rm qwen3-4b-q4k", "engine rm -y pirate")),
+    "bench": Entry(
+        "bench",
+        MEASURE,
+        (
+            "engine bench -m smollm2-135m -p 128,512 -n 64",
+            "engine bench --synthetic mistral-7b -b 1,8,32 -o json",
+        ),
+    ),
+    "parity": Entry(
+        "parity",
+        MEASURE,
+        ("engine parity -m smollm2-135m --quick", "engine parity --a original.gguf --b copy.gguf"),
+    ),
+    "tokenize": Entry("tokenize", MEASURE, ('engine tokenize -m smollm2-135m "Hello, world!"',)),
+    "doctor": Entry("doctor", MEASURE, ("engine doctor --json",)),
+}
