@@ -11,7 +11,7 @@ PROMPT ?= Who created you?
 SYSTEM ?= You are a language model made by researchers at Hugging Face. Answer in one sentence.
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-browser test-gpu aot lint bench clean
+.PHONY: demo page test test-browser test-gpu aot lint bench clean
 
 $(VENV)/made: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quengine needs Python 3.11 or newer, this is " + sys.version.split()[0])'
@@ -55,6 +55,12 @@ demo: $(VENV)/installed
 
 test: $(VENV)/tested
 	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist worksteal $(TESTS)
+
+# The chat page's bundle, which is committed: its sources, checked for types and bundled by packages of npm. Needs node.
+page:
+	mkdir -p build/page && find build/page -mindepth 1 -maxdepth 1 -not -name node_modules -exec rm -rf {} +
+	cp -R engine/serve/page/source/. build/page/
+	cd build/page && npm ci && npx tsc && node build.mjs $(CURDIR)/engine/serve/page/static
 
 # The chat page in a headless Chromium, which Debian has as a package of this name.
 test-browser: $(VENV)/tested

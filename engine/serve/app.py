@@ -1,10 +1,7 @@
 """The application: which function answers which path, and what every request passes on its way there."""
 
-from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import cache, partial
-from hashlib import sha256
-from pathlib import Path
+from functools import partial
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -21,6 +18,7 @@ from quengine.serve.guard import LOOPBACK_ORIGIN, Guard, cors_origins
 from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, json_response
 from quengine.serve.models.model_route import Endpoint, ModelRoute
 from quengine.serve.models.registry import Models
+from quengine.serve.page.files import page, page_file
 from quengine.serve.routes import slot_routes, status_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions
@@ -38,18 +36,6 @@ from quengine.serve.schemas.openapi import document
 ServerEndpoint = Callable[[Models, Request], Awaitable[Response]]
 
 
-async def page(models: Models, request: Request) -> Response:
-    """The chat page: one file, whose script and style are all that it may run."""
-    del models, request
-    html, policy = _page()
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-cache",
-    }
-    return Response(html, headers=headers, media_type="text/html; charset=utf-8")
-
-
 async def openapi(models: Models, request: Request) -> Response:
     """What every route takes and answers."""
     del request
@@ -57,23 +43,9 @@ async def openapi(models: Models, request: Request) -> Response:
     return json_response(document(models.settings, None if engine is None else engine.model.vocab_size))
 
 
-@cache
-def _page() -> tuple[bytes, str]:
-    html = Path(__file__).with_name("page.html").read_bytes()
-
-    def source(tag: bytes) -> str:
-        inside = html.partition(b"<" + tag + b">")[2].partition(b"</" + tag + b">")[0]
-        return f"'sha256-{b64encode(sha256(inside).digest()).decode()}'"
-
-    policy = (
-        f"default-src 'none'; script-src {source(b'script')}; style-src {source(b'style')}; "
-        f"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return html, policy
-
-
 SERVER_ROUTES: tuple[tuple[str, str, ServerEndpoint], ...] = (
     ("GET", "/", page),
+    ("GET", "/page/{name}", page_file),
     ("GET", "/openapi.json", openapi),
     ("GET", "/health", status_routes.health),
     ("GET", "/v1/health", status_routes.health),

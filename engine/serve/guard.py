@@ -1,12 +1,9 @@
 """ASGI middleware that checks the Host header, the Origin of a browser's page, and the API key.
 
 Where keys are asked for, pages of any origin may use the server unless the settings name origins: a page needs the key,
-which DNS rebinding does not give it. A password that a browser keeps for this server's own page is no key of another
-page.
+which DNS rebinding does not give it. Browsers add no key by themselves: the chat page asks for one, and keeps it.
 """
 
-import base64
-import binascii
 import hashlib
 import hmac
 import re
@@ -19,8 +16,7 @@ from quengine.serve.http import error_response
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.settings import ServerSettings, as_ip, is_loopback
 
-OPEN_PATHS = frozenset({"/health", "/v1/health"})
-
+_OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 
 _OWN_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 """Names of this machine, to itself and to its containers; no public name server has them."""
@@ -30,6 +26,11 @@ LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\
 def cors_origins(settings: ServerSettings) -> tuple[str, ...]:
     """The origins whose pages may use the server; "localhost" stands for all of this machine, "*" for any."""
     return settings.cors_origins or (("*",) if settings.api_keys else ())
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key: the state of the server, and the files of the chat page, which asks for the key."""
+    return path in _OPEN_PATHS or path.startswith("/page/")
 
 
 class Guard:
@@ -54,7 +55,7 @@ class Guard:
         if not self._keys:
             self._check_host(headers)
         self._check_origin(headers)
-        if self._keys and path not in OPEN_PATHS and method != "OPTIONS":
+        if self._keys and not is_open(path) and method != "OPTIONS":
             self._check_key(headers)
 
     def _check_host(self, headers: Headers) -> None:
@@ -104,14 +105,6 @@ def _digest(key: str) -> bytes:
 
 
 def _key(headers: Headers) -> str:
-    """Bearer KEY, X-Api-Key: KEY, or the password of a Basic authorization, for which browsers prompt, and which they
-    also send for pages of other origins."""
+    """Bearer KEY, or X-Api-Key: KEY."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() == "basic" and _same_origin(headers):
-        try:
-            return base64.b64decode(value).decode("utf-8", "replace").partition(":")[2]
-        except (binascii.Error, ValueError):
-            return ""
-    return headers.get("x-api-key", "")
+    return value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

@@ -54,11 +54,9 @@ def error_response(error: ApiError, path: str) -> Response:
     """The answer to a request of `path`, in the form of its dialect."""
     error = in_dialect(error, path)
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    response = json_response(error.body, error.status, headers)
-    if error.status == 401:  # a line each: browsers read no list, and then prompt for a password
-        response.headers.append("WWW-Authenticate", "Bearer")
-        response.headers.append("WWW-Authenticate", 'Basic realm="quengine: any name, the key as password"')
-    return response
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return json_response(error.body, error.status, headers)
 
 
 async def read_request(request: Request, kind: type[B], limits: Limits) -> B:

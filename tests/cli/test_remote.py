@@ -66,7 +66,7 @@ def test_stop_ends_the_process_that_listens_there(
 def test_a_server_with_a_key_asks_for_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(settings={"api_keys": (KEY,)}) as served:
+    with serving(settings={"api_keys": (KEY,), "access_log": False}) as served:
         assert run(["ps", "--url", served.url]) == 1 and "give --api-key" in capsys.readouterr().err
         assert run(["ps", "--url", served.url, "--api-key", KEY]) == 0
         assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["fake", "loaded"]

@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from quengine import __version__
-from quengine.serve.guard import OPEN_PATHS
+from quengine.serve.guard import is_open
 from quengine.serve.schemas.openapi_answers import answer_schemas
 from quengine.serve.schemas.openapi_requests import OBJECT, STRING, Schema, ref, request_schemas
 from quengine.serve.settings import ServerSettings
@@ -91,6 +91,9 @@ def _ollama(summary: str, name: str, errors: tuple[int, ...], line: str | None =
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/"): Operation("The chat page.", "text/html; charset=utf-8"),
+    ("GET", "/page/{name}"): Operation(
+        "A file of the chat page.", "text/javascript; charset=utf-8", errors=(404,)
+    ),
     ("GET", "/openapi.json"): Operation("This document.", OBJECT),
     ("GET", "/health"): _HEALTH,
     ("GET", "/v1/health"): _HEALTH,
@@ -193,7 +196,7 @@ def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[st
     """The document of a server with these settings; `vocab_size` of its model, None while there is none."""
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
-        keyed = bool(settings.api_keys) and path not in OPEN_PATHS
+        keyed = bool(settings.api_keys) and not is_open(path)
         paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation, keyed)
     info = {
         "title": "quengine",
@@ -209,7 +212,6 @@ def document(settings: ServerSettings, vocab_size: int | None = None) -> dict[st
         components["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
             "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
-            "basic": {"type": "http", "scheme": "basic", "description": "Any name; the key as password."},
         }
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
@@ -235,7 +237,7 @@ def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dic
     if operation.request is not None:
         made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(operation.request)}}}
     if keyed:
-        made["security"] = [{"bearer": []}, {"header": []}, {"basic": []}]
+        made["security"] = [{"bearer": []}, {"header": []}]
     return made
 
 

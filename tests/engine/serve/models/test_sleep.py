@@ -38,12 +38,20 @@ def make() -> _Failing:
 
 @pytest.fixture
 def sleeper(make: _Failing) -> Iterator[Served]:
-    with serving(make, settings={"sleep_s": 0.2}) as running:
+    with serving(make, settings={"sleep_s": 1000.0}) as running:
         yield running
 
 
 def asleep(served: Served) -> bool:
     return served.server.models.entries[0].state == "sleeping"
+
+
+def pass_time(served: Served) -> None:
+    """Let it have been idle for long enough."""
+    (entry,) = served.server.models.entries
+    entry.keep_s = 0.0
+    assert served.wait_until(lambda: asleep(served))
+    entry.keep_s = 1000.0
 
 
 def test_it_sleeps_when_idle_and_a_request_wakes_it_but_a_look_at_it_does_not(
@@ -53,7 +61,7 @@ def test_it_sleeps_when_idle_and_a_request_wakes_it_but_a_look_at_it_does_not(
         assert client.get("/props").json()["is_sleeping"] is False
         assert client.post("/completion", json=HI).status_code == 200
         awake = client.get("/metrics").text
-        assert sleeper.wait_until(lambda: asleep(sleeper), 5)
+        pass_time(sleeper)
         assert client.get("/health").json() == {"status": "ok", "is_sleeping": True}
         assert client.get("/props").json()["is_sleeping"] is True
         (listed,) = client.get("/models").json()["data"]
@@ -67,14 +75,14 @@ def test_it_sleeps_when_idle_and_a_request_wakes_it_but_a_look_at_it_does_not(
         for path, body in (("/completion", HI), ("/tokenize", {"content": "hi"})):
             assert client.post(path, json=body).status_code == 200
             assert client.get("/props").json()["is_sleeping"] is False
-            assert sleeper.wait_until(lambda: asleep(sleeper), 5)
+            pass_time(sleeper)
     assert make.made == 3
 
 
 def test_what_fails_on_waking_is_told_and_the_next_request_tries_again(
     sleeper: Served, make: _Failing
 ) -> None:
-    assert sleeper.wait_until(lambda: asleep(sleeper), 5)
+    pass_time(sleeper)
     make.fails = True
     with sleeper.http() as client:
         answer = client.post("/completion", json=HI)

@@ -1,0 +1,1 @@
+"""The chat page: its sources (`source/`, TypeScript), what `make page` bundles of them (`static/`), and its routes."""

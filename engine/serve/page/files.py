@@ -1,0 +1,76 @@
+"""The files of the chat page, as `make page` has bundled them, under a strict Content Security Policy.
+
+They hold nothing secret, and need no key: the page itself asks for it.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine.serve.models.registry import Models
+from quengine.serve.schemas.errors import ApiError
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".woff2": "font/woff2",
+    ".txt": "text/plain; charset=utf-8",
+}
+_POLICY = (
+    "default-src 'none'; script-src 'self'; worker-src 'self'; style-src 'self'; font-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify quengine-worker"
+)
+"""No script but the page's own files, no inline one, no eval, and nothing of other servers."""
+
+
+@dataclass(frozen=True)
+class _File:
+    content: bytes
+    media_type: str
+    etag: str
+
+
+async def page(models: Models, request: Request) -> Response:
+    """The chat page."""
+    del models
+    return _answer(request, "index.html")
+
+
+async def page_file(models: Models, request: Request) -> Response:
+    """A script, style or font of the page. Raises ApiError for a name that is not among them."""
+    del models
+    return _answer(request, request.path_params["name"])
+
+
+def _answer(request: Request, name: str) -> Response:
+    file = _files().get(name)
+    if file is None:
+        raise ApiError(404, f"the chat page has no file {name[:80]!r}")
+    headers = {
+        "Content-Security-Policy": _POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",  # asked for again, and answered with 304
+        "ETag": file.etag,
+    }
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, headers=headers, media_type=file.media_type)
+
+
+@cache
+def _files() -> dict[str, _File]:
+    """By name, all that has a type above."""
+    folder = Path(__file__).with_name("static")
+    paths = [path for path in folder.iterdir() if path.suffix in _TYPES]
+    contents = {path.name: path.read_bytes() for path in paths}
+    return {
+        name: _File(content, _TYPES[Path(name).suffix], f'"{sha256(content).hexdigest()[:32]}"')
+        for name, content in contents.items()
+    }

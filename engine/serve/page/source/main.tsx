@@ -1,0 +1,15 @@
+// Where the page starts.
+
+import { render } from "preact";
+import { describe, isNarrow, start } from "./state/store";
+import { App } from "./view/app";
+import { watchServer } from "./view/live";
+import { applyTheme } from "./view/sidebar";
+
+applyTheme();
+void start().then(() => {
+  render(<App />, document.body);
+  if (!isNarrow()) document.getElementById("input")?.focus();
+  void describe();
+  void watchServer();
+});

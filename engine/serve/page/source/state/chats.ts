@@ -1,0 +1,187 @@
+// Chats as trees of messages: an edit or a second answer is a sibling, and the path from the root to `leaf` is shown.
+
+import type { Settings } from "./options";
+
+export interface Attachment {
+  name: string;
+  text: string;
+}
+
+/** A token of an answer, with the likeliest ones in its place. */
+export interface Token {
+  text: string;
+  logprob: number;
+  top: { text: string; logprob: number }[];
+}
+
+/** What an answer took, as the server's last event says. */
+export interface Costs {
+  tokens: number;
+  perSecond: number;
+  prompt: number;
+  cached: number;
+  promptSeconds: number;
+  end: string;
+  seed: number | null;
+}
+
+export interface Message {
+  id: string;
+  parent: string | null;
+  role: "user" | "assistant";
+  time: number;
+  content: string;
+  thought?: string;
+  thoughtSeconds?: number;
+  attachments?: Attachment[];
+  tokens?: Token[];
+  costs?: Costs;
+  model?: string;
+  error?: string;
+  state?: "running" | "stopped" | "interrupted";
+}
+
+export interface Chat {
+  id: string;
+  title: string;
+  named: boolean;
+  updated: number;
+  /** When it was last written, by which another tab finds what it has not seen. */
+  saved: number;
+  leaf: string | null;
+  messages: Record<string, Message>;
+  settings: Settings;
+  model?: string;
+}
+
+export function newChat(settings: Settings, model?: string): Chat {
+  const chat: Chat = {
+    id: crypto.randomUUID?.() ?? randomId(),
+    title: "New chat",
+    named: false,
+    updated: Date.now(),
+    saved: 0,
+    leaf: null,
+    messages: {},
+    settings,
+  };
+  return model ? { ...chat, model } : chat;
+}
+
+/** randomUUID is there in secure contexts only, and a server of the local network is none. */
+export const randomId = (): string =>
+  Array.from(crypto.getRandomValues(new Uint8Array(12)), byte => byte.toString(16).padStart(2, "0")).join("");
+
+export function addMessage(
+  chat: Chat,
+  parent: string | null,
+  fields: Pick<Message, "role" | "content"> & Partial<Message>,
+): Message {
+  const message: Message = { ...fields, id: randomId(), parent, time: Date.now() };
+  chat.messages[message.id] = message;
+  chat.leaf = message.id;
+  chat.updated = message.time;
+  return message;
+}
+
+/** The messages from the first to `leaf`. */
+export function pathTo(chat: Chat, leaf: string | null): Message[] {
+  const path: Message[] = [];
+  const seen = new Set<string>();
+  for (let id = leaf; id !== null && !seen.has(id);) {
+    const message: Message | undefined = chat.messages[id];
+    if (!message) break;
+    seen.add(id);
+    path.unshift(message);
+    id = message.parent;
+  }
+  return path;
+}
+
+/** The messages that stand in the same place, oldest first. */
+export function siblings(chat: Chat, message: Message): Message[] {
+  return childrenOf(chat, message.parent).filter(other => other.role === message.role);
+}
+
+function childrenOf(chat: Chat, parent: string | null): Message[] {
+  return Object.values(chat.messages)
+    .filter(message => message.parent === parent)
+    .sort((a, b) => a.time - b.time);
+}
+
+/** Show the branch of `message`, down to its newest end. */
+export function showBranch(chat: Chat, message: Message): void {
+  let leaf = message;
+  for (;;) {
+    const next = childrenOf(chat, leaf.id).at(-1);
+    if (!next) break;
+    leaf = next;
+  }
+  chat.leaf = leaf.id;
+}
+
+/** Remove a message and all that follows it in every branch; what was shown becomes its neighbour or its parent. */
+export function removeMessage(chat: Chat, message: Message): void {
+  const neighbour = siblings(chat, message)
+    .filter(other => other !== message)
+    .at(-1);
+  const shown = pathTo(chat, chat.leaf).includes(message);
+  const remove = (id: string): void => {
+    for (const child of childrenOf(chat, id)) remove(child.id);
+    delete chat.messages[id];
+  };
+  remove(message.id);
+  if (!shown) return;
+  if (neighbour) showBranch(chat, neighbour);
+  else chat.leaf = message.parent;
+}
+
+/** Chats whose title or messages hold the words, newest first. */
+export function search(chats: Chat[], words: string): Chat[] {
+  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+  const holds = (chat: Chat): boolean => {
+    const texts = [chat.title, ...Object.values(chat.messages).map(message => message.content)]
+      .join("\n")
+      .toLowerCase();
+    return wanted.every(word => texts.includes(word));
+  };
+  return wanted.length ? chats.filter(holds) : chats;
+}
+
+export const exported = (chats: Chat[]): string =>
+  JSON.stringify({ format: "quengine-chats", version: 1, chats }, null, 1);
+
+/** The chats of an exported file, each under a new id. Throws Error for another file. */
+export function imported(text: string): Chat[] {
+  let file: unknown;
+  try {
+    file = JSON.parse(text);
+  } catch {
+    throw new Error("the file is not JSON");
+  }
+  const { format, chats } = (file ?? {}) as { format?: unknown; chats?: unknown };
+  if (format !== "quengine-chats" || !Array.isArray(chats))
+    throw new Error("the file holds no chats of this page");
+  return chats.map(checked);
+}
+
+function checked(value: unknown): Chat {
+  const chat = (value ?? {}) as Partial<Chat>;
+  const messages: Record<string, Message> = {};
+  for (const message of Object.values(chat.messages ?? {})) {
+    const whole = typeof message?.id === "string" && typeof message.content === "string";
+    if (!whole || !["user", "assistant"].includes(message.role))
+      throw new Error("a message of the file is damaged");
+    if (message.state === "running") message.state = "interrupted";
+    messages[message.id] = { ...message, parent: message.parent ?? null, time: Number(message.time) || 0 };
+  }
+  const leaf = typeof chat.leaf === "string" && chat.leaf in messages ? chat.leaf : null;
+  const settings = chat.settings && typeof chat.settings === "object" ? chat.settings : {};
+  return {
+    ...newChat(settings, chat.model),
+    title: String(chat.title ?? "Imported chat"),
+    named: true,
+    messages,
+    leaf,
+  };
+}

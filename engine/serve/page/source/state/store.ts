@@ -1,0 +1,240 @@
+// What the page shows, and how it changes: all chats, the open one, the server's models, and short notices. Views call
+// `useStore` and are drawn again after `changed`, or after `growing` at most once a frame.
+
+import { useEffect, useState } from "preact/hooks";
+import { ApiError, keyKept, request } from "./api";
+import { type Chat, type Message, newChat, removeMessage } from "./chats";
+import { loadChat, loadChats, removeChat, saveChat, watchDatabase } from "./database";
+import type { Defaults, Settings } from "./options";
+
+export interface Model {
+  id: string;
+  status?: { value: string; failed?: boolean };
+  meta?: Record<string, unknown> | null;
+}
+
+interface Props {
+  default_generation_settings: { n_ctx: number; params: Defaults };
+  build_info: string;
+  total_slots?: number;
+}
+
+interface Notice {
+  text: string;
+  undo?: () => void;
+}
+
+type Panel = "settings" | "live" | "key" | "about" | "";
+
+const POLL_MS = 1000;
+const DEFAULTS = "quengine.defaults";
+const OPEN = "quengine.open";
+
+export const state = {
+  chats: [] as Chat[],
+  chat: freshChat(),
+  models: [] as Model[],
+  props: null as Props | null,
+  notice: null as Notice | null,
+  panel: "" as Panel,
+  sidebar: matchMedia("(min-width: 800px)").matches,
+  /** Said to screen readers. */
+  spoken: "",
+};
+
+/** Ids of the chats that this tab has answers under way for. */
+export const answering = new Set<string>();
+const watchers = new Set<() => void>();
+let drawn = true;
+
+export function changed(): void {
+  drawn = true;
+  for (const watcher of watchers) watcher();
+}
+
+function growing(): void {
+  if (!drawn) return;
+  drawn = false;
+  const draw = (): void => void (drawn || changed());
+  if (document.hidden)
+    setTimeout(draw, 200); // no frames are drawn then
+  else requestAnimationFrame(draw);
+}
+
+export function useStore(): typeof state {
+  const [, draw] = useState(0);
+  useEffect(() => {
+    const watcher = (): void => draw(count => count + 1);
+    watchers.add(watcher);
+    return () => void watchers.delete(watcher);
+  }, []);
+  return state;
+}
+
+export const isNarrow = (): boolean => !matchMedia("(min-width: 800px)").matches;
+
+export function show(panel: Panel): void {
+  state.panel = panel;
+  changed();
+}
+
+let noticeTimer = 0;
+export function notify(text: string, undo?: () => void): void {
+  state.notice = undo ? { text, undo } : { text };
+  window.clearTimeout(noticeTimer);
+  noticeTimer = window.setTimeout(() => dismiss(), 8000);
+  changed();
+}
+
+export function dismiss(): void {
+  state.notice = null;
+  changed();
+}
+
+export function speak(text: string): void {
+  state.spoken = text;
+  changed();
+}
+
+/** What a request threw, as a notice; one that lacks a key opens the dialog that asks for it. */
+export function report(error: unknown): void {
+  if (error instanceof ApiError && error.status === 401) show("key");
+  else notify((error as Error).message);
+}
+
+function freshChat(): Chat {
+  try {
+    const { settings, model } = JSON.parse(localStorage.getItem(DEFAULTS) ?? "{}") as {
+      settings?: Settings;
+      model?: string;
+    };
+    return newChat(settings ?? {}, model);
+  } catch {
+    return newChat({});
+  }
+}
+
+export function keepDefaults(chat: Chat): void {
+  localStorage.setItem(DEFAULTS, JSON.stringify({ settings: chat.settings, model: chat.model }));
+}
+
+/** Chats of earlier visits; an answer that a reload cut is marked, and kept as far as it came. */
+export async function start(): Promise<void> {
+  watchDatabase(
+    error => notify(`This chat cannot be kept: ${(error as Error).message}`),
+    id => void otherTab(id),
+  );
+  try {
+    const loaded = await loadChats();
+    for (const chat of loaded) interrupt(chat);
+    state.chats.push(...loaded);
+  } catch (error) {
+    notify(`Chats cannot be kept in this browser: ${(error as Error).message}`);
+  }
+  sort();
+  const last = state.chats.find(chat => chat.id === sessionStorage.getItem(OPEN));
+  if (last) openChat(last);
+}
+
+function interrupt(chat: Chat): void {
+  for (const message of Object.values(chat.messages))
+    if (message.state === "running") message.state = "interrupted";
+}
+
+async function otherTab(id: string): Promise<void> {
+  const written = await loadChat(id);
+  const here = state.chats.find(chat => chat.id === id);
+  if (answering.has(id) || (here && written && written.saved <= here.saved)) return;
+  state.chats = state.chats.filter(chat => chat.id !== id);
+  if (written) {
+    state.chats.push(written);
+    if (state.chat.id === id) state.chat = written;
+  } else if (state.chat.id === id) beginChat();
+  sort();
+  changed();
+}
+
+const sort = (): void => void state.chats.sort((a, b) => b.updated - a.updated);
+
+/** The server's models, its defaults and what it is. */
+export async function describe(): Promise<void> {
+  try {
+    const models = (await (await request("v1/models")).json()) as { data: Model[] };
+    state.models = models.data;
+    const model = modelOf(state.chat);
+    const address = statusOf(model) === "loaded" ? `props?model=${encodeURIComponent(model)}` : "props";
+    state.props = (await (await request(address)).json()) as Props;
+    document.title = model || "quengine";
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 401) {
+      if (keyKept()) notify("The server does not take the key that this page has.");
+      show("key");
+    }
+  }
+  changed();
+}
+
+export const statusOf = (id: string): string | undefined =>
+  state.models.find(model => model.id === id)?.status?.value;
+
+/** Look after the models for as long as one is being loaded. */
+export async function followLoading(): Promise<void> {
+  do {
+    await new Promise(resolve => setTimeout(resolve, POLL_MS));
+    await describe();
+  } while (state.models.some(model => model.status?.value === "loading"));
+}
+
+/** The model that answers a chat: its own while the server has it, else the server's first. */
+export function modelOf(chat: Chat): string {
+  const names = state.models.map(model => model.id);
+  return chat.model && (names.includes(chat.model) || !names.length) ? chat.model : (names[0] ?? "");
+}
+
+/** A new chat, which is kept when its first message is sent. */
+export function beginChat(): void {
+  openChat(freshChat());
+  if (!isNarrow()) document.getElementById("input")?.focus(); // where a keyboard would cover the screen
+}
+
+export function openChat(chat: Chat): void {
+  state.chat = chat;
+  sessionStorage.setItem(OPEN, chat.id);
+  if (isNarrow()) state.sidebar = false;
+  changed();
+}
+
+/** Keep a chat that has changed; `soon`: it goes on growing. */
+export function keep(chat: Chat, soon = false): void {
+  if (!chat.leaf && !Object.keys(chat.messages).length) return changed();
+  if (!state.chats.includes(chat)) state.chats.push(chat);
+  if (chat === state.chat) sessionStorage.setItem(OPEN, chat.id);
+  sort();
+  saveChat(chat, soon);
+  if (soon) growing();
+  else changed();
+}
+
+export function deleteChat(chat: Chat): void {
+  state.chats = state.chats.filter(other => other !== chat);
+  void removeChat(chat.id);
+  if (state.chat === chat) beginChat();
+  notify(`Deleted “${chat.title}”`, () => keep(chat));
+}
+
+export function deleteMessage(chat: Chat, message: Message): void {
+  const before = { messages: { ...chat.messages }, leaf: chat.leaf };
+  removeMessage(chat, message);
+  keepOrRemove(chat);
+  notify("Deleted the message and what followed it", () => {
+    Object.assign(chat, before);
+    keep(chat);
+  });
+}
+
+function keepOrRemove(chat: Chat): void {
+  if (Object.keys(chat.messages).length) return keep(chat);
+  state.chats = state.chats.filter(other => other !== chat);
+  void removeChat(chat.id);
+  changed();
+}

@@ -1,0 +1,227 @@
+// The page: header, list of chats, the open chat, the box to write in, and whatever is open over them.
+
+import { PanelLeft, Settings2, X } from "lucide-preact";
+import type { JSX } from "preact";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { keepKey, keyKept } from "../state/api";
+import { pathTo } from "../state/chats";
+import { regenerate, runningIn, send, stop } from "../state/generation";
+import {
+  beginChat,
+  changed,
+  describe,
+  dismiss,
+  isNarrow,
+  modelOf,
+  show,
+  state,
+  useStore,
+} from "../state/store";
+import { Composer } from "./composer";
+import { LiveButton, LiveDialog } from "./live";
+import { MessageView } from "./message";
+import { About, ModelPicker } from "./models";
+import { SettingsDialog } from "./settings";
+import { Sidebar } from "./sidebar";
+import { Dialog, IconButton, copy } from "./widgets";
+
+const SUGGESTIONS = [
+  ["Explain an idea", "Explain how a hash table works, with an example."],
+  ["Write code", "Write a Python function that merges overlapping intervals, with tests."],
+  ["Compare", "Compare TCP and UDP in a table."],
+  ["Solve a problem", "Derive the formula for the sum of the first n squares."],
+] as const;
+
+function Empty(): JSX.Element {
+  return (
+    <div class="empty">
+      <h1>What shall we talk about?</h1>
+      <p class="hint">
+        {modelOf(state.chat)
+          ? `${modelOf(state.chat)} answers; chats stay in this browser.`
+          : "Connecting to the server"}
+      </p>
+      <div class="suggestions">
+        {SUGGESTIONS.map(([title, text]) => (
+          <button key={title} type="button" onClick={() => send(state.chat, null, text, [])}>
+            <strong>{title}</strong>
+            <span>{text}</span>
+          </button>
+        ))}
+      </div>
+    </div>
+  );
+}
+
+/** Copy buttons of code blocks, which are in the messages' HTML. */
+function copyCode(event: MouseEvent): void {
+  const button = (event.target as Element).closest<HTMLButtonElement>("[data-copy]");
+  if (!button) return;
+  const code = button.closest(".code")?.querySelector("code")?.textContent ?? "";
+  void copy(code).then(() => {
+    button.textContent = "Copied";
+    setTimeout(() => (button.textContent = "Copy"), 1500);
+  });
+}
+
+function Log(): JSX.Element {
+  const { chat } = useStore();
+  const log = useRef<HTMLDivElement>(null);
+  const low = useRef(true);
+  const path = pathTo(chat, chat.leaf);
+  const toEnd = (): void =>
+    void (low.current && log.current && (log.current.scrollTop = log.current.scrollHeight));
+  useLayoutEffect(() => {
+    low.current = true;
+    toEnd();
+  }, [chat.id, path.length]);
+  useLayoutEffect(toEnd);
+  useEffect(() => {
+    // What is drawn later (formulas, the box below growing) keeps the end in view too.
+    const observer = new ResizeObserver(toEnd);
+    for (const element of [log.current, log.current?.firstElementChild])
+      if (element) observer.observe(element);
+    return () => observer.disconnect();
+  }, [path.length > 0]);
+  const onScroll = (): void => {
+    const { scrollHeight, scrollTop, clientHeight } = log.current as HTMLDivElement;
+    low.current = scrollHeight - scrollTop - clientHeight < 60;
+  };
+  return (
+    <div
+      id="log"
+      ref={log}
+      tabIndex={0}
+      role="log"
+      aria-label="Conversation"
+      aria-live="off"
+      onScroll={onScroll}
+      onClick={copyCode}
+    >
+      {path.length ? (
+        <div class="column">
+          <h1 class="hidden">{chat.title}</h1>
+          {path.map(message => (
+            <MessageView key={message.id} chat={chat} message={message} />
+          ))}
+        </div>
+      ) : (
+        <Empty />
+      )}
+    </div>
+  );
+}
+
+function KeyDialog(): JSX.Element {
+  const [key, setKey] = useState(keyKept());
+  const submit = (event: Event): void => {
+    event.preventDefault();
+    keepKey(key.trim());
+    show("");
+    void describe();
+  };
+  return (
+    <Dialog title="API key" onClose={() => show("")}>
+      <form class="key" onSubmit={submit}>
+        <label>
+          The key that this server was started with
+          <input
+            type="password"
+            autocomplete="off"
+            value={key}
+            autofocus
+            onInput={event => setKey(event.currentTarget.value)}
+          />
+        </label>
+        <p class="hint">It is kept in this browser, and sent to this server alone.</p>
+        <button type="submit" class="primary">
+          Use this key
+        </button>
+      </form>
+    </Dialog>
+  );
+}
+
+function Notice(): JSX.Element | null {
+  const { notice } = useStore();
+  const undo = (): void => {
+    notice?.undo?.();
+    dismiss();
+  };
+  return (
+    <div class="notices" role="status">
+      {notice && (
+        <div class="notice">
+          <span class="grow">{notice.text}</span>
+          {notice.undo && (
+            <button type="button" class="quiet" onClick={undo}>
+              Undo
+            </button>
+          )}
+          <IconButton icon={X} label="Dismiss" onClick={dismiss} />
+        </div>
+      )}
+    </div>
+  );
+}
+
+function shortcuts(event: KeyboardEvent): void {
+  const { chat } = state;
+  if (event.key === "Escape") {
+    if (state.sidebar && isNarrow()) toggleSidebar();
+    else if (!state.panel) stop(chat);
+  } else if (event.altKey && event.code === "KeyN") beginChat();
+  else if (event.altKey && event.code === "KeyR") {
+    const last = pathTo(chat, chat.leaf).at(-1);
+    if (last && !runningIn(chat)) regenerate(chat, last);
+  } else return;
+  if (event.altKey) event.preventDefault();
+}
+
+function toggleSidebar(): void {
+  state.sidebar = !state.sidebar;
+  changed();
+  if (state.sidebar) setTimeout(() => document.getElementById("new")?.focus(), 50);
+  else document.getElementById("menu")?.focus();
+}
+
+const PANELS = { settings: SettingsDialog, live: LiveDialog, key: KeyDialog, about: About };
+
+export function App(): JSX.Element {
+  const { sidebar, panel, spoken } = useStore();
+  useLayoutEffect(() => {
+    document.addEventListener("keydown", shortcuts);
+    return () => document.removeEventListener("keydown", shortcuts);
+  }, []);
+  const drawer = sidebar && isNarrow();
+  const Panel = panel ? PANELS[panel] : null;
+  return (
+    <>
+      {sidebar && <Sidebar />}
+      {drawer && <div class="shade" onClick={toggleSidebar} />}
+      <div class="chat" inert={drawer}>
+        <header>
+          <IconButton
+            id="menu"
+            icon={PanelLeft}
+            label={sidebar ? "Hide the chats" : "Show the chats"}
+            onClick={toggleSidebar}
+          />
+          <ModelPicker />
+          <span class="grow" />
+          <LiveButton />
+          <IconButton icon={Settings2} label="Settings" onClick={() => show("settings")} />
+        </header>
+        <main>
+          <Log />
+          <Composer chat={state.chat} />
+        </main>
+      </div>
+      {Panel && <Panel />}
+      <Notice />
+      <div class="hidden" role="status">
+        {spoken}
+      </div>
+    </>
+  );
+}

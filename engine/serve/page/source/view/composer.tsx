@@ -1,0 +1,154 @@
+// The box in which a message is written: files are chosen, dropped or pasted; Enter sends, Shift+Enter breaks the line.
+
+import { ArrowUp, Paperclip, Square, X } from "lucide-preact";
+import type { JSX } from "preact";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { attach } from "../state/attachments";
+import type { Attachment, Chat } from "../state/chats";
+import { runningIn, send, stop } from "../state/generation";
+import { notify } from "../state/store";
+import { sizeOf } from "./message";
+import { IconButton } from "./widgets";
+
+interface Draft {
+  text: string;
+  files: Attachment[];
+}
+
+const drafts = new Map<string, Draft>();
+
+export function Composer({ chat }: { chat: Chat }): JSX.Element {
+  const draft = drafts.get(chat.id) ?? { text: "", files: [] };
+  const [, draw] = useState(0);
+  const area = useRef<HTMLTextAreaElement>(null);
+  const picker = useRef<HTMLInputElement>(null);
+  const running = runningIn(chat) !== undefined;
+  const set = (next: Partial<Draft>): void => {
+    drafts.set(chat.id, { ...(drafts.get(chat.id) ?? draft), ...next });
+    draw(count => count + 1);
+  };
+  useLayoutEffect(() => grow(area.current), [draft.text, chat.id]);
+
+  const add = async (files: Iterable<File>): Promise<void> => {
+    const problems: string[] = [];
+    for (const file of files) {
+      try {
+        const attachment = await attach(file);
+        set({ files: [...(drafts.get(chat.id)?.files ?? []), attachment] });
+      } catch (error) {
+        problems.push((error as Error).message);
+      }
+    }
+    if (problems.length) notify(problems.join("\n"));
+  };
+  useEffect(() => watchDrops(files => void add(files)), [chat.id]);
+
+  const submit = (event: Event): void => {
+    event.preventDefault();
+    if (running) return stop(chat);
+    const text = draft.text.trim();
+    if (!text && !draft.files.length) return;
+    drafts.delete(chat.id);
+    send(chat, chat.leaf, text, draft.files);
+    draw(count => count + 1);
+  };
+  const onKey = (event: KeyboardEvent): void => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !running) submit(event);
+  };
+  const onPaste = (event: ClipboardEvent): void => {
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (!files.length) return;
+    event.preventDefault();
+    void add(files);
+  };
+  return (
+    <form class="composer" onSubmit={submit}>
+      <DraftFiles
+        files={draft.files}
+        remove={at => set({ files: draft.files.filter((_, index) => index !== at) })}
+      />
+      <textarea
+        id="input"
+        ref={area}
+        rows={1}
+        value={draft.text}
+        placeholder="Message"
+        aria-label="Message"
+        onInput={event => set({ text: event.currentTarget.value })}
+        onKeyDown={onKey}
+        onPaste={onPaste}
+      />
+      <div class="composer-bar">
+        <input
+          ref={picker}
+          type="file"
+          multiple
+          hidden
+          aria-label="Files"
+          onChange={event =>
+            void add([...(event.currentTarget.files ?? [])]).then(
+              () => picker.current && (picker.current.value = ""),
+            )
+          }
+        />
+        <IconButton icon={Paperclip} label="Attach files" onClick={() => picker.current?.click()} />
+        <span class="grow hint" aria-hidden="true">
+          Enter sends, Shift+Enter breaks the line
+        </span>
+        <button
+          type="submit"
+          class="primary send"
+          aria-label={running ? "Stop" : "Send"}
+          title={running ? "Stop (Esc)" : "Send (Enter)"}
+        >
+          {running ? (
+            <Square size={15} fill="currentColor" aria-hidden="true" />
+          ) : (
+            <ArrowUp size={19} aria-hidden="true" />
+          )}
+        </button>
+      </div>
+    </form>
+  );
+}
+
+function DraftFiles({
+  files,
+  remove,
+}: {
+  files: Attachment[];
+  remove: (at: number) => void;
+}): JSX.Element | null {
+  if (!files.length) return null;
+  return (
+    <ul class="chips" aria-label="Files to send">
+      {files.map((file, at) => (
+        <li key={at}>
+          {file.name} <small>{sizeOf(file.text)}</small>
+          <IconButton icon={X} label={`Remove ${file.name}`} onClick={() => remove(at)} />
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+function grow(area: HTMLTextAreaElement | null): void {
+  if (!area) return;
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight}px`;
+}
+
+/** Files dropped anywhere on the page. */
+function watchDrops(add: (files: FileList) => void): () => void {
+  const over = (event: DragEvent): void => event.preventDefault();
+  const drop = (event: DragEvent): void => {
+    event.preventDefault();
+    if (event.dataTransfer?.files.length) add(event.dataTransfer.files);
+  };
+  addEventListener("dragover", over);
+  addEventListener("drop", drop);
+  return () => {
+    removeEventListener("dragover", over);
+    removeEventListener("drop", drop);
+  };
+}

@@ -1,0 +1,282 @@
+// A message: its text, what the model thought before it, its files, costs and errors, and what can be done with it.
+
+import {
+  Activity,
+  ChevronLeft,
+  ChevronRight,
+  Copy,
+  FileText,
+  Pencil,
+  Play,
+  RotateCcw,
+  Trash2,
+} from "lucide-preact";
+import type { JSX } from "preact";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { type Chat, type Costs, type Message, showBranch, siblings } from "../state/chats";
+import { regenerate, resume, runOf, send } from "../state/generation";
+import { deleteMessage, keep, notify, statusOf } from "../state/store";
+import { type Block, blocksOf, typeset } from "./markdown";
+import { Tokens } from "./tokens";
+import { IconButton, copy } from "./widgets";
+
+const MAX_MARKDOWN = 400_000;
+/** Characters; a longer text is shown as it came. */
+
+export function Markdown({ text, live }: { text: string; live: boolean }): JSX.Element {
+  // Of a long text that grows, the blocks are made anew the less often the longer that takes.
+  const last = useRef<{ text: string; blocks: Block[]; at: number; cost: number }>();
+  const blocks = useMemo(() => {
+    const before = last.current;
+    const now = performance.now();
+    if (live && before && now - before.at < 8 * before.cost) return before.blocks;
+    const made = blocksOf(text);
+    last.current = { text, blocks: made, at: now, cost: performance.now() - now };
+    return made;
+  }, [text, live]);
+  const draw = (): JSX.Element => (
+    <div class="markdown">
+      {blocks.map(block => (
+        <Html key={block.key} html={block.html} />
+      ))}
+    </div>
+  );
+  return useMemo(draw, [blocks]); // the same tree is not compared again
+}
+
+function Html({ html }: { html: string }): JSX.Element {
+  const element = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => void (element.current && typeset(element.current)), [html]);
+  return <div ref={element} dangerouslySetInnerHTML={{ __html: html }} />;
+}
+
+function Text({ message }: { message: Message }): JSX.Element {
+  if (message.content.length > MAX_MARKDOWN) return <pre class="plain">{message.content}</pre>;
+  return <Markdown text={message.content} live={message.state === "running"} />;
+}
+
+function Thought({ message }: { message: Message }): JSX.Element | null {
+  if (!message.thought) return null;
+  const running = message.state === "running" && !message.content;
+  const seconds = message.thoughtSeconds ?? 0;
+  const length = seconds < 1 ? "less than a second" : `${seconds.toFixed(0)} s`;
+  return (
+    <details class="thought">
+      <summary class={running ? "busy" : ""}>{running ? "Thinking" : `Thought for ${length}`}</summary>
+      <div>{message.thought}</div>
+    </details>
+  );
+}
+
+const ENDS: Record<string, string> = {
+  stop: "its end",
+  length: "the limit of tokens",
+  content_filter: "a filter",
+};
+
+function CostLine({ costs }: { costs: Costs }): JSX.Element {
+  return (
+    <details class="costs">
+      <summary>
+        {costs.tokens} tokens · {costs.perSecond.toFixed(1)} tok/s
+      </summary>
+      <div>
+        Prompt {costs.prompt} tokens ({costs.cached} cached) in {costs.promptSeconds.toFixed(2)} s · ended by{" "}
+        {ENDS[costs.end] ?? costs.end}
+        {costs.seed !== null && ` · seed ${costs.seed}`}
+      </div>
+    </details>
+  );
+}
+
+function Files({ message }: { message: Message }): JSX.Element | null {
+  if (!message.attachments?.length) return null;
+  return (
+    <ul class="files" aria-label="Attached files">
+      {message.attachments.map(({ name, text }) => (
+        <li key={name}>
+          <details>
+            <summary>
+              <FileText size={15} aria-hidden="true" /> {name} <small>{sizeOf(text)}</small>
+            </summary>
+            <pre tabIndex={0}>{text.slice(0, 20_000)}</pre>
+          </details>
+        </li>
+      ))}
+    </ul>
+  );
+}
+
+export const sizeOf = (text: string): string =>
+  text.length < 1000
+    ? `${text.length} characters`
+    : `${(text.length / 1000).toFixed(text.length < 10_000 ? 1 : 0)}k characters`;
+
+/** Which of several branches is shown, with a switch between them. */
+function Branches({ chat, message }: { chat: Chat; message: Message }): JSX.Element | null {
+  const all = siblings(chat, message);
+  if (all.length < 2) return null;
+  const at = all.indexOf(message);
+  const go = (to: number): void => {
+    showBranch(chat, all[to] ?? message);
+    keep(chat);
+  };
+  return (
+    <span class="branches" role="group" aria-label="Versions">
+      <IconButton
+        icon={ChevronLeft}
+        label="Previous version"
+        disabled={at === 0}
+        onClick={() => go(at - 1)}
+      />
+      <span>
+        {at + 1}/{all.length}
+      </span>
+      <IconButton
+        icon={ChevronRight}
+        label="Next version"
+        disabled={at === all.length - 1}
+        onClick={() => go(at + 1)}
+      />
+    </span>
+  );
+}
+
+function Editor({ chat, message, close }: { chat: Chat; message: Message; close: () => void }): JSX.Element {
+  const area = useRef<HTMLTextAreaElement>(null);
+  useLayoutEffect(() => area.current?.focus(), []);
+  const user = message.role === "user";
+  const save = (): void => {
+    const text = area.current?.value ?? "";
+    close();
+    if (user) return send(chat, message.parent, text, message.attachments ?? []);
+    message.content = text;
+    delete message.tokens;
+    keep(chat);
+  };
+  const onKey = (event: KeyboardEvent): void => {
+    if (event.key === "Escape") close();
+    else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save();
+    else return;
+    event.stopPropagation();
+  };
+  return (
+    <div class="editor">
+      <textarea
+        ref={area}
+        aria-label="Edit the message"
+        rows={Math.min(16, message.content.split("\n").length + 2)}
+        onKeyDown={onKey}
+      >
+        {message.content}
+      </textarea>
+      <div>
+        <button type="button" onClick={close}>
+          Cancel
+        </button>
+        <button type="button" class="primary" onClick={save}>
+          {user ? "Send" : "Save"}
+        </button>
+      </div>
+    </div>
+  );
+}
+
+interface ActionsProps {
+  chat: Chat;
+  message: Message;
+  edit: () => void;
+  scored: boolean;
+  toggleScored: () => void;
+}
+
+function Actions({ chat, message, edit, scored, toggleScored }: ActionsProps): JSX.Element {
+  const assistant = message.role === "assistant";
+  const last = chat.leaf === message.id;
+  const copyText = (): void => void copy(message.content).then(() => notify("Copied"));
+  return (
+    <div class="actions" role="group" aria-label="Actions on this message">
+      <Branches chat={chat} message={message} />
+      <IconButton icon={Copy} label="Copy" onClick={copyText} />
+      <IconButton icon={Pencil} label="Edit" onClick={edit} />
+      <IconButton
+        icon={RotateCcw}
+        label={assistant ? "Regenerate" : "Answer again"}
+        onClick={() => regenerate(chat, message)}
+      />
+      {assistant && last && (
+        <IconButton icon={Play} label="Continue" onClick={() => void resume(chat, message)} />
+      )}
+      {message.tokens && (
+        <IconButton icon={Activity} label="Token probabilities" pressed={scored} onClick={toggleScored} />
+      )}
+      <IconButton icon={Trash2} label="Delete" onClick={() => deleteMessage(chat, message)} />
+      {message.costs && <CostLine costs={message.costs} />}
+    </div>
+  );
+}
+
+function State({ chat, message }: { chat: Chat; message: Message }): JSX.Element | null {
+  if (message.error) {
+    return (
+      <div class="error" role="alert">
+        <span class="grow">{message.error}</span>
+        <button type="button" onClick={() => regenerate(chat, message)}>
+          Try again
+        </button>
+      </div>
+    );
+  }
+  if (message.state === "stopped") return <p class="hint">Stopped</p>;
+  if (message.state === "interrupted") return <p class="hint">Interrupted; Continue goes on from here</p>;
+  return null;
+}
+
+function Waiting({ message }: { message: Message }): JSX.Element | null {
+  const run = runOf(message);
+  if (!run || message.content || message.thought) return null;
+  const part = run.progress > 0 && run.progress < 1 ? ` ${Math.round(100 * run.progress)}%` : "";
+  const loading = (statusOf(message.model ?? "") ?? "loaded") !== "loaded";
+  return <p class="hint busy">{loading ? `Loading ${message.model}` : `Reading${part}`}</p>;
+}
+
+export function MessageView({ chat, message }: { chat: Chat; message: Message }): JSX.Element {
+  const [editing, setEditing] = useState(false);
+  const [scored, setScored] = useState(false);
+  const user = message.role === "user";
+  const running = runOf(message) !== undefined;
+  const body =
+    scored && message.tokens ? (
+      <Tokens tokens={message.tokens} />
+    ) : user ? (
+      <div class="plain">{message.content}</div>
+    ) : (
+      <Text message={message} />
+    );
+  return (
+    <article
+      class={`message ${message.role}`}
+      aria-label={user ? "You" : (message.model ?? "Model")}
+      aria-busy={running}
+    >
+      <Thought message={message} />
+      <Files message={message} />
+      {editing ? (
+        <Editor chat={chat} message={message} close={() => setEditing(false)} />
+      ) : (
+        message.content && body
+      )}
+      <Waiting message={message} />
+      <State chat={chat} message={message} />
+      {!running && !editing && (
+        <Actions
+          chat={chat}
+          message={message}
+          edit={() => setEditing(true)}
+          scored={scored}
+          toggleScored={() => setScored(!scored)}
+        />
+      )}
+    </article>
+  );
+}

@@ -1,0 +1,235 @@
+"""How the chat page shows what a server sends, hostile or broken as it may be, and that everybody can use it: keyboard,
+contrast, narrow screens."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.serve.page.driving import (
+    NARROW,
+    act,
+    answer_with,
+    answered,
+    ask,
+    choose,
+    look,
+    opened,
+    shot,
+    stream,
+    tab,
+)
+from tests.engine.serve.serving import Served, serving
+
+pytestmark = pytest.mark.browser
+RICH = r"""# Heading
+
+Text with **bold**, `code`, [a link](https://example.com), $5 and $6, $a^2 + b^2$ and \(c\).
+
+```python
+def f(x: int) -> str:  # a comment
+    return "a long line " * x + "another part of it that goes on beyond the edge of a phone's screen"
+```
+
+| left | right |
+|:--|--:|
+| one | 1 |
+
+$$\sum_{k=1}^n k = \frac{n(n+1)}{2}$$
+
+1. first
+   - second \[ \sqrt{x} \]
+
+> quoted
+"""
+HOSTILE = r"""<script>alert(1)</script><img src=x onerror="alert(2)"><iframe src="javascript:alert(3)"></iframe>
+
+[one](javascript:alert(4)) [two](data:text/html,<script>alert(5)</script>) [three](https://a.example" onclick="alert(6))
+![picture](https://evil.example/pixel.png) <svg onload=alert(7)> <style>body{display:none}</style>
+
+```"><script>alert(8)</script>
+</code></pre><script>alert(9)</script>
+```
+
+$\href{javascript:alert(10)}{x}$ $\htmlClass{a}{b}$ $\def\a{\a\a}\a$ $<img src=x onerror=alert(11)>$ $\includegraphics{https://evil.example/a}$
+
+| <b onmouseover=alert(12)>x</b> |
+|---|
+| <form action=//evil.example><input></form> |
+"""
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Any, served: Served) -> Iterator[Any]:
+    with opened(browser, served.url, permissions=["clipboard-read", "clipboard-write"]) as made:
+        yield made
+
+
+def test_markdown_is_rendered_with_tables_math_and_code(page: Any) -> None:
+    answer_with(page, stream(RICH))
+    ask(page, "show")
+    text = answered(page)
+    assert text.locator("h1").inner_text() == "Heading"
+    assert text.locator("td[align=right]").inner_text() == "1"
+    text.locator(".katex").nth(3).wait_for()
+    assert text.locator(".katex").count() == 4 and text.locator(".katex-display").count() == 2
+    assert "$5 and $6" in text.locator("p").first.inner_text()
+    assert text.locator(".code-bar span").inner_text() == "python"
+    assert text.locator(".hljs-keyword").first.inner_text() == "def"
+    text.get_by_role("button", name="Copy").click()
+    text.get_by_role("button", name="Copied").wait_for()
+    copied = page.evaluate("navigator.clipboard.readText()")
+    assert copied.startswith("def f(x: int)") and copied.endswith('screen"\n')
+    act(page, "assistant", "Copy")
+    page.locator(".notice").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == RICH
+
+
+def test_hostile_text_does_nothing(page: Any, served: Served) -> None:
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    answer_with(page, stream(HOSTILE, thought=HOSTILE, probabilities=True))
+    ask(page, HOSTILE)
+    text = answered(page)
+    text.locator(".katex").first.wait_for()
+    page.wait_for_timeout(300)
+    assert text.locator("script, img, iframe, style, form, input, svg[onload]").count() == 0
+    links = text.locator("a").evaluate_all("all => all.map(a => [a.protocol, a.rel, a.onclick])")
+    assert all(link == ["https:", "noopener noreferrer", None] for link in links), links
+    act(page, "assistant", "Token probabilities")
+    page.locator(".token").first.hover()
+    page.reload()
+    page.locator(".assistant .markdown").wait_for()
+    assert all(url.startswith((served.url, "blob:")) for url in requests)
+
+
+def test_a_huge_message_is_shown_and_the_page_stays_quick(page: Any) -> None:
+    paragraphs = "".join(f"Paragraph {n} with **bold** and `code`.\n\n" for n in range(6000))
+    answer_with(page, stream(paragraphs, size=500))
+    ask(page, "x" * 200_000)
+    assert answered(page).locator("p").count() == 6000
+    answer_with(page, stream("word " * 200_000, size=5000))
+    ask(page, "more")
+    page.locator(".assistant .plain").wait_for()
+    waited = page.evaluate(
+        "() => new Promise(done => { const from = performance.now();"
+        " requestAnimationFrame(() => setTimeout(() => done(performance.now() - from))); })"
+    )
+    assert waited < 1000
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ("data: {broken\n\n", 200, "an event is not JSON"),
+        ('data: {"choices": [{"delta": {"content": "half"}}]}\n\n', 200, "ended before the answer did"),
+        ('data: {"error": {"message": "the engine failed"}}\n\n', 200, "the engine failed"),
+        ("<html>Bad gateway</html>", 502, "HTTP status 502"),
+        ('{"error": {"message": "the queue is full"}}', 429, "the queue is full"),
+    ],
+)
+def test_a_broken_stream_is_said_and_can_be_asked_again(page: Any, body: str, status: int, says: str) -> None:
+    answer_with(page, body, status)
+    ask(page, "hi")
+    page.locator(".error", has_text=says).wait_for()
+    answer_with(page, stream("whole"))
+    page.get_by_role("button", name="Try again").click()
+    assert answered(page).inner_text() == "whole"
+
+
+def test_probabilities_are_shown_under_the_pointer_and_by_arrow_keys(page: Any) -> None:
+    choose(page, probabilities=True)
+    answer_with(page, stream("one two three four", probabilities=True, size=4))
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "count")
+    assert sent.value.post_data_json["logprobs"] is True
+    answered(page)
+    act(page, "assistant", "Token probabilities")
+    page.locator(".token").nth(1).hover()
+    rows = page.locator(".alternatives tr").all_inner_texts()
+    assert [re.sub(r"\s+", " ", row).strip() for row in rows] == ["two 49.7%", "another\\n 20.2%"]
+    page.locator(".tokens > .plain").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".token.at").inner_text().strip() == "thre"
+
+
+def test_everything_is_reached_by_the_keyboard_with_a_focus_that_is_seen(page: Any) -> None:
+    box = page.get_by_label("Message", exact=True)
+    assert box.evaluate("e => e === document.activeElement")
+    box.type("one")
+    page.keyboard.press("Shift+Enter")
+    box.type("two")
+    assert box.input_value() == "one\ntwo"
+    page.keyboard.press("Enter")
+    answered(page)
+    assert page.locator(".user .plain").inner_text() == "one\ntwo"
+    seen = set(tab(page, 28))
+    wanted = {"new", "Search chats", "Conversation", "Copy", "Edit", "Regenerate", "Continue", "Delete"}
+    assert wanted | {"Attach files", "Send", "Settings", "live", "Message", "Model: fake"} <= seen, seen
+    assert not look(page, "unnamed")
+    page.get_by_role("button", name="Settings", exact=True).press("Enter")
+    page.locator("dialog").wait_for()
+    tab(page, 30)
+    assert page.evaluate(
+        "() => document.activeElement.closest('dialog') !== null || document.activeElement === document.body"
+    )
+    assert not look(page, "unnamed")
+    page.keyboard.press("Escape")
+    page.locator("dialog").wait_for(state="detached")
+    assert page.evaluate("() => document.activeElement.ariaLabel") == "Settings"
+    page.get_by_role("button", name="More", exact=True).press("Enter")
+    page.get_by_role("menu").wait_for()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("End")
+    assert page.evaluate("() => document.activeElement.textContent") == "API key"
+    page.keyboard.press("Escape")
+    assert page.evaluate("() => document.activeElement.ariaLabel") == "More"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", ["wide", "narrow"])
+def test_nothing_sticks_out_and_text_can_be_read(
+    browser: Any, served: Served, scheme: str, width: str
+) -> None:
+    size = {"viewport": NARROW} if width == "narrow" else {}
+    with opened(browser, served.url, color_scheme=scheme, **size) as page:
+        page.get_by_role("status").filter(has_text="tok/s").wait_for()
+
+        def check(name: str) -> None:
+            page.wait_for_timeout(250)
+            shot(page, f"{scheme}-{width}-{name}")
+            assert not look(page, "contrast"), name
+            assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), name
+            assert page.evaluate("() => document.documentElement.scrollHeight <= innerHeight"), name
+
+        check("empty")
+        answer_with(page, stream(RICH, thought="I think.", probabilities=True))
+        ask(page, "hi " * 60 + "a" * 300)
+        answered(page).locator(".katex").first.wait_for()
+        page.locator(".thought summary").click()
+        check("chat")
+        act(page, "assistant", "Token probabilities")
+        check("tokens")
+        for name in ("Settings", "Model: fake"):
+            page.get_by_role("button", name=name, exact=True).click()
+            check(name.partition(":")[0].lower())
+            page.keyboard.press("Escape")
+        page.locator("#live").click()
+        check("live")
+        page.keyboard.press("Escape")
+        answer_with(page, '{"error": {"message": "the queue is full"}}', 429)
+        ask(page, "again")
+        page.locator(".error").wait_for()
+        check("error")
+        if width == "narrow":
+            page.get_by_role("button", name="Show the chats").click()
+        check("chats")
+        box = page.locator(".chats .title").first.bounding_box()
+        assert 0 <= box["x"] < box["x"] + box["width"] <= page.viewport_size["width"]
