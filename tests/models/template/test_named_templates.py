@@ -9,7 +9,7 @@ from quengine.models.gguf import open_gguf
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError
 from quengine.models.template.named_templates import NAMED_TEMPLATES
 from tests.gguf_builder import GGUFBuilder
-from tests.llama_cpp_vocab import _library
+from tests.llama_cpp_vocab import library
 
 CONVERSATIONS = [
     [("user", "Hello")],
@@ -27,7 +27,7 @@ class _Message(ctypes.Structure):
 
 
 def llama_cpp_prompt(name: str, conversation: list[tuple[str, str]]) -> str:
-    apply = _library().llama_chat_apply_template
+    apply = library().llama_chat_apply_template
     apply.argtypes = [
         *(ctypes.c_char_p, ctypes.POINTER(_Message), ctypes.c_size_t),
         *(ctypes.c_bool, ctypes.c_char_p, ctypes.c_int32),
