@@ -117,6 +117,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def session() -> Iterator[requests.Session]:
     with requests.Session() as made:
+        made.trust_env = False  # to look for proxies takes as long as a request
         yield made
 
 
