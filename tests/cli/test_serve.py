@@ -79,7 +79,8 @@ def test_a_server_answers_logs_and_exits_with_0_at_sigterm(tmp_path: Path, flags
             url = (re.findall(r"http://\S+[0-9]", line) or [url])[0]
             if "ready" in line:
                 break
-        answer = httpx.post(f"{url}/completion", json={"prompt": "the", "n_predict": 3}, timeout=30)
+        body = {"prompt": "the", "n_predict": 3, "ignore_eos": True}
+        answer = httpx.post(f"{url}/completion", json=body, timeout=30)
         assert answer.json()["model"] == "tiny"
         assert httpx.get(f"{url}/health", timeout=30).status_code == 200
         process.send_signal(signal.SIGTERM)
