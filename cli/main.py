@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, TextIO
 
@@ -99,9 +100,18 @@ def _show_warning(
 ) -> None:
     """Our own warnings are for the user; those of the libraries underneath only with -v."""
     del file, line
-    ours = "quengine" in filename or category.__module__.startswith("quengine")
+    ours = _is_ours(filename) or category.__module__.startswith("quengine")
     text = str(message) if ours else f"{filename}:{lineno}: {category.__name__}: {message}"
     logger.log(logging.WARNING if ours else logging.DEBUG, "%s", text)
+
+
+def _is_ours(filename: str) -> bool:
+    """Whether a file is one of the package's, and not of a library in an environment below a folder of its name."""
+    rooms = (
+        sys.modules.get(name) for name in ("quengine", "quengine.cli", "quengine.kernels", "quengine.models")
+    )
+    folders = [folder for room in rooms if room is not None for folder in room.__path__]
+    return any(Path(filename).is_relative_to(folder) for folder in folders)
 
 
 def _print_error(message: str, hint: str = "") -> None:

@@ -92,11 +92,16 @@ def test_our_warnings_are_one_line_and_those_of_libraries_wait_for_verbose(progr
     def warn():
         warnings.warn("unknown tensor x", ModelWarning, stacklevel=1)
         warnings.warn("numpy is getting old", UserWarning, stacklevel=1)
+        warnings.warn_explicit("so is torch", UserWarning, "/home/me/quengine/.venv/lib/torch/x.py", 1)
+        warnings.warn_explicit("the file is old", UserWarning, main.__file__, 1)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         program(warn)
-    assert capsys.readouterr().err == "engine: warning: unknown tensor x\n"
+    assert capsys.readouterr().err.splitlines() == [
+        "engine: warning: unknown tensor x",
+        "engine: warning: the file is old",
+    ]
 
 
 @pytest.mark.parametrize(
