@@ -230,7 +230,8 @@ def test_every_sampler_of_the_server_is_offered(page: Any, served: Served) -> No
     elsewhere = {"n_predict", "stop", "logit_bias", "n_probs", "n_ctx", "post_sampling_probs"}
     if "mirostat_tau" not in params:
         elsewhere.add("mirostat")
-    elsewhere |= {"adaptive_target", "adaptive_decay"}  # of a sampler that is off: clients look for their names
+    # Of a sampler that is off: clients look for their names.
+    elsewhere |= {"adaptive_target", "adaptive_decay"}
     open_settings(page)
     for name in params.keys() - elsewhere:
         assert page.locator(f"#{name}").is_visible(), name
