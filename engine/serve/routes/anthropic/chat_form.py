@@ -8,7 +8,7 @@
 | consecutive turns of one role | one message |
 | a last turn of the assistant's | the answer's beginning, which is continued |
 | `tool_choice` any, tool | required, a named function |
-| `thinking` | the template's variables `enable_thinking` and `thinking` |
+| `thinking` | `enable_thinking`; left out where the model has an effort |
 | `output_config` | `reasoning_effort`, `response_format` |
 """
 
@@ -39,7 +39,6 @@ from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.messages import Content
 from quengine.serve.schemas.requests import ChatRequest, Effort, Sampling
 from quengine.serve.settings import Limits
-from quengine.structured.reasoning.tags import SWITCHES
 
 Message = dict[str, Any]
 
@@ -68,7 +67,7 @@ def chat_request(body: CountTokensRequest, model: ServedModel, limits: Limits) -
         tool_choice=None if choice is None else _tool_choice(choice, body.tools or ()),
         parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         reasoning_effort=_effort(config.effort, model),
-        chat_template_kwargs=_thinking_variables(body.thinking),
+        enable_thinking=_thinking(body.thinking, model),
     )
 
 
@@ -172,8 +171,12 @@ def _effort(effort: str | None, model: ServedModel) -> Effort | None:
     return nearest if known is None or nearest in known else None
 
 
-def _thinking_variables(thinking: Thinking | None) -> dict[str, bool]:
-    """Adaptive thinking is what the template does by itself."""
-    if thinking is None or thinking.type not in ("enabled", "disabled"):
-        return {}
-    return dict.fromkeys(SWITCHES, thinking.type == "enabled")
+def _thinking(thinking: Thinking | None, model: ServedModel) -> bool | None:
+    """None: what the model does by itself, as where thinking is adaptive and where an effort alone changes it."""
+    if (
+        thinking is None
+        or thinking.type not in ("enabled", "disabled")
+        or model.answer_format.efforts is not None
+    ):
+        return None
+    return thinking.type == "enabled"

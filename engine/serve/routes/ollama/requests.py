@@ -13,7 +13,6 @@ from quengine.serve.schemas.ollama import (
 from quengine.serve.schemas.reading import shown
 from quengine.serve.schemas.requests import Body, ChatRequest, CompletionRequest, Sampling
 from quengine.serve.service import Service
-from quengine.structured.reasoning.tags import SWITCHES
 
 _SAMPLING = Sampling.__struct_fields__[len(Body.__struct_fields__) :]
 
@@ -54,7 +53,8 @@ def _chat(
     elif body.think is not None:
         if body.think and not service.model.answer_format.reasons:
             raise bad_request(f"think = true: {service.model_name} does not reason", "think", "unsupported")
-        fields["chat_template_kwargs"] = dict.fromkeys(SWITCHES, body.think)
+        if service.model.answer_format.efforts is None:  # which reason less or more, and always
+            fields["enable_thinking"] = body.think
     return ChatRequest(
         messages=messages, tools=tools, logprobs=body.logprobs, top_logprobs=body.top_logprobs, **fields
     )

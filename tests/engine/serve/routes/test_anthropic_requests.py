@@ -18,7 +18,7 @@ from quengine.serve.schemas.requests import ChatRequest
 from quengine.serve.settings import Limits
 from quengine.structured.tool_calls import CallDelta, ReasoningDelta, TextDelta
 from tests.engine.serve.serving import serving
-from tests.engine.serve.speaking_engine import SpeakingModel
+from tests.engine.serve.speaking_engine import SpeakingModel, ThinkingModel
 
 MODEL = SpeakingModel(4096)
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
@@ -96,10 +96,11 @@ def test_thinking_and_effort_reach_the_template_as_it_takes_them() -> None:
     without = SpeakingModel(4096)
     without.template = "{% if enable_thinking %}"
     assert translated(without, output_config={"effort": "high"}).reasoning_effort is None
-    for kind, expected in (("enabled", True), ("disabled", False)):
-        kwargs = translated(thinking={"type": kind}).chat_template_kwargs
-        assert kwargs == {"enable_thinking": expected, "thinking": expected}
-    assert translated(thinking={"type": "adaptive"}).chat_template_kwargs == {}
+    for kind, expected in (("enabled", True), ("disabled", False), ("adaptive", None)):
+        assert translated(ThinkingModel(4096), thinking={"type": kind}).enable_thinking is expected
+        assert translated(thinking={"type": kind}).enable_thinking is None, (
+            "it has an effort, and always reasons"
+        )
 
 
 @pytest.mark.parametrize(

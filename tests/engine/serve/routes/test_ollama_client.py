@@ -176,6 +176,11 @@ def test_reasoning_is_apart_from_the_text(reasoner: ollama.Client, stream: bool)
     assert parts[-1].done_reason == "stop"
 
 
+def test_a_model_that_has_an_effort_reasons_all_the_same(reasoner: ollama.Client) -> None:
+    told = reasoner.chat("fake", [{"role": "user", "content": "greet"}], think=False).message
+    assert (told.thinking, told.content) == (THOUGHT, TEXT)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_comes_whole_and_its_result_goes_back(reasoner: ollama.Client, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "weather"}]
