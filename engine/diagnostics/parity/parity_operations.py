@@ -125,9 +125,9 @@ def in_the_form_of(rows: Tensor, own: Hidden, backend: Backend[Any]) -> Hidden:
 
 def _grouped(rows: Tensor, own: "GroupedRows") -> "GroupedRows":
     """Rows fp32 [T * k, width] in the places that `own` has for them."""
-    from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, to_fp16_operand
+    from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, padded_cols, to_fp16_operand
 
-    width = -(-rows.shape[1] // 128) * 128
+    width = padded_cols(rows.shape[1])
     placed = rows.new_zeros(own.rows.rows, width)
     placed[own.groups.positions.long(), : rows.shape[1]] = rows
     operand = Fp16Operand.empty(own.rows.rows, width, rows.device, own.rows.layout)

@@ -12,6 +12,7 @@ from torch import Tensor
 from quengine.kernels.cuda.gemm.fp16_operand import (
     Fp16Operand,
     fp16_row_scale,
+    padded_cols,
     store_row,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated
@@ -60,7 +61,7 @@ def grouped_glu_rows(
     """activation(gate) * up of products [places, 2F], fp32, to the rows `out`, scaled fp16, with zeros behind column F.
     Places of `blocks` alone: both begin with those of the first one."""
     places, width = (blocks.end - blocks.first) * blocks.rows, products.shape[1] // 2
-    padded = -(-width // 128) * 128
+    padded = padded_cols(width)
     _grouped_glu_rows_kernel[(places,)](
         products, blocks.of_block, out.values, out.row_scale, width, padded, out.stride, blocks.first,
         ROWS=blocks.rows, BLOCK=min(2048, int(triton.next_power_of_2(padded))), ACTIVATION=EPILOGUES[activation],

@@ -20,6 +20,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
     Fp16Operand,
     OperandLayout,
     operand_shape,
+    padded_cols,
     padded_rows,
     to_fp16_operand,
 )
@@ -193,7 +194,7 @@ def _buffers(
         return workspace.of_experts(name, dtype, tokens, shape, least)
 
     def operand(name: str, cols: int, least: int) -> Fp16Operand:
-        width = -(-cols // 128) * 128
+        width = padded_cols(cols)
         shape = operand_shape(places.most, width, places.layout)
         values = take(name, torch.float16, *shape, least=least * width * reserved)
         scale = take(f"{name}' scales", torch.float32, places.most, least=4 * reserved)

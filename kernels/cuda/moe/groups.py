@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_offset, wgmma_order
+from quengine.kernels.cuda.gemm.fp16_operand import (
+    Fp16Operand,
+    OperandLayout,
+    operand_offset,
+    padded_cols,
+    wgmma_order,
+)
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.moe.grouping import most_blocks
@@ -171,7 +177,7 @@ def group_rows(
     number = pairs <= _MOST_COUNTED
     if not number:
         number_pairs(experts, groups, pdl)
-    padded = -(-cols // 128) * 128
+    padded = padded_cols(cols)
     _group_rows_kernel[(pairs,)](
         experts, groups.blocks, groups.positions, x.values, x.row_scale, out.values, out.row_scale, pairs, cols,
         x.stride, out.stride,
