@@ -14,6 +14,7 @@ import torch
 from quengine.block_manager import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.kernels.backend import Backend
+from quengine.kernels.communicator import ONE_RANK, Communicator
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
@@ -30,6 +31,9 @@ from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
+from quengine.models.split_checkpoint import SplitCheckpoint
+from quengine.models.tensor_split import Rank
+from quengine.parallel.group import RankGroup, RankPlan
 from quengine.platform.device import choose_device, device_name
 from quengine.platform.host_experts import ExpertPlacement, split_tensors
 from quengine.platform.machine import available_memory, thread_count
@@ -46,7 +50,7 @@ REFERENCE_BYTES_A_WEIGHT = 8
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run, and the one that drafts for it. `notes` are lines for the user: what was chosen and why.
-    `experts`: those of the model in host memory beside a CUDA device."""
+    `experts`: those of the model in host memory beside a CUDA device. `ranks`: the processes that share the model."""
 
     path: Path
     checkpoint: Checkpoint
@@ -58,6 +62,7 @@ class LoadedModel:
     experts: ExpertPlacement
     draft: DraftModel | None = None
     draft_checkpoint: Checkpoint | None = None
+    ranks: RankGroup | None = None
 
     @property
     def decoder(self) -> Decoder:
@@ -75,7 +80,9 @@ class LoadedModel:
         return sum(file.nbytes for file in files if file is not None) + self.cache.nbytes + drafts
 
     def close(self) -> None:
-        """Unmap the files."""
+        """End the other ranks, and unmap the files."""
+        if self.ranks is not None:
+            self.ranks.close()
         self.checkpoint.close()
         if self.draft_checkpoint is not None:
             self.draft_checkpoint.close()
@@ -95,19 +102,25 @@ def load_model(
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
     _log_checkpoint("model", checkpoint)
+    part = _part(checkpoint, Rank(0, config.tensor_parallel))
     draft = open_draft(config, checkpoint)
     if draft is not None:
         _log_checkpoint("draft model", draft)
-    device, why = choose_device(config)
+    device, why = choose_device(_of_rank(config, 0))
+    threads = max(1, threads // config.tensor_parallel) if device.type == "cpu" else threads
     torch.set_num_threads(threads)
-    free = _free_memory(device)
+    free = _free_memory(device, config.tensor_parallel)
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
-    experts = ExpertPlacement.choose(config, checkpoint, device.type)
+    experts = ExpertPlacement.choose(config, part, device.type)
     experts.check_host_memory(available_memory())
-    ctx_size, pools = _choose_cache(config, checkpoint, draft, device, free, experts)
+    ctx_size, pools = _choose_cache(config, part, draft, device, free, experts)
     made = _Machine(config, device, threads, free, progress, experts)
-    runner = made.runner(checkpoint, ctx_size, pools)
+    runner = (
+        made.runner(part, ctx_size, pools) if part is checkpoint else made.ranks(path, part, ctx_size, pools)
+    )
     notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
+    if runner.ranks is not None:
+        notes.append(f"shared by {config.tensor_parallel} ranks, each with weights of {gib(part.nbytes)}")
     if config.places_experts:
         notes.append(experts.note())
     if config.draft_ngram:
@@ -126,7 +139,33 @@ def load_model(
         "loaded in %.2f s: %s backend, %d threads, up to %d tokens of a prompt at once",
         *(load_s, runner.decoder.backend.name, threads, runner.decoder.chunk_size),
     )
-    return LoadedModel(path, checkpoint, runner, device, threads, load_s, notes, experts, drafts, draft)
+    return LoadedModel(
+        *(path, checkpoint, runner, device, threads, load_s, notes, experts, drafts, draft),
+        ranks=runner.ranks,
+    )
+
+
+def load_rank(plan: RankPlan, communicator: Communicator) -> ModelRunner:
+    """The part of the model of a rank other than rank 0, with its cache. Raises as `load_model`."""
+    config = EngineConfig(**plan.options)
+    device, _ = choose_device(config)
+    part = _part(open_checkpoint(Path(plan.model)), plan.rank)
+    torch.set_num_threads(plan.threads)
+    experts = ExpertPlacement.choose(config, part, device.type)
+    made = _Machine(config, device, plan.threads, _free_memory(device, plan.count), None, experts)
+    return made.runner(part, plan.ctx_size, [CachePool(*pool) for pool in plan.pools], communicator)
+
+
+def _part(checkpoint: Checkpoint, rank: Rank) -> Checkpoint:
+    """What a rank has of a model. Raises EngineError where so many ranks cannot share it."""
+    return checkpoint if rank.count == 1 else SplitCheckpoint(checkpoint, rank)
+
+
+def _of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+    """As if the rank were alone: with its own device, where devices are named or it is not rank 0."""
+    named = config.devices is not None or (rank > 0 and config.device != "cpu")
+    device = config.device_of(rank) if named else config.device
+    return replace(config, device=device, devices=None, tensor_parallel=1)
 
 
 def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:
@@ -151,11 +190,17 @@ class _Machine:
     experts: ExpertPlacement
 
     def runner(
-        self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], drafts: bool = False
+        self,
+        checkpoint: Checkpoint,
+        ctx_size: int,
+        pools: Sequence[CachePool],
+        communicator: Communicator = ONE_RANK,
+        drafts: bool = False,
     ) -> ModelRunner:
         """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
         config, device = self.config, self.device
         backend = _make_backend(config, checkpoint, device, self.threads, self.free)
+        backend.communicator = communicator
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         experts = ExpertPlacement() if drafts else self.experts
@@ -165,6 +210,26 @@ class _Machine:
         if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts)
+
+    def ranks(self, path: Path, part: Checkpoint, ctx_size: int, pools: Sequence[CachePool]) -> ModelRunner:
+        """Rank 0 of a group, whose other ranks load their parts meanwhile."""
+
+        def plan(number: int, meeting: str) -> RankPlan:
+            sizes = tuple((pool.num_blocks, pool.window, pool.chunk) for pool in pools)
+            options = _of_rank(replace(self.config, device=self.device.type), number).values()
+            options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
+            count = self.config.tensor_parallel
+            return RankPlan(str(path), options, number, count, ctx_size, sizes, self.threads, meeting)
+
+        group = RankGroup(self.config.tensor_parallel)
+        try:
+            runner = self.runner(part, ctx_size, pools, group.load(plan))
+            group.wait_until_loaded()
+        except BaseException:
+            group.close()
+            raise
+        runner.ranks = group
+        return runner
 
     def draft_steps(self, runner: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a draft model."""
@@ -177,8 +242,9 @@ class _Machine:
         return DeviceDraftSteps(runner.graphs)
 
 
-def _free_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+def _free_memory(device: torch.device, ranks: int) -> int:
+    """Bytes for one rank: of a device of its own, or of the host's memory, which they share."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // ranks
 
 
 def _choose_cache(
@@ -207,7 +273,7 @@ def _choose_cache(
     if config.make_room is not None:
         wanted = wanted_bytes(needs, padded, config.ctx_size, config.parallel, cache_type)
         while config.make_room(wanted, memory.free, str(device)):
-            memory = replace(memory, free=_free_memory(device))
+            memory = replace(memory, free=_free_memory(device, config.tensor_parallel))
         padded = replace(padded, free=memory.free)
     ctx_size = choose_context(needs, config.ctx_size, padded, cache_type)
     return ctx_size, choose_pools(needs, ctx_size, config.parallel, memory.room, cache_type)
@@ -243,8 +309,8 @@ def _weights(
     if device.type != "cuda":
         yield checkpoint.tensors if mapped else _copied(checkpoint, progress)
         return
-    host, rest = split_tensors(checkpoint.tensors, host_layers)
-    nbytes = sum(tensor.nbytes for tensor in rest.values())
+    host, rest = split_tensors(checkpoint.tensors, host_layers) if host_layers else ({}, checkpoint.tensors)
+    nbytes = checkpoint.nbytes - sum(tensor.nbytes for tensor in host.values())
     with WeightLoader(rest, CudaTransfer(device), nbytes, progress) as tensors:
         yield ChainMap(host, tensors) if host else tensors  # type: ignore[arg-type]  # it is not written to
     if progress is not None:
@@ -291,6 +357,8 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
     from quengine.kernels.cpu.ops import sampling
     from quengine.runners.cpu_steps import CpuSteps
 
+    if decoder.config.ranks > 1:  # between the kernels of a step it waits for other processes
+        return ModelRunner(decoder, cache, choose=sampling.sample, packs_prompts=False)
     # A dozen rows of one prompt keep the processor as busy as those of many.
     return ModelRunner(
         decoder, cache, CpuSteps(decoder, cache, rows), choose=sampling.sample, packs_prompts=False

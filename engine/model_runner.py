@@ -1,6 +1,8 @@
 """Runs a step: the decoder on a batch, over the cache, and sampling."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,6 +15,7 @@ from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
+from quengine.parallel.wire import Forward, Hidden, Message, Parts
 from quengine.platform.ranges import Range
 from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
@@ -22,6 +25,7 @@ from quengine.runners.step_rows import SequenceRows, decode_rows, forward_batch,
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified, sample_next
 
 if TYPE_CHECKING:
+    from quengine.parallel.group import RankGroup
     from quengine.runners.device_decode import DeviceDecoder
 
 
@@ -58,6 +62,7 @@ class ModelRunner:
         device_decoder: decode steps with the sampling in them; None: tokens are chosen on the host.
         choose: chooses tokens on the host.
         packs_prompts: chunks of several prompts in one step take less time than one after the other.
+        ranks: the group whose rank 0 this is; None: it computes alone, or is told what to compute.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class ModelRunner:
         device_decoder: "DeviceDecoder | None" = None,
         choose: Choose = sampling.sample,
         packs_prompts: bool = True,
+        ranks: "RankGroup | None" = None,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -75,6 +81,7 @@ class ModelRunner:
         self.device_decoder = device_decoder
         self.choose = choose
         self.packs_prompts = packs_prompts
+        self.ranks = ranks
 
     def run(self, batch: Batch) -> list[Result]:
         """Compute a batch: a result for each of its sequences, in order. What concerns them all is raised."""
@@ -123,17 +130,42 @@ class ModelRunner:
             ]
 
     @torch.no_grad()
-    def forward(self, phase: Phase, rows: Seq[SequenceRows], all_logits: bool = False) -> Tensor:
+    def forward(
+        self, phase: Phase, rows: Seq[SequenceRows], all_logits: bool = False, eager: bool = False
+    ) -> Tensor:
         """Logits of these rows: in prefill after each sequence's last, [sequences, vocab], or after all, [T, vocab];
-        in decode after all.
+        in decode after all. `eager`: no captured step.
 
         In the backend's dtype, on its device; valid until the next step.
         """
-        key = None if self.graphs is None or all_logits else self.graphs.lookup(phase, rows)
-        if self.graphs is not None and key is not None:
-            return self.graphs.replay(key, rows)
-        batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits)
-        return self.decoder.forward(batch, self.cache.layers)
+        with self.together(Forward(phase, rows, all_logits, eager)):
+            captures = self.graphs is not None and not all_logits and not eager
+            key = self.graphs.lookup(phase, rows) if self.graphs is not None and captures else None
+            if self.graphs is not None and key is not None:
+                return self.graphs.replay(key, rows)
+            batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits)
+            return self.decoder.forward(batch, self.cache.layers)
+
+    @torch.no_grad()
+    def hidden(self, rows: Seq[SequenceRows]) -> Tensor:
+        """The rows that the output matrix would read, of all tokens of prompts' chunks: [T, embedding length]."""
+        with self.together(Hidden(rows)):
+            batch = forward_batch("prefill", rows, self.decoder.backend.device)
+            return self.decoder.hidden(batch, self.cache.layers)
+
+    @torch.no_grad()
+    def logits_of_parts(self, rows: Seq[SequenceRows], parts: Seq[Seq[int]]) -> Iterator[Tensor]:
+        """Logits [n, vocab] of each of `parts` of the rows of prompts' chunks, each computed when it is asked for; all
+        must be."""
+        with self.together(Parts(rows, parts)):
+            device = self.decoder.backend.device
+            batch = forward_batch("prefill", rows, device)
+            tensors = (torch.tensor(part, device=device) for part in parts)
+            yield from self.decoder.forward_parts(batch, self.cache.layers, tensors)
+
+    def together(self, message: Message) -> AbstractContextManager[None]:
+        """What is inside is computed by all ranks, as `message` tells the others."""
+        return nullcontext() if self.ranks is None else self.ranks.together(message)
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
         """Capture what the first steps would otherwise wait for; nothing may be under way.
@@ -153,16 +185,16 @@ class ModelRunner:
         """Kernels of the newest captured decode step; None where none was captured or they are not counted."""
         return None if self.graphs is None else self.graphs.kernels_per_step
 
-    def logits(self, ids: Seq[int], start: int, phase: Phase) -> Tensor:
+    def logits(self, ids: Seq[int], start: int, phase: Phase, eager: bool = False) -> Tensor:
         """Logits [T, vocab] on the host after each of `ids` at positions start, ..., in the cache's first blocks.
 
-        In one prefill step, or one decode step a token. What other sequences had there is lost.
+        In one prefill step, or one decode step a token. What other sequences had there is lost. `eager`: see `forward`.
         """
         tables = self.cache.whole_tables
         if phase == "prefill":
             return self.forward("prefill", [SequenceRows(ids, start, tables)], all_logits=True).cpu()
         steps = [[SequenceRows([token], start + n, tables)] for n, token in enumerate(ids)]
-        return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
+        return torch.cat([self.forward("decode", rows, eager=eager).float().cpu().clone() for rows in steps])
 
     def _decode_on_host(self, sequences: Seq[Sequence]) -> list[Result]:
         """`decode`, with tokens chosen on the host."""
@@ -184,8 +216,6 @@ class ModelRunner:
     @torch.no_grad()
     def _score(self, chunks: Seq[Chunk]) -> list[Result]:
         """As `prefill`, where log-probabilities of prompts' tokens are wanted: they go to their sequences' `scores`."""
-        device = self.decoder.backend.device
-        batch = forward_batch("prefill", prefill_rows(chunks), device)
         scored, sampled = _wanted_rows(chunks, self.decoder.config.vocab_size)
         # A row alone would be multiplied as a decode step's is: with another it has the bits that it has in any part.
         parts = [rows if len(rows) > 1 else 2 * rows for _, rows in scored]
@@ -193,12 +223,12 @@ class ModelRunner:
             parts.append(list(sampled.values()))
         results: dict[Sequence, Result] = dict.fromkeys(chunk.sequence for chunk in chunks)
         with Range("prefill"):
-            tensors = (torch.tensor(rows, device=device) for rows in parts)
-            logits = self.decoder.forward_parts(batch, self.cache.layers, tensors)
+            logits = self.logits_of_parts(prefill_rows(chunks), parts)
             for (sequence, rows), of_rows in zip(scored, logits, strict=False):
                 if results[sequence] is None:
                     results[sequence] = _add_scores(sequence, of_rows[: len(rows)])
             rows_left = next(logits).float().cpu() if sampled else ()
+            next(logits, None)  # the step has ended on all ranks
         with Range("sample"):
             for sequence, row in zip(sampled, rows_left, strict=True):
                 if results[sequence] is None:
@@ -210,10 +240,10 @@ class ModelRunner:
         """Compute a chunk of a prompt that has a pool, and pool its hidden rows; what is not finite is returned."""
         sequence = chunk.sequence
         assert sequence.pool is not None
-        batch = forward_batch("prefill", prefill_rows([chunk]), self.decoder.backend.device)
+        with Range("embedding chunk"):
+            hidden = self.hidden(prefill_rows([chunk]))
         try:
-            with Range("embedding chunk"):
-                sequence.pool.add(self.decoder.hidden(batch, self.cache.layers))
+            sequence.pool.add(hidden)
         except EngineError as error:
             return error
         return None

@@ -23,6 +23,7 @@ class MixtureOfExperts:
         assert config.experts is not None
         self.backend = tensors.backend
         self.expert_backend = host or tensors.backend
+        self.partial = config.ranks > 1
         self.activation = config.block.activation
         self.experts = config.experts
         self.ffn_norm = RMSNorm(tensors.vector(config.block.ffn_norm), tensors.eps)
@@ -47,8 +48,12 @@ class MixtureOfExperts:
         gated = self.expert_backend.experts_glu(batch, x, norm, routing, self.gate_up, self.activation)
         if self.shared_gate_up is not None:
             shared = backend.norm_glu(batch, x, norm, self.shared_gate_up, self.activation)
-            x = backend.linear_add(batch, shared, self.shared_down, x, row_scale=routing.shared)
-        return self.expert_backend.experts_add(batch, gated, routing, self.down, x, next_norm)
+            x = backend.linear_add(
+                batch, shared, self.shared_down, x, row_scale=routing.shared, partial=self.partial
+            )
+        return self.expert_backend.experts_add(
+            batch, gated, routing, self.down, x, next_norm, partial=self.partial
+        )
 
     @property
     def nbytes(self) -> int:

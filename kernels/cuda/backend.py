@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.communicator import ONE_RANK, Communicator
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.attention_prefill import (
@@ -97,6 +98,7 @@ class CudaBackend:
         self.batch_invariant = batch_invariant
         self.dtype = torch.float32
         self.pdl = has_dependent_launch(device)
+        self.communicator: Communicator = ONE_RANK
         self._decode_workspaces: list[DecodeWorkspace] = []
         self._scratch: QuantizationScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
@@ -156,9 +158,14 @@ class CudaBackend:
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Tensor | None = None,
+        *,
+        partial: bool = False,
     ) -> Residual:
         stream = _stream(residual)
         rows = self._rounded(x)
+        if partial:
+            product = self._summed(self._product(batch, rows, weight))
+            return self._add_product(product, stream, post_norm, next_norm, bias, row_scale)
         begins = next_norm is not None and isinstance(rows, QuantizedActivations) and can_begin_norm(weight)
         if post_norm is not None or row_scale is not None or (bias is not None and not begins):
             product = self._product(batch, rows, weight)
@@ -203,7 +210,13 @@ class CudaBackend:
         down: ExpertWeights,
         residual: Residual,
         next_norm: RMSNorm | None = None,
+        *,
+        partial: bool = False,
     ) -> Residual:
+        if partial:
+            stream = _stream(residual)
+            added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, _exact(batch))
+            return self._add_product(self._summed(_stream(added)), stream, None, next_norm, None, None)
         return self._experts.add(gated, routing, down, _stream(residual), next_norm, _exact(batch))
 
     def attention(
@@ -237,6 +250,12 @@ class CudaBackend:
         if isinstance(x, QuantizedActivations):
             return matvec(x, weight, pdl=self.pdl)
         return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
+
+    def _summed(self, product: Tensor | ScaledProduct) -> Tensor:
+        """The sum of the ranks' products, fp32."""
+        return self.communicator.all_reduce(
+            product.finish() if isinstance(product, ScaledProduct) else product
+        )
 
     def _add_product(
         self,
