@@ -154,8 +154,8 @@ class ModelConfig:
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
     embedding. `experts`: the mixture of experts, None in a dense model. `draft_layers`: how many layers the files have
-    behind the `block_count`, which draft tokens further ahead; the decoder passes them over. `ranks`: how many processes
-    share the model; where more than one, heads and the lengths of feed-forwards are those of one (tensor_split.py).
+    behind the `block_count`, which draft tokens further ahead; the decoder passes them over. `ranks`: how many
+    processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
     """
 
     architecture: str

@@ -11,8 +11,8 @@ from quengine.parallel.wire import ReadCache, WriteCache
 
 
 def read_cached(runner: ModelRunner, start: int, end: int, kv_heads: int) -> list[Tensor]:
-    """A copy of what is stored of positions start .. end - 1 in every layer, [n, kv_heads, width] each: keys and values,
-    or in q8_0 their codes and scales. On rank 0."""
+    """A copy of what every layer stores of positions start .. end - 1, [n, kv_heads, width] each: keys and values, or
+    in q8_0 their codes and scales. On rank 0."""
     with runner.together(ReadCache(start, end)):
         rows = read_rows(runner, start, end)
     # Where there are fewer key/value heads than ranks, some ranks have the same.
