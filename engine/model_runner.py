@@ -185,16 +185,16 @@ class ModelRunner:
         """Kernels of the newest captured decode step; None where none was captured or they are not counted."""
         return None if self.graphs is None else self.graphs.kernels_per_step
 
-    def logits(self, ids: Seq[int], start: int, phase: Phase, eager: bool = False) -> Tensor:
+    def logits(self, ids: Seq[int], start: int, phase: Phase) -> Tensor:
         """Logits [T, vocab] on the host after each of `ids` at positions start, ..., in the cache's first blocks.
 
-        In one prefill step, or one decode step a token. What other sequences had there is lost. `eager`: see `forward`.
+        In one prefill step, or one decode step a token. What other sequences had there is lost.
         """
         tables = self.cache.whole_tables
         if phase == "prefill":
             return self.forward("prefill", [SequenceRows(ids, start, tables)], all_logits=True).cpu()
         steps = [[SequenceRows([token], start + n, tables)] for n, token in enumerate(ids)]
-        return torch.cat([self.forward("decode", rows, eager=eager).float().cpu().clone() for rows in steps])
+        return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
 
     def _decode_on_host(self, sequences: Seq[Sequence]) -> list[Result]:
         """`decode`, with tokens chosen on the host."""

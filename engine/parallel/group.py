@@ -195,7 +195,8 @@ class RankGroup:
                     follower.connection.send_bytes(data)
                 yield
             except BaseException as error:
-                failure = self._failure_within(END_SECONDS)
+                lost = isinstance(error, RuntimeError | OSError)  # as when a connection ends
+                failure = self._failure_within(END_SECONDS if lost else 0.0)
                 self._broken = failure or f"the ranks are out of step, since a step failed: {error}"
                 self._kill()
                 if failure is not None and isinstance(error, Exception):

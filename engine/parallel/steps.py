@@ -1,8 +1,13 @@
 """What a rank other than rank 0 does with a message: the call of its runner that rank 0 makes of its own."""
 
+from collections.abc import Mapping, Sequence
+
+import torch
+
 from quengine.model_runner import ModelRunner
+from quengine.models.experts import MixtureOfExperts
 from quengine.parallel.cached_rows import read_rows, write_rows
-from quengine.parallel.wire import Forward, Hidden, Message, Parts, ReadCache, WriteCache
+from quengine.parallel.wire import Choose, Forward, Hidden, Message, Parts, ReadCache, WriteCache
 
 
 def run(runner: ModelRunner, message: Message) -> None:
@@ -10,6 +15,7 @@ def run(runner: ModelRunner, message: Message) -> None:
     match message:
         case Forward(phase, rows, all_logits, eager):
             runner.forward(phase, rows, all_logits, eager)
+            _choose(runner, {})
         case Hidden(rows):
             runner.hidden(rows)
         case Parts(rows, parts):
@@ -19,3 +25,15 @@ def run(runner: ModelRunner, message: Message) -> None:
             read_rows(runner, start, end)
         case WriteCache(start, end, kv_heads):
             write_rows(runner, start, end, kv_heads, None)
+        case Choose(experts):
+            _choose(runner, experts)
+
+
+def _choose(runner: ModelRunner, experts: Mapping[int, Sequence[Sequence[int]]]) -> None:
+    """Give the layers the experts of their rows; those that are not named let their routers choose."""
+    device = runner.decoder.backend.device
+    for layer, block in enumerate(runner.decoder.blk):
+        if isinstance(block.ffn, MixtureOfExperts):
+            rows = experts.get(layer)
+            given = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
+            block.ffn.chosen = given

@@ -5,7 +5,7 @@ the number of ids, the ids, the number of block tables, and each table behind it
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ class Operation(IntEnum):
     PARTS = 2
     READ_CACHE = 3
     WRITE_CACHE = 4
+    CHOOSE = 5
 
 
 class Forward(NamedTuple):
@@ -62,7 +63,13 @@ class WriteCache(NamedTuple):
     kv_heads: int
 
 
-Message = Forward | Hidden | Parts | ReadCache | WriteCache
+class Choose(NamedTuple):
+    """The experts [T][k] of the rows of the next step, by layer, in place of the routers' choice."""
+
+    experts: Mapping[int, Sequence[Sequence[int]]]
+
+
+Message = Forward | Hidden | Parts | ReadCache | WriteCache | Choose
 
 
 def encode(message: Message) -> bytes:
@@ -80,6 +87,10 @@ def encode(message: Message) -> bytes:
             numbers = [Operation.READ_CACHE, start, end]
         case WriteCache(start, end, kv_heads):
             numbers = [Operation.WRITE_CACHE, start, end, kv_heads]
+        case Choose(experts):
+            numbers = [Operation.CHOOSE, len(experts)]
+            for layer, rows in experts.items():
+                numbers += [layer, len(rows), *(number for row in rows for number in (len(row), *row))]
     return array("i", numbers).tobytes()
 
 
@@ -96,6 +107,9 @@ def decode(data: bytes) -> Message:
     if operation is Operation.PARTS:
         parts = [_read_list(source) for _ in range(next(source))]
         return Parts(_read_rows(source), parts)
+    if operation is Operation.CHOOSE:
+        layers = ((next(source), next(source)) for _ in range(next(source)))
+        return Choose({layer: [_read_list(source) for _ in range(rows)] for layer, rows in layers})
     if operation is Operation.READ_CACHE:
         return ReadCache(next(source), next(source))
     return WriteCache(next(source), next(source), next(source))
