@@ -1,4 +1,4 @@
-"""A model that ranks share gives what it gives alone, whatever its architecture; the parts of a file make up the file."""
+"""A model that ranks share gives what it gives alone, whatever its architecture; their parts make up the file."""
 
 from math import prod
 from pathlib import Path
@@ -25,7 +25,12 @@ IDS = [5, 17, 250, 3, 99, 42, 42, 8]
 
 
 def sized(architecture: str = "llama", **sizes: Any) -> ModelSizes:
-    given = {"feed_forward": 160, "expert_feed_forward": 128, "shared_feed_forward": 160, "head_dim": 32} | sizes
+    given = {
+        "feed_forward": 160,
+        "expert_feed_forward": 128,
+        "shared_feed_forward": 160,
+        "head_dim": 32,
+    } | sizes
     return ModelSizes(architecture, **given)
 
 
@@ -42,7 +47,9 @@ def logits_of(checkpoint, communicator: Communicator = ONE_RANK) -> torch.Tensor
 def check_shared_alike(checkpoint, count: int) -> None:
     """The ranks' logits are the same bits, and those of one rank but for the order of fp64 sums."""
     whole = logits_of(checkpoint)
-    ranks = as_ranks(count, lambda group: logits_of(SplitCheckpoint(checkpoint, Rank(group.rank, count)), group))
+    ranks = as_ranks(
+        count, lambda group: logits_of(SplitCheckpoint(checkpoint, Rank(group.rank, count)), group)
+    )
     assert all(torch.equal(logits, ranks[0]) for logits in ranks)
     # The cache rounds to fp16: a last bit of fp64 may turn a value there, by 2^-11.
     error = (ranks[0] - whole).square().sum() / whole.square().sum()
@@ -110,10 +117,18 @@ def test_units_are_shared_as_equally_as_they_come() -> None:
 @pytest.mark.parametrize(
     ("sizes", "count", "message"),
     [
-        ({}, 3, r"--tensor-parallel 3: blk.0.attn_q has 4 heads, which 3 ranks cannot share.*takes 1 or 2 or 4"),
+        (
+            {},
+            3,
+            r"--tensor-parallel 3: blk.0.attn_q has 4 heads, which 3 ranks cannot share.*takes 1 or 2 or 4",
+        ),
         ({"heads": 12, "kv_heads": 3}, 2, "blk.0.attn_k has 3 heads, which neither divide 2 ranks"),
         ({"heads": 8, "kv_heads": 8, "head_dim": 16}, 4, None),
-        ({"heads": 2, "head_dim": 16}, 2, r"blk.0.attn_output.weight \(Q8_0\) has 16 columns a rank, not a mul"),
+        (
+            {"heads": 2, "head_dim": 16},
+            2,
+            r"blk.0.attn_output.weight \(Q8_0\) has 16 columns a rank, not a mul",
+        ),
         ({"feed_forward": 96}, 4, "ffn_down has 96 columns, 3 pieces of 32 for 4 ranks"),
     ],
 )

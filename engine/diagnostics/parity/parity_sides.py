@@ -155,7 +155,7 @@ def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSp
 
 
 def is_device(text: str) -> bool:
-    """Whether it names what a model can run on; whether it can run here shows when it is loaded. "cpu:tp2": two ranks."""
+    """Whether it names what a model can run on ("cpu:tp2": two ranks); whether it can here shows when it is loaded."""
     kind, _, index = text.partition(":")
     if index.removeprefix("tp") != index:  # cuda:tp2
         return kind in (REFERENCE, "cpu", "cuda") and index[2:].isdecimal()

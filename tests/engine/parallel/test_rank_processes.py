@@ -37,7 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def path(folder: Path, request: pytest.FixtureRequest) -> Path:
     """Dense, and with experts, a shared one among them."""
     sizes = ModelSizes(
-        request.param, context=256, feed_forward=160, expert_feed_forward=128, shared_feed_forward=160, head_dim=32
+        request.param,
+        context=256,
+        feed_forward=160,
+        expert_feed_forward=128,
+        shared_feed_forward=160,
+        head_dim=32,
     )
     return write_tiny(folder / f"{request.param}.gguf", kind="Q8_0", sizes=sizes)
 
@@ -191,7 +196,7 @@ def test_what_a_rank_cannot_load_is_reported(folder: Path, monkeypatch: pytest.M
         return given(self, other)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RankGroup, "load", without_file)
-    with pytest.raises(EngineError, match="rank 1: .*none.gguf"):
+    with pytest.raises(EngineError, match=r"rank 1: .*none\.gguf"):
         LLM(path, device="cpu", threads=2, tensor_parallel=2)
 
 

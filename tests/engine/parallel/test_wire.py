@@ -2,10 +2,24 @@
 
 import pytest
 
-from quengine.parallel.wire import Choose, Forward, Hidden, Message, Parts, ReadCache, WriteCache, decode, encode
+from quengine.parallel.wire import (
+    Choose,
+    Forward,
+    Hidden,
+    Message,
+    Parts,
+    ReadCache,
+    WriteCache,
+    decode,
+    encode,
+)
 from quengine.runners.step_rows import SequenceRows
 
-ROWS = [SequenceRows([5, 6, 7], 32, [[1, 2], [0, 9]]), SequenceRows([], 0, [[3], []]), SequenceRows([8], 4, [[1], [2]])]
+ROWS = [
+    SequenceRows([5, 6, 7], 32, [[1, 2], [0, 9]]),
+    SequenceRows([], 0, [[3], []]),
+    SequenceRows([8], 4, [[1], [2]]),
+]
 
 
 @pytest.mark.parametrize(
