@@ -17,6 +17,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.aot.aot_experts import expert_cases
 from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
+from quengine.kernels.cuda.aot.aot_ranks import rank_cases
 from quengine.kernels.cuda.attention import attention_prefill, attention_warps
 from quengine.kernels.cuda.gemm import matmul_fused, workspace
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
@@ -191,7 +192,7 @@ def cases() -> list[Case]:
     """All cases, those that take longest first."""
     return [
         *_model_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(),
-        *_sampling_cases(), *(Case(*fields) for fields in (*expert_cases(), *grouped_cases())),
+        *_sampling_cases(), *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_decode))),
     ]  # fmt: skip
 
 
