@@ -19,6 +19,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.memory import (
+    RANKS_WORKSPACE,
     CacheNeeds,
     DeviceMemory,
     choose_context,
@@ -120,7 +121,9 @@ def load_model(
     )
     notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
     if runner.ranks is not None:
-        notes.append(f"shared by {config.tensor_parallel} ranks, each with weights of {gib(part.nbytes)}")
+        notes.append(
+            f"shared by {config.tensor_parallel} ranks, each with weights of {gib(part.nbytes)}; {runner.ranks.note}"
+        )
     if config.places_experts:
         notes.append(experts.note())
     if config.draft_ngram:
@@ -223,12 +226,13 @@ class _Machine:
 
         group = RankGroup(self.config.tensor_parallel)
         try:
-            runner = self.runner(part, ctx_size, pools, group.load(plan))
+            communicator = group.load(plan, self.device, self.config.deterministic)
+            runner = self.runner(part, ctx_size, pools, communicator)
             group.wait_until_loaded()
         except BaseException:
             group.close()
             raise
-        runner.ranks = group
+        runner.lead(group)
         return runner
 
     def draft_steps(self, runner: ModelRunner) -> DraftSteps:
@@ -263,6 +267,7 @@ def _choose_cache(
     rows = max(config.parallel, draft_rows(config, device.type))
     weights = checkpoint.nbytes - sum(experts.host.values())
     workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
+    workspace += RANKS_WORKSPACE[device.type] if config.tensor_parallel > 1 else 0
     if draft is not None:
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
         weights += draft.nbytes
@@ -368,6 +373,7 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
 def _cuda_runner(
     config: EngineConfig, decoder: Decoder, cache: KVCache, rows: int, drafts: bool
 ) -> ModelRunner:
+    from quengine.parallel.communicator import CudaCommunicator
     from quengine.runners.compile_kernels import compile_kernels
     from quengine.runners.cuda_graphs import PENDING, CudaGraphs
     from quengine.runners.device_decode import DeviceDecoder
@@ -386,5 +392,9 @@ def _cuda_runner(
         shares_sequences=config.speculates,
         pending=pending,
     )
-    compile_kernels(graphs)
+    communicator = decoder.backend.communicator
+    if isinstance(communicator, CudaCommunicator):
+        communicator.one_first(lambda: compile_kernels(graphs))
+    else:
+        compile_kernels(graphs)
     return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))

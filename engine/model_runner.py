@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import Forward, Hidden, Message, Parts
+from quengine.parallel.wire import Forward, Hidden, Message, Parts, Together, alone
 from quengine.platform.ranges import Range
 from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
@@ -35,10 +35,12 @@ class StepGraphs(Protocol):
     captured_at: the time that a step of some size comes at which it is captured; it then takes the time that it takes
         from then on.
     kernels_per_step: kernels of the newest captured decode step; None where they are not counted.
+    together: `ModelRunner.together`.
     """
 
     captured_at: int
     kernels_per_step: int | None
+    together: Together
 
     def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
         """The captured step for these rows; None where they are to be computed eagerly."""
@@ -54,7 +56,7 @@ class StepGraphs(Protocol):
 
 
 class ModelRunner:
-    """Runs a decoder over its cache.
+    """Runs a decoder over its cache. `ranks`: the group whose rank 0 this is; None: it computes alone, or as it is told.
 
     Args:
         decoder, cache: of one model.
@@ -62,7 +64,6 @@ class ModelRunner:
         device_decoder: decode steps with the sampling in them; None: tokens are chosen on the host.
         choose: chooses tokens on the host.
         packs_prompts: chunks of several prompts in one step take less time than one after the other.
-        ranks: the group whose rank 0 this is; None: it computes alone, or is told what to compute.
     """
 
     def __init__(
@@ -73,7 +74,6 @@ class ModelRunner:
         device_decoder: "DeviceDecoder | None" = None,
         choose: Choose = sampling.sample,
         packs_prompts: bool = True,
-        ranks: "RankGroup | None" = None,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
@@ -81,7 +81,13 @@ class ModelRunner:
         self.device_decoder = device_decoder
         self.choose = choose
         self.packs_prompts = packs_prompts
+        self.ranks: RankGroup | None = None
+
+    def lead(self, ranks: "RankGroup") -> None:
+        """From now on tell the other ranks of a group what is computed."""
         self.ranks = ranks
+        if self.graphs is not None:
+            self.graphs.together = ranks.together
 
     def run(self, batch: Batch) -> list[Result]:
         """Compute a batch: a result for each of its sequences, in order. What concerns them all is raised."""
@@ -165,7 +171,7 @@ class ModelRunner:
 
     def together(self, message: Message) -> AbstractContextManager[None]:
         """What is inside is computed by all ranks, as `message` tells the others."""
-        return nullcontext() if self.ranks is None else self.ranks.together(message)
+        return alone(message) if self.ranks is None else self.ranks.together(message)
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
         """Capture what the first steps would otherwise wait for; nothing may be under way.

@@ -22,9 +22,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.tensor_split import Rank
-from quengine.parallel.communicator import GlooCommunicator
+from quengine.parallel.communicator import WAIT_SECONDS, RankCommunicator, join
 from quengine.parallel.wire import Message, encode
 
 logger = logging.getLogger(__name__)
@@ -34,9 +36,6 @@ STARTING, READY = b"starting", b"ready"
 
 START_SECONDS = 120.0
 """How long a rank's process may take to begin."""
-
-STEP_SECONDS = 600.0
-"""How long a rank may wait for another in a step."""
 
 END_SECONDS = 2.0
 """How long a step that has lost a rank, or a rank that is told to end, may take to end by itself."""
@@ -139,20 +138,27 @@ class RankGroup:
         self.serves = False
         self.ends_process: Callable[[str], None] = _end_process
         self._folder = tempfile.TemporaryDirectory(prefix="quengine-ranks-")  # mode 0700
-        self._communicator: GlooCommunicator | None = None
-        self._closing = self._inside = False
+        self._communicator: RankCommunicator | None = None
+        self._closing = self._inside = self._may_hang = False
         self._broken: str | None = None
         self._changed = threading.Condition()
         self._followers = [_Follower(number) for number in range(1, count)]
         atexit.register(self.close)
 
     @property
+    def note(self) -> str:
+        """For the user, how the ranks exchange sums."""
+        return "" if self._communicator is None else self._communicator.note
+
+    @property
     def pids(self) -> list[int]:
         """Of the other ranks' processes."""
         return [follower.process.pid for follower in self._followers]
 
-    def load(self, plan: Callable[[int, str], RankPlan]) -> GlooCommunicator:
-        """Give each rank its plan, by number and meeting place, and meet them.
+    def load(
+        self, plan: Callable[[int, str], RankPlan], device: torch.device, deterministic: bool
+    ) -> RankCommunicator:
+        """Give each rank its plan, by number and meeting place, and meet them; `device`: this rank's.
 
         Raises:
             RankFailedError: one does not begin.
@@ -161,13 +167,15 @@ class RankGroup:
         for follower in self._followers:
             follower.receive(STARTING, START_SECONDS)
             follower.connection.send_bytes(json.dumps(asdict(plan(follower.number, meeting))).encode())
-        self._communicator = GlooCommunicator(Rank(0, self.count), Path(meeting), STEP_SECONDS)
+        # A device that waits for another rank's words cannot be told to stop.
+        self._may_hang = device.type == "cuda"
+        self._communicator = join(Rank(0, self.count), device, Path(meeting), deterministic)
         return self._communicator
 
     def wait_until_loaded(self) -> None:
         """Until all ranks have loaded their parts. Raises EngineError as loading does, and RankFailedError."""
         for follower in self._followers:
-            follower.receive(READY, STEP_SECONDS)
+            follower.receive(READY, WAIT_SECONDS)
         for follower in self._followers:
             threading.Thread(target=self._watch, args=(follower,), daemon=True).start()
 
@@ -231,7 +239,7 @@ class RankGroup:
             follower.note_end()
             self._changed.notify_all()
         time.sleep(END_SECONDS)  # a step on the CPU fails by itself
-        if not self._closing and (self._inside or self.serves):
+        if not self._closing and (self._inside or self.serves or self._may_hang):
             self.ends_process(self._failure() or "")
 
     def _failure(self) -> str | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.parallel.group import LOST, READY, STARTING, STEP_SECONDS, RankPlan
+from quengine.parallel.group import LOST, READY, STARTING, RankPlan
 from quengine.platform import bus_error, collector, log_lines
 
 
@@ -36,14 +36,17 @@ def _report(error: Exception) -> bytes:
 def follow(connection: "Connection[Any, Any]") -> None:
     """Load what rank 0 plans, and compute what it sends, until it closes the connection."""
     connection.send_bytes(STARTING)
+    import torch
+
     from quengine.load import load_rank
-    from quengine.parallel.communicator import GlooCommunicator
+    from quengine.parallel.communicator import join
     from quengine.parallel.steps import run
     from quengine.parallel.wire import decode
 
     given = json.loads(connection.recv_bytes())
     plan = RankPlan(**{**given, "pools": tuple(tuple(pool) for pool in given["pools"])})
-    communicator = GlooCommunicator(plan.rank, Path(plan.meeting), STEP_SECONDS)
+    device = torch.device(str(plan.options["device"]))
+    communicator = join(plan.rank, device, Path(plan.meeting), bool(plan.options["deterministic"]))
     runner = load_rank(plan, communicator)
     connection.send_bytes(READY)
     collector.working()

@@ -7,7 +7,19 @@ import torch
 from quengine.model_runner import ModelRunner
 from quengine.models.experts import MixtureOfExperts
 from quengine.parallel.cached_rows import read_rows, write_rows
-from quengine.parallel.wire import Choose, Forward, Hidden, Message, Parts, ReadCache, WriteCache
+from quengine.parallel.wire import (
+    Capture,
+    Choose,
+    Configure,
+    Forward,
+    Hidden,
+    Launch,
+    Message,
+    Parts,
+    Prompts,
+    ReadCache,
+    WriteCache,
+)
 
 
 def run(runner: ModelRunner, message: Message) -> None:
@@ -27,6 +39,27 @@ def run(runner: ModelRunner, message: Message) -> None:
             write_rows(runner, start, end, kv_heads, None)
         case Choose(experts):
             _choose(runner, experts)
+        case _:
+            _run_graphs(runner, message)
+
+
+def _run_graphs(runner: ModelRunner, message: Launch | Configure | Capture | Prompts) -> None:
+    """On a CUDA device: what is captured, with the tokens chosen by every rank for itself, from the same logits."""
+    from quengine.kernels.cuda.sampling.sampling import Settings
+    from quengine.runners.cuda_graphs import CudaGraphs
+
+    graphs = runner.graphs
+    assert isinstance(graphs, CudaGraphs)
+    match message:
+        case Launch(key, changes):
+            graphs.inputs.changes.update(changes)
+            graphs.launch(key)
+        case Configure(slot, kind, settings, bias, ids):
+            graphs.set_sampling(slot, kind, Settings(**settings), dict(bias), list(ids))  # type: ignore[arg-type]
+        case Capture(key):
+            graphs.capture(key)
+        case Prompts(lengths):
+            graphs.run_prompts(lengths)
 
 
 def _choose(runner: ModelRunner, experts: Mapping[int, Sequence[Sequence[int]]]) -> None:

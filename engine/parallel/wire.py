@@ -4,12 +4,15 @@ A message is an operation and its numbers. Rows of sequences (`SequenceRows`) ar
 the number of ids, the ids, the number of block tables, and each table behind its length.
 """
 
+import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import NamedTuple
 
 from quengine.kernels.forward_batch import Phase
+from quengine.runners.graph_keys import GraphKey, SamplingKind
 from quengine.runners.step_rows import SequenceRows
 
 _PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -24,6 +27,10 @@ class Operation(IntEnum):
     READ_CACHE = 3
     WRITE_CACHE = 4
     CHOOSE = 5
+    LAUNCH = 6
+    CONFIGURE = 7
+    CAPTURE = 8
+    PROMPTS = 9
 
 
 class Forward(NamedTuple):
@@ -69,7 +76,43 @@ class Choose(NamedTuple):
     experts: Mapping[int, Sequence[Sequence[int]]]
 
 
-Message = Forward | Hidden | Parts | ReadCache | WriteCache | Choose
+class Launch(NamedTuple):
+    """`CudaGraphs.launch`, on inputs with these changes, by index."""
+
+    key: GraphKey
+    changes: Mapping[int, int]
+
+
+class Configure(NamedTuple):
+    """`CudaGraphs.set_sampling`. `settings`: the fields of `Settings`. bias: by token."""
+
+    slot: int
+    kind: SamplingKind
+    settings: Mapping[str, float]
+    bias: Mapping[int, float]
+    ids: Sequence[int]
+
+
+class Capture(NamedTuple):
+    """`CudaGraphs.capture`."""
+
+    key: GraphKey
+
+
+class Prompts(NamedTuple):
+    """`CudaGraphs.run_prompts`."""
+
+    lengths: Sequence[int]
+
+
+Message = Forward | Hidden | Parts | ReadCache | WriteCache | Choose | Launch | Configure | Capture | Prompts
+
+Together = Callable[[Message], AbstractContextManager[None]]
+
+
+def alone(_message: Message) -> AbstractContextManager[None]:
+    """`Together` where there are no other ranks."""
+    return nullcontext()
 
 
 def encode(message: Message) -> bytes:
@@ -91,6 +134,16 @@ def encode(message: Message) -> bytes:
             numbers = [Operation.CHOOSE, len(experts)]
             for layer, rows in experts.items():
                 numbers += [layer, len(rows), *(number for row in rows for number in (len(row), *row))]
+        case Launch(key, changes):
+            pairs = [number for pair in changes.items() for number in pair]
+            numbers = [Operation.LAUNCH, *_key_numbers(key), len(pairs), *pairs]
+        case Configure(slot, kind, settings, bias, ids):
+            text = json.dumps([settings, list(bias.items())]).encode()
+            numbers = [Operation.CONFIGURE, slot, *kind, len(text), *text, len(ids), *ids]
+        case Capture(key):
+            numbers = [Operation.CAPTURE, *_key_numbers(key)]
+        case Prompts(lengths):
+            numbers = [Operation.PROMPTS, len(lengths), *lengths]
     return array("i", numbers).tobytes()
 
 
@@ -107,6 +160,19 @@ def decode(data: bytes) -> Message:
     if operation is Operation.PARTS:
         parts = [_read_list(source) for _ in range(next(source))]
         return Parts(_read_rows(source), parts)
+    if operation is Operation.LAUNCH:
+        key, pairs = _read_key(source), _read_list(source)
+        return Launch(key, dict(zip(pairs[::2], pairs[1::2], strict=True)))
+    if operation is Operation.CONFIGURE:
+        slot, kind = next(source), _read_kind(source)
+        settings, bias = json.loads(bytes(_read_list(source)))
+        return Configure(
+            slot, kind, settings, {int(token): value for token, value in bias}, _read_list(source)
+        )
+    if operation is Operation.CAPTURE:
+        return Capture(_read_key(source))
+    if operation is Operation.PROMPTS:
+        return Prompts(_read_list(source))
     if operation is Operation.CHOOSE:
         layers = ((next(source), next(source)) for _ in range(next(source)))
         return Choose({layer: [_read_list(source) for _ in range(rows)] for layer, rows in layers})
@@ -134,6 +200,21 @@ def _read_rows(source: Iterator[int]) -> list[SequenceRows]:
         ids = _read_list(source)
         rows.append(SequenceRows(ids, start, [_read_list(source) for _ in range(next(source))]))
     return rows
+
+
+def _key_numbers(key: GraphKey) -> list[int]:
+    kind = key.sampling
+    return [_PHASES.index(key.phase), key.rows, key.sequences, kind is not None, *(kind or (0, 0, 0))]
+
+
+def _read_key(source: Iterator[int]) -> GraphKey:
+    phase, rows, sequences, samples = (next(source) for _ in range(4))
+    kind = _read_kind(source)
+    return GraphKey(_PHASES[phase], rows, sequences, kind if samples else None)
+
+
+def _read_kind(source: Iterator[int]) -> SamplingKind:
+    return SamplingKind(next(source), bool(next(source)), bool(next(source)))
 
 
 def _read_list(source: Iterator[int]) -> list[int]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -188,12 +189,14 @@ def test_ranks_end_with_the_process(folder: Path, number: signal.Signals) -> Non
 def test_what_a_rank_cannot_load_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny(folder / "unloadable.gguf", sizes=ModelSizes(context=64))
 
-    def without_file(self: RankGroup, plan, given=RankGroup.load):  # type: ignore[no-untyped-def]
-        def other(number: int, meeting: str) -> object:
+    load = RankGroup.load
+
+    def without_file(self: RankGroup, plan, *others: Any) -> Any:  # type: ignore[no-untyped-def]
+        def other(number: int, meeting: str) -> Any:
             made = plan(number, meeting)
             return type(made)(**{**vars(made), "model": str(folder / "none.gguf")})
 
-        return given(self, other)  # type: ignore[arg-type]
+        return load(self, other, *others)
 
     monkeypatch.setattr(RankGroup, "load", without_file)
     with pytest.raises(EngineError, match=r"rank 1: .*none\.gguf"):
