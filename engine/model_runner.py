@@ -56,7 +56,7 @@ class StepGraphs(Protocol):
 
 
 class ModelRunner:
-    """Runs a decoder over its cache. `ranks`: the group whose rank 0 this is; None: it computes alone, or as it is told.
+    """Runs a decoder over its cache. `ranks`: the group whose rank 0 this is; None: it is told, or computes alone.
 
     Args:
         decoder, cache: of one model.
