@@ -14,9 +14,9 @@ import torch
 from quengine.block_manager import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.kernels.backend import Backend
-from quengine.kernels.communicator import ONE_RANK, Communicator
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
 from quengine.memory import (
     RANKS_WORKSPACE,

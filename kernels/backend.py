@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from quengine.kernels.communicator import Communicator
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import Communicator
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
 

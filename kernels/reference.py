@@ -15,13 +15,13 @@ from torch import Tensor
 from quengine.kernels.attention import attention, mask_slice
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
-from quengine.kernels.communicator import ONE_RANK, Communicator
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.moe.experts import experts_add, experts_glu
 from quengine.kernels.moe.router import Router, Routing, route
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm, rms_norm
 from quengine.kernels.rope_store import first_visible, rope_store
 

@@ -1,4 +1,4 @@
-"""`kernels.communicator.Communicator` between processes of a host: over gloo on the CPU; on CUDA devices over peer
+"""`kernels.ranks.communicator.Communicator` between processes of a host: over gloo on the CPU; on CUDA devices over peer
 memory where rows are few, and NCCL for the rest.
 """
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quengine.errors import CannotRunError
-from quengine.kernels.communicator import Communicator, side_by_side, sum_in_order
+from quengine.kernels.ranks.communicator import Communicator, side_by_side, sum_in_order
 from quengine.models.tensor_split import Rank
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def join(rank: Rank, device: torch.device, meeting: Path, deterministic: bool) -
 
     `deterministic`: the bits of a sum depend neither on its place in a tensor nor on the tensor's size.
     """
-    store = dist.FileStore(str(meeting), rank.count)
+    store = dist.FileStore(str(meeting), rank.count)  # type: ignore[attr-defined]
     if device.type == "cuda":
         return CudaCommunicator(rank, device, store, deterministic)
     return GlooCommunicator(rank, store)
@@ -62,10 +62,10 @@ class GlooCommunicator:
 
     note = "sums over gloo"
 
-    def __init__(self, rank: Rank, store: dist.Store) -> None:
+    def __init__(self, rank: Rank, store: Any) -> None:
         self.rank, self.size = rank.number, rank.count
         # Of its own, beside whatever process group the program has made.
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=WAIT_SECONDS)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
         self._group: Any = dist.ProcessGroupGloo(store, rank.number, rank.count, options)
@@ -102,7 +102,7 @@ class CudaCommunicator:
         CannotRunError: this process has a process group of torch.distributed already.
     """
 
-    def __init__(self, rank: Rank, device: torch.device, store: dist.Store, deterministic: bool) -> None:
+    def __init__(self, rank: Rank, device: torch.device, store: Any, deterministic: bool) -> None:
         if dist.is_initialized():
             raise CannotRunError(
                 "this process has a torch.distributed process group already: one model at a time can be shared by CUDA "
@@ -202,10 +202,12 @@ class CudaCommunicator:
         if not all(torch.cuda.can_device_access_peer(self._device, other) for other in self._others()):
             raise RuntimeError("the devices cannot access each other's memory")
         shape = received_buffer_shape(self.size, capacity)
-        received: Tensor = symmetric.empty(shape, dtype=torch.int64, device=self._device)
+        received: Tensor = symmetric.empty(*shape, dtype=torch.int64, device=self._device)
         received.zero_()
         torch.cuda.synchronize(self._device)
-        handle: Any = symmetric.rendezvous(received, dist.group.WORLD)
+        group = dist.group.WORLD
+        assert group is not None
+        handle: Any = symmetric.rendezvous(received, group.group_name)
         self.meet()  # no rank writes before all have cleared theirs
         return peer_buffers(received, list(handle.buffer_ptrs), self.rank)
 

@@ -132,8 +132,8 @@ def encode(message: Message) -> bytes:
             numbers = [Operation.WRITE_CACHE, start, end, kv_heads]
         case Choose(experts):
             numbers = [Operation.CHOOSE, len(experts)]
-            for layer, rows in experts.items():
-                numbers += [layer, len(rows), *(number for row in rows for number in (len(row), *row))]
+            for layer, chosen in experts.items():
+                numbers += [layer, len(chosen), *(number for row in chosen for number in (len(row), *row))]
         case Launch(key, changes):
             pairs = [number for pair in changes.items() for number in pair]
             numbers = [Operation.LAUNCH, *_key_numbers(key), len(pairs), *pairs]

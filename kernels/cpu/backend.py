@@ -13,7 +13,6 @@ from torch import Tensor
 from quengine.kernels import cpu
 from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer
 from quengine.kernels.block_formats import dequantize
-from quengine.kernels.communicator import ONE_RANK, Communicator
 from quengine.kernels.cpu.moe.experts import CpuExperts
 from quengine.kernels.cpu.moe.operations import down_experts, experts_add, experts_glu, gate_up_experts
 from quengine.kernels.cpu.moe.router import route
@@ -23,6 +22,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import dequantize
-from quengine.kernels.communicator import ONE_RANK, Communicator
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.attention_prefill import (
@@ -54,6 +53,7 @@ from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
 
 HOPPER = (9, 0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quengine.errors import EngineError
-from quengine.kernels.communicator import ONE_RANK, Communicator
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.architectures import ARCHITECTURES
@@ -16,9 +16,9 @@ from quengine.models.checkpoint import open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank, cut_of, shares, token_counts
+from tests.engine.parallel.rank_threads import as_ranks
 from tests.forward import forward
 from tests.gguf_builder import ModelSizes
-from tests.rank_threads import as_ranks
 from tests.tiny_models import with_sinks_and_output_biases, write_tiny
 
 IDS = [5, 17, 250, 3, 99, 42, 42, 8]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from quengine.block_manager import CachePool
-from quengine.kernels.communicator import ONE_RANK, Communicator
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import open_checkpoint
@@ -34,8 +34,8 @@ from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_capture import CapturedStep, GraphNodes
 from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sample, Sampler
+from tests.engine.parallel.rank_threads import Meeting, ThreadCommunicator, ThreadGroup
 from tests.gguf_builder import ModelSizes
-from tests.rank_threads import Meeting, ThreadCommunicator, ThreadGroup
 from tests.tiny_models import write_tiny
 
 CPU, CTX = torch.device("cpu"), 96

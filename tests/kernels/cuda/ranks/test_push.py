@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quengine.kernels.communicator import side_by_side, sum_in_order
 from quengine.kernels.cuda.ranks.push import (
     BLOCK,
     PeerBuffers,
@@ -20,6 +19,7 @@ from quengine.kernels.cuda.ranks.push import (
     push_all_reduce,
     received_buffer_shape,
 )
+from quengine.kernels.ranks.communicator import side_by_side, sum_in_order
 
 CAPACITY = 1024
 

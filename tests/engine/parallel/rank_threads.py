@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from quengine.kernels.communicator import Communicator, side_by_side, sum_in_order
+from quengine.kernels.ranks.communicator import Communicator, side_by_side, sum_in_order
 from quengine.parallel.wire import Message, decode, encode
 
 T = TypeVar("T")
