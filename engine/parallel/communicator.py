@@ -1,5 +1,5 @@
-"""`kernels.ranks.communicator.Communicator` between processes of a host: over gloo on the CPU; on CUDA devices over peer
-memory where rows are few, and NCCL for the rest.
+"""What ranks exchange, between processes of a host: over gloo on the CPU; on CUDA devices over peer memory where rows
+are few, and NCCL for the rest. Definition: kernels/ranks/communicator.py.
 """
 
 import os

@@ -9,8 +9,8 @@ sequence number of its own, kept on the device: a CUDA graph can be replayed. Th
 turn: who writes one again has had words of a later launch from all ranks, which have thus read what was there.
 
 The protocol with a flag in each word is that of NCCL ("LL", https://github.com/NVIDIA/nccl). Definition:
-kernels/ranks/communicator.py. On 4 H200s (torch 2.11, Triton 3.6), in a graph, 1 x 4096 to 1 x 8192 values take 3.4 to 4.4
-us, 8 x 8192 9.6 us, where NCCL takes 26 to 80.
+kernels/ranks/communicator.py. On 4 H200s (torch 2.11, Triton 3.6), in a graph, 1 x 4096 to 1 x 8192 values take 3.4
+to 4.4 us, 8 x 8192 9.6 us, where NCCL takes 26 to 80.
 """
 
 from collections.abc import Sequence
