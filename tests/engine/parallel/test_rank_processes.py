@@ -19,6 +19,7 @@ from quengine.config import EngineConfig
 from quengine.parallel.group import RankFailedError, RankGroup
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence
+from quengine.serve.processes.server_engine import EngineFailedError, ProcessEngine
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -112,10 +113,15 @@ def test_embeddings_and_scores_of_prompts(one: LLM, shared: LLM) -> None:
         assert found_score.logprob == pytest.approx(wanted_score.logprob, abs=1e-3)
 
 
-def test_drafts_leave_the_text_as_it_is(path: Path, one: LLM) -> None:
-    wanted = one.generate("the cat the cat the", GREEDY)[0].tokens
-    with LLM(path, device="cpu", threads=2, tensor_parallel=2, draft_ngram=3) as drafting:
-        assert drafting.generate("the cat the cat the", GREEDY)[0].tokens == wanted
+def test_drafts_leave_the_text_as_it_is(folder: Path) -> None:
+    """Of the look-up, and of a draft model, which rank 0 computes alone."""
+    path = write_tiny(folder / "drafts.gguf", sizes=ModelSizes(context=128))
+    drafts: dict[str, Any] = {"draft_ngram": 3, "draft_model": path}
+    with LLM(path, device="cpu", threads=1) as one:
+        wanted = one.generate("the cat the cat the", GREEDY)[0].tokens
+    with LLM(path, device="cpu", threads=2, tensor_parallel=2, **drafts) as drafting:
+        completion = drafting.generate("the cat the cat the", GREEDY)[0]
+    assert completion.tokens == wanted and completion.timings.draft_counts.accepted > 0
 
 
 def test_a_rank_that_is_killed_ends_the_step_with_one_line(failing: LLM) -> None:
@@ -134,13 +140,18 @@ def test_a_rank_that_is_killed_ends_the_step_with_one_line(failing: LLM) -> None
     assert not psutil.pid_exists(pid)
 
 
-def test_a_rank_that_is_slow_is_waited_for(failing: LLM) -> None:
+def test_a_rank_that_is_slow_is_waited_for_and_ends_with_the_model(failing: LLM) -> None:
     assert failing.loaded.ranks is not None
     wanted = failing.generate("a", GREEDY)[0].tokens
     (pid,) = failing.loaded.ranks.pids
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
     assert failing.generate("a", GREEDY)[0].tokens == wanted
+    began = time.monotonic()
+    failing.close()
+    assert not psutil.pid_exists(pid) and time.monotonic() - began < END_SECONDS
+    with pytest.raises(RankFailedError, match="the model is closed"):
+        failing.generate("a", GREEDY)
 
 
 def test_a_step_that_fails_here_ends_the_group(failing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,31 +170,25 @@ def test_a_step_that_fails_here_ends_the_group(failing: LLM, monkeypatch: pytest
     assert not psutil.pid_exists(pid)
 
 
-def test_ranks_end_with_the_model(folder: Path) -> None:
-    path = write_tiny(folder / "closed.gguf", sizes=ModelSizes(context=64))
-    llm = LLM(path, device="cpu", threads=2, tensor_parallel=2)
-    assert llm.loaded.ranks is not None
-    (pid,) = llm.loaded.ranks.pids
-    began = time.monotonic()
-    llm.close()
-    assert not psutil.pid_exists(pid) and time.monotonic() - began < END_SECONDS
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_ranks_end_with_the_process(folder: Path, number: signal.Signals) -> None:
+def test_ranks_end_with_the_process(folder: Path) -> None:
     """Killed, or interrupted by Ctrl-C in the middle of an answer."""
     path = write_tiny(folder / "ended.gguf", sizes=ModelSizes(context=8192))
     program = [sys.executable, "-m", "quengine.cli", "generate", "-m", str(path), "--device", "cpu"]
     flags = ["-tp", "2", "-t", "2", "-n", "8000", "--ignore-eos", "hello"]
-    process = subprocess.Popen([*program, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.read(1)
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    assert any("rank_main" in " ".join(rank.cmdline()) for rank in ranks)
-    process.send_signal(number)
-    process.communicate(timeout=END_SECONDS)
-    gone, alive = psutil.wait_procs(ranks, END_SECONDS)
-    assert gone and not alive
+    started = {
+        number: subprocess.Popen([*program, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for number in (signal.SIGKILL, signal.SIGINT)
+    }
+    for number, process in started.items():
+        assert process.stdout is not None
+        process.stdout.read(1)
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        assert any("rank_main" in " ".join(rank.cmdline()) for rank in ranks)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=END_SECONDS)
+        assert b"Traceback" not in errors
+        gone, alive = psutil.wait_procs(ranks, END_SECONDS)
+        assert gone and not alive
 
 
 def test_what_a_rank_cannot_load_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +235,19 @@ def test_options_that_do_not_go_together(options: dict, message: str) -> None:
 def test_a_named_device_is_each_ranks_own() -> None:
     config = EngineConfig(device="cuda", tensor_parallel=2, devices="3,1")
     assert [config.device_of(rank) for rank in range(2)] == ["cuda:3", "cuda:1"]
+
+
+def test_a_server_starts_an_engine_again_that_lost_a_rank(folder: Path) -> None:
+    """Though nothing was computed that could have noticed it."""
+    path = write_tiny(folder / "served.gguf", sizes=ModelSizes(context=64))
+    engine = ProcessEngine(str(path), {"device": "cpu", "threads": 2, "tensor_parallel": 2})
+    try:
+        (rank,) = [each for each in psutil.Process(engine.pid).children() if "rank_main" in each.cmdline()[2]]
+        rank.kill()
+        began = time.monotonic()
+        with pytest.raises(EngineFailedError, match=r"the engine's process ended \(2\)"):
+            while time.monotonic() - began < END_SECONDS:
+                engine.stats()
+                time.sleep(0.05)
+    finally:
+        engine.close()
