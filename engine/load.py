@@ -108,6 +108,8 @@ def load_model(
     if draft is not None:
         _log_checkpoint("draft model", draft)
     device, why = choose_device(_of_rank(config, 0))
+    for rank in range(1, config.tensor_parallel):
+        choose_device(_of_rank(replace(config, device=device.type), rank))
     threads = max(1, threads // config.tensor_parallel) if device.type == "cpu" else threads
     torch.set_num_threads(threads)
     free = _free_memory(device, config.tensor_parallel)
@@ -130,11 +132,13 @@ def load_model(
         notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
     drafts = None
     if draft is not None:
-        drafts_ctx = min(ctx_size, draft.config.context_length)
-        draft_pools = [CachePool(pools[0].num_blocks) for _ in draft.config.cache_groups]
-        draft_runner = made.runner(draft, drafts_ctx, draft_pools, drafts=True)
-        drafts = DraftModel(draft_runner, made.draft_steps(draft_runner))
-        notes.append(_draft_note(draft, draft_runner.cache, ctx_size))
+        try:
+            drafts, note = made.drafts(draft, ctx_size, pools)
+        except BaseException:
+            if runner.ranks is not None:
+                runner.ranks.close()
+            raise
+        notes.append(note)
     load_s = time.perf_counter() - began
     for note in notes:
         logger.info("%s", note)
@@ -234,6 +238,16 @@ class _Machine:
             raise
         runner.lead(group)
         return runner
+
+    def drafts(
+        self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool]
+    ) -> tuple[DraftModel, str]:
+        """A model that drafts for one of such a context and cache, and a line for the user."""
+        drafts_ctx = min(ctx_size, checkpoint.config.context_length)
+        draft_pools = [CachePool(pools[0].num_blocks) for _ in checkpoint.config.cache_groups]
+        runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
+        note = _draft_note(checkpoint, runner.cache, ctx_size)
+        return DraftModel(runner, self.draft_steps(runner)), note
 
     def draft_steps(self, runner: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a draft model."""

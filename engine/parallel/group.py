@@ -40,6 +40,8 @@ START_SECONDS = 120.0
 END_SECONDS = 2.0
 """How long a step that has lost a rank, or a rank that is told to end, may take to end by itself."""
 
+_LOOK_SECONDS = 0.5
+
 LOST = "lost"
 """The kind of failure of a rank that misses another."""
 
@@ -169,7 +171,12 @@ class RankGroup:
             follower.connection.send_bytes(json.dumps(asdict(plan(follower.number, meeting))).encode())
         # A device that waits for another rank's words cannot be told to stop.
         self._may_hang = device.type == "cuda"
-        self._communicator = join(Rank(0, self.count), device, Path(meeting), deterministic)
+        joined = threading.Event()
+        threading.Thread(target=self._watch_join, args=(joined,), daemon=True).start()
+        try:
+            self._communicator = join(Rank(0, self.count), device, Path(meeting), deterministic)
+        finally:
+            joined.set()
         return self._communicator
 
     def wait_until_loaded(self) -> None:
@@ -229,6 +236,15 @@ class RankGroup:
                 follower.process.wait(max(0.0, end - time.monotonic()))
         self._kill()
         self._folder.cleanup()
+
+    def _watch_join(self, joined: threading.Event) -> None:
+        """A thread: a rank that ends before all have met would be waited for."""
+        while not joined.wait(_LOOK_SECONDS):
+            for follower in self._followers:
+                if follower.process.poll() is not None:
+                    follower.note_end()
+                    self.ends_process(self._failure() or "")
+                    return
 
     def _watch(self, follower: _Follower) -> None:
         """A thread: waits for the end of a rank."""
