@@ -1,6 +1,6 @@
-"""The CUDA backend's steps, captured and eager, on two ranks that are threads: the tokens of one rank.
+"""The CUDA backend's steps on two ranks that are threads, on a GPU or in Triton's interpreter: the tokens of one.
 
-Without a GPU, in Triton's interpreter; a "graph" is the step itself, run again.
+A "graph" is the step itself, run again.
 """
 
 from collections.abc import Callable
@@ -38,13 +38,11 @@ from tests.engine.parallel.rank_threads import Meeting, ThreadCommunicator, Thre
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
-CPU, CTX = torch.device("cpu"), 96
+ON_GPU = torch.cuda.is_available()
+DEVICE, CTX = torch.device("cuda" if ON_GPU else "cpu"), 96
 TABLES = [[2, 1]]
 
-pytestmark = [
-    pytest.mark.cuda_kernel,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks want two GPUs"),
-]
+pytestmark = [pytest.mark.cuda_kernel, pytest.mark.timeout(600)]  # a first run on a GPU compiles the kernels
 
 
 class Again:
@@ -59,11 +57,13 @@ class Again:
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "CAPTURED_AT", 1)
+    if ON_GPU:
+        return
     for module in (cuda_backend, cuda_graphs):
         monkeypatch.setattr(module, "has_dependent_launch", lambda _device: False)
     monkeypatch.setattr(torch.cuda, "Event", MagicMock())
-    monkeypatch.setattr(cuda_graphs, "CAPTURED_AT", 1)
     for module in (graph_keys, static_inputs):  # the interpreter takes long for rows
         monkeypatch.setattr(module, "PREFILL_ROWS", (8,))
         monkeypatch.setattr(module, "PREFILL_SEQUENCES", (1, 2))
@@ -88,15 +88,15 @@ def runner_of(path: Path, communicator: Communicator = ONE_RANK) -> ModelRunner:
     checkpoint = open_checkpoint(path)
     if communicator.size > 1:
         checkpoint = SplitCheckpoint(checkpoint, Rank(communicator.rank, communicator.size))
-    backend = CudaBackend(CPU)
+    backend = CudaBackend(DEVICE)
     backend.communicator = communicator
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, CTX, CTX)
-    cache = KVCache.allocate(checkpoint.config, CTX, CPU, pools=[CachePool(5)])
+    cache = KVCache.allocate(checkpoint.config, CTX, DEVICE, pools=[CachePool(5)])
     for tensor in cache.layers[0].tensors:
         tensor.zero_()
 
     def again(_warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any) -> CapturedStep:
-        logits = torch.empty(4, decoder.config.vocab_size)
+        logits = torch.empty(4, decoder.config.vocab_size, device=DEVICE)
         return CapturedStep(Again(step, logits), logits, GraphNodes(0, 0, 0, 0))
 
     graphs = CudaGraphs(decoder, cache, 2, capture=again)
