@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,7 +34,6 @@ from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank
-from quengine.parallel.group import RankGroup, RankPlan
 from quengine.platform.device import choose_device, device_name
 from quengine.platform.host_experts import ExpertPlacement, split_tensors
 from quengine.platform.machine import available_memory, thread_count
@@ -42,6 +41,9 @@ from quengine.platform.weight_loader import CudaTransfer, WeightLoader
 from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
 from quengine.speculative.load_draft import open_draft
+
+if TYPE_CHECKING:
+    from quengine.parallel.group import RankGroup, RankPlan
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class LoadedModel:
     experts: ExpertPlacement
     draft: DraftModel | None = None
     draft_checkpoint: Checkpoint | None = None
-    ranks: RankGroup | None = None
+    ranks: "RankGroup | None" = None
 
     @property
     def decoder(self) -> Decoder:
@@ -152,7 +154,7 @@ def load_model(
     )
 
 
-def load_rank(plan: RankPlan, communicator: Communicator) -> ModelRunner:
+def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
     """The part of the model of a rank other than rank 0, with its cache. Raises as `load_model`."""
     config = EngineConfig(**plan.options)
     device, _ = choose_device(config)
@@ -220,6 +222,7 @@ class _Machine:
 
     def ranks(self, path: Path, part: Checkpoint, ctx_size: int, pools: Sequence[CachePool]) -> ModelRunner:
         """Rank 0 of a group, whose other ranks load their parts meanwhile."""
+        from quengine.parallel.group import RankGroup, RankPlan
 
         def plan(number: int, meeting: str) -> RankPlan:
             sizes = tuple((pool.num_blocks, pool.window, pool.chunk) for pool in pools)

@@ -34,19 +34,24 @@ def _report(error: Exception) -> bytes:
 
 
 def follow(connection: "Connection[Any, Any]") -> None:
-    """Load what rank 0 plans, and compute what it sends, until it closes the connection."""
+    """Load what rank 0 plans, and compute what it sends, until it closes the connection; without a model, time sums."""
     connection.send_bytes(STARTING)
     import torch
 
     from quengine.load import load_rank
     from quengine.parallel.communicator import join
     from quengine.parallel.steps import run
+    from quengine.parallel.sum_times import time_sums
     from quengine.parallel.wire import decode
 
     given = json.loads(connection.recv_bytes())
     plan = RankPlan(**{**given, "pools": tuple(tuple(pool) for pool in given["pools"])})
     device = torch.device(str(plan.options["device"]))
     communicator = join(plan.rank, device, Path(plan.meeting), bool(plan.options["deterministic"]))
+    if not plan.model:
+        time_sums(communicator, device)
+        connection.send_bytes(READY)
+        connection.recv_bytes()  # until rank 0 has ended
     runner = load_rank(plan, communicator)
     connection.send_bytes(READY)
     collector.working()
