@@ -31,6 +31,8 @@ from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddin
 from quengine.serve.routes.vectors.rerank import rerank
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openapi import document
+from quengine.serve.tools.cors_proxy import cors_proxy
+from quengine.serve.tools.tool_routes import call_tool, list_tools
 
 ServerEndpoint = Callable[[Models, Request], Awaitable[Response]]
 
@@ -61,6 +63,10 @@ SERVER_ROUTES: tuple[tuple[str, str, ServerEndpoint], ...] = (
     ("POST", "/models/unload", table.unload),
     ("GET", "/v1/responses/{id}", stored_response),
     ("DELETE", "/v1/responses/{id}", delete_response),
+    ("GET", "/tools", list_tools),
+    ("POST", "/tools", call_tool),
+    ("GET", "/cors-proxy", cors_proxy),
+    ("POST", "/cors-proxy", cors_proxy),
     *OLLAMA_SERVER_ROUTES,
 )
 """Of no model: called with all of them."""

@@ -31,7 +31,9 @@ _MEANINGS = {
     429: "The queue is full.",
     500: "This request failed; others go on.",
     501: "The model has no tokens for this, or the server was not started with the flag for it.",
+    502: "The other host cannot be reached.",
     503: "The model is being loaded, the engine is replaced or does not answer, or the server is ending.",
+    504: "The other host does not answer.",
     529: "The queue is full, or any cause of a 503 of other routes.",
 }
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
@@ -89,6 +91,13 @@ _RERANK = Operation(
     errors=_COMPUTES,
 )
 
+_PROXY = Operation(
+    "The answer of another host.",
+    "*/*",
+    errors=(400, 408, 413, 502, 504),
+    query=(("url", {"type": "string", "format": "uri"}),),
+)
+
 
 def _ollama(summary: str, name: str, errors: tuple[int, ...], line: str | None = None) -> Operation:
     """A route of Ollama's API that reads a body."""
@@ -131,6 +140,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "ModelRequest",
         errors=(400, 404, 408, 413),
     ),
+    ("GET", "/tools"): Operation("The tools that may be called here.", ref("Tools")),
+    ("POST", "/tools"): Operation(
+        "Call a tool.", OBJECT, "ToolRequest", "ToolEvent", (400, 404, 408, 413, 500, 501)
+    ),
+    ("GET", "/cors-proxy"): _PROXY,
+    ("POST", "/cors-proxy"): _PROXY,
     ("POST", "/v1/chat/completions"): _CHAT,
     ("POST", "/chat/completions"): _CHAT,
     ("POST", "/v1/completions"): Operation(

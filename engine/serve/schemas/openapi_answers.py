@@ -448,6 +448,17 @@ def _status() -> dict[str, Schema]:
         },
         "LoraAdapters": {"type": "array", "maxItems": 0},
         "Success": _object(success=_const(True)),
+        "Tools": _array(
+            _object(
+                display_name=STRING,
+                tool=STRING,
+                type=_enum("server", "mcp"),
+                permissions=_object(write=BOOLEAN),
+                uses_cwd=BOOLEAN,
+                definition=OBJECT,
+            )
+        ),
+        "ToolEvent": {"anyOf": [_object(chunk=STRING), _object({"error": STRING}, done=_const(True))]},
         "Props": _object(
             default_generation_settings=_object(n_ctx=_COUNT, params=ref("GenerationSettings")),
             total_slots=_COUNT,

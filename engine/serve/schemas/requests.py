@@ -557,6 +557,14 @@ class ModelRequest(Body, frozen=True):
     """Of a route that loads or unloads a model."""
 
 
+class ToolRequest(Body, frozen=True, kw_only=True):
+    """Of POST /tools."""
+
+    tool: Annotated[str, Meta(description="A name of GET /tools.")]
+    params: Annotated[dict[str, Any], Meta(description="The tool's arguments.")] = {}
+    stream: Annotated[bool, Meta(description="Its output as it comes, of tools that have that.")] = False
+
+
 class SlotFileRequest(Body, frozen=True, kw_only=True):
     """Of /slots/{id_slot} with the actions save and restore."""
 
@@ -587,4 +595,5 @@ BODIES: tuple[type[Body], ...] = (
     DetokenizeRequest,
     TemplateRequest,
     ModelRequest,
+    ToolRequest,
 )
