@@ -14,6 +14,7 @@ from quengine.serve.models.residency import Launch, Residency
 from quengine.serve.processes.server_thread import Worker
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.response_store import ResponseStore
+from quengine.serve.resumable import StreamStore
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
@@ -45,6 +46,7 @@ class Models:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.responses = ResponseStore(settings.limits.stored)
+        self.streams = StreamStore()
         self.tools = Toolset(settings.tools, say)
         self.created = int(time.time())
         self.draining = False

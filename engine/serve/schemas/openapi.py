@@ -20,6 +20,8 @@ from quengine.serve.settings import ServerSettings
 JSON = "application/json"
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
+NOTHING = ""
+"""The answer of a route that has none (204)."""
 
 _MEANINGS = {
     400: "A field is wrong, over a limit or not supported; or the prompt does not fit.",
@@ -91,6 +93,7 @@ _RERANK = Operation(
     errors=_COMPUTES,
 )
 
+_CONVERSATION: tuple[tuple[str, Schema], ...] = (("conv_id", _PART),)
 _PROXY = Operation(
     "The answer of another host.",
     "*/*",
@@ -139,6 +142,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ref("Success"),
         "ModelRequest",
         errors=(400, 404, 408, 413),
+    ),
+    ("GET", "/v1/stream"): Operation(
+        "A conversation's stream again, from a byte on.", EVENTS, errors=(400, 404, 503), query=_CONVERSATION
+    ),
+    ("DELETE", "/v1/stream"): Operation(
+        "End a conversation's stream.", NOTHING, errors=(400,), query=_CONVERSATION
+    ),
+    ("POST", "/v1/streams/lookup"): Operation(
+        "Which conversations have streams.", ref("Streams"), "StreamsRequest", errors=(400, 408, 413)
     ),
     ("GET", "/tools"): Operation("The tools that may be called here.", ref("Tools")),
     ("POST", "/tools"): Operation(
@@ -247,7 +259,7 @@ def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dic
         "operationId": _operation_id(method, path),
         "summary": operation.summary,
         "responses": {
-            "200": _success(operation),
+            "204" if operation.answer == NOTHING else "200": _success(operation),
             **{str(status): _failure(status, operation.error) for status in errors},
         },
     }
@@ -272,6 +284,8 @@ def _operation_id(method: str, path: str) -> str:
 
 
 def _success(operation: Operation) -> dict[str, Any]:
+    if operation.answer == NOTHING:
+        return {"description": operation.summary}
     if isinstance(operation.answer, str):
         content: dict[str, Any] = {operation.answer: {"schema": STRING}}
     else:

@@ -448,6 +448,15 @@ def _status() -> dict[str, Schema]:
         },
         "LoraAdapters": {"type": "array", "maxItems": 0},
         "Success": _object(success=_const(True)),
+        "Streams": _array(
+            _object(
+                conversation_id=STRING,
+                is_done=BOOLEAN,
+                total_bytes=_COUNT,
+                started_at=_COUNT,
+                completed_at=_COUNT,
+            )
+        ),
         "Tools": _array(
             _object(
                 display_name=STRING,

@@ -565,6 +565,12 @@ class ToolRequest(Body, frozen=True, kw_only=True):
     stream: Annotated[bool, Meta(description="Its output as it comes, of tools that have that.")] = False
 
 
+class StreamsRequest(Body, frozen=True):
+    """Of POST /v1/streams/lookup."""
+
+    conversation_ids: Annotated[list[str], Meta(max_length=1000)] = []
+
+
 class SlotFileRequest(Body, frozen=True, kw_only=True):
     """Of /slots/{id_slot} with the actions save and restore."""
 
@@ -596,4 +602,5 @@ BODIES: tuple[type[Body], ...] = (
     TemplateRequest,
     ModelRequest,
     ToolRequest,
+    StreamsRequest,
 )
