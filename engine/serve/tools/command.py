@@ -25,7 +25,8 @@ from quengine.serve.tools.workspace import Workspace
 MAX_OUTPUT = 16 << 10
 """Bytes."""
 MAX_SECONDS = 60
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.02
+_LAST_SECONDS = 0.2
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TERM", "TMPDIR", "TZ")
 """Environment variables that programs get: the server's others may be keys."""
 _PLAIN = re.compile(r"""[\w@%+:,./\- '"=]+""", re.ASCII)
@@ -149,16 +150,17 @@ class _Output:
 
 
 async def _read(process: asyncio.subprocess.Process, output: _Output) -> None:
-    """Until the process has ended: what it started may hold its output open for longer."""
+    """Until the process has ended, and a moment more for what it wrote: what it started may hold its output open."""
     assert process.stdout is not None
-    while True:
+    polls = 0
+    while polls * _POLL_SECONDS < _LAST_SECONDS:
+        polls += process.returncode is not None
         try:
             part = await asyncio.wait_for(process.stdout.read(1 << 14), _POLL_SECONDS)
         except TimeoutError:
-            part = None
-        if part:
-            output.add(part)
-        elif process.returncode is not None:
+            continue
+        output.add(part)
+        if not part and process.returncode is not None:
             return
-        elif part == b"":  # it has closed its output and goes on
+        if not part:  # it has closed its output and goes on
             await asyncio.sleep(_POLL_SECONDS)

@@ -33,16 +33,12 @@ _POLL_SECONDS = 0.01
 
 
 class McpProcess:
-    """`last_words`: the newest lines of its standard error."""
+    """`last_words`: the newest lines of its standard error; `ended`: nothing comes from it any more."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
-        self._process: asyncio.subprocess.Process | None = None
+        self.ended = False
         self.last_words: deque[str] = deque(maxlen=5)
-
-    @property
-    def ended(self) -> bool:
-        return self._process is not None and self._process.returncode is not None
 
     @asynccontextmanager
     async def transport(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -50,7 +46,7 @@ class McpProcess:
         server = self._server
         environment = {name: os.environ[name] for name in PASSED if name in os.environ}
         try:
-            process = self._process = await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 *server.command,
                 cwd=server.folder,
                 env={**environment, **server.env},
@@ -87,6 +83,7 @@ class McpProcess:
                 try:
                     line = await process.stdout.readline()
                     if not line:
+                        self.ended = True
                         return
                     message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
                 except ValueError:  # a line over the limit, which is dropped, or one that is no message
@@ -115,11 +112,18 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     """End the process, and what it has started."""
     assert process.stdin is not None
     process.stdin.close()
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with anyio.move_on_after(_GRACE_SECONDS):
-            while process.returncode is None:
-                await asyncio.sleep(_POLL_SECONDS)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, sign)
+    try:
+        for _ in range(2):
+            with anyio.move_on_after(_GRACE_SECONDS):
+                while process.returncode is None:
+                    await asyncio.sleep(_POLL_SECONDS)
+            _signal(process, signal.SIGTERM)
+    finally:
+        _signal(process, signal.SIGKILL)
     while process.returncode is None:
         await asyncio.sleep(_POLL_SECONDS)
+
+
+def _signal(process: asyncio.subprocess.Process, sign: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, sign)

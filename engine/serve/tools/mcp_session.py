@@ -19,6 +19,7 @@ from quengine.serve.tools.tool import Answer, Call, Tool, ToolError
 logger = logging.getLogger("quengine.serve.mcp")
 
 _CONNECT_SECONDS = 10.0
+_END_SECONDS = 5.0
 _IDLE_SECONDS = 300.0
 _COOLDOWN_SECONDS = 5.0
 """After a failed start, for which calls fail at once."""
@@ -119,7 +120,7 @@ class McpSession:
             return self._client
 
     async def _begin(self) -> None:
-        self._leave, self._used_at = asyncio.Event(), time.monotonic()
+        self._leave = asyncio.Event()
         ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._owner = asyncio.create_task(self._own(ready))
         try:
@@ -142,6 +143,7 @@ class McpSession:
             async with AsyncExitStack() as held:
                 client = Client(await self._transport(held), read_timeout_seconds=self.server.seconds)
                 async with client:
+                    self._used_at = time.monotonic()
                     ready.set_result(client)
                     await self._idle_or_left()
         except BaseException as error:
@@ -184,14 +186,17 @@ class McpSession:
 
     async def close(self) -> None:
         """End the session, and the server's process."""
-        owner, self._owner, self._client = self._owner, None, None
+        owner, client = self._owner, self._client
+        self._owner = self._client = None
         if owner is None:
             return
         self._leave.set()
-        if not owner.done():
-            await asyncio.wait((owner,), timeout=0.2)
+        if client is None:  # it has not begun, and does not look at that
             owner.cancel()
-        await asyncio.gather(owner, return_exceptions=True)
+        await asyncio.wait((owner,), timeout=_END_SECONDS)
+        if not owner.done():
+            owner.cancel()
+            await asyncio.wait((owner,))
 
     @property
     def _named(self) -> str:

@@ -45,6 +45,7 @@ class Toolset:
         if self._sessions:
             check_installed()
         self._found: dict[str, list[Tool]] = {}
+        self._problems: dict[str, str] = {}
         self._finding: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[Answer]] = set()
         self._room = asyncio.Semaphore(MOST_CALLS)
@@ -74,7 +75,9 @@ class Toolset:
                 self._found[name] = await session.tools()
                 self._say(f"MCP server {name}: {len(self._found[name])} tools")
             except ToolError as error:
-                self._say(f"warning: {error}")
+                if self._problems.get(name) != str(error):
+                    self._say(f"warning: {error}")
+                self._problems[name] = str(error)
 
         missing = [each for each in self._sessions if each.server.name not in self._found]
         await asyncio.gather(*map(ask, missing))
