@@ -480,6 +480,7 @@ def _status() -> dict[str, Schema]:
             is_sleeping=BOOLEAN,
             build_info=STRING,
             limits=_object(**dict.fromkeys(limits, _COUNT)),
+            tools=BOOLEAN,
         ),
     }
 

@@ -14,6 +14,15 @@ export interface Token {
   top: { text: string; logprob: number }[];
 }
 
+/** A call of a tool, with its result as the model is told it. */
+export interface ToolCall {
+  id: string;
+  name: string;
+  arguments: string;
+  result?: string;
+  failed?: boolean;
+}
+
 /** What an answer took, as the server's last event says. */
 export interface Costs {
   tokens: number;
@@ -35,6 +44,7 @@ export interface Message {
   thoughtSeconds?: number;
   attachments?: Attachment[];
   tokens?: Token[];
+  calls?: ToolCall[];
   costs?: Costs;
   model?: string;
   error?: string;
@@ -52,6 +62,8 @@ export interface Chat {
   messages: Record<string, Message>;
   settings: Settings;
   model?: string;
+  /** Tools that may change something and need not be asked for any more. */
+  allowed?: string[];
 }
 
 export function newChat(settings: Settings, model?: string): Chat {
