@@ -94,6 +94,7 @@ def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
     line += ["--slots" if flags.slots else "--no-slots", "--metrics" if flags.metrics else "--no-metrics"]
     for flag in ("--no-ui", "--context-shift", "--no-models-autoload"):
         line += [flag] * getattr(flags, flag[2:].replace("-", "_"))
+    line += ["--no-confine-commands"] * bool(flags.tools)
     line += ["--cors-proxy", "--cors-proxy-private"] * flags.ui_mcp_proxy
     for flag, value in named.items():
         line += [] if value is None else [flag, str(value)]

@@ -1,8 +1,8 @@
 """Runs programs for tools: with a time limit, a limit on their output, few environment variables, and all that they
 started ended with them. `exec_shell_command` is the tool.
 
-A command without anything that a shell would interpret is run without one. What it does is not confined to the folder
-it starts in: that takes a container around the server.
+A command without anything that a shell would interpret is run without one. It is confined by Landlock
+(`confine_main.py`), unless the server was started with --no-confine-commands.
 """
 
 import asyncio
@@ -11,14 +11,18 @@ import re
 import shlex
 import shutil
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from quengine.errors import CannotRunError
+from quengine.serve.tools.options import COMMANDS
 from quengine.serve.tools.tool import Answer, Call, Tool, ToolError, Write, read_arguments, schema_of
 from quengine.serve.tools.workspace import Workspace
 
@@ -50,12 +54,31 @@ class ShellCommand(Struct):
     )
 
 
-def command_tool(workspace: Workspace) -> Tool:
+def check_confinement() -> None:
+    """Raises CannotRunError where this machine cannot confine commands."""
+    if sys.platform == "linux":
+        from quengine.serve.tools.confine_main import version
+
+        if version() > 0:
+            return
+    raise CannotRunError(
+        f"{COMMANDS} cannot be confined here, which takes Landlock (Linux 5.13): leave it out, or give "
+        "--no-confine-commands if commands may do whatever you may do"
+    )
+
+
+def command_tool(workspace: Workspace, confined: bool) -> Tool:
     async def run(call: Call) -> Answer:
         given = read_arguments(ShellCommand, call)
         folder, seconds = call.folder or workspace.root, min(given.timeout, MAX_SECONDS)
         most = min(given.max_output_size, MAX_OUTPUT)
-        ended = await run_program(arguments_of(given.command), folder, seconds, most, write=call.write)
+        arguments = arguments_of(given.command)
+        with TemporaryDirectory(prefix="quengine-") as temporary:
+            variables = {"TMPDIR": temporary}
+            if confined:
+                arguments = [*_confining(workspace.root, temporary), *arguments]
+                variables["HOME"] = temporary
+            ended = await run_program(arguments, folder, seconds, most, write=call.write, variables=variables)
         how = f"[exit code: {ended.code}]" if ended.code is not None else f"[ended after {seconds} s]"
         tail = "\n[output truncated]" * ended.cut + f"\n{how}"
         if call.write is not None:
@@ -63,7 +86,7 @@ def command_tool(workspace: Workspace) -> Tool:
         return {"plain_text_response": ended.output.decode(errors="replace") + tail}
 
     return Tool(
-        "exec_shell_command",
+        COMMANDS,
         "Run a command",
         "Run a shell command; the answer has its output and its exit code.",
         schema_of(ShellCommand),
@@ -71,6 +94,11 @@ def command_tool(workspace: Workspace) -> Tool:
         changes=True,
         streams=True,
     )
+
+
+def _confining(folder: Path, temporary: str) -> list[str]:
+    program = Path(__file__).with_name("confine_main.py")
+    return [sys.executable, "-I", "-S", str(program), str(folder), temporary]
 
 
 def arguments_of(command: str) -> list[str]:
@@ -94,6 +122,7 @@ async def run_program(
     given: bytes | None = None,
     write: Write | None = None,
     descriptors: Sequence[int] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Ended:
     """Run a program until it ends, its time is over, or the caller is cancelled; then its process group is killed.
 
@@ -109,7 +138,7 @@ async def run_program(
         process = await asyncio.create_subprocess_exec(
             *arguments,
             cwd=folder,
-            env=environment,
+            env={**environment, **(variables or {})},
             stdin=asyncio.subprocess.DEVNULL if given is None else asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -56,6 +56,14 @@ class ToolsOptions:
         Path | None,
         Flag("--tools-dir", "The folder in which tools read, write and run commands.", _PANEL, "DIR"),
     ] = None
+    confined: Annotated[
+        bool,
+        Flag(
+            "--confine-commands/--no-confine-commands",
+            "Let commands write in --tools-dir alone and read no home folder (Landlock, Linux).",
+            _PANEL,
+        ),
+    ] = True
     mcp_config: Annotated[
         Path | None,
         Flag(

@@ -11,6 +11,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 JUNK = frozenset(
     (
@@ -64,9 +65,10 @@ def walk(folder: int, depth: int) -> Iterator[tuple[str, bool, str, int]]:
         folders[:] = [] if deepest else sorted(name for name in folders if name not in JUNK)
 
 
-def find(folder: int, given: dict) -> dict:
+def find(folder: int, given: dict[str, Any]) -> dict[str, Any]:
     include, exclude = Glob(given["include"]), Glob(given["exclude"]) if given["exclude"] else None
-    rows, total = [], 0
+    rows: list[list[Any]] = []
+    total = 0
     for path, is_folder, _, _ in walk(folder, given["depth"]):
         if given["type"] not in ("all", "dir" if is_folder else "file"):
             continue
@@ -86,7 +88,7 @@ def lines_of(descriptor: int) -> list[str]:
     return content.decode(errors="replace").split("\n")
 
 
-def files_of(folder: int, given: dict) -> Iterator[tuple[str, int]]:
+def files_of(folder: int, given: dict[str, Any]) -> Iterator[tuple[str, int]]:
     """Each file's path with its descriptor; the only one has that of the caller."""
     if stat.S_ISREG(os.fstat(folder).st_mode):
         yield given["path"], folder
@@ -101,11 +103,12 @@ def files_of(folder: int, given: dict) -> Iterator[tuple[str, int]]:
             continue
 
 
-def grep(folder: int, given: dict) -> dict:
+def grep(folder: int, given: dict[str, Any]) -> dict[str, Any]:
     """Rows: path, line number, text, whether it is a match and not a line around one."""
     source = re.escape(given["pattern"]) if given["literal"] else given["pattern"]
     pattern = re.compile(source, re.IGNORECASE if given["ignore_case"] else 0)
-    around, rows, total = given["context"], [], 0
+    rows: list[list[Any]] = []
+    around, total = given["context"], 0
     for path, descriptor in files_of(folder, given):
         lines = lines_of(descriptor)
         for at, line in enumerate(lines):

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.tools.command import command_tool
+from quengine.serve.tools.command import check_confinement, command_tool
 from quengine.serve.tools.file_tools import file_tools
 from quengine.serve.tools.mcp_config import mcp_servers
 from quengine.serve.tools.mcp_session import McpSession, check_installed
@@ -32,14 +32,16 @@ class Toolset:
     """`say`: called with lines for the terminal.
 
     Raises:
-        EngineError: the MCP servers' configuration is wrong, or their SDK is not installed.
+        EngineError: the MCP servers' configuration is wrong, the SDK is not there, or commands cannot be confined.
     """
 
     def __init__(self, options: ToolsOptions, say: Callable[[str], None]) -> None:
         self.options = options
         self._say = say
         self._workspace = None if options.folder is None else Workspace(options.folder)
-        built_in = {} if self._workspace is None else _built_in(self._workspace)
+        if COMMANDS in options.names and options.confined:
+            check_confinement()
+        built_in = {} if self._workspace is None else _built_in(self._workspace, options.confined)
         self._own = {name: built_in[name] for name in options.names}
         self._sessions = [McpSession(server) for server in mcp_servers(options)]
         if self._sessions:
@@ -56,7 +58,9 @@ class Toolset:
         if self._own and self._workspace is not None:
             warning = f"warning: clients may call {', '.join(self._own)} in {self._workspace.root}"
             if COMMANDS in self._own:
-                warning += "; commands may do whatever you may do, elsewhere too"
+                confined = "write there alone, read system folders and reach the network"
+                unconfined = "do whatever you may do, elsewhere too"
+                warning += f"; commands may {confined if self.options.confined else unconfined}"
             self._say(warning)
         if self._sessions:
             names = ", ".join(session.server.name for session in self._sessions)
@@ -134,7 +138,7 @@ class Toolset:
         await asyncio.gather(*(session.close() for session in self._sessions))
 
 
-def _built_in(workspace: Workspace) -> dict[str, Tool]:
+def _built_in(workspace: Workspace, confined: bool) -> dict[str, Tool]:
     async def get_info(call: Call) -> Answer:
         return {"os": f"{platform.system()} {platform.release()}", "cwd": str(call.folder or workspace.root)}
 
@@ -142,7 +146,7 @@ def _built_in(workspace: Workspace) -> dict[str, Tool]:
     tools = [
         *file_tools(workspace),
         *search_tools(workspace),
-        command_tool(workspace),
+        command_tool(workspace, confined),
         Tool("get_info", "About this machine", about, schema_of(NoArguments), get_info),
     ]
     assert {tool.name for tool in tools} == set(BUILT_IN)

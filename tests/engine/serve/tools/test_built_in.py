@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,12 @@ import psutil
 import pytest
 
 from quengine import EngineError
+from quengine.errors import CannotRunError
 from quengine.serve.settings import ServerSettings
+from quengine.serve.tools.confine_main import version
 from quengine.serve.tools.options import BUILT_IN, ToolsOptions
 from quengine.serve.tools.search_main import Glob
+from quengine.serve.tools.toolset import Toolset
 from tests.engine.serve.serving import KEY, Served, serving
 
 FORM = {"display_name", "tool", "type", "permissions", "uses_cwd", "definition"}
@@ -239,10 +243,62 @@ def test_a_command_runs_in_the_folder_with_few_variables(
     )
     assert there["plain_text_response"] == f"{folder}/sub dir\n\n\n[exit code: 3]"
     assert "secret" not in text(client, "exec_shell_command", command="env")
-    assert text(client, "exec_shell_command", command="printf abcdef", max_output_size=3).startswith(
-        "abc\n[output truncated]"
-    )
+    cut = text(client, "exec_shell_command", command="printf abcdef", max_output_size=3)
+    assert cut.startswith("abc\n[output truncated]")
     assert "[exit code: 2]" in text(client, "exec_shell_command", command="echo 'a")
+
+
+def test_a_command_writes_in_the_folder_alone_and_reads_no_file_of_others(
+    client: httpx.Client, folder: Path
+) -> None:
+    def run(command: str) -> str:
+        return text(client, "exec_shell_command", command=command)
+
+    outside = folder.parent / "theirs.txt"
+    outside.write_text("secret text")
+    (folder / "way out").symlink_to(folder.parent)
+    for command in (
+        f"cat {outside}",
+        "cat 'way out/theirs.txt'",
+        f"ls {folder.parent}",
+        f"cat /proc/{os.getpid()}/environ",
+    ):
+        answer = run(command)
+        assert "denied" in answer.lower() or "not permitted" in answer.lower(), (command, answer)
+        assert "secret" not in answer
+    for command in (
+        f"ln {outside} here",
+        f"echo x > {outside}",
+        f"rm {outside}",
+        f"mv {outside} mine",
+        f"touch {folder.parent}/new",
+    ):
+        assert "[exit code: 0]" not in run(command), command
+    assert "[exit code: 0]" not in run(f"kill -0 {os.getpid()}") or version() < 6
+    assert outside.read_text() == "secret text" and not (folder.parent / "new").exists()
+    done = run("mkdir -p a && echo kept > a/x && mv a/x a/y && cat a/y 2> /dev/null && ls /usr > /dev/null")
+    assert done == "kept\n\n[exit code: 0]"
+    assert run("echo t > $TMPDIR/t && cat $HOME/t") == "t\n\n[exit code: 0]"
+    assert "[exit code: 0]" in run(f"{sys.executable} -c 'import json; print(json.dumps(1))'")
+
+
+def test_commands_that_cannot_be_confined_need_a_flag_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quengine.serve.tools import confine_main
+
+    monkeypatch.setattr(confine_main, "version", lambda: 0)
+    with pytest.raises(CannotRunError, match="--no-confine-commands"):
+        Toolset(ToolsOptions(BUILT_IN, folder), print)
+    Toolset(ToolsOptions(("read_file",), folder), print)
+    outside = folder.parent / "open.txt"
+    outside.write_text("open")
+    with (
+        serving(settings={"tools": ToolsOptions(BUILT_IN, folder, confined=False)}) as served,
+        served.http() as client,
+    ):
+        assert "commands may do whatever you may do" in "".join(served.said)
+        assert "open\n[exit code: 0]" in text(client, "exec_shell_command", command=f"cat {outside}")
 
 
 def test_a_shell_runs_only_what_needs_one() -> None:
