@@ -99,6 +99,8 @@ class McpSession:
         except TimeoutError:
             raise ToolError(f"{self._named} did not answer within {self.server.seconds:g} s") from None
         except Exception as error:  # the SDK's, and those of its transports
+            if self.server.url and self._calls == 1:
+                self._leave.set()  # a server that was started again does not know the session
             if self._process is not None and self._process.ended:
                 raise ToolError(f"{self._named} has ended{self._why()}") from None
             raise ToolError(f"{self._named}: {_reason(error)}") from None
@@ -109,7 +111,8 @@ class McpSession:
     async def _connected(self) -> Any:
         """The client of a session that goes on, or of a new one. Raises ToolError."""
         async with self._lock:
-            if self._owner is not None and (self._owner.done() or (self._process and self._process.ended)):
+            over = self._leave.is_set() or (self._process is not None and self._process.ended)
+            if self._owner is not None and (over or self._owner.done()):
                 await self.close()
             if self._owner is None:
                 since, problem = self._failed
@@ -183,6 +186,7 @@ class McpSession:
                 return
             except TimeoutError:
                 pass
+        self._leave.set()
 
     async def close(self) -> None:
         """End the session, and the server's process."""

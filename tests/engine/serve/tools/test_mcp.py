@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -196,26 +197,44 @@ def test_an_idle_server_is_ended_and_started_again_for_a_call(monkeypatch: pytes
         assert tool(client, "tests_add", a=1, b=1) == {"plain_text_response": "2"}
 
 
-def test_a_server_is_reached_over_http() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+@contextmanager
+def over_http(port: int) -> Iterator[None]:
     with subprocess.Popen([sys.executable, PROGRAM, str(port)], stderr=subprocess.DEVNULL) as running:
         try:
-            url = f"http://127.0.0.1:{port}/mcp"
-            for _ in range(200):
+            for _ in range(400):
                 with socket.socket() as attempt:
                     if attempt.connect_ex(("127.0.0.1", port)) == 0:
                         break
                 time.sleep(0.05)
-            options = config(remote={"url": url}, gone={"url": "http://127.0.0.1:9/mcp"})
-            with serving(settings={"tools": options}) as served, served.http() as client:
-                names = [each["tool"] for each in client.get("/tools").json()]
-                assert names == [f"remote_{name}" for name in TOOLS]
-                assert tool(client, "remote_add", a=1, b=2) == {"plain_text_response": "3"}
-                assert "the MCP server gone cannot be used: " in "\n".join(served.said)
+            yield
         finally:
             running.kill()
+
+
+def test_a_server_is_reached_over_http_also_after_it_was_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mcp_session, "_COOLDOWN_SECONDS", 0.1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with over_http(port):
+        options = config(
+            remote={"url": f"http://127.0.0.1:{port}/mcp"}, gone={"url": "http://127.0.0.1:9/mcp"}
+        )
+        with ExitStack() as held:
+            served = held.enter_context(serving(settings={"tools": options}))
+            client = held.enter_context(served.http())
+            names = [each["tool"] for each in client.get("/tools").json()]
+            assert names == [f"remote_{name}" for name in TOOLS]
+            assert tool(client, "remote_add", a=1, b=2) == {"plain_text_response": "3"}
+            assert "the MCP server gone cannot be used: " in "\n".join(served.said)
+            kept = held.pop_all()
+    with kept:
+        assert "error" in tool(client, "remote_add", a=1, b=2)
+        time.sleep(0.1)
+        with over_http(port):
+            assert tool(client, "remote_add", a=1, b=3) == {"plain_text_response": "4"}
 
 
 def test_the_configuration_is_read_and_checked(tmp_path: Path) -> None:
