@@ -32,7 +32,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def version() -> int:
     """The version of Landlock's interface; 0 where the kernel has none, or none that is on."""
-    return max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+    answered: int = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+    return max(0, answered)
 
 
 def confine(folders: list[str], others: list[str]) -> None:
