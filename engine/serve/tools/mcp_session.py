@@ -100,7 +100,7 @@ class McpSession:
             raise ToolError(f"{self._named} did not answer within {self.server.seconds:g} s") from None
         except Exception as error:  # the SDK's, and those of its transports
             if self.server.url and self._calls == 1:
-                self._leave.set()  # a server that was started again does not know the session
+                self._leave.set()  # a server that was started again has no such session
             if self._process is not None and self._process.ended:
                 raise ToolError(f"{self._named} has ended{self._why()}") from None
             raise ToolError(f"{self._named}: {_reason(error)}") from None

@@ -77,7 +77,8 @@ class Toolset:
             name = session.server.name
             try:
                 self._found[name] = await session.tools()
-                self._say(f"MCP server {name}: {len(self._found[name])} tools")
+                count = len(self._found[name])
+                self._say(f"MCP server {name}: {count} tool{'s' * (count != 1)}")
             except ToolError as error:
                 if self._problems.get(name) != str(error):
                     self._say(f"warning: {error}")

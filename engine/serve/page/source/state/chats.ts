@@ -177,11 +177,21 @@ export function imported(text: string): Chat[] {
   return chats.map(checked);
 }
 
+/** What must be text in the calls of an imported message. */
+const callTexts = (calls: unknown): unknown[] =>
+  (Array.isArray(calls) ? calls : calls === undefined ? [] : [null]).flatMap((call: Partial<ToolCall> | null) => [
+    call?.id,
+    call?.name,
+    call?.arguments,
+    call?.result ?? "",
+  ]);
+
 function checked(value: unknown): Chat {
   const chat = (value ?? {}) as Partial<Chat>;
   const messages: Record<string, Message> = {};
   for (const message of Object.values(chat.messages ?? {})) {
-    const whole = typeof message?.id === "string" && typeof message.content === "string";
+    const texts = [message?.id, message?.content, ...callTexts(message?.calls)];
+    const whole = texts.every(text => typeof text === "string");
     if (!whole || !["user", "assistant"].includes(message.role))
       throw new Error("a message of the file is damaged");
     if (message.state === "running") message.state = "interrupted";
