@@ -85,7 +85,7 @@ class LoadedModel:
     def close(self) -> None:
         """End the other ranks, and unmap the files."""
         if self.ranks is not None:
-            self.ranks.close()
+            self.runner.release()
         self.checkpoint.close()
         if self.draft_checkpoint is not None:
             self.draft_checkpoint.close()

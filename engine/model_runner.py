@@ -54,6 +54,10 @@ class StepGraphs(Protocol):
         """See `ModelRunner.warm_up`."""
         ...
 
+    def release(self) -> None:
+        """See `ModelRunner.release`."""
+        ...
+
 
 class ModelRunner:
     """Runs a decoder over its cache. `ranks`: the group whose rank 0 this is; None: it is told, or computes alone.
@@ -88,6 +92,13 @@ class ModelRunner:
         self.ranks = ranks
         if self.graphs is not None:
             self.graphs.together = ranks.together
+
+    def release(self) -> None:
+        """Drop what was captured: no step can be computed any more. Ranks of a group then leave it."""
+        if self.graphs is not None:
+            self.graphs.release()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def run(self, batch: Batch) -> list[Result]:
         """Compute a batch: a result for each of its sequences, in order. What concerns them all is raised."""

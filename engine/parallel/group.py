@@ -120,7 +120,7 @@ class _Follower:
         )
 
     def close(self) -> None:
-        """Let it end, which it does when rank 0's ends of its pipes are closed."""
+        """Let it end, which it does, whatever it waits for, when rank 0's ends of its pipes are closed."""
         self.connection.close()
         if self._life >= 0:
             os.close(self._life)
@@ -226,8 +226,13 @@ class RankGroup:
             return
         self._closing = True
         atexit.unregister(self.close)
+        for follower in self._followers:
+            follower.connection.close()  # it leaves the group as well
         if self._communicator is not None:
-            self._communicator.close()
+            # Where a rank has failed, this may not end.
+            leaving = threading.Thread(target=self._communicator.close, daemon=True)
+            leaving.start()
+            leaving.join(END_SECONDS)
         for follower in self._followers:
             follower.close()
         end = time.monotonic() + END_SECONDS

@@ -51,12 +51,19 @@ def follow(connection: "Connection[Any, Any]") -> None:
     if not plan.model:
         time_sums(communicator, device)
         connection.send_bytes(READY)
-        connection.recv_bytes()  # until rank 0 has ended
+        with suppress(EOFError):
+            connection.recv_bytes()  # until rank 0 leaves the group
+        communicator.close()
+        return
     runner = load_rank(plan, communicator)
     connection.send_bytes(READY)
     collector.working()
-    while True:
-        run(runner, decode(connection.recv_bytes()))
+    try:
+        while True:
+            run(runner, decode(connection.recv_bytes()))
+    except EOFError:
+        runner.release()
+        communicator.close()
 
 
 def main() -> int:

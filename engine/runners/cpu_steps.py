@@ -73,3 +73,7 @@ class CpuSteps:
         most = 1 if params is not None else min(self._most_rows, EXACT_CPU_ROWS)
         for rows in range(most, 0, -1):
             self.capture(decode_key(rows))
+
+    def release(self) -> None:
+        """Drop the step lists."""
+        self._steps.clear()

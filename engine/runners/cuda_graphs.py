@@ -214,6 +214,10 @@ class CudaGraphs:
             with self.together(Capture(key)):
                 self.capture(key)
 
+    def release(self) -> None:
+        """Destroy the graphs: NCCL's communicator, which some launch on, waits for that before it ends."""
+        self._steps.clear()
+
     def lengths_of(self, tokens: int) -> list[int]:
         """Prompts' chunks in a step of so many tokens: as few as there may be."""
         whole, rest = divmod(tokens, self.longest_chunk)
