@@ -25,12 +25,6 @@ _LOOPBACK = "127.0.0.1"
 WAIT_SECONDS = 600.0
 """How long a rank waits for another."""
 
-PUSHED_VALUES = 1 << 17
-"""Values of an all-reduce that are pushed to all ranks, at most: 16 rows of 8192. Beyond it NCCL moves fewer bytes."""
-
-GATHERED_VALUES = 1 << 19
-"""The same for the logits of one rank: 8 rows of 64K."""
-
 
 class RankCommunicator(Communicator, Protocol):
     """That of a rank in a process of its own. `note`: for the user, how sums are exchanged."""
@@ -130,7 +124,7 @@ class CudaCommunicator:
     def all_reduce(self, x: Tensor) -> Tensor:
         from quengine.kernels.cuda.ranks.push import push_all_reduce
 
-        if self._sums is not None and x.numel() <= PUSHED_VALUES:
+        if self._sums is not None and x.numel() <= self._sums.capacity:
             return push_all_reduce(x, self._sums, self._pdl)
         if _only_compiles():
             return x
@@ -143,7 +137,11 @@ class CudaCommunicator:
         from quengine.kernels.cuda.ranks.push import push_all_gather
 
         x, largest = x.contiguous(), max(widths)
-        if self._logits is not None and x.dtype == torch.float32 and len(x) * largest <= GATHERED_VALUES:
+        if (
+            self._logits is not None
+            and x.dtype == torch.float32
+            and len(x) * largest <= self._logits.capacity
+        ):
             return push_all_gather(x, widths, self._starts_of(widths), self._logits, self._pdl)
         if _only_compiles():
             return x.new_empty(len(x), sum(widths))
@@ -182,9 +180,11 @@ class CudaCommunicator:
 
     def _peer_buffers(self) -> "tuple[PeerBuffers | None, PeerBuffers | None, str]":
         """Those of sums and of logits; None where some device cannot write to another's memory."""
+        from quengine.kernels.cuda.ranks.push import GATHERED_VALUES, pushed_values
+
         reach = torch.ones(1, device=self._device)
         try:
-            made = [self._shared_buffer(capacity) for capacity in (PUSHED_VALUES, GATHERED_VALUES)]
+            made = [self._shared_buffer(capacity) for capacity in (pushed_values(self.size), GATHERED_VALUES)]
         except RuntimeError as error:
             made, reason = [], str(error).splitlines()[0][:200]
             reach.zero_()

@@ -10,9 +10,12 @@ from torch import Tensor
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.ranks.push import (
+    BLOCK,
+    GATHERED_VALUES,
     PeerBuffers,
     push_all_gather,
     push_all_reduce,
+    pushed_values,
     received_buffer_shape,
 )
 from quengine.kernels.forward_batch import ForwardBatch
@@ -20,31 +23,36 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 
 _META = torch.device("meta")
-_CAPACITY = 1 << 17
 
 Fields = tuple[str, bool, tuple[int, ...], Callable[[Any], object]]
 
 
-class _Pushing:
-    """A `Communicator` whose launches are compiled."""
+class PushingRanks:
+    """A `Communicator` whose launches are compiled, on the meta device."""
 
     rank = 0
 
     def __init__(self, size: int, pdl: bool) -> None:
         self.size, self._pdl = size, pdl
-        received = _empty(*received_buffer_shape(size, _CAPACITY), dtype=torch.int64)
-        launches = _empty(_CAPACITY // 256, dtype=torch.int32)
-        self._buffers = PeerBuffers(received, _empty(size, dtype=torch.int64), launches)
+        self._sums, self._logits = (_buffers(size, most) for most in (pushed_values(size), GATHERED_VALUES))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return push_all_reduce(x, self._buffers, self._pdl)
+        return x if x.numel() > self._sums.capacity else push_all_reduce(x, self._sums, self._pdl)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        if len(x) * max(widths) > self._logits.capacity:
+            return _empty(len(x), sum(widths))
         starts = _empty(self.size + 1, dtype=torch.int32)
-        return push_all_gather(x, widths, starts, self._buffers, self._pdl)
+        return push_all_gather(x, widths, starts, self._logits, self._pdl)
 
     def broadcast(self, x: Tensor) -> None:
         """Nothing is launched."""
+
+
+def _buffers(ranks: int, capacity: int) -> PeerBuffers:
+    received = _empty(*received_buffer_shape(ranks, capacity), dtype=torch.int64)
+    launches = _empty(capacity // BLOCK, dtype=torch.int32)
+    return PeerBuffers(received, _empty(ranks, dtype=torch.int64), launches)
 
 
 def rank_cases(step: Callable[[int], ForwardBatch]) -> Iterator[Fields]:
@@ -56,7 +64,7 @@ def rank_cases(step: Callable[[int], ForwardBatch]) -> Iterator[Fields]:
 
 
 def _branch_and_logits(ranks: int, batch: ForwardBatch, backend: CudaBackend) -> None:
-    backend.communicator = _Pushing(ranks, backend.pdl)
+    backend.communicator = PushingRanks(ranks, backend.pdl)
     hidden, inner, norm = 4096, 1792, RMSNorm(_empty(4096), 1e-5)
     stream = _empty(len(batch), hidden)
     weight = backend.weight([_tensor("Q4_K", hidden, inner)])
