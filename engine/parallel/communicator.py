@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quengine.kernels.cuda.ranks.push import PeerBuffers
 
 _LOOPBACK = "127.0.0.1"
+_DONE = "rank 0 has compiled"
 
 WAIT_SECONDS = 600.0
 """How long a rank waits for another."""
@@ -102,7 +103,7 @@ class CudaCommunicator:
                 "this process has a torch.distributed process group already: one model at a time can be shared by CUDA "
                 "devices, in a process that makes no group of its own"
             )
-        self.rank, self.size, self._device = rank.number, rank.count, device
+        self.rank, self.size, self._device, self._store = rank.number, rank.count, device, store
         self._deterministic = deterministic
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -155,12 +156,12 @@ class CudaCommunicator:
         torch.cuda.synchronize(self._device)
 
     def one_first(self, work: Callable[[], None]) -> None:
-        """Rank 0 does it, and then the others, which find what it left in a cache on disk."""
+        """Rank 0 does it, waiting for none, and then the others, which find what it left in a cache on disk."""
         if self.rank > 0:
-            self.meet()
+            self._store.wait([_DONE], timedelta(seconds=WAIT_SECONDS))
         work()
         if self.rank == 0:
-            self.meet()
+            self._store.set(_DONE, "1")
 
     def close(self) -> None:
         self._sums = self._logits = None

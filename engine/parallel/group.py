@@ -41,6 +41,7 @@ END_SECONDS = 2.0
 """How long a step that has lost a rank, or a rank that is told to end, may take to end by itself."""
 
 _LOOK_SECONDS = 0.5
+_LAUNCHED_SECONDS = 5.0
 
 LOST = "lost"
 """The kind of failure of a rank that misses another."""
@@ -142,6 +143,7 @@ class RankGroup:
         self._folder = tempfile.TemporaryDirectory(prefix="quengine-ranks-")  # mode 0700
         self._communicator: RankCommunicator | None = None
         self._closing = self._inside = self._may_hang = False
+        self._stepped_at = 0.0
         self._broken: str | None = None
         self._changed = threading.Condition()
         self._followers = [_Follower(number) for number in range(1, count)]
@@ -218,7 +220,7 @@ class RankGroup:
                     raise RankFailedError(failure) from None
                 raise
             finally:
-                self._inside = False
+                self._inside, self._stepped_at = False, time.monotonic()
 
     def close(self) -> None:
         """End the other ranks; this one cannot compute any more."""
@@ -256,11 +258,13 @@ class RankGroup:
         follower.process.wait()
         if self._closing:
             return
+        # What a step has launched on a device may still be waited for when the step has ended.
+        waits = self._may_hang and time.monotonic() - self._stepped_at < _LAUNCHED_SECONDS
         with self._changed:
             follower.note_end()
             self._changed.notify_all()
         time.sleep(END_SECONDS)  # a step on the CPU fails by itself
-        if not self._closing and (self._inside or self.serves or self._may_hang):
+        if not self._closing and self._broken is None and (self._inside or self.serves or waits):
             self.ends_process(self._failure() or "")
 
     def _failure(self) -> str | None:
