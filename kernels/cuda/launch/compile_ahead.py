@@ -1,61 +1,275 @@
-"""Compiling kernels several at a time: what a step launches is compiled by threads while nothing is computed.
+"""Compiling kernels ahead, in processes of their own, while a model's weights are read.
 
-Triton compiles a kernel when it is first launched, and the next launch waits. Here a step runs once with its launches
-only compiled; Triton's compiler lets other threads run for about half of its time. It takes a millisecond or two for
-each such launch, compiled before or not, so launches of one variant are recognized here. A marker beside the compiled
-kernels says that they are there, since even this search takes a second.
+Half of Triton's work is Python, so threads of one process keep two or three cores busy, and processes all of them. One
+process is forked from this one, which has imported all that it needs. It records which kernels a model launches, and
+forks as many as there are processors, which compile those that are not in Triton's cache. Whoever launches a kernel
+that is on its way waits for it, and it is compiled next.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import gc
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
 
+import torch
 import triton
-from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
 
-from quengine.kernels.cuda.launch.kernel import launches_handed_to
+from quengine.kernels.cuda.launch import triton_cache
+from quengine.kernels.cuda.launch.gpu import Gpu
+from quengine.kernels.cuda.launch.launcher import LauncherSpec, build_launcher, build_utilities, launcher_of
+from quengine.kernels.cuda.launch.record_kernels import Kernel, record_kernels
+
+_log = logging.getLogger(__name__)
+
+_SLOW = ("matvec_kernel", "norm_kernel", "wgmma_two_parts_kernel", "experts_glu_kernel", "experts_add_kernel")
+"""Kernels that take seconds to compile, the longest first; the others take one at most."""
+
+MOST_PROCESSES = 32
+_NICENESS = 5
+"""Reading the weights comes first."""
+_SHOWN_AFTER = 1.0
+"""Seconds of waiting before the user is told how far the kernels are."""
 
 
-@contextmanager
-def compiling_only(threads: int) -> Iterator[None]:
-    """Within it, launches compile their kernels and do not run; at its end all are ready.
+@dataclass(frozen=True)
+class Built:
+    """A kernel that is in the cache now: its folder there, and what launches it. error: why it is not there."""
 
-    What torch itself computes does run, on whatever memory holds: nothing within may depend on values. A kernel that
-    does not compile raises where it is first run, not here.
+    key: str
+    name: str
+    launcher: LauncherSpec | None
+    error: str = ""
+
+
+class CompilePool:
+    """Processes that compile what `stages` launch on `gpu`, those of the first stage first.
+
+    Args:
+        stages: computations on the meta device (`record_kernels`).
+        processes: that compile at once.
+        progress: called with a line for the user while one waits for kernels; "": no more.
+        every: also pass kernels that are in the cache already; `finish` returns what has been passed.
+        marker: a file to make when all are there.
     """
-    launch = JITFunction.run
-    seen = set[object]()
 
-    def compile_once(kernel: Any, grid: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        key = (kernel, *map(_specialized_on, args), *named.items())
-        if key not in seen:
-            seen.add(key)
-            launch(kernel, *args, grid=grid, warmup=True, **named)
+    def __init__(
+        self,
+        stages: Sequence[Callable[[], object]],
+        gpu: Gpu,
+        processes: int,
+        progress: Callable[[str], None] | None = None,
+        every: bool = False,
+        marker: Path | None = None,
+    ) -> None:
+        self.gpu, self.processes = gpu, min(processes, MOST_PROCESSES)
+        self._progress = progress or (lambda _: None)
+        self._lock = threading.Lock()
+        self._pending: set[str] | None = None  # not known yet
+        self._total, self._waited, self._ended = 0, 0.0, False
+        self._built: list[Built] = []
+        triton_cache.use_private_cache()
+        self._pid, self._pipe = _fork(
+            lambda pipe: _Leader(pipe, stages, gpu, self.processes, every, marker).run()
+        )
+        triton_cache.before_lookup.append(self.wait)
 
-    with (
-        ThreadPoolExecutor(threads) as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-        launches_handed_to(compile_once),
-    ):
-        yield
+    def wait(self, key: str) -> None:
+        """Return when a kernel is in the cache, or nobody compiles it."""
+        with self._lock:
+            self._receive_until(lambda: self._pending is not None)
+            if self._pending and key in self._pending:
+                with suppress(OSError):
+                    self._pipe.send(key)
+                self._receive_until(lambda: key not in (self._pending or ()))
+
+    def finish(self) -> list[Built]:
+        """Return when all are there, or the processes have ended."""
+        with self._lock:
+            self._receive_until(lambda: False)
+        return self._built
+
+    def _receive_until(self, done: Callable[[], bool]) -> None:
+        """Take reports until `done`, or the last one."""
+        shown = False
+        while not self._ended and not done():
+            began = time.monotonic()
+            try:
+                if self._pipe.poll(0.2):
+                    self._take(self._pipe.recv())
+            except (EOFError, OSError):
+                self._end()
+            self._waited += time.monotonic() - began
+            if self._waited > _SHOWN_AFTER and self._pending and not self._ended:
+                ready = self._total - len(self._pending)
+                self._progress(f"compiling kernels for {self.gpu.name}, once: {ready} of {self._total}")
+                shown = True
+        if shown:
+            self._progress("")
+
+    def _take(self, report: list[str] | Built) -> None:
+        if isinstance(report, Built):
+            self._built.append(report)
+            (self._pending or set()).discard(report.key)
+            if report.error:
+                _log.info("%s was not compiled ahead: %s", report.name, report.error)
+            return
+        self._pending, self._total = set(report), len(report)
+        if report:
+            _log.info("compiling %d kernels with %d processes", len(report), self.processes)
+
+    def _end(self) -> None:
+        self._ended, self._pending = True, set()
+        with suppress(ValueError):
+            triton_cache.before_lookup.remove(self.wait)
+        self._pipe.close()
+        with suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
 
 
-def _specialized_on(argument: object) -> object:
-    """What machine code may follow from in an argument."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if type(argument) is int:
-        return int, argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
-    if isinstance(argument, TensorDescriptor):
-        return argument.base.dtype, *argument.block_shape
-    if isinstance(argument, tuple):
-        return type(argument), *map(_specialized_on, argument)
-    return float if isinstance(argument, float) else argument
+def finish_compiling() -> None:
+    """Return when no pool of this process compiles any more."""
+    for call in tuple(triton_cache.before_lookup):
+        pool = getattr(call, "__self__", None)
+        if isinstance(pool, CompilePool):
+            pool.finish()
+
+
+class _Leader:
+    """The first forked process: records the kernels, and hands them out."""
+
+    def __init__(
+        self,
+        pipe: Connection,
+        stages: Sequence[Callable[[], object]],
+        gpu: Gpu,
+        processes: int,
+        every: bool,
+        marker: Path | None,
+    ) -> None:
+        self._pipe, self._stages, self._gpu, self._processes = pipe, stages, gpu, processes
+        self._every, self._marker = every, marker
+
+    def run(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            self._pipe.send(Built("", "the model", None, f"{type(error).__name__}: {error}"))
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # the threads of the process in front are not here
+        kernels = record_kernels(self._stages, self._gpu)
+        self._waiting = sorted((k for k in kernels.values() if self._every or not _is_cached(k)), key=_order)
+        self._pipe.send([kernel.key for kernel in self._waiting])
+        # Each of them has the kernels in its memory, and is told a key.
+        self._idle: list[Connection] = []
+        pids = [_fork(lambda pipe: _work(pipe, kernels)) for _ in self._waiting[: self._processes]]
+        utilities = [_fork(lambda _: build_utilities())] if self._waiting else []
+        try:
+            whole = self._hand_out([pipe for _, pipe in pids])
+        finally:
+            for pid, _ in (*pids, *utilities):
+                os.kill(pid, signal.SIGKILL)
+        if whole and self._marker is not None:
+            with suppress(OSError):  # a cache that cannot be written: looked for again next time
+                self._marker.touch(mode=0o600)
+
+    def _hand_out(self, workers: list[Connection]) -> bool:
+        """Until all are done, or nobody is there to do them or to ask. Whether none has failed."""
+        busy: list[Connection] = []
+        whole, idle = True, list(workers)
+        while busy or (self._waiting and idle):
+            while idle and self._waiting:
+                busy.append(idle.pop())
+                busy[-1].send(self._waiting.pop(0).key)
+            for ready in wait([self._pipe, *busy]):
+                assert isinstance(ready, Connection)
+                try:
+                    message = ready.recv()
+                except EOFError:
+                    if ready is self._pipe:
+                        return False
+                    busy.remove(ready)  # it crashed; its kernel is left to who launches it
+                    whole = False
+                    continue
+                if ready is self._pipe:
+                    self._waiting.sort(key=lambda kernel: kernel.key != message)
+                else:
+                    busy.remove(ready)
+                    idle.append(ready)
+                    whole &= not message.error
+                    self._pipe.send(message)
+        return whole and not self._waiting
+
+
+def _order(kernel: Kernel) -> tuple[int, int]:
+    return kernel.stage, _SLOW.index(kernel.name) if kernel.name in _SLOW else len(_SLOW)
+
+
+def _is_cached(kernel: Kernel) -> bool:
+    return bool(triton_cache.kernel_names(Path(triton.knobs.cache.dir) / kernel.key))
+
+
+def _work(pipe: Connection, kernels: dict[str, Kernel]) -> None:
+    """A process that compiles the kernels whose keys it is sent."""
+    for key in _received(pipe):
+        kernel, spec, error = kernels[key], None, ""
+        try:
+            spec = launcher_of(kernel.compile())
+            if spec is not None:
+                build_launcher(spec)
+        except Exception as failure:  # the compiler's errors have no common class; a launch raises it again
+            error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        pipe.send(Built(key, kernel.name, spec, error))
+
+
+def _received(pipe: Connection) -> Iterator[str]:
+    with suppress(EOFError):
+        while True:
+            yield pipe.recv()
+
+
+def _fork(run: Callable[[Connection], object]) -> tuple[int, Connection]:
+    """A forked process that does `run`, given its end of a pipe. Its number, and the other end.
+
+    It has nothing else of this process open, ends with it, and leaves what this one would do at its end.
+    """
+    ours, theirs = Pipe()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return pid, ours
+    status = 1
+    try:
+        _leave_parent(theirs)
+        run(theirs)
+        status = 0
+    except BaseException as error:
+        with suppress(Exception):
+            _log.debug("a compiling process ended: %r", error)
+    finally:
+        os._exit(status)
+
+
+def _leave_parent(pipe: Connection) -> None:
+    triton_cache.before_lookup.clear()
+    gc.disable()  # finalizers of objects that are the other process's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.nice(max(0, _NICENESS - os.nice(0)))
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nowhere, stream)
+    keep = pipe.fileno()
+    os.closerange(3, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def marker(*what: object) -> Path:
@@ -64,6 +278,13 @@ def marker(*what: object) -> Path:
     It goes with the cache it speaks of. A wrong one does no harm: a kernel that is missing is compiled at its launch.
     """
     digest = sha256(repr((triton.__version__, *what)).encode())
+    digest.update(source_stamp())
+    return Path(triton.knobs.cache.dir) / f"quengine-{digest.hexdigest()[:32]}"
+
+
+def source_stamp() -> bytes:
+    """Names this version of the modules that kernels are in."""
+    digest = sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
-    return Path(triton.knobs.cache.dir) / f"quengine-{digest.hexdigest()[:32]}"
+    return digest.digest()
