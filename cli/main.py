@@ -78,7 +78,8 @@ def options(
 def register_commands(args: list[str]) -> None:
     """Give `app` the command that `args` name, whose file alone is imported then, or else all of them."""
     named = next((arg for arg in args if not arg.startswith("-")), None)
-    present = {each.name for each in (*app.registered_commands, *app.registered_groups)}
+    present = {command.name for command in app.registered_commands}
+    present |= {group.name for group in app.registered_groups}
     for name in [named] if named in COMMANDS else COMMANDS:
         if name not in present:
             entry = COMMANDS[name]

@@ -21,6 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import triton
 from triton.runtime.cache import triton_key
 
@@ -64,6 +65,19 @@ class Pack:
             raise EngineError(
                 f"{name} has the kernels of another version of the engine; build it anew with: engine kernels build"
             )
+
+
+class _Manifest(msgspec.Struct):
+    """As a pack has it: `Pack` in JSON."""
+
+    format: int
+    triton_version: str
+    triton: str
+    source: str
+    targets: tuple[str, ...]
+    models: tuple[str, ...]
+    kernels: dict[str, dict[str, str]]
+    launchers: list[tuple[list[Any], str]]
 
 
 @dataclass(frozen=True)
@@ -132,7 +146,7 @@ def installed_packs() -> list[InstalledPack]:
         try:
             title, record = path.read_bytes().split(b"\n", 1)
             (name,), pack = json.loads(title), _parsed(record)
-        except (ValueError, KeyError, TypeError, IndexError):
+        except (OSError, ValueError, msgspec.DecodeError):
             continue
         folders = [_folder() / key for key in pack.kernels]
         whole = [folder for folder in folders if folder.is_dir() and kernel_names(folder)]
@@ -211,19 +225,18 @@ def _read(file: zipfile.ZipFile, member: str, most: int, name: str) -> bytes:
 def _manifest(file: zipfile.ZipFile, name: str) -> Pack:
     try:
         return _parsed(_read(file, _MANIFEST, 2 * _MOST_BYTES, name))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
         raise EngineError(f"{name} is no pack of kernels: its manifest: {error}") from None
 
 
 def _parsed(text: bytes) -> Pack:
-    """Raises ValueError, KeyError or TypeError where it is no manifest."""
-    told = json.loads(text)
-    if told["format"] != FORMAT:
-        raise ValueError(f"format {told['format']}, not {FORMAT}")
-    kernels = {str(key): {str(n): str(d) for n, d in files.items()} for key, files in told["kernels"].items()}
-    if len(kernels) > _MOST_KERNELS:
-        raise ValueError(f"{len(kernels)} kernels, and {_MOST_KERNELS} are the most")
-    for key, files in kernels.items():
+    """Raises ValueError or msgspec.DecodeError where it is no manifest."""
+    told = msgspec.json.decode(text, type=_Manifest)
+    if told.format != FORMAT:
+        raise ValueError(f"format {told.format}, not {FORMAT}")
+    if len(told.kernels) > _MOST_KERNELS:
+        raise ValueError(f"{len(told.kernels)} kernels, and {_MOST_KERNELS} are the most")
+    for key, files in told.kernels.items():
         stems = {name.partition(".")[0] for name in files}
         if (
             not _KEY.fullmatch(key)
@@ -232,10 +245,10 @@ def _parsed(text: bytes) -> Pack:
             or not all(map(_FILE.fullmatch, files))
         ):
             raise ValueError(f"{key[:80]!r} with {list(files)[:3]} is no kernel's folder")
-    launchers = tuple(LauncherSpec(_tuples(types), str(maps)) for types, maps in told["launchers"])
-    names = {field: tuple(map(str, told[field])) for field in ("targets", "models")}
-    texts = {field: str(told[field]) for field in ("triton_version", "triton", "source")}
-    return Pack(**texts, **names, kernels=kernels, launchers=launchers)
+    launchers = tuple(LauncherSpec(_tuples(types), maps) for types, maps in told.launchers)
+    return Pack(
+        told.triton_version, told.triton, told.source, told.targets, told.models, told.kernels, launchers
+    )  # fmt: skip
 
 
 def _as_json(pack: Pack) -> str:
