@@ -37,6 +37,8 @@ _NICENESS = 5
 """Reading the weights comes first."""
 _SHOWN_AFTER = 1.0
 """Seconds of waiting before the user is told how far the kernels are."""
+_MOST_SILENCE = 60.0
+"""Seconds without a report after which the processes are given up; no kernel takes half as long."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,16 @@ class CompilePool:
 
     def _receive_until(self, done: Callable[[], bool]) -> None:
         """Take reports until `done`, or the last one."""
-        shown = False
+        shown, heard = False, time.monotonic()
         while not self._ended and not done():
             began = time.monotonic()
             try:
                 if self._pipe.poll(0.2):
                     self._take(self._pipe.recv())
+                    heard = time.monotonic()
+                elif began - heard > _MOST_SILENCE:
+                    _log.warning("the processes that compile kernels do not answer; kernels are compiled here")
+                    self._end()
             except (EOFError, OSError):
                 self._end()
             self._waited += time.monotonic() - began
@@ -130,7 +136,8 @@ class CompilePool:
         with suppress(ValueError):
             triton_cache.before_lookup.remove(self.wait)
         self._pipe.close()
-        with suppress(ChildProcessError):
+        with suppress(OSError):
+            os.kill(self._pid, signal.SIGKILL)  # it has ended, or does not answer; not yet waited for, so it is ours
             os.waitpid(self._pid, 0)
 
 
@@ -267,9 +274,11 @@ def _leave_parent(pipe: Connection) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(nowhere, stream)
-    keep = pipe.fileno()
-    os.closerange(3, keep)
-    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX"))
+    # Those that are open: of the numbers that could be there may be a thousand million.
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number != pipe.fileno():
+            with suppress(OSError):
+                os.close(number)
 
 
 def marker(*what: object) -> Path:
