@@ -77,6 +77,7 @@ class CompilePool:
         self._pending: set[str] | None = None  # not known yet
         self._total, self._waited, self._ended = 0, 0.0, False
         self._built: list[Built] = []
+        self._told_at = logging.INFO if every else logging.WARNING
         triton_cache.use_private_cache()
         self._pid, self._pipe = _fork(
             lambda pipe: _Leader(pipe, stages, gpu, self.processes, every, marker).run()
@@ -108,14 +109,18 @@ class CompilePool:
                     self._take(self._pipe.recv())
                     heard = time.monotonic()
                 elif began - heard > _MOST_SILENCE:
-                    _log.warning("the processes that compile kernels do not answer; kernels are compiled here")
+                    _log.warning(
+                        "the processes that compile kernels do not answer; kernels are compiled here"
+                    )
                     self._end()
             except (EOFError, OSError):
                 self._end()
             self._waited += time.monotonic() - began
             if self._waited > _SHOWN_AFTER and self._pending and not self._ended:
                 ready = self._total - len(self._pending)
-                self._progress(f"compiling kernels for {self.gpu.name}, once: {ready} of {self._total}")
+                self._progress(
+                    f"compiling kernels for {self.gpu.name or f'sm_{self.gpu.arch}'}: {ready} of {self._total}"
+                )
                 shown = True
         if shown:
             self._progress("")
@@ -129,7 +134,8 @@ class CompilePool:
             return
         self._pending, self._total = set(report), len(report)
         if report:
-            _log.info("compiling %d kernels with %d processes", len(report), self.processes)
+            text = "compiling %d kernels for %s with %d processes, once; later runs find them on disk"
+            _log.log(self._told_at, text, len(report), self.gpu.name or f"sm_{self.gpu.arch}", self.processes)
 
     def _end(self) -> None:
         self._ended, self._pending = True, set()
@@ -137,7 +143,9 @@ class CompilePool:
             triton_cache.before_lookup.remove(self.wait)
         self._pipe.close()
         with suppress(OSError):
-            os.kill(self._pid, signal.SIGKILL)  # it has ended, or does not answer; not yet waited for, so it is ours
+            os.kill(
+                self._pid, signal.SIGKILL
+            )  # it has ended, or does not answer; not yet waited for, so it is ours
             os.waitpid(self._pid, 0)
 
 
@@ -275,7 +283,7 @@ def _leave_parent(pipe: Connection) -> None:
     for stream in range(3):
         os.dup2(nowhere, stream)
     # Those that are open: of the numbers that could be there may be a thousand million.
-    for number in map(int, os.listdir("/proc/self/fd")):
+    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if number > 2 and number != pipe.fileno():
             with suppress(OSError):
                 os.close(number)

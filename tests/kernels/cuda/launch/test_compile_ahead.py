@@ -146,7 +146,7 @@ from quengine.kernels.cuda.launch import compile_ahead
 compile_ahead._SHOWN_AFTER = 0.0
 lines = []
 pool(progress=lines.append).finish()
-assert "compiling kernels for GPU X, once: 2 of 3" in lines and lines[-1] == "", lines
+assert "compiling kernels for GPU X: 2 of 3" in lines and lines[-1] == "", lines
 """,
         tmp_path / "cache",
     )
