@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -257,7 +258,9 @@ def _fork(run: Callable[[Connection], object]) -> tuple[int, Connection]:
     It has nothing else of this process open, ends with it, and leaves what this one would do at its end.
     """
     ours, theirs = Pipe()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # there are other threads; the child needs none of them
+        pid = os.fork()
     if pid:
         theirs.close()
         return pid, ours
