@@ -173,13 +173,13 @@ class _Machine:
     ) -> None:
         """Begin to compile kernels that are not there yet; who launches one waits for it."""
         from quengine.kernels.cuda.launch.gpu import gpu_of
-        from quengine.runners.compile_kernels import KernelPlan, compile_ahead
+        from quengine.runners.compile_kernels import KernelPlan, compile_ahead, stored_tensors
 
         config, gpu = self.config, gpu_of(self.device)
         assert gpu is not None
         plan = KernelPlan(
             checkpoint.config,
-            checkpoint.tensors,
+            stored_tensors(checkpoint.tensors),
             ctx_size,
             pools,
             chunk_size,

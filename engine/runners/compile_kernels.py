@@ -6,10 +6,13 @@ weights are read, and needs no GPU.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 
 import torch
 
 from quengine.block_manager import CachePool
+from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool, marker
 from quengine.kernels.cuda.launch.gpu import Gpu
@@ -40,12 +43,12 @@ _DEFAULT = SamplingKind(64, bias=False, penalties=False)
 class KernelPlan:
     """What the kernels of requests to a model follow from.
 
-    tensors: of the model by name; their contents are not read. slots, prefill_tokens, shares_sequences: see
+    tensors: type and shape of each tensor of the model, by name. slots, prefill_tokens, shares_sequences: see
     `CudaGraphs`.
     """
 
     config: ModelConfig
-    tensors: Mapping[str, QuantTensor]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     ctx_size: int
     pools: Sequence[CachePool]
     chunk_size: int
@@ -58,16 +61,27 @@ class KernelPlan:
     def graphs(self) -> CudaGraphs:
         """The steps of such a model, on the meta device. Kernels are those of the GPU that is assumed."""
         backend = MetaBackend(META, self.batch_invariant)
-        decoder = Decoder(self.config, self.tensors, backend, self.ctx_size, self.chunk_size)
+        tensors = {name: _tensor(name, *stored) for name, stored in self.tensors.items()}
+        decoder = Decoder(self.config, tensors, backend, self.ctx_size, self.chunk_size)
         cache = KVCache.allocate(self.config, self.ctx_size, META, self.cache_type, self.pools)
         return CudaGraphs(decoder, cache, self.slots, self.prefill_tokens, self.shares_sequences)
 
     def marks(self) -> tuple[object, ...]:
         """What names these kernels, with the GPU."""
-        stored = {name: (tensor.format.name, tensor.shape) for name, tensor in self.tensors.items()}
         tiles = -(-self.prefill_tokens // _TILE_ROWS)
         sizes = (tiles, self.ctx_size % 16, self.cache_type, self.slots)
-        return (self.config, stored, *sizes, self.shares_sequences, self.batch_invariant)
+        return (self.config, dict(self.tensors), *sizes, self.shares_sequences, self.batch_invariant)
+
+
+def stored_tensors(tensors: Mapping[str, QuantTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each."""
+    return {name: (tensor.format.name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _tensor(name: str, kind: str, shape: tuple[int, ...]) -> QuantTensor:
+    fmt = FORMATS[kind]
+    data = torch.empty(prod(shape[:-1]), fmt.row_bytes(shape[-1]), dtype=torch.uint8, device=META)
+    return QuantTensor(name, fmt, shape, data)
 
 
 def compile_ahead(
@@ -80,7 +94,7 @@ def compile_ahead(
     done = marker(gpu, *plan.marks())
     if done.is_file():
         return None
-    return CompilePool(stages_of(plan), gpu, compilers(), progress, marker=done)
+    return CompilePool(partial(stages_of, plan), gpu, compilers(), progress, marker=done)
 
 
 def compilers() -> int:

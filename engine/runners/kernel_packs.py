@@ -2,34 +2,32 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import partial
 from pathlib import Path
-
-import torch
 
 from quengine.block_manager import CachePool
 from quengine.config import DEFAULT_CHUNK
 from quengine.errors import EngineError, nearest
-from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_cases import ARCHS, TABLE_GPU
-from quengine.kernels.cuda.aot.meta_backend import META
-from quengine.kernels.cuda.launch.compile_ahead import Built, CompilePool
+from quengine.kernels.cuda.launch.compile_ahead import CompilePool
+from quengine.kernels.cuda.launch.compile_processes import Built
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.kernel_pack import Pack, install_pack, write_pack
 from quengine.kernels.cuda.launch.launcher import build_launchers
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
-from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
 from quengine.models.hub.hub import resolve_model
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.type_mix import tensor_type
 from quengine.models.tensor_table import required_tensors
-from quengine.runners.compile_kernels import KernelPlan, compilers, stages_of
+from quengine.runners.compile_kernels import KernelPlan, compilers, stages_of, stored_tensors
 from quengine.runners.graph_keys import DECODE_ROWS, padded_rows
 
 CATALOGUE = "catalogue"
+Shape = tuple[ModelConfig, Mapping[str, tuple[str, tuple[int, ...]]]]
+"""A model's configuration, and type and shape of its tensors by name."""
 _CONTEXT = 4096
 """Positions of the cache: kernels follow from it only in whether it is a multiple of 16."""
 
@@ -56,7 +54,7 @@ def build_pack(plan: PackPlan, path: Path, progress: Callable[[str], None] | Non
     shapes = [_shape(name) for name in names]
     for gpu in gpus(plan.archs):
         plans = [each for shape in shapes for each in _plans(shape, plan)]
-        pool = CompilePool(stages_of(*plans), gpu, compilers(), progress, every=True)
+        pool = CompilePool(partial(stages_of, *plans), gpu, compilers(), progress, every=True)
         found = pool.finish()
         failed = [kernel for kernel in found if kernel.error]
         if failed:
@@ -98,33 +96,25 @@ def _named(models: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _shape(name: str) -> tuple[ModelConfig, Mapping[str, QuantTensor]]:
+def _shape(name: str) -> Shape:
     """Of a synthetic model, or else of the model of that name: a file, a folder, or one that is in the cache."""
     if name in PRESETS:
         spec = PRESETS[name]
         shapes = required_tensors(spec.config())
         return spec.config(), {
-            each: _tensor(each, tensor_type(spec, each, shape), shape) for each, shape in shapes.items()
+            each: (tensor_type(spec, each, shape), shape) for each, shape in shapes.items()
         }
     try:
         checkpoint = open_checkpoint(resolve_model(name))
     except EngineError as error:
         raise EngineError(f"{error}{nearest(name, [CATALOGUE, *PRESETS])}") from None
-    with_shapes = {
-        each: _tensor(each, tensor.format.name, tensor.shape) for each, tensor in checkpoint.tensors.items()
-    }
+    tensors = stored_tensors(checkpoint.tensors)
     config = checkpoint.config
     checkpoint.close()
-    return config, with_shapes
+    return config, tensors
 
 
-def _tensor(name: str, kind: str, shape: tuple[int, ...]) -> QuantTensor:
-    fmt = FORMATS[kind]
-    data = torch.empty(prod(shape[:-1]), fmt.row_bytes(shape[-1]), dtype=torch.uint8, device=META)
-    return QuantTensor(name, fmt, shape, data)
-
-
-def _plans(shape: tuple[ModelConfig, Mapping[str, QuantTensor]], plan: PackPlan) -> list[KernelPlan]:
+def _plans(shape: Shape, plan: PackPlan) -> list[KernelPlan]:
     """One for a single sequence, one for many."""
     config, tensors = shape
     context = min(_CONTEXT, config.context_length)

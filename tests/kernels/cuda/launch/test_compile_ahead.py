@@ -8,40 +8,42 @@ import torch
 from quengine.kernels.cuda.launch.compile_ahead import marker
 from tests.fork_server import without_interpreter
 
-POOL = """
+POOL = (
+    f"""
 import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[4])!r})
+"""
+    + """
 os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
 import torch, triton
+from functools import partial
 from pathlib import Path
-from quengine.kernels.cuda.launch import triton_cache
+from quengine.kernels.cuda.launch import compile_ahead, triton_cache
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool, finish_compiling
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
 from quengine.kernels.cuda.sampling import batch_rows
+from tests.kernels.cuda.launch.small_kernels import broken, fork_process, stages
+
+start, compile_ahead._start_process = compile_ahead._start_process, fork_process
 
 GPU = Gpu("GPU X", (9, 0))
 SIZES = (1, 2, 4)
 ROOT = Path(sys.argv[1])
 
-def settle(size):
-    def call():
-        batch_rows._BLOCK = size
-        wide, narrow = (torch.zeros(4, dtype=kind, device="meta") for kind in (torch.int64, torch.int32))
-        batch_rows.settle_rows(wide, narrow, narrow, wide)
-    return call
-
 def pool(sizes=SIZES, processes=2, **given):
-    return CompilePool([settle(size) for size in sizes], GPU, processes, **given)
+    return CompilePool(partial(stages, sizes), GPU, processes, **given)
 
 def compilations(sizes=SIZES):
     '''How many of them this process would compile.'''
     misses = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: misses.append(not cache_hit)
-    for kernel in record_kernels([settle(size) for size in sizes], GPU).values():
+    for kernel in record_kernels(stages(sizes), GPU).values():
         kernel.compile()
     triton.knobs.compilation.listener = None
     return sum(misses)
 """
+)
 
 
 def test_a_process_compiles_nothing_that_others_have_compiled(tmp_path: Path) -> None:
@@ -50,10 +52,12 @@ def test_a_process_compiles_nothing_that_others_have_compiled(tmp_path: Path) ->
         + """
 lines = []
 done = ROOT / "marker"
+compile_ahead._start_process = start  # once as it is
 first = pool(progress=lines.append, marker=done)
 built = first.finish()
 assert sorted(kernel.name for kernel in built) == ["settle_kernel"] * 3 and not any(kernel.error for kernel in built)
 assert done.is_file()
+compile_ahead._start_process = fork_process
 assert compilations() == 0 and compilations((8,)) == 1
 assert pool().finish() == [], "nothing is missing"
 assert len(pool(every=True).finish()) == 3
@@ -68,7 +72,7 @@ def test_who_looks_a_kernel_up_waits_for_it_and_it_comes_next(tmp_path: Path) ->
         POOL
         + """
 sizes = (1, 2, 4, 8, 16, 64)
-last = list(record_kernels([settle(size) for size in sizes], GPU))[-1]
+last = list(record_kernels(stages(sizes), GPU))[-1]
 ahead = pool(sizes, processes=1)
 folder = triton_cache.CheckedCache(last)
 assert folder.get_group("_settle_kernel.json").keys() == {"_settle_kernel.json", "_settle_kernel.cubin"}
@@ -122,14 +126,11 @@ def test_a_stage_that_fails_or_a_process_that_is_killed_leaves_compiling_to_the_
     without_interpreter(
         POOL
         + """
-def broken():
-    raise ValueError("no such shape")
-
-failed = CompilePool([broken], GPU, 2)
+failed = CompilePool(broken, GPU, 2)
 failed.wait("KEY")
 assert [kernel.error for kernel in failed.finish()] == ["ValueError: no such shape"]
 killed = pool()
-os.kill(killed._pid, signal.SIGKILL)
+os.kill(killed._process.pid, signal.SIGKILL)
 killed.wait("KEY")
 killed.finish()
 assert compilations() <= len(SIZES) and compilations() == 0
@@ -142,7 +143,6 @@ def test_the_wait_is_shown_with_numbers(tmp_path: Path) -> None:
     without_interpreter(
         POOL
         + """
-from quengine.kernels.cuda.launch import compile_ahead
 compile_ahead._SHOWN_AFTER = 0.0
 lines = []
 pool(progress=lines.append).finish()
