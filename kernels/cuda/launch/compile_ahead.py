@@ -55,8 +55,9 @@ class CompilePool:
         self.gpu, self.processes = gpu, min(processes, MOST_PROCESSES)
         self._progress = progress or (lambda _: None)
         self._lock = threading.Lock()
-        self._pending: set[str] | None = None  # not known yet
-        self._total, self._waited, self._ended = 0, 0.0, False
+        self._pending: set[str] = set()
+        self._recorded = self._ended = False
+        self._total, self._waited = 0, 0.0
         self._built: list[Built] = []
         self._told_at = logging.INFO if every else logging.WARNING
         triton_cache.use_private_cache()
@@ -67,11 +68,11 @@ class CompilePool:
     def wait(self, key: str) -> None:
         """Return when a kernel is in the cache, or nobody compiles it."""
         with self._lock:
-            self._receive_until(lambda: self._pending is not None)
-            if self._pending and key in self._pending:
+            self._receive_until(lambda: self._recorded or key in self._pending)
+            if key in self._pending:
                 with suppress(OSError):
                     self._pipe.send(key)
-                self._receive_until(lambda: key not in (self._pending or ()))
+                self._receive_until(lambda: key not in self._pending)
 
     def finish(self) -> list[Built]:
         """Return when all are there, or the processes have ended."""
@@ -103,24 +104,28 @@ class CompilePool:
         if shown:
             self._progress("")
 
-    def _take(self, report: list[str] | Built) -> None:
+    def _take(self, report: list[str] | Built | None) -> None:
         if isinstance(report, Built):
             self._built.append(report)
-            (self._pending or set()).discard(report.key)
+            self._pending.discard(report.key)
             if report.error:
                 _log.info("%s was not compiled ahead: %s", report.name, report.error)
-            return
-        self._pending, self._total = set(report), len(report)
-        if report:
-            text = "compiling %d kernels for %s with %d processes, once; later runs find them on disk"
-            _log.log(self._told_at, text, len(report), self._target, self.processes)
+        elif report is not None:
+            self._pending.update(report)
+            self._total += len(report)
+        else:
+            self._recorded = True
+            if self._total:
+                text = "compiling %d kernels for %s with %d processes, once; later runs find them on disk"
+                _log.log(self._told_at, text, self._total, self._target, self.processes)
 
     @property
     def _target(self) -> str:
         return self.gpu.name or f"sm_{self.gpu.arch}"
 
     def _end(self) -> None:
-        self._ended, self._pending = True, set()
+        self._ended = self._recorded = True
+        self._pending.clear()
         with suppress(ValueError):
             triton_cache.before_lookup.remove(self.wait)
         self._pipe.close()

@@ -1,9 +1,8 @@
 """The processes that compile kernels for another one (compile_ahead.py).
 
 The first is started, and not forked: a fork of a process that uses a GPU may wait for ever for a lock of its other
-threads. It records which kernels a model launches, and forks as many processes as there are processors, each with the
-kernels in its memory, which compile those that are not in Triton's cache. It ends when the other process does, and they
-when it does.
+threads. It records which kernels a model launches, and forks processes, each with the kernels in its memory, which
+compile those that are not in Triton's cache. It ends when the other process does, and they when it does.
 """
 
 import gc
@@ -56,17 +55,14 @@ class Built:
 
 def lead(descriptor: int) -> None:
     """The first process. Its end of a pipe gets an Order, then keys of kernels that are wanted next; from it come the
-    keys of all kernels that are compiled, then a Built for each."""
+    keys of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
     pipe = Connection(descriptor)
     os.nice(_NICENESS)
     torch.set_num_threads(1)  # it is forked
     triton_cache.use_private_cache()
     try:
         order: Order = pipe.recv()
-        kernels = record_kernels(order.task(), order.gpu)
-        waiting = sorted((k for k in kernels.values() if order.every or not _is_cached(k)), key=_order)
-        pipe.send([kernel.key for kernel in waiting])
-        whole = _compile(waiting, order, pipe)
+        whole = _Leader(pipe, order).run()
     except (EOFError, BrokenPipeError):
         return
     except Exception as error:
@@ -77,51 +73,84 @@ def lead(descriptor: int) -> None:
             order.marker.touch(mode=0o600)
 
 
-def _order(kernel: Kernel) -> tuple[int, int]:
-    return kernel.stage, _SLOW.index(kernel.name) if kernel.name in _SLOW else len(_SLOW)
+class _Leader:
+    """Hands out the kernels of an order to forked processes, those of each computation while the next is recorded."""
+
+    def __init__(self, pipe: Connection, order: Order) -> None:
+        self._pipe, self._order = pipe, order
+        self._kernels: dict[str, Kernel] = {}
+        self._waiting: list[Kernel] = []
+        self._workers: dict[Connection, int] = {}  # how many of the kernels each has in its memory
+        self._idle: list[Connection] = []
+        self._busy: list[Connection] = []
+
+    def run(self) -> bool:
+        """Whether all are in the cache. Raises EOFError where nobody is there any more who asked."""
+        processes = [_fork(lambda _: build_utilities())[0]]
+        try:
+            for compute in self._order.task():
+                found = record_kernels([compute], self._order.gpu)
+                new = [kernel for key, kernel in found.items() if key not in self._kernels]
+                self._kernels |= found
+                missing = sorted((k for k in new if self._order.every or not _is_cached(k)), key=_order)
+                self._pipe.send([kernel.key for kernel in missing])
+                self._waiting += missing
+                for _ in missing[: self._order.processes]:
+                    process, end = _fork(lambda pipe: _work(pipe, self._kernels, self._order.every))
+                    processes.append(process)
+                    self._workers[end] = len(self._kernels)
+                    self._idle.append(end)
+                self._hand_out()
+            self._pipe.send(None)
+            return self._finish()
+        finally:
+            for process in processes:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+
+    def _hand_out(self) -> None:
+        """Give kernels to idle processes that know them."""
+        numbers = {key: number for number, key in enumerate(self._kernels)}
+        for kernel in tuple(self._waiting):
+            able = [end for end in self._idle if numbers[kernel.key] < self._workers[end]]
+            if len(self._busy) >= self._order.processes:
+                return
+            if not able:
+                continue
+            self._waiting.remove(kernel)
+            self._idle.remove(able[0])
+            self._busy.append(able[0])
+            able[0].send(kernel.key)
+
+    def _finish(self) -> bool:
+        """Until all are done, or no process is left for them. Whether none has failed."""
+        whole = True
+        while self._busy:
+            for ready in wait([self._pipe, *self._busy]):
+                assert isinstance(ready, Connection)
+                if ready is self._pipe:
+                    wanted = ready.recv()
+                    self._waiting.sort(key=lambda kernel: kernel.key != wanted)
+                    continue
+                self._busy.remove(ready)
+                try:
+                    built: Built = ready.recv()
+                except EOFError:  # it crashed; its kernel is left to who launches it
+                    whole = False
+                    continue
+                self._idle.append(ready)
+                whole &= not built.error
+                self._pipe.send(built)
+            self._hand_out()
+        return whole and not self._waiting
+
+
+def _order(kernel: Kernel) -> int:
+    return _SLOW.index(kernel.name) if kernel.name in _SLOW else len(_SLOW)
 
 
 def _is_cached(kernel: Kernel) -> bool:
     return bool(triton_cache.kernel_names(Path(triton.knobs.cache.dir) / kernel.key))
-
-
-def _compile(waiting: list[Kernel], order: Order, pipe: Connection) -> bool:
-    """Compile them in forked processes. Whether none has failed."""
-    kernels = {kernel.key: kernel for kernel in waiting}
-    forks = [_fork(lambda end: _work(end, kernels, order.every)) for _ in waiting[: order.processes]]
-    others = [_fork(lambda _: build_utilities())] if waiting else []
-    try:
-        return _hand_out(waiting, [end for _, end in forks], pipe)
-    finally:
-        for process, _ in (*forks, *others):
-            os.kill(process, signal.SIGKILL)
-
-
-def _hand_out(waiting: list[Kernel], idle: list[Connection], pipe: Connection) -> bool:
-    """Until all are done, or nobody is there to do them. Whether none has failed. Raises EOFError where nobody is there
-    any more who asked."""
-    busy: list[Connection] = []
-    whole = True
-    while busy or (waiting and idle):
-        while idle and waiting:
-            busy.append(idle.pop())
-            busy[-1].send(waiting.pop(0).key)
-        for ready in wait([pipe, *busy]):
-            assert isinstance(ready, Connection)
-            if ready is pipe:
-                wanted = pipe.recv()
-                waiting.sort(key=lambda kernel: kernel.key != wanted)
-                continue
-            busy.remove(ready)
-            try:
-                built: Built = ready.recv()
-            except EOFError:  # it crashed; its kernel is left to who launches it
-                whole = False
-                continue
-            idle.append(ready)
-            whole &= not built.error
-            pipe.send(built)
-    return whole and not waiting
 
 
 def _work(pipe: Connection, kernels: dict[str, Kernel], tells_launchers: bool) -> None:

@@ -24,16 +24,14 @@ from quengine.kernels.cuda.launch.kernel import launches_handed_to
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel for one GPU. key: its folder in Triton's cache; compile: has Triton compile it, or read it there;
-    stage: the number of the first computation that launches it."""
+    """One kernel for one GPU. key: its folder in Triton's cache; compile: has Triton compile it, or read it there."""
 
     key: str
     name: str
-    stage: int
     compile: Callable[[], Any]
 
 
-def record_kernels(stages: Sequence[Callable[[], object]], gpu: Gpu) -> dict[str, Kernel]:
+def record_kernels(computations: Sequence[Callable[[], object]], gpu: Gpu) -> dict[str, Kernel]:
     """The kernels that these computations launch on `gpu`, by key.
 
     What torch itself computes in them does run, so their tensors must be on the meta device.
@@ -54,7 +52,7 @@ def record_kernels(stages: Sequence[Callable[[], object]], gpu: Gpu) -> dict[str
     token = active_mode.set(recorder)
     try:
         with assuming(gpu), launches_handed_to(note):
-            for recorder.stage, compute in enumerate(stages):
+            for compute in computations:
                 compute()
     finally:
         active_mode.reset(token)
@@ -67,12 +65,12 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.kernels: dict[str, Kernel] = {}
-        self.name, self.stage = "", 0
+        self.name = ""
 
     def submit(self, key: str, compile_: Callable[[], Any], _finalize: Callable[[Any], None]) -> None:
         digest = sha256(key.encode()).digest()
         folder = base64.b32encode(digest).decode().rstrip("=")  # as triton.runtime.cache names it
-        self.kernels.setdefault(folder, Kernel(folder, self.name, self.stage, compile_))
+        self.kernels.setdefault(folder, Kernel(folder, self.name, compile_))
 
 
 class _AbsentDriver:

@@ -35,7 +35,7 @@ assert [kernel.name for kernel in one.values()] == ["settle_kernel"]
 assert record_kernels([lambda: settle(4), lambda: settle(5), lambda: settle(400)], hopper).keys() == one.keys()
 assert record_kernels([lambda: settle(4)], ampere).keys().isdisjoint(one)
 two = record_kernels([block(32), block(64), block(32)], hopper)
-assert [kernel.stage for kernel in two.values()] == [0, 1] and one.keys() < two.keys()
+assert len(two) == 2 and one.keys() < two.keys()
 assert current_gpu() is None and gpu_of(torch.device("meta")) is None
 """
     )
