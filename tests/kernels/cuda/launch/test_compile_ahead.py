@@ -139,6 +139,21 @@ assert compilations() <= len(SIZES) and compilations() == 0
     )
 
 
+def test_the_processes_end_with_the_one_that_they_compile_for(tmp_path: Path) -> None:
+    without_interpreter(
+        POOL
+        + """
+sizes = (1, 2, 4, 8, 16, 64)
+ahead = pool(sizes, processes=1)
+ahead._receive_until(lambda: ahead._recorded)
+ahead._pipe.close()  # as at its end
+ahead._process.wait()
+assert compilations(sizes) > 0
+""",
+        tmp_path / "cache",
+    )
+
+
 def test_the_wait_is_shown_with_numbers(tmp_path: Path) -> None:
     without_interpreter(
         POOL
