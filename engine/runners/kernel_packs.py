@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quengine.block_manager import CachePool
 from quengine.config import DEFAULT_CHUNK
-from quengine.errors import EngineError, nearest
+from quengine.errors import CannotRunError, EngineError, nearest
 from quengine.kernels.cuda.aot.aot_cases import ARCHS, TABLE_GPU
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool
 from quengine.kernels.cuda.launch.compile_processes import Built
@@ -47,6 +47,7 @@ def build_pack(plan: PackPlan, path: Path, progress: Callable[[str], None] | Non
 
     Raises:
         EngineError: no such model, or it has kernels that do not compile.
+        CannotRunError: a compiling process was killed, as for want of memory.
     """
     use_private_cache()
     names = _named(plan.models)
@@ -59,6 +60,10 @@ def build_pack(plan: PackPlan, path: Path, progress: Callable[[str], None] | Non
         failed = [kernel for kernel in found if kernel.error]
         if failed:
             raise EngineError(f"{failed[0].name} for sm_{gpu.arch} was not compiled: {failed[0].error}")
+        if not pool.complete:
+            raise CannotRunError(
+                "a process that compiles kernels has ended; run it again: what is compiled is kept"
+            )
         built.update({kernel.key: kernel for kernel in found})
     return write_pack(path, list(built.values()), [f"sm_{arch}" for arch in plan.archs], names)
 

@@ -41,6 +41,9 @@ class CompilePool:
         progress: called with a line for the user while one waits for kernels; "": no more.
         every: also pass kernels that are in the cache already; `finish` returns what has been passed.
         marker: a file to make when all are there.
+
+    Attributes:
+        complete: every kernel has been passed.
     """
 
     def __init__(
@@ -56,7 +59,8 @@ class CompilePool:
         self._progress = progress or (lambda _: None)
         self._lock = threading.Lock()
         self._pending: set[str] = set()
-        self._recorded = self._ended = False
+        self._recorded = self._ended = self.complete = False
+        self._most_silence = float("inf") if every else _MOST_SILENCE  # many models take minutes to record
         self._total, self._waited = 0, 0.0
         self._built: list[Built] = []
         self._told_at = logging.INFO if every else logging.WARNING
@@ -89,7 +93,7 @@ class CompilePool:
                 if self._pipe.poll(0.2):
                     self._take(self._pipe.recv())
                     heard = time.monotonic()
-                elif began - heard > _MOST_SILENCE:
+                elif began - heard > self._most_silence:
                     _log.warning(
                         "the processes that compile kernels do not answer; kernels are compiled here"
                     )
@@ -124,6 +128,7 @@ class CompilePool:
         return self.gpu.name or f"sm_{self.gpu.arch}"
 
     def _end(self) -> None:
+        self.complete = self._recorded and not self._pending
         self._ended = self._recorded = True
         self._pending.clear()
         with suppress(ValueError):

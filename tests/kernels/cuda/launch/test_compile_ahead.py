@@ -56,7 +56,7 @@ compile_ahead._start_process = start  # once as it is
 first = pool(progress=lines.append, marker=done)
 built = first.finish()
 assert sorted(kernel.name for kernel in built) == ["settle_kernel"] * 3 and not any(kernel.error for kernel in built)
-assert done.is_file()
+assert done.is_file() and first.complete
 compile_ahead._start_process = fork_process
 assert compilations() == 0 and compilations((8,)) == 1
 assert pool().finish() == [], "nothing is missing"
@@ -133,6 +133,7 @@ killed = pool()
 os.kill(killed._process.pid, signal.SIGKILL)
 killed.wait("KEY")
 killed.finish()
+assert not killed.complete
 assert compilations() <= len(SIZES) and compilations() == 0
 """,
         tmp_path / "cache",
