@@ -149,7 +149,9 @@ def _multiply_rows(
     ints, floats, size = vec(I32, tile.lanes), vec(F32, tile.lanes), 4 * tile.lanes
     cells = rows * tile.vectors
     tails = e.at(x, 2 * DEPTH * tile.rows)
-    pair_bytes = 2 * tile.columns * fmt.nbytes // DEPTH  # of weights, which with one tile a panel are all asked for
+    pair_bytes = (
+        2 * tile.columns * fmt.nbytes // DEPTH
+    )  # of weights, which with one tile a panel are all asked for
 
     # One pair a turn: of several, LLVM makes multiplications and additions, to break chains that bound nothing.
     def pair(k: ir.Value, products: list[ir.Value]) -> list[ir.Value]:

@@ -19,7 +19,9 @@ from quengine.kernels.cpu.runtime.kernel_table import grouped_matmul_kernel, pac
 from quengine.kernels.cpu.runtime.threads import Launch
 from quengine.kernels.moe.router import Routing
 
-_TASK_BYTES = 512 << 10  # of weights: where a task reads them before it multiplies, they fit into the L2 cache
+_TASK_BYTES = (
+    512 << 10
+)  # of weights: where a task reads them before it multiplies, they fit into the L2 cache
 
 
 def prompt_expert_launches(
