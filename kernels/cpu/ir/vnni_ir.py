@@ -125,14 +125,11 @@ def multiply_int16(
     rows: of x, the first 1 to TILE.rows ones of a tile. x: a block of packed activations. Meanwhile the cache lines at
     address `ahead` are asked for, so many bytes for each column.
     """
-    after = e.b.append_basic_block("after")
-    counts = e.b.switch(rows, after)
-    for count in range(1, TILE.rows + 1):
-        counts.add_case(e.i64(count), block := e.b.append_basic_block("rows"))
-        e.b.position_at_end(block)
+
+    def multiply(count: int) -> None:
         _multiply_rows(e, FORMATS[format_name], count, (panel, d, mins), x, totals, (ahead, asked))
-        e.b.branch(after)
-    e.b.position_at_end(after)
+
+    e.by_count(rows, TILE.rows, multiply)
 
 
 def _multiply_rows(
