@@ -33,7 +33,7 @@ from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
 from quengine.models.split_checkpoint import SplitCheckpoint
-from quengine.models.tensor_split import Rank
+from quengine.models.tensor_split import Rank, SplitTensors
 from quengine.platform.device import choose_device, device_name
 from quengine.platform.host_experts import ExpertPlacement, split_tensors
 from quengine.platform.machine import available_memory, thread_count
@@ -212,6 +212,8 @@ class _Machine:
         backend.communicator = communicator
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
+        if backend.name == "cuda" and communicator.rank == 0 and (drafts or not self.experts.layers):
+            self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
         experts = ExpertPlacement() if drafts else self.experts
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = experts.operations(backend, self.threads)
@@ -251,6 +253,29 @@ class _Machine:
         runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
         note = _draft_note(checkpoint, runner.cache, ctx_size)
         return DraftModel(runner, self.draft_steps(runner)), note
+
+    def _compile_ahead(
+        self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool
+    ) -> None:
+        """Begin to compile kernels that are not there yet; who launches one waits for it."""
+        from quengine.kernels.cuda.launch.gpu import gpu_of
+        from quengine.runners.compile_kernels import KernelPlan, compile_ahead, stored_tensors
+
+        config, gpu, tensors = self.config, gpu_of(self.device), checkpoint.tensors
+        assert gpu is not None
+        plan = KernelPlan(
+            checkpoint.config,
+            tensors.stored() if isinstance(tensors, SplitTensors) else stored_tensors(tensors),
+            ctx_size,
+            pools,
+            chunk_size,
+            config.cache_type,
+            _graph_rows(config, drafts),
+            config.chunk_size or DEFAULT_CHUNK["cuda"],
+            config.speculates,
+            config.deterministic,
+        )
+        compile_ahead(plan, gpu, self.progress)
 
     def draft_steps(self, runner: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a draft model."""
@@ -373,9 +398,8 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
     device = decoder.backend.device
     if config.backend == "reference":
         return ModelRunner(decoder, cache)
-    rows = max(config.parallel, draft_rows(config, device.type))
     if device.type == "cuda":
-        return _cuda_runner(config, decoder, cache, rows, drafts)
+        return _cuda_runner(config, decoder, cache, drafts)
     from quengine.kernels.cpu.ops import sampling
     from quengine.runners.cpu_steps import CpuSteps
 
@@ -383,35 +407,39 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
         return ModelRunner(decoder, cache, choose=sampling.sample, packs_prompts=False)
     # A dozen rows of one prompt keep the processor as busy as those of many.
     return ModelRunner(
-        decoder, cache, CpuSteps(decoder, cache, rows), choose=sampling.sample, packs_prompts=False
+        decoder,
+        cache,
+        CpuSteps(decoder, cache, max(config.parallel, draft_rows(config, device.type))),
+        choose=sampling.sample,
+        packs_prompts=False,
     )
 
 
-def _cuda_runner(
-    config: EngineConfig, decoder: Decoder, cache: KVCache, rows: int, drafts: bool
-) -> ModelRunner:
-    from quengine.parallel.communicator import CudaCommunicator
-    from quengine.runners.compile_kernels import compile_kernels
-    from quengine.runners.cuda_graphs import PENDING, CudaGraphs
-    from quengine.runners.device_decode import DeviceDecoder
+def _graph_rows(config: EngineConfig, drafts: bool) -> int:
+    """Rows of a captured decode step at most; `drafts`: of the model that drafts."""
     from quengine.runners.graph_keys import DECODE_ROWS
 
-    pending = PENDING
-    if drafts:
-        # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
-        rows = MOST_ROWS * min(config.parallel, draft_rows(config, "cuda"))
-        pending = draft_tokens(config, "cuda")
+    rows = draft_rows(config, "cuda")
+    # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
+    rows = MOST_ROWS * min(config.parallel, rows) if drafts else max(config.parallel, rows)
+    return min(DECODE_ROWS[-1], rows)
+
+
+def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+    from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
+    from quengine.parallel.communicator import CudaCommunicator
+    from quengine.runners.cuda_graphs import PENDING, CudaGraphs
+    from quengine.runners.device_decode import DeviceDecoder
+
     graphs = CudaGraphs(
         decoder,
         cache,
-        min(DECODE_ROWS[-1], rows),
+        _graph_rows(config, drafts),
         config.chunk_size or DEFAULT_CHUNK["cuda"],
         shares_sequences=config.speculates,
-        pending=pending,
+        pending=draft_tokens(config, "cuda") if drafts else PENDING,
     )
     communicator = decoder.backend.communicator
     if isinstance(communicator, CudaCommunicator):
-        communicator.one_first(lambda: compile_kernels(graphs))
-    else:
-        compile_kernels(graphs)
+        communicator.one_first(finish_compiling)
     return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))

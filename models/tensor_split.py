@@ -282,6 +282,11 @@ class SplitTensors(Mapping[str, QuantTensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
+    def stored(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of each part, without reading it."""
+        wholes = {name: self._whole(name) for name in self._names}
+        return {name: (whole.format.name, self._split.shape(whole)) for name, whole in wholes.items()}
+
     def sizes(self) -> Iterator[tuple[str, int, int]]:
         """Name, bytes and weights of each part, without reading it."""
         for name in self._names:

@@ -45,11 +45,6 @@ def launches_handed_to(handler: Handler) -> Iterator[None]:
         JITFunction.run = original
 
 
-def launches_run() -> bool:
-    """Whether a launch runs its kernel, and is not handed to a handler."""
-    return JITFunction.run is _TRITON_LAUNCH
-
-
 class Copied(NamedTuple):
     """A contiguous tensor [rows, columns] of which a kernel copies blocks [rows, columns] to shared memory by TMA."""
 
