@@ -12,18 +12,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
 from quengine.kernels.cuda.gemm.matmul_wgmma import STAGED, subnormal_weight_scale
+from quengine.kernels.cuda.gemm.weight_ring import allocate_ring, copy_chunk, read_chunk
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
+from quengine.kernels.cuda.gemm.wgmma_operand import weights_operand
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan_grouped
-from quengine.kernels.cuda.gemm.wgmma_program import Matrix, begin_block
-from quengine.kernels.cuda.gemm.wgmma_store import Output, store_block, store_sums
+from quengine.kernels.cuda.gemm.wgmma_program import Matrix, allocate_stages, begin_block
+from quengine.kernels.cuda.gemm.wgmma_store import Output, store_block, store_sums, tile_of
 from quengine.kernels.cuda.glu import SILU, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped_program import (
+    SIDE,
     UNBOUNDED,
     Blocks,
     GroupedOutput,
@@ -75,6 +80,138 @@ def _grouped_wgmma_kernel(
             store_sums(acc, block_row, output, rows, weight_scale, MMA, P, token0)
 
 
+@gluon.jit
+def _copy_turn(rings, slot, planes, first, turn, lane, P: gl.constexpr):
+    """Start copying the chunks of a turn of a tile, whose first chunk is number `first`, to a slot."""
+    CHUNKS: gl.constexpr = P.columns // P.layout.chunk
+    for i in gl.static_range(CHUNKS):
+        chunk = gl.minimum(turn * CHUNKS + i, P.chunks - 1)  # behind the last one rows are zeros
+        copy_chunk(rings[i], slot, planes, first + chunk, lane, P)
+
+
+@gluon.jit
+def _copy_rows(x_rows, stages, ready, stage, token0, turn, on, P: gl.constexpr):
+    """Start copying the rows' columns of a turn, zeros where there are none, to a stage."""
+    bar = ready.index(stage)
+    mbarrier.expect(bar, P.block * P.columns * 2, pred=on)
+    tma.async_copy_global_to_shared(x_rows, [token0, turn * P.columns], bar, stages.index(stage), pred=on)
+
+
+@gluon.jit
+def _work(number, blocks, weight_blocks):
+    """Piece of work `number`: as `scheduled`, but the last blocks of rows are side by side with as many as there are."""
+    together = weight_blocks * SIDE
+    group = number // together
+    inside = number % together
+    width = gl.minimum(blocks - group * SIDE, SIDE)
+    return group * SIDE + inside % width, inside // width
+
+
+@gluon.jit
+def _first_chunk(of_block_ptr, row_block, weight_block, warp, tiles, P: gl.constexpr):
+    """The first chunk of a warp's tile among those of all experts."""
+    tile = gl.minimum(tile_of(weight_block, warp, P), tiles - 1)  # what is beyond is not stored
+    expert = gl.load(of_block_ptr + 1 + row_block, cache_modifier=".cg")
+    return (expert * tiles + tile) * P.chunks
+
+
+@partial(DirectLaunch, layout=STAGED)
+@gluon.jit(do_not_specialize=["first_block", "end_block", "places"])
+def _grouped_ring_kernel(
+    low, high, scales, supers, of_block_ptr, x_rows, row_scale_ptr, bias_ptr, out_ptr, out_row_scale_ptr,
+    tiles, rows, weight_blocks, first_block, end_block, first, outputs, stride, places, weight_scale, bound,
+    P: gl.constexpr, EARLY: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """`_grouped_wgmma_kernel` for blocks of few rows: a program takes one piece of work behind the other, and the first
+    turns of the next one are on their way while it ends this one."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [P.warps], [0])
+    CHUNK: gl.constexpr = P.layout.chunk
+    CHUNKS: gl.constexpr = P.columns // CHUNK
+    HALVES: gl.constexpr = P.columns // 128
+    TURNS: gl.constexpr = (P.cols + P.columns - 1) // P.columns
+    STAGES: gl.constexpr = P.stages
+    WARPS: gl.constexpr = P.warps
+    TB: gl.constexpr = P.block
+    if P.flags.pdl:
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    blocks = gl.minimum(gl.load(of_block_ptr, cache_modifier=".cg"), end_block) - first_block
+    pieces = blocks * weight_blocks
+    begin = gl.program_id(0)
+    step = gl.num_programs(0)
+    if begin < pieces:
+        planes = (low, high, scales, supers)
+        of_block_ptr += first_block
+        thread = gl.arange(0, 32 * WARPS, layout=LINE)
+        lane = thread & 31
+        warp = thread >> 5
+        rings = ()
+        for i in gl.static_range(CHUNKS):
+            rings = rings + (allocate_ring(planes, SLOTS, P),)
+        stages, ready = allocate_stages(x_rows, P)
+        row_block, weight_block = _work(begin, blocks, weight_blocks)
+        here = _first_chunk(of_block_ptr, row_block, weight_block, warp, tiles, P)
+        expert = gl.load(of_block_ptr + 1 + row_block, cache_modifier=".cg")
+        for i in gl.static_range(SLOTS - 1):
+            _copy_turn(rings, i, planes, here, i, lane, P)
+            async_copy.commit_group()
+        row_block_2, weight_block_2 = _work(gl.minimum(begin + step, pieces - 1), blocks, weight_blocks)
+        expert_2 = gl.load(of_block_ptr + 1 + row_block_2, cache_modifier=".cg")
+        if P.flags.pdl and EARLY:
+            tl.extra.cuda.gdc_wait()
+        for i in gl.static_range(STAGES - 1):
+            _copy_rows(x_rows, stages, ready, i, row_block * TB, i, True, P)
+        slot, slot_before, stage, stage_before, phase = 0, SLOTS - 1, 0, STAGES - 1, 0
+        for piece in range(begin, pieces, step):
+            more = piece + step < pieces
+            # The one after the next: known when its turn comes, without waiting for it.
+            row_block_3, weight_block_3 = _work(gl.minimum(piece + 2 * step, pieces - 1), blocks, weight_blocks)
+            expert_3 = gl.load(of_block_ptr + 1 + row_block_3, cache_modifier=".cg")
+            there = (expert_2 * tiles + gl.minimum(tile_of(weight_block_2, warp, P), tiles - 1)) * P.chunks
+            acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
+            for turn in range(TURNS):
+                async_copy.wait_group(SLOTS - 2)
+                tl.debug_barrier()  # all warps have used the slot and the stage of the turn before
+                later = turn + (SLOTS - 1)
+                inside = later < TURNS
+                if inside | more:
+                    _copy_turn(
+                        rings, slot_before, planes, gl.where(inside, here, there),
+                        gl.where(inside, later, later - TURNS), lane, P,
+                    )  # fmt: skip
+                async_copy.commit_group()
+                later = turn + (STAGES - 1)
+                inside = later < TURNS
+                _copy_rows(
+                    x_rows, stages, ready, stage_before, gl.where(inside, row_block, row_block_2) * TB,
+                    gl.where(inside, later, later - TURNS), inside | more, P,
+                )  # fmt: skip
+                x = stages.index(stage)
+                for half in gl.static_range(HALVES):
+                    if half * 128 % CHUNK == 0:
+                        words = read_chunk(rings[half * 128 // CHUNK], slot, planes, lane, P)
+                    a = weights_operand(words, half % (CHUNK // 128), weight_scale, P, A)
+                    if half == 0:
+                        mbarrier.wait(ready.index(stage), phase)
+                    columns = x if HALVES == 1 else x.slice(half * 128, 128, 1)
+                    acc = warpgroup_mma(a, columns.permute((1, 0)), acc)
+                slot_before, stage_before = slot, stage
+                slot = gl.where(slot == SLOTS - 1, 0, slot + 1)
+                phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+                stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+            output = Output(
+                row_scale_ptr, bias_ptr + expert * outputs, out_ptr, out_row_scale_ptr, first, stride, places, bound,
+            )  # fmt: skip
+            store_sums(
+                acc, weight_block * (16 * WARPS), output, rows, weight_scale, MMA, P, row_block * TB
+            )
+            here, row_block, weight_block, expert = there, row_block_2, weight_block_2, expert_2
+            row_block_2, weight_block_2, expert_2 = row_block_3, weight_block_3, expert_3
+
+
 def launch_grouped_wgmma(
     x: Fp16Operand,
     weights: ExpertWeights,
@@ -120,12 +257,13 @@ def _launch(
     # Of a gated unit a tile is 8 columns of the result, whose padding is written too.
     tiles = results[0].shape[1] // 8 if activation else weights.expert_tiles
     weight_blocks = -(-tiles // geometry.warps)
+    kernel = _grouped_ring_kernel if geometry.ring else _grouped_wgmma_kernel
     plan = wgmma_plan_grouped(
         geometry, part.layout, x.values.shape[1], blocks.grid(weight_blocks), flags, blocks.early
     )
     stride, places = results[0].stride(0), (blocks.end - blocks.first) * blocks.rows
     assert x.is_wgmma and places * stride < 2**31, "the kernel counts results in 32 bits"
-    _grouped_wgmma_kernel.launch(
+    kernel.launch(
         plan.grid,
         (
             *part.planes, blocks.of_block, Copied(x.values, plan.tma_block), x.row_scale,
