@@ -25,7 +25,8 @@ _LANES = tl.constexpr(512)
 _WARPS = 4
 
 _MOST_PREFETCHED = tl.constexpr(16)
-"""Steps of 512 columns whose weights a program holds before it waits: 4 registers each, and as many for the rows."""
+"""Steps of 512 columns, of all logits together, whose weights a program holds before it waits: 4 registers each, and as
+many for the rows."""
 
 _FEW_ROWS = 16
 """Rows up to which there are programs of few logits, for latency, and one launch; of more, programs that read less."""
@@ -83,7 +84,7 @@ def _row_step(x_ptr, row, live, step, P: tl.constexpr):
 @triton.jit
 def _logits(x_ptr, w_ptr, norm_ptr, line, live, row, rows, eps, P: tl.constexpr):
     """Logits [rows, experts] of rows x, normed, by lines `line` [1, experts, 1] of w."""
-    EARLY: tl.constexpr = min(P.steps, _MOST_PREFETCHED) if P.rows * P.experts == 1 else 1
+    EARLY: tl.constexpr = max(1, min(P.steps, _MOST_PREFETCHED // (P.rows * P.experts)))
     STEPS: tl.constexpr = P.steps
     weights = ()
     for step in tl.static_range(EARLY):
