@@ -4,11 +4,13 @@ A slot of the ring has a chunk of a tile for each warp. Its words are copied the
 used, so that what is on its way takes no registers; a thread reads what it copied itself.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from quengine.kernels.cuda.gemm.fragments import chunk_words, stored_planes, stored_words
+from quengine.kernels.cuda.gemm.wgmma_store import tile_of
 
 _ROWS = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
@@ -31,29 +33,47 @@ def allocate_ring(planes, SLOTS: gl.constexpr, P: gl.constexpr):
     return ring
 
 
-@gluon.jit
-def _copy_words(slot, first, lane, COUNT: gl.constexpr, WARPS: gl.constexpr):
-    """Start copying COUNT words a lane to a slot [COUNT, threads], from pointers `first` on."""
-    L: gl.constexpr = gl.BlockedLayout([COUNT, 1], [1, 32], [1, WARPS], [1, 0])
-    number = gl.expand_dims(gl.arange(0, COUNT, layout=gl.SliceLayout(1, L)), 1)
-    if first.dtype.element_ty.primitive_bitwidth == 16:  # no copy is of less than 4 bytes: those of two lanes
-        first = (first - (lane & 1)).to(gl.pointer_type(gl.int32), bitcast=True)
-        number = number * 16
-    else:
-        number = number * 32
-    first = gl.convert_layout(first, gl.SliceLayout(0, L), assert_trivial=True)
-    async_copy.async_copy_global_to_shared(slot, gl.expand_dims(first, 0) + number)
+@triton.constexpr_function
+def _together(count: int, bits: int) -> int:
+    """Neighbouring words that a thread copies: 16 bytes, which pass the L1 cache by, where there are rows enough."""
+    return 128 // bits if count >= 128 // bits else 1
 
 
 @gluon.jit
-def copy_chunk(ring, slot, planes, chunk, lane, P: gl.constexpr):
-    """Start copying chunk number `chunk` of the matrix to a slot. chunk, lane: int32 [threads]."""
-    WARPS: gl.constexpr = P.warps
+def _copy_plane(memory, planes, expert, block, c, tiles, plane: gl.constexpr, BITS: gl.constexpr, P: gl.constexpr):
+    """Start copying chunk c of a block of tiles, of one stored plane, to memory [words of a chunk, threads]."""
     FMT: gl.constexpr = P.layout
     WORDS: gl.constexpr = stored_words(FMT)
-    firsts = stored_planes(planes, chunk, 0, lane, FMT)
+    COUNT: gl.constexpr = WORDS[plane]
+    WARPS: gl.constexpr = P.warps
+    V: gl.constexpr = _together(COUNT, BITS)
+    L: gl.constexpr = gl.BlockedLayout([1, V], [V, 32 // V], [1, WARPS], [1, 0])
+    thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(0, L))
+    tile = expert * tiles + gl.minimum(tile_of(block, thread // 32, P), tiles - 1)  # what is beyond is not stored
+    lane = thread % 32
+    first = stored_planes(planes, tile * P.chunks + c, 0, lane, FMT)[plane]
+    step = 32
+    if BITS == 16:  # no copy is of less than 4 bytes: those of two lanes
+        first = (first - (lane & 1)).to(gl.pointer_type(gl.int32), bitcast=True)
+        step = 16
+    number = gl.expand_dims(gl.arange(0, COUNT, layout=gl.SliceLayout(1, L)), 1)
+    pointers = gl.expand_dims(first, 0) + number * step
+    if V > 1:
+        pointers = gl.multiple_of(gl.max_contiguous(pointers, [1, V]), [1, 16])
+    async_copy.async_copy_global_to_shared(memory, pointers)
+
+
+@gluon.jit
+def copy_chunk(ring, slot, planes, expert, block, c, tiles, P: gl.constexpr):
+    """Start copying chunk c of a block of an expert's tiles to a slot."""
+    FMT: gl.constexpr = P.layout
+    WORDS: gl.constexpr = stored_words(FMT)
+    firsts = stored_planes(planes, 0, 0, 0, FMT)  # for their types alone
     for plane in gl.static_range(len(WORDS)):
-        _copy_words(ring[plane].index(slot), firsts[plane], lane, WORDS[plane], WARPS)
+        _copy_plane(
+            ring[plane].index(slot), planes, expert, block, c, tiles, plane,
+            firsts[plane].dtype.element_ty.primitive_bitwidth, P,
+        )  # fmt: skip
 
 
 @gluon.jit

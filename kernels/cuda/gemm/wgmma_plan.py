@@ -115,13 +115,13 @@ def wgmma_plan_grouped(
     """Blocks of rows, of geometry.block each, times the matrices of their experts: see moe/grouped_wgmma.py. cols:
     those of the rows, a multiple of 128."""
     program = _program(geometry, layout, cols, geometry.block, flags)
-    if not geometry.ring:
+    if not geometry.programs:
         return _plan(geometry, program, grid, 0, more={"EARLY": early})
     columns = min(geometry.columns, cols)
     turns = -(-cols // columns)  # what is ahead is of this block or the next one
     program = replace(program, columns=columns, stages=min(geometry.stages, turns + 1), overlap=False)
     grid = (min(grid[0], geometry.programs * MULTIPROCESSORS),)
-    return _plan(geometry, program, grid, 0, more={"EARLY": early, "SLOTS": min(geometry.ring, turns + 1)})
+    return _plan(geometry, program, grid, 0, more={"EARLY": early, "SLOTS": max(min(geometry.ring, turns + 1), 1 - turns)})
 
 
 def _program(

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
+from quengine.kernels.cuda.gemm.fragments import load_chunk
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
 from quengine.kernels.cuda.gemm.matmul_wgmma import STAGED, subnormal_weight_scale
 from quengine.kernels.cuda.gemm.weight_ring import allocate_ring, copy_chunk, read_chunk
@@ -81,12 +82,44 @@ def _grouped_wgmma_kernel(
 
 
 @gluon.jit
-def _copy_turn(rings, slot, planes, first, turn, lane, P: gl.constexpr):
-    """Start copying the chunks of a turn of a tile, whose first chunk is number `first`, to a slot."""
+def _copy_turn(rings, slot, planes, expert, block, turn, tiles, P: gl.constexpr):
+    """Start copying the chunks of a turn of a block of an expert's tiles to a slot."""
     CHUNKS: gl.constexpr = P.columns // P.layout.chunk
     for i in gl.static_range(CHUNKS):
         chunk = gl.minimum(turn * CHUNKS + i, P.chunks - 1)  # behind the last one rows are zeros
-        copy_chunk(rings[i], slot, planes, first + chunk, lane, P)
+        copy_chunk(rings[i], slot, planes, expert, block, chunk, tiles, P)
+
+
+@gluon.jit
+def _load_turn(planes, first, turn, lane, P: gl.constexpr):
+    FMT: gl.constexpr = P.layout
+    CHUNKS: gl.constexpr = P.columns // P.layout.chunk
+    words = ()
+    for i in gl.static_range(CHUNKS):
+        chunk = gl.minimum(turn * CHUNKS + i, P.chunks - 1)
+        words = words + (load_chunk(planes, first + chunk, 0, lane, True, FMT, False),)
+    return words
+
+
+@gluon.jit
+def _prefetch_turn(planes, first, turn, lane, P: gl.constexpr):
+    """Bring the chunks of a turn to the L2 cache: a lane a plane."""
+    FMT: gl.constexpr = P.layout
+    CHUNKS: gl.constexpr = P.columns // P.layout.chunk
+    LOW: gl.constexpr = FMT.low_bytes
+    HIGH: gl.constexpr = FMT.high_bytes
+    SCALES: gl.constexpr = FMT.scale_bytes
+    SUPERS: gl.constexpr = FMT.super_bytes
+    chunk = (first + gl.minimum(turn * CHUNKS, P.chunks - 1)).to(gl.int64)
+    many = gl.minimum(P.chunks - turn * CHUNKS, CHUNKS)
+    base = gl.where(lane == 0, planes[0].to(gl.int64), gl.where(lane == 1, planes[1].to(gl.int64), gl.where(
+        lane == 2, planes[2].to(gl.int64), planes[3].to(gl.int64))))
+    size = gl.where(lane == 0, LOW, gl.where(lane == 1, HIGH, gl.where(lane == 2, SCALES, SUPERS)))
+    size = gl.where(lane < 4, size, 0)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [base + chunk * size, size * many], dtype=gl.int32, is_pure=False, pack=1,
+    )
 
 
 @gluon.jit
@@ -105,14 +138,6 @@ def _work(number, blocks, weight_blocks):
     inside = number % together
     width = gl.minimum(blocks - group * SIDE, SIDE)
     return group * SIDE + inside % width, inside // width
-
-
-@gluon.jit
-def _first_chunk(of_block_ptr, row_block, weight_block, warp, tiles, P: gl.constexpr):
-    """The first chunk of a warp's tile among those of all experts."""
-    tile = gl.minimum(tile_of(weight_block, warp, P), tiles - 1)  # what is beyond is not stored
-    expert = gl.load(of_block_ptr + 1 + row_block, cache_modifier=".cg")
-    return (expert * tiles + tile) * P.chunks
 
 
 @partial(DirectLaunch, layout=STAGED)
@@ -147,16 +172,23 @@ def _grouped_ring_kernel(
         of_block_ptr += first_block
         thread = gl.arange(0, 32 * WARPS, layout=LINE)
         lane = thread & 31
-        warp = thread >> 5
         rings = ()
-        for i in gl.static_range(CHUNKS):
-            rings = rings + (allocate_ring(planes, SLOTS, P),)
+        warp = thread >> 5
+        if SLOTS > 0:
+            for i in gl.static_range(CHUNKS):
+                rings = rings + (allocate_ring(planes, SLOTS, P),)
         stages, ready = allocate_stages(x_rows, P)
         row_block, weight_block = _work(begin, blocks, weight_blocks)
-        here = _first_chunk(of_block_ptr, row_block, weight_block, warp, tiles, P)
         expert = gl.load(of_block_ptr + 1 + row_block, cache_modifier=".cg")
-        for i in gl.static_range(SLOTS - 1):
-            _copy_turn(rings, i, planes, here, i, lane, P)
+        here = (expert * tiles + gl.minimum(tile_of(weight_block, warp, P), tiles - 1)) * P.chunks
+        if SLOTS <= 0:
+            ahead = _load_turn(planes, here, 0, lane, P)
+            for i in gl.static_range(-SLOTS):
+                _prefetch_turn(planes, here, i + 1, lane, P)
+        else:
+            ahead = (lane,)
+        for i in gl.static_range(max(SLOTS - 1, 0)):
+            _copy_turn(rings, i, planes, expert, weight_block, i, tiles, P)
             async_copy.commit_group()
         row_block_2, weight_block_2 = _work(gl.minimum(begin + step, pieces - 1), blocks, weight_blocks)
         expert_2 = gl.load(of_block_ptr + 1 + row_block_2, cache_modifier=".cg")
@@ -173,16 +205,33 @@ def _grouped_ring_kernel(
             there = (expert_2 * tiles + gl.minimum(tile_of(weight_block_2, warp, P), tiles - 1)) * P.chunks
             acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
             for turn in range(TURNS):
-                async_copy.wait_group(SLOTS - 2)
+                if SLOTS > 0:
+                    async_copy.wait_group(SLOTS - 2)
                 tl.debug_barrier()  # all warps have used the slot and the stage of the turn before
                 later = turn + (SLOTS - 1)
                 inside = later < TURNS
-                if inside | more:
-                    _copy_turn(
-                        rings, slot_before, planes, gl.where(inside, here, there),
-                        gl.where(inside, later, later - TURNS), lane, P,
-                    )  # fmt: skip
-                async_copy.commit_group()
+                words = ()
+                if SLOTS > 0:
+                    for i in gl.static_range(CHUNKS):
+                        words = words + (read_chunk(rings[i], slot, planes, lane, P),)
+                    if inside | more:
+                        _copy_turn(
+                            rings, slot_before, planes, gl.where(inside, expert, expert_2),
+                            gl.where(inside, weight_block, weight_block_2), gl.where(inside, later, later - TURNS),
+                            tiles, P,
+                        )  # fmt: skip
+                    async_copy.commit_group()
+                else:
+                    words = ahead
+                    inside = turn + 1 < TURNS
+                    ahead = _load_turn(planes, gl.where(inside, here, there), gl.where(inside, turn + 1, 0), lane, P)
+                    if SLOTS < 0:
+                        later = turn + 1 - SLOTS
+                        inside = later < TURNS
+                        if inside | more:
+                            _prefetch_turn(
+                                planes, gl.where(inside, here, there), gl.where(inside, later, later - TURNS), lane, P
+                            )
                 later = turn + (STAGES - 1)
                 inside = later < TURNS
                 _copy_rows(
@@ -191,9 +240,7 @@ def _grouped_ring_kernel(
                 )  # fmt: skip
                 x = stages.index(stage)
                 for half in gl.static_range(HALVES):
-                    if half * 128 % CHUNK == 0:
-                        words = read_chunk(rings[half * 128 // CHUNK], slot, planes, lane, P)
-                    a = weights_operand(words, half % (CHUNK // 128), weight_scale, P, A)
+                    a = weights_operand(words[half * 128 // CHUNK], half % (CHUNK // 128), weight_scale, P, A)
                     if half == 0:
                         mbarrier.wait(ready.index(stage), phase)
                     columns = x if HALVES == 1 else x.slice(half * 128, 128, 1)
@@ -208,7 +255,8 @@ def _grouped_ring_kernel(
             store_sums(
                 acc, weight_block * (16 * WARPS), output, rows, weight_scale, MMA, P, row_block * TB
             )
-            here, row_block, weight_block, expert = there, row_block_2, weight_block_2, expert_2
+            here = there
+            row_block, weight_block, expert = row_block_2, weight_block_2, expert_2
             row_block_2, weight_block_2, expert_2 = row_block_3, weight_block_3, expert_3
 
 
@@ -257,7 +305,7 @@ def _launch(
     # Of a gated unit a tile is 8 columns of the result, whose padding is written too.
     tiles = results[0].shape[1] // 8 if activation else weights.expert_tiles
     weight_blocks = -(-tiles // geometry.warps)
-    kernel = _grouped_ring_kernel if geometry.ring else _grouped_wgmma_kernel
+    kernel = _grouped_ring_kernel if geometry.programs else _grouped_wgmma_kernel
     plan = wgmma_plan_grouped(
         geometry, part.layout, x.values.shape[1], blocks.grid(weight_blocks), flags, blocks.early
     )

@@ -198,7 +198,7 @@ def grouped_wgmma_geometry(block: int) -> WgmmaGeometry:
     if entry:
         return WgmmaGeometry(*entry, block=block)
     if block <= 32:
-        return WgmmaGeometry(4, 1, 2, False, 128, 256, 3, 4, block)
+        return WgmmaGeometry(4, 1, 2, False, 128, 256, -2, 4, block)
     return WgmmaGeometry(8 if block > 128 else 4, 1, 3, True, 0, 128, block=block)
 
 
