@@ -40,7 +40,7 @@ def _together(count: int, bits: int) -> int:
 
 
 @gluon.jit
-def _copy_plane(memory, planes, expert, block, c, tiles, plane: gl.constexpr, BITS: gl.constexpr, P: gl.constexpr):
+def _copy_plane(memory, planes, tiles, block, c, plane: gl.constexpr, BITS: gl.constexpr, P: gl.constexpr):
     """Start copying chunk c of a block of tiles, of one stored plane, to memory [words of a chunk, threads]."""
     FMT: gl.constexpr = P.layout
     WORDS: gl.constexpr = stored_words(FMT)
@@ -49,7 +49,7 @@ def _copy_plane(memory, planes, expert, block, c, tiles, plane: gl.constexpr, BI
     V: gl.constexpr = _together(COUNT, BITS)
     L: gl.constexpr = gl.BlockedLayout([1, V], [V, 32 // V], [1, WARPS], [1, 0])
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(0, L))
-    tile = expert * tiles + gl.minimum(tile_of(block, thread // 32, P), tiles - 1)  # what is beyond is not stored
+    tile = gl.minimum(tile_of(block, thread // 32, P), tiles - 1)  # what is beyond is not stored
     lane = thread % 32
     first = stored_planes(planes, tile * P.chunks + c, 0, lane, FMT)[plane]
     step = 32
@@ -64,14 +64,14 @@ def _copy_plane(memory, planes, expert, block, c, tiles, plane: gl.constexpr, BI
 
 
 @gluon.jit
-def copy_chunk(ring, slot, planes, expert, block, c, tiles, P: gl.constexpr):
-    """Start copying chunk c of a block of an expert's tiles to a slot."""
+def copy_chunk(ring, slot, planes, tiles, block, c, P: gl.constexpr):
+    """Start copying chunk c of a block of tiles to a slot."""
     FMT: gl.constexpr = P.layout
     WORDS: gl.constexpr = stored_words(FMT)
     firsts = stored_planes(planes, 0, 0, 0, FMT)  # for their types alone
     for plane in gl.static_range(len(WORDS)):
         _copy_plane(
-            ring[plane].index(slot), planes, expert, block, c, tiles, plane,
+            ring[plane].index(slot), planes, tiles, block, c, plane,
             firsts[plane].dtype.element_ty.primitive_bitwidth, P,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from quengine.kernels.cuda.launch.kernel import Constants
-from quengine.kernels.cuda.weights.launch_table import MOST_FEW, MULTIPROCESSORS, WgmmaGeometry, wgmma_block
+from quengine.kernels.cuda.weights.launch_table import MOST_FEW, WgmmaGeometry, wgmma_block
 from quengine.kernels.cuda.weights.layout import PackedLayout
 
 
@@ -115,13 +115,12 @@ def wgmma_plan_grouped(
     """Blocks of rows, of geometry.block each, times the matrices of their experts: see moe/grouped_wgmma.py. cols:
     those of the rows, a multiple of 128."""
     program = _program(geometry, layout, cols, geometry.block, flags)
-    if not geometry.programs:
+    if not geometry.ring:
         return _plan(geometry, program, grid, 0, more={"EARLY": early})
     columns = min(geometry.columns, cols)
-    turns = -(-cols // columns)  # what is ahead is of this block or the next one
+    turns = -(-cols // columns)
     program = replace(program, columns=columns, stages=min(geometry.stages, turns + 1), overlap=False)
-    grid = (min(grid[0], geometry.programs * MULTIPROCESSORS),)
-    return _plan(geometry, program, grid, 0, more={"EARLY": early, "SLOTS": max(min(geometry.ring, turns + 1), 1 - turns)})
+    return _plan(geometry, program, grid, 0, more={"EARLY": early, "SLOTS": min(geometry.ring, turns + 1)})
 
 
 def _program(

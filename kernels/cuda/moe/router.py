@@ -28,7 +28,7 @@ _MOST_PREFETCHED = tl.constexpr(16)
 """Steps of 512 columns, of all logits together, whose weights a program holds before it waits: 4 registers each, and as
 many for the rows."""
 
-_FEW_ROWS = 16
+_FEW_ROWS = 64
 """Rows up to which there are programs of few logits, for latency, and one launch; of more, programs that read less."""
 
 
@@ -84,7 +84,7 @@ def _row_step(x_ptr, row, live, step, P: tl.constexpr):
 @triton.jit
 def _logits(x_ptr, w_ptr, norm_ptr, line, live, row, rows, eps, P: tl.constexpr):
     """Logits [rows, experts] of rows x, normed, by lines `line` [1, experts, 1] of w."""
-    EARLY: tl.constexpr = max(1, min(P.steps, _MOST_PREFETCHED // (P.rows * P.experts)))
+    EARLY: tl.constexpr = max(1, min(P.steps, 2 * _MOST_PREFETCHED // (P.rows * P.experts)))
     STEPS: tl.constexpr = P.steps
     weights = ()
     for step in tl.static_range(EARLY):
@@ -205,7 +205,7 @@ def scratch_width(rows: int, router: Router) -> int:
 def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:
     count, cols = router.weight.shape
     few = rows <= _FEW_ROWS
-    tile = (1, 1) if rows == 1 else (1, 4) if few else (4, 8)
+    tile = (1, 1) if rows == 1 else (1, 8) if rows <= 32 else (2, 8) if few else (4, 8)
     return RouterProgram(*tile, cols, count, router.shared_gate is not None, few, pdl)
 
 

@@ -20,7 +20,7 @@ _TABLE = Path(__file__).with_name("launch_table.json")
 _MOST_ROUNDS = 16
 _MANY_TILES = 1024
 
-MULTIPROCESSORS = 132
+_MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 
 _LENGTHS = {(256, 8): 1.0, (128, 8): 0.6, (128, 4): 0.35}
@@ -76,8 +76,7 @@ class WgmmaGeometry:
     no more than a chunk) of the rows are in shared memory; `overlap`: the matrix units work on 128 columns while the
     next ones are dequantized. `registers` is a limit per thread (0: none). `block`: rows of x a program, up to 256,
     where these are many (0: see `wgmma_block`). `ring`: weights come through so many slots in shared memory, each of
-    `columns` columns (0: through registers), in `programs` programs of a multiprocessor, which take one block behind
-    the other."""
+    `columns` columns (0: through registers)."""
 
     warps: int
     splits: int = 1
@@ -86,7 +85,6 @@ class WgmmaGeometry:
     registers: int = 0
     columns: int = 128
     ring: int = 0
-    programs: int = 0
     block: int = 0
 
 
@@ -198,7 +196,7 @@ def grouped_wgmma_geometry(block: int) -> WgmmaGeometry:
     if entry:
         return WgmmaGeometry(*entry, block=block)
     if block <= 32:
-        return WgmmaGeometry(4, 1, 2, False, 128, 256, -2, 4, block)
+        return WgmmaGeometry(4, 1, 2, False, 128, 256, 3, block)
     return WgmmaGeometry(8 if block > 128 else 4, 1, 3, True, 0, 128, block=block)
 
 
@@ -250,7 +248,7 @@ def default_wgmma(shape: Shape, rows: int) -> WgmmaGeometry:
 
 
 def _default_splits(shape: Shape) -> int:
-    return max(1, min(shape.chunks // 2, 3 * MULTIPROCESSORS // -(-shape.tiles // 4)))
+    return max(1, min(shape.chunks // 2, 3 * _MULTIPROCESSORS // -(-shape.tiles // 4)))
 
 
 def _many_rows(shape: Shape, rows: int, splits: int, consumer: bool) -> WgmmaGeometry:
@@ -268,10 +266,10 @@ def _passes(shape: Shape, rows: int, block: int, warps: int) -> float:
     for Q4_K of 4096 and 14336 columns on an H200; two programs of 4 warps share a multiprocessor."""
     programs = _programs(shape, rows, block, warps)
     if warps == 8:
-        return -(-programs // MULTIPROCESSORS) * _LENGTHS[block, warps]
-    if programs <= 2 * MULTIPROCESSORS:
-        return 0.45 if programs <= MULTIPROCESSORS else 0.55
-    return -(-programs // (2 * MULTIPROCESSORS)) * 0.7
+        return -(-programs // _MULTIPROCESSORS) * _LENGTHS[block, warps]
+    if programs <= 2 * _MULTIPROCESSORS:
+        return 0.45 if programs <= _MULTIPROCESSORS else 0.55
+    return -(-programs // (2 * _MULTIPROCESSORS)) * 0.7
 
 
 def _work(shape: Shape, rows: int, block: int, warps: int) -> float:
@@ -323,7 +321,7 @@ def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geome
     slots = 1
     while slots < 8 and 2 * slots <= used:
         slots *= 2
-    in_program = 1 if tiles <= 2 * MULTIPROCESSORS else 2
+    in_program = 1 if tiles <= 2 * _MULTIPROCESSORS else 2
     k_warps = 1
     while in_program * slots * k_warps < 16 and part.chunks > 3 * k_warps:
         k_warps *= 2
