@@ -23,7 +23,7 @@ from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_operand import weights_operand
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan_grouped
 from quengine.kernels.cuda.gemm.wgmma_program import Matrix, allocate_stages, begin_block
-from quengine.kernels.cuda.gemm.wgmma_store import Output, store_block, store_sums
+from quengine.kernels.cuda.gemm.wgmma_store import Output, load_row_scales, store_block, store_sums
 from quengine.kernels.cuda.glu import SILU, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
@@ -98,11 +98,11 @@ def _copy_rows(x_rows, stages, ready, stage, token0, turn, on, P: gl.constexpr):
 
 @gluon.jit
 def _multiply_few(
-    planes, x_rows, stages, ready, tiles, weight_block, token0, weight_scale,
-    SLOTS: gl.constexpr, P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, WAIT: gl.constexpr,
+    planes, rings, x_rows, stages, ready, tiles, weight_block, token0, weight_scale,
+    SLOTS: gl.constexpr, P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """Few rows of x from token0 on times a block of weight rows, over all columns: fp32 [16*P.warps, P.block]. Weights
-    come through a ring of SLOTS slots, some turns of P.columns columns ahead."""
+    """Few rows of x from row token0 on times a block of weight rows, over all columns: fp32 [16*P.warps, P.block]. The
+    first SLOTS - 1 turns of weights and the first P.stages - 1 of rows are on their way."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [P.warps], [0])
     CHUNK: gl.constexpr = P.layout.chunk
     CHUNKS: gl.constexpr = P.columns // CHUNK
@@ -112,16 +112,6 @@ def _multiply_few(
     WARPS: gl.constexpr = P.warps
     TB: gl.constexpr = P.block
     lane = gl.arange(0, 32 * WARPS, layout=LINE) & 31
-    rings = ()
-    for i in gl.static_range(CHUNKS):
-        rings = rings + (allocate_ring(planes, SLOTS, P),)
-    for i in gl.static_range(SLOTS - 1):
-        _copy_turn(rings, i, planes, tiles, weight_block, i, P)
-        async_copy.commit_group()
-    if WAIT:
-        tl.extra.cuda.gdc_wait()
-    for i in gl.static_range(STAGES - 1):
-        _copy_rows(x_rows, stages, ready, i, token0, i, True, P)
     slot, slot_before, stage, stage_before, phase = 0, SLOTS - 1, 0, STAGES - 1, 0
     acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
     for turn in range(TURNS):
@@ -156,27 +146,40 @@ def _grouped_few_kernel(
     tiles, rows, weight_blocks, first_block, end_block, first, outputs, stride, places, weight_scale, bound,
     P: gl.constexpr, EARLY: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """`_grouped_wgmma_kernel` for blocks of few rows."""
+    """`_grouped_wgmma_kernel` for blocks of few rows: weights come through a ring of SLOTS slots in shared memory, some
+    turns of P.columns columns ahead."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    WAIT: gl.constexpr = P.flags.pdl and EARLY
+    CHUNKS: gl.constexpr = P.columns // P.layout.chunk
+    AHEAD: gl.constexpr = P.stages - 1
     if P.flags.pdl:
         if not EARLY:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     block, weight_block = scheduled(gl.program_id(0), weight_blocks)
     expert = expert_of(of_block_ptr, first_block + block, end_block)
-    stages, ready = allocate_stages(x_rows, P)  # its fence waits for no weights
+    stages, ready = allocate_stages(x_rows, P)  # in front: its fence waits for what is on its way
     if expert >= 0:
         token0 = block * P.block
         planes = expert_planes(low, high, scales, supers, expert, tiles, P)
-        acc = _multiply_few(
-            planes, x_rows, stages, ready, tiles, weight_block, token0, weight_scale, SLOTS, P, MMA, A, WAIT
-        )  # fmt: skip
+        rings = ()
+        for i in gl.static_range(CHUNKS):
+            rings = rings + (allocate_ring(planes, SLOTS, P),)
+        for i in gl.static_range(SLOTS - 1):
+            _copy_turn(rings, i, planes, tiles, weight_block, i, P)
+            async_copy.commit_group()
+        if P.flags.pdl and EARLY:
+            tl.extra.cuda.gdc_wait()
+        for i in gl.static_range(AHEAD):
+            _copy_rows(x_rows, stages, ready, i, token0, i, True, P)
         output = Output(
             row_scale_ptr, bias_ptr + expert * outputs, out_ptr, out_row_scale_ptr, first, stride, places, bound,
         )  # fmt: skip
-        store_sums(acc, weight_block * (16 * P.warps), output, rows, weight_scale, MMA, P, token0)
+        scale = load_row_scales(output, token0, MMA, P)
+        acc = _multiply_few(
+            planes, rings, x_rows, stages, ready, tiles, weight_block, token0, weight_scale, SLOTS, P, MMA, A
+        )  # fmt: skip
+        store_sums(acc, weight_block * (16 * P.warps), output, rows, weight_scale, MMA, P, token0, scale)
 
 
 def launch_grouped_wgmma(
