@@ -116,7 +116,8 @@ def _read_words(first, valid, COUNT: tl.constexpr, MASKED: tl.constexpr):
 @triton.jit
 def load_chunk(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
     """The words of chunk `chunk + ON` for one lane, counting chunks of the whole matrix, tiles outermost: low words,
-    high words, the scale words of each set, each int32 (of HALF_MIN two a set, of SIX two in all), the super-scale word.
+    high words, the scale words of each set, each int32 (of HALF_MIN two a set, of SIX two in all), the super-scale
+    word.
 
     `planes`: the pointers of the low, high, scale and super-scale planes. ON is apart from `chunk` because a constant
     distance from a pointer costs no instruction.

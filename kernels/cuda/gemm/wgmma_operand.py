@@ -45,8 +45,9 @@ def _twice(x):
 @gluon.jit
 def _below_128(scales):
     """-128 / SUBNORMALS times two fp16 in an int32, rounded to fp16."""
+    factors = -2139062144 + 0 * scales  # twice the fp16 -2^-17
     return tl.inline_asm_elementwise(
-        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [scales, -2139062144 + 0 * scales], dtype=gl.int32, is_pure=True, pack=1
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [scales, factors], dtype=gl.int32, is_pure=True, pack=1
     )
 
 

@@ -85,8 +85,10 @@ def _combine_kernel(
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     places = ()
     weights = ()
-    for slot in tl.static_range(USED):  # not from what this multiprocessor's cache may hold of an earlier layer's
-        places = places + (tl.load(known_positions_ptr + row * USED + slot, cache_modifier=".cg").to(tl.int64),)
+    # Written before `down` began; not from what this multiprocessor's cache may hold of an earlier layer's.
+    for slot in tl.static_range(USED):
+        place = tl.load(known_positions_ptr + row * USED + slot, cache_modifier=".cg")
+        places = places + (place.to(tl.int64),)
         weights = weights + (tl.load(known_weight_ptr + row * USED + slot, cache_modifier=".cg"),)
     if PDL:
         tl.extra.cuda.gdc_wait()

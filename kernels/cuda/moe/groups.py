@@ -50,16 +50,6 @@ class PrefetchedTiles:
     scales: int
     supers: int
 
-    @classmethod
-    def of(cls, weights: ExpertWeights, pairs: int) -> "PrefetchedTiles | None":
-        part, blocks = weights.parts[0], min(SIDE.value, pairs)
-        if not isinstance(part, PackedPart):
-            return None
-        layout, chunks = part.layout, part.chunks
-        count = min(weights.expert_tiles, _PREFETCHED // (blocks * chunks * layout.chunk_bytes))
-        planes = (layout.low_bytes, layout.high_bytes, layout.scale_bytes, layout.super_bytes)
-        return cls(count, *(chunks * size for size in planes)) if count else None
-
 
 @dataclass(frozen=True)
 class Groups:
@@ -183,21 +173,23 @@ def _number_pair(
 @triton.jit
 def _group_rows_kernel(
     experts_ptr, blocks_ptr, positions_ptr, x_ptr, row_scale_ptr, out_ptr, out_row_scale_ptr, pairs, K, x_stride,
-    stride, low, high, scales, supers, tiles,
+    stride, low_plane, high_plane, scale_plane, super_plane, tiles,
     E: tl.constexpr, USED: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr, PDL: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
     """A program a pair: its row, copied from an operand to its position in another, with zeros behind column K.
 
-    COUNTED: pairs at most, 0: their positions are known. T: which of the weights that read the rows are prefetched, PrefetchedTiles.
+    COUNTED: pairs at most, 0: their positions are known. T: PrefetchedTiles of the weights that read the rows.
     """
     launch_then_wait(PDL)
     pair = tl.program_id(0)
     if COUNTED > 0:
-        place, blocks = _number_pair(experts_ptr, blocks_ptr, positions_ptr, pair, pairs, E, BINS, BLOCK, COUNTED)
+        place, blocks = _number_pair(
+            experts_ptr, blocks_ptr, positions_ptr, pair, pairs, E, BINS, BLOCK, COUNTED
+        )
         if T is not None:
-            _prefetch_tiles(low, high, scales, supers, blocks, pair, pairs, tiles, T)
+            _prefetch_tiles(low_plane, high_plane, scale_plane, super_plane, blocks, pair, pairs, tiles, T)
     else:
         place = tl.load(positions_ptr + pair)
     row = (pair // USED).to(tl.int64)
@@ -246,18 +238,28 @@ def group_rows(
     if not _counted(pairs):
         number_pairs(experts, groups, pdl)
     padded = padded_cols(cols)
-    prefetched = PrefetchedTiles.of(weights, pairs) if pdl and _counted(pairs) and weights is not None else None
-    planes: tuple[Tensor | None, ...] = (None,) * 4
-    if prefetched is not None:
-        assert weights is not None
-        planes = weights.parts[0].planes
+    prefetched, planes = _prefetched(weights if pdl and _counted(pairs) else None, pairs)
     _group_rows_kernel[(pairs,)](
         experts, groups.blocks, groups.positions, x.values, x.row_scale, out.values, out.row_scale, pairs, cols,
-        x.stride, out.stride, *planes, 0 if prefetched is None else weights.expert_tiles,
-        E=groups.experts, USED=used, BINS=_bins(groups.experts), BLOCK=groups.block, COUNTED=_counted(pairs), PADDED=padded,
-        COLUMNS=min(2048, int(triton.next_power_of_2(padded))), FROM=int(x.layout), LAYOUT=int(out.layout), PDL=pdl,
-        T=prefetched, num_warps=4, launch_pdl=pdl,
+        x.stride, out.stride, *planes,
+        E=groups.experts, USED=used, BINS=_bins(groups.experts), BLOCK=groups.block, COUNTED=_counted(pairs),
+        PADDED=padded, COLUMNS=min(2048, int(triton.next_power_of_2(padded))), FROM=int(x.layout),
+        LAYOUT=int(out.layout), PDL=pdl, T=prefetched, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
+
+
+def _prefetched(
+    weights: ExpertWeights | None, pairs: int
+) -> tuple[PrefetchedTiles | None, tuple[Tensor | int | None, ...]]:
+    """What the copy of so many pairs prefetches, and of which planes and how many tiles of an expert."""
+    part = None if weights is None else weights.parts[0]
+    if weights is None or not isinstance(part, PackedPart):
+        return None, (None, None, None, None, 0)
+    layout, chunks = part.layout, part.chunks
+    wanted = _PREFETCHED // (min(SIDE.value, pairs) * chunks * layout.chunk_bytes)
+    sizes = (layout.low_bytes, layout.high_bytes, layout.scale_bytes, layout.super_bytes)
+    count = max(1, min(weights.expert_tiles, wanted))
+    return PrefetchedTiles(count, *(chunks * size for size in sizes)), (*part.planes, weights.expert_tiles)
 
 
 def _counted(pairs: int) -> int:
