@@ -99,6 +99,7 @@ def read_chunk(ring, slot, planes, lane, P: gl.constexpr):
     firsts = stored_planes(planes, 0, 0, 0, FMT)  # for their types alone
     stored = ()
     for plane in gl.static_range(len(WORDS)):
-        bits = firsts[plane].dtype.element_ty.primitive_bitwidth
-        stored = stored + _read_words(ring[plane].index(slot), lane, WORDS[plane], bits, WARPS)
+        stored = stored + _read_words(
+            ring[plane].index(slot), lane, WORDS[plane], firsts[plane].dtype.element_ty.primitive_bitwidth, WARPS
+        )  # fmt: skip
     return chunk_words(stored, FMT)

@@ -117,9 +117,9 @@ def wgmma_plan_grouped(
     program = _program(geometry, layout, cols, geometry.block, flags)
     if not geometry.ring:
         return _plan(geometry, program, grid, 0, more={"EARLY": early})
-    columns = min(geometry.columns, cols)
-    turns = -(-cols // columns)
-    program = replace(program, columns=columns, stages=min(geometry.stages, turns + 1), overlap=False)
+    turns = -(-cols // geometry.columns)
+    stages = min(geometry.stages, turns + 1)
+    program = replace(program, columns=geometry.columns, stages=stages, overlap=False)
     return _plan(geometry, program, grid, 0, more={"EARLY": early, "SLOTS": min(geometry.ring, turns + 1)})
 
 

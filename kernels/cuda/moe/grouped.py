@@ -81,7 +81,7 @@ def grouped_glu(
     if not x.fits(gate_up.cols):
         raise ValueError(f"rows of {list(x.values.shape)} for experts of {gate_up.cols} columns")
     grouped, gated = _buffers(x.rows, routing.experts.shape[1], gate_up, workspace)
-    group_rows(x, gate_up.cols, routing.experts, gated.groups, grouped, pdl, gate_up)
+    group_rows(x, gate_up.cols, routing.experts, gated.groups, grouped, pdl)
     mode = _mode(x.rows, workspace, pdl, exact)
     clamped = activation == "clamped_swish"
     if gate_up.paired and (gate_up.bias is None or clamped):

@@ -221,9 +221,11 @@ def _launch(
     mode: MatmulMode,
 ) -> None:
     """results: the products, or of a gated unit with an `activation` its values and row scales."""
-    geometry, bias = grouped_wgmma_geometry(blocks.rows), output.bias
-    exact, epilogue = mode.exact or mode.batch_invariant, epilogue_of(activation, bias)
-    flags = WgmmaFlags(epilogue, weights.paired, exact, mode.pdl, producer=not blocks.early)
+    bias, exact = output.bias, mode.exact or mode.batch_invariant
+    geometry = grouped_wgmma_geometry(part, x.values.shape[1], blocks.rows, exact)
+    flags = WgmmaFlags(
+        epilogue_of(activation, bias), weights.paired, exact, mode.pdl, producer=not blocks.early
+    )
     # Of a gated unit a tile is 8 columns of the result, whose padding is written too.
     tiles = results[0].shape[1] // 8 if activation else weights.expert_tiles
     weight_blocks = -(-tiles // geometry.warps)

@@ -22,10 +22,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
     wgmma_order,
 )
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
-from quengine.kernels.cuda.moe.grouped_program import SIDE
 from quengine.kernels.cuda.pdl import launch_then_wait
-from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.moe.grouping import most_blocks
 
 _MOST_COUNTED = 1024
@@ -33,22 +30,7 @@ _MOST_COUNTED = 1024
 
 _COUNTED = tl.constexpr(1024)
 _NUMBERED = 4096
-
-_PREFETCHED = 12 << 20
-"""Bytes of weights that are brought to the L2 cache while rows are copied: what the memory gives meanwhile."""
 _WGMMA = tl.constexpr(int(OperandLayout.WGMMA))
-
-
-@dataclass(frozen=True)
-class PrefetchedTiles:
-    """A compile-time constant of the copy: of the experts of the first SIDE blocks, the first `count` tiles are brought
-    to the L2 cache; bytes of a tile in the low, high, scale and super-scale planes."""
-
-    count: int
-    low: int
-    high: int
-    scales: int
-    supers: int
 
 
 @dataclass(frozen=True)
@@ -89,33 +71,6 @@ def _blocks_of_experts(
 
 
 @triton.jit
-def _to_l2(pointer, size):
-    """Bring `size` bytes, a multiple of 16, to the L2 cache. NVIDIA's sm_90 and later."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 p, thread, 0;"
-        " setp.gt.and.s32 p, $2, 0, p; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _prefetch_tiles(low, high, scales, supers, blocks, pair, pairs, tiles, T: tl.constexpr):
-    """What one of the `pairs` programs prefetches; blocks: of each expert. tiles: of an expert."""
-    block = pair % SIDE
-    sharing = tl.maximum(pairs // SIDE, 1)
-    mine = (T.count + sharing - 1) // sharing
-    first = pair // SIDE * mine
-    count = tl.minimum(T.count - first, mine)
-    if (block < tl.sum(blocks, 0)) & (count > 0):
-        expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
-        tile = expert.to(tl.int64) * tiles + first
-        _to_l2(low + tile * T.low, count * T.low)
-        _to_l2(high + tile * T.high, count * T.high)
-        _to_l2(scales + tile * T.scales, count * T.scales)
-        _to_l2(supers + tile * T.supers, count * T.supers)
-
-
-@triton.jit
 def _blocks_before(blocks, expert):
     """Where the blocks of `expert` begin."""
     return tl.sum(tl.where(tl.arange(0, blocks.shape[0]) < expert, blocks, 0), 0)
@@ -152,8 +107,7 @@ def _number_pair(
     experts_ptr, blocks_ptr, positions_ptr, mine, pairs,
     E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """The position of pair number `mine`, of at most COUNTED, and how many blocks each expert has; whoever begins a
-    block says whose it is."""
+    """The position of pair number `mine`, of at most COUNTED; whoever begins a block says whose it is."""
     pair = tl.arange(0, COUNTED)
     others = tl.load(experts_ptr + pair, mask=pair < pairs, other=E)
     expert = tl.load(experts_ptr + mine)
@@ -166,30 +120,25 @@ def _number_pair(
         tl.store(blocks_ptr + 1 + position // BLOCK, expert)
     if mine == 0:
         tl.store(blocks_ptr, tl.sum(blocks, 0))
-    return position, blocks
+    return position
 
 
 @DirectLaunch
 @triton.jit
 def _group_rows_kernel(
     experts_ptr, blocks_ptr, positions_ptr, x_ptr, row_scale_ptr, out_ptr, out_row_scale_ptr, pairs, K, x_stride,
-    stride, low_plane, high_plane, scale_plane, super_plane, tiles,
+    stride,
     E: tl.constexpr, USED: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr, PDL: tl.constexpr,
-    T: tl.constexpr,
 ):  # fmt: skip
     """A program a pair: its row, copied from an operand to its position in another, with zeros behind column K.
 
-    COUNTED: pairs at most, 0: their positions are known. T: PrefetchedTiles of the weights that read the rows.
+    COUNTED: pairs at most, whose positions are not yet known; 0: they are.
     """
     launch_then_wait(PDL)
     pair = tl.program_id(0)
     if COUNTED > 0:
-        place, blocks = _number_pair(
-            experts_ptr, blocks_ptr, positions_ptr, pair, pairs, E, BINS, BLOCK, COUNTED
-        )
-        if T is not None:
-            _prefetch_tiles(low_plane, high_plane, scale_plane, super_plane, blocks, pair, pairs, tiles, T)
+        place = _number_pair(experts_ptr, blocks_ptr, positions_ptr, pair, pairs, E, BINS, BLOCK, COUNTED)
     else:
         place = tl.load(positions_ptr + pair)
     row = (pair // USED).to(tl.int64)
@@ -222,48 +171,27 @@ def number_pairs(experts: Tensor, groups: Groups, pdl: bool = False) -> None:
 
 
 def group_rows(
-    x: Fp16Operand,
-    cols: int,
-    experts: Tensor,
-    groups: Groups,
-    out: Fp16Operand,
-    pdl: bool = False,
-    weights: ExpertWeights | None = None,
+    x: Fp16Operand, cols: int, experts: Tensor, groups: Groups, out: Fp16Operand, pdl: bool = False
 ) -> None:
     """Fill in `groups` for a routing's experts, int32 [T, k], and copy rows x [T, cols] to their places in `out`, whose
-    columns are padded to 128 with zeros, its rows with anything. weights: what reads the rows; with PDL the first of
-    them are brought to the L2 cache meanwhile."""
+    columns are padded to 128 with zeros, its rows with anything."""
     assert experts.is_contiguous() and experts.dtype == torch.int32 and x.fits(cols)
     pairs, used = experts.numel(), experts.shape[1]
-    if not _counted(pairs):
+    counted = _counted(pairs)
+    if not counted:
         number_pairs(experts, groups, pdl)
     padded = padded_cols(cols)
-    prefetched, planes = _prefetched(weights if pdl and _counted(pairs) else None, pairs)
     _group_rows_kernel[(pairs,)](
         experts, groups.blocks, groups.positions, x.values, x.row_scale, out.values, out.row_scale, pairs, cols,
-        x.stride, out.stride, *planes,
-        E=groups.experts, USED=used, BINS=_bins(groups.experts), BLOCK=groups.block, COUNTED=_counted(pairs),
-        PADDED=padded, COLUMNS=min(2048, int(triton.next_power_of_2(padded))), FROM=int(x.layout),
-        LAYOUT=int(out.layout), PDL=pdl, T=prefetched, num_warps=4, launch_pdl=pdl,
+        x.stride, out.stride,
+        E=groups.experts, USED=used, BINS=_bins(groups.experts), BLOCK=groups.block, COUNTED=counted, PADDED=padded,
+        COLUMNS=min(2048, int(triton.next_power_of_2(padded))), FROM=int(x.layout), LAYOUT=int(out.layout), PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _prefetched(
-    weights: ExpertWeights | None, pairs: int
-) -> tuple[PrefetchedTiles | None, tuple[Tensor | int | None, ...]]:
-    """What the copy of so many pairs prefetches, and of which planes and how many tiles of an expert."""
-    part = None if weights is None else weights.parts[0]
-    if weights is None or not isinstance(part, PackedPart):
-        return None, (None, None, None, None, 0)
-    layout, chunks = part.layout, part.chunks
-    wanted = _PREFETCHED // (min(SIDE.value, pairs) * chunks * layout.chunk_bytes)
-    sizes = (layout.low_bytes, layout.high_bytes, layout.scale_bytes, layout.super_bytes)
-    count = max(1, min(weights.expert_tiles, wanted))
-    return PrefetchedTiles(count, *(chunks * size for size in sizes)), (*part.planes, weights.expert_tiles)
-
-
 def _counted(pairs: int) -> int:
-    """How many pairs every program of the copy counts, 0: none."""
+    """How many pairs every program of the copy counts at most, 0: none."""
     return 0 if pairs > _MOST_COUNTED else next(size for size in (128, 512, 1024) if pairs <= size)
 
 

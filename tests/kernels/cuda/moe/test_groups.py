@@ -8,9 +8,7 @@ import torch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
 from quengine.kernels.cuda.moe import groups as module
 from quengine.kernels.cuda.moe.groups import group_rows, number_pairs
-from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.moe.grouping import BLOCKS, default_block, most_blocks
-from tests.kernels.cuda.moe.expert_layer import Layer
 from tests.kernels.cuda.moe.routings import chosen, empty_groups
 from tests.kernels.cuda.weights import ordinary_activations
 
@@ -111,32 +109,6 @@ def test_both_ways_to_number_pairs_give_the_same(
         group_rows(x, 128, experts, groups, Fp16Operand.empty(groups.rows, 128, device))
         made.append(groups)
     assert torch.equal(made[0].positions, made[1].positions) and torch.equal(made[0].blocks, made[1].blocks)
-
-
-@pytest.mark.parametrize("name", ["Q4_K", "MXFP4"])
-@pytest.mark.parametrize("pairs", [1, 16, 512])
-def test_what_is_prefetched_is_the_experts_and_no_more_than_the_memory_gives(pairs: int, name: str) -> None:
-    layer = Layer((name, name, name), (512, 256, 512), 6)
-    weights = layer.packed_gate_up(torch.device("cpu"))
-    tiles, planes = module._prefetched(weights, pairs)
-    (part,) = weights.parts
-    assert isinstance(part, PackedPart) and tiles is not None
-    for size, plane in zip((tiles.low, tiles.high, tiles.scales, tiles.supers), planes, strict=False):
-        assert isinstance(plane, torch.Tensor) and size * weights.expert_tiles * 6 == plane.numel()
-    assert tiles.count == weights.expert_tiles == planes[4]  # small enough to come whole
-
-
-def test_of_large_experts_a_part_is_prefetched_and_of_plain_floats_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    weights = Layer(("Q4_0", "Q4_0", "Q8_0"), (64, 64, 16), 3, width=32).packed_gate_up(torch.device("cpu"))
-    assert isinstance(weights.parts[0], PackedPart)
-    tile = weights.parts[0].chunks * weights.parts[0].layout.chunk_bytes
-    monkeypatch.setattr(module, "_PREFETCHED", 8 * 2 * tile + 1)
-    tiles, _ = module._prefetched(weights, 100)
-    assert tiles is not None and tiles.count == 2 and weights.expert_tiles > 2
-    floats = Layer(("F16", "F16", "F16"), (64, 8, 16), 3, width=32).packed_gate_up(torch.device("cpu"))
-    assert module._prefetched(floats, 100)[0] is None
 
 
 def test_a_bound_on_blocks_is_met_and_never_passed() -> None:
