@@ -55,8 +55,8 @@ def begin_block(matrix, x_rows, block, begin, end, token0, P: gl.constexpr):
     thread = gl.arange(0, 32 * P.warps, layout=gl.BlockedLayout([1], [32], [P.warps], [0]))
     lane = thread & 31
     tile = gl.minimum(tile_of(block, thread >> 5, P), matrix.tiles - 1)  # what is beyond is not stored
-    stages, ready = allocate_stages(x_rows, P)  # in front: its fence waits for what is on its way
     words = load_turn(matrix.planes, tile, begin, end, lane, P)
+    stages, ready = allocate_stages(x_rows, P)
     if P.flags.pdl and not P.flags.consumer:
         tl.extra.cuda.gdc_wait()
         if P.flags.producer:
