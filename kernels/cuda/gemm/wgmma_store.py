@@ -79,10 +79,8 @@ def _pair_bias(block_row, output, rows, P: gl.constexpr, L: gl.constexpr):
 @gluon.jit
 def load_row_scales(output, token0, MMA: gl.constexpr, P: gl.constexpr):
     """The row scales that `store_sums` needs of rows of x from row token0 on: read early, they are not waited for."""
-    if P.flags.epilogue >= SILU:
-        L: gl.constexpr = gl.BlockedLayout([1], [32], [P.warps], [0])
-    else:
-        L: gl.constexpr = gl.SliceLayout(0, MMA)
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [P.warps], [0])
+    L: gl.constexpr = LINE if P.flags.epilogue >= SILU else gl.SliceLayout(0, MMA)
     token = token0 + gl.arange(0, P.block, layout=L)
     return gl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0)
 
