@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quengine.errors import EngineError
 from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
 from quengine.serve.guard import CORS, LOOPBACK_ORIGIN, Guard, cors_origins
@@ -26,6 +27,7 @@ from quengine.serve.routes.infill import infill
 from quengine.serve.routes.models import table
 from quengine.serve.routes.native import completion
 from quengine.serve.routes.ollama.table import OLLAMA_ROUTES, OLLAMA_SERVER_ROUTES
+from quengine.serve.routes.predict import PATH, VertexPaths, predict
 from quengine.serve.routes.responses.route import delete_response, response_tokens, responses, stored_response
 from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddings
 from quengine.serve.routes.vectors.rerank import rerank
@@ -57,6 +59,7 @@ SERVER_ROUTES: tuple[tuple[str, str, ServerEndpoint], ...] = (
     ("GET", "/models", table.models),
     ("GET", "/v1/models", table.models),
     ("GET", "/v1/models/{name:path}", table.model),
+    ("POST", PATH, predict),
     ("POST", "/models/load", table.load),
     ("POST", "/models/unload", table.unload),
     ("GET", "/v1/responses/{id}", stored_response),
@@ -115,8 +118,15 @@ def make_app(models: Models) -> Starlette:
     """The ASGI application of a server."""
     settings = models.settings
     known = {path for _, path, _ in (*ROUTES, *SERVER_ROUTES)}
+    vertex = VertexPaths.of_environment()
+    if taken := next((name for name, path in vertex.names if name in known - {path}), None):
+        raise EngineError(
+            f"AIP_PREDICT_ROUTE or AIP_HEALTH_ROUTE {taken}: that is another route of this server"
+        )
 
     def answered(path: str, status: int) -> None:
+        if path == "/metrics":  # reading them changes none
+            return
         models.metrics.answered(path if path in known else "other", status)
         models.metrics.ignored(len(access_log.current().ignored))
 
@@ -144,7 +154,7 @@ def make_app(models: Models) -> Starlette:
     middleware.append(Middleware(Guard, settings))
     return Starlette(
         routes=routes,
-        middleware=[Middleware(WithoutTrailingSlash), Middleware(Catch, answered), *middleware],
+        middleware=[Middleware(WithoutTrailingSlash, vertex.names), Middleware(Catch, answered), *middleware],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
 

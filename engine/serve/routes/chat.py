@@ -17,7 +17,6 @@ from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import (
     chat_ids,
-    ending_of,
     given_answer,
     read_messages,
     reasoning_wanted,
@@ -112,10 +111,9 @@ class ChatPrompt:
 async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited: bool = True) -> ChatPrompt:
     """The prompt of a conversation; `limited`: checked against the limits. Raises ApiError."""
     model = service.model
-    messages = read_messages(body.messages)
+    messages, ending = read_messages(body)
     effort = body.reasoning_effort or body.reasoning.effort
     variables, budget = reasoning_wanted(service, body, effort, "reasoning_effort")
-    ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
     tools = model.answer_format.tools(use)
     ids = await chat_ids(service, messages, tools, variables, "messages", ending, limited)
     return ChatPrompt(ids, model.end_of(ids, given_answer(messages, ending)), budget)

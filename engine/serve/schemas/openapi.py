@@ -117,11 +117,17 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/lora-adapters"): Operation("The adapters: none.", ref("LoraAdapters")),
     ("POST", "/lora-adapters"): Operation(
-        "Set no adapters.", ref("Success"), "LoraAdapters", errors=(400, 408, 413)
+        "Switch adapters off.", ref("Success"), "LoraScales", errors=(400, 408, 413)
     ),
     ("GET", "/models"): _MODELS,
     ("GET", "/v1/models"): _MODELS,
     ("GET", "/v1/models/{name}"): Operation("The model of a name.", ref("Model"), errors=(404, 503)),
+    ("POST", "/predict"): Operation(
+        "Answer requests of other routes, in Vertex AI's form.",
+        ref("Predictions"),
+        "PredictRequest",
+        errors=(400, 408, 413),
+    ),
     ("POST", "/models/load"): Operation(
         "Begin to load a model.", ref("Success"), "ModelRequest", errors=(400, 404, 408, 413, 503)
     ),

@@ -304,6 +304,7 @@ def _generation_settings() -> Schema:
     return _object(
         **numbers | dict.fromkeys(whole, _WHOLE),
         ignore_eos=BOOLEAN,
+        context_shift=BOOLEAN,
         stop=_array(STRING),
         logit_bias=_array(bias),
         dry_sequence_breakers=_array(STRING),
@@ -416,6 +417,7 @@ def _status() -> dict[str, Schema]:
         created=_COUNT,
         owned_by=_const("quengine"),
         aliases=_array(STRING),
+        tags=_array(STRING),
         meta=OBJECT,
         status=_object(
             {
@@ -448,6 +450,7 @@ def _status() -> dict[str, Schema]:
         },
         "LoraAdapters": {"type": "array", "maxItems": 0},
         "Success": _object(success=_const(True)),
+        "Predictions": _object(predictions={"type": "array"}),
         "Props": _object(
             default_generation_settings=_object(n_ctx=_COUNT, params=ref("GenerationSettings")),
             total_slots=_COUNT,

@@ -137,6 +137,7 @@ def _written(limits: Limits) -> dict[str, Schema]:
     return {
         "JSONSchema": _SCHEMA,
         "LogitBias": _logit_bias(limits),
+        "LoraScales": {"type": "array", "items": ref("LoraAdapter")},
         "Prompt": _prompt(),
         "Tool": _tool(),
         "ToolChoice": _tool_choice(),

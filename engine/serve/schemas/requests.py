@@ -144,6 +144,15 @@ class Body(Fields, frozen=True):
     model: Annotated[str, Meta(description="Any name; with --strict-model one of those served.")] = ""
 
 
+class LoraAdapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter that is off: there are none."""
+
+    id: int = -1
+    scale: Annotated[
+        float, Meta(ge=0, le=0, extra={"rule": "must be 0, since this server has no adapters"})
+    ] = 0
+
+
 class Accepted(Body, frozen=True):
     """Parameters of other servers (llama-server, vLLM, SGLang, Transformers) that would change the text and are not
     supported, with the values that switch them off, and some that change no token."""
@@ -155,7 +164,7 @@ class Accepted(Body, frozen=True):
     t_max_predict_ms: Annotated[Any, _only(-1, 0)] = None
     n_indent: Annotated[Any, _only(0)] = None
     bad_words: Annotated[Any, _only([])] = None
-    lora: Annotated[Any, _only([])] = None
+    lora: list[LoraAdapter] | None = None
     logits_processors: Annotated[Any, _only()] = None
     prompt_logprobs: Annotated[Any, _only(0)] = None
     truncate_prompt_tokens: Annotated[Any, _only()] = None
@@ -553,6 +562,13 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
 
 
+class PredictRequest(Body, frozen=True, kw_only=True):
+    """Vertex AI's; an instance is the body of the route that its `@requestFormat` names."""
+
+    instances: Annotated[list[dict[str, Any]], Meta(max_length=128)]
+    parameters: Any = None
+
+
 class ModelRequest(Body, frozen=True):
     """Of a route that loads or unloads a model."""
 
@@ -586,5 +602,6 @@ BODIES: tuple[type[Body], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
     TemplateRequest,
+    PredictRequest,
     ModelRequest,
 )
