@@ -9,15 +9,19 @@ The shapes are OpenAI's (API reference, "chat", `tools` and `tool_choice`).
 """
 
 import re
+import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quengine.errors import EngineError, shown
+from quengine.platform import strict_json
 
 Choice = Literal["none", "auto", "required"]
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_ALPHANUMERIC = string.ascii_letters + string.digits
 MAX_TOOLS = 128
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -190,3 +194,40 @@ def _choice(value: Any, names: Sequence[str]) -> tuple[Choice, str | None]:
             f"tool_choice: no tool is named {shown(name)}; there: {', '.join(names)[:200] or 'none'}"
         )
     return "required", name
+
+
+def with_values(message: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """A message whose calls have their arguments as a value, where OpenAI has JSON text, and which has content then.
+
+    Raises:
+        EngineError: a call's arguments are no JSON object; it names the message by `at`.
+    """
+    changed = dict(message)
+    if isinstance(changed.get("tool_calls"), Sequence) and changed["tool_calls"]:
+        changed["tool_calls"] = [_with_value(call, at) for call in changed["tool_calls"]]
+        changed["content"] = changed.get("content") or ""
+    return changed
+
+
+def _with_value(call: Any, at: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise EngineError(f"{at}: a tool call must have a function")
+    arguments = function.get("arguments", {})
+    try:
+        value = strict_json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except strict_json.StrictJSONError:
+        value = None
+    if not isinstance(value, Mapping):
+        raise EngineError(f"{at}: the arguments of {str(function.get('name'))[:64]} are no JSON object")
+    return {**call, "function": {**function, "arguments": value}}
+
+
+def new_call_id() -> str:
+    """An id of OpenAI's kind."""
+    return "call_" + random_id(24)
+
+
+def random_id(length: int) -> str:
+    """So many letters and digits."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(length))
