@@ -61,7 +61,6 @@ MARKS = re.compile(r"<[|｜][^|｜<>]+[|｜]>|\[[A-Z_]+\]|<\|[a-z_]+>|<[a-z_]+\|
 SPECIAL = {
     "openai-gpt-oss-120b": "harmony: test_harmony",
     "fireworks-ai-llama-3-firefunction-v2": "the template takes no tools, but a text `functions`",
-    "llama-cpp-deepseek-r1": "the template cannot be rendered with tools: it writes a generator as JSON",
 }
 """Templates that are not asked here, or whose form is not supported."""
 NAMED = {
