@@ -69,7 +69,7 @@ async def prepare_chat(
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     model = service.model
-    form, use, text = _form(service, body), read_tools(body, model), read_constraint(body)
+    form, use, text = _form(service, body), await read_tools(body, model), read_constraint(body)
     prompt = await chat_prompt(service, body, use)
     params = await sampling_params(
         service,

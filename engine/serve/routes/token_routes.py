@@ -38,7 +38,7 @@ async def apply_template(service: Service, request: Request) -> Response:
     body = await read_request(request, TemplateRequest, service.limits)
     service.check_model_name(body.model)
     model = service.model
-    use = read_tools(body, model)
+    use = await read_tools(body, model)
     messages, ending = read_messages(body)
     job = TextJob(
         "render_chat",

@@ -4,7 +4,7 @@
 Sampling parameters have Ollama's names in the engine too: `options` are `Sampling`, with Ollama's own beside it.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -93,6 +93,9 @@ class OllamaGeneration(Body, frozen=True):
     """What both generating routes take. A prompt is never cut, whatever `truncate` says: one that does not fit is a
     400. `shift` may switch a context shift off (--context-shift), not on."""
 
+    ASKED: ClassVar[str]
+    """The field without which a request is there for the model alone."""
+
     stream: bool = True
     format: Format = None
     options: OllamaOptions = OllamaOptions()
@@ -103,13 +106,21 @@ class OllamaGeneration(Body, frozen=True):
     truncate: bool | None = None
     shift: bool | None = None
 
+    @property
+    def asks_nothing(self) -> bool:
+        return not getattr(self, self.ASKED)
+
 
 class OllamaChatRequest(OllamaGeneration, frozen=True):
+    ASKED = "messages"
+
     messages: list[OllamaMessage] = msgspec.field(default_factory=list)
     tools: Annotated[list[Annotated[Any, _ref("Tool")]], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaGeneration, frozen=True):
+    ASKED = "prompt"
+
     prompt: str = ""
     system: str = ""
     raw: Annotated[bool, Meta(description="The prompt is not put into the chat template.")] = False

@@ -15,7 +15,6 @@
 gpt-oss writes calls as messages of its own form, which `harmony_format` has.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -83,12 +82,10 @@ NAMED_FORMS: Mapping[str, CallForm] = {
     "[TOOL_CALLS]": CallForm(
         '{"name": "', '", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]", id_length=MISTRAL_ID
     ),
-    "<function-name>": GENERIC_FORM,  # in the instructions of Qwen's and Hermes' templates
 }
 """By a text of the template: forms of templates that renderings tell nothing of."""
 
 LLAMA_FORM = CallForm('{"name": "', '", "parameters": ', "}", several=False, python_tag=PYTHON_TAG)
-_LLAMA = re.compile(rf"{re.escape(PYTHON_TAG)}|<\|start_header_id\|>.*\"parameters\"", re.DOTALL)
 
 
 def marked_form(source: str) -> CallForm | None:
@@ -107,10 +104,18 @@ def template_form(source: str, render: Render) -> CallForm:
     form = found_form(render)
     if form is None:
         form = next((form for text, form in NAMED_FORMS.items() if text in source), None)
-        form = LLAMA_FORM if form is None and _LLAMA.search(source) else form
-        form = replace(
-            form or GENERIC_FORM, writes_calls=False, shows_tools=form is not None and shows_tools(render)
-        )
-    elif not form.starts_marked and _LLAMA.search(source):  # renderings show its bare JSON alone
+        form = LLAMA_FORM if form is None and _is_llama(source) else form
+        told = form is not None or _tells_generic(source)
+        form = replace(form or GENERIC_FORM, writes_calls=False, shows_tools=told and shows_tools(render))
+    elif not form.starts_marked and _is_llama(source):  # renderings show its bare JSON alone
         form = replace(form, python_tag=PYTHON_TAG)
     return replace(form, takes_system=form.shows_tools or takes_system(render))
+
+
+def _is_llama(source: str) -> bool:
+    return PYTHON_TAG in source or ("<|start_header_id|>" in source and '"parameters"' in source)
+
+
+def _tells_generic(source: str) -> bool:
+    """Whether a template tells the model of the generic form: others have parameters between the same tags."""
+    return "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source

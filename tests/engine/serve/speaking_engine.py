@@ -9,7 +9,6 @@ from typing import Any
 import openai
 
 from quengine.models.tokenizer.token_length import TokenLength
-from quengine.request.chat_format import Ending
 from quengine.request.text_stream import TextStream
 from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest
 from quengine.structured.answer_format import AnswerFormat, TextFormat
@@ -64,17 +63,9 @@ class ThinkingModel(SpeakingModel):
         super().__init__(ctx_size)
         self.template = "{{ enable_thinking }}"
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None,
-        variables: Mapping[str, Any],
-        ending: Ending = "answer",
-    ) -> str:
+    def answer_begin(self, variables: Mapping[str, Any]) -> str:
         end = "<think>\n\n</think>\n\n" if variables.get("enable_thinking") is False else ""
-        return super().render_chat(messages, tools, variables, ending) + (
-            "<think>\n" if variables.get("opened") else end
-        )
+        return "<think>\n" if variables.get("opened") else end
 
 
 class SpeakingEngine(FakeEngine):

@@ -17,6 +17,7 @@ from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.text_stream import TextStream
 from quengine.structured.calls.format import CallFormat
+from quengine.structured.calls.generic import GENERIC_FORM
 from quengine.structured.calls.named import LLAMA_FORM, NAMED_FORMS, template_form
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import CallDelta, Delta, TextDelta, ToolUse, collect
@@ -34,7 +35,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "now"}},
 ]
 FORMS = {
-    "hermes": NAMED_FORMS["<function-name>"],
+    "hermes": GENERIC_FORM,
     "mistral": NAMED_FORMS["[TOOL_CALLS]"],
     "mistral-named": NAMED_FORMS["[CALL_ID]"],
     "llama3": LLAMA_FORM,

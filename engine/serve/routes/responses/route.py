@@ -70,7 +70,8 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     service.check_model_name(body.model)
     model = service.model
     tools = offered_tools(body.tools, body.tool_choice, notes)
-    use = read_tools(msgspec.structs.replace(body, tools=tools.functions, tool_choice=tools.choice), model)
+    asked = msgspec.structs.replace(body, tools=tools.functions, tool_choice=tools.choice)
+    use = await read_tools(asked, model)
     text = _text_constraint(body)
     _note_options(body, notes)
     earlier = service.responses.conversation(body.previous_response_id)
