@@ -19,8 +19,8 @@ from quengine.serve import access_log
 from quengine.serve.connections import LINGER_SECONDS, SlowReaderError
 from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.reading import parse_array, read_body
-from quengine.serve.schemas.requests import Body
 from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")

@@ -24,7 +24,7 @@ from quengine.serve.routes.prompts import (
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.requests import ChatRequest
+from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.tool_calls import (

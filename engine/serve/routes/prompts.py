@@ -12,9 +12,11 @@ from quengine.request.chat_format import Ending
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.fields import Tools
 from quengine.serve.schemas.messages import Content, Message, TextPart
+from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.reading import read_part, shown, token_ids, whole_number
-from quengine.serve.schemas.requests import ChatRequest, TemplateRequest, Tools
+from quengine.serve.schemas.requests import TemplateRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import effort_variables, switch_variables
 from quengine.structured.reasoning.tags import reasoning_in

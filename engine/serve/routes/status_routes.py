@@ -12,8 +12,8 @@ from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import FINGERPRINT
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.schemas.errors import ApiError, switched_off
+from quengine.serve.schemas.fields import LoraAdapter
 from quengine.serve.schemas.reading import read_part
-from quengine.serve.schemas.requests import LoraAdapter
 from quengine.serve.settings import ServerSettings
 
 

@@ -14,7 +14,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from quengine import __version__
 from quengine.serve.guard import is_open
 from quengine.serve.schemas.openapi_answers import answer_schemas
-from quengine.serve.schemas.openapi_requests import OBJECT, STRING, Schema, ref, request_schemas
+from quengine.serve.schemas.openapi_parts import OBJECT, STRING, Schema, ref
+from quengine.serve.schemas.openapi_requests import request_schemas
 from quengine.serve.settings import ServerSettings
 
 JSON = "application/json"

@@ -26,8 +26,8 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve import http
 from quengine.serve.app import ROUTES, SERVER_ROUTES
+from quengine.serve.schemas.fields import Body, Sampling
 from quengine.serve.schemas.openapi import EVENTS, OPERATIONS, document
-from quengine.serve.schemas.requests import Body, Sampling
 from quengine.serve.settings import ServerSettings
 from quengine.structured.answer_format import TextFormat
 from quengine.structured.calls.format import CallFormat

@@ -36,8 +36,9 @@ from quengine.serve.schemas.anthropic import (
     Turn,
 )
 from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.fields import Effort, Sampling
 from quengine.serve.schemas.messages import Content
-from quengine.serve.schemas.requests import ChatRequest, Effort, Sampling
+from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.settings import Limits
 
 Message = dict[str, Any]

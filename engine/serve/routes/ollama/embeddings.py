@@ -10,7 +10,7 @@ from quengine.serve.routes.ollama.answers import nanoseconds
 from quengine.serve.routes.ollama.requests import served_name
 from quengine.serve.routes.vectors import embeddings
 from quengine.serve.schemas.ollama import OllamaEmbeddingsRequest, OllamaEmbedRequest
-from quengine.serve.schemas.requests import EmbeddingRequest
+from quengine.serve.schemas.openai import EmbeddingRequest
 from quengine.serve.service import Service
 
 

@@ -23,7 +23,7 @@ from quengine.serve.routes.ollama.answers import (
 from quengine.serve.routes.ollama.requests import chat_request, generate_request, served_name
 from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaGeneration
-from quengine.serve.schemas.requests import ChatRequest, CompletionRequest
+from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 from quengine.serve.service import Service
 
 G = TypeVar("G", bound=OllamaGeneration)

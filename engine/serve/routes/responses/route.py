@@ -20,7 +20,7 @@ from quengine.serve.routes.responses.tools import offered_tools
 from quengine.serve.routes.sampling import requests_of, sampling_params
 from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.requests import ResponseRequest
+from quengine.serve.schemas.openai import ResponseRequest
 from quengine.serve.service import Service
 from quengine.structured.constraint_spec import ConstraintSpec
 

@@ -13,8 +13,8 @@ from quengine.serve.routes.anthropic.content_blocks import ContentBlocks
 from quengine.serve.routes.prompts import ending_of, given_answer
 from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
 from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.reading import read_body
-from quengine.serve.schemas.requests import ChatRequest
 from quengine.serve.settings import Limits
 from quengine.structured.tool_calls import CallDelta, ReasoningDelta, TextDelta
 from tests.engine.serve.serving import serving
