@@ -185,14 +185,30 @@ def read_messages(body: ChatRequest | TemplateRequest) -> tuple[list[dict[str, A
 
     Parts of a message that is continued are joined by an empty line, as llama-server does.
     """
-    read = read_part(list[Message], body.messages, "messages")
-    messages = [
-        template_message(value, each.content) for value, each in zip(body.messages, read, strict=True)
-    ]
+    given = [spoken(value) for value in body.messages]
+    read = read_part(list[Message], given, "messages")
+    messages = [template_message(value, each.content) for value, each in zip(given, read, strict=True)]
     ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
     if ending == "continued":
         messages[-1]["content"] = content_text(read[-1].content, "\n\n")
     return messages, ending
+
+
+def spoken(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose refusal is its text; an answer, or a tool's result, of null has none."""
+    if message.get("role") not in ("assistant", "tool"):
+        return message
+    content = message.get("content", message.get("refusal"))
+    if isinstance(content, list):
+        content = [
+            {"type": "text", "text": part.get("refusal")}
+            if isinstance(part, dict) and part.get("type") == "refusal"
+            else part
+            for part in content
+        ]
+    elif content is None and ("content" in message or reasoning_in(message)):
+        content = message.get("refusal") or (None if message.get("tool_calls") else "")
+    return message if content is None else {**message, "content": content}
 
 
 def template_message(value: dict[str, Any], content: Content | None) -> dict[str, Any]:

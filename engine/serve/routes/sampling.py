@@ -122,6 +122,7 @@ def _seed(body: Generation) -> int | None:
 
 def _stops(name: str, given: str | list[str] | None, limits: Limits) -> tuple[str, ...] | None:
     stops = [given] if isinstance(given, str) else given
+    stops = stops and [stop for stop in stops if stop]  # empty ones, which llama-server passes over
     if stops is not None and len(stops) > limits.stops:
         raise _too_many(name, len(stops), limits.stops, "--max-stops")
     return None if stops is None else tuple(stops)

@@ -50,16 +50,41 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
     input: dict[str, Any]
 
 
+class TextSource(msgspec.Struct, frozen=True, tag="text"):
+    data: str
+
+
+class PartsSource(msgspec.Struct, frozen=True, tag="content"):
+    content: Content
+
+
+class DocumentBlock(msgspec.Struct, frozen=True, tag="document"):
+    """A document of text."""
+
+    source: TextSource | PartsSource
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResultBlock(msgspec.Struct, frozen=True, tag="search_result"):
+    source: str
+    title: str
+    content: Content
+
+
+Passage = TextBlock | DocumentBlock | SearchResultBlock
+
+
 class ToolResultBlock(msgspec.Struct, frozen=True, tag="tool_result"):
     tool_use_id: str
-    content: Content | None = None
+    content: str | list[Passage] | None = None
 
 
 AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
 
 
 class UserTurn(msgspec.Struct, frozen=True, tag_field="role", tag="user"):
-    content: str | list[TextBlock | ToolResultBlock]
+    content: str | list[Passage | ToolResultBlock]
 
 
 class AssistantTurn(msgspec.Struct, frozen=True, tag_field="role", tag="assistant"):

@@ -318,6 +318,7 @@ class Tools(Generation, frozen=True):
 
 
 Messages = Annotated[list[Annotated[dict[str, Any], component("Message")]], Meta(min_length=1)]
+Dimensions = Annotated[int, Meta(ge=1, description="The first so many values, of unit length.")]
 PoolingField = Annotated[
     Pooling,
     Meta(

@@ -12,6 +12,7 @@ from msgspec import Meta
 from quengine.request.sampling_params import RANGES
 from quengine.serve.schemas.fields import (
     Body,
+    Dimensions,
     Effort,
     Logprobs,
     Sampling,
@@ -152,7 +153,7 @@ class OllamaGenerateRequest(OllamaGeneration, frozen=True):
 
 class OllamaEmbedRequest(Body, frozen=True, kw_only=True):
     input: str | list[str]
-    dimensions: Annotated[Any, only()] = None
+    dimensions: Dimensions | None = None
     truncate: bool | None = None
     options: dict[str, Any] | None = None
     keep_alive: KeepAlive | None = None

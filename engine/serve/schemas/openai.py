@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from quengine.serve.schemas.fields import (
     Body,
+    Dimensions,
     Effort,
     Fields,
     Generation,
@@ -168,9 +169,7 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     encoding_format: Annotated[
         Literal["float", "base64"], Meta(extra={"rule": "must be float or base64"})
     ] = "float"
-    dimensions: Annotated[int, Meta(ge=1, description="The first so many values, of unit length.")] | None = (
-        None
-    )
+    dimensions: Dimensions | None = None
     embd_normalize: Annotated[Any, only(2)] = None
     truncate_prompt_tokens: Annotated[Any, only()] = None
     parse_special: bool = True

@@ -19,6 +19,7 @@ from quengine.serve.schemas.openapi_parts import ANY, NULL, OBJECT, STRING, TOKE
 from quengine.serve.schemas.requests import BODIES
 from quengine.serve.schemas.response_items import KINDS, InputItem
 from quengine.serve.settings import Limits
+from quengine.structured.reasoning.tags import REASONING_KEYS
 
 _PROMPT_PART: Schema = {"anyOf": [TOKEN, STRING]}
 _SCHEMA: Schema = {
@@ -48,10 +49,16 @@ def request_schemas(
     schemas["InputItem"] = {
         "anyOf": [*schemas["InputItem"]["anyOf"], _other_kind(KINDS, "An item that is skipped.")]
     }
+    refusal = {"type": {"const": "refusal"}, "refusal": STRING}
+    part = {"anyOf": [ref("TextPart"), {"type": "object", "required": list(refusal), "properties": refusal}]}
+    schemas["AssistantMessage"]["properties"]["content"] = {"anyOf": [NULL, STRING, _array(part)]}
     schemas["AssistantMessage"]["anyOf"] = [
-        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        {"required": ["content"]},
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array"}}},
+        *({"required": [key], "properties": {key: _SOME_TEXT}} for key in ("refusal", *REASONING_KEYS)),
     ]
+    content = schemas["ToolMessage"]["properties"]["content"]
+    schemas["ToolMessage"]["properties"]["content"] = {"anyOf": [NULL, content]}
     schemas["NativeEmbeddingRequest"]["anyOf"] = [
         {"required": [key], "properties": {key: ref("Prompt"), other: NULL}}
         for key, other in (("input", "content"), ("content", "input"))
@@ -93,8 +100,10 @@ def _tidied(schema: Any) -> Any:
     tidied = {
         key: value if key in ("enum", "const", "examples") else _tidied(value)
         for key, value in schema.items()
-        if key not in ("title", "default", "discriminator")
+        if key not in ("title", "default", "discriminator", "properties")
     }
+    if "properties" in schema:
+        tidied["properties"] = {name: _tidied(each) for name, each in schema["properties"].items()}
     if (
         tidied.get("additionalProperties") is False
     ):  # a body, or a part of one: what it does not name is ignored
@@ -131,7 +140,7 @@ def _written(limits: Limits) -> dict[str, Schema]:
         "LoraScales": {"type": "array", "items": ref("LoraAdapter")},
         "Prompt": _prompt(),
         "Tool": _tool(),
-        "ToolChoice": _tool_choice(),
+        "ToolChoice": _chat_tool_choice(),
         "ResponseTool": _response_tool(),
         "ResponseToolChoice": _response_tool_choice(),
         "TextFormat": _text_format(),
@@ -185,12 +194,11 @@ def _tool() -> Schema:
     }
 
 
-def _tool_choice() -> Schema:
+def _named_function() -> Schema:
     kind = {"type": {"const": "function"}}
     named = {"type": "object", "required": ["name"], "properties": {"name": STRING}}
     return {
         "anyOf": [
-            {"enum": ["none", "auto", "required"]},
             {"type": "object", "required": ["type", "function"], "properties": {**kind, "function": named}},
             {
                 "type": "object",
@@ -199,6 +207,17 @@ def _tool_choice() -> Schema:
             },
         ]
     }
+
+
+def _tool_choice(*more: Schema) -> Schema:
+    return {"anyOf": [{"enum": ["none", "auto", "required"]}, _named_function(), *more]}
+
+
+def _chat_tool_choice() -> Schema:
+    some = {"mode": {"enum": ["auto", "required"]}, "tools": _array(_named_function(), least=1)}
+    inner = {"type": "object", "required": list(some), "properties": some}
+    allowed = {"type": {"const": "allowed_tools"}, "allowed_tools": inner}
+    return _tool_choice({"type": "object", "required": list(allowed), "properties": allowed})
 
 
 def _other_kind(known: Collection[str], about: str) -> Schema:
@@ -226,13 +245,10 @@ def _response_tool_choice() -> Schema:
         "mode": {"enum": ["auto", "required"]},
         "tools": _array(OBJECT),
     }
-    return {
-        "anyOf": [
-            ref("ToolChoice"),
-            {"type": "object", "required": ["type", "name"], "properties": custom},
-            {"type": "object", "required": ["type", "mode", "tools"], "properties": allowed},
-        ]
-    }
+    return _tool_choice(
+        {"type": "object", "required": ["type", "name"], "properties": custom},
+        {"type": "object", "required": ["type", "mode", "tools"], "properties": allowed},
+    )
 
 
 def _text_format() -> Schema:

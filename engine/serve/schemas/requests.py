@@ -38,6 +38,7 @@ class Native(Generation, frozen=True, kw_only=True):
 
     MAX_TOKENS = ("n_predict", "max_tokens")
 
+    stop: str | list[str] | None = None
     n: Annotated[int, Meta(ge=1)] = 1
     n_predict: UntilFull | None = None
     max_tokens: UntilFull | None = None

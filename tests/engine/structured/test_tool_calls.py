@@ -289,6 +289,10 @@ def test_only_a_required_call_is_a_constraint() -> None:
     assert tool_format.constraint(ToolUse.from_openai(TOOLS, "none")) is None
 
 
+def allowed_tools(*tools: Any, mode: str = "auto") -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
 def test_a_request_is_read_as_openai_has_it() -> None:
     auto = ToolUse.from_openai(TOOLS)
     assert (auto.choice, [t.name for t in auto.callable], auto.described) == (
@@ -306,6 +310,10 @@ def test_a_request_is_read_as_openai_has_it() -> None:
     )
     assert flat.described == [{"type": "function", "function": {"name": "now", "description": "d"}}]
     assert not flat.parallel
+    choice = allowed_tools({"type": "function", "function": {"name": "now"}}, mode="required")
+    allowed = ToolUse.from_openai(TOOLS, choice)
+    assert (allowed.choice, [t.name for t in allowed.callable]) == ("required", ["now"])
+    assert allowed.described == TOOLS and allowed.parallel
 
 
 @pytest.mark.parametrize(
@@ -327,6 +335,8 @@ def test_a_request_is_read_as_openai_has_it() -> None:
             "no tool is named 'x'; there: weather, now",
         ),
         ((TOOLS, {"type": "allowed_tools"}), "tool_choice"),
+        ((TOOLS, allowed_tools("auto")), "must be functions"),
+        ((TOOLS, allowed_tools({"type": "function", "name": "x"})), "named 'x'"),
         ((TOOLS, None, 1), "parallel_tool_calls"),
     ],
 )

@@ -23,11 +23,16 @@ from quengine.serve.schemas.anthropic import (
     AssistantTurn,
     CountTokensRequest,
     CustomTool,
+    DocumentBlock,
     MessagesRequest,
     NamedChoice,
     NoChoice,
+    PartsSource,
+    Passage,
+    SearchResultBlock,
     SystemTurn,
     TextBlock,
+    TextSource,
     Thinking,
     ThinkingBlock,
     ToolChoice,
@@ -123,15 +128,30 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
     }
 
 
-def _question(block: TextBlock | ToolResultBlock, called: Mapping[str, str], at: str) -> Message:
-    if isinstance(block, TextBlock):
-        return {"role": "user", "content": block.text}
+def _question(block: Passage | ToolResultBlock, called: Mapping[str, str], at: str) -> Message:
+    if not isinstance(block, ToolResultBlock):
+        return {"role": "user", "content": _passage(block)}
     key = block.tool_use_id
     if key not in called:
         raise bad_request(
             f"{at}.tool_use_id = {key[:40]!r}: no tool_use before it has this id", "messages", "invalid_value"
         )
-    return {"role": "tool", "tool_call_id": key, "name": called[key], "content": content_text(block.content)}
+    given = block.content or ""
+    text = given if isinstance(given, str) else "\n".join(map(_passage, given))
+    return {"role": "tool", "tool_call_id": key, "name": called[key], "content": text}
+
+
+def _passage(block: Passage) -> str:
+    """The text of a block, behind what a document or a search result is called."""
+    match block:
+        case TextBlock(text):
+            return text
+        case SearchResultBlock(source, title, content):
+            return "\n".join((title, source, content_text(content)))
+        case DocumentBlock(TextSource(text), title, context):
+            return "\n".join(filter(None, (title, context, text)))
+        case DocumentBlock(PartsSource(content), title, context):
+            return "\n".join(filter(None, (title, context, content_text(content))))
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:

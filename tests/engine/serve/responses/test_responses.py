@@ -151,6 +151,13 @@ def test_items_of_an_input_become_messages() -> None:
     ]
 
 
+def test_a_refusal_is_what_was_said() -> None:
+    part = {"type": "refusal", "refusal": "No."}
+    assert messages_of([{"role": "assistant", "content": [part]}]) == [
+        {"role": "assistant", "content": "No."}
+    ]
+
+
 def test_a_wrong_item_is_named_by_its_place() -> None:
     with pytest.raises(ApiError, match=r"input\[1\]\.content is missing"):
         messages_of([{"role": "user", "content": "a"}, {"role": "user"}])
