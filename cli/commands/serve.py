@@ -35,7 +35,7 @@ def serve(
     """
     from quengine.models.hub.hub import resolve_model
     from quengine.serve.models.preset_file import find_specs
-    from quengine.serve.routes.predict import VertexPaths
+    from quengine.serve.predict import VertexPaths
     from quengine.serve.server import Server
 
     for needed in (model, config.draft_model):  # what is wrong with a name is said before anything listens

@@ -183,6 +183,26 @@ def _status() -> dict[str, Schema]:
         "LoraAdapters": {"type": "array", "maxItems": 0},
         "Success": record(success=const(True)),
         "Predictions": record(predictions={"type": "array"}),
+        "Streams": array(
+            record(
+                conversation_id=STRING,
+                is_done=BOOLEAN,
+                total_bytes=COUNT,
+                started_at=COUNT,
+                completed_at=COUNT,
+            )
+        ),
+        "Tools": array(
+            record(
+                display_name=STRING,
+                tool=STRING,
+                type=enum("server", "mcp"),
+                permissions=record(write=BOOLEAN),
+                uses_cwd=BOOLEAN,
+                definition=OBJECT,
+            )
+        ),
+        "ToolEvent": {"anyOf": [record(chunk=STRING), record({"error": STRING}, done=const(True))]},
         "Props": record(
             default_generation_settings=record(n_ctx=COUNT, params=ref("GenerationSettings")),
             total_slots=COUNT,
@@ -195,5 +215,6 @@ def _status() -> dict[str, Schema]:
             is_sleeping=BOOLEAN,
             build_info=STRING,
             limits=record(**dict.fromkeys(limits, COUNT)),
+            tools=BOOLEAN,
         ),
     }

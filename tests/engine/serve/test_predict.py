@@ -3,7 +3,7 @@
 import pytest
 
 from quengine.errors import EngineError
-from quengine.serve.routes.predict import VertexPaths
+from quengine.serve.predict import VertexPaths
 from tests.engine.serve.serving import KEY, serving
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
