@@ -23,11 +23,9 @@ from quengine.serve.schemas.anthropic import (
     AssistantTurn,
     CountTokensRequest,
     CustomTool,
-    DocumentBlock,
     MessagesRequest,
     NamedChoice,
     NoChoice,
-    PartsSource,
     Passage,
     SearchResultBlock,
     SystemTurn,
@@ -143,15 +141,13 @@ def _question(block: Passage | ToolResultBlock, called: Mapping[str, str], at: s
 
 def _passage(block: Passage) -> str:
     """The text of a block, behind what a document or a search result is called."""
-    match block:
-        case TextBlock(text):
-            return text
-        case SearchResultBlock(source, title, content):
-            return "\n".join((title, source, content_text(content)))
-        case DocumentBlock(TextSource(text), title, context):
-            return "\n".join(filter(None, (title, context, text)))
-        case DocumentBlock(PartsSource(content), title, context):
-            return "\n".join(filter(None, (title, context, content_text(content))))
+    if isinstance(block, TextBlock):
+        return block.text
+    if isinstance(block, SearchResultBlock):
+        return "\n".join((block.title, block.source, content_text(block.content)))
+    source = block.source
+    text = source.data if isinstance(source, TextSource) else content_text(source.content)
+    return "\n".join(filter(None, (block.title, block.context, text)))
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
