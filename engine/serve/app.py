@@ -20,7 +20,7 @@ from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, jso
 from quengine.serve.models.model_route import Endpoint, ModelRoute
 from quengine.serve.models.registry import Models
 from quengine.serve.page.files import page, page_file
-from quengine.serve.predict import PATH, VertexPaths, predict
+from quengine.serve.predict import PATH, VertexPaths, formats_of, predict
 from quengine.serve.resumable import Resumable
 from quengine.serve.routes import slot_routes, status_routes, stream_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
@@ -167,11 +167,13 @@ def make_app(models: Models) -> Starlette:
             )
         )
     middleware.append(Middleware(Guard, settings))
-    return Starlette(
+    app = Starlette(
         routes=routes,
         middleware=[Middleware(WithoutTrailingSlash, vertex.names), Middleware(Catch, answered), *middleware],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
+    app.state.formats = formats_of(path for method, path, _ in ROUTES if method == "POST")
+    return app
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

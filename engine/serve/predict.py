@@ -15,7 +15,6 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
 from starlette.types import Message
 
 from quengine.errors import EngineError
@@ -51,15 +50,14 @@ class VertexPaths:
 async def predict(models: Models, request: Request) -> Response:
     """The answers of all instances, computed at once. One that fails has its error in its place."""
     body = await read_request(request, PredictRequest, models.settings.limits)
-    formats = _formats(request.app.routes)
-    answers = asyncio.gather(*(_answer(request, each, formats) for each in body.instances))
+    answers = asyncio.gather(*(_answer(request, each) for each in body.instances))
     return json_response({"predictions": await unless_gone(request.receive, answers)})
 
 
-async def _answer(request: Request, instance: dict[str, Any], formats: dict[str, str]) -> Any:
+async def _answer(request: Request, instance: dict[str, Any]) -> Any:
     """What the route of an instance answers."""
     given = instance.get(_FORMAT)
-    path = formats.get(given) if isinstance(given, str) else None
+    path = request.app.state.formats.get(given) if isinstance(given, str) else None
     if path is None:
         return bad_request(f"{_FORMAT} = {json.dumps(given)[:80]}: no route is called that", _FORMAT).body
     body = {key: value for key, value in instance.items() if key != _FORMAT}
@@ -78,12 +76,11 @@ async def _answer(request: Request, instance: dict[str, Any], formats: dict[str,
     return json.loads(b"".join(parts))
 
 
-def _formats(routes: Iterable[BaseRoute]) -> dict[str, str]:
-    """The paths of an instance's route by their names."""
+def formats_of(paths: Iterable[str]) -> dict[str, str]:
+    """What instances may name of the routes of models with these paths."""
     formats: dict[str, str] = {}
-    for route in routes:
-        path = route.path if isinstance(route, Route) and "POST" in (route.methods or ()) else PATH
-        if path != PATH and not path.startswith("/api/") and "{" not in path:
+    for path in paths:
+        if not path.startswith("/api/") and "{" not in path:
             first, *others = re.split("[/_-]", path.removeprefix("/v1").removeprefix("/"))
             formats.setdefault(first + "".join(word.capitalize() for word in others), path)
             formats[path] = path

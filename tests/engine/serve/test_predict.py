@@ -28,7 +28,7 @@ def test_an_instance_that_fails_has_its_error_among_the_answers() -> None:
     wrong = [
         {"@requestFormat": "chatCompletions", "messages": 5},
         {"@requestFormat": "predict", "instances": []},
-        {"@requestFormat": ["x"]},
+        {"@requestFormat": "/tools"},
         {},
         {"@requestFormat": "completions", "prompt": "please fail", "max_tokens": 2},
         {"@requestFormat": "completions", "prompt": "hi", "max_tokens": 2},
