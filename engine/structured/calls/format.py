@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from quengine.errors import EngineError
 from quengine.structured.answer_parser import AnswerParser
 from quengine.structured.calls.form import CallForm, CallGrammar
 from quengine.structured.calls.generic import with_text_calls, with_tools
@@ -78,9 +79,11 @@ class CallFormat:
         """
         if use.choice != "required":
             return None
-        return ConstraintSpec(
-            "grammar", CallGrammar(self._until_end, self._literal).lark(use.callable, use.parallel)
-        )
+        try:
+            lark = CallGrammar(self._until_end, self._literal).lark(use.callable, use.parallel)
+        except RecursionError:
+            raise EngineError("tools: a schema is nested too deeply") from None
+        return ConstraintSpec("grammar", lark)
 
     def parser(self, use: ToolUse, new_id: Callable[[], str] | None = None) -> AnswerParser:
         """A parser for one answer. `new_id` makes a call's id, by default one that the template takes."""

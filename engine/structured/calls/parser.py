@@ -16,6 +16,7 @@ from quengine.structured.calls.form import ID, INDEX, KEY, NAME, SLOTS, CallForm
 from quengine.structured.calls.json_calls import ToolCallParser, is_name
 from quengine.structured.tool_calls import Tool
 
+_MOST_NESTED = 100
 _PARTS = re.compile(rf"\s+|[{SLOTS}]|[^\s{SLOTS}]+")
 _CDATA = re.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
 _ID_CHARACTERS = re.compile(r"[a-zA-Z0-9_.:-]+")
@@ -200,8 +201,12 @@ class CallFormParser(ToolCallParser):
         elif text:  # cut off: what there is of it
             give(json.dumps(text, ensure_ascii=False)[:-1] if "string" in types else text)
 
-    def _element(self, form: ParameterForm, key: str, schema: Any) -> Reading[tuple[str, bool]]:
+    def _element(
+        self, form: ParameterForm, key: str, schema: Any, depth: int = 0
+    ) -> Reading[tuple[str, bool]]:
         """A value up to its end as JSON, elements or text; and whether it is whole, else what there is of a text."""
+        if depth > _MOST_NESTED:
+            raise NoMatchError
         members: list[tuple[str, str]] = []
         types = types_of(schema)
         while True:
@@ -213,7 +218,9 @@ class CallFormParser(ToolCallParser):
                 break
             name, whole = yield from self._until(form.separator_start)
             value, whole = (
-                (yield from self._element(form, name, _within(schema, name))) if whole else ("", False)
+                (yield from self._element(form, name, _within(schema, name), depth + 1))
+                if whole
+                else ("", False)
             )
             if not whole:
                 return "", False

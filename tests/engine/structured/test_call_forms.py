@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quengine import LLM, SamplingParams
+from quengine.errors import EngineError
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.text_stream import TextStream
@@ -340,6 +341,18 @@ def test_nested_elements_become_objects_and_arrays(calls_of: dict[str, AnswerFor
     for at in range(text.index("<city>"), text.index(f"{n}</invoke>")):
         ((_, arguments),) = xml_calls(text[:at], calls_of["MiniMax-M3"])
         assert expected.startswith(arguments)
+
+
+def test_elements_nested_without_end_are_no_values(calls_of: dict[str, AnswerFormat]) -> None:
+    n = "]<]minimax[>["
+    text = f'{n}<tool_call>\n{n}<invoke name="note">' + f"{n}<a>" * 5000
+    assert xml_calls(text, calls_of["MiniMax-M3"]) == [("note", '{"a": ')]
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(2000):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(EngineError, match="nested too deeply"):
+        calls_of["MiniMax-M3"].constraint(ToolUse.from_openai(tools, "required"), None)
 
 
 def test_the_sections_of_kimi_k3_are_no_text(tokenizer: Tokenizer) -> None:
