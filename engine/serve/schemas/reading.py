@@ -16,7 +16,7 @@ from msgspec import inspect
 from quengine.platform import strict_json
 from quengine.request.sampling_params import Range
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.requests import Fields
+from quengine.serve.schemas.fields import Fields
 
 B = TypeVar("B", bound=Fields)
 T = TypeVar("T")
