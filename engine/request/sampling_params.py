@@ -320,9 +320,6 @@ def _invalid(name: str, value: object, rule: str) -> EngineError:
 
 def _check_number(name: str, value: object, allowed: Range, whole: bool = False) -> None:
     """Raises EngineError for what is no number, not finite, or out of its range."""
-    rule = f"must be a {'whole' if whole else 'finite'} number"
-    if allowed != Range():
-        rule += f" {allowed}"
     of_kind = isinstance(value, int) or (isinstance(value, float) and not whole and math.isfinite(value))
     if (
         not isinstance(value, int | float)
@@ -330,7 +327,8 @@ def _check_number(name: str, value: object, allowed: Range, whole: bool = False)
         or not of_kind
         or not allowed.holds(value)
     ):
-        raise _invalid(name, value, rule)
+        rule = f"must be a {'whole' if whole else 'finite'} number"
+        raise _invalid(name, value, rule if allowed == Range() else f"{rule} {allowed}")
 
 
 def _strings(name: str, value: object) -> tuple[object, ...]:
