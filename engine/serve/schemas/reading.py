@@ -90,7 +90,7 @@ def token_ids(values: Sequence[Any], name: str, vocab_size: int) -> list[int]:
 
 
 def are_token_ids(values: Sequence[Any], vocab_size: int) -> bool:
-    """Whether all `values` are token ids of a vocabulary as JSON usually writes them; of a long prompt found at once."""
+    """Whether all `values` are token ids of a vocabulary, as JSON usually writes them."""
     return all(type(value) is int for value in values) and (
         not values or (min(values) >= 0 and max(values) < vocab_size)
     )
