@@ -24,10 +24,12 @@ def prepare(arguments: Sequence[str]) -> None:
     if command not in COMPUTING:
         return
     _require_stack()
-    if command != "serve":  # a server installs it while its engine's process starts
+    if command != "serve":  # a server installs the first while its engine's process starts, and has no torch
         from quengine.platform.bus_error import install
+        from quengine.platform.torch_import import defer_modules
 
         install()
+        defer_modules()
 
 
 def _require_stack() -> None:

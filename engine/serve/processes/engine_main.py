@@ -17,7 +17,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.platform import bus_error, collector, log_lines
+from quengine.platform import bus_error, collector, log_lines, torch_import
+from quengine.platform.cuda_context import begin_context
 from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Engine,
@@ -165,11 +166,11 @@ class EngineLoop:
 
 def load(connection: "Connection[Any, Any]") -> Engine:
     """The engine of the server's first message. Raises EngineError where it cannot be loaded."""
-    from quengine.llm import LLM
-    from quengine.serve.processes.engine_llm import LLMEngine
-
     wanted = receive_in_engine(connection)
     assert isinstance(wanted, Load)
+    begin_context(str(wanted.options.get("device", "auto")))
+    from quengine.llm import LLM
+    from quengine.serve.processes.engine_llm import LLMEngine
 
     def make_room(needed: int, free: int, device: str) -> bool:
         send(connection, Room(needed, free, device))
@@ -203,6 +204,7 @@ def main() -> int:
     log_lines.set_up(verbose="-v" in sys.argv[3:])
     collector.starting()
     bus_error.install()
+    torch_import.defer_modules()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     Heartbeat(int(sys.argv[2])).keep_beating()
     try:
