@@ -62,7 +62,7 @@ class LLM:
     def __init__(self, model: str | Path, config: EngineConfig) -> None:
         self.config = config
         self.loaded = load_model(model, config, config.progress)
-        self.tokenizer = self.loaded.checkpoint.tokenizer()
+        self.tokenizer = self.loaded.tokenizer
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
         self.chat_template = self.loaded.checkpoint.chat_template(config.chat_template)
         missing = f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)"
@@ -324,6 +324,7 @@ class LLM:
             self.runner.warm_up(resolved)
             if self.loaded.draft is not None:
                 self.loaded.draft.warm_up(resolved)
+        logger.debug("warmed up")
 
     def completion(self, sequence: Sequence) -> Completion:
         """What a finished or interrupted sequence has come to."""

@@ -22,36 +22,24 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quengine.serve.processes.shared_engine import Engine
 
 
 def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
     """The server's process: tells the engine's own speed and its port, and ends when it is told to."""
-    from benchmarks.serve.fake_engine_main import FakeProcess
-    from quengine.serve.processes.shared_engine import Engine
+    pipe.send(given.streams / given.step_ms * 1e3 if given.model is None else alone(given))
+    serve_requests(pipe, given)
+
+
+def serve_requests(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
+    """Serve, as many requests at once as there are streams, each with its prompt and tokens; tells the port."""
     from quengine.serve.server import Server, bind
     from quengine.serve.settings import Limits, ServerSettings
-    from tests.engine.serve.fake_engine import FakeEngine
 
-    engine: Engine
-    context = given.prompt + given.tokens + 32
-    if given.model is None:
-        fake = {"capacity": given.streams, "step_s": given.step_ms / 1e3, "chunk": given.prompt}
-        engine = FakeEngine(**fake) if given.thread else FakeProcess(fake)
-        pipe.send(given.streams / given.step_ms * 1e3)
-    else:
-        from quengine.llm import LLM
-        from quengine.serve.processes.engine_llm import LLMEngine
-        from quengine.serve.processes.server_engine import ProcessEngine
-
-        options = {"device": given.device, "ctx_size": context, "parallel": given.streams}
-        pipe.send(alone(given, options))
-        if given.thread:
-            llm = LLM(given.model, **options)
-            llm.warm_up()
-            engine = LLMEngine(llm)
-        else:
-            engine = ProcessEngine(given.model, options)
+    engine = make_engine(given)
     settings = ServerSettings(("throughput",), port=0, parallel=given.streams, limits=Limits(queue=1024))
     server = Server(settings, lambda *_: engine, lambda line: print(f"server: {line}", file=sys.stderr))
     listener = bind("127.0.0.1", 0)
@@ -59,7 +47,29 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
     asyncio.run(server.serve_engine(listener))
 
 
-def alone(given: argparse.Namespace, options: dict[str, Any]) -> float:
+def make_engine(given: argparse.Namespace) -> "Engine":
+    from benchmarks.serve.fake_engine_main import FakeProcess
+    from quengine.llm import LLM
+    from quengine.serve.processes.engine_llm import LLMEngine
+    from quengine.serve.processes.server_engine import ProcessEngine
+    from tests.engine.serve.fake_engine import FakeEngine
+
+    if given.model is None:
+        fake = {"capacity": given.streams, "step_s": given.step_ms / 1e3, "chunk": given.prompt}
+        return FakeEngine(**fake) if given.thread else FakeProcess(fake)
+    if not given.thread:
+        return ProcessEngine(given.model, llm_options(given))
+    llm = LLM(given.model, **llm_options(given))
+    llm.warm_up()
+    return LLMEngine(llm)
+
+
+def llm_options(given: argparse.Namespace) -> dict[str, Any]:
+    context = given.prompt + given.tokens + 32
+    return {"device": given.device, "ctx_size": context, "parallel": given.streams}
+
+
+def alone(given: argparse.Namespace) -> float:
     """Tokens per second of the same texts without a server: all of a round's, from the first prompt to the end.
 
     By a model of its own, which is released at the end: the server's needs the memory.
@@ -69,7 +79,7 @@ def alone(given: argparse.Namespace, options: dict[str, Any]) -> float:
 
     params = SamplingParams(temperature=given.temperature, seed=1, max_tokens=given.tokens, ignore_eos=True)
     speeds = []
-    with LLM(given.model, **options) as llm:
+    with LLM(given.model, **llm_options(given)) as llm:
         for number in range(given.rounds + 1):
             prompts = [prompt(given, number, stream) for stream in range(given.streams)]
             began = time.perf_counter()
