@@ -7,8 +7,8 @@ Commands are run in turns; the table has medians. CPU time is that of the proces
 cores: on a shared machine it says more than wall time. The last row is a start without any compiled kernels, once.
 `--beside` names a folder with another version of the package (FOLDER/quengine), which is measured in the same turns.
 
-`--time-line` says instead when `engine -v generate` comes to its milestones, in seconds from the start of the process to
-the line of the log that says so, and to the first byte of its answer; medians.
+`--time-line` says instead when `engine -v generate` comes to its milestones, in seconds from the start of its process
+to the line of the log that says so, and to the first byte of its answer; medians.
 """
 
 import argparse

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from quengine.cli.progress import ProgressLine
 from quengine.cli.pulling import offer_pull
 from quengine.config import EngineConfig
-from quengine.platform import collector
-from quengine.platform.cuda_context import begin_context
+from quengine.platform import collector, cuda_start
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
@@ -27,7 +26,7 @@ def load_llm(model: str, config: EngineConfig) -> "LLM":
             offer_pull(str(needed))
     progress = ProgressLine()
     progress(f"loading {model}")
-    begin_context(config.device)
+    cuda_start.begin(config.device)
     logger.debug("arguments read")
     from quengine.llm import LLM  # with torch, half a second or more by itself
 

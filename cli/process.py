@@ -25,11 +25,11 @@ def prepare(arguments: Sequence[str]) -> None:
         return
     _require_stack()
     if command != "serve":  # a server installs the first while its engine's process starts, and has no torch
+        from quengine.platform import torch_import
         from quengine.platform.bus_error import install
-        from quengine.platform.torch_import import defer_modules
 
         install()
-        defer_modules()
+        torch_import.prepare()
 
 
 def _require_stack() -> None:

@@ -32,6 +32,7 @@ from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
 from quengine.models.tokenizer import Tokenizer
+from quengine.platform import cuda_start
 from quengine.platform.device import choose_device, device_name
 from quengine.platform.host_experts import ExpertPlacement, split_tensors
 from quengine.platform.machine import available_memory, thread_count
@@ -302,6 +303,7 @@ def _make_backend(
         from quengine.kernels.cuda.backend import CudaBackend
         from quengine.platform.compile_notice import announce_compilation
 
+        cuda_start.wait()
         announce_compilation(torch.cuda.get_device_name(device))
         return CudaBackend(device, batch_invariant=config.deterministic)
     from quengine.kernels.cpu.backend import CpuBackend

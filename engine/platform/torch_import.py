@@ -1,19 +1,22 @@
-"""`import torch` without the modules that running a model does not need: those for tracing, exporting and training.
+"""A quick `import torch`: from bytecode, and without the modules for tracing, exporting and training.
 
-They take two fifths of the time of the import. In the processes of the `engine` program each is put off until one of
-its attributes is used, and registrations that it makes as it is imported (`torch._meta_registrations`: shapes of
-operations for the compiler of torch) are not made. In other programs torch is left as it is.
+These modules take a third of the time of the import. In the processes of the `engine` program they are put off until an
+attribute of one of them is used, and registrations that they make as they are imported (`torch._meta_registrations`:
+shapes of operations, for the compiler of torch) are not made before that. In other programs torch is left as it is.
 """
 
 import importlib.util
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from quengine.kernels.private_folder import check_private, user_cache
 
 DEFERRED = frozenset(
     {
@@ -30,6 +33,31 @@ DEFERRED = frozenset(
 
 VERSIONS = ("2.11.", "2.13.")
 """Releases of torch that were tried; another may import these modules for what it needs of them."""
+
+
+def prepare() -> None:
+    """For the import of torch in a process of the program that computes."""
+    keep_bytecode()
+    defer_modules()
+
+
+def keep_bytecode() -> None:
+    """Keep bytecode in the user's cache from now on, where torch was installed without (as some images have it).
+
+    Compiling a thousand modules takes two seconds of each start otherwise, also where Python is told to write none
+    beside them. The folder is used if it is this user's alone.
+    """
+    spec = importlib.util.find_spec("torch")
+    cache = user_cache()
+    if spec is None or spec.origin is None or cache is None or sys.pycache_prefix is not None:
+        return
+    if Path(importlib.util.cache_from_source(spec.origin)).exists():
+        return
+    folder = cache / "bytecode"
+    with suppress(OSError):
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        check_private(folder)
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
 
 
 def defer_modules() -> None:
@@ -65,13 +93,15 @@ class _Finder(MetaPathFinder):
 
 
 class _DeferredLoader(Loader):
-    """Makes a module that is executed by the loader `inner` when its first attribute is asked for."""
+    """Makes a module that is executed by the loader `inner` when one of those put off is used."""
 
     def __init__(self, inner: Loader) -> None:
         self.inner = inner
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Deferred(spec.name)
+        module = _Deferred(spec.name)
+        _modules.append(module)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Later: `_Deferred` does it."""
@@ -82,13 +112,19 @@ class _Deferred(ModuleType):
         if name.startswith("__") and name != "__all__":  # Python itself looks for these
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         with _executing:
-            if type(self) is _Deferred:
-                self.__class__ = ModuleType
-                spec = self.__spec__
-                assert spec is not None and isinstance(spec.loader, _DeferredLoader)
-                spec.loader = self.__loader__ = spec.loader.inner
-                spec.loader.exec_module(self)
+            while _modules:  # all, in the order of their import: what uses one may count on what others do
+                _execute(_modules.pop(0))
         return getattr(self, name)
 
 
+def _execute(module: ModuleType) -> None:
+    spec = module.__spec__
+    assert spec is not None and isinstance(spec.loader, _DeferredLoader)
+    module.__class__ = ModuleType
+    spec.loader = module.__loader__ = spec.loader.inner
+    spec.loader.exec_module(module)
+
+
 _executing = threading.RLock()
+_modules: list[ModuleType] = []
+"""Those that wait, in the order of their import."""

@@ -17,8 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.platform import bus_error, collector, log_lines, torch_import
-from quengine.platform.cuda_context import begin_context
+from quengine.platform import bus_error, collector, cuda_start, log_lines, torch_import
 from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Engine,
@@ -168,7 +167,7 @@ def load(connection: "Connection[Any, Any]") -> Engine:
     """The engine of the server's first message. Raises EngineError where it cannot be loaded."""
     wanted = receive_in_engine(connection)
     assert isinstance(wanted, Load)
-    begin_context(str(wanted.options.get("device", "auto")))
+    cuda_start.begin(str(wanted.options.get("device", "auto")))
     from quengine.llm import LLM
     from quengine.serve.processes.engine_llm import LLMEngine
 
@@ -204,7 +203,7 @@ def main() -> int:
     log_lines.set_up(verbose="-v" in sys.argv[3:])
     collector.starting()
     bus_error.install()
-    torch_import.defer_modules()
+    torch_import.prepare()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     Heartbeat(int(sys.argv[2])).keep_beating()
     try:
