@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from quengine.completion_stream import ChatStream, CompletionStream
-from quengine.config import DEFAULT_CHUNK, MIXED_CHUNK, MIXED_SECONDS, EngineConfig, configured_by
+from quengine.config import (
+    BACKLOG_CHUNK,
+    DEFAULT_CHUNK,
+    MIXED_CHUNK,
+    MIXED_SECONDS,
+    EngineConfig,
+    configured_by,
+)
 from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
 from quengine.load import load_model
@@ -326,6 +333,14 @@ class LLM:
                 self.loaded.draft.warm_up(resolved)
         logger.debug("warmed up")
 
+    def warm_up_next(self) -> bool:
+        """Capture one of the steps that rarer requests come to, some hundredths of a second; False where none is left.
+
+        The cache keeps what it holds. What other threads have under way is computed to its end first.
+        """
+        with self._alone():
+            return self.runner.capture_next()
+
     def completion(self, sequence: Sequence) -> Completion:
         """What a finished or interrupted sequence has come to."""
         return sequence.completion(
@@ -423,4 +438,5 @@ class LLM:
             config.deterministic,
             packed,
             config.reuse_prefix or config.parallel > 1,
+            BACKLOG_CHUNK[kind],
         )

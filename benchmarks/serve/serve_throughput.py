@@ -77,7 +77,9 @@ def alone(given: argparse.Namespace) -> float:
     from quengine.llm import LLM
     from quengine.request.sampling_params import SamplingParams
 
-    params = SamplingParams(temperature=given.temperature, seed=1, max_tokens=given.tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=given.temperature, seed=1, max_tokens=given.tokens, ignore_eos=not given.plain
+    )
     speeds = []
     with LLM(given.model, **llm_options(given)) as llm:
         for number in range(given.rounds + 1):
@@ -98,7 +100,7 @@ def body(given: argparse.Namespace, number: int, stream: int) -> bytes:
         "max_tokens": given.tokens,
         "stream": not given.whole,
         "temperature": given.temperature,
-        "ignore_eos": True,
+        **({} if given.plain else {"ignore_eos": True}),
     }
     if given.route == "chat":
         text = " ".join(map(str, prompt(given, number, stream)[: given.prompt // 4]))
@@ -166,6 +168,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=3.6, help="of the fake engine")
     parser.add_argument("--route", choices=("completions", "chat"), default="completions")
     parser.add_argument("--thread", action="store_true", help="the engine in a thread, not in a process")
+    parser.add_argument("--plain", action="store_true", help="without ignore_eos; for random weights")
     parser.add_argument("--whole", action="store_true", help="no streaming")
     given = parser.parse_args()
     context = multiprocessing.get_context("spawn")

@@ -92,7 +92,9 @@ def measure(given: argparse.Namespace, streams: int) -> None:
         times.sort()
         encoding.sort()
         middle = given.steps // 2
-        print(f"{streams} streams: {1e6 * times[middle]:.0f} us a step, {1e6 * encoding[middle]:.0f} of it encoding")
+        print(
+            f"{streams} streams: {1e6 * times[middle]:.0f} us a step, {1e6 * encoding[middle]:.0f} of it encoding"
+        )
         if given.profile:
             pstats.Stats(profile).sort_stats("tottime").print_stats(35)
 

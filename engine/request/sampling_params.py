@@ -7,6 +7,7 @@ gives the order of the samplers.
 import math
 import os
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
@@ -307,7 +308,11 @@ class SamplingParams:
 
         A drawn seed has 32 bits, so that a person can type it again.
         """
-        return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4), "little"))
+        if self.seed is not None:
+            return self
+        seeded = copy(self)  # all else has been checked
+        object.__setattr__(seeded, "seed", int.from_bytes(os.urandom(4), "little"))
+        return seeded
 
 
 RANGES: Mapping[str, Range] = ranges(SamplingParams)

@@ -8,8 +8,9 @@ import torch
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.launch.compile_ahead import compiling_only, marker
 from quengine.platform.machine import physical_cores
+from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import CudaGraphs
-from quengine.runners.graph_keys import SamplingKind, decode_key
+from quengine.runners.graph_keys import SamplingKind, decode_key, decode_keys
 
 _TILE_ROWS = 128
 
@@ -44,7 +45,10 @@ def compile_kernels(graphs: CudaGraphs) -> None:
 
 def run_all(graphs: CudaGraphs) -> None:
     """The steps of a warm-up, uncaptured, and prompts' steps of sizes that are not captured."""
-    for key in [*graphs.keys, decode_key(1, _ANY_TOP_K)]:
+    biased = decode_keys(
+        1, SamplingParams(logit_bias={0: 0.0}), SamplingParams(temperature=0, logit_bias={0: 0.0})
+    )
+    for key in [*graphs.keys, decode_key(1, _ANY_TOP_K), *biased]:
         graphs.run_padding(key)
     longest = graphs.longest_chunk
     for tokens in (*_EAGER_TOKENS, *range(2 * _TILE_ROWS, graphs.prefill_tokens + 1, _TILE_ROWS)):

@@ -73,9 +73,9 @@ class ProcessEngine:
         try:
             self._send(Load(model, options))
             install()  # this process reads the mapped vocabulary as long as it serves
-            text = TextSide.of_file(
-                resolve_model(model), options.get("chat_template")
-            )  # while the process begins
+            # While the process begins.
+            text = TextSide.of_file(resolve_model(model), options.get("chat_template"))
+            text.tokenizer.prepare()
             ready = self._loaded(progress, make_room)
         except BaseException:
             self._process.kill()
