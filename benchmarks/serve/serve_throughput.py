@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
     """The server's process: tells the engine's own speed and its port, and ends when it is told to."""
-    pipe.send(given.streams / given.step_ms * 1e3 if given.model is None else alone(given))
+    faked = given.model is None or given.only_server
+    pipe.send(given.streams / given.step_ms * 1e3 if faked else alone(given))
     serve_requests(pipe, given)
 
 
@@ -168,6 +169,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=3.6, help="of the fake engine")
     parser.add_argument("--route", choices=("completions", "chat"), default="completions")
     parser.add_argument("--thread", action="store_true", help="the engine in a thread, not in a process")
+    parser.add_argument("--only-server", action="store_true", help="without the model's own speed first")
     parser.add_argument("--plain", action="store_true", help="without ignore_eos; for random weights")
     parser.add_argument("--whole", action="store_true", help="no streaming")
     given = parser.parse_args()
