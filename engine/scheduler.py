@@ -319,7 +319,8 @@ class Scheduler:
         """A token of every sequence that has blocks for it; the oldest one always gets them."""
         ready = []
         for sequence in list(self.decoding):
-            if sequence in self.decoding and self._has_room(sequence, sequence.num_cached_tokens + 1):
+            preempted = not sequence.block_tables
+            if not preempted and self._has_room(sequence, sequence.num_cached_tokens + 1):
                 ready.append(sequence)
         return Batch.decode(ready)
 

@@ -61,8 +61,9 @@ class Graphs:
 
 
 def measure(given: argparse.Namespace, streams: int) -> None:
-    with LLM(given.model, device="cpu", ctx_size=PROMPT + given.steps + 64, parallel=streams) as llm:
-        decoder = DeviceDecoder(Graphs(streams, llm.ctx_size // 32, 32000))  # type: ignore[arg-type]
+    tokens = given.steps + 2 * streams  # the first go on while the last prompts are taken
+    with LLM(given.model, device="cpu", ctx_size=PROMPT + tokens + 1, parallel=streams) as llm:
+        decoder = DeviceDecoder(Graphs(streams, -(-llm.ctx_size // 32), 32000))  # type: ignore[arg-type]
 
         def run(batch: Batch) -> list[Result]:
             if batch.phase == "decode":
@@ -71,7 +72,7 @@ def measure(given: argparse.Namespace, streams: int) -> None:
 
         llm.runner.run = run  # type: ignore[method-assign]
         engine = LLMEngine(llm)
-        params = SamplingParams(temperature=0.7, max_tokens=given.steps + 32, ignore_eos=True, seed=1)
+        params = SamplingParams(temperature=0.7, max_tokens=tokens, ignore_eos=True, seed=1)
         for number in range(streams):
             numbers = random.Random(number)
             engine.add(GenerationRequest([numbers.randrange(1000) for _ in range(PROMPT)], params))
