@@ -26,7 +26,8 @@ def load_llm(model: str, config: EngineConfig) -> "LLM":
             offer_pull(str(needed))
     progress = ProgressLine()
     progress(f"loading {model}")
-    cuda_start.begin(config.device)
+    if config.backend != "reference":
+        cuda_start.begin(config.device)
     logger.debug("arguments read")
     from quengine.llm import LLM  # with torch, half a second or more by itself
 
