@@ -107,7 +107,8 @@ class CudaGraphs:
         self._history = torch.zeros(rows, cache.ctx_size, dtype=torch.int32, device=device)
         self._chosen = torch.zeros(rows, dtype=torch.int64, device=device)
         self._host = torch.empty(pending, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._events = [torch.cuda.Event() for _ in range(pending * (device.type == "cuda"))]  # type: ignore[no-untyped-call]
+        events = 0 if device.type == "meta" else pending
+        self._events = [torch.cuda.Event() for _ in range(events)]  # type: ignore[no-untyped-call]
         self._launched = 0
         self._sampling: dict[SamplingKind, SamplingBuffers] = {}
         self._steps: dict[GraphKey, CapturedStep] = {}
