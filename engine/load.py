@@ -4,10 +4,11 @@ import logging
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -34,6 +35,8 @@ from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank, SplitTensors
+from quengine.models.tokenizer import Tokenizer
+from quengine.platform import cuda_start
 from quengine.platform.device import choose_device, device_name
 from quengine.platform.host_experts import ExpertPlacement, split_tensors
 from quengine.platform.machine import available_memory, thread_count
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup, RankPlan
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 REFERENCE_BYTES_A_WEIGHT = 8
 
@@ -57,6 +61,7 @@ class LoadedModel:
 
     path: Path
     checkpoint: Checkpoint
+    tokenizer: Tokenizer
     runner: ModelRunner
     device: torch.device
     threads: int
@@ -105,6 +110,7 @@ def load_model(
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
     _log_checkpoint("model", checkpoint)
+    tokenizer = _in_thread(checkpoint.tokenizer)
     part = _part(checkpoint, Rank(0, config.tensor_parallel))
     draft = open_draft(config, checkpoint)
     if draft is not None:
@@ -123,15 +129,7 @@ def load_model(
     runner = (
         made.runner(part, ctx_size, pools) if part is checkpoint else made.ranks(path, part, ctx_size, pools)
     )
-    notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
-    if runner.ranks is not None:
-        notes.append(
-            f"shared by {config.tensor_parallel} ranks, each with weights of {gib(part.nbytes)}; {runner.ranks.note}"
-        )
-    if config.places_experts:
-        notes.append(experts.note())
-    if config.draft_ngram:
-        notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
+    notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts)]
     drafts = None
     if draft is not None:
         try:
@@ -149,9 +147,17 @@ def load_model(
         *(load_s, runner.decoder.backend.name, threads, runner.decoder.chunk_size),
     )
     return LoadedModel(
-        *(path, checkpoint, runner, device, threads, load_s, notes, experts, drafts, draft),
-        ranks=runner.ranks,
+        *(path, checkpoint, tokenizer.result(), runner, device, threads, load_s, notes, experts),
+        *(drafts, draft, runner.ranks),
     )
+
+
+def _in_thread(make: Callable[[], T]) -> Future[T]:
+    """What `make` gives, made while the weights are on their way to the device."""
+    pool = ThreadPoolExecutor(1, "quengine-load")
+    made = pool.submit(make)
+    pool.shutdown(wait=False)
+    return made
 
 
 def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
@@ -218,6 +224,7 @@ class _Machine:
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = experts.operations(backend, self.threads)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
+        logger.debug("weights loaded")
         if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts)
@@ -326,6 +333,25 @@ def _choose_cache(
     return ctx_size, choose_pools(needs, ctx_size, config.parallel, memory.room, cache_type)
 
 
+def _notes(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    part: Checkpoint,
+    runner: ModelRunner,
+    experts: ExpertPlacement,
+) -> list[str]:
+    """What was chosen, for the user. part: what this rank has of the model."""
+    notes = [_sizes_note(config, checkpoint, runner.cache)]
+    if runner.ranks is not None:
+        each = f"each with weights of {gib(part.nbytes)}; {runner.ranks.note}"
+        notes.append(f"shared by {config.tensor_parallel} ranks, {each}")
+    if config.places_experts:
+        notes.append(experts.note())
+    if config.draft_ngram:
+        notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
+    return notes
+
+
 def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) -> str:
     """What context, cache and weights take, for the user."""
     trained = checkpoint.config.context_length
@@ -387,6 +413,7 @@ def _make_backend(
         from quengine.kernels.cuda.backend import CudaBackend
         from quengine.platform.compile_notice import announce_compilation
 
+        cuda_start.wait()
         announce_compilation(torch.cuda.get_device_name(device))
         return CudaBackend(device, batch_invariant=config.deterministic)
     from quengine.kernels.cpu.backend import CpuBackend

@@ -77,3 +77,7 @@ class CpuSteps:
     def release(self) -> None:
         """Drop the step lists."""
         self._steps.clear()
+
+    def capture_next(self) -> bool:
+        """False: a list is made within the step that needs it."""
+        return False

@@ -7,7 +7,7 @@ Their library adds `_total` to the name of every counter, which `llamacpp:n_toke
 from collections.abc import Iterator
 
 from quengine.serve.processes.server_thread import Worker
-from quengine.serve.processes.shared_engine import Event, Finished, Piece
+from quengine.serve.processes.shared_engine import Finished
 
 
 class LlamaMetrics:
@@ -19,21 +19,21 @@ class LlamaMetrics:
         self._drafts = self._drafted = self._accepted = 0
         self._read = self._rated  # as they were when the text was last read
 
-    def observe(self, event: Event) -> None:
-        """Count what came from the engine."""
-        if isinstance(event, Piece):
-            self._predicted += len(event.tokens)
-        elif isinstance(event, Finished):
-            times = event.timings
-            self._prompt += times.prompt_tokens - times.cached_tokens
-            self._cached += times.cached_tokens
-            self._prompt_s += times.prompt_s
-            self._later += max(0, times.generated_tokens - 1)
-            self._predicted_s += times.decode_s
-            self._longest = max(self._longest, times.prompt_tokens + times.generated_tokens)
-            self._drafts += times.drafts
-            self._drafted += times.drafted_tokens
-            self._accepted += times.accepted_tokens
+    def generated(self, tokens: int) -> None:
+        self._predicted += tokens
+
+    def finished(self, event: Finished) -> None:
+        """Count a completion."""
+        times = event.timings
+        self._prompt += times.prompt_tokens - times.cached_tokens
+        self._cached += times.cached_tokens
+        self._prompt_s += times.prompt_s
+        self._later += max(0, times.generated_tokens - 1)
+        self._predicted_s += times.decode_s
+        self._longest = max(self._longest, times.prompt_tokens + times.generated_tokens)
+        self._drafts += times.drafts
+        self._drafted += times.drafted_tokens
+        self._accepted += times.accepted_tokens
 
     @property
     def _rated(self) -> tuple[float, ...]:

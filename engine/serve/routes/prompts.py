@@ -15,7 +15,7 @@ from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Tools
 from quengine.serve.schemas.messages import Content, Message, TextPart
 from quengine.serve.schemas.openai import ChatRequest
-from quengine.serve.schemas.reading import read_part, shown, token_ids, whole_number
+from quengine.serve.schemas.reading import are_token_ids, read_part, shown, token_ids, whole_number
 from quengine.serve.schemas.requests import TemplateRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import effort_variables, switch_variables
@@ -158,6 +158,8 @@ def _parts(value: Any, service: Service, key: str) -> list[str | int]:
     least = len(given) - len(texts) + sum(least_tokens(model, text) for text in texts)
     if least > service.most_prompt_tokens:
         raise service.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
+    if are_token_ids(given, model.vocab_size):
+        return given
     return [part if isinstance(part, str) else _token_id(part, model.vocab_size, key) for part in given]
 
 
