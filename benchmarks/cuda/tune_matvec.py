@@ -79,7 +79,7 @@ def measure(shape: Shape, pdl: bool, compile_only: tuple[int, int] | None) -> li
         if compile_only and number % compile_only[1] != compile_only[0]:
             continue
         module = {"rows": "matvec"}.get(kind, f"matvec_{kind}")
-        with patch(f"quengine.kernels.cuda.{module}.matvec_geometry", lambda *_, g=geometry: g):
+        with patch(f"quengine.kernels.cuda.gemv.{module}.matvec_geometry", lambda *_, g=geometry: g):
             launches = [launcher(weight, kind, x, pdl) for weight in weights]
             if compile_only:
                 launches[0]()

@@ -54,7 +54,7 @@ class Chain:
 
     def __init__(self, layers: int, depth: int, pdl: bool) -> None:
         weights = [layer(i % 2 == 0) for i in range(layers)]
-        calls = layer_calls(1, weights[0], pdl)
+        calls = layer_calls(weights[0], pdl)
         out = QuantizedActivations.empty(1, 4096, "cuda")
         qkv = torch.randn(1, 6144, device="cuda")
         self.launches: list[Callable[[], object]] = []
