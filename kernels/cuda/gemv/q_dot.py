@@ -31,11 +31,13 @@ MOST_UNROLLED = tl.constexpr(8)
 
 @triton.jit
 def _activation_words(plane, column, ON: tl.constexpr, lane, P: tl.constexpr):
-    """8 bytes at `column + ON`, for the lanes that hold this quad's part of B; zeros elsewhere."""
+    """8 bytes at `column + ON` and the next 8, for the lanes that hold this quad's part of B; zeros elsewhere."""
     valid = (lane >> 3) == (lane & 3)
     if P.padded:
         valid &= column < P.cols - ON
-    return tl.load(plane + column // 8 + ON // 8, mask=valid, other=0)
+    first = tl.multiple_of(plane + (column // 8 + ON // 8), 16)
+    both = tl.load(first[:, None] + tl.arange(0, 2)[None, :], mask=valid[:, None], other=0)
+    return tl.split(both)
 
 
 @triton.jit
@@ -73,8 +75,9 @@ def _load_set(plane, x, c, ON: tl.constexpr, lane, s: tl.constexpr, P: tl.conste
     group = c * (FMT.chunk // 32) + quad
     AT: tl.constexpr = ON * FMT.chunk + step_column(s * STEPS)
     words = ()
-    for j in tl.static_range(STEPS):
-        words = words + (_activation_words(plane, column, AT + 8 * j, lane, P),)
+    for j in tl.static_range(STEPS // 2):
+        both = _activation_words(plane, column, AT + 16 * j, lane, P)
+        words = words + (both[0], both[1])
     t = _group_value(x.scale, group, AT // 32, P)
     if FMT.has_min:
         words = words + (t, t * _sum_value(x.sums, group, AT // 32, s, P))
