@@ -23,6 +23,9 @@ _MANY_TILES = 1024
 _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 
+_REGISTERS = 65536
+"""Of a multiprocessor."""
+
 _LENGTHS = {(256, 8): 1.0, (128, 8): 0.6, (128, 4): 0.35}
 """Of a program of many rows, by rows of x and warps, beside the longest; one of 4 warps has half a multiprocessor."""
 
@@ -292,9 +295,9 @@ def default_geometry(part: PackedPart, kind: str) -> Geometry:
     """One tile a program and a chunk or two a warp, where rows are few; where they are many, programs of 4 warps or
     fewer with more chunks each."""
     if kind == "swiglu":
-        return _one_tile(part, 4, 72)
+        return _in_few_waves(_one_tile(part, 4, 72), part.tiles)
     if kind == "norm" or part.tiles < _MANY_TILES:
-        return _one_tile(part, 16 if part.chunks > 32 else 8, 80)
+        return _in_few_waves(_one_tile(part, 16 if part.chunks > 32 else 8, 80), part.tiles)
     k_warps = 1
     while k_warps < 32 and part.chunks > (8 if k_warps < 8 else _MOST_ROUNDS) * k_warps:
         k_warps *= 2
@@ -311,6 +314,17 @@ def _one_tile(part: PackedPart, most_warps: int, registers: int) -> Geometry:
         k_warps *= 2
     even = part.chunks % k_warps == 0 and part.layout.chunk == 256
     return Geometry(1, k_warps, 1, registers if even else 0, True)
+
+
+def _in_few_waves(geometry: Geometry, tiles: int) -> Geometry:
+    """With the largest limit on the registers with which `tiles` programs take the fewest waves, where it has one."""
+    if not geometry.registers:
+        return geometry
+
+    def waves(registers: int) -> int:
+        return -(-tiles // (_MULTIPROCESSORS * (_REGISTERS // (32 * geometry.warps * registers))))
+
+    return replace(geometry, registers=min((80, 72, 64), key=waves))
 
 
 def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
