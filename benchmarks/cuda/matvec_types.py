@@ -5,8 +5,9 @@
 
 For each matrix: microseconds alone and percent of COPY_BYTES_PER_SECOND; then all of a layer in the step's order.
 Distinct layers follow each other in one CUDA graph, so that the L2 cache holds none of their weights. In Q4_K_M half
-of the layers have v and down in Q6_K. `--tune` tries launch geometries for the matrices that launch_table.json lacks,
-one after the other, by the time of the layers (see tune_matvec_chain.py for why), and `--write` keeps them there.
+of the layers have v and down in Q6_K; MODEL/output is the output matrix alone, in Q6_K. `--tune` tries launch
+geometries for the matrices that launch_table.json lacks, one after the other, by the time of the layers (see
+tune_matvec_chain.py for why), and `--write` keeps them there.
 """
 
 import argparse
@@ -38,13 +39,13 @@ Candidate = tuple[int, int, int, int, bool]
 Entries = dict[str, list[int | bool]]
 
 MODELS = {
-    "mistral-7b": (4096, 14336, 4096, 1024),
-    "qwen3-8b": (4096, 12288, 4096, 1024),
-    "llama-3.2-1b": (2048, 8192, 2048, 512),
+    "mistral-7b": (4096, 14336, 4096, 1024, 32000),
+    "qwen3-8b": (4096, 12288, 4096, 1024, 151936),
+    "llama-3.2-1b": (2048, 8192, 2048, 512, 128256),
 }
-"""Width of the model, of the feed-forward network, of the queries, and of the keys and the values."""
+"""Width of the model, of the feed-forward network, of the queries, and of the keys and the values; the vocabulary."""
 
-KINDS = {"qkv": "rows", "o": "norm", "gate_up": "swiglu", "down": "norm"}
+KINDS = {"qkv": "rows", "o": "norm", "gate_up": "swiglu", "down": "norm", "output": "rows"}
 SHORT: tuple[Candidate, ...] = (
     (1, 8, 1, 80, True), (1, 8, 1, 64, True), (1, 4, 1, 80, True), (1, 4, 2, 80, True), (1, 16, 1, 64, True),
     (2, 8, 1, 64, True),
@@ -61,14 +62,19 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         (2, 8, 1, 88, True), (2, 8, 1, 104, True), (2, 8, 1, 128, True), (2, 8, 2, 128, True), (1, 8, 1, 112, True),
         (1, 16, 1, 96, True), (1, 16, 1, 128, True), (1, 32, 1, 64, True), (2, 16, 1, 64, True),
     ),
+    "output": (
+        (1, 8, 1, 80, True), (1, 8, 1, 72, True), (1, 4, 1, 80, True), (1, 4, 1, 72, True), (1, 4, 2, 96, True),
+    ),
 }  # fmt: skip
 """What is tried: launch_table.Geometry."""
 WORKERS = 15
 
 
 def layer_of(model: str, name: str, number: int) -> Layer:
-    """Layer `number` of random matrices in a type."""
-    width, inner, queries, keys = MODELS[model]
+    """Layer `number` of random matrices in a type; the output matrix alone for "output"."""
+    width, inner, queries, keys, vocabulary = MODELS[model]
+    if name == "output":
+        return {"output": PackedWeight((random_part("Q6_K", vocabulary, width),))}
     mixed = name == "Q4_K_M"
     base, rich = ("Q4_K", ("Q6_K", "Q4_K")[number % 2]) if mixed else (name, name)
 
@@ -86,8 +92,11 @@ def layer_of(model: str, name: str, number: int) -> Layer:
 
 def layer_calls(model: str, layer: Layer, pdl: bool) -> Calls:
     """The launches of a layer on given weights, in order; their inputs are any numbers."""
-    width, inner, queries, _ = MODELS[model]
+    width, inner, queries = MODELS[model][:3]
     hidden, norm = torch.randn(1, width, device="cuda"), torch.ones(width, device="cuda")
+    if "output" in layer:
+        x = quantize_activations(hidden)
+        return {"output": lambda w: matvec(x, w["output"], pdl=pdl)}
     attended, middle = (quantize_activations(torch.randn(1, n, device="cuda")) for n in (queries, inner))
     scratch = QuantizationScratch.empty(2 * inner, "cuda")
     normed = matvec_norm(attended, layer["o"], hidden, norm, 1e-5, scratch).rms_normed
