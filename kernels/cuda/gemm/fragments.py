@@ -163,16 +163,12 @@ def _unsigned(word, at: tl.constexpr):
 @triton.jit
 def _six_bits(words, field: tl.constexpr, BASE: tl.constexpr):
     """Sub-scale number `field` of ScaleKind.SIX. What is converted where it stands needs no shift."""
-    if field < 5:
-        bits = words[BASE] & (63 << (6 * field))
-        UP: tl.constexpr = 1.0 / (1 << (6 * field))
-    elif field < 7:
-        bits = words[BASE + 1] & (63 << (6 * (field - 5)))
-        UP: tl.constexpr = 1.0 / (1 << (6 * (field - 5)))
+    AT: tl.constexpr = 6 * (field % 5) if field < 7 else 0
+    if field < 7:
+        bits = words[BASE + field // 5] & (63 << AT)
     else:
         bits = ((words[BASE] >> 30) & 3) | ((words[BASE + 1] >> 10) & 60)
-        UP: tl.constexpr = 1.0
-    return tl.fma(bits.to(tl.float32), UP, -32.0)
+    return tl.fma(bits.to(tl.float32), 1.0 / (1 << AT), -32.0)
 
 
 @triton.jit
