@@ -58,9 +58,8 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
         (1, 2, 2, 96, True), (2, 4, 1, 72, True), (1, 4, 1, 96, True), (1, 4, 2, 128, True),
     ),
     "down": (
-        (1, 16, 1, 0, True), (1, 16, 1, 64, True), (1, 8, 1, 80, True), (1, 8, 2, 80, True), (2, 8, 1, 64, True),
-        (2, 8, 1, 88, True), (2, 8, 1, 104, True), (2, 8, 1, 128, True), (2, 8, 2, 128, True), (1, 8, 1, 112, True),
-        (1, 16, 1, 96, True), (1, 16, 1, 128, True), (1, 32, 1, 64, True), (2, 16, 1, 64, True),
+        (1, 16, 1, 64, True), (1, 8, 1, 80, True), (1, 8, 1, 112, True), (2, 8, 1, 64, True), (2, 8, 1, 88, True),
+        (2, 8, 1, 104, True), (2, 8, 1, 128, True), (1, 32, 1, 64, True),
     ),
     "output": (
         (1, 8, 1, 80, True), (1, 8, 1, 72, True), (1, 4, 1, 80, True), (1, 4, 1, 72, True), (1, 4, 2, 96, True),
@@ -143,10 +142,10 @@ def measure(title: str, layers: list[Layer], calls: Calls) -> None:
     print(f"{title:17s} {figures[-1][1] / 1e6:6.1f} MB  " + "  ".join(columns), flush=True)
 
 
-def tune(layers: list[Layer], calls: Calls, entries: Entries) -> None:
+def tune(layers: list[Layer], calls: Calls, entries: Entries, only: str) -> None:
     """Choose a geometry for each matrix by the time of the layers; no entry where the default is the fastest."""
     for key, (matrix, weight) in keys_of(layers).items():
-        if key in entries:
+        if key in entries or only not in matrix:
             continue
         default = layers_time(layers, calls)
         results = []
@@ -161,14 +160,15 @@ def tune(layers: list[Layer], calls: Calls, entries: Entries) -> None:
         print(f"  {key}: default {default:.2f}; {listed}", flush=True)
 
 
-def compile_share(jobs: list[tuple[str, str]], share: int, tuned: bool, entries: Entries) -> None:
-    """Launch one of WORKERS shares of the variants once."""
+def compile_share(jobs: list[tuple[str, str]], share: int, tuned: str | None, entries: Entries) -> None:
+    """Launch one of WORKERS shares of the variants once. tuned: of which matrices, part of the name."""
     variants = []
     for model, name in jobs:
         layers = [layer_of(model, name, number) for number in range(2)]
         for key, (matrix, weight) in keys_of(layers).items():
             layer = next(layer for layer in layers if layer[matrix] is weight)
-            tried = geometries(matrix, weight) if tuned and key not in entries else ()
+            sought = tuned is not None and tuned in matrix and key not in entries
+            tried = geometries(matrix, weight) if sought else ()
             variants += [(model, layer, key, matrix, geometry) for geometry in (None, *tried)]
     first, last = (place * len(variants) // WORKERS for place in (share, share + 1))
     for model, layer, key, matrix, geometry in variants[first:last]:
@@ -184,7 +184,7 @@ def compile_share(jobs: list[tuple[str, str]], share: int, tuned: bool, entries:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("jobs", nargs="*", metavar="MODEL/TYPE", help="of " + ", ".join(MODELS))
-    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--tune", nargs="?", const="", metavar="MATRIX", help="one matrix, or all")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -195,7 +195,7 @@ def main() -> None:
     if arguments.compile is not None:
         compile_share(jobs, arguments.compile, arguments.tune, entries)
         return
-    flags = [*listed, *(["--tune"] if arguments.tune else [])]
+    flags = [*listed, *([] if arguments.tune is None else [f"--tune={arguments.tune}"])]
     compile_ahead("matvec_types", flags, [str(i) for i in range(WORKERS)])
     for title, (model, name) in zip(listed, jobs, strict=True):
         first = layer_of(model, name, 0)
@@ -203,8 +203,8 @@ def main() -> None:
         layers = [first, *(layer_of(model, name, number) for number in range(1, count))]
         calls = layer_calls(model, first, torch.cuda.get_device_capability() >= (9, 0))
         measure(title, layers, calls)
-        if arguments.tune:
-            tune(layers, calls, entries)
+        if arguments.tune is not None:
+            tune(layers, calls, entries, arguments.tune)
             measure(title, layers, calls)
             print(
                 f"  {json.dumps({key: entries[key] for key in keys_of(layers) if key in entries})}",
