@@ -79,6 +79,10 @@ def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
         "--reasoning-format": flags.reasoning_format,
         "--chat-template": flags.chat_template,
         "--chat-template-file": flags.chat_template_file,
+        "--tools": flags.tools,
+        "--tools-dir": "/" if flags.tools else None,  # their tools are confined to none
+        "--mcp-servers-config": flags.mcp_servers_config,
+        "--mcp-servers-json": flags.mcp_servers_json,
         "--draft-tokens": flags.spec_draft_n_max if flags.model_draft else None,
         "--device": "cpu",
     }
@@ -90,6 +94,8 @@ def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
     line += ["--slots" if flags.slots else "--no-slots", "--metrics" if flags.metrics else "--no-metrics"]
     for flag in ("--no-ui", "--context-shift", "--no-models-autoload"):
         line += [flag] * getattr(flags, flag[2:].replace("-", "_"))
+    line += ["--no-confine-commands"] * bool(flags.tools)
+    line += ["--cors-proxy", "--cors-proxy-private"] * flags.ui_mcp_proxy
     for flag, value in named.items():
         line += [] if value is None else [flag, str(value)]
     return line

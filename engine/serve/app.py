@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
@@ -18,7 +19,8 @@ from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, jso
 from quengine.serve.models.model_route import Endpoint, ModelRoute
 from quengine.serve.models.registry import Models
 from quengine.serve.page.files import page, page_file
-from quengine.serve.routes import slot_routes, status_routes, token_routes
+from quengine.serve.resumable import Resumable
+from quengine.serve.routes import slot_routes, status_routes, stream_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions, chat_tokens
 from quengine.serve.routes.completions import completions
@@ -31,6 +33,8 @@ from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddin
 from quengine.serve.routes.vectors.rerank import rerank
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openapi import document
+from quengine.serve.tools.cors_proxy import cors_proxy
+from quengine.serve.tools.tool_routes import call_tool, list_tools
 
 ServerEndpoint = Callable[[Models, Request], Awaitable[Response]]
 
@@ -61,6 +65,13 @@ SERVER_ROUTES: tuple[tuple[str, str, ServerEndpoint], ...] = (
     ("POST", "/models/unload", table.unload),
     ("GET", "/v1/responses/{id}", stored_response),
     ("DELETE", "/v1/responses/{id}", delete_response),
+    ("GET", "/v1/stream", stream_routes.read_stream),
+    ("DELETE", "/v1/stream", stream_routes.stop_stream),
+    ("POST", "/v1/streams/lookup", stream_routes.find_streams),
+    ("GET", "/tools", list_tools),
+    ("POST", "/tools", call_tool),
+    ("GET", "/cors-proxy", cors_proxy),
+    ("POST", "/cors-proxy", cors_proxy),
     *OLLAMA_SERVER_ROUTES,
 )
 """Of no model: called with all of them."""
@@ -111,6 +122,12 @@ async def _dispatch(models: Models, endpoints: Mapping[str, ServerEndpoint], req
     return await endpoints["GET" if request.method == "HEAD" else request.method](models, request)
 
 
+def _of_model(models: Models, endpoints: Mapping[str, Endpoint]) -> ASGIApp:
+    route = ModelRoute(models, endpoints)
+    chat = chat_completions in endpoints.values()
+    return Resumable(route, models.streams, models.settings.limits) if chat else route
+
+
 def make_app(models: Models) -> Starlette:
     """The ASGI application of a server."""
     settings = models.settings
@@ -126,7 +143,7 @@ def make_app(models: Models) -> Starlette:
             Route(path, partial(_dispatch, models, each), methods=list(each))
             for path, each in of_server.items()
         ),
-        *(Route(path, ModelRoute(models, each), methods=list(each)) for path, each in of_models.items()),
+        *(Route(path, _of_model(models, each), methods=list(each)) for path, each in of_models.items()),
     ]
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
     if origins := cors_origins(settings):

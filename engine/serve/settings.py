@@ -14,6 +14,7 @@ from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
 from quengine.request.pooling import POOLINGS, Pooling
 from quengine.request.sampling_params import SamplingParams
+from quengine.serve.tools.options import ToolsOptions
 
 _ACCESS = "Who may ask"
 _MODELS = "Several models"
@@ -156,6 +157,7 @@ class ServerSettings:
         ),
     ] = -1.0
     models: ModelsOptions = field(default_factory=ModelsOptions)
+    tools: ToolsOptions = field(default_factory=ToolsOptions)
     limits: Limits = field(default_factory=Limits)
     chat: ChatOptions = field(default_factory=ChatOptions)
     defaults: Annotated[
@@ -185,6 +187,13 @@ class ServerSettings:
                 f"--host {self.host} lets other machines in and no key is set: give --api-key or "
                 f"--api-key-file, or --insecure if anybody may use it"
             )
+
+        self.tools.check_reach(
+            keyed=bool(self.api_keys),
+            loopback=self.loopback,
+            any_page="*" in self.cors_origins,
+            any_host="*" in self.allowed_hosts,
+        )
 
     @property
     def hosts(self) -> tuple[str, ...]:

@@ -14,9 +14,11 @@ from quengine.serve.models.residency import Launch, Residency
 from quengine.serve.processes.server_thread import Worker
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.response_store import ResponseStore
+from quengine.serve.resumable import StreamStore
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
+from quengine.serve.tools.toolset import Toolset
 
 _MOST_NAMES = 20
 """Names that an error lists."""
@@ -44,6 +46,8 @@ class Models:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.responses = ResponseStore(settings.limits.stored)
+        self.streams = StreamStore()
+        self.tools = Toolset(settings.tools, say)
         self.created = int(time.time())
         self.draining = False
         self._find = find
@@ -169,6 +173,7 @@ class Models:
 
     def start(self) -> None:
         """Load what is to be there from the start."""
+        self.tools.start()
         for entry in self.entries:
             if entry.alone:
                 self._residency.begin(entry)
@@ -176,7 +181,9 @@ class Models:
                 self.load(entry)
 
     def tick(self) -> None:
-        """Unload what has been idle for long enough."""
+        """Unload what has been idle for long enough; at the end, end the tools while answers are finished."""
+        if self.draining:
+            self.tools.end()
         for entry in self.entries:
             if entry.expired:
                 self._say(f"{entry.name}: unloaded after {entry.keep_s:g} s without a request")
@@ -205,10 +212,10 @@ class Models:
             entry.service.worker.stop()
 
     async def join(self, seconds: float) -> None:
-        """Wait for the workers' ends, at most so long."""
+        """Wait for the ends of the workers, at most so long, and of the tools."""
         for entry in self.entries:
             entry.service.text_pool.close()
-        await asyncio.gather(*(worker.join(seconds) for worker in self.workers))
+        await asyncio.gather(self.tools.end(), *(worker.join(seconds) for worker in self.workers))
 
     # --- who has which model -------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ def _settings(settings: ServerSettings, model: ServedModel | None) -> dict[str, 
         "modalities": {"vision": False, "audio": False},
         "build_info": FINGERPRINT,
         "limits": limits,
+        "tools": bool(settings.tools.names or settings.tools.mcp),
     }
 
 

@@ -20,6 +20,8 @@ from quengine.serve.settings import ServerSettings
 JSON = "application/json"
 EVENTS = "text/event-stream"
 LINES = "application/x-ndjson"
+NOTHING = ""
+"""The answer of a route that has none (204)."""
 
 _MEANINGS = {
     400: "A field is wrong, over a limit or not supported; or the prompt does not fit.",
@@ -31,7 +33,9 @@ _MEANINGS = {
     429: "The queue is full.",
     500: "This request failed; others go on.",
     501: "The model has no tokens for this, or the server was not started with the flag for it.",
+    502: "The other host cannot be reached.",
     503: "The model is being loaded, the engine is replaced or does not answer, or the server is ending.",
+    504: "The other host does not answer.",
     529: "The queue is full, or any cause of a 503 of other routes.",
 }
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
@@ -89,6 +93,14 @@ _RERANK = Operation(
     errors=_COMPUTES,
 )
 
+_CONVERSATION: tuple[tuple[str, Schema], ...] = (("conv_id", _PART),)
+_PROXY = Operation(
+    "The answer of another host.",
+    "*/*",
+    errors=(400, 408, 413, 502, 504),
+    query=(("url", {"type": "string", "format": "uri"}),),
+)
+
 
 def _ollama(summary: str, name: str, errors: tuple[int, ...], line: str | None = None) -> Operation:
     """A route of Ollama's API that reads a body."""
@@ -131,6 +143,21 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "ModelRequest",
         errors=(400, 404, 408, 413),
     ),
+    ("GET", "/v1/stream"): Operation(
+        "A conversation's stream again, from a byte on.", EVENTS, errors=(400, 404, 503), query=_CONVERSATION
+    ),
+    ("DELETE", "/v1/stream"): Operation(
+        "End a conversation's stream.", NOTHING, errors=(400,), query=_CONVERSATION
+    ),
+    ("POST", "/v1/streams/lookup"): Operation(
+        "Which conversations have streams.", ref("Streams"), "StreamsRequest", errors=(400, 408, 413)
+    ),
+    ("GET", "/tools"): Operation("The tools that may be called here.", ref("Tools")),
+    ("POST", "/tools"): Operation(
+        "Call a tool.", OBJECT, "ToolRequest", "ToolEvent", (400, 404, 408, 413, 500, 501)
+    ),
+    ("GET", "/cors-proxy"): _PROXY,
+    ("POST", "/cors-proxy"): _PROXY,
     ("POST", "/v1/chat/completions"): _CHAT,
     ("POST", "/chat/completions"): _CHAT,
     ("POST", "/v1/completions"): Operation(
@@ -232,7 +259,7 @@ def _operation(method: str, path: str, operation: Operation, keyed: bool) -> dic
         "operationId": _operation_id(method, path),
         "summary": operation.summary,
         "responses": {
-            "200": _success(operation),
+            "204" if operation.answer == NOTHING else "200": _success(operation),
             **{str(status): _failure(status, operation.error) for status in errors},
         },
     }
@@ -257,6 +284,8 @@ def _operation_id(method: str, path: str) -> str:
 
 
 def _success(operation: Operation) -> dict[str, Any]:
+    if operation.answer == NOTHING:
+        return {"description": operation.summary}
     if isinstance(operation.answer, str):
         content: dict[str, Any] = {operation.answer: {"schema": STRING}}
     else:

@@ -448,6 +448,26 @@ def _status() -> dict[str, Schema]:
         },
         "LoraAdapters": {"type": "array", "maxItems": 0},
         "Success": _object(success=_const(True)),
+        "Streams": _array(
+            _object(
+                conversation_id=STRING,
+                is_done=BOOLEAN,
+                total_bytes=_COUNT,
+                started_at=_COUNT,
+                completed_at=_COUNT,
+            )
+        ),
+        "Tools": _array(
+            _object(
+                display_name=STRING,
+                tool=STRING,
+                type=_enum("server", "mcp"),
+                permissions=_object(write=BOOLEAN),
+                uses_cwd=BOOLEAN,
+                definition=OBJECT,
+            )
+        ),
+        "ToolEvent": {"anyOf": [_object(chunk=STRING), _object({"error": STRING}, done=_const(True))]},
         "Props": _object(
             default_generation_settings=_object(n_ctx=_COUNT, params=ref("GenerationSettings")),
             total_slots=_COUNT,
@@ -460,6 +480,7 @@ def _status() -> dict[str, Schema]:
             is_sleeping=BOOLEAN,
             build_info=STRING,
             limits=_object(**dict.fromkeys(limits, _COUNT)),
+            tools=BOOLEAN,
         ),
     }
 

@@ -557,6 +557,20 @@ class ModelRequest(Body, frozen=True):
     """Of a route that loads or unloads a model."""
 
 
+class ToolRequest(Body, frozen=True, kw_only=True):
+    """Of POST /tools."""
+
+    tool: Annotated[str, Meta(description="A name of GET /tools.")]
+    params: Annotated[dict[str, Any], Meta(description="The tool's arguments.")] = {}
+    stream: Annotated[bool, Meta(description="Its output as it comes, of tools that have that.")] = False
+
+
+class StreamsRequest(Body, frozen=True):
+    """Of POST /v1/streams/lookup."""
+
+    conversation_ids: Annotated[list[str], Meta(max_length=1000)] = []
+
+
 class SlotFileRequest(Body, frozen=True, kw_only=True):
     """Of /slots/{id_slot} with the actions save and restore."""
 
@@ -587,4 +601,6 @@ BODIES: tuple[type[Body], ...] = (
     DetokenizeRequest,
     TemplateRequest,
     ModelRequest,
+    ToolRequest,
+    StreamsRequest,
 )

@@ -249,9 +249,11 @@ def test_chats_are_exported_and_imported(page: Any, tmp_path: Path) -> None:
     wait_for_text(page.locator(".notice"), "Imported 1 chat")
     assert page.locator(".assistant .markdown").inner_text() == text
     bad = tmp_path / "bad.json"
-    bad.write_text('{"chats": [{"messages": {"a": {"id": 3}}}], "format": "quengine-chats"}')
-    files.set_input_files(str(bad))
-    wait_for_text(page.locator(".notice"), "Not imported: a message of the file is damaged")
+    for message in ({"id": 3}, {"id": "a", "content": "", "role": "assistant", "calls": [{"id": "b"}]}):
+        bad.write_text(json.dumps({"chats": [{"messages": {"a": message}}], "format": "quengine-chats"}))
+        files.set_input_files(str(bad))
+        wait_for_text(page.locator(".notice"), "Not imported: a message of the file is damaged")
+        page.get_by_role("button", name="Dismiss").click()
 
 
 def test_texts_of_files_and_pdfs_are_sent_and_images_are_refused(page: Any, tmp_path: Path) -> None:

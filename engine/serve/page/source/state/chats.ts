@@ -14,6 +14,15 @@ export interface Token {
   top: { text: string; logprob: number }[];
 }
 
+/** A call of a tool, with its result as the model is told it. */
+export interface ToolCall {
+  id: string;
+  name: string;
+  arguments: string;
+  result?: string;
+  failed?: boolean;
+}
+
 /** What an answer took, as the server's last event says. */
 export interface Costs {
   tokens: number;
@@ -35,6 +44,7 @@ export interface Message {
   thoughtSeconds?: number;
   attachments?: Attachment[];
   tokens?: Token[];
+  calls?: ToolCall[];
   costs?: Costs;
   model?: string;
   error?: string;
@@ -52,6 +62,8 @@ export interface Chat {
   messages: Record<string, Message>;
   settings: Settings;
   model?: string;
+  /** Tools that may change something and need not be asked for any more. */
+  allowed?: string[];
 }
 
 export function newChat(settings: Settings, model?: string): Chat {
@@ -165,11 +177,21 @@ export function imported(text: string): Chat[] {
   return chats.map(checked);
 }
 
+/** What must be text in the calls of an imported message. */
+const callTexts = (calls: unknown): unknown[] =>
+  (Array.isArray(calls) ? calls : calls === undefined ? [] : [null]).flatMap((call: Partial<ToolCall> | null) => [
+    call?.id,
+    call?.name,
+    call?.arguments,
+    call?.result ?? "",
+  ]);
+
 function checked(value: unknown): Chat {
   const chat = (value ?? {}) as Partial<Chat>;
   const messages: Record<string, Message> = {};
   for (const message of Object.values(chat.messages ?? {})) {
-    const whole = typeof message?.id === "string" && typeof message.content === "string";
+    const texts = [message?.id, message?.content, ...callTexts(message?.calls)];
+    const whole = texts.every(text => typeof text === "string");
     if (!whole || !["user", "assistant"].includes(message.role))
       throw new Error("a message of the file is damaged");
     if (message.state === "running") message.state = "interrupted";

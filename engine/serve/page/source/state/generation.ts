@@ -9,10 +9,12 @@ import {
   type Costs,
   type Message,
   type Token,
+  type ToolCall,
   addMessage,
   pathTo,
 } from "./chats";
 import { fieldsOf } from "./options";
+import { makeCalls, pendingCalls, toolsOf } from "./tools";
 import { answering, followLoading, keep, modelOf, notify, show, speak, state, statusOf } from "./store";
 
 interface Run {
@@ -28,10 +30,16 @@ interface Scored {
   logprob: number;
 }
 
+interface CallPart {
+  index: number;
+  id?: string;
+  function?: { name?: string; arguments?: string };
+}
+
 interface Chunk {
   error?: { message: string };
   choices?: {
-    delta?: { content?: string | null; reasoning_content?: string | null };
+    delta?: { content?: string | null; reasoning_content?: string | null; tool_calls?: CallPart[] | null };
     finish_reason?: string | null;
     logprobs?: { content?: (Scored & { top_logprobs?: Scored[] })[] | null } | null;
   }[];
@@ -41,6 +49,8 @@ interface Chunk {
   seed?: number | null;
 }
 
+/** Answers with calls that may follow one another before the person writes again. */
+const MAX_ROUNDS = 50;
 const runs = new Map<string, Run>();
 let leaving = false;
 addEventListener("pagehide", () => (leaving = true));
@@ -80,12 +90,27 @@ export function regenerate(chat: Chat, message: Message): void {
 }
 
 async function answer(chat: Chat, parent: string | null): Promise<void> {
-  await fill(chat, addMessage(chat, parent, { role: "assistant", content: "", model: modelOf(chat) }));
+  await fillAll(chat, addAnswer(chat, parent));
 }
 
-/** Go on with an answer from where it ended. */
+const addAnswer = (chat: Chat, parent: string | null): Message =>
+  addMessage(chat, parent, { role: "assistant", content: "", model: modelOf(chat) });
+
+/** Go on with an answer from where it ended, or with its calls. */
 export async function resume(chat: Chat, message: Message): Promise<void> {
-  if (!runningIn(chat)) await fill(chat, message);
+  if (!runningIn(chat)) await fillAll(chat, message);
+}
+
+/** An answer, and those that follow from the results of its calls. */
+async function fillAll(chat: Chat, first: Message): Promise<void> {
+  let message = first;
+  for (let round = 0; round < MAX_ROUNDS; round++) {
+    await fill(chat, message);
+    const goesOn = message.calls?.length && !pendingCalls(message).length && !message.state && !message.error;
+    if (!goesOn || leaving || !(message.id in chat.messages) || !state.chats.includes(chat)) return;
+    message = addAnswer(chat, message.id);
+  }
+  notify(`Stopped after ${MAX_ROUNDS} rounds of calls`);
 }
 
 async function fill(chat: Chat, message: Message): Promise<void> {
@@ -99,7 +124,8 @@ async function fill(chat: Chat, message: Message): Promise<void> {
   if ((statusOf(message.model ?? "") ?? "loaded") !== "loaded") void followLoading();
   let ending: Message["state"];
   try {
-    await stream(chat, message, run);
+    if (!message.calls?.length) await stream(chat, message, run);
+    await makeCalls(chat, message, run.control.signal);
     speak("The answer is complete");
   } catch (error) {
     if (leaving) return; // the browser ended the stream: kept as running, which the next visit shows as interrupted
@@ -108,7 +134,7 @@ async function fill(chat: Chat, message: Message): Promise<void> {
   }
   runs.delete(message.id);
   answering.delete(chat.id);
-  if (ending && (message.content || message.thought || message.error)) message.state = ending;
+  if (ending && (message.content || message.thought || message.error || message.calls)) message.state = ending;
   else delete message.state;
   if (message.id in chat.messages) settle(chat, message);
 }
@@ -121,7 +147,7 @@ function failed(message: Message, error: unknown): void {
 
 /** An answer that was stopped before it began leaves nothing behind. */
 function settle(chat: Chat, message: Message): void {
-  const empty = !message.content && !message.thought && !message.error && !message.costs;
+  const empty = !(message.content || message.thought || message.error || message.costs || message.calls);
   if (empty) {
     delete chat.messages[message.id];
     if (chat.leaf === message.id) chat.leaf = message.parent;
@@ -129,16 +155,14 @@ function settle(chat: Chat, message: Message): void {
   chat.updated = Date.now();
   if (!state.chats.includes(chat)) return;
   keep(chat);
-  if (chat !== state.chat) notify(`${message.error ? "No answer" : "Answered"}: ${chat.title}`);
+  if (chat !== state.chat && !message.calls) notify(`${message.error ? "No answer" : "Answered"}: ${chat.title}`);
 }
 
 function bodyOf(chat: Chat, message: Message): unknown {
-  const given = pathTo(chat, message.parent).map(each => ({
-    role: each.role as string,
-    content: withAttachments(each.content, each.attachments),
-  }));
+  const given = pathTo(chat, message.parent).flatMap(partsOf);
   const system = chat.settings.system?.trim();
   if (system) given.unshift({ role: "system", content: system });
+  const tools = toolsOf(chat).map(each => each.definition);
   const begun = {
     role: "assistant",
     content: message.content,
@@ -150,8 +174,28 @@ function bodyOf(chat: Chat, message: Message): unknown {
     stream: true,
     stream_options: { include_usage: true },
     return_progress: true,
+    ...(tools.length && { tools }),
     ...fieldsOf(chat.settings),
   };
+}
+
+type Part = Record<string, unknown>;
+
+/** A message as the server takes it, and the results of its calls behind it. */
+function partsOf({ role, content, attachments, calls }: Message): Part[] {
+  const text = withAttachments(content, attachments);
+  if (!calls?.length) return [{ role, content: text }];
+  const made = calls.map(({ id, name, arguments: given }) => ({
+    id,
+    type: "function",
+    function: { name, arguments: given },
+  }));
+  const results = calls.map(({ id, result }) => ({
+    role: "tool",
+    tool_call_id: id,
+    content: result ?? "The call was not made.",
+  }));
+  return [{ role, content: text, tool_calls: made }, ...results];
 }
 
 async function stream(chat: Chat, message: Message, run: Run): Promise<void> {
@@ -173,6 +217,7 @@ async function stream(chat: Chat, message: Message, run: Run): Promise<void> {
     message.content += content ?? "";
     if (scored)
       for (const token of choice?.logprobs?.content ?? []) (message.tokens ??= []).push(tokenOf(token));
+    for (const part of choice?.delta?.tool_calls ?? []) addPart((message.calls ??= []), part);
     if (chunk.prompt_progress)
       run.progress = chunk.prompt_progress.processed / Math.max(1, chunk.prompt_progress.total);
     end = choice?.finish_reason ?? end;
@@ -180,6 +225,13 @@ async function stream(chat: Chat, message: Message, run: Run): Promise<void> {
     keep(chat, true);
   }
   if (!end) throw new ApiError("The connection ended before the answer did.");
+}
+
+/** A call comes in parts: its name, then its arguments bit by bit. */
+function addPart(calls: ToolCall[], { index, id, function: part }: CallPart): void {
+  const call = (calls[index] ??= { id: id ?? `call_${index}`, name: "", arguments: "" });
+  call.name += part?.name ?? "";
+  call.arguments += part?.arguments ?? "";
 }
 
 const tokenOf = (scored: Scored & { top_logprobs?: Scored[] }): Token => ({

@@ -7,6 +7,8 @@ export interface Settings {
   schema?: string;
   effort?: string;
   probabilities?: boolean;
+  /** Names of the tools that the model may call. */
+  tools?: string[];
   values?: Record<string, number | boolean | string[]>;
 }
 

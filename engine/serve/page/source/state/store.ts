@@ -6,6 +6,7 @@ import { ApiError, keyKept, request } from "./api";
 import { type Chat, type Message, newChat, removeMessage } from "./chats";
 import { loadChat, loadChats, removeChat, saveChat, watchDatabase } from "./database";
 import type { Defaults, Settings } from "./options";
+import { type Tool, findTools } from "./tools";
 
 export interface Model {
   id: string;
@@ -17,6 +18,7 @@ interface Props {
   default_generation_settings: { n_ctx: number; params: Defaults };
   build_info: string;
   total_slots?: number;
+  tools?: boolean;
 }
 
 interface Notice {
@@ -24,7 +26,7 @@ interface Notice {
   undo?: () => void;
 }
 
-type Panel = "settings" | "live" | "key" | "about" | "";
+type Panel = "settings" | "tools" | "live" | "key" | "about" | "";
 
 const POLL_MS = 1000;
 const DEFAULTS = "quengine.defaults";
@@ -35,6 +37,7 @@ export const state = {
   chat: freshChat(),
   models: [] as Model[],
   props: null as Props | null,
+  tools: [] as Tool[],
   notice: null as Notice | null,
   panel: "" as Panel,
   sidebar: matchMedia("(min-width: 800px)").matches,
@@ -165,6 +168,7 @@ export async function describe(): Promise<void> {
     const address = statusOf(model) === "loaded" ? `props?model=${encodeURIComponent(model)}` : "props";
     state.props = (await (await request(address)).json()) as Props;
     document.title = model || "quengine";
+    if (state.props.tools && !state.tools.length) void findTools();
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) {
       if (keyKept()) notify("The server does not take the key that this page has.");

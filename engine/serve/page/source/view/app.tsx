@@ -23,6 +23,7 @@ import { MessageView } from "./message";
 import { About, ModelPicker } from "./models";
 import { SettingsDialog } from "./settings";
 import { Sidebar } from "./sidebar";
+import { ToolsDialog } from "./tools";
 import { Dialog, IconButton, copy } from "./widgets";
 
 const SUGGESTIONS = [
@@ -185,7 +186,7 @@ function toggleSidebar(): void {
   else document.getElementById("menu")?.focus();
 }
 
-const PANELS = { settings: SettingsDialog, live: LiveDialog, key: KeyDialog, about: About };
+const PANELS = { settings: SettingsDialog, tools: ToolsDialog, live: LiveDialog, key: KeyDialog, about: About };
 
 export function App(): JSX.Element {
   const { sidebar, panel, spoken } = useStore();

@@ -8,6 +8,7 @@ import type { Attachment, Chat } from "../state/chats";
 import { runningIn, send, stop } from "../state/generation";
 import { notify } from "../state/store";
 import { sizeOf } from "./message";
+import { ToolsButton } from "./tools";
 import { IconButton } from "./widgets";
 
 interface Draft {
@@ -92,6 +93,7 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
           }
         />
         <IconButton icon={Paperclip} label="Attach files" onClick={() => picker.current?.click()} />
+        <ToolsButton />
         <span class="grow hint" aria-hidden="true">
           Enter sends, Shift+Enter breaks the line
         </span>

@@ -18,6 +18,7 @@ import { regenerate, resume, runOf, send } from "../state/generation";
 import { deleteMessage, keep, notify, statusOf } from "../state/store";
 import { type Block, blocksOf, typeset } from "./markdown";
 import { Tokens } from "./tokens";
+import { Calls } from "./tools";
 import { IconButton, copy } from "./widgets";
 
 const MAX_MARKDOWN = 400_000;
@@ -72,6 +73,7 @@ const ENDS: Record<string, string> = {
   stop: "its end",
   length: "the limit of tokens",
   content_filter: "a filter",
+  tool_calls: "calls of tools",
 };
 
 function CostLine({ costs }: { costs: Costs }): JSX.Element {
@@ -234,7 +236,7 @@ function State({ chat, message }: { chat: Chat; message: Message }): JSX.Element
 
 function Waiting({ message }: { message: Message }): JSX.Element | null {
   const run = runOf(message);
-  if (!run || message.content || message.thought) return null;
+  if (!run || message.content || message.thought || message.calls) return null;
   const part = run.progress > 0 && run.progress < 1 ? ` ${Math.round(100 * run.progress)}%` : "";
   const loading = (statusOf(message.model ?? "") ?? "loaded") !== "loaded";
   return <p class="hint busy">{loading ? `Loading ${message.model}` : `Reading${part}`}</p>;
@@ -266,9 +268,10 @@ export function MessageView({ chat, message }: { chat: Chat; message: Message })
       ) : (
         message.content && body
       )}
+      <Calls message={message} />
       <Waiting message={message} />
       <State chat={chat} message={message} />
-      {!running && !editing && (
+      {!running && !editing && !(message.calls && chat.leaf !== message.id) && (
         <Actions
           chat={chat}
           message={message}

@@ -1,0 +1,117 @@
+"""The options of tools, MCP servers and the proxy, and the conditions under which a server may have them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from quengine.errors import EngineError, nearest
+from quengine.options import Flag
+
+BUILT_IN = (
+    "read_file",
+    "file_glob_search",
+    "grep_search",
+    "exec_shell_command",
+    "write_file",
+    "edit_file",
+    "get_info",
+)
+"""llama-server's names."""
+COMMANDS = "exec_shell_command"
+_PANEL = "Tools (off by default)"
+
+
+def _names(texts: Iterable[str]) -> tuple[str, ...]:
+    """The tools that the texts of --tools name, in the order of BUILT_IN. Raises EngineError for another name."""
+    given = [name for text in texts for part in text.split(",") if (name := part.strip())]
+    for name in given:
+        if name not in (*BUILT_IN, "all"):
+            raise EngineError(
+                f"--tools {name}: there are {', '.join(BUILT_IN)}, and all{nearest(name, BUILT_IN)}"
+            )
+    return tuple(name for name in BUILT_IN if name in given or "all" in given)
+
+
+@dataclass(frozen=True)
+class ToolsOptions:
+    """What clients may call; each flag says what it is.
+
+    Raises:
+        EngineError: tools without a folder, or a folder that is none.
+    """
+
+    names: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--tools",
+            "Built-in tools that clients may call: a,b or all. They need --tools-dir.",
+            _PANEL,
+            "NAMES",
+            read=_names,
+            completes=" ".join((*BUILT_IN, "all")),
+        ),
+    ] = ()
+    folder: Annotated[
+        Path | None,
+        Flag("--tools-dir", "The folder in which tools read, write and run commands.", _PANEL, "DIR"),
+    ] = None
+    confined: Annotated[
+        bool,
+        Flag(
+            "--confine-commands/--no-confine-commands",
+            "Let commands write in --tools-dir alone and read no home folder (Landlock, Linux).",
+            _PANEL,
+        ),
+    ] = True
+    mcp_config: Annotated[
+        Path | None,
+        Flag(
+            "--mcp-servers-config", "A JSON file of MCP servers whose tools clients may call.", _PANEL, "FILE"
+        ),
+    ] = None
+    mcp_json: Annotated[str | None, Flag("--mcp-servers-json", "The same JSON itself.", _PANEL, "JSON")] = (
+        None
+    )
+    proxy: Annotated[
+        bool,
+        Flag("--ui-mcp-proxy --cors-proxy", "Let clients reach other hosts through /cors-proxy.", _PANEL),
+    ] = False
+    proxy_private: Annotated[
+        bool, Flag("--cors-proxy-private", "Let them reach private addresses as well.", _PANEL)
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.names and self.folder is None:
+            raise EngineError("--tools needs --tools-dir DIR: the folder that the tools are confined to")
+        if self.folder is not None and not self.folder.is_dir():
+            raise EngineError(f"--tools-dir {self.folder}: there is no such folder")
+        if self.proxy_private and not self.proxy:
+            raise EngineError("--cors-proxy-private needs --cors-proxy")
+
+    @property
+    def any(self) -> bool:
+        return bool(self.names or self.mcp or self.proxy)
+
+    @property
+    def mcp(self) -> bool:
+        return self.mcp_config is not None or self.mcp_json is not None
+
+    def check_reach(self, *, keyed: bool, loopback: bool, any_page: bool, any_host: bool) -> None:
+        """Whether a server that these can reach may have tools.
+
+        Args:
+            keyed: requests need an API key.
+            loopback: only this machine reaches it.
+            any_page: pages of any origin may use it.
+            any_host: under any host name, so that DNS rebinding reaches it.
+
+        Raises:
+            EngineError: others could call the tools without a key.
+        """
+        if keyed or not self.any:
+            return
+        flag = "--tools" if self.names else "--mcp-servers-config" if self.mcp else "--cors-proxy"
+        opened = {"--host": not loopback, "--cors-origin *": any_page, "--allowed-host *": any_host}
+        for other in (name for name, is_open in opened.items() if is_open):
+            raise EngineError(f"{flag} with {other} lets others call tools on this machine: give --api-key")

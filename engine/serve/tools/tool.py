@@ -1,0 +1,85 @@
+"""A tool: what a model is told of it, and the function that runs it.
+
+Arguments are a msgspec struct, from which the JSON schema of the definition is made. An answer is an object:
+`plain_text_response` is text for the model, other objects are given to it as JSON, and `error` says what went wrong.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from quengine.errors import EngineError
+
+Answer = dict[str, Any]
+Write = Callable[[str], None]
+"""Takes a piece of a tool's output while it runs."""
+A = TypeVar("A", bound=msgspec.Struct)
+
+
+class ToolError(EngineError):
+    """What the caller of a tool is told, in one line."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call as they came, the folder that relative paths start from, and where output is streamed."""
+
+    arguments: dict[str, Any]
+    folder: Path | None = None
+    write: Write | None = None
+
+
+@dataclass(frozen=True)
+class Tool:
+    """`changes`: it may change something, so that a person is asked before it is called. `streams`: it has output
+    while it runs."""
+
+    name: str
+    title: str
+    description: str
+    parameters: dict[str, Any]
+    run: Callable[[Call], Awaitable[Answer]]
+    kind: Literal["server", "mcp"] = "server"
+    changes: bool = False
+    streams: bool = False
+
+    @property
+    def listing(self) -> dict[str, Any]:
+        """The entry of GET /tools, in llama-server's form."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {
+            "display_name": self.title,
+            "tool": self.name,
+            "type": self.kind,
+            "permissions": {"write": self.changes},
+            "uses_cwd": self.kind == "server",
+            "definition": {"type": "function", "function": function},
+        }
+
+
+def schema_of(arguments: type[msgspec.Struct]) -> dict[str, Any]:
+    """The JSON schema of a struct, without references."""
+    (schema,), parts = msgspec.json.schema_components([arguments], ref_template="{name}")
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, list):
+            return [whole(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return whole(parts[value["$ref"]])
+        return {key: whole(each) for key, each in value.items() if key != "title"}
+
+    made: dict[str, Any] = whole(schema)
+    return made
+
+
+def read_arguments(kind: type[A], call: Call) -> A:
+    """Raises ToolError for arguments that are not of the struct's form."""
+    try:
+        return msgspec.convert(call.arguments, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ToolError(f"the arguments are wrong: {error}") from None
