@@ -31,13 +31,20 @@ MOST_UNROLLED = tl.constexpr(8)
 
 @triton.jit
 def _activation_words(plane, column, ON: tl.constexpr, lane, P: tl.constexpr):
-    """8 bytes at `column + ON` and the next 8, for the lanes that hold this quad's part of B; zeros elsewhere."""
+    """Two words of 8 bytes, from `column + ON` on, for the lanes that hold this quad's part of B; zeros elsewhere.
+
+    One load saves instructions and registers. In table formats it cost time, measured: they are short of registers, and
+    two words need four neighbouring ones.
+    """
     valid = (lane >> 3) == (lane & 3)
     if P.padded:
         valid &= column < P.cols - ON
     first = tl.multiple_of(plane + (column // 8 + ON // 8), 16)
-    both = tl.load(first[:, None] + tl.arange(0, 2)[None, :], mask=valid[:, None], other=0)
-    return tl.split(both)
+    if P.layout.table > 0:
+        return tl.load(first, mask=valid, other=0), tl.load(first + 1, mask=valid, other=0)
+    else:
+        both = tl.load(first[:, None] + tl.arange(0, 2)[None, :], mask=valid[:, None], other=0)
+        return tl.split(both)
 
 
 @triton.jit
