@@ -1,6 +1,6 @@
 """Launch geometry of the matmul kernels by (device, format, shape): measured, kept in launch_table.json.
 
-tune_matvec.py and matmul_crossover.py in benchmarks/cuda/ write it. A shape or GPU that is not in it gets a default
+matvec_types.py, tune_matvec_chain.py and tune_matmul.py in benchmarks/cuda/ write it. A shape or GPU that is not in it gets a default
 that is right everywhere and not far off; nothing is tuned at run time.
 """
 
