@@ -1,7 +1,7 @@
 """Launch geometry of the matmul kernels by (device, format, shape): measured, kept in launch_table.json.
 
-matvec_types.py, tune_matvec_chain.py and tune_matmul.py in benchmarks/cuda/ write it. A shape or GPU that is not in it gets a default
-that is right everywhere and not far off; nothing is tuned at run time.
+matvec_types.py, tune_matvec_chain.py and tune_matmul.py in benchmarks/cuda/ write it. A shape or GPU that is not in it
+gets a default that is right everywhere and not far off; nothing is tuned at run time.
 """
 
 import json
