@@ -6,7 +6,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments, PackArguments, PanelArguments
 from quengine.kernels.cpu.ir.panel_ir import GROUPS, fill_panel, transpose_groups, unpack_row
 from quengine.kernels.cpu.ir.row_ir import dequantize_row
-from quengine.kernels.cpu.ir.tile_ir import copy_floats, multiply_tile, prefetch, stack_floats, transpose_rows
+from quengine.kernels.cpu.ir.tile_ir import copy_floats, multiply_few, prefetch, stack_floats, transpose_rows
 from quengine.kernels.cpu.runtime.argument_types import arguments_at
 from quengine.kernels.cpu.runtime.arguments import size_of
 from quengine.kernels.cpu.runtime.atomics import call_kernel
@@ -98,19 +98,16 @@ def tile_matmul_kernel() -> bytes:
                 call_kernel(args.panel_kernel, request, group)
             x = args.packed + k * 4 * blocks * tile_rows
             for b in range(blocks):
-                valid = min(tile_rows, x_rows - b * tile_rows)
+                rows = min(tile_rows, x_rows - b * tile_rows)
                 source, source_stride = start + b * tile_rows * start_stride, start_stride
                 target, target_stride = y + b * tile_rows * y_stride, y_stride
-                whole = valid == tile_rows and count == columns
-                if not whole:
-                    # Through a tile of its own, all of it filled: chance values may be slow to add to.
-                    for i in range(tile_rows):
-                        row = source + min(i, valid - 1) * start_stride
-                        copy_floats(row, edge + 4 * columns * i, count)
+                if count < columns:  # through a tile of its own
+                    for i in range(rows):
+                        copy_floats(source + i * start_stride, edge + 4 * columns * i, count)
                     source, source_stride, target, target_stride = edge, 4 * columns, edge, 4 * columns
-                multiply_tile(panel, depth, x, 4 * DEPTH, source, source_stride, target, target_stride)
-                if not whole:
-                    for i in range(valid):
+                multiply_few(rows, panel, depth, x, 4 * DEPTH, source, source_stride, target, target_stride)
+                if count < columns:
+                    for i in range(rows):
                         copy_floats(edge + 4 * columns * i, y + (b * tile_rows + i) * y_stride, count)
                 x += 4 * DEPTH * tile_rows
             start, start_stride = y, y_stride

@@ -45,7 +45,7 @@ class TileKind:
     """How weights are multiplied with many rows, and how the rows are packed for it.
 
     strip: rows of a strip of weights. block: rows of a block. row_bytes: of a packed row, of DEPTH columns. most: rows
-    of a launch, or None.
+    of a launch, or None. reads_ahead: weights are asked for in time where the rows are few.
     pack_kernel: packs a block a task, or with `by_panel` DEPTH columns of one. product(w, blocks): what multiplies a
     weight with so many blocks.
     """
@@ -54,6 +54,7 @@ class TileKind:
     block: int
     row_bytes: int
     most: int | None
+    reads_ahead: bool
     pack_kernel: Callable[[], int]
     by_panel: bool
     product: Callable[[QuantTensor, int], _Product]
@@ -62,12 +63,12 @@ class TileKind:
 def tile_kind(w: QuantTensor) -> TileKind:
     """The kind for a weight on this processor."""
     if has_amx():
-        return TileKind(BLOCK, BLOCK, 4 * DEPTH, MOST_ROWS, amx_pack_kernel, True, _amx_product)
+        return TileKind(BLOCK, BLOCK, 4 * DEPTH, MOST_ROWS, False, amx_pack_kernel, True, _amx_product)
     if uses_vnni(w):
         sizes = (vnni.TILE.columns, vnni.TILE.rows, vnni.ROW_BYTES, vnni.MOST_ROWS)
-        return TileKind(*sizes, vnni_pack_kernel, False, _vnni_product)
+        return TileKind(*sizes, True, vnni_pack_kernel, False, _vnni_product)
     tile = host_tile()
-    return TileKind(tile.columns, tile.rows, 4 * DEPTH, None, pack_kernel, False, _product)
+    return TileKind(tile.columns, tile.rows, 4 * DEPTH, None, False, pack_kernel, False, _product)
 
 
 def tile_matmul_launches(

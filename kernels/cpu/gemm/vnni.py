@@ -45,6 +45,7 @@ SCALE = BY_16 + 4 * DEPTH // 16
 TAIL = 128
 ROW_BYTES = 2 * DEPTH + TAIL
 MOST_ROWS = 512  # of activations in one launch
+FEW_ROWS = 32  # of activations, up to which a strip's weights are read as one run
 MOST_STRIPS = 8  # of a task
 MOST_SUMS = 1 << 17
 """fp32 of a task: of all rows of activations and some strips, on the stack and in the L2 cache."""

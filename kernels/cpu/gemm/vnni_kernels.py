@@ -9,7 +9,7 @@ from numba import njit
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments, PackArguments
-from quengine.kernels.cpu.gemm.vnni import MOST_SUMS, ROW_BYTES, TAIL, TILE, VnniPanelArguments
+from quengine.kernels.cpu.gemm.vnni import FEW_ROWS, MOST_SUMS, ROW_BYTES, TAIL, TILE, VnniPanelArguments
 from quengine.kernels.cpu.ir.panel_ir import GROUPS
 from quengine.kernels.cpu.ir.tile_ir import clear_floats, copy_floats, prefetch, stack_floats
 from quengine.kernels.cpu.ir.vnni_ir import (
@@ -22,7 +22,7 @@ from quengine.kernels.cpu.ir.vnni_ir import (
 from quengine.kernels.cpu.ir.vnni_panel_ir import fill_int16_panel
 from quengine.kernels.cpu.runtime.argument_types import arguments_at
 from quengine.kernels.cpu.runtime.arguments import size_of
-from quengine.kernels.cpu.runtime.atomics import call_kernel
+from quengine.kernels.cpu.runtime.atomics import call_kernel, read_lines
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
 _COLUMNS, _ROWS, _LANES = TILE.columns, TILE.rows, TILE.lanes
@@ -84,18 +84,38 @@ def _copy_strips(
             )
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _prefetch_panel(
+    args: MatmulArguments, begin: int, first: int, end: int, k: int, share: int, shares: int
+) -> None:
+    """Ask for a share of the weights behind the panel of columns k of the strip at row `first`.
+
+    These are the next strip's; behind the last one, the next columns of the strip at row `begin`.
+    """
+    row, column = first + _COLUMNS, k // DEPTH
+    if row >= end:
+        row, column = begin, column + 1
+    panel = args.weights + row * args.row_bytes + column * args.block_bytes
+    for i in range(_COLUMNS * share // shares, _COLUMNS * (share + 1) // shares):
+        for line in range(0, args.block_bytes, 64):
+            prefetch(panel + i * args.row_bytes + line)
+
+
 def vnni_matmul_kernel(format_name: str) -> bytes:
-    """A task is some strips of weight rows, with so many activation rows at most MOST_SUMS sums."""
-    whole, few, block_bytes = _ROWS, _ROWS // 2, FORMATS[format_name].nbytes
-    vectors, x_bytes = TILE.vectors, ROW_BYTES * _ROWS
+    """A task is some strips of weight rows, with so many activation rows at most MOST_SUMS sums.
+
+    With few activation rows a strip is multiplied over all columns: its weights are one run of bytes, and those of the
+    next strip are asked for meanwhile. With many, the activations of DEPTH columns stay in the L2 cache for all strips.
+    """
+    vectors, x_bytes, panel_bytes = TILE.vectors, ROW_BYTES * _ROWS, _COLUMNS * FORMATS[format_name].nbytes
     panel_floats, tile_floats, min_floats = _COLUMNS * DEPTH // 2, _COLUMNS * _ROWS, _COLUMNS * GROUPS
     request_at, request_floats = arguments_at(VnniPanelArguments), size_of(VnniPanelArguments) // 4
 
     def vnni_matmul(args: MatmulArguments, task: int) -> None:
-        row_bytes, cols, x_rows = args.row_bytes, args.cols, args.x_rows
+        weights, row_bytes, cols, x_rows = args.weights, args.row_bytes, args.cols, args.x_rows
         begin = task * args.task_strips * _COLUMNS
         end = min(begin + args.task_strips * _COLUMNS, args.rows)
-        blocks = (x_rows + _ROWS - 1) // _ROWS
+        blocks, few = (x_rows + _ROWS - 1) // _ROWS, x_rows <= FEW_ROWS
         panel, d, mins = stack_floats(panel_floats), stack_floats(_COLUMNS), stack_floats(min_floats)
         totals, request = stack_floats(MOST_SUMS), request_at(stack_floats(request_floats))
         clear_floats(totals, (end - begin + _COLUMNS - 1) // _COLUMNS * blocks * tile_floats)
@@ -106,27 +126,30 @@ def vnni_matmul_kernel(format_name: str) -> bytes:
         request.panel = panel
         request.d = d
         request.mins = mins
-        for k in range(0, cols, DEPTH):
-            # The activations of these columns stay in the L2 cache for all strips.
-            x, total = args.packed + k // DEPTH * blocks * x_bytes, totals
+        if few:
+            read_lines(weights + begin * row_bytes, min(_COLUMNS, end - begin) * row_bytes)
+        for start in range(0, cols, cols if few else DEPTH):
+            total = totals
             for first in range(begin, end, _COLUMNS):
-                request.weights = args.weights + first * row_bytes + k // DEPTH * block_bytes
                 request.rows = min(_COLUMNS, end - first)
-                for group in range(vectors):
-                    call_kernel(args.panel_kernel, request, group)
-                ahead = request.weights + _COLUMNS * row_bytes
-                if first + _COLUMNS >= end:
-                    ahead = args.weights + begin * row_bytes + (k // DEPTH + 1) * block_bytes
-                for b in range(blocks):
-                    # A few at a time: a burst would have to wait for the memory.
-                    for i in range(_COLUMNS * b // blocks, _COLUMNS * (b + 1) // blocks):
-                        for line in range(0, block_bytes, 64):
-                            prefetch(ahead + i * row_bytes + line)
-                    if x_rows - b * _ROWS > few:
-                        multiply_int16(format_name, whole, panel, d, mins, x + x_bytes * b, total)
-                    else:
-                        multiply_int16(format_name, few, panel, d, mins, x + x_bytes * b, total)
-                    total += 4 * tile_floats
+                ahead, asked = weights + (first + _COLUMNS) * row_bytes, 0
+                if few and first + _COLUMNS < end:
+                    asked = panel_bytes // (DEPTH * blocks) + 1
+                for k in range(start, cols if few else start + DEPTH, DEPTH):
+                    request.weights = weights + first * row_bytes + k // DEPTH * args.block_bytes
+                    for group in range(vectors):
+                        call_kernel(args.panel_kernel, request, group)
+                    x = args.packed + k // DEPTH * blocks * x_bytes
+                    for b in range(blocks):
+                        # A few at a time: a burst would have to wait for the memory.
+                        if not few:
+                            _prefetch_panel(args, begin, first, end, k, b, blocks)
+                        rows, place = min(_ROWS, x_rows - b * _ROWS), total + 4 * tile_floats * b
+                        multiply_int16(
+                            format_name, rows, panel, d, mins, x + x_bytes * b, place, ahead, asked
+                        )
+                        ahead += DEPTH * asked
+                total += strip
         _copy_strips(totals, row, strip, args.y + 4 * begin, args.y_stride, row, x_rows, end - begin)
 
     return compile_kernel(vnni_matmul, MatmulArguments)

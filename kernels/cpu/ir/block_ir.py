@@ -173,8 +173,8 @@ def _scales_16(e: Emitter, sub: ir.Value, signed: bool, super_scale: ir.Value) -
     return _to_scales(e, low, signed, super_scale), _to_scales(e, high, signed, super_scale)
 
 
-def _six_bit_pairs(e: Emitter, block: ir.Value, at: int) -> tuple[ir.Value, ir.Value]:
-    """Q4_K, Q5_K: the 12 bytes of 6-bit sub-scales and minimums as two vectors of 8 bytes; see block_formats.py.
+def _six_bit_pairs(e: Emitter, block: ir.Value, at: int) -> ir.Value:
+    """Q4_K, Q5_K: the 12 bytes of 6-bit sub-scales and minimums as 8 bytes and 8 bytes; see block_formats.py.
 
     The first four of each are the lower six bits of bytes 0..3 and 4..7, whose upper two are the upper ones of the last
     four; the lower four of those are the nibbles of bytes 8..11.
@@ -185,14 +185,19 @@ def _six_bit_pairs(e: Emitter, block: ir.Value, at: int) -> tuple[ir.Value, ir.V
     nibbles = e.b.lshr(e.pick(words, [3, 3, 3, 3]), e.const(four, [0, 0, 0, 4]))
     six = e.b.and_(six, e.const(four, [0x3F3F3F3F, 0x30303030] * 2))
     nibbles = e.b.and_(nibbles, e.const(four, [0, 0x0F0F0F0F] * 2))
-    return e.halves(e.b.bitcast(e.b.or_(six, nibbles), vec(I8, 16)))
+    return e.b.bitcast(e.b.or_(six, nibbles), vec(I8, 16))
+
+
+def _scales_and_mins(e: Emitter, fmt: BlockFormat, block: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Q4_K, Q5_K: both together, as that takes fewer instructions."""
+    both = e.load_halves(2, block, fmt.layout["d"][0])  # d and dmin
+    sub = _six_bit_pairs(e, block, fmt.layout["scales"][0])
+    return e.halves(_to_scales(e, sub, False, e.pick(both, [0] * 8 + [1] * 8)))
 
 
 def _emit_q4_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
-    sc, mn = _six_bit_pairs(e, block, fmt.layout["scales"][0])
+    scales, mins = _scales_and_mins(e, fmt, block)
     codes_at = fmt.layout["codes"][0]
-    scales = _to_scales(e, sc, False, _splat_half(e, fmt, block, "d"))
-    mins = _to_scales(e, mn, False, _splat_half(e, fmt, block, "dmin"))
 
     def codes(i: int, n: int) -> ir.Value:
         return _four_bits(e, block, codes_at + 32 * (i // 2), i, n)
@@ -209,9 +214,7 @@ def _four_bits(e: Emitter, block: ir.Value, at: int, i: int, n: int) -> ir.Value
 
 
 def _emit_q5_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
-    sc, mn = _six_bit_pairs(e, block, fmt.layout["scales"][0])
-    scales = _to_scales(e, sc, False, _splat_half(e, fmt, block, "d"))
-    mins = _to_scales(e, mn, False, _splat_half(e, fmt, block, "dmin"))
+    scales, mins = _scales_and_mins(e, fmt, block)
     high = e.load(vec(I8, 32), block, fmt.layout["high"][0])
 
     def codes(i: int, n: int) -> ir.Value:

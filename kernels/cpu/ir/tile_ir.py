@@ -98,15 +98,44 @@ def multiply_tile(
 
     All fp32 at addresses; strides are the bytes from one i to the next.
     """
+    _multiply_rows(e, host_tile().rows, panel, depth, (x, x_stride), (start, start_stride), (y, y_stride))
+
+
+@vector_code
+def multiply_few(
+    e: Emitter,
+    rows: ir.Value,
+    panel: ir.Value,
+    depth: ir.Value,
+    x: ir.Value,
+    x_stride: ir.Value,
+    start: ir.Value,
+    start_stride: ir.Value,
+    y: ir.Value,
+    y_stride: ir.Value,
+) -> None:
+    """As `multiply_tile`, of the first `rows` rows of a tile, 1 to all of them."""
+
+    def multiply(count: int) -> None:
+        _multiply_rows(e, count, panel, depth, (x, x_stride), (start, start_stride), (y, y_stride))
+
+    e.by_count(rows, host_tile().rows, multiply)
+
+
+_Rows = tuple[ir.Value, ir.Value]
+"""The address of the first of some rows, and the bytes from one to the next."""
+
+
+def _multiply_rows(
+    e: Emitter, rows: int, panel: ir.Value, depth: ir.Value, x: _Rows, start: _Rows, y: _Rows
+) -> None:
     tile = host_tile()
     lane = vec(F32, tile.lanes)
-    inputs = [e.at(x, e.b.mul(x_stride, e.i64(i))) for i in range(tile.rows)]
+    inputs = [_row(e, x, i) for i in range(rows)]
 
-    def places(base: ir.Value, stride: ir.Value) -> list[ir.Value]:
+    def places(operand: _Rows) -> list[ir.Value]:
         return [
-            e.at(e.at(base, e.b.mul(stride, e.i64(i))), 4 * tile.lanes * j)
-            for i in range(tile.rows)
-            for j in range(tile.vectors)
+            e.at(_row(e, operand, i), 4 * tile.lanes * j) for i in range(rows) for j in range(tile.vectors)
         ]
 
     def turn(k: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
@@ -118,7 +147,11 @@ def multiply_tile(
             result += [e.fma(value, weights[j], sums[i * tile.vectors + j]) for j in range(tile.vectors)]
         return result
 
-    sums = [e.load(lane, place) for place in places(start, start_stride)]
+    sums = [e.load(lane, place) for place in places(start)]
     sums = e.loop(e.i64(0), depth, 1, sums, turn)
-    for total, place in zip(sums, places(y, y_stride), strict=True):
+    for total, place in zip(sums, places(y), strict=True):
         e.store(total, place)
+
+
+def _row(e: Emitter, rows: _Rows, i: int) -> ir.Value:
+    return e.at(rows[0], e.b.mul(rows[1], e.i64(i)))

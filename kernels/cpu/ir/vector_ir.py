@@ -240,7 +240,19 @@ class Emitter:
             lanes = half
         return [self.lane(vector, i) for vector in vectors for i in range(vector.type.count)]
 
-    # ---- loops -------------------------------------------------------------------------------------------
+    # ---- branches, loops ---------------------------------------------------------------------------------
+    def by_count(self, count: ir.Value, most: int, body: Callable[[int], None]) -> None:
+        """body(count) for a count from 1 to `most`: code of its own for each, as the count is known in it."""
+        after = self.b.append_basic_block("after")
+        counts = self.b.switch(count, after)
+        for known in range(1, most + 1):
+            block = self.b.append_basic_block("counted")
+            counts.add_case(self.i64(known), block)
+            self.b.position_at_end(block)
+            body(known)
+            self.b.branch(after)
+        self.b.position_at_end(after)
+
     def spans(
         self, start: ir.Value, stop: ir.Value, body: Callable[[ir.Value, int], None], most: int = 8
     ) -> None:

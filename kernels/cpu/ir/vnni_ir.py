@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.gemm.vnni import (
     ACTIVATION_MOST,
@@ -111,32 +111,56 @@ def interleave_pairs(e: Emitter, rows: ir.Value, out: ir.Value) -> None:
 def multiply_int16(
     e: Emitter,
     format_name: str,
-    rows: int,
+    rows: ir.Value,
     panel: ir.Value,
     d: ir.Value,
     mins: ir.Value,
     x: ir.Value,
     totals: ir.Value,
+    ahead: ir.Value,
+    asked: ir.Value,
 ) -> None:
     """totals[i, j] += a panel's columns of row j times those of row i of x: fp32 [TILE.rows, columns].
 
-    rows: of x, the first ones of a tile. x: a block of packed activations.
+    rows: of x, the first 1 to TILE.rows ones of a tile. x: a block of packed activations. Meanwhile the cache lines at
+    address `ahead` are asked for, so many bytes for each column.
     """
-    fmt = FORMATS[format_name]
-    tile = TILE
+
+    def multiply(count: int) -> None:
+        _multiply_rows(e, FORMATS[format_name], count, (panel, d, mins), x, totals, (ahead, asked))
+
+    e.by_count(rows, TILE.rows, multiply)
+
+
+def _multiply_rows(
+    e: Emitter,
+    fmt: BlockFormat,
+    rows: int,
+    weights: tuple[ir.Value, ir.Value, ir.Value],
+    x: ir.Value,
+    totals: ir.Value,
+    prefetched: tuple[ir.Value, ir.Value],
+) -> None:
+    """`multiply_int16` of a number of rows that is known."""
+    (panel, d, mins), (ahead, asked), tile = weights, prefetched, TILE
     ints, floats, size = vec(I32, tile.lanes), vec(F32, tile.lanes), 4 * tile.lanes
     cells = rows * tile.vectors
     tails = e.at(x, 2 * DEPTH * tile.rows)
+    pair_bytes = (
+        2 * tile.columns * fmt.nbytes // DEPTH
+    )  # of weights, which with one tile a panel are all asked for
 
     # One pair a turn: of several, LLVM makes multiplications and additions, to break chains that bound nothing.
     def pair(k: ir.Value, products: list[ir.Value]) -> list[ir.Value]:
         line = e.at(panel, e.b.mul(k, e.i64(2 * tile.columns)))
         place = e.at(x, e.b.mul(k, e.i64(2 * tile.rows)))
-        weights = [e.load(ints, line, size * j) for j in range(tile.vectors)]
+        for more in range(0, pair_bytes, 64):
+            e.prefetch(e.at(e.at(ahead, e.b.mul(k, asked)), more))
+        lanes = [e.load(ints, line, size * j) for j in range(tile.vectors)]
         result = []
         for i in range(rows):
             value = e.splat(e.load(I32, place, 4 * i), tile.lanes)
-            for j, weight in enumerate(weights):
+            for j, weight in enumerate(lanes):
                 result.append(e.add_pair_products(products[i * tile.vectors + j], value, weight))
         return result
 

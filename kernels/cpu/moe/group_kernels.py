@@ -17,7 +17,7 @@ from quengine.kernels.cpu.moe.router_kernels import int32_at
 from quengine.kernels.cpu.ops.sampling_kernels import put_int64
 from quengine.kernels.cpu.runtime.argument_types import arguments_at
 from quengine.kernels.cpu.runtime.arguments import size_of
-from quengine.kernels.cpu.runtime.atomics import atomic_load, call_kernel
+from quengine.kernels.cpu.runtime.atomics import call_kernel, read_lines
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 from quengine.kernels.moe.router_kind import MOST_EXPERTS
 
@@ -137,12 +137,12 @@ def grouped_matmul_kernel() -> bytes:
         request.block_weights = shared.block_weights
         request.block_bytes = shared.block_bytes
         request.task_strips = shared.task_strips
-        # All weights of the task into the L2 cache: beside the products of few rows their reading shows, and in one go
-        # it is twice as fast as by the kernel, which goes from row to row.
         first = task % args.tasks * args.task_rows
-        end = request.weights + min(shared.rows, first + args.task_rows) * shared.row_bytes
-        for line in range((request.weights + first * shared.row_bytes) // 64 * 64, end, 64):
-            atomic_load(line)
+        if args.read_first:
+            # Into the L2 cache: beside the products of few rows reading shows, and in one go it is twice as fast as by
+            # a kernel that goes from row to row.
+            rows = min(shared.rows - first, args.task_rows)
+            read_lines(request.weights + first * shared.row_bytes, rows * shared.row_bytes)
         call_kernel(args.kernel, request, task % args.tasks)
 
     return compile_kernel(grouped_matmul, GroupedMatmulArguments)

@@ -75,8 +75,9 @@ class PackGroupsArguments(Arguments):
 class GroupedMatmulArguments(Arguments):
     """A matmul of each group with its expert's weights, in `tasks` tasks a group, of `task_rows` weight rows.
 
-    addresses: int64, of the experts' weights. bias: fp32, bias_stride bytes from an expert to the next. matmul: what is
-    not of a group, with `packed` and `y` of the first.
+    addresses: int64, of the experts' weights. bias: fp32, bias_stride bytes from an expert to the next. read_first: 1:
+    a task's weights are read before they are multiplied. matmul: what is not of a group, with `packed` and `y` of the
+    first.
     """
 
     table: int
@@ -86,6 +87,7 @@ class GroupedMatmulArguments(Arguments):
     bias_stride: int
     block_bytes: int
     task_rows: int
+    read_first: int
     kernel: int
     matmul: MatmulArguments
 

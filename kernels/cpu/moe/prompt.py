@@ -19,7 +19,9 @@ from quengine.kernels.cpu.runtime.kernel_table import grouped_matmul_kernel, pac
 from quengine.kernels.cpu.runtime.threads import Launch
 from quengine.kernels.moe.router import Routing
 
-_TASK_BYTES = 512 << 10  # of weights: a task reads them into the L2 cache before it multiplies
+_TASK_BYTES = (
+    512 << 10
+)  # of weights: where a task reads them before it multiplies, they fit into the L2 cache
 
 
 def prompt_expert_launches(
@@ -93,6 +95,7 @@ def _grouped_launches(
             bias_stride=0 if part.bias is None else 4 * bias.stride(0),
             block_bytes=packed.stride(0),
             task_rows=task_strips * kind.strip,
+            read_first=int(not kind.reads_ahead),
             kernel=kernel,
             matmul=matmul,
         )

@@ -24,6 +24,17 @@ def atomic_load(e: Emitter, address: ir.Value) -> ir.Value:
 
 
 @vector_code
+def read_lines(e: Emitter, address: ir.Value, count: ir.Value) -> None:
+    """Read each cache line of `count` bytes at an address, as atomic loads, which LLVM does not leave out."""
+    first = e.b.and_(address, e.i64(-64))
+
+    def line(at: ir.Value) -> None:
+        e.b.load_atomic(e.b.inttoptr(at, I64.as_pointer()), _ORDER, 8)
+
+    e.each(first, e.b.add(address, count), 64, line)
+
+
+@vector_code
 def atomic_store(e: Emitter, address: ir.Value, value: ir.Value) -> None:
     """Write the int64 at an address."""
     e.b.store_atomic(value, e.b.inttoptr(address, I64.as_pointer()), _ORDER, 8)

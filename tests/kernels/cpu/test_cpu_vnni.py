@@ -134,8 +134,20 @@ def test_bits_do_not_depend_on_the_strips_of_a_task_or_on_other_rows(
         results.append(prompt_linear(x, [w], addend))
     assert nmse(results[0], vnni_product(x, w) + addend) <= 5e-10
     assert all(torch.equal(result, results[0]) for result in results)
-    for few in (slice(0, 1), slice(7, 10), slice(18, 21)):  # in half a tile
-        assert torch.equal(prompt_linear(x[few], [w], addend[few]), results[0][few])
+    for part in (slice(0, 1), slice(7, 10), slice(18, 21)):
+        assert torch.equal(prompt_linear(x[part], [w], addend[part]), results[0][part])
+
+
+@needs_words
+@pytest.mark.parametrize("name", FLUSH)
+def test_few_rows_have_the_bits_of_many(name: str) -> None:
+    """Tiles of every number of rows, and strips over all columns (few rows) or over DEPTH columns at a time (many)."""
+    w = random_weight(name, 2 * vnni.TILE.columns + 5, 3)
+    x = numbers(2 * vnni.FEW_ROWS + 1, w.cols)
+    many = prompt_linear(x, [w])
+    assert nmse(many, vnni_product(x, w)) <= 5e-10
+    for rows in (*range(1, vnni.TILE.rows + 2), vnni.FEW_ROWS - 1, vnni.FEW_ROWS, vnni.FEW_ROWS + 1):
+        assert torch.equal(prompt_linear(x[:rows], [w]), many[:rows]), rows
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
