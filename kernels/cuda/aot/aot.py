@@ -34,12 +34,12 @@ UNWRITTEN = frozenset(
     f"{plane}{part}" for plane in ("low", "high", "scales", "supers") for part in ("", "_a", "_b", "_ptr")
 ) | {
     *("norm_ptr", "weight_ptr", "w_ptr", "gate_ptr", "position_ptr", "table_ptr", "k_ptr", "v_ptr"),
-    *("sink_ptr", "bias_ptr", "known_experts_ptr"),
+    *("sink_ptr", "bias_ptr", "known_experts_ptr", "known_positions_ptr", "known_weight_ptr"),
     *(f"rotation.{field}" for field in RotationPointers._fields),
     *(f"cache.{field}" for field in CachePointers._fields),
 }
 """Pointers that no PDL producer writes through: weights and tables, and what an earlier step has written (its position,
-its rows of the cache), or a launch that had ended when the producer let its consumers begin (`known_experts_ptr`, see
+its rows of the cache), or a launch that had ended when the producer let its consumers begin (`known_*`, see
 moe/experts.py). A kernel may read these before it waits."""
 
 

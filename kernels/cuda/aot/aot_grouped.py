@@ -65,8 +65,8 @@ def grouped_cases() -> Iterator[GroupedCase]:
             yield (f"experts of {name}, {words}", rows <= 512, archs, call)
     for name in FORMATS:
         of_type = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2, (name, name, name))
-        if name in _MMA_TYPES:
-            yield (f"experts of {name}, 16 rows", False, (80,), partial(_layer, of_type, 16, False))
+        archs = (80, 90) if name in _MMA_TYPES else (90,)
+        yield (f"experts of {name}, 16 rows", False, archs, partial(_layer, of_type, 16, False))
         for rows in (64, 512):
             yield (f"experts of {name}, {rows} rows", False, (90,), partial(_layer, of_type, rows, False))
     of_type = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2)

@@ -49,73 +49,91 @@ def _pointer(base, dtype: tl.constexpr):
     return base.to(tl.pointer_type(dtype), bitcast=True)
 
 
+@triton.constexpr_function
+def stored_words(FMT: layout.PackedLayout) -> tuple[int, ...]:
+    """How many words of a chunk a lane reads of each of `stored_planes`."""
+    high = (FMT.steps * FMT.high // 2,) if FMT.high else ()
+    six, half_min = FMT.scales == layout.ScaleKind.SIX, FMT.scales == layout.ScaleKind.HALF_MIN
+    scales = (1, 1) if six else (FMT.sets if half_min else 1,)
+    return FMT.low_words, *high, *scales, *((1,) if FMT.super_bytes else ())
+
+
 @triton.jit
-def _read(pointer, offset, valid, MASKED: tl.constexpr):
-    if MASKED:
-        word = tl.load(pointer + offset, mask=valid, other=0)
+def stored_planes(planes, chunk, ON: tl.constexpr, lane, FMT: tl.constexpr):
+    """Where a lane finds chunk `chunk + ON`, as it is stored: for the low plane, the high plane, the scales (of SIX
+    their low bits and their top bits) and the super-scales, where there are any, the pointer of its first word, of 8,
+    4 or 2 bytes. The next word is 32 words on."""
+    firsts = ()
+    LOW: tl.constexpr = FMT.low_words * 32
+    firsts = firsts + (_pointer(planes[0], tl.int64) + (chunk * LOW + lane) + ON * LOW,)
+    if FMT.high > 0:
+        HIGH: tl.constexpr = FMT.steps * FMT.high // 2 * 32
+        firsts = firsts + (_pointer(planes[1], tl.int32) + (chunk * HIGH + lane) + ON * HIGH,)
+    if FMT.scales == _SIX:
+        firsts = firsts + (_pointer(planes[2], tl.int32) + (chunk * 48 + lane) + ON * 48,)
+        firsts = firsts + (_pointer(planes[2], tl.int16) + (chunk * 96 + lane) + (ON * 96 + 64),)
     else:
-        word = tl.load(pointer + offset)
-    return word
+        WIDE: tl.constexpr = FMT.scales == _HALF_MIN or FMT.scale_bytes == 256
+        SCALE_WORD: tl.constexpr = tl.int64 if WIDE else tl.int32 if FMT.scale_bytes == 128 else tl.int16
+        SCALES: tl.constexpr = 32 * FMT.sets if FMT.scales == _HALF_MIN else 32
+        firsts = firsts + (_pointer(planes[2], SCALE_WORD) + (chunk * SCALES + lane) + ON * SCALES,)
+    if FMT.super_bytes > 0:
+        SUPER_WORD: tl.constexpr = tl.int64 if FMT.super_bytes == 64 else tl.int32
+        firsts = firsts + (_pointer(planes[3], SUPER_WORD) + (chunk * 8 + (lane >> 2)) + ON * 8,)
+    return firsts
+
+
+@triton.jit
+def chunk_words(stored, FMT: tl.constexpr):
+    """The words of a chunk, of what a lane reads of `stored_planes`."""
+    BEFORE: tl.constexpr = FMT.code_words
+    SETS: tl.constexpr = FMT.sets
+    words = ()
+    for i in tl.static_range(BEFORE):
+        words = words + (stored[i],)
+    if FMT.scales == _HALF_MIN:
+        for s in tl.static_range(SETS):
+            words = words + (stored[BEFORE + s].to(tl.int32), (stored[BEFORE + s] >> 32).to(tl.int32))
+    elif FMT.scales == _SIX:
+        words = words + (stored[BEFORE], stored[BEFORE + 1].to(tl.int32))
+    else:
+        SET_BITS: tl.constexpr = 8 * FMT.scale_bytes // (32 * FMT.sets)
+        if SET_BITS * SETS == 16:
+            words = words + (stored[BEFORE].to(tl.int32),)
+        else:
+            for s in tl.static_range(SETS):
+                words = words + ((stored[BEFORE] >> (SET_BITS * s)).to(tl.int32),)
+    if FMT.super_bytes > 0:
+        words = words + (stored[len(stored) - 1],)
+    return words
+
+
+@triton.jit
+def _read_words(first, valid, COUNT: tl.constexpr, MASKED: tl.constexpr):
+    words = ()
+    for i in tl.static_range(COUNT):
+        if MASKED:
+            words = words + (tl.load(first + i * 32, mask=valid, other=0),)
+        else:
+            words = words + (tl.load(first + i * 32),)
+    return words
 
 
 @triton.jit
 def load_chunk(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
-    """The words of chunk `chunk + ON` for one lane, counting chunks of the whole matrix, tiles outermost.
+    """The words of chunk `chunk + ON` for one lane, counting chunks of the whole matrix, tiles outermost: low words,
+    high words, the scale words of each set, each int32 (of HALF_MIN two a set, of SIX two in all), the super-scale
+    word.
 
     `planes`: the pointers of the low, high, scale and super-scale planes. ON is apart from `chunk` because a constant
     distance from a pointer costs no instruction.
     """
-    words = ()
-    LOW_WORDS: tl.constexpr = FMT.low_words
-    p = _pointer(planes[0], tl.int64) + (chunk * (LOW_WORDS * 32) + lane)
-    for i in tl.static_range(LOW_WORDS):
-        words = words + (_read(p, (ON * LOW_WORDS + i) * 32, valid, MASKED),)
-    if FMT.high > 0:
-        HIGH_WORDS: tl.constexpr = FMT.steps * FMT.high // 2
-        h = _pointer(planes[1], tl.int32) + (chunk * (HIGH_WORDS * 32) + lane)
-        for i in tl.static_range(HIGH_WORDS):
-            words = words + (_read(h, (ON * HIGH_WORDS + i) * 32, valid, MASKED),)
-    return words + load_scales(planes, chunk, ON, lane, valid, FMT, MASKED)
-
-
-@triton.jit
-def load_scales(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
-    """The scale words of a chunk: one a set (two for HALF_MIN), each int32, then the super-scale word."""
-    words = ()
-    SETS: tl.constexpr = FMT.sets
-    if FMT.scales == _HALF_MIN:
-        m = _pointer(planes[2], tl.int64) + (chunk * (FMT.sets * 32) + lane)
-        for s in tl.static_range(SETS):
-            wide = _read(m, (ON * SETS + s) * 32, valid, MASKED)
-            words = words + (wide.to(tl.int32), (wide >> 32).to(tl.int32))
-    elif FMT.scales == _SIX:
-        low = _read(_pointer(planes[2], tl.int32) + (chunk * 48 + lane), ON * 48, valid, MASKED)
-        shorts = _pointer(planes[2], tl.int16) + (chunk * 96 + lane)
-        top = _read(shorts, ON * 96 + 64, valid, MASKED).to(tl.int32)
-        words = (low, top)
-    else:
-        SET_BITS: tl.constexpr = 8 * FMT.scale_bytes // (32 * FMT.sets)
-        if SET_BITS * FMT.sets == 64:
-            full = _read(_pointer(planes[2], tl.int64) + (chunk * 32 + lane), ON * 32, valid, MASKED)
-            for s in tl.static_range(SETS):
-                words = words + ((full >> (SET_BITS * s)).to(tl.int32),)
-        elif SET_BITS * FMT.sets == 32:
-            half = _read(_pointer(planes[2], tl.int32) + (chunk * 32 + lane), ON * 32, valid, MASKED)
-            for s in tl.static_range(SETS):
-                words = words + (half >> (SET_BITS * s),)
-        else:
-            words = (
-                _read(_pointer(planes[2], tl.int16) + (chunk * 32 + lane), ON * 32, valid, MASKED).to(
-                    tl.int32
-                ),
-            )
-    if FMT.super_bytes == 64:
-        supers = _pointer(planes[3], tl.int64) + (chunk * 8 + (lane >> 2))
-        words = words + (_read(supers, ON * 8, valid, MASKED),)
-    elif FMT.super_bytes == 32:
-        supers = _pointer(planes[3], tl.int32) + (chunk * 8 + (lane >> 2))
-        words = words + (_read(supers, ON * 8, valid, MASKED),)
-    return words
+    firsts = stored_planes(planes, chunk, ON, lane, FMT)
+    WORDS: tl.constexpr = stored_words(FMT)
+    stored = ()
+    for plane in tl.static_range(len(WORDS)):
+        stored = stored + _read_words(firsts[plane], valid, WORDS[plane], MASKED)
+    return chunk_words(stored, FMT)
 
 
 @triton.jit

@@ -43,10 +43,22 @@ def _twice(x):
 
 
 @gluon.jit
-def _fp16_scales(scale, minimum, SIGNED: gl.constexpr):
+def _below_128(scales):
+    """-128 / SUBNORMALS times two fp16 in an int32, rounded to fp16."""
+    factors = -2139062144 + 0 * scales  # twice the fp16 -2^-17
+    return tl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [scales, factors], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _fp16_scales(scale, minimum, SIGNED: gl.constexpr, OVERLAP: gl.constexpr):
     """What `scale_small` takes. Signed bytes become unsigned by adding 128, which the minimum takes off: exactly, since
     it follows from the rounded scale."""
-    if SIGNED:
+    if SIGNED and not OVERLAP:
+        scale = _twice(scale)
+        return scale, _below_128(scale)
+    elif SIGNED:
         # Not `_twice`: with it, kernels of Q6_K take 20 registers more, and those of 128 rows overlap nothing.
         rounded = scale.to(gl.float16).to(gl.float32)
         minimum = rounded * (128.0 / SUBNORMALS)
@@ -81,8 +93,8 @@ def weights_operand(
         if E2M1_CODES:  # powers of two
             near, far = _twice(near), _twice(far)
         elif not EXACT:
-            near, near_min = _fp16_scales(near, near_min, SIGNED)
-            far, far_min = _fp16_scales(far, far_min, SIGNED)
+            near, near_min = _fp16_scales(near, near_min, SIGNED, P.overlap)
+            far, far_min = _fp16_scales(far, far_min, SIGNED, P.overlap)
         for j in gl.static_range(STEPS):
             if E2M1_CODES:
                 step = words[(half * SETS + s) * STEPS + j]

@@ -115,7 +115,12 @@ def wgmma_plan_grouped(
     """Blocks of rows, of geometry.block each, times the matrices of their experts: see moe/grouped_wgmma.py. cols:
     those of the rows, a multiple of 128."""
     program = _program(geometry, layout, cols, geometry.block, flags)
-    return _plan(geometry, program, grid, 0, more={"EARLY": early})
+    if not geometry.ring:
+        return _plan(geometry, program, grid, 0, more={"EARLY": early})
+    turns = -(-cols // geometry.columns)
+    stages = min(geometry.stages, turns + 1)
+    program = replace(program, columns=geometry.columns, stages=stages, overlap=False)
+    return _plan(geometry, program, grid, 0, more={"EARLY": early, "SLOTS": min(geometry.ring, turns + 1)})
 
 
 def _program(

@@ -36,7 +36,7 @@ def _partial_offsets(MMA: gl.constexpr, P: gl.constexpr):
 
 
 @gluon.jit
-def _allocate_stages(x_rows, P: gl.constexpr):
+def allocate_stages(x_rows, P: gl.constexpr):
     """Shared memory for the sets of columns of x that are on their way, and the barriers that say which are there."""
     stages = gl.allocate_shared_memory(gl.float16, [P.stages, P.block, P.columns], x_rows.layout)
     ready = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
@@ -56,7 +56,7 @@ def begin_block(matrix, x_rows, block, begin, end, token0, P: gl.constexpr):
     lane = thread & 31
     tile = gl.minimum(tile_of(block, thread >> 5, P), matrix.tiles - 1)  # what is beyond is not stored
     words = load_turn(matrix.planes, tile, begin, end, lane, P)
-    stages, ready = _allocate_stages(x_rows, P)
+    stages, ready = allocate_stages(x_rows, P)
     if P.flags.pdl and not P.flags.consumer:
         tl.extra.cuda.gdc_wait()
         if P.flags.producer:

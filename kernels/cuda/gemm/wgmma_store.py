@@ -77,12 +77,24 @@ def _pair_bias(block_row, output, rows, P: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def _store_gated(y, block_row, token0, output, rows, weight_scale, P: gl.constexpr, TB: gl.constexpr):
+def load_row_scales(output, token0, MMA: gl.constexpr, P: gl.constexpr):
+    """The row scales that `store_sums` needs of rows of x from row token0 on: read early, they are not waited for."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [P.warps], [0])
+    L: gl.constexpr = LINE if P.flags.epilogue >= SILU else gl.SliceLayout(0, MMA)
+    token = token0 + gl.arange(0, P.block, layout=L)
+    return gl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0)
+
+
+@gluon.jit
+def _store_gated(
+    y, block_row, token0, output, rows, weight_scale, P: gl.constexpr, TB: gl.constexpr, scale=None
+):  # fmt: skip
     """Store activation(gate) * up of sums [16*P.warps, TB] as scaled fp16 in the WGMMA layout, and its row scales."""
     WARPS: gl.constexpr = P.warps
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     token = token0 + gl.arange(0, TB, layout=LINE)
-    scale = gl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0)
+    if scale is None:
+        scale = gl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0)
     out_scale, out_row_scale = product_scales(scale, output.bound, P.flags.epilogue)
     gl.store(output.out_row_scale_ptr + token, out_row_scale, mask=(token < output.rows) & (block_row == 0))
     gate, up = _pair(y, WARPS, TB)
@@ -108,10 +120,11 @@ def _store_gated(y, block_row, token0, output, rows, weight_scale, P: gl.constex
 
 
 @gluon.jit
-def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr):
+def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr, scale=None):
     """Scale sums [16*P.warps, tokens] and store them as rows, or added to a residual or to a bias, which is at the
     residual's pointer then. row, token: of the packed matrix and of x, along their axes."""
-    scale = gl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0)
+    if scale is None:
+        scale = gl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0)
     y = y * gl.expand_dims(scale / weight_scale, 0)
     token = gl.expand_dims(token, 0)
     if P.flags.paired:
@@ -131,15 +144,17 @@ def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr):
 
 
 @gluon.jit
-def store_sums(y, block_row, output, rows, weight_scale, MMA: gl.constexpr, P: gl.constexpr, token0=0):
+def store_sums(
+    y, block_row, output, rows, weight_scale, MMA: gl.constexpr, P: gl.constexpr, token0=0, scale=None
+):  # fmt: skip
     """Finish and store sums of few rows of x, from row token0 on; the first row is row `block_row` of the packed
-    matrix."""
+    matrix. scale: of `load_row_scales`."""
     if P.flags.epilogue >= SILU:
-        _store_gated(y, block_row, token0, output, rows, weight_scale, P, P.block)
+        _store_gated(y, block_row, token0, output, rows, weight_scale, P, P.block, scale)
     else:
         row = block_row + gl.arange(0, 16 * P.warps, layout=gl.SliceLayout(1, MMA))
         token = token0 + gl.arange(0, P.block, layout=gl.SliceLayout(0, MMA))
-        _store_rows(y, row, token, output, rows, weight_scale, P)
+        _store_rows(y, row, token, output, rows, weight_scale, P, scale)
 
 
 @gluon.jit

@@ -72,7 +72,7 @@ def grouped_glu_rows(
 @DirectLaunch
 @triton.jit
 def _combine_kernel(
-    product_ptr, positions_ptr, expert_weight_ptr, residual_ptr, norm_ptr, out_ptr, row_scale_ptr, out_stride, eps,
+    product_ptr, known_positions_ptr, known_weight_ptr, residual_ptr, norm_ptr, out_ptr, row_scale_ptr, out_stride, eps,
     USED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, LAYOUT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -83,13 +83,18 @@ def _combine_kernel(
     inside = column < WIDTH
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
+    places = ()
+    weights = ()
+    # Written before `down` began; not from what this multiprocessor's cache may hold of an earlier layer's.
+    for slot in tl.static_range(USED):
+        place = tl.load(known_positions_ptr + row * USED + slot, cache_modifier=".cg")
+        places = places + (place.to(tl.int64),)
+        weights = weights + (tl.load(known_weight_ptr + row * USED + slot, cache_modifier=".cg"),)
     if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(USED):
-        place = tl.load(positions_ptr + row * USED + slot).to(tl.int64)
-        y = tl.load(product_ptr + place * WIDTH + column, mask=inside, other=0.0)
-        total += tl.load(expert_weight_ptr + row * USED + slot) * y
+        total += weights[slot] * tl.load(product_ptr + places[slot] * WIDTH + column, mask=inside, other=0.0)
     x = total + tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0)
     tl.store(residual_ptr + row * WIDTH + column, x, mask=inside)
     if NORM:

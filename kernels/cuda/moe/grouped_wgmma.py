@@ -12,14 +12,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
 from quengine.kernels.cuda.gemm.matmul_wgmma import STAGED, subnormal_weight_scale
+from quengine.kernels.cuda.gemm.weight_ring import allocate_ring, copy_chunk, read_chunk
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
+from quengine.kernels.cuda.gemm.wgmma_operand import weights_operand
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan_grouped
-from quengine.kernels.cuda.gemm.wgmma_program import Matrix, begin_block
-from quengine.kernels.cuda.gemm.wgmma_store import Output, store_block, store_sums
+from quengine.kernels.cuda.gemm.wgmma_program import Matrix, allocate_stages, begin_block
+from quengine.kernels.cuda.gemm.wgmma_store import Output, load_row_scales, store_block, store_sums
 from quengine.kernels.cuda.glu import SILU, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
@@ -75,6 +79,109 @@ def _grouped_wgmma_kernel(
             store_sums(acc, block_row, output, rows, weight_scale, MMA, P, token0)
 
 
+@gluon.jit
+def _copy_turn(rings, slot, planes, tiles, weight_block, turn, P: gl.constexpr):
+    """Start copying the chunks of a turn of a block of weight rows to a slot."""
+    CHUNKS: gl.constexpr = P.columns // P.layout.chunk
+    for i in gl.static_range(CHUNKS):
+        chunk = gl.minimum(turn * CHUNKS + i, P.chunks - 1)  # behind the last one rows are zeros
+        copy_chunk(rings[i], slot, planes, tiles, weight_block, chunk, P)
+
+
+@gluon.jit
+def _copy_rows(x_rows, stages, ready, stage, token0, turn, on, P: gl.constexpr):
+    """Start copying the rows' columns of a turn, zeros where there are none, to a stage."""
+    bar = ready.index(stage)
+    mbarrier.expect(bar, P.block * P.columns * 2, pred=on)
+    tma.async_copy_global_to_shared(x_rows, [token0, turn * P.columns], bar, stages.index(stage), pred=on)
+
+
+@gluon.jit
+def _multiply_few(
+    planes, rings, x_rows, stages, ready, tiles, weight_block, token0, weight_scale,
+    SLOTS: gl.constexpr, P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """Few rows of x from row token0 on times a block of weight rows, over all columns: fp32 [16*P.warps, P.block]. The
+    first SLOTS - 1 turns of weights and the first P.stages - 1 of rows are on their way."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [P.warps], [0])
+    CHUNK: gl.constexpr = P.layout.chunk
+    CHUNKS: gl.constexpr = P.columns // CHUNK
+    HALVES: gl.constexpr = P.columns // 128
+    TURNS: gl.constexpr = (P.cols + P.columns - 1) // P.columns
+    STAGES: gl.constexpr = P.stages
+    WARPS: gl.constexpr = P.warps
+    TB: gl.constexpr = P.block
+    lane = gl.arange(0, 32 * WARPS, layout=LINE) & 31
+    slot, slot_before, stage, stage_before, phase = 0, SLOTS - 1, 0, STAGES - 1, 0
+    acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
+    for turn in range(TURNS):
+        async_copy.wait_group(SLOTS - 2)
+        tl.debug_barrier()  # all warps have used the slot and the stage of the turn before
+        words = ()
+        for i in gl.static_range(CHUNKS):
+            words = words + (read_chunk(rings[i], slot, planes, lane, P),)
+        if turn + (SLOTS - 1) < TURNS:
+            _copy_turn(rings, slot_before, planes, tiles, weight_block, turn + (SLOTS - 1), P)
+        async_copy.commit_group()
+        later = turn + (STAGES - 1)
+        _copy_rows(x_rows, stages, ready, stage_before, token0, later, later < TURNS, P)
+        x = stages.index(stage)
+        for half in gl.static_range(HALVES):
+            a = weights_operand(words[half * 128 // CHUNK], half % (CHUNK // 128), weight_scale, P, A)
+            if half == 0:
+                mbarrier.wait(ready.index(stage), phase)
+            columns = x if HALVES == 1 else x.slice(half * 128, 128, 1)
+            acc = warpgroup_mma(a, columns.permute((1, 0)), acc)
+        slot_before, stage_before = slot, stage
+        slot = gl.where(slot == SLOTS - 1, 0, slot + 1)
+        phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+    return acc
+
+
+@partial(DirectLaunch, layout=STAGED)
+@gluon.jit(do_not_specialize=["first_block", "end_block", "places"])
+def _grouped_few_kernel(
+    low, high, scales, supers, of_block_ptr, x_rows, row_scale_ptr, bias_ptr, out_ptr, out_row_scale_ptr,
+    tiles, rows, weight_blocks, first_block, end_block, first, outputs, stride, places, weight_scale, bound,
+    P: gl.constexpr, EARLY: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """`_grouped_wgmma_kernel` for blocks of few rows: weights come through a ring of SLOTS slots in shared memory, some
+    turns of P.columns columns ahead."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    CHUNKS: gl.constexpr = P.columns // P.layout.chunk
+    AHEAD: gl.constexpr = P.stages - 1
+    if P.flags.pdl:
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    block, weight_block = scheduled(gl.program_id(0), weight_blocks)
+    expert = expert_of(of_block_ptr, first_block + block, end_block)
+    stages, ready = allocate_stages(x_rows, P)  # in front: its fence waits for what is on its way
+    if expert >= 0:
+        token0 = block * P.block
+        planes = expert_planes(low, high, scales, supers, expert, tiles, P)
+        rings = ()
+        for i in gl.static_range(CHUNKS):
+            rings = rings + (allocate_ring(planes, SLOTS, P),)
+        for i in gl.static_range(SLOTS - 1):
+            _copy_turn(rings, i, planes, tiles, weight_block, i, P)
+            async_copy.commit_group()
+        if P.flags.pdl and EARLY:
+            tl.extra.cuda.gdc_wait()
+        for i in gl.static_range(AHEAD):
+            _copy_rows(x_rows, stages, ready, i, token0, i, True, P)
+        output = Output(
+            row_scale_ptr, bias_ptr + expert * outputs, out_ptr, out_row_scale_ptr, first, stride, places, bound,
+        )  # fmt: skip
+        scale = load_row_scales(output, token0, MMA, P)
+        acc = _multiply_few(
+            planes, rings, x_rows, stages, ready, tiles, weight_block, token0, weight_scale, SLOTS, P, MMA, A
+        )  # fmt: skip
+        store_sums(acc, weight_block * (16 * P.warps), output, rows, weight_scale, MMA, P, token0, scale)
+
+
 def launch_grouped_wgmma(
     x: Fp16Operand,
     weights: ExpertWeights,
@@ -114,18 +221,21 @@ def _launch(
     mode: MatmulMode,
 ) -> None:
     """results: the products, or of a gated unit with an `activation` its values and row scales."""
-    geometry, bias = grouped_wgmma_geometry(blocks.rows), output.bias
-    exact, epilogue = mode.exact or mode.batch_invariant, epilogue_of(activation, bias)
-    flags = WgmmaFlags(epilogue, weights.paired, exact, mode.pdl, producer=not blocks.early)
+    bias, exact = output.bias, mode.exact or mode.batch_invariant
+    geometry = grouped_wgmma_geometry(part, x.values.shape[1], blocks.rows, exact)
+    flags = WgmmaFlags(
+        epilogue_of(activation, bias), weights.paired, exact, mode.pdl, producer=not blocks.early
+    )
     # Of a gated unit a tile is 8 columns of the result, whose padding is written too.
     tiles = results[0].shape[1] // 8 if activation else weights.expert_tiles
     weight_blocks = -(-tiles // geometry.warps)
+    kernel = _grouped_few_kernel if geometry.ring else _grouped_wgmma_kernel
     plan = wgmma_plan_grouped(
         geometry, part.layout, x.values.shape[1], blocks.grid(weight_blocks), flags, blocks.early
     )
     stride, places = results[0].stride(0), (blocks.end - blocks.first) * blocks.rows
     assert x.is_wgmma and places * stride < 2**31, "the kernel counts results in 32 bits"
-    _grouped_wgmma_kernel.launch(
+    kernel.launch(
         plan.grid,
         (
             *part.planes, blocks.of_block, Copied(x.values, plan.tma_block), x.row_scale,

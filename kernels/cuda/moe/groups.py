@@ -58,11 +58,13 @@ class Groups:
 
 
 @triton.jit
-def _blocks_of_experts(experts_ptr, pairs, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many blocks each expert has: int32 [BINS], zeros from E on."""
+def _blocks_of_experts(
+    experts_ptr, pairs, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr
+):  # fmt: skip
+    """How many blocks each expert has: int32 [BINS], zeros from E on. COUNTED: pairs that are counted at a time."""
     counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, pairs, _COUNTED):
-        pair = start + tl.arange(0, _COUNTED)
+    for start in range(0, pairs, COUNTED):
+        pair = start + tl.arange(0, COUNTED)
         expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=E)
         counts += tl.histogram(expert, BINS)
     return tl.where(tl.arange(0, BINS) < E, (counts + (BLOCK - 1)) // BLOCK, 0)
@@ -83,7 +85,7 @@ def _number_pairs_kernel(
     """A program an expert: its blocks, and the positions of its pairs."""
     launch_then_wait(PDL)
     mine = tl.program_id(0)
-    blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK)
+    blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK, _COUNTED)
     first = _blocks_before(blocks, mine)
     if mine == 0:
         tl.store(blocks_ptr, tl.sum(blocks, 0))
@@ -102,13 +104,14 @@ def _number_pairs_kernel(
 
 @triton.jit
 def _number_pair(
-    experts_ptr, blocks_ptr, positions_ptr, mine, pairs, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr
+    experts_ptr, blocks_ptr, positions_ptr, mine, pairs,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """The position of pair number `mine`, of at most _COUNTED; whoever begins a block says whose it is."""
-    pair = tl.arange(0, _COUNTED)
+    """The position of pair number `mine`, of at most COUNTED; whoever begins a block says whose it is."""
+    pair = tl.arange(0, COUNTED)
     others = tl.load(experts_ptr + pair, mask=pair < pairs, other=E)
     expert = tl.load(experts_ptr + mine)
-    blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK)
+    blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK, COUNTED)
     first = _blocks_before(blocks, expert)
     number = tl.sum(((others == expert) & (pair < mine)).to(tl.int32), 0)
     position = first * BLOCK + number
@@ -125,17 +128,17 @@ def _number_pair(
 def _group_rows_kernel(
     experts_ptr, blocks_ptr, positions_ptr, x_ptr, row_scale_ptr, out_ptr, out_row_scale_ptr, pairs, K, x_stride,
     stride,
-    E: tl.constexpr, USED: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, NUMBER: tl.constexpr,
+    E: tl.constexpr, USED: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program a pair: its row, copied from an operand to its position in another, with zeros behind column K.
 
-    NUMBER: the positions are not yet known.
+    COUNTED: pairs at most, whose positions are not yet known; 0: they are.
     """
     launch_then_wait(PDL)
     pair = tl.program_id(0)
-    if NUMBER:
-        place = _number_pair(experts_ptr, blocks_ptr, positions_ptr, pair, pairs, E, BINS, BLOCK)
+    if COUNTED > 0:
+        place = _number_pair(experts_ptr, blocks_ptr, positions_ptr, pair, pairs, E, BINS, BLOCK, COUNTED)
     else:
         place = tl.load(positions_ptr + pair)
     row = (pair // USED).to(tl.int64)
@@ -174,17 +177,22 @@ def group_rows(
     columns are padded to 128 with zeros, its rows with anything."""
     assert experts.is_contiguous() and experts.dtype == torch.int32 and x.fits(cols)
     pairs, used = experts.numel(), experts.shape[1]
-    number = pairs <= _MOST_COUNTED
-    if not number:
+    counted = _counted(pairs)
+    if not counted:
         number_pairs(experts, groups, pdl)
     padded = padded_cols(cols)
     _group_rows_kernel[(pairs,)](
         experts, groups.blocks, groups.positions, x.values, x.row_scale, out.values, out.row_scale, pairs, cols,
         x.stride, out.stride,
-        E=groups.experts, USED=used, BINS=_bins(groups.experts), BLOCK=groups.block, NUMBER=number, PADDED=padded,
+        E=groups.experts, USED=used, BINS=_bins(groups.experts), BLOCK=groups.block, COUNTED=counted, PADDED=padded,
         COLUMNS=min(2048, int(triton.next_power_of_2(padded))), FROM=int(x.layout), LAYOUT=int(out.layout), PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
+
+
+def _counted(pairs: int) -> int:
+    """How many pairs every program of the copy counts at most, 0: none."""
+    return 0 if pairs > _MOST_COUNTED else next(size for size in (128, 512, 1024) if pairs <= size)
 
 
 def _bins(experts: int) -> int:

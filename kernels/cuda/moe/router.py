@@ -24,10 +24,14 @@ from quengine.kernels.rms_norm import RMSNorm
 _LANES = tl.constexpr(512)
 _WARPS = 4
 
-_MOST_PREFETCHED = tl.constexpr(16)
-"""Steps of 512 columns whose weights a program holds before it waits: 4 registers each, and as many for the rows."""
+_AHEAD = 16
+"""Steps of 512 columns whose weights the program of one logit holds before it waits: 4 registers each, and as many for
+the row."""
 
-_FEW_ROWS = 16
+_MANY_EXPERTS = 64
+"""More of them than this are shared by fewer programs."""
+
+_FEW_ROWS = 64
 """Rows up to which there are programs of few logits, for latency, and one launch; of more, programs that read less."""
 
 
@@ -35,7 +39,7 @@ _FEW_ROWS = 16
 class RouterProgram:
     """A compile-time constant of the kernel: logits of `rows` rows by `experts` experts of `cols` columns a program.
     gate: there is a shared expert's gate, whose logit stands behind those of the `count` experts. chooses: the last
-    program of a block of rows does."""
+    program of a block of rows does. ahead: steps of 512 columns of the weights that are held before the rows come."""
 
     rows: int
     experts: int
@@ -44,6 +48,7 @@ class RouterProgram:
     gate: bool
     chooses: bool
     pdl: bool
+    ahead: int = 1
 
     @property
     def steps(self) -> int:
@@ -83,7 +88,7 @@ def _row_step(x_ptr, row, live, step, P: tl.constexpr):
 @triton.jit
 def _logits(x_ptr, w_ptr, norm_ptr, line, live, row, rows, eps, P: tl.constexpr):
     """Logits [rows, experts] of rows x, normed, by lines `line` [1, experts, 1] of w."""
-    EARLY: tl.constexpr = min(P.steps, _MOST_PREFETCHED) if P.rows * P.experts == 1 else 1
+    EARLY: tl.constexpr = min(P.steps, P.ahead)
     STEPS: tl.constexpr = P.steps
     weights = ()
     for step in tl.static_range(EARLY):
@@ -203,9 +208,14 @@ def scratch_width(rows: int, router: Router) -> int:
 
 def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:
     count, cols = router.weight.shape
-    few = rows <= _FEW_ROWS
-    tile = (1, 1) if rows == 1 else (1, 4) if few else (4, 8)
-    return RouterProgram(*tile, cols, count, router.shared_gate is not None, few, pdl)
+    gate, many, few = router.shared_gate is not None, count > _MANY_EXPERTS, rows <= _FEW_ROWS
+    if rows == 1:
+        tile, ahead = (1, 1), _AHEAD
+    elif rows <= _FEW_ROWS // 2 or (few and not many):
+        tile, ahead = (1, 8 if many else 4), 4 if rows <= 16 else 2
+    else:
+        tile, ahead = (2 if few else 4, 8), 1
+    return RouterProgram(*tile, cols, count, gate, few, pdl, ahead)
 
 
 def _check(x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quengine.kernels.cuda.weights.layout import PackedLayout
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.moe.grouping import default_block
 
@@ -25,6 +26,9 @@ _MULTIPROCESSORS = 132
 
 _REGISTERS = 65536
 """Of a multiprocessor."""
+
+_SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
+"""Shared memory of one, and what each program takes of it beside its own."""
 
 _LENGTHS = {(256, 8): 1.0, (128, 8): 0.6, (128, 4): 0.35}
 """Of a program of many rows, by rows of x and warps, beside the longest; one of 4 warps has half a multiprocessor."""
@@ -78,7 +82,8 @@ class WgmmaGeometry:
     share the columns, which fixes the order in which a row is summed. `stages` sets of `columns` columns (128 or 256,
     no more than a chunk) of the rows are in shared memory; `overlap`: the matrix units work on 128 columns while the
     next ones are dequantized. `registers` is a limit per thread (0: none). `block`: rows of x a program, up to 256,
-    where these are many (0: see `wgmma_block`)."""
+    where these are many (0: see `wgmma_block`). `ring`: weights come through so many slots in shared memory, each of
+    `columns` columns (0: through registers)."""
 
     warps: int
     splits: int = 1
@@ -86,6 +91,7 @@ class WgmmaGeometry:
     overlap: bool = True
     registers: int = 0
     columns: int = 128
+    ring: int = 0
     block: int = 0
 
 
@@ -190,15 +196,33 @@ def grouped_fused_geometry(part: PackedPart, expert_tiles: int, block: int) -> F
     return replace(default_fused(replace(part, rows=16 * expert_tiles), block // 8), ahead=block < 64)
 
 
-def grouped_wgmma_geometry(block: int) -> WgmmaGeometry:
-    """Geometry of the grouped matmul on Hopper for blocks of 8 to 256 rows. No columns are split: experts and blocks
-    make programs enough."""
+def grouped_wgmma_geometry(part: PackedPart, cols: int, block: int, exact: bool) -> WgmmaGeometry:
+    """Geometry of the grouped matmul on Hopper for blocks of 8 to 256 rows of `cols` columns. No columns are split:
+    experts and blocks make programs enough. exact: see WgmmaFlags."""
     entry = _table().get(device_name(), {}).get("grouped_wgmma", {}).get(str(block))
     if entry:
-        return WgmmaGeometry(*entry, block=block)
-    if block <= 32:
-        return WgmmaGeometry(4, 1, 2, False, 128, 256, block)
-    return WgmmaGeometry(8 if block > 128 else 4, 1, 3, True, 0, 128, block)
+        geometry = WgmmaGeometry(*entry, block=block)
+        return geometry if cols > geometry.columns else replace(geometry, ring=0)
+    if block > 32:
+        return WgmmaGeometry(8 if block > 128 else 4, 1, 3, True, 0, 128, block=block)
+    return _grouped_few(part.layout, cols, block, exact)
+
+
+@lru_cache(1024)
+def _grouped_few(layout: PackedLayout, cols: int, block: int, exact: bool) -> WgmmaGeometry:
+    """Weights come through a ring where four programs with one, and two sets of rows, fit a multiprocessor; where five
+    fit, a limit on registers lets them share it (signed codes of 4 bits spill with it). MXFP4 gains by neither: its
+    instructions are what takes time."""
+    few = WgmmaGeometry(4, 1, 2, False, 128, 256, block=block)
+    if layout.format == "MXFP4":
+        return replace(few, registers=0)
+    ring = 3
+    slot = few.warps * layout.chunk_bytes * few.columns // layout.chunk
+    programs = _SHARED_BYTES // (_RESERVED_BYTES + few.stages * 2 * few.columns * block + ring * slot)
+    if programs < 4 or cols <= few.columns:
+        return few
+    five = programs >= 5 and not exact and not (layout.bits == 4 and layout.offset)
+    return replace(few, ring=ring, registers=96 if five else 128)
 
 
 def wgmma_block(rows: int) -> int:

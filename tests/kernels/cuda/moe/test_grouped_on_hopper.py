@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.moe import grouped as module
+from quengine.kernels.cuda.moe import grouped_wgmma
 from quengine.kernels.cuda.moe.grouped import grouped_add, grouped_glu
 from quengine.kernels.cuda.rms_normed import RmsNormed
+from quengine.kernels.cuda.weights.launch_table import WgmmaGeometry
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.rms_norm import RMSNorm
@@ -16,7 +19,7 @@ from tests.kernels.cuda.moe.routings import chosen
 from tests.kernels.cuda.weights import nmse, ordinary_activations
 
 FP16_ROUNDING = 5e-7
-SIZES = {"Q4_K": (512, 256, 512), "MXFP4": (320, 352, 320), "two types": (256, 256, 256)}
+SIZES = {"Q4_K": (512, 768, 512), "MXFP4": (320, 352, 320), "two types": (256, 256, 256)}
 """Columns that are whole blocks; columns, rows of the unit and tiles that fill none."""
 
 
@@ -72,6 +75,25 @@ def test_every_block_is_right_and_gives_the_same_bits(
             assert nmse(made[-1], expected) < 6 * FP16_ROUNDING
             assert torch.equal(made[-1], made[0])
         made.clear()
+
+
+@pytest.mark.parametrize("name", [name for name, each in FORMATS.items() if each.is_quantized])
+def test_a_ring_of_weights_gives_the_bits_that_registers_give(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Columns that fill no turn of 256 where the type allows it."""
+    layer = Layer((name, name, name), (768 if FORMATS[name].block == 256 else 640, 40, 16), 5, width=256)
+    gate_up, made = layer.packed_gate_up(device), []
+    x, routing = (
+        ordinary_activations(9, layer.gate[0].cols).to(device),
+        on(routing_of(chosen(9, 2, 5)), device),
+    )
+    for ring in (0, 3):
+        geometry = WgmmaGeometry(4, 1, 2, False, 128, 256, ring, block=8)
+        monkeypatch.setattr(grouped_wgmma, "grouped_wgmma_geometry", lambda *_, geometry=geometry: geometry)
+        gated = grouped_glu(x, routing, gate_up, MatmulWorkspace(0, device), "silu", True, False)
+        made.append(gated.rows.dequantize(40)[gated.groups.positions.long()])
+    assert torch.equal(made[0], made[1]) and made[0].isfinite().all() and made[0].any()
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "MXFP4"])

@@ -97,14 +97,15 @@ def test_rows_are_copied_from_every_layout(
     assert torch.equal(made[:, :cols], plain.values.repeat_interleave(2, 0)) and not made[:, cols:].any()
 
 
+@pytest.mark.parametrize("rows", [40, 170, 340])
 def test_both_ways_to_number_pairs_give_the_same(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts, made = chosen(40, 3, 20).to(device), []
-    x = Fp16Operand(torch.zeros(40, 128).half().to(device), torch.ones(40, device=device))
+    experts, made = chosen(rows, 3, 20).to(device), []
+    x = Fp16Operand(torch.zeros(rows, 128).half().to(device), torch.ones(rows, device=device))
     for most in (1024, 0):
         monkeypatch.setattr(module, "_MOST_COUNTED", most)
-        groups = empty_groups(120, 20, 8, device)
+        groups = empty_groups(3 * rows, 20, 8, device)
         group_rows(x, 128, experts, groups, Fp16Operand.empty(groups.rows, 128, device))
         made.append(groups)
     assert torch.equal(made[0].positions, made[1].positions) and torch.equal(made[0].blocks, made[1].blocks)

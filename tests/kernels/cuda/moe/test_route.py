@@ -164,7 +164,7 @@ def test_arrival_counters_are_zero_between_launches(device: torch.device) -> Non
 
 
 def test_more_columns_than_are_held_ahead(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_PREFETCHED", module.tl.constexpr(2))
+    monkeypatch.setattr(module, "_AHEAD", 2)
     router = random_router(RouterKind(2), 4, 1600, device)
     x, norm = rows_of(1, 1600), random_norm(1600, device)
     assert_routing(route(x.to(device), norm, router), expected(x, norm, router))
