@@ -50,22 +50,32 @@ def _pointer(base, dtype: tl.constexpr):
 
 
 @triton.constexpr_function
+def _powers(count: int) -> tuple[int, ...]:
+    """Powers of two that make up a number, the largest first."""
+    return tuple(1 << bit for bit in range(count.bit_length() - 1, -1, -1) if count >> bit & 1)
+
+
+@triton.constexpr_function
 def stored_words(FMT: layout.PackedLayout) -> tuple[int, ...]:
-    """How many words of a chunk a lane reads of each of `stored_planes`."""
+    """How many words of a chunk a lane reads of each of `stored_planes`: powers of two."""
     high = (FMT.steps * FMT.high // 2,) if FMT.high else ()
     six, half_min = FMT.scales == layout.ScaleKind.SIX, FMT.scales == layout.ScaleKind.HALF_MIN
     scales = (1, 1) if six else (FMT.sets if half_min else 1,)
-    return FMT.low_words, *high, *scales, *((1,) if FMT.super_bytes else ())
+    return *_powers(FMT.low_words), *high, *scales, *((1,) if FMT.super_bytes else ())
 
 
 @triton.jit
 def stored_planes(planes, chunk, ON: tl.constexpr, lane, FMT: tl.constexpr):
-    """Where a lane finds chunk `chunk + ON`, as it is stored: for the low plane, the high plane, the scales (of SIX
-    their low bits and their top bits) and the super-scales, where there are any, the pointer of its first word, of 8,
-    4 or 2 bytes. The next word is 32 words on."""
+    """Where a lane finds chunk `chunk + ON`, as it is stored: for the low plane (in parts of as many words as
+    `stored_words` says), the high plane, the scales (of SIX their words and their shorts) and the super-scales, where
+    there are any, the pointer of its first word, of 8, 4 or 2 bytes. The next word is 32 words on."""
     firsts = ()
     LOW: tl.constexpr = FMT.low_words * 32
-    firsts = firsts + (_pointer(planes[0], tl.int64) + (chunk * LOW + lane) + ON * LOW,)
+    PARTS: tl.constexpr = _powers(FMT.low_words)
+    low = _pointer(planes[0], tl.int64) + (chunk * LOW + lane) + ON * LOW
+    for part in tl.static_range(len(PARTS)):
+        firsts = firsts + (low,)
+        low += PARTS[part] * 32
     if FMT.high > 0:
         HIGH: tl.constexpr = FMT.steps * FMT.high // 2 * 32
         firsts = firsts + (_pointer(planes[1], tl.int32) + (chunk * HIGH + lane) + ON * HIGH,)
