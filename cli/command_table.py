@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 RUN, MODELS, MEASURE = "Run a model", "Models on this machine", "Measure and check"
 
@@ -13,7 +13,7 @@ class Entry:
     """One command.
 
     Attributes:
-        function: in the file of the command's name.
+        function: in the file of the command's name; or a typer.Typer there, of several commands.
         panel: its heading.
         examples: command lines, each on a line of its own below the flags.
         room: the folder of `cli/` with its file.
@@ -29,8 +29,19 @@ class ExampleCommand(TyperCommand):
     """A command whose help ends with its examples."""
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
-        examples = COMMANDS[self.name].examples if self.name in COMMANDS else ()
-        return "\n".join([super().get_help(ctx), "Examples", *(f"  {line}" for line in examples), ""])
+        return _with_examples(super().get_help(ctx), self.name)
+
+
+class ExampleGroup(TyperGroup):
+    """The same for a command of several."""
+
+    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
+        return _with_examples(super().get_help(ctx), self.name)
+
+
+def _with_examples(text: str, name: str | None) -> str:
+    examples = COMMANDS[name].examples if name in COMMANDS else ()
+    return "\n".join([text, "Examples", *(f"  {line}" for line in examples), ""])
 
 
 COMMANDS = {
@@ -91,5 +102,15 @@ COMMANDS = {
         ("engine parity -m smollm2-135m --quick", "engine parity --a original.gguf --b copy.gguf"),
     ),
     "tokenize": Entry("tokenize", MEASURE, ('engine tokenize -m smollm2-135m "Hello, world!"',)),
+    "kernels": Entry(
+        "group",
+        MEASURE,
+        (
+            "engine kernels build --arch sm_90 --models mistral-7b -o pack.zip",
+            "engine kernels install pack.zip",
+            "engine kernels list",
+        ),
+        "kernels",
+    ),
     "doctor": Entry("doctor", MEASURE, ("engine doctor --json",)),
 }

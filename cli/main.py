@@ -79,15 +79,20 @@ def register_commands(args: list[str]) -> None:
     """Give `app` the command that `args` name, whose file alone is imported then, or else all of them."""
     named = next((arg for arg in args if not arg.startswith("-")), None)
     present = {command.name for command in app.registered_commands}
+    present |= {group.name for group in app.registered_groups}
     for name in [named] if named in COMMANDS else COMMANDS:
         if name not in present:
             entry = COMMANDS[name]
             file = import_module(f"quengine.cli.{entry.room}.{name}")
+            made = getattr(file, entry.function)
+            if isinstance(made, typer.Typer):
+                app.add_typer(made, name=name, rich_help_panel=entry.panel)
+                continue
             app.command(
                 name,
                 cls=getattr(file, "Command", ExampleCommand),
                 rich_help_panel=entry.panel,
-            )(getattr(file, entry.function))
+            )(made)
 
 
 def _show_warning(

@@ -158,6 +158,8 @@ class _Machine:
         backend = _make_backend(config, checkpoint, device, self.threads, self.free)
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
+        if backend.name == "cuda" and (drafts or not self.experts.layers):
+            self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
         experts = ExpertPlacement() if drafts else self.experts
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = experts.operations(backend, self.threads)
@@ -165,6 +167,29 @@ class _Machine:
         if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts)
+
+    def _compile_ahead(
+        self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool
+    ) -> None:
+        """Begin to compile kernels that are not there yet; who launches one waits for it."""
+        from quengine.kernels.cuda.launch.gpu import gpu_of
+        from quengine.runners.compile_kernels import KernelPlan, compile_ahead, stored_tensors
+
+        config, gpu = self.config, gpu_of(self.device)
+        assert gpu is not None
+        plan = KernelPlan(
+            checkpoint.config,
+            stored_tensors(checkpoint.tensors),
+            ctx_size,
+            pools,
+            chunk_size,
+            config.cache_type,
+            _graph_rows(config, drafts),
+            config.chunk_size or DEFAULT_CHUNK["cuda"],
+            config.speculates,
+            config.deterministic,
+        )
+        compile_ahead(plan, gpu, self.progress)
 
     def draft_steps(self, runner: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a draft model."""
@@ -285,38 +310,41 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
     device = decoder.backend.device
     if config.backend == "reference":
         return ModelRunner(decoder, cache)
-    rows = max(config.parallel, draft_rows(config, device.type))
     if device.type == "cuda":
-        return _cuda_runner(config, decoder, cache, rows, drafts)
+        return _cuda_runner(config, decoder, cache, drafts)
     from quengine.kernels.cpu.ops import sampling
     from quengine.runners.cpu_steps import CpuSteps
 
     # A dozen rows of one prompt keep the processor as busy as those of many.
     return ModelRunner(
-        decoder, cache, CpuSteps(decoder, cache, rows), choose=sampling.sample, packs_prompts=False
+        decoder,
+        cache,
+        CpuSteps(decoder, cache, max(config.parallel, draft_rows(config, device.type))),
+        choose=sampling.sample,
+        packs_prompts=False,
     )
 
 
-def _cuda_runner(
-    config: EngineConfig, decoder: Decoder, cache: KVCache, rows: int, drafts: bool
-) -> ModelRunner:
-    from quengine.runners.compile_kernels import compile_kernels
-    from quengine.runners.cuda_graphs import PENDING, CudaGraphs
-    from quengine.runners.device_decode import DeviceDecoder
+def _graph_rows(config: EngineConfig, drafts: bool) -> int:
+    """Rows of a captured decode step at most; `drafts`: of the model that drafts."""
     from quengine.runners.graph_keys import DECODE_ROWS
 
-    pending = PENDING
-    if drafts:
-        # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
-        rows = MOST_ROWS * min(config.parallel, draft_rows(config, "cuda"))
-        pending = draft_tokens(config, "cuda")
+    rows = draft_rows(config, "cuda")
+    # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
+    rows = MOST_ROWS * min(config.parallel, rows) if drafts else max(config.parallel, rows)
+    return min(DECODE_ROWS[-1], rows)
+
+
+def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+    from quengine.runners.cuda_graphs import PENDING, CudaGraphs
+    from quengine.runners.device_decode import DeviceDecoder
+
     graphs = CudaGraphs(
         decoder,
         cache,
-        min(DECODE_ROWS[-1], rows),
+        _graph_rows(config, drafts),
         config.chunk_size or DEFAULT_CHUNK["cuda"],
         shares_sequences=config.speculates,
-        pending=pending,
+        pending=draft_tokens(config, "cuda") if drafts else PENDING,
     )
-    compile_kernels(graphs)
     return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))

@@ -1,15 +1,29 @@
-"""Compiling ahead what the first requests to a model on a CUDA device would wait for, kernel by kernel."""
+"""Compiling ahead what requests to a model on a CUDA device would wait for, kernel by kernel.
 
-from contextlib import suppress
-from pathlib import Path
+The steps of a warm-up run on the meta device, on weights that have shapes alone: so this begins before a model's
+weights are read, and needs no GPU.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 
 import torch
 
-from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.cuda.launch.compile_ahead import compiling_only, marker
-from quengine.platform.machine import physical_cores
+from quengine.block_manager import CachePool
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
+from quengine.kernels.cuda.launch.compile_ahead import CompilePool, marker
+from quengine.kernels.cuda.launch.gpu import Gpu
+from quengine.kernels.kv.cache_types import CacheType
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kv_cache import KVCache
+from quengine.models.config import ModelConfig
+from quengine.models.decoder import Decoder
+from quengine.platform.machine import cpu_quota, usable_cpus
 from quengine.runners.cuda_graphs import CudaGraphs
-from quengine.runners.graph_keys import SamplingKind, decode_key
+from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, decode_key
 
 _TILE_ROWS = 128
 
@@ -22,24 +36,93 @@ _EAGER_SEQUENCES = (2, 12, 24, 40, 100)
 """Numbers of prompts in a step: behind the last layer's attention each is a row."""
 
 _ANY_TOP_K = SamplingKind(0, bias=False, penalties=False)
+_DEFAULT = SamplingKind(64, bias=False, penalties=False)
 
-_COMPILERS = 8
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """What the kernels of requests to a model follow from.
+
+    tensors: type and shape of each tensor of the model, by name. slots, prefill_tokens, shares_sequences: see
+    `CudaGraphs`.
+    """
+
+    config: ModelConfig
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    ctx_size: int
+    pools: Sequence[CachePool]
+    chunk_size: int
+    cache_type: CacheType
+    slots: int
+    prefill_tokens: int
+    shares_sequences: bool = False
+    batch_invariant: bool = False
+
+    def graphs(self) -> CudaGraphs:
+        """The steps of such a model, on the meta device. Kernels are those of the GPU that is assumed."""
+        backend = MetaBackend(META, self.batch_invariant)
+        tensors = {name: _tensor(name, *stored) for name, stored in self.tensors.items()}
+        decoder = Decoder(self.config, tensors, backend, self.ctx_size, self.chunk_size)
+        cache = KVCache.allocate(self.config, self.ctx_size, META, self.cache_type, self.pools)
+        return CudaGraphs(decoder, cache, self.slots, self.prefill_tokens, self.shares_sequences)
+
+    def marks(self) -> tuple[object, ...]:
+        """What names these kernels, with the GPU."""
+        tiles = -(-self.prefill_tokens // _TILE_ROWS)
+        sizes = (tiles, self.ctx_size % 16, self.cache_type, self.slots)
+        return (self.config, dict(self.tensors), *sizes, self.shares_sequences, self.batch_invariant)
 
 
-@torch.no_grad()
-def compile_kernels(graphs: CudaGraphs) -> None:
-    """Compile all kernels that ordinary requests take, once for a model on a GPU. Computes nothing.
+def stored_tensors(tensors: Mapping[str, QuantTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each."""
+    return {name: (tensor.format.name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _tensor(name: str, kind: str, shape: tuple[int, ...]) -> QuantTensor:
+    fmt = FORMATS[kind]
+    data = torch.empty(prod(shape[:-1]), fmt.row_bytes(shape[-1]), dtype=torch.uint8, device=META)
+    return QuantTensor(name, fmt, shape, data)
+
+
+def compile_ahead(
+    plan: KernelPlan, gpu: Gpu, progress: Callable[[str], None] | None = None
+) -> CompilePool | None:
+    """Begin to compile the kernels that ordinary requests take; None where that was done once, for this model and GPU.
 
     Rarer variants (penalties, more rows) are compiled when they are first launched.
     """
-    done = _marker(graphs)
+    done = marker(gpu, *plan.marks())
     if done.is_file():
-        return
-    with compiling_only(min(_COMPILERS, physical_cores())):
-        run_all(graphs)
-    torch.cuda.synchronize(graphs.decoder.backend.device)
-    with suppress(OSError):  # a cache that cannot be written: searched again next time
-        done.touch()
+        return None
+    return CompilePool(partial(stages_of, plan), gpu, compilers(), progress, marker=done)
+
+
+def compilers() -> int:
+    """How many processes compile at once."""
+    quota = cpu_quota()
+    return max(1, min(len(usable_cpus()), round(quota or len(usable_cpus()))))
+
+
+def stages_of(*plans: KernelPlan) -> list[Callable[[], None]]:
+    """What a first short request runs, then everything."""
+    made: list[CudaGraphs] = []
+
+    def first() -> None:
+        made.extend(plan.graphs() for plan in plans)
+        for graphs in made:
+            run_first(graphs)
+
+    def rest() -> None:
+        for graphs in made:
+            run_all(graphs)
+
+    return [torch.no_grad()(first), torch.no_grad()(rest)]
+
+
+def run_first(graphs: CudaGraphs) -> None:
+    """A decode step of one sequence and a short prompt's."""
+    graphs.run_padding(decode_key(1, _DEFAULT))
+    graphs.run_padding(GraphKey("prefill", PREFILL_ROWS[0], 1))
 
 
 def run_all(graphs: CudaGraphs) -> None:
@@ -54,14 +137,3 @@ def run_all(graphs: CudaGraphs) -> None:
             graphs.run_prompts([tokens - 1, 1])
     for count in _EAGER_SEQUENCES:
         graphs.run_prompts([min(2, longest)] * count)
-
-
-def _marker(graphs: CudaGraphs) -> Path:
-    """The file that says that all was compiled for such a model, cache and requests."""
-    decoder, backend = graphs.decoder, graphs.decoder.backend
-    stored = [tensor.dtype for layer in graphs.cache.layers[:1] for tensor in layer.tensors]
-    tiles = -(-graphs.prefill_tokens // _TILE_ROWS)
-    requests = (graphs.slots, graphs.shares_sequences)
-    fixed = ("fixed",) if isinstance(backend, CudaBackend) and backend.batch_invariant else ()
-    name = torch.cuda.get_device_name(backend.device)
-    return marker(name, decoder.config, decoder.bytes_per_token, tiles, stored, *requests, *fixed)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quengine.config import MIXED_CHUNK
 from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
+from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
 from quengine.kernels.cuda.sampling.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
 from quengine.kernels.forward_batch import Phase
@@ -105,7 +106,7 @@ class CudaGraphs:
         self._history = torch.zeros(rows, cache.ctx_size, dtype=torch.int32, device=device)
         self._chosen = torch.zeros(rows, dtype=torch.int64, device=device)
         self._host = torch.empty(pending, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._events = [torch.cuda.Event() for _ in range(pending)]  # type: ignore[no-untyped-call]
+        self._events = [torch.cuda.Event() for _ in range(pending * (device.type == "cuda"))]  # type: ignore[no-untyped-call]
         self._launched = 0
         self._sampling: dict[SamplingKind, SamplingBuffers] = {}
         self._steps: dict[GraphKey, CapturedStep] = {}
@@ -195,6 +196,7 @@ class CudaGraphs:
             keys = decode_keys(min(_ONE_SEQUENCE, self.slots) if self.shares_sequences else 1, params)
         else:
             keys = self.keys
+            finish_compiling()  # what is timed next has the processors for itself
             self.run_prompts(self.lengths_of(self.prefill_tokens))  # memory is then as large as it gets
         for key in keys:
             self.capture(key)

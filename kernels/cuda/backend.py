@@ -42,6 +42,7 @@ from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
+from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
@@ -73,7 +74,8 @@ Residual = Tensor | RmsNormed
 
 def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start, and read its weights, before the one before it has ended (sm_90 and later)."""
-    return torch.cuda.get_device_capability(device) >= HOPPER
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.capability >= HOPPER
 
 
 def takes_q_dot(rows: int) -> bool:

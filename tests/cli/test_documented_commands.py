@@ -26,11 +26,16 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, set[str]]:
-    """The flags of every command."""
+    """The flags of every command, and of those below it."""
     main.register_commands([])
     group: Any = typer.main.get_command(main.app)
     return {
-        name: {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)}
+        name: {
+            flag
+            for each in (command, *getattr(command, "commands", {}).values())
+            for parameter in each.params
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
         for name, command in group.commands.items()
     }
 

@@ -6,15 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from quengine.block_manager import CachePool
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.load import _choose_cache, _make_backend, load_model
+from quengine.kernels.cuda.launch.gpu import Gpu
+from quengine.load import _choose_cache, _Machine, _make_backend, load_model
 from quengine.memory import WORKSPACE, workspace_bytes
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.platform.device import choose_device
 from quengine.platform.host_experts import ExpertPlacement
+from quengine.runners.compile_kernels import KernelPlan
 from tests.tiny_models import write_tiny
 
 
@@ -189,3 +192,24 @@ def test_experts_that_host_memory_does_not_hold_are_refused_before_weights_are_r
     monkeypatch.setattr("quengine.load.available_memory", lambda: 1000)
     with pytest.raises(CannotRunError, match="not enough host memory: the experts of the first 1 layers"):
         load_model(path, EngineConfig(ctx_size=64, n_cpu_moe=1))
+
+
+@pytest.mark.parametrize(("parallel", "rows"), [(1, 1), (64, 64), (2000, 512)])
+def test_kernels_are_compiled_for_the_steps_that_will_be_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: int, rows: int
+) -> None:
+    plans: list[tuple[KernelPlan, Gpu]] = []
+    gpu = Gpu("GPU X", (9, 0))
+    monkeypatch.setattr("quengine.kernels.cuda.launch.gpu.gpu_of", lambda _: gpu)
+    monkeypatch.setattr(
+        "quengine.runners.compile_kernels.compile_ahead", lambda *given: plans.append(given[:2])
+    )
+    checkpoint = open_checkpoint(write_tiny(tmp_path / "tiny.gguf", kind="Q8_0"))
+    config = EngineConfig("cuda", 64, parallel=parallel, cache_type="q8_0", deterministic=True)
+    machine = _Machine(config, torch.device("cuda"), 1, 0, None, ExpertPlacement())
+    machine._compile_ahead(checkpoint, 64, [CachePool(8)], 64, drafts=False)
+    ((plan, told),) = plans
+    assert told is gpu and plan.config == checkpoint.config
+    assert (plan.slots, plan.cache_type, plan.batch_invariant, plan.ctx_size) == (rows, "q8_0", True, 64)
+    assert plan.tensors == {name: (each.format.name, each.shape) for name, each in checkpoint.tensors.items()}
+    checkpoint.close()

@@ -3,7 +3,7 @@
 The backend itself is called, so that what is compiled is what a model launches.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,20 +14,14 @@ from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.aot.aot_experts import expert_cases
 from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
-from quengine.kernels.cuda.attention import attention_prefill, attention_warps
-from quengine.kernels.cuda.gemm import matmul_fused, workspace
+from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
+from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
-from quengine.kernels.cuda.gemv import matvec_program
-from quengine.kernels.cuda.moe import grouped, grouped_mma
-from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pairs_experts
+from quengine.kernels.cuda.launch.gpu import Gpu, assuming
 from quengine.kernels.cuda.sampling.batch_rows import settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
-from quengine.kernels.cuda.weights import launch_table
-from quengine.kernels.cuda.weights.layout import TILE_ROWS, packed_layout
-from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight, can_pair
 from quengine.kernels.forward_batch import ForwardBatch, Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
 from quengine.kernels.kv.kv_rows import allocate_layer
@@ -35,7 +29,6 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
 
-META = torch.device("meta")
 ARCHS = (80, 89, 90)
 CONTEXT = 4096
 PREFILL_ROWS, ODD_ROWS, LONG_CHUNK = 512, 130, 2048
@@ -51,8 +44,6 @@ EPS = 1e-5
 TABLE_GPU = {90: "NVIDIA H200"}
 """Whose measured launch geometry is compiled for an architecture; the others take the defaults."""
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 
 @dataclass(frozen=True)
 class Case:
@@ -61,7 +52,7 @@ class Case:
     name: str
     decode: bool
     archs: tuple[int, ...]
-    call: Callable[[cuda_backend.CudaBackend], object]
+    call: Callable[[CudaBackend], object]
 
 
 @dataclass(frozen=True)
@@ -129,62 +120,11 @@ ALL_TYPES_WIDTH = 1024
 """Width and depth of the matrices that stand for all types: as many chunks as there is reading ahead for."""
 
 
-class MetaBackend(cuda_backend.CudaBackend):
-    """The CUDA backend on weights that have a shape and no contents."""
-
-    def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
-        merged: list[tuple[str, int]] = []
-        for part in parts:
-            if merged and merged[-1][0] == part.format.name:
-                merged[-1] = (part.format.name, merged[-1][1] + part.rows)
-            else:
-                merged.append((part.format.name, part.rows))
-        return self._noted(PackedWeight(tuple(_part(name, rows, parts[0].cols) for name, rows in merged)))
-
-    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
-        if not can_pair([gate, up]):
-            return self.weight([gate, up])
-        return self._noted(PackedWeight((_part(gate.format.name, 2 * gate.rows, gate.cols),), paired=True))
-
-    def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
-    ) -> ExpertWeights:
-        count, rows = len(gate), 2 * gate[0].rows
-        if pairs_experts(gate[0], up[0]):
-            return self._noted_experts(ExpertWeights((_experts(gate, rows),), count, rows, True, bias))
-        parts = (_experts(gate, rows // 2), _experts(up, rows // 2))
-        return self._noted_experts(ExpertWeights(parts, count, rows, bias=bias))
-
-    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ExpertWeights:
-        rows = down[0].rows
-        return self._noted_experts(ExpertWeights((_experts(down, rows),), len(down), rows, bias=bias))
-
-    def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
-        return _empty(sum(part.shape[-1] for part in parts))
-
-
 @contextmanager
 def backend_for(arch: int) -> Iterator[MetaBackend]:
     """The backend as it is on such a GPU."""
-    replaced: list[tuple[object, str, object]] = [
-        (cuda_backend, "has_dependent_launch", lambda _: arch >= 90),
-        (attention_prefill, "is_hopper", lambda _: arch >= 90),
-        (attention_warps, "uses_assembly", lambda: True),
-        (matmul_fused, "uses_assembly", lambda: True),
-        (matvec_program, "uses_assembly", lambda: True),
-        (grouped_mma, "uses_assembly", lambda: True),
-        (workspace, "is_hopper", lambda _: arch == 90),
-        (grouped, "is_hopper", lambda _: arch == 90),
-        (launch_table, "device_name", lambda: TABLE_GPU.get(arch, "")),
-    ]
-    originals = [getattr(module, name) for module, name, _ in replaced]
-    for module, name, value in replaced:
-        setattr(module, name, value)
-    try:
+    with assuming(Gpu(TABLE_GPU.get(arch, ""), (arch // 10, arch % 10))):
         yield MetaBackend(META)
-    finally:
-        for (module, name, _), value in zip(replaced, originals, strict=True):
-            setattr(module, name, value)
 
 
 def cases() -> list[Case]:
@@ -422,7 +362,7 @@ def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:
     sample_step(_empty(1, vocab), DecodeState.allocate(1, CONTEXT, META), buffers, backend.pdl)
 
 
-def _settle(_: cuda_backend.CudaBackend) -> None:
+def _settle(_: CudaBackend) -> None:
     tokens, others = _empty(BATCH, dtype=torch.int64), _empty(BATCH, dtype=torch.int32)
     settle_rows(tokens, others, others, tokens)
 
@@ -453,21 +393,6 @@ def _rows(count: int) -> str:
 def _tensor(name: str, rows: int, cols: int) -> QuantTensor:
     fmt = FORMATS[name]
     return QuantTensor(name, fmt, (rows, cols), _empty(rows, fmt.row_bytes(cols), dtype=torch.uint8))
-
-
-def _part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
-    fmt = FORMATS[name]
-    if not fmt.is_quantized:
-        return FloatPart(_empty(rows, cols, dtype=_FLOATS[name]))
-    plane = _empty(16, dtype=torch.uint8)
-    return PackedPart(packed_layout(fmt, cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)
-
-
-def _experts(experts: Sequence[QuantTensor], rows: int) -> PackedPart | FloatPart:
-    """A part with `rows` rows of each expert, and those that fill its last tile."""
-    first = experts[0]
-    padded = -(-rows // TILE_ROWS) * TILE_ROWS if first.format.is_quantized else rows
-    return _part(first.format.name, len(experts) * padded, first.cols)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

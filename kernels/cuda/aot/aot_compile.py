@@ -129,7 +129,13 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
     What was compiled before is taken from Triton's cache: the other GPU of the same PTX costs the assembler only.
     """
     first = SAME_PTX.get(arch, arch)
-    made = triton.compile(source(launch), target=GPUTarget("cuda", first, 32), options=launch.options)
+    target = GPUTarget("cuda", first, 32)
+    made = triton.compile(source(launch), target=target, options=launch.options)
+    if "ptx" not in made.asm:  # where the engine has compiled it, it keeps the machine code alone
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.always_compile = True
+            triton.knobs.compilation.store_binary_only = False
+            made = triton.compile(source(launch), target=target, options=launch.options)
     cubin, ptx = made.asm["cubin"], made.asm["ptx"]
     if arch != first:
         ptx = re.sub(rf"^\.target sm_{first}\b", f".target sm_{arch}", ptx, flags=re.MULTILINE)

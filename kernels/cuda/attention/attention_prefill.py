@@ -9,7 +9,6 @@ Two kernels: attention_prefill_wgmma.py wins on Hopper for fp16 caches, heads of
 the one here takes every other GPU, head, cache and chunk, and all of them with `batch_invariant`.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ from quengine.kernels.cuda.attention.kv_store import (
 )
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda.gemm.mma import uses_assembly
+from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
@@ -274,7 +274,7 @@ def prefill_shape(head_dim: int, rows: int, hopper: bool) -> PrefillShape:
     return PrefillShape(TILE_ROWS, TILE_KEYS, 8, 2, head_dim == HEAD_DIM)
 
 
-@cache
 def is_hopper(device: torch.device) -> bool:
     """Whether the device is a GPU of compute capability 9."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.capability[0] == 9

@@ -10,11 +10,11 @@ columns 2q and 2q + 1. m16n8k16 (fp16) is alike with two values a word: inner 2q
 Reference: PTX ISA, "Matrix multiply-accumulate operation using mma instruction".
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
+
+from quengine.kernels.cuda.launch.gpu import current_gpu
 
 SUBNORMALS = tl.constexpr(16777216.0)
 """A byte alone in the bits of an fp16 stands for so many times less."""
@@ -23,10 +23,9 @@ E2M1 = tl.constexpr(16384.0)
 """A 4-bit float with its exponent in fp16's place stands for so many times less."""
 
 
-@cache
 def uses_assembly() -> bool:
     """Whether kernels may hold NVIDIA instructions: not in the interpreter, not on other makers' GPUs."""
-    return torch.cuda.is_available() and torch.version.hip is None
+    return current_gpu() is not None and torch.version.hip is None
 
 
 @triton.jit

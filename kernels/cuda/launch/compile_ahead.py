@@ -1,61 +1,167 @@
-"""Compiling kernels several at a time: what a step launches is compiled by threads while nothing is computed.
+"""Compiling kernels ahead, in processes of their own, while a model's weights are read.
 
-Triton compiles a kernel when it is first launched, and the next launch waits. Here a step runs once with its launches
-only compiled; Triton's compiler lets other threads run for about half of its time. It takes a millisecond or two for
-each such launch, compiled before or not, so launches of one variant are recognized here. A marker beside the compiled
-kernels says that they are there, since even this search takes a second.
+Half of Triton's work is Python, so threads of one process keep two or three cores busy, and processes all of them
+(compile_processes.py). Whoever launches a kernel that is on its way waits for it, and it is compiled next.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
 
 import triton
-from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import JITFunction
 
-from quengine.kernels.cuda.launch.kernel import launches_handed_to
+from quengine.kernels.cuda.launch import triton_cache
+from quengine.kernels.cuda.launch.compile_processes import Built, Order, Stages
+from quengine.kernels.cuda.launch.gpu import Gpu
+
+_log = logging.getLogger(__name__)
+
+MOST_PROCESSES = 32
+_SHOWN_AFTER = 1.0
+"""Seconds of waiting before the user is told how far the kernels are."""
+_MOST_SILENCE = 60.0
+"""Seconds without a report after which the processes are given up; no kernel takes half as long."""
 
 
-@contextmanager
-def compiling_only(threads: int) -> Iterator[None]:
-    """Within it, launches compile their kernels and do not run; at its end all are ready.
+class CompilePool:
+    """Processes that compile what the computations of `task` launch on `gpu`, those of the first one first.
 
-    What torch itself computes does run, on whatever memory holds: nothing within may depend on values. A kernel that
-    does not compile raises where it is first run, not here.
+    Args:
+        task: gives the computations, on the meta device (`record_kernels`); it is pickled, and called in a process of
+            its own.
+        processes: that compile at once.
+        progress: called with a line for the user while one waits for kernels; "": no more.
+        every: also pass kernels that are in the cache already; `finish` returns what has been passed.
+        marker: a file to make when all are there.
+
+    Attributes:
+        complete: every kernel has been passed.
     """
-    launch = JITFunction.run
-    seen = set[object]()
 
-    def compile_once(kernel: Any, grid: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        key = (kernel, *map(_specialized_on, args), *named.items())
-        if key not in seen:
-            seen.add(key)
-            launch(kernel, *args, grid=grid, warmup=True, **named)
+    def __init__(
+        self,
+        task: Callable[[], Stages],
+        gpu: Gpu,
+        processes: int,
+        progress: Callable[[str], None] | None = None,
+        every: bool = False,
+        marker: Path | None = None,
+    ) -> None:
+        self.gpu, self.processes = gpu, min(processes, MOST_PROCESSES)
+        self._progress = progress or (lambda _: None)
+        self._lock = threading.Lock()
+        self._pending: set[str] = set()
+        self._recorded = self._ended = self.complete = False
+        self._most_silence = float("inf") if every else _MOST_SILENCE  # many models take minutes to record
+        self._total, self._waited = 0, 0.0
+        self._built: list[Built] = []
+        self._told_at = logging.INFO if every else logging.WARNING
+        triton_cache.use_private_cache()
+        self._process, self._pipe = _start_process()
+        self._pipe.send(Order(task, gpu, self.processes, every, marker))
+        triton_cache.before_lookup.append(self.wait)
 
-    with (
-        ThreadPoolExecutor(threads) as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=True),
-        launches_handed_to(compile_once),
-    ):
-        yield
+    def wait(self, key: str) -> None:
+        """Return when a kernel is in the cache, or nobody compiles it."""
+        with self._lock:
+            self._receive_until(lambda: self._recorded or key in self._pending)
+            if key in self._pending:
+                with suppress(OSError):
+                    self._pipe.send(key)
+                self._receive_until(lambda: key not in self._pending)
+
+    def finish(self) -> list[Built]:
+        """Return when all are there, or the processes have ended."""
+        with self._lock:
+            self._receive_until(lambda: False)
+        return self._built
+
+    def _receive_until(self, done: Callable[[], bool]) -> None:
+        """Take reports until `done`, or the last one."""
+        shown, heard = False, time.monotonic()
+        while not self._ended and not done():
+            began = time.monotonic()
+            try:
+                if self._pipe.poll(0.2):
+                    self._take(self._pipe.recv())
+                    heard = time.monotonic()
+                elif began - heard > self._most_silence:
+                    _log.warning(
+                        "the processes that compile kernels do not answer; kernels are compiled here"
+                    )
+                    self._end()
+            except (EOFError, OSError):
+                self._end()
+            self._waited += time.monotonic() - began
+            if self._waited > _SHOWN_AFTER and self._pending and not self._ended:
+                ready = self._total - len(self._pending)
+                self._progress(f"compiling kernels for {self._target}: {ready} of {self._total}")
+                shown = True
+        if shown:
+            self._progress("")
+
+    def _take(self, report: list[str] | Built | None) -> None:
+        if isinstance(report, Built):
+            self._built.append(report)
+            self._pending.discard(report.key)
+            if report.error:
+                _log.info("%s was not compiled ahead: %s", report.name, report.error)
+        elif report is not None:
+            self._pending.update(report)
+            self._total += len(report)
+        else:
+            self._recorded = True
+            if self._total:
+                text = "compiling %d kernels for %s with %d processes, once; later runs find them on disk"
+                _log.log(self._told_at, text, self._total, self._target, self.processes)
+
+    @property
+    def _target(self) -> str:
+        return self.gpu.name or f"sm_{self.gpu.arch}"
+
+    def _end(self) -> None:
+        self.complete = self._recorded and not self._pending
+        self._ended = self._recorded = True
+        self._pending.clear()
+        with suppress(ValueError):
+            triton_cache.before_lookup.remove(self.wait)
+        self._pipe.close()
+        self._process.kill()  # it has ended, or does not answer
+        self._process.wait()
 
 
-def _specialized_on(argument: object) -> object:
-    """What machine code may follow from in an argument."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if type(argument) is int:
-        return int, argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
-    if isinstance(argument, TensorDescriptor):
-        return argument.base.dtype, *argument.block_shape
-    if isinstance(argument, tuple):
-        return type(argument), *map(_specialized_on, argument)
-    return float if isinstance(argument, float) else argument
+def finish_compiling() -> None:
+    """Return when no pool of this process compiles any more."""
+    for call in tuple(triton_cache.before_lookup):
+        pool = getattr(call, "__self__", None)
+        if isinstance(pool, CompilePool):
+            pool.finish()
+
+
+def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
+    """The process that leads the others, and an end of a pipe to it. It knows of no GPU."""
+    ours, theirs = Pipe()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TRITON_CACHE_DIR": str(triton.knobs.cache.dir),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    program = f"from quengine.kernels.cuda.launch.compile_processes import lead; lead({theirs.fileno()})"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", program], env=environment, pass_fds=[theirs.fileno()], start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    theirs.close()
+    return process, ours
 
 
 def marker(*what: object) -> Path:
@@ -64,6 +170,13 @@ def marker(*what: object) -> Path:
     It goes with the cache it speaks of. A wrong one does no harm: a kernel that is missing is compiled at its launch.
     """
     digest = sha256(repr((triton.__version__, *what)).encode())
+    digest.update(source_stamp())
+    return Path(triton.knobs.cache.dir) / f"quengine-{digest.hexdigest()[:32]}"
+
+
+def source_stamp() -> bytes:
+    """Names this version of the modules that kernels are in."""
+    digest = sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())
-    return Path(triton.knobs.cache.dir) / f"quengine-{digest.hexdigest()[:32]}"
+    return digest.digest()

@@ -1,30 +1,101 @@
-"""Where Triton keeps compiled kernels: a folder that nobody but this user can write.
+"""Where Triton keeps compiled kernels: a folder that nobody but this user can write, and files that are checked.
 
-Triton loads what it finds there without looking who wrote it.
+Triton loads what it finds there without looking who wrote it, or whether it is whole. So each file has a digest beside
+it, keyed with the user's secret in the folder (HMAC-SHA-256); a file that does not match counts as none, and is built
+anew.
 """
 
 import atexit
+import hmac
+import json
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import triton
+from triton.runtime.cache import FileCacheManager
 
-from quengine.kernels.private_folder import ForeignFolderError, check_private, user_cache
+from quengine.kernels.private_folder import ForeignFolderError, check_private, folder_key, user_cache
 
 _log = logging.getLogger(__name__)
+
+DIGEST_SUFFIX = ".hmac"
+_GROUP = "__grp__"
+"""What the name of the file begins with that lists the others of a kernel."""
+
+before_lookup: list[Callable[[str], None]] = []
+"""Called with the name of a kernel's folder before it is looked up: another process may be compiling it."""
+
+
+class CheckedCache(FileCacheManager):  # type: ignore[misc]
+    """The folder of one kernel, or of one compiled C file. Triton makes one for each look-up."""
+
+    def put(self, data: object, filename: str, binary: bool = True) -> str:
+        del binary
+        if filename.endswith(".source"):  # as long as the machine code, and of no use here
+            return str(super().put("", filename))
+        content = data if isinstance(data, bytes) else str(data).encode()
+        path = super().put(content, filename)
+        super().put(self._digest(filename, content), filename + DIGEST_SUFFIX)
+        return str(path)
+
+    def get_file(self, filename: str) -> str | None:
+        return None if self.read(filename) is None else str(self._make_path(filename))
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        for call in tuple(before_lookup):
+            call(self.key)
+        listed = self.read(_GROUP + filename)
+        if listed is None:
+            return None
+        names = [name for name in json.loads(listed)["child_paths"] if not name.endswith(".source")]
+        # The listed paths are those of the folder that it was written in.
+        return {name: self._make_path(name) for name in names} if all(map(self.get_file, names)) else None
+
+    def read(self, filename: str) -> bytes | None:
+        """What a file holds, if it is as it was written by this user."""
+        path = Path(self._make_path(filename))
+        try:
+            content, digest = path.read_bytes(), path.with_name(filename + DIGEST_SUFFIX).read_bytes()
+        except OSError:
+            return None
+        return content if hmac.compare_digest(digest, self._digest(filename, content)) else None
+
+    def _digest(self, filename: str, content: bytes) -> bytes:
+        secret = _secret(Path(self.cache_dir).parent)
+        return hmac.digest(secret, f"{self.key}\0{filename}\0".encode() + content, "sha256")
+
+
+def kernel_names(folder: Path) -> list[str]:
+    """The kernels whose files in a folder of the cache are all there and as they were written."""
+    manager = CheckedCache(folder.name)
+    listed = [path.name[len(_GROUP) :] for path in folder.glob(f"{_GROUP}*.json")]
+    return [Path(name).stem for name in listed if manager.get_group(name)]
+
+
+@cache
+def _secret(folder: Path) -> bytes:
+    """This user's secret in a folder; where none can be kept, one of this process."""
+    try:
+        return folder_key(folder, make=True) or os.urandom(32)
+    except OSError as error:
+        _log.debug("%s: %s", folder, error.strerror)
+        return os.urandom(32)
 
 
 @cache
 def use_private_cache() -> None:
-    """Before the first kernel is compiled: have Triton keep kernels where only this user can put them.
+    """Before the first kernel is compiled: have Triton keep kernels where only this user can put them, and check them.
 
     That is TRITON_CACHE_DIR, or Triton's folder in the home folder, if it is private; else the engine's among the
     user's caches; else a temporary one of this process.
     """
+    triton.knobs.cache.manager_class = CheckedCache
+    triton.knobs.compilation.store_binary_only = True
     found = Path(triton.knobs.cache.dir)
     try:
         _make_private(found)

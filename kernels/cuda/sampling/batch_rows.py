@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+_BLOCK = 32
+"""Rows a program, whatever their number: one kernel for all steps."""
+
 
 @triton.jit(do_not_specialize=["rows"])
 def _settle_kernel(token_ptr, position_ptr, live_ptr, chosen_ptr, rows, BLOCK: tl.constexpr):
@@ -29,7 +32,6 @@ def settle_rows(
     """
     rows = tokens.shape[0]
     assert positions.shape == live.shape == chosen.shape == (rows,)
-    block = min(1024, triton.next_power_of_2(rows))
-    _settle_kernel[(triton.cdiv(rows, block),)](
-        tokens, positions, live, chosen, rows, BLOCK=block, num_warps=1
+    _settle_kernel[(triton.cdiv(rows, _BLOCK),)](
+        tokens, positions, live, chosen, rows, BLOCK=_BLOCK, num_warps=1
     )

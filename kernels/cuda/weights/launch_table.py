@@ -11,8 +11,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from quengine.kernels.cuda.launch.gpu import current_gpu
 from quengine.kernels.cuda.weights.layout import PackedLayout
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.moe.grouping import default_block
@@ -113,10 +112,10 @@ def _table() -> dict[str, Any]:
     return dict(json.loads(_TABLE.read_text()))
 
 
-@cache
 def device_name() -> str:
-    """The key of this machine's GPU in the table, "" without one."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    """The key of the GPU in the table, "" without one."""
+    gpu = current_gpu()
+    return "" if gpu is None else gpu.name
 
 
 def matvec_key(parts: Sequence[PackedPart], kind: str) -> str:

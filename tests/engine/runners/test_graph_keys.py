@@ -2,15 +2,16 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-from quengine.kernels.cuda.launch.compile_ahead import marker
+from quengine.block_manager import CachePool
+from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.sampling.sampling import MAX_CAPACITY
+from quengine.models.synthetic.presets import PRESETS
 from quengine.request.sampling_params import SamplingParams
-from quengine.runners.compile_kernels import compile_kernels
+from quengine.runners import compile_kernels
+from quengine.runners.compile_kernels import KernelPlan, compile_ahead
 from quengine.runners.graph_keys import CANDIDATES, SamplingKind
 from quengine.structured.constraint_spec import ConstraintSpec
 
@@ -37,22 +38,22 @@ def test_a_graph_is_chosen_by_what_sampling_needs_buffers_for(
 def test_kernels_are_not_looked_for_again_where_the_marker_says_they_were_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Shape:
-        """What the marker is made of; computing anything would fail."""
-
-        config, bytes_per_token, chunk_size = "model", 10, 8
-        backend = SimpleNamespace(device=torch.device("cuda"))
-
-        def forward(self, *_: object) -> None:
-            raise AssertionError("computed")
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU X")
-    graphs = SimpleNamespace(
-        decoder=Shape(), cache=SimpleNamespace(layers=[]), prefill_tokens=8, slots=1, shares_sequences=False
-    )
-    marker("GPU X", "model", 10, 1, [], 1, False).touch()
-    compile_kernels(graphs)  # type: ignore[arg-type]
+    pools: list[object] = []
+    monkeypatch.setattr(compile_kernels, "CompilePool", lambda *_, marker, **__: pools.append(marker))
+    plan = KernelPlan(PRESETS["tiny"].config(), {}, 64, [CachePool(2)], 64, "f16", 1, 64)
+    gpu = Gpu("GPU X", (9, 0))
+    compile_ahead(plan, gpu)
+    (done,) = pools
+    assert isinstance(done, Path) and done.parent == tmp_path
+    done.touch()
+    assert compile_ahead(plan, gpu) is None and len(pools) == 1
+    others = [replace(plan, slots=2), replace(plan, cache_type="q8_0"), replace(plan, batch_invariant=True)]
+    for number, other in enumerate(others, 2):
+        compile_ahead(other, gpu)
+        assert len(set(pools)) == number
+    compile_ahead(plan, Gpu("GPU Y", (9, 0)))
+    assert len(set(pools)) == 5
 
 
 def test_a_constraint_is_sampled_on_the_host() -> None:

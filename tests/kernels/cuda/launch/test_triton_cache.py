@@ -11,7 +11,7 @@ import triton
 from triton.runtime.cache import FileCacheManager
 
 from quengine.kernels.cuda.launch import triton_cache
-from quengine.kernels.cuda.launch.triton_cache import use_private_cache
+from quengine.kernels.cuda.launch.triton_cache import CheckedCache, use_private_cache
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +79,25 @@ def test_where_no_folder_is_private_a_temporary_one_is(caches: Path, monkeypatch
     assert folder.parent == caches and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert kept == [(triton_cache.shutil.rmtree, folder)]
     assert Path(triton.knobs.cache.dir) == folder
+
+
+@pytest.mark.usefixtures("caches")
+def test_a_file_that_was_changed_counts_as_none() -> None:
+    """As the C code that launches kernels is kept: not in a group."""
+    use_private_cache()
+    cache = CheckedCache("folder")
+    path = Path(cache.put(b"code", "launcher.so"))
+    assert cache.get_file("launcher.so") == str(path) and cache.read("launcher.so") == b"code"
+    path.write_bytes(b"c0de")
+    assert cache.get_file("launcher.so") is None and cache.read("launcher.so") is None
+    cache.put(b"code", "launcher.so")
+    assert cache.get_file("launcher.so") == str(path)
+    assert CheckedCache("other").get_file("launcher.so") is None
+
+
+def test_a_folder_that_others_can_read_becomes_private(caches: Path) -> None:
+    (caches / "chosen").mkdir(mode=0o755)
+    use_private_cache()
+    CheckedCache("folder").put(b"code", "kernel.cubin")
+    assert stat.S_IMODE((caches / "chosen").stat().st_mode) == 0o700
+    assert stat.S_IMODE((caches / "chosen" / "key").stat().st_mode) == 0o600

@@ -1,0 +1,1 @@
+"""`engine kernels`: packs of compiled CUDA kernels, and Triton's cache."""

@@ -1,0 +1,131 @@
+"""Building and installing packs of compiled kernels (kernels/cuda/launch/kernel_pack.py): no GPU is needed to build."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from quengine.block_manager import CachePool
+from quengine.config import DEFAULT_CHUNK
+from quengine.errors import CannotRunError, EngineError, nearest
+from quengine.kernels.cuda.aot.aot_cases import ARCHS, TABLE_GPU
+from quengine.kernels.cuda.launch.compile_ahead import CompilePool
+from quengine.kernels.cuda.launch.compile_processes import Built
+from quengine.kernels.cuda.launch.gpu import Gpu
+from quengine.kernels.cuda.launch.kernel_pack import Pack, install_pack, write_pack
+from quengine.kernels.cuda.launch.launcher import build_launchers
+from quengine.kernels.cuda.launch.triton_cache import use_private_cache
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.config import ModelConfig
+from quengine.models.hub.hub import resolve_model
+from quengine.models.synthetic.presets import PRESETS
+from quengine.models.synthetic.type_mix import tensor_type
+from quengine.models.tensor_table import required_tensors
+from quengine.runners.compile_kernels import KernelPlan, compilers, stages_of, stored_tensors
+from quengine.runners.graph_keys import DECODE_ROWS, padded_rows
+
+CATALOGUE = "catalogue"
+Shape = tuple[ModelConfig, Mapping[str, tuple[str, tuple[int, ...]]]]
+"""A model's configuration, and type and shape of its tensors by name."""
+_CONTEXT = 4096
+"""Positions of the cache: kernels follow from it only in whether it is a multiple of 16."""
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """What a pack is to hold: kernels for requests to these models, up to `parallel` at once, on these GPUs."""
+
+    models: Sequence[str]
+    archs: Sequence[int]
+    parallel: int = 64
+    cache_type: CacheType = "f16"
+
+
+def build_pack(plan: PackPlan, path: Path, progress: Callable[[str], None] | None = None) -> Pack:
+    """Compile what is not in Triton's cache, with all processors, and write the pack.
+
+    Raises:
+        EngineError: no such model, or it has kernels that do not compile.
+        CannotRunError: a compiling process was killed, as for want of memory.
+    """
+    use_private_cache()
+    names = _named(plan.models)
+    built: dict[str, Built] = {}
+    shapes = [_shape(name) for name in names]
+    for gpu in gpus(plan.archs):
+        plans = [each for shape in shapes for each in _plans(shape, plan)]
+        pool = CompilePool(partial(stages_of, *plans), gpu, compilers(), progress, every=True)
+        found = pool.finish()
+        failed = [kernel for kernel in found if kernel.error]
+        if failed:
+            raise EngineError(f"{failed[0].name} for sm_{gpu.arch} was not compiled: {failed[0].error}")
+        if not pool.complete:
+            raise CannotRunError(
+                "a process that compiles kernels has ended; run it again: what is compiled is kept"
+            )
+        built.update({kernel.key: kernel for kernel in found})
+    return write_pack(path, list(built.values()), [f"sm_{arch}" for arch in plan.archs], names)
+
+
+def install(path: Path) -> tuple[Pack, int]:
+    """Put a pack's kernels into Triton's cache, and build what launches them. The number of launchers built.
+
+    Raises EngineError where it is no pack, is damaged, or is for another Triton or other kernels.
+    """
+    use_private_cache()
+    pack = install_pack(path)
+    return pack, build_launchers(pack.launchers, compilers())
+
+
+def gpus(archs: Sequence[int]) -> list[Gpu]:
+    """For each architecture any GPU of it, and the one whose launch geometry was measured."""
+    return [
+        Gpu(name, (arch // 10, arch % 10))
+        for arch in archs
+        for name in ("", *filter(None, [TABLE_GPU.get(arch)]))
+    ]
+
+
+def arch_of(name: str) -> int:
+    """80 of "sm_80". Raises EngineError where kernels are not compiled for it."""
+    known = {f"sm_{arch}": arch for arch in ARCHS}
+    if name not in known:
+        raise EngineError(f"no kernels for {name!r}; there are {', '.join(known)}")
+    return known[name]
+
+
+def _named(models: Sequence[str]) -> list[str]:
+    released = [name for name in PRESETS if not name.endswith(("-tiny", "-2l")) and name != "tiny"]
+    names = [each for name in models for each in (released if name == CATALOGUE else [name])]
+    return list(dict.fromkeys(names))
+
+
+def _shape(name: str) -> Shape:
+    """Of a synthetic model, or else of the model of that name: a file, a folder, or one that is in the cache."""
+    if name in PRESETS:
+        spec = PRESETS[name]
+        shapes = required_tensors(spec.config())
+        return spec.config(), {
+            each: (tensor_type(spec, each, shape), shape) for each, shape in shapes.items()
+        }
+    try:
+        checkpoint = open_checkpoint(resolve_model(name))
+    except EngineError as error:
+        raise EngineError(f"{error}{nearest(name, [CATALOGUE, *PRESETS])}") from None
+    tensors = stored_tensors(checkpoint.tensors)
+    config = checkpoint.config
+    checkpoint.close()
+    return config, tensors
+
+
+def _plans(shape: Shape, plan: PackPlan) -> list[KernelPlan]:
+    """One for a single sequence, one for many."""
+    config, tensors = shape
+    context = min(_CONTEXT, config.context_length)
+    pools = [CachePool(context // BLOCK_SIZE) for _ in config.cache_groups]
+    most = DEFAULT_CHUNK["cuda"]
+    return [
+        KernelPlan(config, tensors, context, pools, min(most, context), plan.cache_type, rows, most)
+        for rows in dict.fromkeys((1, padded_rows(min(plan.parallel, DECODE_ROWS[-1]))))
+    ]

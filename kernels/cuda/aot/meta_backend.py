@@ -1,0 +1,71 @@
+"""The CUDA backend on weights that have a shape and no contents: it launches what a model launches, on no device."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pairs_experts
+from quengine.kernels.cuda.weights.layout import TILE_ROWS, packed_layout
+from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight, can_pair
+from quengine.kernels.quant_tensor import QuantTensor
+
+META = torch.device("meta")
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class MetaBackend(CudaBackend):
+    """The CUDA backend on weights that have a shape and no contents."""
+
+    def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
+        merged: list[tuple[str, int]] = []
+        for part in parts:
+            if merged and merged[-1][0] == part.format.name:
+                merged[-1] = (part.format.name, merged[-1][1] + part.rows)
+            else:
+                merged.append((part.format.name, part.rows))
+        return self._noted(PackedWeight(tuple(_part(name, rows, parts[0].cols) for name, rows in merged)))
+
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
+        if not can_pair([gate, up]):
+            return self.weight([gate, up])
+        return self._noted(PackedWeight((_part(gate.format.name, 2 * gate.rows, gate.cols),), paired=True))
+
+    def gate_up_experts(
+        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+    ) -> ExpertWeights:
+        count, rows = len(gate), 2 * gate[0].rows
+        if pairs_experts(gate[0], up[0]):
+            return self._noted_experts(ExpertWeights((_experts(gate, rows),), count, rows, True, bias))
+        parts = (_experts(gate, rows // 2), _experts(up, rows // 2))
+        return self._noted_experts(ExpertWeights(parts, count, rows, bias=bias))
+
+    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ExpertWeights:
+        rows = down[0].rows
+        return self._noted_experts(ExpertWeights((_experts(down, rows),), len(down), rows, bias=bias))
+
+    def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
+        return _empty(sum(prod(part.shape) for part in parts))
+
+
+def _part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
+    fmt = FORMATS[name]
+    if not fmt.is_quantized:
+        return FloatPart(_empty(rows, cols, dtype=_FLOATS[name]))
+    plane = _empty(16, dtype=torch.uint8)
+    return PackedPart(packed_layout(fmt, cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)
+
+
+def _experts(experts: Sequence[QuantTensor], rows: int) -> PackedPart | FloatPart:
+    """A part with `rows` rows of each expert, and those that fill its last tile."""
+    first = experts[0]
+    padded = -(-rows // TILE_ROWS) * TILE_ROWS if first.format.is_quantized else rows
+    return _part(first.format.name, len(experts) * padded, first.cols)
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device=META)

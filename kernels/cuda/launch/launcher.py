@@ -1,0 +1,80 @@
+"""The C code that launches a kernel, which Triton 3.6 has compiled for each signature; later versions have one for all.
+
+It follows from the types of a kernel's arguments and its tensor maps alone. It is linked with the driver's library, so
+it is built where a GPU is.
+"""
+
+import fcntl
+import json
+import subprocess
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.nvidia import driver
+from triton.runtime.build import compile_module_from_src
+
+_NAME = "__triton_launcher"
+
+
+@dataclass(frozen=True)
+class LauncherSpec:
+    """types: of the arguments, as Triton writes them, tuples within; maps: what it says of their tensor maps, as
+    JSON."""
+
+    types: tuple[Any, ...]
+    maps: str
+
+
+def launcher_of(kernel: Any) -> LauncherSpec | None:
+    """What launches a compiled kernel; None where Triton needs nothing for it."""
+    if not hasattr(driver, "make_launcher"):
+        return None
+    maps = json.dumps(getattr(kernel.metadata, "tensordesc_meta", None))
+    return LauncherSpec(_plain(kernel.src.signature.values()), maps)
+
+
+def build_launcher(spec: LauncherSpec) -> bool:
+    """Have Triton compile it, unless it is in its cache. Whether it is there; not on a machine without a GPU's driver
+    or a C compiler."""
+    source = driver.make_launcher({}, dict(enumerate(spec.types)), json.loads(spec.maps))
+    lock = Path(triton.knobs.cache.dir) / f"quengine-{sha256(source.encode()).hexdigest()[:32]}.lock"
+    # ldconfig lacking, no driver (an assertion of Triton's), no compiler, or one that fails
+    with (
+        suppress(OSError, AssertionError, RuntimeError, subprocess.CalledProcessError),
+        lock.open("w") as file,
+    ):
+        fcntl.flock(file, fcntl.LOCK_EX)  # several kernels have one
+        try:
+            compile_module_from_src(
+                source, _NAME, library_dirs=driver.library_dirs(), include_dirs=driver.include_dirs,
+                libraries=driver.libraries,
+            )  # fmt: skip
+            return True
+        finally:
+            lock.unlink(missing_ok=True)
+    return False
+
+
+def build_launchers(specs: Sequence[LauncherSpec], threads: int) -> int:
+    """Build all, and what Triton calls the driver with. How many are there."""
+    if not specs or not build_launcher(specs[0]):
+        return 0
+    build_utilities()
+    with ThreadPoolExecutor(threads) as pool:
+        return 1 + sum(pool.map(build_launcher, specs[1:]))
+
+
+def build_utilities() -> None:
+    """Have Triton compile its own C module, unless it is in its cache."""
+    driver.CudaUtils()
+
+
+def _plain(types: Iterable[Any]) -> tuple[Any, ...]:
+    """Without the names of named tuples."""
+    return tuple(_plain(each) if isinstance(each, tuple) else each for each in types)

@@ -1,0 +1,102 @@
+"""Which kernels a computation launches: its launches are noted and none is run, on tensors without contents.
+
+Triton itself specializes each launch, for a GPU that need not be here: so a kernel has the name in Triton's cache that
+it has when it is launched on such a GPU. That name follows from the kernel's source, the arguments' types and
+alignment, the constants, the options, the GPU's capability, and Triton's own files.
+"""
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
+from triton.runtime._async_compile import active_mode
+from triton.runtime.jit import JITFunction
+
+from quengine.kernels.cuda.launch.gpu import Gpu, assuming
+from quengine.kernels.cuda.launch.kernel import launches_handed_to
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel for one GPU. key: its folder in Triton's cache; compile: has Triton compile it, or read it there."""
+
+    key: str
+    name: str
+    compile: Callable[[], Any]
+
+
+def record_kernels(computations: Sequence[Callable[[], object]], gpu: Gpu) -> dict[str, Kernel]:
+    """The kernels that these computations launch on `gpu`, by key.
+
+    What torch itself computes in them does run, so their tensors must be on the meta device.
+    """
+    recorder = _Recorder()
+    launch = JITFunction.run
+    seen = set[object]()
+
+    def note(kernel: Any, grid: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        known = (kernel, *map(_specialized_on, args), *named.items())
+        if known not in seen:
+            seen.add(known)
+            recorder.name = kernel.fn.__name__.strip("_")
+            launch(kernel, *args, grid=grid, warmup=True, **named)
+
+    before = driver._active
+    driver.set_active(_AbsentDriver(gpu))
+    token = active_mode.set(recorder)
+    try:
+        with assuming(gpu), launches_handed_to(note):
+            for compute in computations:
+                compute()
+    finally:
+        active_mode.reset(token)
+        driver._active = before
+    return recorder.kernels
+
+
+class _Recorder:
+    """In the place of Triton's AsyncCompileMode, which is given what a launch has to compile."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, Kernel] = {}
+        self.name = ""
+
+    def submit(self, key: str, compile_: Callable[[], Any], _finalize: Callable[[Any], None]) -> None:
+        digest = sha256(key.encode()).digest()
+        folder = base64.b32encode(digest).decode().rstrip("=")  # as triton.runtime.cache names it
+        self.kernels.setdefault(folder, Kernel(folder, self.name, compile_))
+
+
+class _AbsentDriver:
+    """Triton's driver for a GPU that need not be here, as far as specializing a launch asks it."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def get_current_device(self) -> object:
+        return self._gpu  # Triton keeps what it knows of a kernel by device
+
+    def get_current_stream(self, _device: object) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._gpu.arch, 32)
+
+
+def _specialized_on(argument: object) -> object:
+    """What machine code may follow from in an argument."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if type(argument) is int:
+        return int, argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    if isinstance(argument, TensorDescriptor):
+        return argument.base.dtype, *argument.block_shape
+    if isinstance(argument, tuple):
+        return type(argument), *map(_specialized_on, argument)
+    return float if isinstance(argument, float) else argument

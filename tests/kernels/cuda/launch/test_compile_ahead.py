@@ -1,0 +1,202 @@
+"""Kernels are compiled by other processes, each once; who needs one waits for it, and what is broken is built anew."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quengine.kernels.cuda.launch.compile_ahead import marker
+from tests.fork_server import without_interpreter
+
+POOL = (
+    f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parents[4])!r})
+"""
+    + """
+os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
+import torch, triton
+from functools import partial
+from pathlib import Path
+from quengine.kernels.cuda.launch import compile_ahead, triton_cache
+from quengine.kernels.cuda.launch.compile_ahead import CompilePool, finish_compiling
+from quengine.kernels.cuda.launch.gpu import Gpu
+from quengine.kernels.cuda.launch.record_kernels import record_kernels
+from quengine.kernels.cuda.sampling import batch_rows
+from tests.kernels.cuda.launch.small_kernels import broken, fork_process, stages
+
+start, compile_ahead._start_process = compile_ahead._start_process, fork_process
+
+GPU = Gpu("GPU X", (9, 0))
+SIZES = (1, 2, 4)
+ROOT = Path(sys.argv[1])
+
+def pool(sizes=SIZES, processes=2, **given):
+    return CompilePool(partial(stages, sizes), GPU, processes, **given)
+
+def compilations(sizes=SIZES):
+    '''How many of them this process would compile.'''
+    misses = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: misses.append(not cache_hit)
+    for kernel in record_kernels(stages(sizes), GPU).values():
+        kernel.compile()
+    triton.knobs.compilation.listener = None
+    return sum(misses)
+"""
+)
+
+
+def test_a_process_compiles_nothing_that_others_have_compiled(tmp_path: Path) -> None:
+    without_interpreter(
+        POOL
+        + """
+lines = []
+done = ROOT / "marker"
+compile_ahead._start_process = start  # once as it is
+first = pool(progress=lines.append, marker=done)
+built = first.finish()
+assert sorted(kernel.name for kernel in built) == ["settle_kernel"] * 3 and not any(kernel.error for kernel in built)
+assert done.is_file() and first.complete
+compile_ahead._start_process = fork_process
+assert compilations() == 0 and compilations((8,)) == 1
+assert pool().finish() == [], "nothing is missing"
+assert len(pool(every=True).finish()) == 3
+assert not triton_cache.before_lookup
+""",
+        tmp_path / "cache",
+    )
+
+
+def test_who_looks_a_kernel_up_waits_for_it_and_it_comes_next(tmp_path: Path) -> None:
+    without_interpreter(
+        POOL
+        + """
+sizes = (1, 2, 4, 8, 16, 64)
+last = list(record_kernels(stages(sizes), GPU))[-1]
+ahead = pool(sizes, processes=1)
+folder = triton_cache.CheckedCache(last)
+assert folder.get_group("_settle_kernel.json").keys() == {"_settle_kernel.json", "_settle_kernel.cubin"}
+assert len(ahead._pending) >= 2, "it was not the last"
+finish_compiling()
+assert compilations(sizes) == 0
+""",
+        tmp_path / "cache",
+    )
+
+
+def test_a_broken_entry_is_built_anew(tmp_path: Path) -> None:
+    without_interpreter(
+        POOL
+        + """
+pool().finish()
+first, second, third = (path.parent for path in sorted(ROOT.glob("*/*.cubin")))
+code, digest = first / "_settle_kernel.cubin", first / "_settle_kernel.cubin.hmac"
+good = code.read_bytes()
+
+def exchanged():  # whole, with its digest, in the folder of another kernel
+    for path in (code, digest):
+        path.write_bytes((second / path.name).read_bytes())
+
+def other_secret():
+    triton_cache._secret.cache_clear()
+    (ROOT / "key").write_bytes(bytes(32))
+
+faults = {
+    "truncated": lambda: code.write_bytes(good[:-100]),
+    "altered": lambda: code.write_bytes(good[:-1] + bytes([good[-1] ^ 1])),
+    "exchanged": exchanged,
+    "no digest": digest.unlink,
+    "no file": code.unlink,
+    "by a user with another secret": other_secret,
+}
+for fault, harm in faults.items():
+    harm()
+    rebuilt = pool().finish()
+    assert len(rebuilt) == (3 if harm is other_secret else 1), (fault, rebuilt)
+    assert code.read_bytes() == good, fault
+assert compilations() == 0
+""",
+        tmp_path / "cache",
+    )
+
+
+def test_a_stage_that_fails_or_a_process_that_is_killed_leaves_compiling_to_the_launch(
+    tmp_path: Path,
+) -> None:
+    without_interpreter(
+        POOL
+        + """
+failed = CompilePool(broken, GPU, 2)
+failed.wait("KEY")
+assert [kernel.error for kernel in failed.finish()] == ["ValueError: no such shape"]
+killed = pool()
+os.kill(killed._process.pid, signal.SIGKILL)
+killed.wait("KEY")
+killed.finish()
+assert not killed.complete
+assert compilations() <= len(SIZES) and compilations() == 0
+""",
+        tmp_path / "cache",
+    )
+
+
+def test_the_processes_end_with_the_one_that_they_compile_for(tmp_path: Path) -> None:
+    without_interpreter(
+        POOL
+        + """
+sizes = (1, 2, 4, 8, 16, 64)
+ahead = pool(sizes, processes=1)
+ahead._receive_until(lambda: ahead._recorded)
+ahead._pipe.close()  # as at its end
+ahead._process.wait()
+triton_cache.before_lookup.clear()
+assert compilations(sizes) > 0
+""",
+        tmp_path / "cache",
+    )
+
+
+def test_the_wait_is_shown_with_numbers(tmp_path: Path) -> None:
+    without_interpreter(
+        POOL
+        + """
+compile_ahead._SHOWN_AFTER = 0.0
+lines = []
+pool(progress=lines.append).finish()
+assert "compiling kernels for GPU X: 2 of 3" in lines and lines[-1] == "", lines
+""",
+        tmp_path / "cache",
+    )
+
+
+def test_a_marker_lies_in_the_cache_and_names_what_it_was_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    one = marker("GPU X", (4096, 32))
+    assert one.parent == tmp_path
+    assert one == marker("GPU X", (4096, 32))
+    assert len({one, marker("GPU Y", (4096, 32)), marker("GPU X", (4096, 33))}) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_launch_on_the_gpu_finds_what_was_recorded_without_it(tmp_path: Path) -> None:
+    without_interpreter(
+        POOL
+        + """
+from quengine.kernels.cuda.launch.gpu import gpu_of
+device = torch.device("cuda", 0)
+GPU = gpu_of(device)
+batch_rows._BLOCK = 32
+assert len(pool((32,)).finish()) == 1
+misses = []
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: misses.append(not cache_hit)
+tokens = torch.tensor([3, -1, 5], device=device)
+live = torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
+chosen = torch.zeros_like(tokens)
+batch_rows.settle_rows(tokens, torch.ones_like(live), live, chosen)
+assert misses == [False] and chosen.tolist() == [3, -1, 5] and tokens.tolist() == [3, 0, 0]
+""",
+        tmp_path / "cache",
+    )
