@@ -74,7 +74,7 @@ def expert_cases() -> Iterator[ExpertCase]:
     yield "6 experts of 8, decode", True, (90,), partial(_layer, uneven, ("Q4_K", "Q4_K", "Q4_K"))
     yield "unpaired experts, decode", True, (90,), partial(_layer, small, ("Q4_K", "Q6_K", "F16"))
     for model, experts in ROUTERS.items():
-        for rows in (1, 16, 64) if model in _BATCHED else (1,):
+        for rows in (1, 16, 64, 128) if model in _BATCHED else (1,):
             yield f"router of {model}, {rows} rows", True, (90,), partial(_router, experts, rows)
 
 

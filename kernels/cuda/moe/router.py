@@ -208,13 +208,13 @@ def scratch_width(rows: int, router: Router) -> int:
 
 def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:
     count, cols = router.weight.shape
-    gate, many, few = router.shared_gate is not None, count > _MANY_EXPERTS, rows <= _FEW_ROWS
+    gate, few = router.shared_gate is not None, rows <= _FEW_ROWS
     if rows == 1:
         tile, ahead = (1, 1), _AHEAD
-    elif rows <= _FEW_ROWS // 2 or (few and not many):
-        tile, ahead = (1, 8 if many else 4), 4 if rows <= 16 else 2
+    elif few:
+        tile, ahead = (1, 8 if count > _MANY_EXPERTS else 4), 4 if rows <= 16 else 2
     else:
-        tile, ahead = (2 if few else 4, 8), 1
+        tile, ahead = (4, 8), 1
     return RouterProgram(*tile, cols, count, gate, few, pdl, ahead)
 
 
