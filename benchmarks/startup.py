@@ -1,10 +1,14 @@
 """CPU and wall time from the start of a command to its end, beside what Python and torch take to start.
 
     python benchmarks/startup.py [-m MODEL] [-r ROUNDS] [--beside FOLDER] [--only ROW ...] [--json]
+    python benchmarks/startup.py --time-line [-m MODEL] [--device cuda] [-r ROUNDS] [--beside FOLDER]
 
 Commands are run in turns; the table has medians. CPU time is that of the process and of those it started, on all
 cores: on a shared machine it says more than wall time. The last row is a start without any compiled kernels, once.
 `--beside` names a folder with another version of the package (FOLDER/quengine), which is measured in the same turns.
+
+`--time-line` says instead when `engine -v generate` comes to its milestones, in seconds from the start of its process
+to the line of the log that says so, and to the first byte of its answer; medians.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -68,6 +73,71 @@ def healthy() -> None:
     raise SystemExit("the server does not answer")
 
 
+MILESTONES = (
+    ("arguments read", "debug: arguments read"),
+    ("torch imported", "debug: torch imported"),
+    ("header read", "info: model "),
+    ("device chosen, its context made", "info: device "),
+    ("weights on the device", "debug: weights loaded"),
+    ("model loaded", "info: loaded in "),
+    ("tokenizer made", "info: tokenizer of "),
+    ("kernels loaded, step captured", "debug: warmed up"),
+)
+"""Each with the line of the log that says that it has been passed."""
+
+
+def time_line(model: str, device: str, environment: dict[str, str]) -> dict[str, float]:
+    """Seconds from the start of a process that answers one prompt to each of its milestones."""
+    command = (*ENGINE, "-v", "generate", "-m", model, "--raw", "-p", "hi", "-n", "2", "--temp", "0")
+    began, seconds = time.perf_counter(), dict[str, float]()
+    process = subprocess.Popen(
+        (*command, "--device", device),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+    def read_answer() -> None:
+        assert process.stdout is not None
+        if process.stdout.read(1):
+            seconds["first token"] = time.perf_counter() - began
+        process.stdout.read()
+
+    reader = threading.Thread(target=read_answer)
+    reader.start()
+    assert process.stderr is not None
+    for line in iter(process.stderr.readline, b""):
+        for name, text in MILESTONES:
+            if line.startswith(f"engine: {text}".encode()):
+                seconds.setdefault(name, time.perf_counter() - began)
+    reader.join()
+    if process.wait():
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    seconds["end of the process"] = time.perf_counter() - began
+    return seconds
+
+
+def print_time_lines(given: argparse.Namespace, versions: dict[str, dict[str, str]]) -> None:
+    """The medians of each version, whose processes take turns; the first of each is not counted."""
+    found: dict[str, list[dict[str, float]]] = {label: [] for label in versions}
+    for number in range(given.rounds + 1):
+        for label, environment in versions.items():
+            line = time_line(given.model, given.device, environment)
+            found[label] += [line] if number else []
+    names = [*(name for name, _ in MILESTONES), "first token", "end of the process"]
+    medians = {
+        label: {n: statistics.median(v) for n in names if (v := [each[n] for each in lines if n in each])}
+        for label, lines in found.items()
+    }
+    if given.json:
+        print(json.dumps(medians))
+        return
+    for name in names:
+        figures = (f"{label}{each[name]:6.2f} s" for label, each in medians.items() if name in each)
+        print(f"{name:32} {'   '.join(figures)}")
+
+
 def rows(model: str) -> dict[str, tuple[tuple[str, ...], Callable[[], None] | None]]:
     generate = (*ENGINE, "generate", "-m", model, "-p", "hi", "-n", "1", "--device", "cpu")
     return {
@@ -95,12 +165,17 @@ def main() -> None:
     parser.add_argument("--beside", metavar="FOLDER", help="PYTHONPATH of another version")
     parser.add_argument("--only", nargs="+", default=[""], help="only rows whose name has one of these in it")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--time-line", action="store_true")
+    parser.add_argument("--device", default="cpu", help="of the time line")
     given = parser.parse_args()
     # As installed: bytecode is there, or is written by the first round.
     plain = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     versions = {"": plain}
     if given.beside:
         versions["beside: "] = plain | {"PYTHONPATH": given.beside}
+    if given.time_line:
+        print_time_lines(given, versions)
+        return
     commands = {
         (name, label): (command, environment, ready)
         for name, (command, ready) in rows(given.model).items()

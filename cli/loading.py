@@ -1,15 +1,19 @@
 """Loading a model for a command, with a line of progress on a terminal."""
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quengine.cli.progress import ProgressLine
 from quengine.cli.pulling import offer_pull
 from quengine.config import EngineConfig
-from quengine.platform import collector
+from quengine.platform import collector, cuda_start
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
+
+logger = logging.getLogger("quengine.start")
+"""Its lines, with those of loading, are the milestones of `benchmarks/startup.py`."""
 
 
 def load_llm(model: str, config: EngineConfig) -> "LLM":
@@ -22,8 +26,12 @@ def load_llm(model: str, config: EngineConfig) -> "LLM":
             offer_pull(str(needed))
     progress = ProgressLine()
     progress(f"loading {model}")
-    from quengine.llm import LLM  # with torch, a second or more by itself
+    if config.backend != "reference":
+        cuda_start.begin(config.device)
+    logger.debug("arguments read")
+    from quengine.llm import LLM  # with torch, half a second or more by itself
 
+    logger.debug("torch imported")
     try:
         llm = LLM(model, **vars(replace(config, progress=progress)))
     finally:

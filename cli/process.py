@@ -24,10 +24,12 @@ def prepare(arguments: Sequence[str]) -> None:
     if command not in COMPUTING:
         return
     _require_stack()
-    if command != "serve":  # a server installs it while its engine's process starts
+    if command != "serve":  # a server installs the first while its engine's process starts, and has no torch
+        from quengine.platform import torch_import
         from quengine.platform.bus_error import install
 
         install()
+        torch_import.prepare()
 
 
 def _require_stack() -> None:

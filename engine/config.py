@@ -15,6 +15,9 @@ DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
 MIXED_CHUNK = {"cpu": 256, "cuda": 512}
 """The most prompt tokens computed at once while other sequences wait for their next token, by kind of device."""
 
+BACKLOG_CHUNK = {"cpu": 256, "cuda": 1024}
+"""The same while more prompt tokens wait than DEFAULT_CHUNK: streams pause for longer, and the queue is shorter."""
+
 MIXED_SECONDS = {"cpu": 0.2, "cuda": None}
 """How long such a chunk may take, going by the last one. On a GPU its length would change the bits, and 512 tokens are
 computed in the time of a few decode steps."""

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from quengine.completion_stream import ChatStream, CompletionStream
-from quengine.config import DEFAULT_CHUNK, MIXED_CHUNK, MIXED_SECONDS, EngineConfig, configured_by
+from quengine.config import (
+    BACKLOG_CHUNK,
+    DEFAULT_CHUNK,
+    MIXED_CHUNK,
+    MIXED_SECONDS,
+    EngineConfig,
+    configured_by,
+)
 from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
 from quengine.load import load_model
@@ -62,7 +69,7 @@ class LLM:
     def __init__(self, model: str | Path, config: EngineConfig) -> None:
         self.config = config
         self.loaded = load_model(model, config, config.progress)
-        self.tokenizer = self.loaded.checkpoint.tokenizer()
+        self.tokenizer = self.loaded.tokenizer
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
         self.chat_template = self.loaded.checkpoint.chat_template(config.chat_template)
         missing = f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)"
@@ -324,6 +331,15 @@ class LLM:
             self.runner.warm_up(resolved)
             if self.loaded.draft is not None:
                 self.loaded.draft.warm_up(resolved)
+        logger.debug("warmed up")
+
+    def warm_up_next(self) -> bool:
+        """Capture one of the steps that rarer requests come to, some hundredths of a second; False where none is left.
+
+        The cache keeps what it holds. What other threads have under way is computed to its end first.
+        """
+        with self._alone():
+            return self.runner.capture_next()
 
     def completion(self, sequence: Sequence) -> Completion:
         """What a finished or interrupted sequence has come to."""
@@ -422,4 +438,5 @@ class LLM:
             config.deterministic,
             packed,
             config.reuse_prefix or config.parallel > 1,
+            BACKLOG_CHUNK[kind],
         )

@@ -4,10 +4,11 @@ import logging
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +31,8 @@ from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
+from quengine.models.tokenizer import Tokenizer
+from quengine.platform import cuda_start
 from quengine.platform.device import choose_device, device_name
 from quengine.platform.host_experts import ExpertPlacement, split_tensors
 from quengine.platform.machine import available_memory, thread_count
@@ -39,6 +42,7 @@ from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, 
 from quengine.speculative.load_draft import open_draft
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 REFERENCE_BYTES_A_WEIGHT = 8
 
@@ -50,6 +54,7 @@ class LoadedModel:
 
     path: Path
     checkpoint: Checkpoint
+    tokenizer: Tokenizer
     runner: ModelRunner
     device: torch.device
     threads: int
@@ -95,6 +100,7 @@ def load_model(
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
     _log_checkpoint("model", checkpoint)
+    tokenizer = _in_thread(checkpoint.tokenizer)
     draft = open_draft(config, checkpoint)
     if draft is not None:
         _log_checkpoint("draft model", draft)
@@ -126,7 +132,29 @@ def load_model(
         "loaded in %.2f s: %s backend, %d threads, up to %d tokens of a prompt at once",
         *(load_s, runner.decoder.backend.name, threads, runner.decoder.chunk_size),
     )
-    return LoadedModel(path, checkpoint, runner, device, threads, load_s, notes, experts, drafts, draft)
+    return LoadedModel(
+        *(
+            path,
+            checkpoint,
+            tokenizer.result(),
+            runner,
+            device,
+            threads,
+            load_s,
+            notes,
+            experts,
+            drafts,
+            draft,
+        )
+    )
+
+
+def _in_thread(make: Callable[[], T]) -> Future[T]:
+    """What `make` gives, made while the weights are on their way to the device."""
+    pool = ThreadPoolExecutor(1, "quengine-load")
+    made = pool.submit(make)
+    pool.shutdown(wait=False)
+    return made
 
 
 def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:
@@ -164,6 +192,7 @@ class _Machine:
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = experts.operations(backend, self.threads)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
+        logger.debug("weights loaded")
         if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts)
@@ -299,6 +328,7 @@ def _make_backend(
         from quengine.kernels.cuda.backend import CudaBackend
         from quengine.platform.compile_notice import announce_compilation
 
+        cuda_start.wait()
         announce_compilation(torch.cuda.get_device_name(device))
         return CudaBackend(device, batch_invariant=config.deterministic)
     from quengine.kernels.cpu.backend import CpuBackend

@@ -48,6 +48,10 @@ class StepGraphs(Protocol):
         """See `ModelRunner.warm_up`."""
         ...
 
+    def capture_next(self) -> bool:
+        """See `ModelRunner.capture_next`."""
+        ...
+
 
 class ModelRunner:
     """Runs a decoder over its cache.
@@ -142,6 +146,10 @@ class ModelRunner:
         """
         if self.graphs is not None:
             self.graphs.warm_up(params)
+
+    def capture_next(self) -> bool:
+        """Capture one more step, that rarer requests come to, while nothing is under way; False where none is left."""
+        return self.graphs is not None and self.graphs.capture_next()
 
     @property
     def settles_after(self) -> int:

@@ -1,14 +1,15 @@
 """Which tokens are computed next (continuous batching).
 
 A step is a chunk of one sequence's prompt, or of several prompts where that is faster, or one token of every sequence
-whose prompt is done. While there is both, they take turns, and the chunk is a short one, by tokens and by time: a
-running sequence never waits longer for its next token than one short chunk takes. Sequences come in in order of
-arrival, when there are blocks for them; when blocks run out, the newest one is preempted: it gives up its blocks and is
-computed again later, with what it had generated as part of its prompt.
+whose prompt is done. While there is both, they take turns, and the chunk is a short one, by tokens and by time, less so
+where many prompts wait: a running sequence never waits longer for its next token than one such chunk takes. Sequences
+come in in order of arrival, when there are blocks for them; when blocks run out, the newest one is preempted: it gives
+up its blocks and is computed again later, with what it had generated as part of its prompt.
 """
 
 import time
 from collections import deque
+from itertools import chain
 
 from quengine.batch import Batch, Chunk
 from quengine.block_manager import BlockManager, extend_keys
@@ -36,6 +37,7 @@ class Scheduler:
         deterministic: what was computed token by token is never taken for, nor computed again as, part of a prompt.
         packed: a step may hold the chunks of several prompts.
         shares: blocks that hold the beginning of a prompt already are taken for it.
+        backlog_chunk: `mixed_chunk` while more tokens of prompts wait than `chunk_size`.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class Scheduler:
         deterministic: bool = False,
         packed: bool = False,
         shares: bool = True,
+        backlog_chunk: int = 0,
     ) -> None:
         self.cache = cache
         self.parallel = parallel
         self.chunk_size = chunk_size
         self.mixed_chunk = min(mixed_chunk, chunk_size)
+        self.backlog_chunk = min(max(mixed_chunk, backlog_chunk), chunk_size)
         self.deterministic = deterministic
         self.packed = packed
         self.shares = shares
@@ -298,15 +302,25 @@ class Scheduler:
         if not self.decoding:
             return self.chunk_size
         if self._mixed_seconds is None or not self._token_seconds:
-            return self.mixed_chunk
+            return self.backlog_chunk if self._has_backlog() else self.mixed_chunk
         fitting = int(self._mixed_seconds / self._token_seconds) // LEAST_CHUNK * LEAST_CHUNK
         return min(self.mixed_chunk, max(LEAST_CHUNK, fitting))
+
+    def _has_backlog(self) -> bool:
+        """Whether the prompts that are not in the cache yet have more tokens than the largest step takes."""
+        left = self.chunk_size
+        for sequence in chain(self.prefilling, self.waiting):
+            left -= len(sequence.token_ids) - sequence.num_cached_tokens
+            if left < 0:
+                return True
+        return False
 
     def _decode_step(self) -> Batch:
         """A token of every sequence that has blocks for it; the oldest one always gets them."""
         ready = []
         for sequence in list(self.decoding):
-            if sequence in self.decoding and self._has_room(sequence, sequence.num_cached_tokens + 1):
+            preempted = not sequence.block_tables
+            if not preempted and self._has_room(sequence, sequence.num_cached_tokens + 1):
                 ready.append(sequence)
         return Batch.decode(ready)
 

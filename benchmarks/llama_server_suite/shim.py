@@ -68,6 +68,7 @@ def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
         "--temp": flags.temp,
         "--seed": flags.seed,
         "--alias": flags.alias,
+        "--tags": flags.tags,
         "--ctx-size": context if flags.kv_unified else context // slots,
         "--parallel": slots,
         "--n-predict": flags.n_predict,

@@ -7,8 +7,8 @@
     python -m benchmarks.serve.serve_throughput --route chat --whole         one answer instead of a stream
 
 Every stream asks for `--tokens` tokens behind a prompt of `--prompt` random ones, all at the same time, and again when
-all are done. The clients are a process of their own that counts events and does not parse them. Prints a line for each
-round, and one JSON object at the end.
+all are done. The clients are a process of their own that counts events and does not parse them; the fake engine is one,
+too. Prints a line for each round, and one JSON object at the end, with the CPU time of the server's process a token.
 """
 
 import argparse
@@ -21,34 +21,26 @@ import statistics
 import sys
 import time
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quengine.serve.processes.shared_engine import Engine
 
 
 def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
     """The server's process: tells the engine's own speed and its port, and ends when it is told to."""
-    from quengine.serve.processes.shared_engine import Engine
+    faked = given.model is None or given.only_server
+    pipe.send(given.streams / given.step_ms * 1e3 if faked else alone(given))
+    serve_requests(pipe, given)
+
+
+def serve_requests(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
+    """Serve, as many requests at once as there are streams, each with its prompt and tokens; tells the port."""
     from quengine.serve.server import Server, bind
     from quengine.serve.settings import Limits, ServerSettings
-    from tests.engine.serve.fake_engine import FakeEngine
 
-    engine: Engine
-    context = given.prompt + given.tokens + 32
-    if given.model is None:
-        engine = FakeEngine(capacity=given.streams, step_s=given.step_ms / 1e3, chunk=given.prompt)
-        pipe.send(given.streams / given.step_ms * 1e3)
-    else:
-        from quengine.llm import LLM
-        from quengine.serve.processes.engine_llm import LLMEngine
-        from quengine.serve.processes.server_engine import ProcessEngine
-
-        options = {"device": given.device, "ctx_size": context, "parallel": given.streams}
-        pipe.send(alone(given, options))
-        if given.thread:
-            llm = LLM(given.model, **options)
-            llm.warm_up()
-            engine = LLMEngine(llm)
-        else:
-            engine = ProcessEngine(given.model, options)
+    engine = make_engine(given)
     settings = ServerSettings(("throughput",), port=0, parallel=given.streams, limits=Limits(queue=1024))
     server = Server(settings, lambda *_: engine, lambda line: print(f"server: {line}", file=sys.stderr))
     listener = bind("127.0.0.1", 0)
@@ -56,7 +48,29 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
     asyncio.run(server.serve_engine(listener))
 
 
-def alone(given: argparse.Namespace, options: dict[str, Any]) -> float:
+def make_engine(given: argparse.Namespace) -> "Engine":
+    from benchmarks.serve.fake_engine_main import FakeProcess
+    from quengine.llm import LLM
+    from quengine.serve.processes.engine_llm import LLMEngine
+    from quengine.serve.processes.server_engine import ProcessEngine
+    from tests.engine.serve.fake_engine import FakeEngine
+
+    if given.model is None:
+        fake = {"capacity": given.streams, "step_s": given.step_ms / 1e3, "chunk": given.prompt}
+        return FakeEngine(**fake) if given.thread else FakeProcess(fake)
+    if not given.thread:
+        return ProcessEngine(given.model, llm_options(given))
+    llm = LLM(given.model, **llm_options(given))
+    llm.warm_up()
+    return LLMEngine(llm)
+
+
+def llm_options(given: argparse.Namespace) -> dict[str, Any]:
+    context = given.prompt + given.tokens + 32
+    return {"device": given.device, "ctx_size": context, "parallel": given.streams}
+
+
+def alone(given: argparse.Namespace) -> float:
     """Tokens per second of the same texts without a server: all of a round's, from the first prompt to the end.
 
     By a model of its own, which is released at the end: the server's needs the memory.
@@ -64,9 +78,11 @@ def alone(given: argparse.Namespace, options: dict[str, Any]) -> float:
     from quengine.llm import LLM
     from quengine.request.sampling_params import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=given.tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=given.temperature, seed=1, max_tokens=given.tokens, ignore_eos=not given.plain
+    )
     speeds = []
-    with LLM(given.model, **options) as llm:
+    with LLM(given.model, **llm_options(given)) as llm:
         for number in range(given.rounds + 1):
             prompts = [prompt(given, number, stream) for stream in range(given.streams)]
             began = time.perf_counter()
@@ -84,8 +100,8 @@ def body(given: argparse.Namespace, number: int, stream: int) -> bytes:
     wanted: dict[str, Any] = {
         "max_tokens": given.tokens,
         "stream": not given.whole,
-        "temperature": 0,
-        "ignore_eos": True,
+        "temperature": given.temperature,
+        **({} if given.plain else {"ignore_eos": True}),
     }
     if given.route == "chat":
         text = " ".join(map(str, prompt(given, number, stream)[: given.prompt // 4]))
@@ -113,10 +129,17 @@ async def ask(port: int, given: argparse.Namespace, number: int, stream: int) ->
     return first, events
 
 
-async def clients(port: int, given: argparse.Namespace) -> list[dict[str, float]]:
+def cpu_seconds(pid: int) -> float:
+    """Of a process on all cores, user and system, since it began (Linux)."""
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def clients(port: int, pid: int, given: argparse.Namespace) -> list[dict[str, float]]:
+    """What each round came to; the first is that of a server that has just become ready."""
     rounds = []
     for number in range(100, 101 + given.rounds):
-        began = time.perf_counter()
+        cpu, began = cpu_seconds(pid), time.perf_counter()
         answers = await asyncio.gather(*(ask(port, given, number, s) for s in range(given.streams)))
         seconds = time.perf_counter() - began
         first = sorted(first for first, _ in answers)
@@ -125,10 +148,11 @@ async def clients(port: int, given: argparse.Namespace) -> list[dict[str, float]
                 "tok_s": given.streams * given.tokens / seconds,
                 "ttft_ms_median": 1e3 * statistics.median(first),
                 "events": sum(events for _, events in answers),
+                "cpu_us": 1e6 * (cpu_seconds(pid) - cpu) / (given.streams * given.tokens),
             }
         )
         print({key: round(value, 1) for key, value in rounds[-1].items()}, file=sys.stderr)
-    return rounds[1:]
+    return rounds
 
 
 def main() -> int:
@@ -140,10 +164,13 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="behind the first, which is told apart")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--step-ms", type=float, default=3.6, help="of the fake engine")
     parser.add_argument("--route", choices=("completions", "chat"), default="completions")
     parser.add_argument("--thread", action="store_true", help="the engine in a thread, not in a process")
+    parser.add_argument("--only-server", action="store_true", help="without the model's own speed first")
+    parser.add_argument("--plain", action="store_true", help="without ignore_eos; for random weights")
     parser.add_argument("--whole", action="store_true", help="no streaming")
     given = parser.parse_args()
     context = multiprocessing.get_context("spawn")
@@ -152,21 +179,25 @@ def main() -> int:
     server.start()
     try:
         engine, port = float(ours.recv()), int(ours.recv())
-        rounds = asyncio.run(clients(port, given))
+        assert server.pid is not None
+        first, *rounds = asyncio.run(clients(port, server.pid, given))
     finally:
         server.terminate()
         server.join(30)
-    speed = statistics.median(r["tok_s"] for r in rounds)
+    median = {key: statistics.median(each[key] for each in rounds) for key in first}
     result = {
         **{
             key: getattr(given, key)
-            for key in ("model", "streams", "prompt", "tokens", "route", "whole", "thread")
+            for key in ("model", "streams", "prompt", "tokens", "route", "whole", "thread", "temperature")
         },
         "cpus": os.cpu_count(),
         "engine_tok_s": engine,
-        "server_tok_s": speed,
-        "ratio": speed / engine,
-        "ttft_ms_median": statistics.median(r["ttft_ms_median"] for r in rounds),
+        "server_tok_s": median["tok_s"],
+        "ratio": median["tok_s"] / engine,
+        "ttft_ms_median": median["ttft_ms_median"],
+        "events_per_token": median["events"] / (given.streams * given.tokens),
+        "server_cpu_us_per_token": median["cpu_us"],
+        "first_round": {"tok_s": first["tok_s"], "ttft_ms_median": first["ttft_ms_median"]},
     }
     print(json.dumps(result))
     return 0

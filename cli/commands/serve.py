@@ -35,6 +35,7 @@ def serve(
     """
     from quengine.models.hub.hub import resolve_model
     from quengine.serve.models.preset_file import find_specs
+    from quengine.serve.predict import VertexPaths
     from quengine.serve.server import Server
 
     for needed in (model, config.draft_model):  # what is wrong with a name is said before anything listens
@@ -44,6 +45,7 @@ def serve(
         settings = replace(settings, model_names=settings.model_names or (_name(model),))
     elif not settings.models.several:
         raise EngineError("no model is named: give -m MODEL, or --models-dir or --models-preset for several")
+    settings = replace(settings, port=VertexPaths.of_environment().port or settings.port)
     given = [] if model is None else [_spec(model, settings, config)]
     if settings.models.several:
         server = Server(settings, _load, _print_status, lambda: [*given, *find_specs(settings, config)])

@@ -7,6 +7,7 @@ gives the order of the samplers.
 import math
 import os
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any
@@ -307,7 +308,11 @@ class SamplingParams:
 
         A drawn seed has 32 bits, so that a person can type it again.
         """
-        return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(4), "little"))
+        if self.seed is not None:
+            return self
+        seeded = copy(self)  # all else has been checked
+        object.__setattr__(seeded, "seed", int.from_bytes(os.urandom(4), "little"))
+        return seeded
 
 
 RANGES: Mapping[str, Range] = ranges(SamplingParams)
@@ -320,9 +325,6 @@ def _invalid(name: str, value: object, rule: str) -> EngineError:
 
 def _check_number(name: str, value: object, allowed: Range, whole: bool = False) -> None:
     """Raises EngineError for what is no number, not finite, or out of its range."""
-    rule = f"must be a {'whole' if whole else 'finite'} number"
-    if allowed != Range():
-        rule += f" {allowed}"
     of_kind = isinstance(value, int) or (isinstance(value, float) and not whole and math.isfinite(value))
     if (
         not isinstance(value, int | float)
@@ -330,7 +332,8 @@ def _check_number(name: str, value: object, allowed: Range, whole: bool = False)
         or not of_kind
         or not allowed.holds(value)
     ):
-        raise _invalid(name, value, rule)
+        rule = f"must be a {'whole' if whole else 'finite'} number"
+        raise _invalid(name, value, rule if allowed == Range() else f"{rule} {allowed}")
 
 
 def _strings(name: str, value: object) -> tuple[object, ...]:

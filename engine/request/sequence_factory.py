@@ -88,7 +88,23 @@ class SequenceFactory:
         tokenizer = self.tokenizer
         if special is True:
             return tokenizer.token_bytes
-        shown = special or ()
-        return lambda token: (
-            b"" if tokenizer.is_control(token) and token not in shown else tokenizer.token_bytes(token)
-        )
+        if not special:
+            return self._bytes.__getitem__
+        return lambda token: tokenizer.token_bytes(token) if token in special else self._bytes[token]
+
+    @cached_property
+    def _bytes(self) -> "_ShownBytes":
+        return _ShownBytes(self.tokenizer)
+
+
+class _ShownBytes(dict[int, bytes]):
+    """The bytes of tokens by id, looked up once each; of control tokens none."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> bytes:
+        known = self._tokenizer
+        self[token] = found = b"" if known.is_control(token) else known.token_bytes(token)
+        return found

@@ -27,6 +27,7 @@ class TextStream:
         self._token_bytes = token_bytes
         self._stop = sorted(stop, key=len, reverse=True)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._partial = False  # bytes of a character that is not whole yet
         self._held = ""
         self._shown: list[str] = []
         self._read = 0  # pieces of _shown
@@ -46,7 +47,12 @@ class TextStream:
         """The text that this token makes certain; nothing more after a stop string."""
         if self.stopped is not None:
             return ""
-        return self._show(self._decoder.decode(self._token_bytes(token_id)), final=False)
+        raw = self._token_bytes(token_id)
+        if raw.isascii() and not self._partial:
+            return self._show(raw.decode("ascii"), final=False)
+        text = self._decoder.decode(raw)
+        self._partial = bool(self._decoder.getstate()[0])
+        return self._show(text, final=False)
 
     def finish(self) -> str:
         """What was held back, once there are no more tokens."""
@@ -55,6 +61,10 @@ class TextStream:
         return self._show(self._decoder.decode(b"", final=True), final=True)
 
     def _show(self, text: str, final: bool) -> str:
+        if not self._stop:
+            if text:
+                self._shown.append(text)
+            return text
         pending = self._held + text
         end, stop = min(
             ((at + len(stop), stop) for stop in self._stop if (at := pending.find(stop)) >= 0),
@@ -75,8 +85,6 @@ class TextStream:
 
     def _undecided(self, pending: str) -> int:
         """How many characters at the end may be the beginning of a stop string."""
-        if not self._stop:
-            return 0
         longest = min(len(pending), len(self._stop[0]) - 1)
         return next(
             (n for n in range(longest, 0, -1) if any(s.startswith(pending[-n:]) for s in self._stop)),

@@ -22,8 +22,9 @@ from quengine.kv_cache import KVCache
 from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.platform.machine import cpu_quota, usable_cpus
+from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import CudaGraphs
-from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, decode_key
+from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, decode_key, decode_keys
 
 _TILE_ROWS = 128
 
@@ -127,7 +128,9 @@ def run_first(graphs: CudaGraphs) -> None:
 
 def run_all(graphs: CudaGraphs) -> None:
     """The steps of a warm-up, uncaptured, and prompts' steps of sizes that are not captured."""
-    for key in [*graphs.keys, decode_key(1, _ANY_TOP_K)]:
+    bias = {0: 0.0}
+    biased = decode_keys(1, SamplingParams(logit_bias=bias), SamplingParams(temperature=0, logit_bias=bias))
+    for key in [*graphs.keys, decode_key(1, _ANY_TOP_K), *biased]:
         graphs.run_padding(key)
     longest = graphs.longest_chunk
     for tokens in (*_EAGER_TOKENS, *range(2 * _TILE_ROWS, graphs.prefill_tokens + 1, _TILE_ROWS)):

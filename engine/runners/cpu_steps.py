@@ -71,3 +71,7 @@ class CpuSteps:
         most = 1 if params is not None else min(self._most_rows, EXACT_CPU_ROWS)
         for rows in range(most, 0, -1):
             self.capture(decode_key(rows))
+
+    def capture_next(self) -> bool:
+        """False: a list is made within the step that needs it."""
+        return False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quengine.config import MIXED_CHUNK
+from quengine.config import BACKLOG_CHUNK, MIXED_CHUNK
 from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
 from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
 from quengine.kernels.cuda.sampling.batch_rows import settle_rows
@@ -32,6 +32,7 @@ from quengine.runners.graph_keys import (
     expected_keys,
     padded_rows,
     prefill_key,
+    rarer_keys,
 )
 from quengine.runners.static_inputs import DecodeInputs, PrefillInputs
 from quengine.runners.step_rows import SequenceRows, forward_batch
@@ -106,7 +107,8 @@ class CudaGraphs:
         self._history = torch.zeros(rows, cache.ctx_size, dtype=torch.int32, device=device)
         self._chosen = torch.zeros(rows, dtype=torch.int64, device=device)
         self._host = torch.empty(pending, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._events = [torch.cuda.Event() for _ in range(pending * (device.type == "cuda"))]  # type: ignore[no-untyped-call]
+        events = 0 if device.type == "meta" else pending
+        self._events = [torch.cuda.Event() for _ in range(events)]  # type: ignore[no-untyped-call]
         self._launched = 0
         self._sampling: dict[SamplingKind, SamplingBuffers] = {}
         self._steps: dict[GraphKey, CapturedStep] = {}
@@ -125,7 +127,8 @@ class CudaGraphs:
     @property
     def keys(self) -> list[GraphKey]:
         """The steps that ordinary requests come to, largest first."""
-        return expected_keys(self.slots, self.decoder.chunk_size, MIXED_CHUNK["cuda"])
+        mixed = (MIXED_CHUNK["cuda"],) if self.slots == 1 else (MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
+        return expected_keys(self.slots, self.decoder.chunk_size, *mixed)
 
     @property
     def captured(self) -> list[GraphKey]:
@@ -200,6 +203,14 @@ class CudaGraphs:
             self.run_prompts(self.lengths_of(self.prefill_tokens))  # memory is then as large as it gets
         for key in keys:
             self.capture(key)
+
+    def capture_next(self) -> bool:
+        """Capture one more of the steps that rarer requests come to; False where there is none left."""
+        keys = rarer_keys(self.slots, self.prefill_tokens) if self.slots > 1 else ()
+        key = next((each for each in keys if each not in self._steps), None)
+        if key is not None:
+            self.capture(key)
+        return key is not None
 
     def lengths_of(self, tokens: int) -> list[int]:
         """Prompts' chunks in a step of so many tokens: as few as there may be."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import is_not
 from typing import NamedTuple
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
@@ -123,7 +124,7 @@ class DecodeSlots:
         tables = {(row.owner, row.number): row.block_tables for row in rows}
         for place, slot in list(self._slots.items()):
             held = tables.get(place)
-            if held is None or any(a is not b for a, b in zip(held, slot.block_tables, strict=True)):
+            if held is None or any(map(is_not, held, slot.block_tables)):
                 self.release(*place)
         used = {slot.index for slot in self._slots.values()}
         free = iter([index for index in range(self._rows) if index not in used])

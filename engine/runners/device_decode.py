@@ -10,6 +10,7 @@ the host from their logits. While there are such rows, or drafts, no step is lau
 """
 
 from collections.abc import Sequence as Seq
+from weakref import WeakKeyDictionary
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
@@ -31,6 +32,7 @@ class DeviceDecoder:
         self._drafts = graphs.shares_sequences
         self._slots = DecodeSlots(graphs)
         self._uneven = 0
+        self._kinds: WeakKeyDictionary[Sequence, SamplingKind | None] = WeakKeyDictionary()
 
     def step(self, sequences: Seq[Sequence]) -> list[Result] | None:
         """`ModelRunner.decode`; NO_CHOICE where the device found no token to choose. None: these are too many rows."""
@@ -53,13 +55,19 @@ class DeviceDecoder:
         kind = None
         # Penalties count the tokens before a row, which behind a drafted token may be others than the device's.
         if sequence.next_is_newest and not (self._drafts and params.penalizes):
-            kind = SamplingKind.of(params)
+            kind = self._kind_of(sequence)
         entries = sequence.max_positions // BLOCK_SIZE + 1  # a step launched ahead included
         tables, history = sequence.block_tables, sequence.token_ids
         return [
             DecodeRow(sequence, n, token, start + n, tables, entries, params, sequence.sampler, kind, history)
             for n, token in enumerate([history[start], *sequence.draft])
         ]
+
+    def _kind_of(self, sequence: Sequence) -> SamplingKind | None:
+        """Found once: steps are short where there are many rows."""
+        if sequence not in self._kinds:
+            self._kinds[sequence] = SamplingKind.of(sequence.params)
+        return self._kinds[sequence]
 
     def _launch_ahead(self, rows: list[DecodeRow], slots: list[Slot]) -> None:
         """One more step, if after it no slot is more than two results ahead of the host."""

@@ -90,17 +90,31 @@ def prefill_key(lengths: list[int]) -> GraphKey | None:
     return GraphKey("prefill", rows, sequences)
 
 
-def expected_keys(most_decode_rows: int, chunk_size: int, mixed_rows: int) -> list[GraphKey]:
+def expected_keys(most_decode_rows: int, chunk_size: int, *mixed_rows: int) -> list[GraphKey]:
     """The keys that ordinary requests come to, largest first.
 
     Decode steps of up to `most_decode_rows`, greedy and with the default settings; chunks of one prompt of up to
     `chunk_size` tokens, and of several in steps of `mixed_rows`.
     """
     keys = [GraphKey("prefill", rows, 1) for rows in PREFILL_ROWS if rows <= chunk_size]
-    if mixed_rows in PREFILL_ROWS:
-        keys += [GraphKey("prefill", mixed_rows, sequences) for sequences in PREFILL_SEQUENCES[1:]]
+    mixed = [rows for rows in mixed_rows if rows in PREFILL_ROWS]
+    keys += [GraphKey("prefill", rows, sequences) for rows in mixed for sequences in PREFILL_SEQUENCES[1:]]
     keys.reverse()
     return keys + decode_keys(most_decode_rows, SamplingParams(temperature=0), SamplingParams())
+
+
+def rarer_keys(most_decode_rows: int, prefill_tokens: int) -> list[GraphKey]:
+    """Further keys that are worth a captured step: several prompts of up to `prefill_tokens` together, and decode steps
+    with a bias (as `ignore_eos` is) of up to `most_decode_rows`."""
+    keys = [
+        GraphKey("prefill", rows, sequences)
+        for sequences in PREFILL_SEQUENCES[1:]
+        for rows in PREFILL_ROWS
+        if rows <= prefill_tokens
+    ]
+    bias = {0: 0.0}
+    biased = SamplingParams(logit_bias=bias), SamplingParams(temperature=0, logit_bias=bias)
+    return keys + decode_keys(most_decode_rows, *biased)
 
 
 def decode_keys(most_rows: int, *settings: SamplingParams) -> list[GraphKey]:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from quengine.errors import EngineError
 from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
 from quengine.serve.guard import CORS, LOOPBACK_ORIGIN, Guard, cors_origins
@@ -19,6 +20,7 @@ from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, jso
 from quengine.serve.models.model_route import Endpoint, ModelRoute
 from quengine.serve.models.registry import Models
 from quengine.serve.page.files import page, page_file
+from quengine.serve.predict import PATH, VertexPaths, formats_of, predict
 from quengine.serve.resumable import Resumable
 from quengine.serve.routes import slot_routes, status_routes, stream_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
@@ -61,6 +63,7 @@ SERVER_ROUTES: tuple[tuple[str, str, ServerEndpoint], ...] = (
     ("GET", "/models", table.models),
     ("GET", "/v1/models", table.models),
     ("GET", "/v1/models/{name:path}", table.model),
+    ("POST", PATH, predict),
     ("POST", "/models/load", table.load),
     ("POST", "/models/unload", table.unload),
     ("GET", "/v1/responses/{id}", stored_response),
@@ -132,6 +135,11 @@ def make_app(models: Models) -> Starlette:
     """The ASGI application of a server."""
     settings = models.settings
     known = {path for _, path, _ in (*ROUTES, *SERVER_ROUTES)}
+    vertex = VertexPaths.of_environment()
+    if taken := next((name for name, path in vertex.names if name in known - {path}), None):
+        raise EngineError(
+            f"AIP_PREDICT_ROUTE or AIP_HEALTH_ROUTE {taken}: that is another route of this server"
+        )
 
     def answered(path: str, status: int) -> None:
         models.metrics.answered(path if path in known else "other", status)
@@ -159,11 +167,13 @@ def make_app(models: Models) -> Starlette:
             )
         )
     middleware.append(Middleware(Guard, settings))
-    return Starlette(
+    app = Starlette(
         routes=routes,
-        middleware=[Middleware(WithoutTrailingSlash), Middleware(Catch, answered), *middleware],
+        middleware=[Middleware(WithoutTrailingSlash, vertex.names), Middleware(Catch, answered), *middleware],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
+    app.state.formats = formats_of(path for method, path, _ in ROUTES if method == "POST")
+    return app
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

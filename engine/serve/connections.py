@@ -236,19 +236,24 @@ class WriteDeadline:
             await self.app(scope, receive, send)
             return
 
+        client = scope.get("client")
+        transport = _open.get(tuple(client)) if client else None
+
         async def timed_send(message: Message) -> None:
+            if transport is not None and not transport.get_write_buffer_size():
+                await send(message)  # the reader has taken all that was written: this does not wait for it
+                return
             try:
                 async with asyncio.timeout(self.seconds):
                     await send(message)
             except TimeoutError:
-                await _cut(scope.get("client"))
+                await _cut(transport)
                 raise SlowReaderError(f"a write was not taken within {self.seconds:g} s") from None
 
         await self.app(scope, receive, timed_send)
 
 
-async def _cut(client: Any) -> None:
-    transport = _open.get(tuple(client)) if client else None
+async def _cut(transport: asyncio.Transport | None) -> None:
     if transport is not None:
         transport.abort()
         await asyncio.sleep(0)  # uvicorn learns of it before the application returns

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -19,8 +19,8 @@ from quengine.serve import access_log
 from quengine.serve.connections import LINGER_SECONDS, SlowReaderError
 from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.reading import parse_array, read_body
-from quengine.serve.schemas.requests import Body
 from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")
@@ -28,7 +28,7 @@ logger = logging.getLogger("quengine.serve")
 _NAMED_FIELDS = 20
 """Fields that a line of the log names."""
 _NAMED_LENGTH = 500
-_READ = "quengine.body"
+BODY_KEY = "quengine.body"
 """The key of a scope under which its body is, once it has been read."""
 _encode = msgspec.json.Encoder().encode
 B = TypeVar("B", bound=Body)
@@ -79,7 +79,7 @@ async def read_array(request: Request, limits: Limits) -> list[Any]:
 
 async def read_raw(request: Request, limits: Limits) -> bytes:
     """The bytes of a body, which may be asked for twice. Raises ApiError for one too large or too slow."""
-    read: bytes | None = request.scope.get(_READ)
+    read: bytes | None = request.scope.get(BODY_KEY)
     if read is not None:
         return read
     declared = request.headers.get("content-length", "")
@@ -96,7 +96,7 @@ async def read_raw(request: Request, limits: Limits) -> bytes:
         raise ApiError(408, f"the body did not arrive within {limits.read_s:g} s (--read-timeout)") from None
     except ClientDisconnect:
         raise ClientGoneError from None
-    request.scope[_READ] = read = bytes(body)
+    request.scope[BODY_KEY] = read = bytes(body)
     return read
 
 
@@ -164,14 +164,16 @@ class EventStream(Response):
 
 
 class WithoutTrailingSlash:
-    """Middleware under which a path with slashes at its end is the path without."""
+    """Middleware under which a path with slashes at its end is the path without; `names`: other names of paths."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, names: Iterable[tuple[str, str]] = ()) -> None:
         self.app = app
+        self._names = dict(names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+            path = scope["path"].rstrip("/") or "/"
+            scope = {**scope, "path": self._names.get(path, path)}
         await self.app(scope, receive, send)
 
 

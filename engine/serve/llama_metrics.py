@@ -1,12 +1,13 @@
 """The server's counters under llama-server's names (tools/server/server-context.cpp), in Prometheus' text format 0.0.4.
 
+Rates are those since the text was last read, as llama-server's; the counters give rates over any time.
 Their library adds `_total` to the name of every counter, which `llamacpp:n_tokens_max` does not have.
 """
 
 from collections.abc import Iterator
 
 from quengine.serve.processes.server_thread import Worker
-from quengine.serve.processes.shared_engine import Event, Finished, Piece
+from quengine.serve.processes.shared_engine import Finished
 
 
 class LlamaMetrics:
@@ -16,25 +17,32 @@ class LlamaMetrics:
         self._prompt = self._cached = self._predicted = self._later = self._longest = 0
         self._prompt_s = self._predicted_s = 0.0
         self._drafts = self._drafted = self._accepted = 0
+        self._read = self._rated  # as they were when the text was last read
 
-    def observe(self, event: Event) -> None:
-        """Count what came from the engine."""
-        if isinstance(event, Piece):
-            self._predicted += len(event.tokens)
-        elif isinstance(event, Finished):
-            times = event.timings
-            self._prompt += times.prompt_tokens - times.cached_tokens
-            self._cached += times.cached_tokens
-            self._prompt_s += times.prompt_s
-            self._later += max(0, times.generated_tokens - 1)
-            self._predicted_s += times.decode_s
-            self._longest = max(self._longest, times.prompt_tokens + times.generated_tokens)
-            self._drafts += times.drafts
-            self._drafted += times.drafted_tokens
-            self._accepted += times.accepted_tokens
+    def generated(self, tokens: int) -> None:
+        self._predicted += tokens
+
+    def finished(self, event: Finished) -> None:
+        """Count a completion."""
+        times = event.timings
+        self._prompt += times.prompt_tokens - times.cached_tokens
+        self._cached += times.cached_tokens
+        self._prompt_s += times.prompt_s
+        self._later += max(0, times.generated_tokens - 1)
+        self._predicted_s += times.decode_s
+        self._longest = max(self._longest, times.prompt_tokens + times.generated_tokens)
+        self._drafts += times.drafts
+        self._drafted += times.drafted_tokens
+        self._accepted += times.accepted_tokens
+
+    @property
+    def _rated(self) -> tuple[float, ...]:
+        """What rates are of: prompt tokens and seconds, generated tokens and seconds."""
+        return self._prompt, self._prompt_s, self._later, self._predicted_s
 
     def text(self, worker: Worker) -> bytes:
         families = (*self._counters(worker), *self._gauges(worker))
+        self._read = self._rated
         return "".join(
             f"# HELP llamacpp:{name} {about}\n# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {value}\n"
             for kind, name, value, about in families
@@ -56,9 +64,16 @@ class LlamaMetrics:
             yield "counter", name, value, about
 
     def _gauges(self, worker: Worker) -> Iterator[tuple[str, str, float, str]]:
+        prompt, prompt_s, later, later_s = (
+            now - then for now, then in zip(self._rated, self._read, strict=True)
+        )
         for name, value, about in (
-            ("prompt_tokens_seconds", _rate(self._prompt, self._prompt_s), "Prompt tokens a second, mean."),
-            ("predicted_tokens_seconds", _rate(self._later, self._predicted_s), "Tokens a second, mean."),
+            (
+                "prompt_tokens_seconds",
+                _rate(prompt, prompt_s),
+                "Prompt tokens a second since this was last read.",
+            ),
+            ("predicted_tokens_seconds", _rate(later, later_s), "Tokens a second since this was last read."),
             ("requests_processing", worker.running, "Requests being computed."),
             ("requests_deferred", worker.waiting, "Requests in the queue."),
             ("n_busy_slots_per_decode", _rate(worker.step_sequences, worker.steps), "Requests a step, mean."),

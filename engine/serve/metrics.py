@@ -1,6 +1,6 @@
 """Counters, times and gauges of the server and of each of its models, for Prometheus."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -92,15 +92,17 @@ class Metrics:
         """A number that is read when the metrics are."""
         Gauge(f"quengine_{name}", text, registry=self.registry).set_function(value)
 
-    def observe(self, event: Event) -> None:
-        """Count what came from the engine."""
-        self.llama.observe(event)
-        if isinstance(event, Piece):
-            self._generated.inc(len(event.tokens))
-        elif isinstance(event, Failed):
-            self._ended.labels("error").inc()
-        elif isinstance(event, Finished):
-            self._finished(event)
+    def observe(self, events: Sequence[Event]) -> None:
+        """Count what came from the engine in a step."""
+        tokens = sum(len(event.tokens) for event in events if isinstance(event, Piece))
+        self._generated.inc(tokens)
+        self.llama.generated(tokens)
+        for event in events:
+            if isinstance(event, Failed):
+                self._ended.labels("error").inc()
+            elif isinstance(event, Finished):
+                self.llama.finished(event)
+                self._finished(event)
 
     def _finished(self, event: Finished) -> None:
         times = event.timings

@@ -25,7 +25,7 @@ from quengine.serve.processes.shared_engine import (
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.response_store import ResponseStore
 from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError, bad_request
-from quengine.serve.schemas.requests import ChatRequest, CompletionRequest
+from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 from quengine.serve.settings import ServerSettings
 
 logger = logging.getLogger("quengine.serve")

@@ -25,7 +25,7 @@ _COUNT = Range(0)
 
 
 def _names(texts: Iterable[str]) -> tuple[str, ...]:
-    """What the texts of --alias name, each once."""
+    """What the texts of a flag name, each once."""
     return tuple(dict.fromkeys(name for text in texts for part in text.split(",") if (name := part.strip())))
 
 
@@ -121,6 +121,9 @@ class ServerSettings:
     model_names: Annotated[
         tuple[str, ...],
         Flag("--alias -a", "What requests call the model; a,b or repeated.", read=_names),
+    ] = ()
+    model_tags: Annotated[
+        tuple[str, ...], Flag("--tags", "Words about the model that /v1/models shows; a,b.", read=_names)
     ] = ()
     strict_model: Annotated[
         bool, Flag("--strict-model", "Refuse requests that name another model (404).")

@@ -1,26 +1,27 @@
 """How a model writes an answer: which of its text is reasoning, which is for the user, and which are tool calls.
 
 The one place where a model's form is chosen, by its chat template and vocabulary. `harmony_format` is gpt-oss's; any
-other model writes text, with calls in it where `tool_calls_format` has its way of writing them, and in front of it a
-section of reasoning where `reasoning.tags` finds one.
+other model writes text, with calls in it of the form that `calls.named` finds, and in front of it a section of
+reasoning where `reasoning.tags` finds one.
 
 `prompt` is everywhere the end of the prompt as text, which may have begun the answer: DeepSeek-R1's opens the section.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quengine.errors import EngineError
 from quengine.structured.answer_parser import AnswerParser, TextParser
-from quengine.structured.calls.format import TemplateCalls
+from quengine.structured.calls.format import CallFormat
+from quengine.structured.calls.named import marked_form, template_form
 from quengine.structured.calls.probe import Render as CallsRender
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.reasoning.reasoning_format import ReasoningFormat
 from quengine.structured.reasoning.tags import ReasoningTags, Render, switches
 from quengine.structured.tool_calls import ToolUse
-from quengine.structured.tool_calls_format import ToolFormat
 
 NO_CALLS = "tools: the chat template of this model has no known form of calls"
 
@@ -100,9 +101,13 @@ class AnswerFormat(Protocol):
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Text as it is, with calls of the form `calls`; of none where that is None."""
+    """Text as it is, with calls of the form `calls`; of none where that is None.
 
-    calls: ToolFormat | TemplateCalls | None = None
+    marked: every answer has marks of that form, calls or not.
+    """
+
+    calls: CallFormat | None = None
+    marked: bool = False
     reasons = False
     efforts = None
 
@@ -111,7 +116,7 @@ class TextFormat:
         return self.calls is not None
 
     def shown(self, use: ToolUse) -> frozenset[int]:
-        return self.calls.marker_ids if self.calls is not None and use.callable else frozenset()
+        return self.calls.marker_ids if self.calls is not None and self._marks(use) else frozenset()
 
     def messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -142,7 +147,10 @@ class TextFormat:
 
     def parser(self, use: ToolUse, prompt: str = "") -> AnswerParser:
         del prompt
-        return self.calls.parser(use) if self.calls is not None and use.callable else TextParser()
+        return self.calls.parser(use) if self.calls is not None and self._marks(use) else TextParser()
+
+    def _marks(self, use: ToolUse) -> bool:
+        return self.marked or bool(use.callable)
 
     def reasoning_tokens(
         self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], prompt: str = ""
@@ -164,15 +172,18 @@ def answer_format(
     """The form of a model with this chat template and vocabulary; of text alone without a template.
 
     render: the template as a function, for what its source does not show (`reasoning.tags`). calls: the same as
-        `ChatTemplate.render`, by which the form of calls is found; without it the source alone is read.
+        `ChatTemplate.render`, by which the form of calls is found; without it there are none.
     """
     if template is None:
         return TextFormat()
     harmony = HarmonyFormat.of(template, tokenizer)
     if harmony is not None:
         return harmony
-    named = ToolFormat.of(template, tokenizer) if calls is None else None
-    text = TextFormat(named if calls is None else TemplateCalls(template, tokenizer, calls))
+    text = TextFormat()
+    if calls is not None:
+        marked = marked_form(template)
+        form = CallFormat(marked or partial(template_form, template, calls), tokenizer)
+        text = TextFormat(form, marked is not None and bool(marked.text_ends))
 
     def has_token(text: str) -> bool:
         return len(tokenizer.encode(text, special=True)) == 1
@@ -208,4 +219,4 @@ def effort_variables(form: AnswerFormat, template: str | None, effort: str | Non
 
 def switch_variables(form: AnswerFormat, template: str | None, on: bool) -> dict[str, Any]:
     """The variables that switch a template's reasoning on or off; none where it has no switch."""
-    return {} if template is None or form.efforts is not None else dict.fromkeys(switches(template), on)
+    return {} if template is None or form.efforts is not None else switches(template, on)

@@ -23,14 +23,8 @@ from quengine.structured.harmony_parser import (
     START,
     HarmonyParser,
 )
-from quengine.structured.tool_calls import ReasoningDelta, Tool, ToolUse
-from quengine.structured.tool_calls_format import (
-    control_ids,
-    literal,
-    marker,
-    new_call_id,
-    with_values,
-)
+from quengine.structured.markers import control_ids, literal, marker
+from quengine.structured.tool_calls import ReasoningDelta, Tool, ToolUse, new_call_id, with_values
 
 if TYPE_CHECKING:
     from quengine.models.tokenizer import Tokenizer

@@ -9,15 +9,19 @@ The shapes are OpenAI's (API reference, "chat", `tools` and `tool_choice`).
 """
 
 import re
+import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quengine.errors import EngineError, shown
+from quengine.platform import strict_json
 
 Choice = Literal["none", "auto", "required"]
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_ALPHANUMERIC = string.ascii_letters + string.digits
 MAX_TOOLS = 128
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -40,19 +44,21 @@ class ToolUse:
         choice: "none", "auto" (text or calls) or "required" (nothing but calls).
         named: the only one that may be called, where the request names it; `choice` is "required" then.
         parallel: whether an answer may hold several calls.
+        allowed: those that may be called, where the request allows some of all that the model is told of.
     """
 
     tools: tuple[Tool, ...] = ()
     choice: Choice = "none"
     named: str | None = None
     parallel: bool = True
+    allowed: frozenset[str] | None = None
 
     @classmethod
     def from_openai(cls, tools: Any, tool_choice: Any = None, parallel_tool_calls: Any = None) -> "ToolUse":
         """From the fields of a request, each None where it is absent.
 
         Functions are taken as chat completions have them ({"type", "function": {"name", ...}}) and as responses do
-        ({"type", "name", ...}). tool_choice is "none", "auto", "required" or names a function.
+        ({"type", "name", ...}). tool_choice is "none", "auto", "required", names a function, or allows some of them.
 
         Raises:
             EngineError: a field is not what OpenAI's API takes.
@@ -68,8 +74,11 @@ class ToolUse:
             raise EngineError(f"tools: two functions are named {twice!r}")
         if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
             raise EngineError(f"parallel_tool_calls = {shown(parallel_tool_calls)}: must be true or false")
+        allowed = None
+        if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
+            tool_choice, allowed = _allowed(tool_choice.get("allowed_tools"), names)
         choice, named = _choice(tool_choice, names)
-        return cls(known, choice, named, parallel_tool_calls is not False and named is None)
+        return cls(known, choice, named, parallel_tool_calls is not False and named is None, allowed)
 
     @property
     def described(self) -> list[Mapping[str, Any]] | None:
@@ -81,7 +90,8 @@ class ToolUse:
         """The tools that may be called."""
         if self.choice == "none":
             return ()
-        return tuple(tool for tool in self.tools if self.named in (None, tool.name))
+        allowed = self.allowed if self.named is None else {self.named}
+        return tuple(tool for tool in self.tools if allowed is None or tool.name in allowed)
 
 
 @dataclass(frozen=True)
@@ -170,6 +180,18 @@ def _without_type(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key != "type"}
 
 
+def _allowed(value: Any, names: Sequence[str]) -> tuple[Any, frozenset[str]]:
+    """The mode of tool_choice {"type": "allowed_tools"}, and the functions that it allows."""
+    given = value if isinstance(value, Mapping) else {}
+    mode, tools = given.get("mode"), given.get("tools")
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise EngineError("tool_choice: allowed_tools must have a mode, auto or required, and tools")
+    allowed = [_choice(each, names)[1] for each in tools]
+    if None in allowed:
+        raise EngineError(f"tool_choice: allowed_tools must be functions, not {shown(tools)}")
+    return mode, frozenset(filter(None, allowed))
+
+
 def _choice(value: Any, names: Sequence[str]) -> tuple[Choice, str | None]:
     if value is None:
         return ("auto" if names else "none"), None
@@ -190,3 +212,40 @@ def _choice(value: Any, names: Sequence[str]) -> tuple[Choice, str | None]:
             f"tool_choice: no tool is named {shown(name)}; there: {', '.join(names)[:200] or 'none'}"
         )
     return "required", name
+
+
+def with_values(message: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """A message whose calls have their arguments as a value, where OpenAI has JSON text, and which has content then.
+
+    Raises:
+        EngineError: a call's arguments are no JSON object; it names the message by `at`.
+    """
+    changed = dict(message)
+    if isinstance(changed.get("tool_calls"), Sequence) and changed["tool_calls"]:
+        changed["tool_calls"] = [_with_value(call, at) for call in changed["tool_calls"]]
+        changed["content"] = changed.get("content") or ""
+    return changed
+
+
+def _with_value(call: Any, at: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise EngineError(f"{at}: a tool call must have a function")
+    arguments = function.get("arguments", {})
+    try:
+        value = strict_json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    except strict_json.StrictJSONError:
+        value = None
+    if not isinstance(value, Mapping):
+        raise EngineError(f"{at}: the arguments of {str(function.get('name'))[:64]} are no JSON object")
+    return {**call, "function": {**function, "arguments": value}}
+
+
+def new_call_id() -> str:
+    """An id of OpenAI's kind."""
+    return "call_" + random_id(24)
+
+
+def random_id(length: int) -> str:
+    """So many letters and digits."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(length))

@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from traceback import walk_tb
-from types import FrameType
+from types import FrameType, GeneratorType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
@@ -56,7 +56,9 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As in transformers: plain JSON, where jinja2's own filter escapes for HTML and sorts."""
+    """As in transformers: plain JSON, where jinja2's own filter escapes for HTML and sorts. As in llama.cpp, what
+    `map` and its like give is a list."""
+    value = list(value) if isinstance(value, GeneratorType) else value
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

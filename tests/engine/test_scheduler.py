@@ -52,6 +52,22 @@ def make(blocks: int = 40, parallel: int = 4, deterministic: bool = False, packe
     return Scheduler(cache, parallel, 64, 16, deterministic=deterministic, packed=packed)
 
 
+def test_a_chunk_beside_running_sequences_is_longer_while_many_prompts_wait() -> None:
+    cache = KVCache([], 1000, (CachePool(40),))
+    scheduler = Scheduler(cache, 4, 64, 16, packed=True, backlog_chunk=32)
+    scheduler.add(FakeSequence(prompt(10), wanted=50))
+    assert step(scheduler)
+    lengths = []
+    for count in (40, 30):
+        scheduler.add(FakeSequence(prompt(count, seed=count)))
+    while scheduler.waiting or scheduler.prefilling:
+        batch = step(scheduler)
+        assert batch is not None
+        lengths += [len(chunk.ids) for chunk in batch.chunks]
+    # 70 tokens are more than the 64 of the largest step; the 38 that are left are not.
+    assert lengths == [32, 8, 16, 14]
+
+
 def step(scheduler: Scheduler) -> Batch | None:
     """One step as the engine does it; checks that every token has its block, and only its own."""
     batch = scheduler.next_batch()

@@ -22,9 +22,9 @@ from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.registry import Models
 from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.openapi import EVENTS, OPERATIONS
 from quengine.serve.schemas.reading import read_body
-from quengine.serve.schemas.requests import Body
 from quengine.serve.service import Service
 from quengine.serve.settings import Limits
 

@@ -35,7 +35,7 @@ DEFAULTS = "defaults"
 _OWN = ("model", "load_on_startup")
 """Keys that are no option of a command."""
 _GROUPS = (EngineConfig, ChatOptions, SamplingParams, ServerSettings)
-_OF_MODELS = ("model_names", "parallel", "pooling", "sleep_s")
+_OF_MODELS = ("model_names", "model_tags", "parallel", "pooling", "sleep_s")
 """The server's options that each model may have its own of."""
 
 

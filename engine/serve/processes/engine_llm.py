@@ -129,6 +129,10 @@ class LLMEngine:
             self._progress[request_id] = new[-1]
         return tuple(PromptProgress(total, cached, each, took if each > cached else 0.0) for each in new)
 
+    def prepare_next(self) -> bool:
+        """Prepare one more step that requests may come to, while there are none; False where nothing is left."""
+        return self._llm.warm_up_next()
+
     def stats(self) -> EngineStats:
         slots = tuple(
             SlotStats(i, s.num_prompt_tokens, s.num_cached_tokens, len(s.generated))

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.platform import bus_error, collector, log_lines
+from quengine.platform import bus_error, collector, cuda_start, log_lines, torch_import
 from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Engine,
@@ -47,15 +48,29 @@ from quengine.serve.processes.shared_wire import (
     send,
 )
 
+if TYPE_CHECKING:
+    from quengine.serve.processes.engine_llm import LLMEngine
+
 logger = logging.getLogger("quengine.serve")
+
+IDLE_SECONDS = 0.3
+"""Without a request, after which the engine prepares a step that later ones may need."""
 
 _COMPILING = 2  # constraints at once
 
 
 class EngineLoop:
-    """Runs an engine: takes messages from `connection` between its steps, and sends the events of each step there."""
+    """Runs an engine: takes messages from `connection` between its steps, and sends the events of each step there.
 
-    def __init__(self, connection: "Connection[Any, Any]", engine: Engine) -> None:
+    prepare_next: called while no request has come for a moment, until it returns false; a request may wait for it.
+    """
+
+    def __init__(
+        self,
+        connection: "Connection[Any, Any]",
+        engine: Engine,
+        prepare_next: Callable[[], bool] | None = None,
+    ) -> None:
         self._connection = connection
         self._engine = engine
         self._received: deque[ToEngine | Future[GenerationRequest]] = deque()
@@ -64,20 +79,39 @@ class EngineLoop:
         self._preparing: dict[Future[GenerationRequest], int] = {}
         self._running: set[int] = set()
         self._stats_at = 0.0
+        self._prepare_next = prepare_next
 
     def run(self) -> None:
         """Until the server is gone, which ends the process. Raises what the engine raises when it fails."""
         threading.Thread(target=self._listen, daemon=True).start()
         while True:
-            with self._wake:
-                while not (self._received or self._running):
-                    self._wake.wait()
-                received = list(self._received)
-                self._received.clear()
+            received = self._take()
+            if not received and not self._running:
+                self._prepare_more()
+                continue
             events: list[Event] = [event for each in received if (event := self._handle(each)) is not None]
             if self._running:
                 events += self._engine.step()
             self._send(events)
+
+    def _take(self) -> "list[ToEngine | Future[GenerationRequest]]":
+        """What has been received; waits for it while nothing runs, for a moment where something can be prepared."""
+        with self._wake:
+            while not (self._received or self._running):
+                if not self._wake.wait(None if self._prepare_next is None else IDLE_SECONDS):
+                    break
+            received = list(self._received)
+            self._received.clear()
+        return received
+
+    def _prepare_more(self) -> None:
+        try:
+            left = self._prepare_next is not None and self._prepare_next()
+        except Exception as error:  # for want of memory: requests come first
+            logger.debug("no more steps are captured ahead: %s", error)
+            left = False
+        if not left:
+            self._prepare_next = None
 
     def _listen(self) -> None:
         try:
@@ -163,13 +197,13 @@ class EngineLoop:
         return [*kept, *(Failed(request_id, message) for request_id in unsendable)]
 
 
-def load(connection: "Connection[Any, Any]") -> Engine:
+def load(connection: "Connection[Any, Any]") -> "LLMEngine":
     """The engine of the server's first message. Raises EngineError where it cannot be loaded."""
-    from quengine.llm import LLM
-    from quengine.serve.processes.engine_llm import LLMEngine
-
     wanted = receive_in_engine(connection)
     assert isinstance(wanted, Load)
+    cuda_start.begin(str(wanted.options.get("device", "auto")))
+    from quengine.llm import LLM
+    from quengine.serve.processes.engine_llm import LLMEngine
 
     def make_room(needed: int, free: int, device: str) -> bool:
         send(connection, Room(needed, free, device))
@@ -203,12 +237,13 @@ def main() -> int:
     log_lines.set_up(verbose="-v" in sys.argv[3:])
     collector.starting()
     bus_error.install()
+    torch_import.prepare()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     Heartbeat(int(sys.argv[2])).keep_beating()
     try:
         engine = load(connection)
         collector.working()
-        EngineLoop(connection, engine).run()
+        EngineLoop(connection, engine, engine.prepare_next).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except Exception as error:

@@ -69,29 +69,13 @@ class ProcessEngine:
         progress: Callable[[str], None] = lambda _: None,
         make_room: Callable[[int, int, str], bool] = lambda *_: False,
     ) -> None:
-        self._stats = EngineStats()
-        self._events: list[Event] = []
-        self._connection, theirs = multiprocessing.Pipe()
-        with tempfile.TemporaryFile(buffering=0) as shared:
-            shared.truncate(shared_heartbeat.SIZE)
-            passed = [theirs.fileno(), shared.fileno()]
-            verbose = ["-v"] if logger.isEnabledFor(logging.DEBUG) else []
-            # A session of its own: the terminal's Ctrl-C is for the server, which lets requests end first.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "quengine.serve.processes.engine_main", *map(str, passed), *verbose],
-                stdin=subprocess.DEVNULL,
-                pass_fds=passed,
-                start_new_session=True,
-            )
-            self._heartbeat = shared_heartbeat.Heartbeat(os.dup(shared.fileno()))
-        theirs.close()
-        atexit.register(self._process.kill)  # a process that hangs would not see that the server is gone
+        self._start("quengine.serve.processes.engine_main")
         try:
             self._send(Load(model, options))
             install()  # this process reads the mapped vocabulary as long as it serves
-            text = TextSide.of_file(
-                resolve_model(model), options.get("chat_template")
-            )  # while the process begins
+            # While the process begins.
+            text = TextSide.of_file(resolve_model(model), options.get("chat_template"))
+            text.tokenizer.prepare()
             ready = self._loaded(progress, make_room)
         except BaseException:
             self._process.kill()
@@ -101,6 +85,26 @@ class ProcessEngine:
         self.model = ServedModel(text, ready.ctx_size, ready.notes, ready.device, cache_type, ready.memory)
         _ = self.model.answer_format  # found now, and not with the first request
         self.capacity = ready.capacity
+
+    def _start(self, module: str) -> None:
+        """Start the engine's process, which runs `module`, with a pipe to it and its heartbeat."""
+        self._stats = EngineStats()
+        self._events: list[Event] = []
+        self._connection, theirs = multiprocessing.Pipe()
+        with tempfile.TemporaryFile(buffering=0) as shared:
+            shared.truncate(shared_heartbeat.SIZE)
+            passed = [theirs.fileno(), shared.fileno()]
+            verbose = ["-v"] if logger.isEnabledFor(logging.DEBUG) else []
+            # A session of its own: the terminal's Ctrl-C is for the server, which lets requests end first.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, passed), *verbose],
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+                start_new_session=True,
+            )
+            self._heartbeat = shared_heartbeat.Heartbeat(os.dup(shared.fileno()))
+        theirs.close()
+        atexit.register(self._process.kill)  # a process that hangs would not see that the server is gone
 
     @property
     def pid(self) -> int:

@@ -49,6 +49,8 @@ class TextPool:
         Raises:
             ApiError: the text or the template is to blame, it took too much time or memory, or too many wait.
         """
+        if job.kind == "encode" and not any(isinstance(part, str) for ids in job.prompts for part in ids):
+            return perform(model, job)  # token ids: nothing to tokenize
         message = _encoder.encode(job)
         source = model.source
         if source is None or len(message) <= SHORT_BYTES:

@@ -83,7 +83,7 @@ class Worker:
         make_engine: builds the engine, in the thread; called again when the engine has failed.
         parallel: most sequences given to the engine at once (never more than its capacity).
         max_queue: most sequences that may wait.
-        observe: called with every event, in the event loop.
+        observe: called with the events of every step, in the event loop.
         stopped: called in the event loop when the thread and the engine have ended; the error if it could not go on.
         changed: called in the event loop after each change of `state`.
     """
@@ -94,7 +94,7 @@ class Worker:
         *,
         parallel: int,
         max_queue: int,
-        observe: Callable[[Event], None],
+        observe: Callable[[Sequence[Event]], None],
         stopped: Callable[[BaseException | None], None],
         changed: Callable[[], None],
     ) -> None:
@@ -345,8 +345,8 @@ class Worker:
             self._call(lambda: self._distribute(pairs))
 
     def _distribute(self, pairs: list[tuple[Handle, Event]]) -> None:
+        self._observe([event for _, event in pairs])
         for handle, event in pairs:
-            self._observe(event)
             handle.put(event)
 
     def _fail_running(self, message: str) -> None:

@@ -108,7 +108,12 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 def send(connection: "Connection[Any, Any]", message: ToEngine | FromEngine) -> None:
     """Raises OSError where the other side is gone; OverflowError, UnicodeError or TypeError, with nothing sent, for a
     value that has no form on the wire."""
-    connection.send_bytes(_encoder.encode(message))
+    connection.send_bytes(encode(message))
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as it is sent. Raises as `send`."""
+    return _encoder.encode(message)
 
 
 def can_be_sent(message: Event) -> bool:

@@ -9,7 +9,7 @@ from quengine import __version__
 from quengine.request.output import Timings
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece, PromptProgress
 from quengine.serve.routes.streaming import DONE, data
-from quengine.serve.schemas.requests import Generation
+from quengine.serve.schemas.fields import Generation
 from quengine.serve.service import Service
 
 FINGERPRINT = f"b{__version__}-quengine"

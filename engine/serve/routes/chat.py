@@ -17,7 +17,6 @@ from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import (
     chat_ids,
-    ending_of,
     given_answer,
     read_messages,
     reasoning_wanted,
@@ -25,7 +24,7 @@ from quengine.serve.routes.prompts import (
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.requests import ChatRequest
+from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.tool_calls import (
@@ -70,7 +69,7 @@ async def prepare_chat(
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     model = service.model
-    form, use, text = _form(service, body), read_tools(body, model), read_constraint(body)
+    form, use, text = _form(service, body), await read_tools(body, model), read_constraint(body)
     prompt = await chat_prompt(service, body, use)
     params = await sampling_params(
         service,
@@ -112,10 +111,9 @@ class ChatPrompt:
 async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited: bool = True) -> ChatPrompt:
     """The prompt of a conversation; `limited`: checked against the limits. Raises ApiError."""
     model = service.model
-    messages = read_messages(body.messages)
+    messages, ending = read_messages(body)
     effort = body.reasoning_effort or body.reasoning.effort
     variables, budget = reasoning_wanted(service, body, effort, "reasoning_effort")
-    ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
     tools = model.answer_format.tools(use)
     ids = await chat_ids(service, messages, tools, variables, "messages", ending, limited)
     return ChatPrompt(ids, model.end_of(ids, given_answer(messages, ending)), budget)

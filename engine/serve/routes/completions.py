@@ -23,7 +23,7 @@ from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
-from quengine.serve.schemas.requests import CompletionRequest
+from quengine.serve.schemas.openai import CompletionRequest
 from quengine.serve.service import Service
 
 DEFAULT_MAX_TOKENS = 16

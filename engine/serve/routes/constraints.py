@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quengine.errors import EngineError
+from quengine.serve.http import off_loop
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.requests import Generation, TemplateRequest, Tools
+from quengine.serve.schemas.fields import Generation, Tools
+from quengine.serve.schemas.requests import TemplateRequest
 from quengine.structured.answer_format import NO_CALLS
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import ToolUse
@@ -43,14 +45,19 @@ def read_constraint(body: Generation) -> ConstraintSpec | None:
     return next(iter(found.values()), None)
 
 
-def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolUse:
+async def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolUse:
     """The tools of a request and how they are to be used. Raises ApiError where the model has no form of calls."""
+    form = model.answer_format
     try:
         use = ToolUse.from_openai(body.tools, body.tool_choice, body.parallel_tool_calls)
     except EngineError as error:
         raise bad_request(str(error), "tools") from None
-    if use.callable and not model.answer_format.calls_tools:
+    if use.callable and not form.calls_tools:
         raise bad_request(NO_CALLS, "tools", "unsupported")
+    if use.callable:
+        await off_loop(
+            lambda: form.shown(use)
+        )  # the form is found when it is first needed, which takes a while
     return use
 
 

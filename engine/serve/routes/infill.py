@@ -16,7 +16,8 @@ from quengine.serve.http import read_request
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.native import native_answer
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.requests import CompletionRequest, ExtraFile, InfillRequest
+from quengine.serve.schemas.openai import CompletionRequest
+from quengine.serve.schemas.requests import ExtraFile, InfillRequest
 from quengine.serve.service import Service
 
 _MARKS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}

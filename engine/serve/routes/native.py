@@ -181,6 +181,7 @@ def generation_settings(params: SamplingParams, model: ServedModel | None) -> di
         "n_probs": params.logprobs or 0,
         "n_ctx": 0 if model is None else model.ctx_size,
         "ignore_eos": params.ignore_eos,
+        "context_shift": params.context_shift,
         "dry_sequence_breakers": list(params.dry_sequence_breakers),
         "samplers": list(params.samplers),
         "post_sampling_probs": params.post_sampling_probs,

@@ -12,9 +12,11 @@ from quengine.request.chat_format import Ending
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.fields import Tools
 from quengine.serve.schemas.messages import Content, Message, TextPart
-from quengine.serve.schemas.reading import read_part, shown, token_ids, whole_number
-from quengine.serve.schemas.requests import Tools
+from quengine.serve.schemas.openai import ChatRequest
+from quengine.serve.schemas.reading import are_token_ids, read_part, shown, token_ids, whole_number
+from quengine.serve.schemas.requests import TemplateRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import effort_variables, switch_variables
 from quengine.structured.reasoning.tags import reasoning_in
@@ -156,6 +158,8 @@ def _parts(value: Any, service: Service, key: str) -> list[str | int]:
     least = len(given) - len(texts) + sum(least_tokens(model, text) for text in texts)
     if least > service.most_prompt_tokens:
         raise service.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
+    if are_token_ids(given, model.vocab_size):
+        return given
     return [part if isinstance(part, str) else _token_id(part, model.vocab_size, key) for part in given]
 
 
@@ -178,12 +182,35 @@ def _token_id(part: Any, vocab_size: int, key: str) -> int:
     return token_ids([part], key, vocab_size)[0]
 
 
-def read_messages(values: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of the field `messages`. Raises ApiError for what no template is given."""
-    return [
-        template_message(value, message.content)
-        for value, message in zip(values, read_part(list[Message], values, "messages"), strict=True)
-    ]
+def read_messages(body: ChatRequest | TemplateRequest) -> tuple[list[dict[str, Any]], Ending]:
+    """The messages of a body, and how their prompt ends. Raises ApiError for what no template is given.
+
+    Parts of a message that is continued are joined by an empty line, as llama-server does.
+    """
+    given = [spoken(value) for value in body.messages]
+    read = read_part(list[Message], given, "messages")
+    messages = [template_message(value, each.content) for value, each in zip(given, read, strict=True)]
+    ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
+    if ending == "continued":
+        messages[-1]["content"] = content_text(read[-1].content, "\n\n")
+    return messages, ending
+
+
+def spoken(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose refusal is its text; an answer, or a tool's result, of null has none."""
+    if message.get("role") not in ("assistant", "tool"):
+        return message
+    content = message.get("content", message.get("refusal"))
+    if isinstance(content, list):
+        content = [
+            {"type": "text", "text": part.get("refusal")}
+            if isinstance(part, dict) and part.get("type") == "refusal"
+            else part
+            for part in content
+        ]
+    elif content is None and ("content" in message or reasoning_in(message)):
+        content = message.get("refusal") or (None if message.get("tool_calls") else "")
+    return message if content is None else {**message, "content": content}
 
 
 def template_message(value: dict[str, Any], content: Content | None) -> dict[str, Any]:
@@ -193,5 +220,5 @@ def template_message(value: dict[str, Any], content: Content | None) -> dict[str
     return {**given, "role": role, "content": content_text(content)}
 
 
-def content_text(content: Content | None) -> str:
-    return "\n".join(part.text for part in content) if isinstance(content, list) else content or ""
+def content_text(content: Content | None, between: str = "\n") -> str:
+    return between.join(part.text for part in content) if isinstance(content, list) else content or ""

@@ -13,15 +13,10 @@ from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import utf8_size
 from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.fields import Accepted, Generation, Sampling
+from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 from quengine.serve.schemas.reading import shown, token_ids, wrong_value
-from quengine.serve.schemas.requests import (
-    Accepted,
-    ChatRequest,
-    CompletionRequest,
-    Generation,
-    Native,
-    Sampling,
-)
+from quengine.serve.schemas.requests import Native
 from quengine.serve.service import Service
 from quengine.serve.settings import Limits
 from quengine.structured.constraint_spec import ConstraintSpec
@@ -127,6 +122,7 @@ def _seed(body: Generation) -> int | None:
 
 def _stops(name: str, given: str | list[str] | None, limits: Limits) -> tuple[str, ...] | None:
     stops = [given] if isinstance(given, str) else given
+    stops = stops and [stop for stop in stops if stop]  # empty ones, which llama-server passes over
     if stops is not None and len(stops) > limits.stops:
         raise _too_many(name, len(stops), limits.stops, "--max-stops")
     return None if stops is None else tuple(stops)

@@ -11,8 +11,9 @@ from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import FINGERPRINT
 from quengine.serve.routes.native import generation_settings
-from quengine.serve.schemas.errors import ApiError, bad_request, switched_off
-from quengine.serve.schemas.reading import shown
+from quengine.serve.schemas.errors import ApiError, switched_off
+from quengine.serve.schemas.fields import LoraAdapter
+from quengine.serve.schemas.reading import read_part
 from quengine.serve.settings import ServerSettings
 
 
@@ -107,8 +108,6 @@ async def lora_adapters(models: Models, request: Request) -> Response:
 
 
 async def change_lora_adapters(models: Models, request: Request) -> Response:
-    """POST /lora-adapters: the scales of adapters, of which there are none."""
-    if adapters := await read_array(request, models.settings.limits):
-        message = f"adapter {shown(adapters[0])}: this server has no adapters; only [] is accepted"
-        raise bad_request(message, code="unsupported")
+    """POST /lora-adapters: the scales of adapters. There are none, so that all must be 0."""
+    read_part(list[LoraAdapter], await read_array(request, models.settings.limits), "adapters")
     return json_response({"success": True})

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from quengine.serve.http import json_response, off_loop, read_request, unless_gone
 from quengine.serve.processes.shared_text import TextJob
 from quengine.serve.routes.constraints import read_tools
-from quengine.serve.routes.prompts import ending_of, read_messages, template_variables
+from quengine.serve.routes.prompts import read_messages, template_variables
 from quengine.serve.schemas.reading import token_ids
 from quengine.serve.schemas.requests import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from quengine.serve.service import Service
@@ -38,8 +38,8 @@ async def apply_template(service: Service, request: Request) -> Response:
     body = await read_request(request, TemplateRequest, service.limits)
     service.check_model_name(body.model)
     model = service.model
-    use = read_tools(body, model)
-    messages = read_messages(body.messages)
+    use = await read_tools(body, model)
+    messages, ending = read_messages(body)
     job = TextJob(
         "render_chat",
         messages=service.settings.chat.opened(messages),
@@ -52,7 +52,7 @@ async def apply_template(service: Service, request: Request) -> Response:
             body.enable_thinking,
             service.settings.chat.variables,
         ),
-        ending=ending_of(messages, body.add_generation_prompt, body.continue_final_message),
+        ending=ending,
     )
     result = await unless_gone(request.receive, service.text_pool.perform(service.model, job))
     return json_response({"prompt": result.text.decode()})

@@ -1,4 +1,5 @@
-"""The bodies of Anthropic's routes as structs, read as those of the other routes are (`requests`).
+"""The bodies of Anthropic's routes as structs, read as those of the other routes are (`requests`), and their answers as
+JSON schemas.
 
 Source: Anthropic's API reference, "Messages" and "Count Message tokens". Sampling parameters are also taken under this
 server's names. What a block or a tool has beside these fields (cache_control, citations, strict, ...) changes no token.
@@ -10,8 +11,22 @@ import msgspec
 from msgspec import Meta
 
 from quengine.request.sampling_params import RANGES
+from quengine.serve.schemas.fields import Fields, JSONSchema, Sampling, SomeText
 from quengine.serve.schemas.messages import Content
-from quengine.serve.schemas.requests import Fields, JSONSchema, Sampling, SomeText
+from quengine.serve.schemas.openapi_parts import (
+    COUNT,
+    OBJECT,
+    STRING,
+    TEXT_OR_NULL,
+    Schema,
+    array,
+    const,
+    enum,
+    error_schema,
+    or_null,
+    record,
+    ref,
+)
 from quengine.structured.tool_calls import MAX_TOOLS
 
 
@@ -35,16 +50,41 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
     input: dict[str, Any]
 
 
+class TextSource(msgspec.Struct, frozen=True, tag="text"):
+    data: str
+
+
+class PartsSource(msgspec.Struct, frozen=True, tag="content"):
+    content: Content
+
+
+class DocumentBlock(msgspec.Struct, frozen=True, tag="document"):
+    """A document of text."""
+
+    source: TextSource | PartsSource
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResultBlock(msgspec.Struct, frozen=True, tag="search_result"):
+    source: str
+    title: str
+    content: Content
+
+
+Passage = TextBlock | DocumentBlock | SearchResultBlock
+
+
 class ToolResultBlock(msgspec.Struct, frozen=True, tag="tool_result"):
     tool_use_id: str
-    content: Content | None = None
+    content: str | list[Passage] | None = None
 
 
 AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
 
 
 class UserTurn(msgspec.Struct, frozen=True, tag_field="role", tag="user"):
-    content: str | list[TextBlock | ToolResultBlock]
+    content: str | list[Passage | ToolResultBlock]
 
 
 class AssistantTurn(msgspec.Struct, frozen=True, tag_field="role", tag="assistant"):
@@ -160,3 +200,47 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
 
 
 ANTHROPIC_BODIES: tuple[type[CountTokensRequest], ...] = (CountTokensRequest, MessagesRequest)
+
+
+def anthropic_answers() -> dict[str, Schema]:
+    """The schemas of answers and of their parts, by component name."""
+    text = record(type=const("text"), text=STRING)
+    thinking = record(type=const("thinking"), thinking=STRING, signature=STRING)
+    call = record(type=const("tool_use"), id=STRING, name=STRING, input=OBJECT)
+    counts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+    thought = {"output_tokens_details": record(thinking_tokens=COUNT)}
+    usage = record(thought, **dict.fromkeys(counts, COUNT))
+    reasons = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded")
+    stop = {"stop_reason": or_null(enum(*reasons)), "stop_sequence": TEXT_OR_NULL}
+    message = record(
+        id=STRING,
+        type=const("message"),
+        role=const("assistant"),
+        model=STRING,
+        content=array(ref("AnthropicBlock")),
+        **stop,
+        usage=usage,
+    )
+    deltas = {"text_delta": "text", "thinking_delta": "thinking"}
+    deltas |= {"signature_delta": "signature", "input_json_delta": "partial_json"}
+    delta = {"anyOf": [record(type=const(kind), **{key: STRING}) for kind, key in deltas.items()]}
+
+    def event(kind: str, **fields: Schema) -> Schema:
+        return record(type=const(kind), **fields)
+
+    events = [
+        event("message_start", message=ref("AnthropicMessage")),
+        event("ping"),
+        event("content_block_start", index=COUNT, content_block=ref("AnthropicBlock")),
+        event("content_block_delta", index=COUNT, delta=delta),
+        event("content_block_stop", index=COUNT),
+        event("message_delta", delta=record(**stop), usage=usage),
+        event("message_stop"),
+    ]
+    return {
+        "AnthropicBlock": {"anyOf": [text, thinking, call]},
+        "AnthropicError": record(type=const("error"), error=error_schema()["properties"]["error"]),
+        "AnthropicEvent": {"anyOf": events},
+        "AnthropicMessage": message,
+        "TokenCount": record(input_tokens=COUNT),
+    }

@@ -1,22 +1,43 @@
 """The bodies of Ollama's API as structs (https://github.com/ollama/ollama/blob/main/docs/api.md), read as those in
-`requests` are.
+`requests` are, and its answers as JSON schemas.
 
 Sampling parameters have Ollama's names in the engine too: `options` are `Sampling`, with Ollama's own beside it.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from quengine.request.sampling_params import RANGES
-from quengine.serve.schemas.requests import Body, Effort, Logprobs, Sampling, SomeText, _of, _only, _ref
+from quengine.serve.schemas.fields import (
+    Body,
+    Dimensions,
+    Effort,
+    Logprobs,
+    Sampling,
+    SomeText,
+    component,
+    in_range,
+    only,
+)
+from quengine.serve.schemas.openapi_parts import (
+    COUNT,
+    NUMBER,
+    OBJECT,
+    STRING,
+    Schema,
+    array,
+    const,
+    enum,
+    record,
+)
 from quengine.structured.tool_calls import MAX_TOOLS
 
 NoImages = Annotated[
     list[Any], Meta(max_length=0, extra={"rule": "must be empty: this model reads text only"})
 ]
-Format = Annotated[Any, _ref("OllamaFormat")]
+Format = Annotated[Any, component("OllamaFormat")]
 KeepAlive = Annotated[
     float | str,
     Meta(
@@ -69,9 +90,9 @@ class OllamaOptions(Sampling, frozen=True):
         ]
         | None
     ) = None
-    num_keep: Annotated[int, _of("n_keep")] | None = None
+    num_keep: Annotated[int, in_range("n_keep")] | None = None
     stop: SomeText | list[SomeText] | None = None
-    penalize_newline: Annotated[Any, _only(True)] = None
+    penalize_newline: Annotated[Any, only(True)] = None
 
     model: Any = None
     num_ctx: Any = None
@@ -93,6 +114,9 @@ class OllamaGeneration(Body, frozen=True):
     """What both generating routes take. A prompt is never cut, whatever `truncate` says: one that does not fit is a
     400. `shift` may switch a context shift off (--context-shift), not on."""
 
+    ASKED: ClassVar[str]
+    """The field without which a request is there for the model alone."""
+
     stream: bool = True
     format: Format = None
     options: OllamaOptions = OllamaOptions()
@@ -103,25 +127,33 @@ class OllamaGeneration(Body, frozen=True):
     truncate: bool | None = None
     shift: bool | None = None
 
+    @property
+    def asks_nothing(self) -> bool:
+        return not getattr(self, self.ASKED)
+
 
 class OllamaChatRequest(OllamaGeneration, frozen=True):
+    ASKED = "messages"
+
     messages: list[OllamaMessage] = msgspec.field(default_factory=list)
-    tools: Annotated[list[Annotated[Any, _ref("Tool")]], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Annotated[Any, component("Tool")]], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaGeneration, frozen=True):
+    ASKED = "prompt"
+
     prompt: str = ""
     system: str = ""
     raw: Annotated[bool, Meta(description="The prompt is not put into the chat template.")] = False
-    suffix: Annotated[Any, _only("")] = None
-    template: Annotated[Any, _only("")] = None
-    context: Annotated[Any, _only([])] = None
+    suffix: Annotated[Any, only("")] = None
+    template: Annotated[Any, only("")] = None
+    context: Annotated[Any, only([])] = None
     images: NoImages | None = None
 
 
 class OllamaEmbedRequest(Body, frozen=True, kw_only=True):
     input: str | list[str]
-    dimensions: Annotated[Any, _only()] = None
+    dimensions: Dimensions | None = None
     truncate: bool | None = None
     options: dict[str, Any] | None = None
     keep_alive: KeepAlive | None = None
@@ -177,3 +209,61 @@ OLLAMA_BODIES: tuple[type[Body], ...] = (
     OllamaDeleteRequest,
     OllamaCopyRequest,
 )
+
+
+def ollama_answers() -> dict[str, Schema]:
+    """The schemas of answers and of their parts, by component name."""
+    details = record(
+        parent_model=STRING,
+        format=enum("gguf", "safetensors"),
+        family=STRING,
+        families=array(STRING),
+        parameter_size=STRING,
+        quantization_level=STRING,
+    )
+    entry = {"name": STRING, "model": STRING, "size": COUNT, "digest": STRING, "details": details}
+    in_memory = {"expires_at": STRING, "size_vram": COUNT, "context_length": COUNT}
+    show = dict.fromkeys(("modelfile", "parameters", "template", "modified_at"), STRING)
+    vector = array(NUMBER)
+    success = record(status=const("success"))
+    function = record(index=COUNT, name=STRING, arguments=OBJECT)
+    message = record(
+        {"thinking": STRING, "tool_calls": array(record(id=STRING, function=function))},
+        role=const("assistant"),
+        content=STRING,
+    )
+    chat, chat_line = _ollama_answer({}, {"message": message})
+    generate, generate_line = _ollama_answer({"thinking": STRING}, {"response": STRING})
+    return {
+        "OllamaError": record(error=STRING),
+        "OllamaChat": chat,
+        "OllamaChatLine": chat_line,
+        "OllamaGenerate": generate,
+        "OllamaGenerateLine": generate_line,
+        "OllamaEmbed": record(
+            model=STRING,
+            embeddings=array(vector),
+            **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), COUNT),
+        ),
+        "OllamaEmbeddings": record(embedding=vector),
+        "OllamaTags": record(models=array(record(**entry, modified_at=STRING))),
+        "OllamaProcesses": record(models=array(record(**entry, **in_memory))),
+        "OllamaVersion": record(version=STRING),
+        "OllamaShow": record(**show, details=details, model_info=OBJECT, capabilities=array(STRING)),
+        "OllamaPull": success,
+        "OllamaDelete": success,
+        "OllamaCopy": success,
+    }
+
+
+def _ollama_answer(optional: dict[str, Schema], given: dict[str, Schema]) -> tuple[Schema, Schema]:
+    """The whole answer (or the last line), or that to an empty request; and a line of a stream."""
+    token = {"token": STRING, "logprob": NUMBER, "bytes": array(COUNT)}
+    logprobs = {"logprobs": array(record(**token, top_logprobs=array(record(**token))))}
+    head = {"model": STRING, "created_at": STRING, **given}
+    durations = [f"{what}_duration" for what in ("total", "load", "prompt_eval", "eval")]
+    counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), COUNT)
+    optional = {**optional, **logprobs}
+    end = record(optional, **head, done=const(True), done_reason=enum("stop", "length"), **counts)
+    empty = record(**head, done=const(True), done_reason=enum("load", "unload"))
+    return {"anyOf": [end, empty]}, {"anyOf": [record(optional, **head, done=const(False)), end]}

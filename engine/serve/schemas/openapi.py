@@ -14,7 +14,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from quengine import __version__
 from quengine.serve.guard import is_open
 from quengine.serve.schemas.openapi_answers import answer_schemas
-from quengine.serve.schemas.openapi_requests import OBJECT, STRING, Schema, ref, request_schemas
+from quengine.serve.schemas.openapi_parts import OBJECT, STRING, Schema, ref
+from quengine.serve.schemas.openapi_requests import request_schemas
 from quengine.serve.settings import ServerSettings
 
 JSON = "application/json"
@@ -129,11 +130,17 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/lora-adapters"): Operation("The adapters: none.", ref("LoraAdapters")),
     ("POST", "/lora-adapters"): Operation(
-        "Set no adapters.", ref("Success"), "LoraAdapters", errors=(400, 408, 413)
+        "Switch adapters off.", ref("Success"), "LoraScales", errors=(400, 408, 413)
     ),
     ("GET", "/models"): _MODELS,
     ("GET", "/v1/models"): _MODELS,
     ("GET", "/v1/models/{name}"): Operation("The model of a name.", ref("Model"), errors=(404, 503)),
+    ("POST", "/predict"): Operation(
+        "Answer requests of other routes, in Vertex AI's form.",
+        ref("Predictions"),
+        "PredictRequest",
+        errors=(400, 408, 413),
+    ),
     ("POST", "/models/load"): Operation(
         "Begin to load a model.", ref("Success"), "ModelRequest", errors=(400, 404, 408, 413, 503)
     ),

@@ -1,4 +1,4 @@
-"""The request bodies of the OpenAPI document, as JSON schemas (draft 2020-12), made of the structs in `requests`.
+"""The request bodies of the OpenAPI document, as JSON schemas (draft 2020-12), made of the structs of bodies.
 
 Parts that msgspec has no type for are written here. A schema cannot say everything: two fields may exclude each other,
 and a template, a vocabulary or a grammar may refuse a value. Those are 400s too.
@@ -11,20 +11,16 @@ import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
 from quengine.serve.schemas.anthropic import ANTHROPIC_BODIES
+from quengine.serve.schemas.fields import REF
 from quengine.serve.schemas.messages import Message
 from quengine.serve.schemas.ollama import OLLAMA_BODIES
-from quengine.serve.schemas.requests import BODIES, REF
+from quengine.serve.schemas.openai import OPENAI_BODIES
+from quengine.serve.schemas.openapi_parts import ANY, NULL, OBJECT, STRING, TOKEN, Schema, ref
+from quengine.serve.schemas.requests import BODIES
 from quengine.serve.schemas.response_items import KINDS, InputItem
 from quengine.serve.settings import Limits
+from quengine.structured.reasoning.tags import REASONING_KEYS
 
-Schema = dict[str, Any]
-
-ANY: Schema = {}
-BOOLEAN: Schema = {"type": "boolean"}
-STRING: Schema = {"type": "string"}
-OBJECT: Schema = {"type": "object"}
-TOKEN: Schema = {"$ref": REF.format(name="Token")}
-_NULL: Schema = {"type": "null"}
 _PROMPT_PART: Schema = {"anyOf": [TOKEN, STRING]}
 _SCHEMA: Schema = {
     "anyOf": [OBJECT, {"const": True}, {"type": "string", "contentMediaType": "application/json"}]
@@ -39,7 +35,7 @@ def request_schemas(
     """Every schema of a body and of its parts, by component name. `model_names` are the only ones that may be given,
     where there are any; `vocab_size` is None while there is no model."""
     unions: list[Any] = [Message, InputItem]
-    bodies = (*BODIES, *ANTHROPIC_BODIES, *OLLAMA_BODIES)
+    bodies = (*BODIES, *OPENAI_BODIES, *ANTHROPIC_BODIES, *OLLAMA_BODIES)
     made, components = msgspec.json.schema_components((*unions, *bodies), ref_template=REF)
     token = {"type": "integer", "minimum": 0}
     schemas: dict[str, Schema] = {
@@ -53,25 +49,27 @@ def request_schemas(
     schemas["InputItem"] = {
         "anyOf": [*schemas["InputItem"]["anyOf"], _other_kind(KINDS, "An item that is skipped.")]
     }
+    refusal = {"type": {"const": "refusal"}, "refusal": STRING}
+    part = {"anyOf": [ref("TextPart"), {"type": "object", "required": list(refusal), "properties": refusal}]}
+    schemas["AssistantMessage"]["properties"]["content"] = {"anyOf": [NULL, STRING, _array(part)]}
     schemas["AssistantMessage"]["anyOf"] = [
-        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        {"required": ["content"]},
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array"}}},
+        *({"required": [key], "properties": {key: _SOME_TEXT}} for key in ("refusal", *REASONING_KEYS)),
     ]
+    content = schemas["ToolMessage"]["properties"]["content"]
+    schemas["ToolMessage"]["properties"]["content"] = {"anyOf": [NULL, content]}
     schemas["NativeEmbeddingRequest"]["anyOf"] = [
-        {"required": [key], "properties": {key: ref("Prompt"), other: _NULL}}
+        {"required": [key], "properties": {key: ref("Prompt"), other: NULL}}
         for key, other in (("input", "content"), ("content", "input"))
     ]
     schemas["RerankRequest"]["anyOf"] = [
-        {"required": [key], "properties": {key: {"type": "array"}, other: _NULL}}
+        {"required": [key], "properties": {key: {"type": "array"}, other: NULL}}
         for key, other in (("documents", "texts"), ("texts", "documents"))
     ]
     for schema in schemas.values():
         _limit(schema.get("properties", {}), limits, model_names)
     return schemas
-
-
-def ref(name: str) -> Schema:
-    return {"$ref": REF.format(name=name)}
 
 
 def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ...]) -> None:
@@ -102,8 +100,10 @@ def _tidied(schema: Any) -> Any:
     tidied = {
         key: value if key in ("enum", "const", "examples") else _tidied(value)
         for key, value in schema.items()
-        if key not in ("title", "default", "discriminator")
+        if key not in ("title", "default", "discriminator", "properties")
     }
+    if "properties" in schema:
+        tidied["properties"] = {name: _tidied(each) for name, each in schema["properties"].items()}
     if (
         tidied.get("additionalProperties") is False
     ):  # a body, or a part of one: what it does not name is ignored
@@ -114,17 +114,17 @@ def _tidied(schema: Any) -> Any:
 
 
 def _or_null(schema: Schema) -> Schema:
-    given = [each for each in schema.get("anyOf", ()) if each != _NULL]
+    given = [each for each in schema.get("anyOf", ()) if each != NULL]
     if len(given) > 1:
-        return {**schema, "anyOf": [_NULL, *given]}
+        return {**schema, "anyOf": [NULL, *given]}
     (schema,) = given or [schema]
-    if not schema or schema == _NULL:
+    if not schema or schema == NULL:
         return schema
     if isinstance(schema.get("type"), str):
         return {**schema, "type": ["null", schema["type"]]}
     if "enum" in schema:
         return {**schema, "enum": [None, *schema["enum"]]}
-    return {"anyOf": [_NULL, schema]}
+    return {"anyOf": [NULL, schema]}
 
 
 def _array(items: Schema, least: int = 0, most: int | None = None) -> Schema:
@@ -137,13 +137,14 @@ def _written(limits: Limits) -> dict[str, Schema]:
     return {
         "JSONSchema": _SCHEMA,
         "LogitBias": _logit_bias(limits),
+        "LoraScales": {"type": "array", "items": ref("LoraAdapter")},
         "Prompt": _prompt(),
         "Tool": _tool(),
-        "ToolChoice": _tool_choice(),
+        "ToolChoice": _chat_tool_choice(),
         "ResponseTool": _response_tool(),
         "ResponseToolChoice": _response_tool_choice(),
         "TextFormat": _text_format(),
-        "OllamaFormat": {"anyOf": [_NULL, {"enum": ["json", ""]}, OBJECT]},
+        "OllamaFormat": {"anyOf": [NULL, {"enum": ["json", ""]}, OBJECT]},
     }
 
 
@@ -167,7 +168,7 @@ def _prompt() -> Schema:
     parts = _array({"type": "object", "required": list(part), "properties": part}, least=1)
     no_media: Schema = {"multimodal_data": {"enum": [None, []]}}
     of_text = {"prompt_string": _SOME_TEXT, **no_media}
-    of_parts = {"prompt_string": _NULL, "content": parts, **no_media}
+    of_parts = {"prompt_string": NULL, "content": parts, **no_media}
     objects: list[Schema] = [
         {"type": "object", "required": ["prompt_string"], "properties": of_text},
         {"type": "object", "required": ["content"], "properties": of_parts},
@@ -193,12 +194,11 @@ def _tool() -> Schema:
     }
 
 
-def _tool_choice() -> Schema:
+def _named_function() -> Schema:
     kind = {"type": {"const": "function"}}
     named = {"type": "object", "required": ["name"], "properties": {"name": STRING}}
     return {
         "anyOf": [
-            {"enum": ["none", "auto", "required"]},
             {"type": "object", "required": ["type", "function"], "properties": {**kind, "function": named}},
             {
                 "type": "object",
@@ -207,6 +207,17 @@ def _tool_choice() -> Schema:
             },
         ]
     }
+
+
+def _tool_choice(*more: Schema) -> Schema:
+    return {"anyOf": [{"enum": ["none", "auto", "required"]}, _named_function(), *more]}
+
+
+def _chat_tool_choice() -> Schema:
+    some = {"mode": {"enum": ["auto", "required"]}, "tools": _array(_named_function(), least=1)}
+    inner = {"type": "object", "required": list(some), "properties": some}
+    allowed = {"type": {"const": "allowed_tools"}, "allowed_tools": inner}
+    return _tool_choice({"type": "object", "required": list(allowed), "properties": allowed})
 
 
 def _other_kind(known: Collection[str], about: str) -> Schema:
@@ -234,13 +245,10 @@ def _response_tool_choice() -> Schema:
         "mode": {"enum": ["auto", "required"]},
         "tools": _array(OBJECT),
     }
-    return {
-        "anyOf": [
-            ref("ToolChoice"),
-            {"type": "object", "required": ["type", "name"], "properties": custom},
-            {"type": "object", "required": ["type", "mode", "tools"], "properties": allowed},
-        ]
-    }
+    return _tool_choice(
+        {"type": "object", "required": ["type", "name"], "properties": custom},
+        {"type": "object", "required": ["type", "mode", "tools"], "properties": allowed},
+    )
 
 
 def _text_format() -> Schema:
@@ -253,7 +261,7 @@ def _text_format() -> Schema:
     return {
         "anyOf": [
             of("text"),
-            of("json_object", schema={"anyOf": [_NULL, ref("JSONSchema")]}),
+            of("json_object", schema={"anyOf": [NULL, ref("JSONSchema")]}),
             of("json_schema", ("json_schema",), json_schema=inner),
             of("json_schema", ("schema",), schema=ref("JSONSchema"), json_schema=False),
         ]

@@ -16,7 +16,7 @@ from msgspec import inspect
 from quengine.platform import strict_json
 from quengine.request.sampling_params import Range
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.requests import Fields
+from quengine.serve.schemas.fields import Fields
 
 B = TypeVar("B", bound=Fields)
 T = TypeVar("T")
@@ -78,6 +78,8 @@ def shown(value: Any, most: int = 60) -> str:
 
 def token_ids(values: Sequence[Any], name: str, vocab_size: int) -> list[int]:
     """`values` as token ids of a vocabulary. Raises ApiError."""
+    if are_token_ids(values, vocab_size):
+        return list(values)
     ids = [whole_number(value) for value in values]
     for position, token in enumerate(ids):
         if token is None or not 0 <= token < vocab_size:
@@ -85,6 +87,13 @@ def token_ids(values: Sequence[Any], name: str, vocab_size: int) -> list[int]:
             rule = f"must be a token id from 0 to {vocab_size - 1}"
             raise bad_request(f"{name}[{position}] = {value}: {rule}", name, "invalid_value")
     return [token for token in ids if token is not None]
+
+
+def are_token_ids(values: Sequence[Any], vocab_size: int) -> bool:
+    """Whether all `values` are token ids of a vocabulary, as JSON usually writes them."""
+    return all(type(value) is int for value in values) and (
+        not values or (min(values) >= 0 and max(values) < vocab_size)
+    )
 
 
 def whole_number(value: object) -> int | None:

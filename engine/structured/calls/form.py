@@ -6,6 +6,8 @@ Arguments are a JSON object, or, with a `ParameterForm`, parameters one by one:
 
     HEAD key SEPARATOR value TAIL (BETWEEN ...)*
 
+Values are JSON, or objects and arrays are such parameters again, one within the other.
+
 `calls.probe` reads a description off renderings of a chat template; `calls.parser` parses by it.
 """
 
@@ -13,7 +15,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quengine.structured.constraint_spec import inline_json
@@ -22,6 +24,8 @@ from quengine.structured.tool_calls import Tool
 NAME, ID, INDEX = "\ue100", "\ue101", "\ue102"
 """Stand in the texts of a description for the call's name, its id and its number in the answer."""
 SLOTS = NAME + ID + INDEX
+KEY = "\ue103"
+"""Stands in a parameter's tail for its key."""
 
 SEPARATED_TYPES = ("string", "integer", "number", "boolean", "object", "array")
 """The JSON types of `ParameterForm.separators`."""
@@ -54,6 +58,8 @@ class ParameterForm:
         separators: what stands between key and value, by the value's JSON type.
         quote: what strings are quoted with, where they are; other values then end where they are whole.
         bare: keys within values have no quotes, and strings there have `quote`.
+        item: values that are objects or arrays are elements as the parameters themselves, those of an array of this
+            name; empty where values are JSON.
     """
 
     head: str
@@ -62,6 +68,7 @@ class ParameterForm:
     between: str = ""
     quote: str = ""
     bare: bool = False
+    item: str = ""
 
     @property
     def typed(self) -> bool:
@@ -83,9 +90,13 @@ class CallForm:
         index: the number of an answer's first call, where the form counts them.
         parameters: None where arguments are a JSON object.
         text_mark: what stands before an answer's text where no call does (functionary's `all`).
+        text_ends: what stands behind an answer's text, with or without calls, and is no text.
+        python_tag: what stands before Llama's other calls (`llama`).
         as_text: the template reads arguments as JSON text.
         id_length: how many letters and digits an id must have; 0 where any is taken.
         shows_tools: whether the template writes the tools of a request into the prompt.
+        writes_calls: whether it writes an answer's calls, which else become its text.
+        takes_system: whether it takes a system message.
     """
 
     head: str
@@ -98,9 +109,13 @@ class CallForm:
     index: int = 0
     parameters: ParameterForm | None = None
     text_mark: str = ""
+    text_ends: tuple[str, ...] = ()
+    python_tag: str = ""
     as_text: bool = False
     id_length: int = 0
     shows_tools: bool = True
+    writes_calls: bool = True
+    takes_system: bool = True
 
     @property
     def starts_marked(self) -> bool:
@@ -129,7 +144,8 @@ class CallForm:
 
     def texts(self) -> Iterator[str]:
         """All texts of the description, which may have control tokens in them."""
-        yield from (self.open, self.head, self.middle, self.tail, self.separator, self.close, self.text_mark)
+        yield from (self.open, self.head, self.middle, self.tail, self.separator, self.close)
+        yield from (self.text_mark, *self.text_ends, self.python_tag)
         if self.parameters is not None:
             parts = self.parameters
             yield from (parts.head, parts.tail, parts.between, parts.quote)
@@ -166,7 +182,8 @@ class CallGrammar:
     def lark(self, tools: tuple[Tool, ...], several: bool) -> str:
         form = self._form
         more = f"({self._text(form.separator)} one)*" if several and form.several else ""
-        start = f"start: {self._text(form.open)} one {more} {self._text(form.close)}"
+        behind_text = f"({self._text(form.text_ends[0])})?" if form.text_ends else ""
+        start = f"start: {behind_text} {self._text(form.open)} one {more} {self._text(form.close)}"
         one = " | ".join(f"call{n}" for n in range(len(tools)))
         rules = [rule for n, tool in enumerate(tools) for rule in self._call(n, tool)]
         return "\n".join([start, f"one: {one}", *rules])
@@ -191,8 +208,9 @@ class CallGrammar:
         properties = _properties(tool)
         required = tool.parameters.get("required", ())
         for n, (key, schema) in enumerate(properties.items()):
-            values = " | ".join(self._values(schema, form, prefix))
-            yield f"{prefix}p{n}: {self._text(form.head)} {json.dumps(key)} ({values})"
+            yield f"{prefix}p{n}: {self._text(form.head)} {json.dumps(key)} {self._values(key, schema, form, prefix)}"
+        if form.item:
+            yield f"{prefix}element: {self._any_element(form, prefix)}"
         if form.bare:
             yield from _BARE_RULES.format(
                 p=prefix, quote=self._text(form.quote), text=self._free(form.quote)
@@ -208,13 +226,28 @@ class CallGrammar:
         yield f'{prefix}first{count}: ""'
         yield f"{prefix}arguments: {prefix}first0"
 
-    def _values(self, schema: Any, form: ParameterForm, prefix: str) -> Iterator[str]:
-        """Alternatives of separator, value and tail. Strings stand as they are, other values as JSON."""
+    def _values(self, key: str, schema: Any, form: ParameterForm, prefix: str) -> str:
+        """Separator, value and tail. Strings stand as they are, other values as JSON or elements."""
+        schema = schema if isinstance(schema, Mapping) else {}
+        own = replace(form, tail=form.tail.replace(KEY, key))
+        return f"({' | '.join(self._alternatives(schema, own, form, prefix))})"
+
+    def _alternatives(
+        self, schema: Mapping[str, Any], form: ParameterForm, inner: ParameterForm, prefix: str
+    ) -> Iterator[str]:
+        """The alternatives of `_values`; `form` has the tail of this key, `inner` that of any."""
         types = types_of(schema)
         tail = self._text(form.tail)
         if "string" in types:
             yield f"{self._text(form.separators['string'])} {self._string(schema, form)}"
         others = [each for each in types if each != "string"]
+        if form.item:
+            separator = self._text(form.separators["object"])
+            nested = [each for each in others if each in ("object", "array")]
+            yield from (
+                f"{separator} {self._elements(schema, each, inner, prefix)} {tail}" for each in nested
+            )
+            others = [each for each in others if each not in nested]
         for separator in dict.fromkeys(
             form.separators.get(kind, form.separators["object"]) for kind in others
         ):
@@ -226,6 +259,28 @@ class CallGrammar:
                 given["enum"] = [each for each in values if not isinstance(each, str)]
             value = f"{prefix}bare" if form.bare and {"object", "array"} & {*kinds} else inline_json(given)
             yield f"{self._text(separator)} {value} {tail}"
+
+    def _elements(self, schema: Mapping[str, Any], kind: str, form: ParameterForm, prefix: str) -> str:
+        """What is within a value of objects or arrays: an array's items, or an object's properties in their order."""
+        head = self._text(form.head)
+        if kind == "array":
+            items = schema.get("items", {})
+            return f'({head} "{form.item}" {self._values(form.item, items, form, prefix)})*'
+        properties = schema.get("properties")
+        if not isinstance(properties, Mapping):
+            return f"{prefix}element*"
+        required = schema.get("required", ())
+        return " ".join(
+            f"({head} {json.dumps(key)} {self._values(key, each, form, prefix)}){'' if key in required else '?'}"
+            for key, each in properties.items()
+        )
+
+    def _any_element(self, form: ParameterForm, prefix: str) -> str:
+        """An element of any name, with text or elements."""
+        key, (begin, _, end) = "/[a-zA-Z0-9_.-]+/", form.tail.partition(KEY)
+        within = f"{prefix}element+ {self._text(begin)} | {self._free(begin)}"
+        head, separator = self._text(form.head), self._text(form.separators["object"])
+        return f"{head} {key} {separator} ({within}) {key} {self._text(end)}"
 
     def _string(self, schema: Any, form: ParameterForm) -> str:
         """A string and the tail, which ends it. Its `pattern` and `format` are not enforced."""

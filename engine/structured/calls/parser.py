@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quengine.structured.answer_parser import SPACE, NoMatchError, Reading
-from quengine.structured.calls.form import ID, INDEX, NAME, SLOTS, CallForm, ParameterForm, types_of
+from quengine.structured.calls.form import ID, INDEX, KEY, NAME, SLOTS, CallForm, ParameterForm, types_of
+from quengine.structured.calls.json_calls import ToolCallParser, is_name
 from quengine.structured.tool_calls import Tool
-from quengine.structured.tool_calls_parser import ToolCallParser, is_name
 
+_MOST_NESTED = 100
 _PARTS = re.compile(rf"\s+|[{SLOTS}]|[^\s{SLOTS}]+")
 _CDATA = re.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
 _ID_CHARACTERS = re.compile(r"[a-zA-Z0-9_.:-]+")
@@ -43,7 +44,7 @@ class CallFormParser(ToolCallParser):
         self._marks: tuple[str, ...] = tuple(
             mark for mark in dict.fromkeys(marks) if re.search(r"[^\[{(\"\s]", mark)
         )
-        super().__init__("", frozenset(self._tools), new_id, only_calls)
+        super().__init__(frozenset(self._tools), new_id, only_calls)
         if self._keys is not None:
             self._name_key, self._argument_keys = self._keys.name, (self._keys.arguments,)
 
@@ -51,7 +52,7 @@ class CallFormParser(ToolCallParser):
 
     def _openers(self) -> tuple[str, ...]:
         if self._marks:
-            return self._marks
+            return (*self._marks, *self._form.text_ends)
         begin = self._text.lstrip(SPACE) if self._first else ""
         if self._keys is not None:
             return ("{",) if begin.startswith("{") else ("\0",)
@@ -62,6 +63,9 @@ class CallFormParser(ToolCallParser):
         return (*known, self._form.separator.strip(), self._form.text_mark or "\0")
 
     def _block(self) -> Reading[None]:
+        for end in self._form.text_ends:
+            if (yield from self._take(end)):
+                return
         if self._form.text_mark and (yield from self._take(self._form.text_mark)):
             return
         if not self._marks:
@@ -72,13 +76,14 @@ class CallFormParser(ToolCallParser):
         if self._listed:
             yield from self._space()
             yield from self._take("[")
+        separator, alike = self._form.separator.strip(), self._keys is not None and not self._head.strip()
         while True:
             yield from self._space()
             yield from self._call()
+            if not (self._marks and (separator or alike or self._listed or self._close)):
+                return
             yield from self._space()
-            if self._marks and (yield from self._passed(self._form.separator.strip())):
-                continue
-            if self._keys is None or (yield from self._peek()) != "{" or not self._marks:
+            if not (yield from self._passed(separator)) and not (alike and (yield from self._peek()) == "{"):
                 break
         if self._listed:
             yield from self._passed("]")
@@ -97,8 +102,9 @@ class CallFormParser(ToolCallParser):
             yield from self._object(known=not self._marks)
         else:
             yield from self._named_call()
-        yield from self._space()
-        yield from self._match(self._tail, optional=True)
+        if self._tail:
+            yield from self._space()
+            yield from self._match(self._tail, optional=True)
 
     def _named_call(self) -> Reading[None]:
         call_id = yield from self._match(self._form.head)
@@ -117,16 +123,22 @@ class CallFormParser(ToolCallParser):
     def _match(self, text: str, optional: bool = False) -> Reading[str | None]:
         """Read over a text of the form, with any white space where it has some; the id in it, if there is one."""
         call_id: str | None = None
-        for part in _PARTS.findall(text):
-            if part in (INDEX, ID, NAME):
+        left_out = False  # an id, with what stands before it
+        parts = _PARTS.findall(text)
+        for part, following in itertools.zip_longest(parts, parts[1:]):
+            if left_out:
+                left_out = False
+            elif part in (INDEX, ID, NAME):
                 word = yield from self._slot()
                 call_id = word if part == ID else call_id
             elif part.isspace():
                 yield from self._space()
             elif not (yield from self._passed(part)):
-                if optional:
+                left_out = following == ID
+                if optional and not left_out:
                     return call_id
-                raise NoMatchError
+                if not left_out:
+                    raise NoMatchError
         return call_id
 
     def _slot(self) -> Reading[str]:
@@ -152,6 +164,10 @@ class CallFormParser(ToolCallParser):
             yield from self._space()
             if comma and (yield from self._passed(form.between.strip())):
                 yield from self._space()
+            if form.item and (yield from self._passed(tail := self._tail.strip())):
+                if self._text[: self._at].endswith(tail):  # else the call is cut off
+                    give("}")
+                return
             if form.head.strip():
                 if not (yield from self._passed(form.head.strip())):
                     break
@@ -162,7 +178,10 @@ class CallFormParser(ToolCallParser):
                 return
             key = key.strip()
             give(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
-            yield from self._parameter(form, schemas.get(key, {}), give)
+            if form.item:
+                give((yield from self._element(form, key, schemas.get(key, {})))[0])
+            else:
+                yield from self._parameter(form, schemas.get(key, {}), give)
             comma = ", "
         if (yield from self._peek()):  # else the call is cut off
             give("}")
@@ -181,6 +200,37 @@ class CallFormParser(ToolCallParser):
             give(as_json(text, types))
         elif text:  # cut off: what there is of it
             give(json.dumps(text, ensure_ascii=False)[:-1] if "string" in types else text)
+
+    def _element(
+        self, form: ParameterForm, key: str, schema: Any, depth: int = 0
+    ) -> Reading[tuple[str, bool]]:
+        """A value up to its end as JSON, elements or text; and whether it is whole, else what there is of a text."""
+        if depth > _MOST_NESTED:
+            raise NoMatchError
+        members: list[tuple[str, str]] = []
+        types = types_of(schema)
+        while True:
+            text, whole = yield from self._until(form.head)
+            if not whole:
+                started = json.dumps(text, ensure_ascii=False)[:-1] if "string" in types else text
+                return started if text and not members else "", False
+            if (yield from self._take(form.tail.replace(KEY, key).removeprefix(form.head))):
+                break
+            name, whole = yield from self._until(form.separator_start)
+            value, whole = (
+                (yield from self._element(form, name, _within(schema, name), depth + 1))
+                if whole
+                else ("", False)
+            )
+            if not whole:
+                return "", False
+            members.append((name, value))
+        if not members and (text.strip() or "string" in types):
+            return as_json(text, types), True
+        if "array" in types and all(name == form.item for name, _ in members):
+            return f"[{', '.join(value for _, value in members)}]", True
+        pairs = (f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in members)
+        return f"{{{', '.join(pairs)}}}", True
 
     def _quoted(self, form: ParameterForm, give: Callable[[str], None]) -> Reading[None]:
         """A quoted string, or a value that ends where it is whole."""
@@ -220,6 +270,14 @@ class CallFormParser(ToolCallParser):
         tool = self._tools.get(name)
         given = tool.parameters.get("properties") if tool is not None else None
         return given if isinstance(given, Mapping) else {}
+
+
+def _within(schema: Any, name: str) -> Any:
+    """The schema of what a value has under a name, or of an array's item; {} where it does not say."""
+    if not isinstance(schema, Mapping):
+        return {}
+    properties = schema.get("properties")
+    return properties.get(name, {}) if isinstance(properties, Mapping) else schema.get("items", {})
 
 
 def _without_margin(text: str, separator: str, tail: str) -> str:

@@ -195,7 +195,8 @@ def _header(probe: _Probe, before: str) -> int:
     """
     header = _border(before, len(_common_prefix(before, probe.prompt())))
     try:
-        said = probe.calls(_TWO, content=SAID).partition(_NAMES[0])[0].partition(SAID)[2]
+        text, called, _ = probe.calls(_TWO, content=SAID).partition(_NAMES[0])
+        said = text.partition(SAID)[2] if called else ""  # some write either a text or calls
     except EngineError:
         said = ""
     if said:

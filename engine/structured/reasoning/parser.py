@@ -36,6 +36,8 @@ class ReasoningParser(AnswerParser):
     def _answer(self) -> Reading[None]:
         if self._state == "unknown":
             self.inside = yield from self._follows(self._tags.begin)
+            if not self.inside and (yield from self._follows(self._tags.end)):  # of an empty section
+                yield from self._header()
         if self.inside:
             yield from self._section()
             yield from self._header()

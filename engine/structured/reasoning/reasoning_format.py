@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from quengine.structured.answer_parser import AnswerParser
 from quengine.structured.constraint_spec import ConstraintSpec, ReasoningBudget
+from quengine.structured.markers import control_ids, marker
 from quengine.structured.reasoning.parser import ReasoningParser
 from quengine.structured.reasoning.tags import REASONING_KEYS, ReasoningTags, reasoning_in
 from quengine.structured.tool_calls import ToolUse
-from quengine.structured.tool_calls_format import control_ids, marker
 
 if TYPE_CHECKING:
     from quengine.models.tokenizer import Tokenizer

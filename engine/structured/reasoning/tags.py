@@ -37,6 +37,7 @@ _ON = dict.fromkeys(SWITCHES, True)
 _TAG = r"<\|(?:open|close)\|>\w+<\|sep\|>|<[^<>\s]+>|\[/?[A-Z][A-Z_ ]*\]"
 _FIRST_TAG = re.compile(rf"\s*(?:{_TAG})")
 _LAST_TAG = re.compile(rf"(?:{_TAG})(?:thought)?\s*$")
+_MODE = re.compile(r"\bthinking_mode\s*==\s*.disabled")
 _NAME = re.compile(r"/|\bSTART_|\bEND_|<\|(?:open|close)\|>|[<>|\[\]]")
 
 
@@ -90,9 +91,11 @@ def reasoning_in(message: Mapping[str, Any]) -> str:
     return next((value for key in REASONING_KEYS if isinstance(value := message.get(key), str) and value), "")
 
 
-def switches(source: str) -> tuple[str, ...]:
-    """Those of `SWITCHES` that a template's source has as variables, not as keys or within words."""
-    return tuple(word for word in SWITCHES if re.search(rf"(?<![\w.'\"]){word}(?![\w'\"])", source))
+def switches(source: str, on: bool) -> dict[str, Any]:
+    """Those of `SWITCHES` that a template's source has as variables, not as keys or within words; and MiniMax M3's
+    variable of three values, which else lets the model decide."""
+    found = {word: on for word in SWITCHES if re.search(rf"(?<![\w.'\"]){word}(?![\w'\"])", source)}
+    return found if on or not _MODE.search(source) else {**found, "thinking_mode": "disabled"}
 
 
 def _rendered(render: Render) -> ReasoningTags | None:

@@ -263,6 +263,23 @@ def test_expected_keys_are_those_that_a_server_comes_to() -> None:
     ]
 
 
+def test_rarer_keys_are_captured_one_by_one_until_all_are_there(make_rig: Callable[[int], Rig]) -> None:
+    rig = make_rig(5)
+    graphs = CudaGraphs(rig.decoder, rig.cache, 2, capture=rig.again)
+    graphs.capture(GraphKey("prefill", 16, 4))
+    added = []
+    while graphs.capture_next():
+        (new,) = set(graphs.captured) - {*added, GraphKey("prefill", 16, 4)}
+        added.append(new)
+    biased = [SamplingKind(64, True, False), SamplingKind(1, True, False)]
+    assert added == [
+        *(GraphKey("prefill", *size) for size in ((32, 4), (64, 4), (16, 16), (32, 16), (64, 16))),
+        *(decode_key(rows, kind) for kind in biased for rows in (2, 1)),
+    ]
+    alone = CudaGraphs(rig.decoder, rig.cache, 1, capture=rig.again)
+    assert not alone.capture_next()
+
+
 @pytest.mark.cuda_kernel
 @pytest.mark.parametrize("drafts", [False, True])
 def test_captured_decode_steps_choose_the_tokens_of_eager_ones(

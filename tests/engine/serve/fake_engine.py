@@ -100,17 +100,17 @@ class FakeModel(ServedModel):
         variables: Mapping[str, Any],
         ending: Ending = "answer",
     ) -> str:
-        del tools, variables, ending
-        return "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in messages)
+        del tools, ending
+        lines = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in messages)
+        return lines + self.answer_begin(variables)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None,
-        variables: Mapping[str, Any],
-        ending: Ending = "answer",
-    ) -> list[int]:
-        return self.encode(self.render_chat(messages, tools, variables, ending), bos=True, special=False)
+    def answer_begin(self, variables: Mapping[str, Any]) -> str:
+        """What a prompt has begun of its answer."""
+        del variables
+        return ""
+
+    def encode_chat(self, *given: Any, **named: Any) -> list[int]:
+        return self.encode(self.render_chat(*given, **named), bos=True, special=False)
 
 
 @dataclass

@@ -9,14 +9,14 @@ from typing import Any
 import openai
 
 from quengine.models.tokenizer.token_length import TokenLength
-from quengine.request.chat_format import Ending
 from quengine.request.text_stream import TextStream
 from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest
 from quengine.structured.answer_format import AnswerFormat, TextFormat
+from quengine.structured.calls.format import CallFormat
+from quengine.structured.calls.generic import GENERIC_FORM
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.reasoning.reasoning_format import ReasoningFormat
 from quengine.structured.reasoning.tags import ReasoningTags
-from quengine.structured.tool_calls_format import ToolFormat
 from tests.engine.serve.fake_engine import FIRST_BYTE, FakeEngine, FakeModel, _seed, _Sequence, _timings
 
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>")
@@ -56,24 +56,16 @@ class ThinkingModel(SpeakingModel):
     """Writes <think>, which its prompts open with the variable `opened`, and tool calls as Qwen3 does."""
 
     answer_format = ReasoningFormat(
-        ReasoningTags("<think>\n", "\n</think>\n\n"), TextFormat(ToolFormat("hermes"))
+        ReasoningTags("<think>\n", "\n</think>\n\n"), TextFormat(CallFormat(GENERIC_FORM))
     )
 
     def __init__(self, ctx_size: int) -> None:
         super().__init__(ctx_size)
         self.template = "{{ enable_thinking }}"
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None,
-        variables: Mapping[str, Any],
-        ending: Ending = "answer",
-    ) -> str:
+    def answer_begin(self, variables: Mapping[str, Any]) -> str:
         end = "<think>\n\n</think>\n\n" if variables.get("enable_thinking") is False else ""
-        return super().render_chat(messages, tools, variables, ending) + (
-            "<think>\n" if variables.get("opened") else end
-        )
+        return "<think>\n" if variables.get("opened") else end
 
 
 class SpeakingEngine(FakeEngine):

@@ -26,11 +26,12 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve import http
 from quengine.serve.app import ROUTES, SERVER_ROUTES
+from quengine.serve.schemas.fields import Body, Sampling
 from quengine.serve.schemas.openapi import EVENTS, OPERATIONS, document
-from quengine.serve.schemas.requests import Body, Sampling
 from quengine.serve.settings import ServerSettings
 from quengine.structured.answer_format import TextFormat
-from quengine.structured.tool_calls_format import ToolFormat
+from quengine.structured.calls.format import CallFormat
+from quengine.structured.calls.generic import GENERIC_FORM
 from tests.engine.serve.fake_engine import FakeEngine, FakeModel
 from tests.engine.serve.serving import Served, serving
 
@@ -94,7 +95,7 @@ REFUSED = ("/api/pull", "/api/delete", "/api/copy", "/models/load", "/models/unl
 class OpenModel(FakeModel):
     """Takes constraints, tools and a reasoning effort, so that requests with them come through; holds to none."""
 
-    answer_format = TextFormat(ToolFormat("hermes"))
+    answer_format = TextFormat(CallFormat(GENERIC_FORM))
 
     def prepare(self, params: SamplingParams) -> None:
         del params

@@ -17,13 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quengine import LLM, SamplingParams
+from quengine.errors import EngineError
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.text_stream import TextStream
 from quengine.structured.answer_format import AnswerFormat, TextFormat, answer_format
-from quengine.structured.calls.format import CallFormat, TemplateCalls
+from quengine.structured.calls.format import CallFormat
+from quengine.structured.calls.named import template_form
 from quengine.structured.constraint import ConstraintCompiler
-from quengine.structured.tool_calls import Delta, ToolUse, collect
+from quengine.structured.tool_calls import Delta, ToolUse, collect, reasoning_of
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
 from tests.llama_cpp_source import llama_cpp_source
 from tests.tiny_models import CHATML, write_tiny
@@ -55,14 +57,11 @@ FIRST = (
 )
 SECOND = ("note", {"text": '12 < 13\n- <b> and "c"'})
 QUESTION = "How is the weather?"
-MARKS = re.compile(r"<[|｜][^|｜<>]+[|｜]>|\[[A-Z_]+\]|<\|[a-z_]+>|<[a-z_]+\|>")
+MARKS = re.compile(r"<[|｜][^|｜<>]+[|｜]>|\[[A-Z_]+\]|<\|[a-z_]+>|<[a-z_]+\|>|\]<\]minimax\[>\[")
 
 SPECIAL = {
     "openai-gpt-oss-120b": "harmony: test_harmony",
-    "Kimi-K3": "a form of sections with marks of their own",
-    "MiniMax-M3": "arguments as nested XML",
     "fireworks-ai-llama-3-firefunction-v2": "the template takes no tools, but a text `functions`",
-    "llama-cpp-deepseek-r1": "the template cannot be rendered with tools: it writes a generator as JSON",
 }
 """Templates that are not asked here, or whose form is not supported."""
 NAMED = {
@@ -94,10 +93,12 @@ class Case:
 
     name: str
     template: ChatTemplate
-    calls: TemplateCalls
+    calls: CallFormat
 
     @cached_property
     def asked(self) -> list[tuple[str, dict[str, Any]]]:
+        if self.name == "MiniMax-M3":  # which leaves nulls out
+            return [(FIRST[0], {**FIRST[1], "more": {"a": [1, "b"]}}), SECOND]
         return [FIRST] if self.name in ONE_CALL else [FIRST, SECOND]
 
     @cached_property
@@ -146,7 +147,7 @@ class Case:
 def case(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[Case]:
     source = templates()[request.param].read_text()
     template = ChatTemplate(source, "<s>", "</s>")
-    yield Case(request.param, template, TemplateCalls(source, tokenizer, template.render))
+    yield Case(request.param, template, CallFormat(template_form(source, template.render), tokenizer))
     template._process.close()
 
 
@@ -154,11 +155,10 @@ def test_calls_are_read_back_however_they_are_cut(case: Case) -> None:
     answer = case.answer()
     text, calls = case.read([answer])
     assert calls == case.asked
-    form = case.calls.format
-    if isinstance(form, CallFormat):
-        rest = re.sub(r"\s", "", text)
-        marks = (form.form.open, form.form.close, form.form.head.partition("{")[0])
-        assert not any(mark.strip() and re.sub(r"\s", "", mark) in rest for mark in marks)
+    form = case.calls.form
+    rest = re.sub(r"\s", "", text)
+    marks = (form.open, form.close, form.head.partition("{")[0])
+    assert not any(mark.strip() and re.sub(r"\s", "", mark) in rest for mark in marks)
     for size in range(1, 25):
         assert case.read([answer[n : n + size] for n in range(0, len(answer), size)]) == (text, calls)
 
@@ -166,10 +166,9 @@ def test_calls_are_read_back_however_they_are_cut(case: Case) -> None:
 def test_text_in_front_of_calls_stays_text(case: Case) -> None:
     if case.name in NAMED:
         pytest.skip("a bare call is the whole answer")
-    form = case.calls.format
-    mark = form.form.text_mark if isinstance(form, CallFormat) else ""
-    said = f"{mark}Let me see: 1 < 2 [3]."
-    lead = form.form.separator if mark and isinstance(form, CallFormat) else ""
+    form = case.calls.form
+    said = f"{form.text_mark}Let me see: 1 < 2 [3]."
+    lead = form.separator if form.text_mark else ""
     text, calls = case.read(list(said + lead + case.answer()))
     assert calls == case.asked and text.startswith("Let me see: 1 < 2 [3].")
 
@@ -180,14 +179,12 @@ def test_the_grammar_of_a_required_call_accepts_what_the_template_writes(
     use = ToolUse.from_openai(TOOLS, "required")
     spec = case.calls.constraint(use)
     assert spec is not None
-    form = case.calls.format
-    answer = case.answer(case.plain)
-    if isinstance(form, CallFormat):
-        parts = [re.split("[\ue100-\ue102]", text)[0] for text in (form.form.open, form.form.head)]
-        start = next((part for part in parts if part.strip()), "")
-        answer = answer[answer.find(start.strip()) :]
-        end = re.split("[\ue100-\ue102]", (form.form.tail + form.form.close).strip())[-1] or "}"
-        answer = answer[: answer.rfind(end[-8:]) + len(end[-8:])]
+    form, answer = case.calls.form, case.answer(case.plain)
+    parts = [re.split("[\ue100-\ue102]", text)[0] for text in (form.open, form.head)]
+    start = next((part for part in parts if part.strip()), "")
+    answer = answer[answer.find(start.strip()) :]
+    end = re.split("[\ue100-\ue102]", (form.tail + form.close).strip())[-1] or "}"
+    answer = answer[: answer.rfind(end[-8:]) + len(end[-8:])]
     constraint = ConstraintCompiler(tokenizer, tokenizer.vocab_size).compile(spec)
     for n, token in enumerate(ids := tokenizer.encode(answer, special=True)):
         assert constraint.allowed()[token], (tokenizer.decode(ids[:n], skip_special=False), answer)
@@ -243,6 +240,8 @@ GARBAGE = (
     "text", "{", "}", '"name": ', '"note"', ", ", '"arguments": ', "[", "]", "(", ")", "=", "'", "<|tool_call_start|>[",
     "]<|tool_call_end|>", "<|tool_call>call:", "<tool_call|>", '<|"|>', ":", "[TOOL_CALLS]", "[ARGS]", ">>>", "all\n",
     "note\n", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<tool_calls>", "</tool_calls>", "\\", '"', "a",
+    "]<]minimax[>[", '<invoke name="note">', "<text>", "</text>", "<item>", "</invoke>", "<|open|>", "<|close|>",
+    'call tool="note" index="1"', 'argument key="text" type="string"', "<|sep|>", "response", "call", "argument",
 )  # fmt: skip
 CUT = (
     "Qwen3-Coder",
@@ -254,6 +253,8 @@ CUT = (
     "deepseek-ai-DeepSeek-V3.2",
     "mistralai-Mistral-Nemo-Instruct-2407",
     "Mistral-Small-3.2-24B-Instruct-2506",
+    "Kimi-K3",
+    "MiniMax-M3",
 )
 
 
@@ -261,7 +262,7 @@ CUT = (
 def calls_of(tokenizer: Tokenizer) -> dict[str, AnswerFormat]:
     sources = {name: templates()[name].read_text() for name in CUT}
     return {
-        name: TextFormat(TemplateCalls(text, tokenizer, ChatTemplate(text).render))
+        name: TextFormat(CallFormat(template_form(text, ChatTemplate(text).render), tokenizer))
         for name, text in sources.items()
     }
 
@@ -329,6 +330,53 @@ def test_a_required_call_is_valid_whatever_the_model_chooses(
         assert text == "" and calls
         for call in calls:
             jsonschema.validate(json.loads(call.arguments), parameters)
+
+
+def test_nested_elements_become_objects_and_arrays(calls_of: dict[str, AnswerFormat]) -> None:
+    n = "]<]minimax[>["
+    more = f"{n}<more>{n}<a>{n}<item>1{n}</item>{n}<item>b{n}</item>{n}</a>{n}<e>{n}</e>{n}</more>"
+    text = f'{n}<tool_call>\n{n}<invoke name="get_weather">{n}<city>1{n}</city>{more}{n}</invoke>\n{n}</tool_call>'
+    expected = '{"city": "1", "more": {"a": [1, "b"], "e": ""}}'
+    assert xml_calls(text, calls_of["MiniMax-M3"]) == [("get_weather", expected)]
+    for at in range(text.index("<city>"), text.index(f"{n}</invoke>")):
+        ((_, arguments),) = xml_calls(text[:at], calls_of["MiniMax-M3"])
+        assert expected.startswith(arguments)
+
+
+def test_elements_nested_without_end_are_no_values(calls_of: dict[str, AnswerFormat]) -> None:
+    n = "]<]minimax[>["
+    text = f'{n}<tool_call>\n{n}<invoke name="note">' + f"{n}<a>" * 5000
+    assert xml_calls(text, calls_of["MiniMax-M3"]) == [("note", '{"a": ')]
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(2000):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(EngineError, match="nested too deeply"):
+        calls_of["MiniMax-M3"].constraint(ToolUse.from_openai(tools, "required"), None)
+
+
+def test_the_sections_of_kimi_k3_are_no_text(tokenizer: Tokenizer) -> None:
+    source = templates()["Kimi-K3"].read_text()
+    template = ChatTemplate(source, "<s>", "</s>")
+
+    def rendered(messages: Any, prompt: bool, variables: Any) -> str:
+        return template.render(messages, prompt, None, variables)
+
+    form = answer_format(source, tokenizer, rendered, template.render)
+    user = {"role": "user", "content": QUESTION}
+    said = {"role": "assistant", "content": "Rain.", "reasoning_content": "Look up."}
+    for variables in ({}, {"thinking": False}):
+        prompt = template.render([user], True, None, variables)
+        answer = template.render([user, said], False, None, variables).removeprefix(prompt)
+        parser = form.parser(ToolUse(), prompt)
+        deltas = [delta for char in answer.partition("<|end_of_msg|>")[0] for delta in parser.push(char)]
+        deltas += parser.finish()
+        assert (reasoning_of(deltas), collect(deltas)) == ("" if variables else "Look up.", ("Rain.", []))
+    assert {tokenizer.token_text(token) for token in form.shown(ToolUse())} == {
+        "<|open|>",
+        "<|close|>",
+        "<|sep|>",
+    }
 
 
 XML = "<tool_call>\n<function=get_weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n"

@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quengine import LLM, SamplingParams
+from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.text_stream import TextStream
 from quengine.structured.answer_format import TextFormat, answer_format
 from quengine.structured.answer_parser import TextParser
+from quengine.structured.calls.json_calls import ToolCallParser
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.harmony_format import HarmonyFormat
@@ -28,7 +30,6 @@ from quengine.structured.tool_calls import (
     collect,
     reasoning_of,
 )
-from quengine.structured.tool_calls_parser import ToolCallParser
 from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.llama_cpp_source import llama_cpp_source
 from tests.tiny_models import HARMONY_MARKS, harmony_vocabulary, write_tiny
@@ -227,7 +228,7 @@ def test_the_form_is_chosen_by_the_template(harmony: HarmonyFormat, tokenizer: T
     }
     assert found == {"openai-gpt-oss-120b.jinja"}
     use = ToolUse.from_openai(TOOLS)
-    hermes = answer_format("<tool_call>", tokenizer)
+    hermes = answer_format("<tool_call>", tokenizer, calls=ChatTemplate("<tool_call>").render)
     assert isinstance(hermes.parser(use), ToolCallParser) and isinstance(hermes.parser(ToolUse()), TextParser)
 
 

@@ -16,9 +16,11 @@ from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.text_stream import TextStream
+from quengine.structured.calls.format import CallFormat
+from quengine.structured.calls.generic import GENERIC_FORM
+from quengine.structured.calls.named import LLAMA_FORM, NAMED_FORMS, template_form
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import CallDelta, Delta, TextDelta, ToolUse, collect
-from quengine.structured.tool_calls_format import FormatName, ToolFormat
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
 from tests.tiny_models import write_tiny
 
@@ -32,12 +34,17 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "now"}},
 ]
-FORMATS: tuple[FormatName, ...] = ("hermes", "mistral", "mistral-named", "llama3")
+FORMS = {
+    "hermes": GENERIC_FORM,
+    "mistral": NAMED_FORMS["[TOOL_CALLS]"],
+    "mistral-named": NAMED_FORMS["[CALL_ID]"],
+    "llama3": LLAMA_FORM,
+}
 CONTROLS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|endoftext|>")
 PARIS = '{"city": "Pa\\"}ris", "list": [1, {"a": "]"}]}'
 
 # format, text, what is said, what is called
-CASES: list[tuple[FormatName, str, str, list[tuple[str, str]]]] = [
+CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "just text", "just text", []),
     ("hermes", "", "", []),
     ("hermes", " \n ", " \n ", []),
@@ -110,8 +117,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return vocabulary(tmp_path_factory.mktemp("tools") / "vocab.gguf")
 
 
-def parsed(name: FormatName, pieces: list[str], tools: Any = TOOLS) -> list[Delta]:
-    parser = ToolFormat(name).parser(ToolUse.from_openai(tools))
+def refuses(*_: Any) -> str:
+    """A template that cannot be rendered."""
+    raise EngineError("no")
+
+
+def parsed(name: str, pieces: list[str], tools: Any = TOOLS) -> list[Delta]:
+    parser = CallFormat(FORMS[name]).parser(ToolUse.from_openai(tools))
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return deltas + parser.finish()
 
@@ -123,7 +135,7 @@ def outcome(deltas: list[Delta]) -> tuple[str, list[tuple[str, str]]]:
 
 @pytest.mark.parametrize(("name", "text", "said", "called"), CASES)
 def test_calls_and_text_are_told_apart(
-    name: FormatName, text: str, said: str, called: list[tuple[str, str]]
+    name: str, text: str, said: str, called: list[tuple[str, str]]
 ) -> None:
     assert outcome(parsed(name, [text])) == (said, called)
     assert outcome(parsed(name, list(text))) == (said, called)
@@ -132,7 +144,7 @@ def test_calls_and_text_are_told_apart(
 @settings(max_examples=300, deadline=None)
 @given(case=st.sampled_from(CASES), data=st.data())
 def test_any_split_of_a_stream_gives_the_same(
-    case: tuple[FormatName, str, str, list[tuple[str, str]]], data: st.DataObject
+    case: tuple[str, str, str, list[tuple[str, str]]], data: st.DataObject
 ) -> None:
     name, text, said, called = case
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -147,8 +159,8 @@ FRAGMENTS = (
 
 
 @settings(max_examples=400, deadline=None)
-@given(name=st.sampled_from(FORMATS), parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14))
-def test_garbage_gives_the_same_in_one_piece_and_in_characters(name: FormatName, parts: list[str]) -> None:
+@given(name=st.sampled_from(sorted(FORMS)), parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14))
+def test_garbage_gives_the_same_in_one_piece_and_in_characters(name: str, parts: list[str]) -> None:
     text = "".join(parts)
     whole = outcome(parsed(name, [text]))
     assert outcome(parsed(name, list(text))) == whole
@@ -158,7 +170,7 @@ def test_garbage_gives_the_same_in_one_piece_and_in_characters(name: FormatName,
 
 
 def test_a_name_and_arguments_go_out_as_they_come() -> None:
-    parser = ToolFormat("hermes").parser(ToolUse.from_openai(TOOLS), new_id=lambda: "call_1")
+    parser = CallFormat(FORMS["hermes"]).parser(ToolUse.from_openai(TOOLS), new_id=lambda: "call_1")
     steps = [
         parser.push(p)
         for p in ('ok <tool_call>{"name": "f", "argu', 'ments": {"a"', ": 1", "}", "}</tool_call>")
@@ -181,7 +193,7 @@ def test_a_name_and_arguments_go_out_as_they_come() -> None:
 
 
 def test_text_is_not_held_longer_than_it_may_become_a_tag() -> None:
-    parser = ToolFormat("hermes").parser(ToolUse.from_openai(TOOLS))
+    parser = CallFormat(FORMS["hermes"]).parser(ToolUse.from_openai(TOOLS))
     assert [parser.push(p) for p in ("a <", "b", " <tool", "s>")] == [
         [TextDelta("a")],
         [TextDelta(" <b")],
@@ -218,12 +230,12 @@ def test_ids_are_those_that_the_template_wants() -> None:
     ],
 )
 def test_the_format_is_read_off_the_template(template: str, name: str | None, tokenizer: Tokenizer) -> None:
-    found = ToolFormat.of(template, tokenizer)
-    assert (None if found is None else found.name) == name
-    if found is not None:
-        controls = {tokenizer.token_text(i) for i in found.marker_ids}
-        assert controls == {"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"}
-        assert found.with_call_id == ("[CALL_ID]" in template)
+    found = template_form(template, refuses)
+    expected = FORMS[name or "hermes"]
+    assert (found.open, found.head, found.middle) == (expected.open, expected.head, expected.middle)
+    assert (found.tail, found.close, found.python_tag) == (expected.tail, expected.close, expected.python_tag)
+    controls = {tokenizer.token_text(i) for i in CallFormat(found, tokenizer).marker_ids}
+    assert controls == {each for each in CONTROLS if any(each in text for text in expected.texts())}
 
 
 TEMPLATES = {
@@ -241,8 +253,7 @@ TEMPLATES = {
 def test_a_required_call_is_valid_whatever_the_model_chooses(
     tokenizer: Tokenizer, template: str, choice: Any, parallel: bool
 ) -> None:
-    tool_format = ToolFormat.of(template, tokenizer)
-    assert tool_format is not None
+    tool_format = CallFormat(template_form(template, refuses), tokenizer)
     other = {"type": "function", "function": {"name": "stop", "parameters": WEATHER}}
     use = ToolUse.from_openai([TOOLS[0], other], choice, parallel)
     spec = tool_format.constraint(use)
@@ -273,9 +284,13 @@ def test_a_required_call_is_valid_whatever_the_model_chooses(
 
 
 def test_only_a_required_call_is_a_constraint() -> None:
-    tool_format = ToolFormat("hermes")
+    tool_format = CallFormat(FORMS["hermes"])
     assert tool_format.constraint(ToolUse.from_openai(TOOLS)) is None
     assert tool_format.constraint(ToolUse.from_openai(TOOLS, "none")) is None
+
+
+def allowed_tools(*tools: Any, mode: str = "auto") -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
 
 
 def test_a_request_is_read_as_openai_has_it() -> None:
@@ -295,6 +310,10 @@ def test_a_request_is_read_as_openai_has_it() -> None:
     )
     assert flat.described == [{"type": "function", "function": {"name": "now", "description": "d"}}]
     assert not flat.parallel
+    choice = allowed_tools({"type": "function", "function": {"name": "now"}}, mode="required")
+    allowed = ToolUse.from_openai(TOOLS, choice)
+    assert (allowed.choice, [t.name for t in allowed.callable]) == ("required", ["now"])
+    assert allowed.described == TOOLS and allowed.parallel
 
 
 @pytest.mark.parametrize(
@@ -316,6 +335,8 @@ def test_a_request_is_read_as_openai_has_it() -> None:
             "no tool is named 'x'; there: weather, now",
         ),
         ((TOOLS, {"type": "allowed_tools"}), "tool_choice"),
+        ((TOOLS, allowed_tools("auto")), "must be functions"),
+        ((TOOLS, allowed_tools({"type": "function", "name": "x"})), "named 'x'"),
         ((TOOLS, None, 1), "parallel_tool_calls"),
     ],
 )
@@ -331,15 +352,15 @@ def test_messages_get_their_arguments_as_values_and_mistral_its_ids() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_123", "content": "ok"},
     ]
-    assistant, tool = ToolFormat("hermes").messages(said)
+    assistant, tool = CallFormat(FORMS["hermes"]).messages(said)
     assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
     assert (assistant["content"], tool) == ("", said[1])
-    assistant, tool = ToolFormat("mistral").messages(said)
+    assistant, tool = CallFormat(FORMS["mistral"]).messages(said)
     assert assistant["tool_calls"][0]["id"] == tool["tool_call_id"] != "call_123"
     assert re.fullmatch("[a-zA-Z0-9]{9}", tool["tool_call_id"])
     call["function"] = {"name": "f", "arguments": "[1]"}
     with pytest.raises(EngineError, match=r"messages\[0\]: the arguments of f are no JSON object"):
-        ToolFormat("hermes").messages(said)
+        CallFormat(FORMS["hermes"]).messages(said)
 
 
 TEMPLATE = (
@@ -355,8 +376,8 @@ def test_a_whole_request_from_tools_to_deltas(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "m.gguf", vocabulary=metadata, sizes=ModelSizes(context=1024))
     with LLM(path, device="cpu") as llm:
         assert llm.chat_template is not None
-        tool_format = ToolFormat.of(llm.chat_template.source, llm.tokenizer)
-        assert tool_format is not None and tool_format.name == "mistral-named"
+        tool_format = CallFormat(template_form(TEMPLATE, llm.chat_template.render), llm.tokenizer)
+        assert tool_format.form.middle == "[ARGS]"
         use = ToolUse.from_openai(TOOLS, {"type": "function", "function": {"name": "weather"}})
         said = {"id": "x", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
         messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [said]}]

@@ -38,6 +38,7 @@ def test_messages_are_written_as_the_template_says() -> None:
         ("{{ bos_token }}|{{ eos_token }}", "<s>|</s>"),
         ("{{ {'b': '<é>&\"', 'a': [1, None]} | tojson }}", '{"b": "<é>&\\"", "a": [1, null]}'),
         ("{{ [1] | tojson(indent=2) }}", "[\n  1\n]"),
+        ("{{ [{'a': 1}] | map(attribute='a') | tojson }}", "[1]"),
         ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true, separators=(',', ':')) }}", '{"a":2,"b":1}'),
         ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "13"),
         ("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "1"),

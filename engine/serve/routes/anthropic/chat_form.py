@@ -26,8 +26,11 @@ from quengine.serve.schemas.anthropic import (
     MessagesRequest,
     NamedChoice,
     NoChoice,
+    Passage,
+    SearchResultBlock,
     SystemTurn,
     TextBlock,
+    TextSource,
     Thinking,
     ThinkingBlock,
     ToolChoice,
@@ -36,8 +39,9 @@ from quengine.serve.schemas.anthropic import (
     Turn,
 )
 from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.fields import Effort, Sampling
 from quengine.serve.schemas.messages import Content
-from quengine.serve.schemas.requests import ChatRequest, Effort, Sampling
+from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.settings import Limits
 
 Message = dict[str, Any]
@@ -122,15 +126,28 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
     }
 
 
-def _question(block: TextBlock | ToolResultBlock, called: Mapping[str, str], at: str) -> Message:
-    if isinstance(block, TextBlock):
-        return {"role": "user", "content": block.text}
+def _question(block: Passage | ToolResultBlock, called: Mapping[str, str], at: str) -> Message:
+    if not isinstance(block, ToolResultBlock):
+        return {"role": "user", "content": _passage(block)}
     key = block.tool_use_id
     if key not in called:
         raise bad_request(
             f"{at}.tool_use_id = {key[:40]!r}: no tool_use before it has this id", "messages", "invalid_value"
         )
-    return {"role": "tool", "tool_call_id": key, "name": called[key], "content": content_text(block.content)}
+    given = block.content or ""
+    text = given if isinstance(given, str) else "\n".join(map(_passage, given))
+    return {"role": "tool", "tool_call_id": key, "name": called[key], "content": text}
+
+
+def _passage(block: Passage) -> str:
+    """The text of a block, behind what a document or a search result is called."""
+    if isinstance(block, TextBlock):
+        return block.text
+    if isinstance(block, SearchResultBlock):
+        return "\n".join((block.title, block.source, content_text(block.content)))
+    source = block.source
+    text = source.data if isinstance(source, TextSource) else content_text(source.content)
+    return "\n".join(filter(None, (block.title, block.context, text)))
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:

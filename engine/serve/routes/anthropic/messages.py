@@ -39,7 +39,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     body = await read_request(request, CountTokensRequest, service.limits)
     service.check_model_name(body.model)
     chat = chat_request(body, service.model, service.limits)
-    use = read_tools(chat, service.model)
+    use = await read_tools(chat, service.model)
     # What an answer would be refused for is refused here.
     answer_constraint(use, service.model, read_constraint(chat))
     await sampling_params(service, chat, logprobs=None, constraint=None)

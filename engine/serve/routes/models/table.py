@@ -67,7 +67,8 @@ def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
         "object": "model",
         "created": models.created,
         "owned_by": "quengine",
-        "aliases": [each for each in entry.spec.settings.model_names if each != name],
+        "aliases": entry.spec.settings.model_names,
+        "tags": entry.spec.settings.model_tags,
         "meta": meta,
         "status": _status(entry),
     }

@@ -10,7 +10,7 @@ from quengine.serve.routes.ollama.answers import nanoseconds
 from quengine.serve.routes.ollama.requests import served_name
 from quengine.serve.routes.vectors import embeddings
 from quengine.serve.schemas.ollama import OllamaEmbeddingsRequest, OllamaEmbedRequest
-from quengine.serve.schemas.requests import EmbeddingRequest
+from quengine.serve.schemas.openai import EmbeddingRequest
 from quengine.serve.service import Service
 
 
@@ -18,7 +18,7 @@ async def embed(service: Service, request: Request) -> Response:
     """A vector for each text; none for no text, as Ollama has it."""
     began = time.perf_counter()
     body = await read_request(request, OllamaEmbedRequest, service.limits)
-    vectors, tokens = await _vectors(service, request, body.model, body.input)
+    vectors, tokens = await _vectors(service, request, body.model, body.input, body.dimensions)
     return json_response(
         {
             "model": service.model_name,
@@ -37,13 +37,13 @@ async def one_embedding(service: Service, request: Request) -> Response:
 
 
 async def _vectors(
-    service: Service, request: Request, name: str, texts: str | list[str]
+    service: Service, request: Request, name: str, texts: str | list[str], dimensions: int | None = None
 ) -> tuple[list[list[float]], int]:
     """The vectors, and how many tokens all texts have."""
     name = served_name(service, name)
     if not texts:
         service.check_model_name(name)
         return [], 0
-    given = EmbeddingRequest(model=name, input=texts)
+    given = EmbeddingRequest(model=name, input=texts, dimensions=dimensions)
     vectors, tokens = await embeddings.embed(service, request, given)
     return [list(vector) for vector in vectors], tokens

@@ -1,6 +1,8 @@
 """POST /api/chat and /api/generate."""
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,29 +22,39 @@ from quengine.serve.routes.ollama.answers import (
 )
 from quengine.serve.routes.ollama.requests import chat_request, generate_request, served_name
 from quengine.serve.routes.streaming import stream_answer, whole_answer
-from quengine.serve.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest
-from quengine.serve.schemas.requests import ChatRequest, CompletionRequest
+from quengine.serve.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaGeneration
+from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 from quengine.serve.service import Service
+
+G = TypeVar("G", bound=OllamaGeneration)
 
 
 async def chat(service: Service, request: Request) -> Response:
-    began = time.perf_counter()
-    body = await read_request(request, OllamaChatRequest, service.limits)
-    service.check_model_name(served_name(service, body.model))
-    if not body.messages:
-        return json_response(loaded(service, ChatLines.part_body(Part()), body.keep_alive))
-    prepared = await unless_gone(request.receive, _prepared(service, chat_request(service, body)))
-    return await _answer(service, request, prepared[0], ChatLines(service, *prepared, began), body.stream)
+    return await _answered(service, request, OllamaChatRequest, chat_request, ChatLines)
 
 
 async def generate(service: Service, request: Request) -> Response:
+    return await _answered(service, request, OllamaGenerateRequest, generate_request, GenerateLines)
+
+
+async def _answered(
+    service: Service,
+    request: Request,
+    kind: type[G],
+    converted: Callable[[Service, G], ChatRequest | CompletionRequest],
+    form: type[AnswerLines],
+) -> Response:
     began = time.perf_counter()
-    body = await read_request(request, OllamaGenerateRequest, service.limits)
+    body = await read_request(request, kind, service.limits)
     service.check_model_name(served_name(service, body.model))
-    if not body.prompt:
-        return json_response(loaded(service, GenerateLines.part_body(Part()), body.keep_alive))
-    prepared = await unless_gone(request.receive, _prepared(service, generate_request(service, body)))
-    return await _answer(service, request, prepared[0], GenerateLines(service, *prepared, began), body.stream)
+    if body.asks_nothing:
+        return json_response(loaded(service, form.part_body(Part()), body.keep_alive))
+    prepared, reader = await unless_gone(request.receive, _prepared(service, converted(service, body)))
+    lines = form(service, prepared, reader, began)
+    if body.stream:
+        return await stream_answer(service, request, [prepared], lines)
+    ((piece, end),) = await whole_answer(service, request, [prepared])
+    return json_response(lines.whole(piece, end))
 
 
 async def _prepared(
@@ -53,12 +65,3 @@ async def _prepared(
         return request, RawReader()
     (request,), (reader,) = await prepare_chat(service, body)
     return request, reader
-
-
-async def _answer(
-    service: Service, request: Request, prepared: GenerationRequest, lines: AnswerLines, stream: bool
-) -> Response:
-    if stream:
-        return await stream_answer(service, request, [prepared], lines)
-    ((piece, end),) = await whole_answer(service, request, [prepared])
-    return json_response(lines.whole(piece, end))

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.fields import Body, Sampling
 from quengine.serve.schemas.ollama import (
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaGeneration,
     OllamaMessage,
 )
+from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 from quengine.serve.schemas.reading import shown
-from quengine.serve.schemas.requests import Body, ChatRequest, CompletionRequest, Sampling
 from quengine.serve.service import Service
 
 _SAMPLING = Sampling.__struct_fields__[len(Body.__struct_fields__) :]

@@ -10,7 +10,7 @@ from quengine.serve.routes.responses.output_items import Event, OutputItems
 from quengine.serve.routes.responses.tools import OfferedTools
 from quengine.serve.routes.streaming import ChunkForm, named_event
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.schemas.requests import ResponseRequest
+from quengine.serve.schemas.openai import ResponseRequest
 from quengine.serve.service import Service
 from quengine.structured.tool_calls import ToolUse
 

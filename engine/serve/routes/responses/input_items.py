@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quengine.serve.response_store import ResponseStore
-from quengine.serve.routes.prompts import content_text, template_message
+from quengine.serve.routes.prompts import content_text, spoken, template_message
 from quengine.serve.routes.responses.tools import INPUT
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.messages import TextPart
@@ -93,6 +93,7 @@ class _Conversation:
                 notes.append(f"input[{i}] skipped: {shown(kind, 40)}")
                 # In its place, so that errors name those of the others.
                 known[i] = {"type": "item_reference", "id": ""}
+        known = [spoken(each) if each.get("type") == "message" else each for each in known]
         for i, item in enumerate(read_part(list[InputItem], known, "input")):
             self._add(item, f"input[{i}]", notes)
 

@@ -20,7 +20,7 @@ from quengine.serve.routes.responses.tools import offered_tools
 from quengine.serve.routes.sampling import requests_of, sampling_params
 from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.requests import ResponseRequest
+from quengine.serve.schemas.openai import ResponseRequest
 from quengine.serve.service import Service
 from quengine.structured.constraint_spec import ConstraintSpec
 
@@ -70,7 +70,8 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     service.check_model_name(body.model)
     model = service.model
     tools = offered_tools(body.tools, body.tool_choice, notes)
-    use = read_tools(msgspec.structs.replace(body, tools=tools.functions, tool_choice=tools.choice), model)
+    asked = msgspec.structs.replace(body, tools=tools.functions, tool_choice=tools.choice)
+    use = await read_tools(asked, model)
     text = _text_constraint(body)
     _note_options(body, notes)
     earlier = service.responses.conversation(body.previous_response_id)

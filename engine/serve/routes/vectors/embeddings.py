@@ -16,8 +16,9 @@ from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.streaming import whole_answer
 from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.openai import EmbeddingRequest
 from quengine.serve.schemas.reading import wrong_value
-from quengine.serve.schemas.requests import EmbeddingRequest, NativeEmbeddingRequest
+from quengine.serve.schemas.requests import NativeEmbeddingRequest
 from quengine.serve.service import Service
 
 MAX_NUMBERS = 1 << 22

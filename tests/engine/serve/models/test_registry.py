@@ -252,10 +252,12 @@ def test_an_engine_that_fails_is_replaced_without_another_models_leaving() -> No
 
 
 def test_lists_state_and_counters_tell_the_models_apart() -> None:
-    with serving_models(Device(), spec("a", 2, "aa"), spec("b", 3)) as served, served.http() as client:
+    models = spec("a", 2, "aa", model_tags=("small",)), spec("b", 3)
+    with serving_models(Device(), *models) as served, served.http() as client:
         ask(served, "a", 3)
         listed = {each["id"]: each for each in client.get("/v1/models").json()["data"]}
-        assert listed["a"]["aliases"] == ["aa"] and listed["b"]["meta"] == {"size": 3}
+        assert listed["a"]["aliases"] == ["a", "aa"] and listed["b"]["meta"] == {"size": 3}
+        assert listed["a"]["tags"] == ["small"] and listed["b"]["tags"] == []
         status = listed["a"]["status"]
         assert status["value"] == "loaded" and status["memory"] == 2 and status["device"] == "cuda:0"
         assert client.get("/v1/models/aa").json()["id"] == "aa"

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from quengine.request.sampling_params import SamplingParams
+from quengine.serve.processes import engine_main
 from quengine.serve.processes import server_thread as worker_module
 from quengine.serve.processes.engine_main import EngineLoop
 from quengine.serve.processes.server_engine import ProcessEngine
@@ -130,6 +131,35 @@ def test_what_the_engine_cannot_send_fails_its_request_alone() -> None:
         ends |= {event.request_id: event for event in step.events if not isinstance(event, Piece)}
     assert [type(ends[number]) for number in (1, 2, 3)] == [Finished, Failed, Finished]
     assert engine.stats().slots == ()
+
+
+@pytest.mark.parametrize("ends", ["at_its_end", "with_an_error"])
+def test_steps_are_prepared_while_there_is_no_request(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_main, "IDLE_SECONDS", 0.01)
+    ours, theirs = Pipe()
+    calls, done = list[int](), threading.Event()
+
+    def prepare_next() -> bool:
+        calls.append(len(calls))
+        if len(calls) < 3:
+            return True
+        done.set()
+        if ends == "with_an_error":
+            raise MemoryError
+        return False
+
+    loop, params = EngineLoop(theirs, FakeEngine(step_s=0.0), prepare_next), SamplingParams(max_tokens=2)
+    monkeypatch.setattr(loop, "_listen", lambda: None)  # it would end this process with the pipe
+    threading.Thread(target=loop.run, daemon=True).start()
+    assert done.wait(10)
+    loop._receive(Add.of(GenerationRequest([1, 2], params.with_seed(), id=1)))
+    events: list[Event] = []
+    while not any(isinstance(event, Finished) for event in events):
+        message = receive_from_engine(ours)
+        assert isinstance(message, Step)
+        events += message.events
+    time.sleep(0.05)
+    assert calls == [0, 1, 2]
 
 
 def test_health_reports_an_engine_that_is_stopped_and_again_when_it_goes_on(

@@ -11,7 +11,8 @@ from quengine.serve.routes.responses.input_items import messages_of
 from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.serve.schemas.errors import ApiError
 from quengine.structured.answer_parser import TextParser
-from quengine.structured.tool_calls_parser import ToolCallParser
+from quengine.structured.calls.generic import GENERIC_FORM
+from quengine.structured.calls.parser import CallFormParser
 from tests.engine.serve.serving import Served
 from tests.engine.serve.tool_model import SCHEMA, serving_tools
 
@@ -150,6 +151,13 @@ def test_items_of_an_input_become_messages() -> None:
     ]
 
 
+def test_a_refusal_is_what_was_said() -> None:
+    part = {"type": "refusal", "refusal": "No."}
+    assert messages_of([{"role": "assistant", "content": [part]}]) == [
+        {"role": "assistant", "content": "No."}
+    ]
+
+
 def test_a_wrong_item_is_named_by_its_place() -> None:
     with pytest.raises(ApiError, match=r"input\[1\]\.content is missing"):
         messages_of([{"role": "user", "content": "a"}, {"role": "user"}])
@@ -157,7 +165,7 @@ def test_a_wrong_item_is_named_by_its_place() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_text_and_calls_are_items_in_their_order_however_the_text_is_cut(size: int) -> None:
-    output = OutputItems(ToolCallParser("hermes", frozenset({"look"}), iter(["c1", "c2"]).__next__))
+    output = OutputItems(CallFormParser(GENERIC_FORM, (), iter(["c1", "c2"]).__next__))
     events = [e for i in range(0, len(ANSWER), size) for e in output.push(ANSWER[i : i + size])]
     events += output.finish(cut=False)
     assert [item["type"] for item in output.items] == ["message", "function_call", "function_call"]
@@ -174,7 +182,7 @@ def test_text_and_calls_are_items_in_their_order_however_the_text_is_cut(size: i
 
 
 def test_an_answer_cut_in_a_call_is_incomplete_and_an_empty_one_is_a_message() -> None:
-    output = OutputItems(ToolCallParser("hermes", frozenset({"look"}), lambda: "c1"))
+    output = OutputItems(CallFormParser(GENERIC_FORM, (), lambda: "c1"))
     output.push(ANSWER[:60])
     output.finish(cut=True)
     assert [item["status"] for item in output.items] == ["completed", "incomplete"]

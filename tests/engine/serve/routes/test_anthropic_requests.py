@@ -13,8 +13,8 @@ from quengine.serve.routes.anthropic.content_blocks import ContentBlocks
 from quengine.serve.routes.prompts import ending_of, given_answer
 from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
 from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.reading import read_body
-from quengine.serve.schemas.requests import ChatRequest
 from quengine.serve.settings import Limits
 from quengine.structured.tool_calls import CallDelta, ReasoningDelta, TextDelta
 from tests.engine.serve.serving import serving
@@ -63,6 +63,25 @@ def test_turns_become_messages() -> None:
         {"role": "user", "content": "Go on."},
     ]
     assert (body.max_tokens, body.stop) == (9, ["x"])
+
+
+def test_documents_and_search_results_are_their_text() -> None:
+    text = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+    parts = {"type": "content", "content": [{"type": "text", "text": "It snows."}]}
+    found = {"type": "search_result", "source": "u", "title": "T", "content": [{"type": "text", "text": "x"}]}
+    asked = [
+        {"type": "document", "title": "Weather", "source": text, "citations": {"enabled": True}},
+        {"type": "document", "context": "of today", "source": parts},
+        found,
+    ]
+    said = {"role": "assistant", "content": [CALL]}
+    result = {"role": "user", "content": [{**RESULT, "content": [asked[0], found]}]}
+    question, _, answer = translated(messages=[{"role": "user", "content": asked}, said, result]).messages
+    assert question["content"] == "Weather\nIt rains.\nof today\nIt snows.\nT\nu\nx"
+    assert answer["content"] == "Weather\nIt rains.\nT\nu\nx"
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
+    with pytest.raises(ApiError, match="base64"):
+        translated(messages=[{"role": "user", "content": [pdf]}])
 
 
 def test_turns_of_one_role_are_one_message() -> None:

@@ -49,6 +49,30 @@ def test_unknown_fields_are_ignored_counted_and_named_with_v(
 
 
 @pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "assistant", "content": None}, ""),
+        ({"role": "assistant", "content": None, "refusal": "No."}, "No."),
+        ({"role": "assistant", "refusal": "No."}, "No."),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"role": "assistant", "reasoning_content": "Hm."}, ""),
+        ({"role": "tool", "tool_call_id": "a", "content": None}, ""),
+    ],
+)
+def test_messages_without_text_and_refusals(client: httpx.Client, message: dict[str, Any], text: str) -> None:
+    body = {"messages": [*MESSAGES, message, *MESSAGES]}
+    prompt = client.post("/apply-template", json=body).json()["prompt"]
+    assert prompt == f"user: hi\n{message['role']}: {text}\nuser: hi"
+
+
+def test_empty_stop_strings_of_llama_servers_route_are_passed_over(client: httpx.Client) -> None:
+    asked = {"prompt": "a", "seed": 1, "n_predict": 4}
+    plain = client.post("/completion", json=asked).json()
+    given = client.post("/completion", json=asked | {"stop": ["", "\0"]}).json()
+    assert given["content"] == plain["content"] and given["generation_settings"]["stop"] == ["\0"]
+
+
+@pytest.mark.parametrize(
     "field", [{"tfs_z": 0.5}, {"max_new_tokens": 5}, {"adaptive_target": 0.5}, {"regex": "a"}, {"n_cmpl": 2}]
 )
 def test_known_fields_that_would_change_the_text_are_refused(

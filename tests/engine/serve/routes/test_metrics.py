@@ -52,6 +52,15 @@ def test_llama_servers_names_have_types_help_and_the_sums_of_timings() -> None:
     assert list(text_string_to_metric_families(answer.text))
 
 
+def test_rates_are_those_since_the_last_reading() -> None:
+    with serving() as served, served.http() as client:
+        client.post("/completion", json={"prompt": "abcd", "n_predict": 4})
+        first, second = (client.get("/metrics").text for _ in range(2))
+    for name in ("predicted_tokens_seconds", "prompt_tokens_seconds"):
+        assert f"llamacpp:{name} 0.0\n" not in first and f"llamacpp:{name} 0.0\n" in second
+    assert "llamacpp:tokens_predicted_total 4\n" in second
+
+
 def test_they_are_zero_before_the_first_request() -> None:
     with serving() as served, served.http() as client:
         text = client.get("/metrics").text

@@ -1,6 +1,7 @@
 """The ollama client against servers with the fake engine, with one that says harmony, and with tiny models."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,13 @@ def test_each_text_has_an_embedding(client: ollama.Client) -> None:
     assert list(client.embed("fake", "").embeddings) == []
     assert client.embeddings("fake", "a").embedding == expected("a")
     assert client.embeddings("fake", "").embedding == []
+
+
+def test_an_embedding_may_be_shorter(client: ollama.Client) -> None:
+    (short,) = client.embed(model="fake", input="abc", dimensions=3)["embeddings"]
+    (whole,) = client.embed(model="fake", input="abc")["embeddings"]
+    length = math.hypot(*whole[:3])
+    assert short == pytest.approx([value / length for value in whole[:3]])
 
 
 def test_the_model_is_listed_shown_and_in_memory(tiny: Served) -> None:

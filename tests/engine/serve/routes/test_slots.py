@@ -201,6 +201,7 @@ def test_a_shifted_context_is_said_in_the_answer(client: httpx.Client) -> None:
     # 159 tokens in the cache, 40 kept: 59 go, and then nothing more is full.
     assert (timings["shift_n"], timings["shift_discarded_n"]) == (2, 118)
     assert answer["tokens_cached"] == 250 - 118 and answer["generation_settings"]["n_keep"] == 40
+    assert answer["generation_settings"]["context_shift"] is True
     kept = post(client, "/completion", BODY | {"n_predict": 60})
     left = (PROMPT + kept["tokens"])[:40] + (PROMPT + kept["tokens"])[99:]
     by_hand = post(client, "/completion", BODY | {"prompt": left, "n_predict": 59})
@@ -239,14 +240,13 @@ def test_values_out_of_range_are_refused(client: httpx.Client, body: dict[str, A
 def test_there_are_no_adapters_and_properties_stay() -> None:
     with serving() as served, served.http() as client:
         assert client.get("/lora-adapters").json() == []
-        assert post(client, "/lora-adapters", []) == {"success": True}
+        for off in ([], [{"id": 0, "scale": 0}], [{"id": 7}]):
+            assert post(client, "/lora-adapters", off) == {"success": True}
+            assert post(client, "/completion", {"prompt": "a", "n_predict": 1, "lora": off})["stop"]
         status, message = refused(client, "/lora-adapters", [{"id": 0, "scale": 1.0}])
-        assert status == 400 and message.startswith(
-            'adapter {"id": 0, "scale": 1.0}: this server has no adapters'
-        )
+        assert status == 400 and message.endswith("= 1.0: must be 0, since this server has no adapters")
         assert refused(client, "/lora-adapters", {}) == (400, "the body must be a JSON array, not an object")
-        assert post(client, "/completion", {"prompt": "a", "n_predict": 1, "lora": []})["stop"]
-        assert refused(client, "/completion", {"prompt": "a", "lora": [{"id": 0}]})[0] == 400
+        assert refused(client, "/completion", {"prompt": "a", "lora": [{"id": 0, "scale": 0.5}]})[0] == 400
         assert refused(client, "/props", {}) == (
             501,
             "this server does not support changing global properties",

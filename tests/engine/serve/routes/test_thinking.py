@@ -171,6 +171,8 @@ def test_an_answer_at_the_end_is_continued(tiny: Served) -> None:
     thinking = {"role": "assistant", "content": "", "reasoning_content": "They"}
     assert prompt_of(tiny, HELLO, thinking).endswith(f"{START}<think>\nThey")
     assert prompt_of(tiny, HELLO, {**said, "content": "", "reasoning": "Hm"}).endswith("<think>\nHm")
+    parts = [{"type": "text", "text": "I"}, {"type": "text", "text": "am"}]
+    assert prompt_of(tiny, HELLO, {**said, "content": parts}).endswith(f"{off}I\n\nam")
     both = {**said, "reasoning_content": "They"}
     assert prompt_of(tiny, HELLO, both).endswith(f"{START}<think>\nThey\n</think>\n\nI <|im_end|> am ")
     assert prompt_of(tiny, HELLO, said, add_generation_prompt=False).endswith("am <|im_end|>\n")

@@ -4,14 +4,16 @@ from typing import Any
 
 import pytest
 
+from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
 from quengine.structured.answer_format import TextFormat, answer_format
+from quengine.structured.calls.format import CallFormat
+from quengine.structured.calls.generic import GENERIC_FORM
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.reasoning.reasoning_format import ReasoningFormat
 from quengine.structured.reasoning.tags import ReasoningTags
 from quengine.structured.tool_calls import ToolUse, collect, reasoning_of
-from quengine.structured.tool_calls_format import ToolFormat
 from tests.gguf_builder import GGUFBuilder, bpe_vocabulary
 
 CONTROLS = ("<|END_THINKING|>", "<|START_TEXT|>", "<|close|>", "<|sep|>", "<|endoftext|>")
@@ -33,7 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def form_of(name: str, tokenizer: Tokenizer) -> ReasoningFormat:
-    return ReasoningFormat.of(TAGS[name], TextFormat(ToolFormat("hermes")), tokenizer)
+    return ReasoningFormat.of(TAGS[name], TextFormat(CallFormat(GENERIC_FORM)), tokenizer)
 
 
 def holds(tokenizer: Tokenizer, spec: ConstraintSpec, text: str) -> bool:
@@ -111,6 +113,7 @@ def test_tokens_between_the_tags_are_counted(tokenizer: Tokenizer) -> None:
 
 
 def test_the_form_is_found_by_the_template(tokenizer: Tokenizer) -> None:
-    found = answer_format("{{ '<think>\\n' }}</think><tool_call>", tokenizer)
+    source = "{{ '<think>\\n' }}</think><tool_call>"
+    found = answer_format(source, tokenizer, calls=ChatTemplate(source).render)
     assert isinstance(found, ReasoningFormat) and found.calls_tools and found.reasons
     assert not isinstance(answer_format("<tool_call>", tokenizer), ReasoningFormat)

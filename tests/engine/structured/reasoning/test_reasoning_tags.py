@@ -7,10 +7,11 @@ import pytest
 
 from quengine.models.template.template_worker import render
 from quengine.structured.answer_parser import TextParser
+from quengine.structured.calls.format import CallFormat
+from quengine.structured.calls.generic import GENERIC_FORM
 from quengine.structured.reasoning.parser import ReasoningParser
 from quengine.structured.reasoning.tags import ReasoningTags, State, switches
 from quengine.structured.tool_calls import CallDelta, ToolUse, collect, reasoning_of
-from quengine.structured.tool_calls_format import ToolFormat
 from tests.llama_cpp_source import llama_cpp_source
 
 THINK = ("<think>", "</think>", "")
@@ -100,7 +101,7 @@ class Template:
         return ReasoningTags.of(self.source, self, lambda _: False)
 
     def prompt(self, thinking: bool) -> str:
-        text = self(HELLO, True, dict.fromkeys(switches(self.source), thinking))
+        text = self(HELLO, True, switches(self.source, thinking))
         assert text is not None
         return text
 
@@ -124,6 +125,13 @@ def test_the_section_of_a_template_is_found_and_parsed_in_pieces_of_every_length
         for size in range(1, len(text) + 1):
             parser = ReasoningParser(tags, begun, TextParser())  # type: ignore[arg-type]
             assert parsed(parser, text, size) == (THOUGHT.strip(), TEXT)
+
+
+def test_a_mode_of_three_values_is_switched_off_and_else_left_to_the_model() -> None:
+    made = Template(template("MiniMax-M3"))
+    tags = made.tags
+    assert tags is not None and tags.state(made.prompt(thinking=False)) == "closed"
+    assert "thinking_mode" not in switches(made.source, True)
 
 
 def test_other_templates_have_no_section() -> None:
@@ -159,6 +167,7 @@ def tags() -> ReasoningTags:
         ("unknown", "<th", ("", "<th")),
         ("unknown", "<thing>", ("", "<thing>")),
         ("unknown", "A <think>b</think> c", ("", "A <think>b</think> c")),
+        ("unknown", "\n</think>\n\nHello", ("", "Hello")),
         ("unknown", "b</think> c", ("", "b</think> c")),
         ("unknown", "\n<think>a</think>b <think>c</think>", ("a", "b <think>c</think>")),
         ("unknown", "<think>\n\n</think>\n\nHello", ("", "Hello")),
@@ -195,7 +204,7 @@ def test_what_goes_out_is_not_held_back_longer_than_a_tag(tags: ReasoningTags) -
 def test_calls_behind_the_section_are_calls(tags: ReasoningTags) -> None:
     text = f"They ask. <tool_call>\n</think>\n\nLet me see.\n{CALL}"
     for size in range(1, len(text) + 1):
-        rest = ToolFormat("hermes").parser(ToolUse.from_openai(TOOLS))
+        rest = CallFormat(GENERIC_FORM).parser(ToolUse.from_openai(TOOLS))
         parser = ReasoningParser(tags, "open", rest)
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
         deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()

@@ -1,4 +1,4 @@
-"""Reads tool calls out of a text as it comes.
+"""Reads tool calls out of a text as it comes: what parsers of all forms share, and calls that are JSON objects.
 
 A call's name and arguments go out as soon as they are certain. Nothing of a tag, or of what may still become one, is
 given out as text; what only looked like a call is given back as the text it was. How the text was cut into pieces
@@ -7,20 +7,13 @@ changes where deltas are cut, and nothing else. White space before a call and af
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Callable
 
 from quengine.structured.answer_parser import SPACE, AnswerParser, NoMatchError, Reading
 from quengine.structured.tool_calls import CallDelta, Delta, TextDelta
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_OPEN = {
-    "hermes": "<tool_call>",
-    "mistral": "[TOOL_CALLS]",
-    "mistral-named": "[TOOL_CALLS]",
-    "llama3": "<|python_tag|>",
-}
-_HERMES_END = "</tool_call>"
-_INTERPRETERS = ("code_interpreter", "python", "ipython")  # what Llama's bare code is a call of
 _IN_STRING = re.compile(r'[^"\\]+')
 _IN_BRACKETS = re.compile(r'[^"{}\[\]]+')
 _SCALAR = re.compile(r"[^\s,\]}()]+")
@@ -31,18 +24,13 @@ class ToolCallParser(AnswerParser):
     """Parses one answer.
 
     Args:
-        format_name: one of `tool_calls_format.FormatName`.
-        names: the tools that may be called. Only Llama's untagged calls must be of these, for `{"name": ...` may be an
+        names: the tools that may be called. Only calls without a tag must be of these, for `{"name": ...` may be an
             answer in JSON. After a tag any name is a call: models also call what there is not.
         new_id: makes the id of a call.
         only_calls: the text is held to calls, so that what is none is one that was cut off: it is not given back.
     """
 
-    def __init__(
-        self, format_name: str, names: frozenset[str], new_id: Callable[[], str], only_calls: bool = False
-    ) -> None:
-        self._format = format_name
-        self._open = _OPEN.get(format_name, "")
+    def __init__(self, names: frozenset[str], new_id: Callable[[], str], only_calls: bool = False) -> None:
         self._name_key = "name"
         self._argument_keys: tuple[str, ...] = ("arguments", "parameters")
         self._names = names
@@ -77,11 +65,6 @@ class ToolCallParser(AnswerParser):
                     self._at = opener
                     self._say(self._text[start:opener])
             self._given = self._first = False
-
-    def _openers(self) -> tuple[str, ...]:
-        """What a call may begin with here."""
-        bare = self._first and self._format == "llama3" and self._text.lstrip(SPACE).startswith("{")
-        return ("{",) if bare else (self._open,)
 
     def _opener_length(self) -> int:
         """How long the opener is at which the text stands."""
@@ -120,92 +103,19 @@ class ToolCallParser(AnswerParser):
             self._at = max(self._at, len(self._text) - len(end) + 1)
             yield
 
+    @abstractmethod
+    def _openers(self) -> tuple[str, ...]:
+        """What a call may begin with here."""
+
+    @abstractmethod
+    def _block(self) -> Reading[None]:
+        """One call, or several; stands at the opener."""
+
+    @abstractmethod
     def _debris_end(self) -> tuple[str, bool]:
         """Where a call that went wrong ends, and whether that is read over too."""
-        return (_HERMES_END, True) if self._format == "hermes" else (self._open, False)
 
     # --- calls
-
-    def _block(self) -> Reading[None]:
-        """One call, or several in one list; stands at the opener."""
-        tagged = yield from self._take(self._open)
-        yield from self._space()
-        following = yield from self._peek()
-        if self._format == "hermes":
-            yield from self._object(known=False)
-            yield from self._space()
-            yield from self._take(_HERMES_END)
-        elif self._format == "llama3":
-            yield from self._llama(tagged) if following == "{" else self._python()
-        elif following in ("[", "{"):
-            yield from self._list() if following == "[" else self._object(known=False)
-        else:
-            yield from self._named()
-
-    def _list(self) -> Reading[None]:
-        yield from self._expect("[")
-        while True:
-            yield from self._space()
-            yield from self._object(known=False)
-            yield from self._space()
-            if not (yield from self._take(",")):
-                yield from self._expect("]")
-                return
-
-    def _llama(self, tagged: bool) -> Reading[None]:
-        while True:
-            yield from self._object(known=not tagged)
-            yield from self._space()
-            if not (yield from self._take(";")):
-                return
-            yield from self._space()
-            if (yield from self._peek()) != "{":
-                return
-
-    def _named(self) -> Reading[None]:
-        """Mistral's name[ARGS]{...}, with [CALL_ID] and an id in between in some."""
-        name = yield from self._word()
-        call_id = None
-        if (yield from self._take("[CALL_ID]")):
-            call_id = yield from self._word()
-        if not is_name(name) or not (yield from self._take("[ARGS]")):
-            raise NoMatchError
-        yield from self._space()
-        if (yield from self._peek()) != "{":
-            raise NoMatchError
-        yield from self._value(self._begin(name, call_id))
-
-    def _python(self) -> Reading[None]:
-        """Llama's built-in tools: name.call(key="value", ...), or code up to the end where there is a tool for it."""
-        start = self._at
-        name = yield from self._word(dots=False)
-        if (yield from self._take(".call(")) and name:
-            arguments = yield from self._keywords()
-            self._begin(name)(json.dumps(arguments, ensure_ascii=False))
-            return
-        interpreter = next((name for name in _INTERPRETERS if name in self._names), None)
-        if interpreter is None:
-            raise NoMatchError
-        while not self._closed:
-            yield
-        code, self._at = self._text[start:], len(self._text)
-        if not code.strip():
-            raise NoMatchError
-        self._begin(interpreter)(json.dumps({"code": code}, ensure_ascii=False))
-
-    def _keywords(self) -> Reading[dict[str, object]]:
-        arguments: dict[str, object] = {}
-        while True:
-            yield from self._space()
-            if not arguments and (yield from self._take(")")):
-                return arguments
-            key = yield from self._word(dots=False)
-            yield from self._expect("=")
-            arguments[key] = _loads((yield from self._whole_value()))
-            yield from self._space()
-            if not (yield from self._take(",")):
-                yield from self._expect(")")
-                return arguments
 
     def _object(self, known: bool) -> Reading[None]:
         """{"name": ..., "arguments": {...}} in any order, other keys read over; `known`: of a tool that there is."""
@@ -216,7 +126,7 @@ class ToolCallParser(AnswerParser):
         while True:
             key = yield from self._key()
             if key == self._name_key and name is None:
-                name = self._checked(_loads((yield from self._whole_value())), known)
+                name = self._checked(loads((yield from self._whole_value())), known)
                 if waiting is not None:
                     give = self._begin(name)
                     give(waiting)
@@ -265,7 +175,7 @@ class ToolCallParser(AnswerParser):
         yield from self._space()
         if (yield from self._peek()) != '"':
             raise NoMatchError
-        key = _loads((yield from self._whole_value()))
+        key = loads((yield from self._whole_value()))
         yield from self._space()
         yield from self._expect(":")
         yield from self._space()
@@ -329,7 +239,7 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def _loads(text: str) -> object:
+def loads(text: str) -> object:
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
@@ -338,5 +248,5 @@ def _loads(text: str) -> object:
 
 def _arguments(text: str) -> str:
     """Arguments that are no object: some models write JSON in a string, or null for none."""
-    value = _loads(text)
+    value = loads(text)
     return "{}" if value is None else value if isinstance(value, str) else text

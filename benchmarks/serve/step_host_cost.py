@@ -1,0 +1,117 @@
+"""What a decode step costs the host in the engine's process, without a device: scheduler, slots, text, events.
+
+    python -m benchmarks.serve.step_host_cost [-m smollm2-135m] [--streams 64 256] [--steps 100] [--profile]
+
+The model's tokenizer and the engine are real; in place of the graphs, steps give random tokens at once. On a GPU all of
+this is hidden behind a step as long as it takes less time. Prints microseconds a step, and of these the encoding for
+the server's process.
+"""
+
+import argparse
+import cProfile
+import pstats
+import random
+import time
+from typing import Any
+
+import torch
+
+from quengine.batch import Batch
+from quengine.llm import LLM
+from quengine.platform import collector
+from quengine.request.sampling_params import SamplingParams
+from quengine.runners.device_decode import DeviceDecoder
+from quengine.runners.graph_keys import GraphKey, padded_rows
+from quengine.runners.static_inputs import DecodeInputs
+from quengine.sampler import Result, Sample
+from quengine.serve.processes.engine_llm import LLMEngine
+from quengine.serve.processes.shared_engine import GenerationRequest
+from quengine.serve.processes.shared_wire import Step, encode
+
+PROMPT = 128
+
+
+class Tokens:
+    """`StepTokens` that are there at once."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.wait = lambda: tokens
+
+
+class Graphs:
+    """`CudaGraphs` that compute nothing."""
+
+    shares_sequences = False
+
+    def __init__(self, slots: int, blocks: int, vocab: int) -> None:
+        self.slots = padded_rows(slots)
+        self.inputs = DecodeInputs(self.slots, blocks, 1, torch.device("cpu"))
+        numbers = random.Random(1)
+        self._tokens = [[numbers.randrange(100, vocab) for _ in range(self.slots)] for _ in range(16)]
+        self._launched = 0
+
+    def launch(self, key: GraphKey) -> Tokens:
+        del key
+        self.inputs.send()
+        self._launched += 1
+        return Tokens(self._tokens[self._launched % 16])
+
+    def configure(self, *settings: Any) -> None:
+        """Settings of a slot, which are sent once a sequence."""
+
+
+def measure(given: argparse.Namespace, streams: int) -> None:
+    tokens = given.steps + 2 * streams  # the first go on while the last prompts are taken
+    with LLM(given.model, device="cpu", ctx_size=PROMPT + tokens + 1, parallel=streams) as llm:
+        decoder = DeviceDecoder(Graphs(streams, -(-llm.ctx_size // 32), 32000))  # type: ignore[arg-type]
+
+        def run(batch: Batch) -> list[Result]:
+            if batch.phase == "decode":
+                return decoder.step(batch.sequences) or []
+            return [Sample(100) if chunk.samples else None for chunk in batch.chunks]
+
+        llm.runner.run = run  # type: ignore[method-assign]
+        engine = LLMEngine(llm)
+        params = SamplingParams(temperature=0.7, max_tokens=tokens, ignore_eos=True, seed=1)
+        for number in range(streams):
+            numbers = random.Random(number)
+            engine.add(GenerationRequest([numbers.randrange(1000) for _ in range(PROMPT)], params))
+        collector.working()
+        while llm.scheduler.waiting or llm.scheduler.prefilling:
+            engine.step()
+        times, encoding, profile = list[float](), list[float](), cProfile.Profile()
+        for _ in range(given.steps):
+            began = time.perf_counter()
+            if given.profile:
+                profile.enable()
+            events = engine.step()
+            computed = time.perf_counter()
+            encode(Step(events))
+            profile.disable()
+            encoding.append(time.perf_counter() - computed)
+            times.append(time.perf_counter() - began)
+        times.sort()
+        encoding.sort()
+        middle = given.steps // 2
+        print(
+            f"{streams} streams: {1e6 * times[middle]:.0f} us a step, {1e6 * encoding[middle]:.0f} of it encoding"
+        )
+        if given.profile:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(35)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-m", "--model", default="smollm2-135m")
+    parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--profile", action="store_true")
+    given = parser.parse_args()
+    for streams in given.streams:
+        measure(given, streams)
+
+
+if __name__ == "__main__":
+    main()

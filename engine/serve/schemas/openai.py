@@ -1,0 +1,377 @@
+"""The bodies of OpenAI's API as structs, read as those of the other routes are (`requests`), and its answers as JSON
+schemas."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from quengine.serve.schemas.fields import (
+    Body,
+    Dimensions,
+    Effort,
+    Fields,
+    Generation,
+    Logprobs,
+    Messages,
+    PoolingField,
+    Prompt,
+    ReasoningOptions,
+    Tools,
+    UntilFull,
+    Verbose,
+    component,
+    only,
+)
+from quengine.serve.schemas.openapi_parts import (
+    ANY,
+    BOOLEAN,
+    COUNT,
+    NULL,
+    NUMBER,
+    OBJECT,
+    PROGRESS,
+    STRING,
+    TEXT_OR_NULL,
+    TIMINGS,
+    Schema,
+    array,
+    const,
+    enum,
+    native_token,
+    or_null,
+    record,
+    ref,
+    scored,
+)
+from quengine.structured.tool_calls import MAX_TOOLS
+
+
+class StreamOptions(Fields, frozen=True):
+    include_usage: bool = False
+    include_obfuscation: Any = None
+
+
+class ChatRequest(Tools, frozen=True, kw_only=True):
+    MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict")
+
+    messages: Messages
+    n: Annotated[int, Meta(ge=1)] = 1
+    max_completion_tokens: UntilFull | None = None
+    max_tokens: UntilFull | None = None
+    n_predict: UntilFull | None = None
+    stream_options: Annotated[StreamOptions, Meta(description="With stream: true only.")] = StreamOptions()
+    logprobs: bool = False
+    top_logprobs: Logprobs = 0
+    skip_special_tokens: bool = True
+    modalities: Annotated[Any, only(["text"])] = None
+    verbosity: Annotated[Any, only("medium")] = None
+    reasoning_effort: Effort | None = None
+    reasoning_format: (
+        Annotated[
+            Literal["none", "deepseek", "auto"],
+            Meta(
+                description="none: reasoning stays in the text; else it is apart.",
+                extra={"rule": "must be none, deepseek or auto"},
+            ),
+        ]
+        | None
+    ) = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    verbose: Verbose = False
+    audio: Annotated[Any, only()] = None
+    web_search_options: Annotated[Any, only()] = None
+    chat_template: Annotated[Any, only()] = None
+
+
+class CompletionRequest(Generation, frozen=True, kw_only=True):
+    MAX_TOKENS = ("max_tokens", "max_completion_tokens", "n_predict")
+
+    prompt: Prompt
+    n: Annotated[int, Meta(ge=1)] = 1
+    max_tokens: UntilFull | None = None
+    max_completion_tokens: UntilFull | None = None
+    n_predict: UntilFull | None = None
+    stream_options: Annotated[StreamOptions, Meta(description="With stream: true only.")] = StreamOptions()
+    logprobs: Logprobs | None = None
+    echo: bool = False
+    suffix: Annotated[
+        str, Meta(description="What follows the gap after the prompt, which is then one text.")
+    ] = ""
+    skip_special_tokens: bool = True
+    parse_special: bool = True
+    verbose: Verbose = False
+
+
+class TextOptions(Fields, frozen=True):
+    format: Annotated[dict[str, Any], component("TextFormat")] | None = None
+    verbosity: (
+        Annotated[
+            Literal["low", "medium", "high"],
+            Meta(description="medium; a note says that another has no effect."),
+        ]
+        | None
+    ) = None
+
+
+class ResponseRequest(Tools, frozen=True, kw_only=True):
+    MAX_TOKENS = ("max_output_tokens",)
+
+    input: (
+        str
+        | Annotated[
+            list[Annotated[dict[str, Any], component("InputItem")]],
+            Meta(min_length=1, extra={"rule": "must be a string or an array of at least one item"}),
+        ]
+    )
+    tools: Annotated[list[Annotated[Any, component("ResponseTool")]], Meta(max_length=MAX_TOOLS)] | None = (
+        None
+    )
+    tool_choice: Annotated[Any, component("ResponseToolChoice")] = None
+    instructions: str | None = None
+    max_output_tokens: UntilFull | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, description="Of built-in tools: there are none.")] | None = None
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    include: list[str] | None = None
+    store: Annotated[bool, Meta(description="Keep the response, for previous_response_id.")] = True
+    previous_response_id: (
+        Annotated[str, Meta(description="A stored response that this one continues.")] | None
+    ) = None
+    truncation: (
+        Annotated[Literal["auto", "disabled"], Meta(description="auto leaves out the oldest turns to fit.")]
+        | None
+    ) = None
+    metadata: (
+        Annotated[
+            dict[str, str], Meta(max_length=16, extra={"rule": "must be an object of at most 16 strings"})
+        ]
+        | None
+    ) = None
+    client_metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    stream_options: dict[str, Any] | None = None
+    background: Annotated[Any, only(False)] = None
+    top_logprobs: Annotated[Any, only(0)] = None
+    conversation: Annotated[Any, only()] = None
+    prompt: Annotated[Any, only()] = None
+    truncation_strategy: Any = None
+    prompt_cache_options: Any = None
+    access_programs: Any = None
+
+
+class EmbeddingRequest(Body, frozen=True, kw_only=True):
+    input: Prompt
+    pooling: PoolingField | None = None
+    encoding_format: Annotated[
+        Literal["float", "base64"], Meta(extra={"rule": "must be float or base64"})
+    ] = "float"
+    dimensions: Dimensions | None = None
+    embd_normalize: Annotated[Any, only(2)] = None
+    truncate_prompt_tokens: Annotated[Any, only()] = None
+    parse_special: bool = True
+    user: Any = None
+
+
+OPENAI_BODIES: tuple[type[Body], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
+    EmbeddingRequest,
+)
+
+
+_TAIL = {"usage": ref("Usage"), "seed": COUNT, "timings": ref("Timings")}
+_VERBOSE = {
+    "__verbose": {"anyOf": [ref("NativeCompletion"), {"type": "array", "items": ref("NativeCompletion")}]}
+}
+_REASON = enum("stop", "length")
+_CHAT_REASON = enum("stop", "length", "tool_calls")
+
+
+def openai_answers() -> dict[str, Schema]:
+    """The schemas of answers and of their parts, by component name."""
+    return {
+        "Usage": record(
+            {"completion_tokens_details": record(reasoning_tokens=COUNT)},
+            prompt_tokens=COUNT,
+            completion_tokens=COUNT,
+            total_tokens=COUNT,
+            prompt_tokens_details=record(cached_tokens=COUNT),
+        ),
+        **_chat(),
+        **_completions(),
+        **_responses(),
+        "EmbeddingList": record(
+            object=const("list"),
+            data=array(
+                record(
+                    object=const("embedding"),
+                    index=COUNT,
+                    embedding={"anyOf": [array({"type": "number"}), STRING]},
+                )
+            ),
+            model=STRING,
+            usage=record(prompt_tokens=COUNT, total_tokens=COUNT),
+        ),
+    }
+
+
+def _head(kind: str) -> dict[str, Schema]:
+    return {
+        "id": STRING,
+        "object": const(kind),
+        "created": COUNT,
+        "model": STRING,
+        "system_fingerprint": STRING,
+    }
+
+
+def _chat() -> dict[str, Schema]:
+    entry = scored(token=STRING, bytes=array(COUNT))
+    function = {"name": STRING, "arguments": STRING}
+    call = record(id=STRING, type=const("function"), function=record(**function))
+    part = record(
+        {"id": STRING, "type": const("function")},
+        index=COUNT,
+        function=record({"name": STRING}, arguments=STRING),
+    )
+    message = record(
+        {"reasoning_content": STRING, "tool_calls": array(call)},
+        role=const("assistant"),
+        content=TEXT_OR_NULL,
+        refusal=NULL,
+    )
+    texts = {"content": STRING, "reasoning_content": STRING}
+    delta = record({"role": const("assistant"), **texts, "content": TEXT_OR_NULL, "tool_calls": array(part)})
+    logprobs = or_null(record(content=array(entry), refusal=NULL))
+    choice = record(index=COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
+    piece = record(index=COUNT, delta=delta, logprobs=logprobs, finish_reason=or_null(_CHAT_REASON))
+    return {
+        "ChatCompletion": record(_VERBOSE, **_head("chat.completion"), choices=array(choice), **_TAIL),
+        "ChatChunk": record(
+            {**_TAIL, **PROGRESS, **_VERBOSE, "usage": or_null(ref("Usage"))},
+            **_head("chat.completion.chunk"),
+            choices=array(piece),
+        ),
+    }
+
+
+def _completions() -> dict[str, Schema]:
+    logprobs = record(
+        tokens=array(STRING),
+        token_logprobs=array({"type": ["number", "null"]}),
+        top_logprobs=array(or_null({"type": "object", "additionalProperties": NUMBER})),
+        text_offset=array(COUNT),
+    )
+    sampled = record(content=array(native_token()))
+    choice = {"index": COUNT, "text": STRING, "logprobs": {"anyOf": [NULL, logprobs, sampled]}}
+    return {
+        "Completion": record(
+            _VERBOSE,
+            **_head("text_completion"),
+            choices=array(record(**choice, finish_reason=_REASON)),
+            **_TAIL,
+        ),
+        "CompletionChunk": record(
+            {**_TAIL, **PROGRESS, **_VERBOSE},
+            **_head("text_completion"),
+            choices=array(record(**choice, finish_reason=or_null(_REASON))),
+        ),
+    }
+
+
+def _responses() -> dict[str, Schema]:
+    status = enum("in_progress", "completed", "incomplete")
+    part = record(type=const("output_text"), text=STRING, annotations=array(ANY), logprobs=array(ANY))
+    thought = record(type=const("reasoning_text"), text=STRING)
+    item = {"id": STRING, "status": status}
+    call = {"call_id": STRING, "name": STRING}
+    kinds = [
+        record(**item, type=const("message"), role=const("assistant"), content=array(part)),
+        record(
+            {"encrypted_content": STRING},
+            **item,
+            type=const("reasoning"),
+            summary=array(ANY),
+            content=array(thought),
+        ),
+        record(**item, **call, type=const("function_call"), arguments=STRING),
+        record(**item, **call, type=const("custom_tool_call"), input=STRING),
+    ]
+    return {
+        "OutputItem": {"anyOf": kinds},
+        "Response": _response(),
+        "ResponseEvent": _response_event(part, thought),
+        "DeletedResponse": record(id=STRING, object=const("response"), deleted=const(True)),
+    }
+
+
+def _response() -> Schema:
+    usage = record(
+        input_tokens=COUNT,
+        input_tokens_details=record(cached_tokens=COUNT),
+        output_tokens=COUNT,
+        output_tokens_details=record(reasoning_tokens=COUNT),
+        total_tokens=COUNT,
+    )
+    count_or_null: Schema = {"type": ["integer", "null"]}
+    return record(
+        id=STRING,
+        object=const("response"),
+        created_at=COUNT,
+        completed_at=count_or_null,
+        status=enum("in_progress", "completed", "incomplete", "failed"),
+        background=const(False),
+        error=or_null(record(code=STRING, message=STRING)),
+        incomplete_details=or_null(record(reason=const("max_output_tokens"))),
+        instructions=TEXT_OR_NULL,
+        max_output_tokens=count_or_null,
+        max_tool_calls=count_or_null,
+        model=STRING,
+        output=array(ref("OutputItem")),
+        parallel_tool_calls=BOOLEAN,
+        previous_response_id=TEXT_OR_NULL,
+        prompt_cache_key=TEXT_OR_NULL,
+        reasoning=record(effort=TEXT_OR_NULL, summary=NULL),
+        safety_identifier=TEXT_OR_NULL,
+        service_tier=const("default"),
+        store=BOOLEAN,
+        temperature=NUMBER,
+        text=record(format=OBJECT, verbosity=const("medium")),
+        tool_choice=ANY,
+        tools=array(OBJECT),
+        top_logprobs=const(0),
+        top_p=NUMBER,
+        truncation=enum("auto", "disabled"),
+        usage=or_null(usage),
+        user=TEXT_OR_NULL,
+        metadata=OBJECT,
+    )
+
+
+def _response_event(part: Schema, thought: Schema) -> Schema:
+    def event(*names: str, **fields: Schema) -> Schema:
+        kinds = enum(*(f"response.{name}" for name in names))
+        return record(TIMINGS | PROGRESS, type=kinds, sequence_number=COUNT, **fields)
+
+    at = {"item_id": STRING, "output_index": COUNT}
+    in_part = {**at, "content_index": COUNT}
+    whole = ("created", "in_progress", "completed", "incomplete", "failed")
+    return {
+        "anyOf": [
+            event(*whole, response=ref("Response")),
+            event("output_item.added", "output_item.done", output_index=COUNT, item=ref("OutputItem")),
+            event("content_part.added", "content_part.done", **in_part, part={"anyOf": [part, thought]}),
+            event("output_text.delta", **in_part, delta=STRING, logprobs=array(ANY)),
+            event("output_text.done", **in_part, text=STRING, logprobs=array(ANY)),
+            event("reasoning_text.delta", **in_part, delta=STRING),
+            event("reasoning_text.done", **in_part, text=STRING),
+            event("function_call_arguments.delta", "custom_tool_call_input.delta", **at, delta=STRING),
+            event("function_call_arguments.done", **at, name=STRING, arguments=STRING),
+            event("custom_tool_call_input.done", **at, input=STRING),
+        ]
+    }
