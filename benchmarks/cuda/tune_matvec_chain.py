@@ -2,7 +2,7 @@
 
     python -m benchmarks.cuda.tune_matvec_chain [--write] [--depth 64]
 
-`tune_matvec` times a kernel behind copies of itself. In a step another kernel stands in front, whose blocks leave
+Times of a kernel behind copies of itself mislead. In a step another kernel stands in front, whose blocks leave
 when they will, and what a kernel reads ahead then overlaps with it or does not: the best alone was up to 3% of a step
 behind. So the layers of Mistral-7B Q4_K_M run as the step runs them, attention at a given depth included, and one
 matrix after the other takes the candidate with which the step is shortest, in two rounds.
@@ -54,7 +54,7 @@ class Chain:
 
     def __init__(self, layers: int, depth: int, pdl: bool) -> None:
         weights = [layer(i % 2 == 0) for i in range(layers)]
-        calls = layer_calls(1, weights[0], pdl)
+        calls = layer_calls(weights[0], pdl)
         out = QuantizedActivations.empty(1, 4096, "cuda")
         qkv = torch.randn(1, 6144, device="cuda")
         self.launches: list[Callable[[], object]] = []

@@ -2,7 +2,7 @@
 
 Every tensor has one element a thread. `FMT` is the PackedLayout of the matrix. The loads of a chunk come as one
 tuple of words, so that a kernel can issue them long before it uses them:
-    low words (one or two a step), high words, then scale words, then the word of super-scales.
+    low words (int64), high words, then scale words, then the word of super-scales.
 """
 
 import struct
@@ -11,16 +11,20 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.block_formats import IQ4_TABLE, MXFP4_TABLE
-from quengine.kernels.cuda.gemm.mma import byte_permute
+from quengine.kernels.cuda.gemm.mma import byte_permute, in_register
 from quengine.kernels.cuda.weights import layout
 
 # The sixteen int8 entries of a table, four to an int32.
 _IQ4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *IQ4_TABLE)))
 _MXFP4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *MXFP4_TABLE)))
+# The same without signs: the first eight entries of a table have one, the last eight the other.
+_IQ4_SIZES = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *map(abs, IQ4_TABLE))))
+_MXFP4_SIZES = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *map(abs, MXFP4_TABLE))))
 
 # layout.ScaleKind, as compile-time constants.
 _BYTE = tl.constexpr(3)
 _BYTE_MIN = tl.constexpr(4)
+_NIBBLE_MIN = tl.constexpr(5)
 _SIX = tl.constexpr(6)
 _HALF = tl.constexpr(0)
 _HALF_MIN = tl.constexpr(1)
@@ -28,6 +32,10 @@ _E8M0 = tl.constexpr(2)
 
 
 LANE_COLUMNS = tl.constexpr(layout.LANE_COLUMNS)
+
+
+UPPER_SIGN = tl.constexpr((0, 1, -1))
+"""The sign of entries 8 to 15 of a table; 0 to 7 have the other."""
 
 
 @triton.constexpr_function
@@ -42,24 +50,32 @@ def _pointer(base, dtype: tl.constexpr):
 
 
 @triton.constexpr_function
+def _powers(count: int) -> tuple[int, ...]:
+    """Powers of two that make up a number, the largest first."""
+    return tuple(1 << bit for bit in range(count.bit_length() - 1, -1, -1) if count >> bit & 1)
+
+
+@triton.constexpr_function
 def stored_words(FMT: layout.PackedLayout) -> tuple[int, ...]:
-    """How many words of a chunk a lane reads of each of `stored_planes`."""
-    low = FMT.steps * max(1, FMT.low // 4)
+    """How many words of a chunk a lane reads of each of `stored_planes`: powers of two."""
     high = (FMT.steps * FMT.high // 2,) if FMT.high else ()
     six, half_min = FMT.scales == layout.ScaleKind.SIX, FMT.scales == layout.ScaleKind.HALF_MIN
     scales = (1, 1) if six else (FMT.sets if half_min else 1,)
-    return low, *high, *scales, *((1,) if FMT.super_bytes else ())
+    return *_powers(FMT.low_words), *high, *scales, *((1,) if FMT.super_bytes else ())
 
 
 @triton.jit
 def stored_planes(planes, chunk, ON: tl.constexpr, lane, FMT: tl.constexpr):
-    """Where a lane finds chunk `chunk + ON`, as it is stored: for the low plane, the high plane, the scales (of SIX
-    their low bits and their top bits) and the super-scales, where there are any, the pointer of its first word, of 8,
-    4 or 2 bytes. The next word is 32 words on."""
+    """Where a lane finds chunk `chunk + ON`, as it is stored: for the low plane (in parts of as many words as
+    `stored_words` says), the high plane, the scales (of SIX their words and their shorts) and the super-scales, where
+    there are any, the pointer of its first word, of 8, 4 or 2 bytes. The next word is 32 words on."""
     firsts = ()
-    LOW: tl.constexpr = FMT.steps * max(1, FMT.low // 4) * 32
-    LOW_WORD: tl.constexpr = tl.int32 if FMT.low == 2 else tl.int64
-    firsts = firsts + (_pointer(planes[0], LOW_WORD) + (chunk * LOW + lane) + ON * LOW,)
+    LOW: tl.constexpr = FMT.low_words * 32
+    PARTS: tl.constexpr = _powers(FMT.low_words)
+    low = _pointer(planes[0], tl.int64) + (chunk * LOW + lane) + ON * LOW
+    for part in tl.static_range(len(PARTS)):
+        firsts = firsts + (low,)
+        low += PARTS[part] * 32
     if FMT.high > 0:
         HIGH: tl.constexpr = FMT.steps * FMT.high // 2 * 32
         firsts = firsts + (_pointer(planes[1], tl.int32) + (chunk * HIGH + lane) + ON * HIGH,)
@@ -80,7 +96,7 @@ def stored_planes(planes, chunk, ON: tl.constexpr, lane, FMT: tl.constexpr):
 @triton.jit
 def chunk_words(stored, FMT: tl.constexpr):
     """The words of a chunk, of what a lane reads of `stored_planes`."""
-    BEFORE: tl.constexpr = FMT.steps * max(FMT.low // 4, 1) + FMT.steps * FMT.high // 2
+    BEFORE: tl.constexpr = FMT.code_words
     SETS: tl.constexpr = FMT.sets
     words = ()
     for i in tl.static_range(BEFORE):
@@ -138,12 +154,16 @@ def half_bits(word):
 
 @triton.jit
 def super_scales(words, FMT: tl.constexpr):
-    """(d of rh 0, dmin of rh 0, d of rh 1, dmin of rh 1) of a chunk; ones and zeros where there are none."""
+    """(d of rh 0, dmin of rh 0, d of rh 1, dmin of rh 1) of a chunk, for scales as of `set_scales`; ones and zeros
+    where there are none."""
     if FMT.super_bytes == 64:
         wide = words[len(words) - 1]
         near = wide.to(tl.int32)
         far = (wide >> 32).to(tl.int32)
-        return half_bits(near), half_bits(near >> 16), half_bits(far), half_bits(far >> 16)
+        d0, m0, d1, m1 = half_bits(near), half_bits(near >> 16), half_bits(far), half_bits(far >> 16)
+        if FMT.scales == _NIBBLE_MIN:
+            m0, d1, m1 = m0 / 16.0, d1 / 256.0, m1 / 4096.0
+        return d0, m0, d1, m1
     elif FMT.super_bytes == 32:
         both = words[len(words) - 1]
         return half_bits(both), 0.0, half_bits(both >> 16), 0.0
@@ -164,22 +184,32 @@ def _signed_byte(word, at: tl.constexpr):
 
 
 @triton.jit
-def _unsigned(word, at: tl.constexpr, MASK: tl.constexpr):
-    return ((word >> at) & MASK).to(tl.float32)
+def _unsigned(word, at: tl.constexpr):
+    return ((word >> at) & 255).to(tl.float32)
+
+
+@triton.jit
+def _six_bits(words, field: tl.constexpr, BASE: tl.constexpr):
+    """Sub-scale number `field` of ScaleKind.SIX. What is converted where it stands needs no shift."""
+    AT: tl.constexpr = 6 * (field % 5) if field < 7 else 0
+    if field < 7:
+        bits = words[BASE + field // 5] & (63 << AT)
+    else:
+        bits = ((words[BASE] >> 30) & 3) | ((words[BASE + 1] >> 10) & 60)
+    return tl.fma(bits.to(tl.float32), 1.0 / (1 << AT), -32.0)
 
 
 @triton.jit
 def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
-    """(scale of rh 0, minimum of rh 0, scale of rh 1, minimum of rh 1) of set s, without the super-scales."""
-    BASE: tl.constexpr = FMT.steps * max(FMT.low // 4, 1) + FMT.steps * FMT.high // 2
+    """(scale of rh 0, minimum of rh 0, scale of rh 1, minimum of rh 1) of set s, without the super-scales. Nibbles are
+    left where they stand, times 1, 16, 256 and 4096, which the super-scales take off."""
+    BASE: tl.constexpr = FMT.code_words
     if FMT.scales == _HALF_MIN:
         d = words[BASE + 2 * s]
         m = words[BASE + 2 * s + 1]
         return half_bits(d), half_bits(m), half_bits(d >> 16), half_bits(m >> 16)
     elif FMT.scales == _SIX:
-        near = ((words[BASE] >> (8 * s)) & 15) | (((words[BASE + 1] >> (4 * s)) & 3) << 4)
-        far = ((words[BASE] >> (8 * s + 4)) & 15) | (((words[BASE + 1] >> (4 * s + 2)) & 3) << 4)
-        return (near - 32).to(tl.float32), 0.0, (far - 32).to(tl.float32), 0.0
+        return _six_bits(words, 2 * s, BASE), 0.0, _six_bits(words, 2 * s + 1, BASE), 0.0
     elif FMT.scales == _HALF:
         return half_bits(words[BASE + s]), 0.0, half_bits(words[BASE + s] >> 16), 0.0
     elif FMT.scales == _E8M0:
@@ -188,18 +218,15 @@ def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
         return _signed_byte(words[BASE + s], 0), 0.0, _signed_byte(words[BASE + s], 8), 0.0
     elif FMT.scales == _BYTE_MIN:
         return (
-            _unsigned(words[BASE + s], 0, 255),
-            _unsigned(words[BASE + s], 8, 255),
-            _unsigned(words[BASE + s], 16, 255),
-            _unsigned(words[BASE + s], 24, 255),
+            _unsigned(words[BASE + s], 0),
+            _unsigned(words[BASE + s], 8),
+            _unsigned(words[BASE + s], 16),
+            _unsigned(words[BASE + s], 24),
         )
     else:
-        return (
-            _unsigned(words[BASE + s], 0, 15),
-            _unsigned(words[BASE + s], 4, 15),
-            _unsigned(words[BASE + s], 8, 15),
-            _unsigned(words[BASE + s], 12, 15),
-        )
+        word = words[BASE + s]
+        near, far = (word & 0xF).to(tl.float32), (word & 0xF00).to(tl.float32)
+        return near, (word & 0xF0).to(tl.float32), far, (word & 0xF000).to(tl.float32)
 
 
 @triton.jit
@@ -239,16 +266,61 @@ def _shift(word, by: tl.constexpr):
     return word
 
 
+@triton.constexpr_function
+def _piece(bits: int, step: int, code: int, number: int, field: int) -> int:
+    """A field of a piece (layout.CODE_PIECES) of code word `code` (of four) of a step; its int32 word is counted from
+    the chunk's first one."""
+    pieces = layout.CODE_PIECES[bits]
+    steps = len(pieces) // 4
+    before = step // steps * (steps * bits // 2) if field == 0 else 0
+    return before + pieces[step % steps * 4 + code][number][field]
+
+
+@triton.constexpr_function
+def _piece_count(bits: int, step: int, code: int) -> int:
+    pieces = layout.CODE_PIECES[bits]
+    return len(pieces[step % (len(pieces) // 4) * 4 + code])
+
+
+@triton.constexpr_function
+def dot_shift(fmt: layout.PackedLayout, step: int, rh: int) -> int:
+    """How far left the codes of a step stand in their bytes as `dot_codes` gives them, for rows r + 8 * rh."""
+    if fmt.low == 2:
+        return int(layout.CODE_PIECES[2][step % 4 * 4 + rh][0][1])
+    return fmt.far_shift if rh else fmt.near_shift
+
+
+@triton.jit
+def _read_piece(
+    words, i: tl.constexpr, j: tl.constexpr, n: tl.constexpr, up: tl.constexpr, FMT: tl.constexpr
+):
+    WORD: tl.constexpr = _piece(FMT.low, i, j, n, 0)
+    TO: tl.constexpr = up + _piece(FMT.low, i, j, n, 3)
+    BY: tl.constexpr = TO - _piece(FMT.low, i, j, n, 1)
+    MASK: tl.constexpr = _repeat(((1 << _piece(FMT.low, i, j, n, 2)) - 1) << TO)
+    word = words[WORD // 2]
+    if WORD % 2 == 1:
+        word >>= 32
+    return _shift(word.to(tl.int32), BY) & MASK
+
+
+@triton.jit
+def _from_pieces(words, i: tl.constexpr, j: tl.constexpr, up: tl.constexpr, FMT: tl.constexpr):
+    """Code word j of step i, its codes shifted left by `up`."""
+    code = _read_piece(words, i, j, 0, up, FMT)
+    COUNT: tl.constexpr = _piece_count(FMT.low, i, j)
+    for n in tl.static_range(1, COUNT):
+        code |= _read_piece(words, i, j, n, up, FMT)
+    return code
+
+
 @triton.jit
 def _with_high(code, words, i: tl.constexpr, j: tl.constexpr, up: tl.constexpr, FMT: tl.constexpr):
-    """`code` with the high bits of code word j (of four) of step i, above its low bits."""
+    """`code` with the high bit of code word j (of four) of step i, above its low bits."""
     if FMT.high > 0:
-        BASE: tl.constexpr = FMT.steps * max(FMT.low // 4, 1)
+        BASE: tl.constexpr = FMT.low_words
         AT: tl.constexpr = up + FMT.low
-        if FMT.high == 2:
-            code |= _shift(words[BASE + i], AT - 2 * j) & _repeat(3 << AT)
-        else:
-            code |= _shift(words[BASE + i // 2], AT - (4 * (i % 2) + j)) & _repeat(1 << AT)
+        code |= _shift(words[BASE + i // 2], AT - (4 * (i % 2) + j)) & _repeat(1 << AT)
     return code
 
 
@@ -265,6 +337,28 @@ def _table_bytes(nibbles, TABLE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def table_sizes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+    """Step i of a table format as two A operands: the sizes of codes 0 to 7 with zeros for the other codes, and those
+    of codes 8 to 15, four instructions a word instead of the seven of `step_codes`. See `UPPER_SIGN`."""
+    SIZES: tl.constexpr = _IQ4_SIZES if FMT.table == 1 else _MXFP4_SIZES
+    zero = words[i].to(tl.int32) & 0
+    first_lower = in_register(zero + SIZES[0], ASM)
+    first_upper = in_register(zero + SIZES[2], ASM)
+    lower = ()
+    upper = ()
+    for half in tl.static_range(2):
+        codes = (words[i] >> (32 * half)).to(tl.int32)
+        # A nibble with its top bit set picks the sign of a size: 0.
+        flipped = codes ^ -2004318072
+        for rh in tl.static_range(2):
+            low = byte_permute(first_lower, zero + SIZES[1], codes >> (16 * rh), ASM)
+            high = byte_permute(first_upper, zero + SIZES[3], flipped >> (16 * rh), ASM)
+            lower = lower + (low,)
+            upper = upper + (high,)
+    return lower, upper
+
+
+@triton.jit
 def step_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     """The A operand of step i: four int32 of four bytes each, (half, rh) = (0, 0), (0, 1), (1, 0), (1, 1).
 
@@ -277,11 +371,10 @@ def step_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
         near = words[2 * i]
         far = words[2 * i + 1]
         return (near.to(tl.int32), far.to(tl.int32), (near >> 32).to(tl.int32), (far >> 32).to(tl.int32))
-    elif FMT.low == 2:
+    elif FMT.low != 4:
         codes = ()
         for j in tl.static_range(4):
-            code = _shift(words[i], UP - 2 * j) & _repeat(3 << UP)
-            codes = codes + (_with_high(code, words, i, j, UP, FMT),)
+            codes = codes + (_from_pieces(words, i, j, UP, FMT),)
         return codes
     elif FMT.table > 0:
         first = words[i].to(tl.int32)
@@ -301,3 +394,16 @@ def step_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
             _with_high(_shift(last, UP) & _repeat(15 << UP), words, i, 2, UP, FMT),
             _with_high(_shift(last, FAR - 4) & _repeat(15 << FAR), words, i, 3, FAR, FMT),
         )
+
+
+@triton.jit
+def dot_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+    """`step_codes` for integer products, whose codes may stand anywhere in their bytes: those of rh 0 and 1 shifted
+    left as `dot_shift` says."""
+    if FMT.low == 2:
+        codes = ()
+        for j in tl.static_range(4):
+            codes = codes + (_from_pieces(words, i, j, dot_shift(FMT, i, j % 2), FMT),)
+        return codes
+    else:
+        return step_codes(words, i, FMT, ASM)

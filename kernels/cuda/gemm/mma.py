@@ -101,7 +101,8 @@ def mma_int8(a, b0, b1, d, A_SIGNED: tl.constexpr, B_SIGNED: tl.constexpr, ASM: 
 
 @triton.jit
 def byte_permute(x, y, selector, ASM: tl.constexpr):
-    """Byte i of the result is byte `selector nibble i` (0..7) of the eight bytes x, y. Words are int32."""
+    """Byte i of the result is byte `selector nibble i` (0..7) of the eight bytes x, y; where the nibble has bit 3 set,
+    that byte's sign in all bits. Words are int32."""
     if ASM:
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector], dtype=tl.int32, is_pure=True, pack=1
@@ -109,10 +110,27 @@ def byte_permute(x, y, selector, ASM: tl.constexpr):
     else:
         result = selector & 0
         for i in tl.static_range(4):
-            pick = (selector >> (4 * i)) & 7
-            word = tl.where(pick < 4, x, y)
-            result |= ((word >> (8 * (pick & 3))) & 255) << (8 * i)
+            pick = (selector >> (4 * i)) & 15
+            byte = tl.where((pick & 4) == 0, x, y) >> (8 * (pick & 3))
+            sign = 0 - ((byte >> 7) & 1)
+            result |= (tl.where(pick < 8, byte, sign) & 255) << (8 * i)
         return result
+
+
+@triton.jit
+def in_register(constant, ASM: tl.constexpr):
+    """An int32 constant that stays in a register: for instructions that take one literal, of two that they need, the
+    assembler would write the other again and again. It does not see that this product's upper half is 0."""
+    if ASM:
+        constant = tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.u32 zero, %laneid; mul.hi.u32 zero, zero, 196611; or.b32 $0, zero, $1; }",
+            "=r,r",
+            [constant],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return constant
 
 
 @triton.jit

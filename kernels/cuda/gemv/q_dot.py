@@ -14,11 +14,14 @@ import triton.language as tl
 
 from quengine.kernels.cuda.gemm.fragments import (
     LANE_COLUMNS,
+    UPPER_SIGN,
+    dot_codes,
+    dot_shift,
     load_chunk,
     set_scales,
-    step_codes,
     step_column,
     super_scales,
+    table_sizes,
 )
 from quengine.kernels.cuda.gemm.mma import mma_int8
 
@@ -28,11 +31,20 @@ MOST_UNROLLED = tl.constexpr(8)
 
 @triton.jit
 def _activation_words(plane, column, ON: tl.constexpr, lane, P: tl.constexpr):
-    """8 bytes at `column + ON`, for the lanes that hold this quad's part of B; zeros elsewhere."""
+    """Two words of 8 bytes, from `column + ON` on, for the lanes that hold this quad's part of B; zeros elsewhere.
+
+    One load saves instructions and registers. In table formats it cost time, measured: they are short of registers, and
+    two words need four neighbouring ones.
+    """
     valid = (lane >> 3) == (lane & 3)
     if P.padded:
         valid &= column < P.cols - ON
-    return tl.load(plane + column // 8 + ON // 8, mask=valid, other=0)
+    first = tl.multiple_of(plane + (column // 8 + ON // 8), 16)
+    if P.layout.table > 0:
+        return tl.load(first, mask=valid, other=0), tl.load(first + 1, mask=valid, other=0)
+    else:
+        both = tl.load(first[:, None] + tl.arange(0, 2)[None, :], mask=valid[:, None], other=0)
+        return tl.split(both)
 
 
 @triton.jit
@@ -70,8 +82,9 @@ def _load_set(plane, x, c, ON: tl.constexpr, lane, s: tl.constexpr, P: tl.conste
     group = c * (FMT.chunk // 32) + quad
     AT: tl.constexpr = ON * FMT.chunk + step_column(s * STEPS)
     words = ()
-    for j in tl.static_range(STEPS):
-        words = words + (_activation_words(plane, column, AT + 8 * j, lane, P),)
+    for j in tl.static_range(STEPS // 2):
+        both = _activation_words(plane, column, AT + 16 * j, lane, P)
+        words = words + (both[0], both[1])
     t = _group_value(x.scale, group, AT // 32, P)
     if FMT.has_min:
         words = words + (t, t * _sum_value(x.sums, group, AT // 32, s, P))
@@ -81,16 +94,42 @@ def _load_set(plane, x, c, ON: tl.constexpr, lane, s: tl.constexpr, P: tl.conste
 
 
 @triton.jit
-def _set_dots(codes, x, P: tl.constexpr):
-    """Integer dots of a set with the activations: weight rows r, r + 8, as fp32."""
-    FMT: tl.constexpr = P.layout
-    SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
-    STEPS: tl.constexpr = FMT.steps_per_set
+def _products(codes, x, SIGNED: tl.constexpr, P: tl.constexpr):
+    """Integer dots of a set's codes with the activations: weight rows r, r + 8."""
+    STEPS: tl.constexpr = P.layout.steps_per_set
     zero = codes[0][0] & 0
     d = (zero, zero, zero, zero)
     for j in tl.static_range(STEPS):
         d = mma_int8(codes[j], x[j].to(tl.int32), (x[j] >> 32).to(tl.int32), d, SIGNED, True, P.asm)
-    return (d[0] * 256 + d[1]).to(tl.float32), (d[2] * 256 + d[3]).to(tl.float32)
+    return d[0] * 256 + d[1], d[2] * 256 + d[3]
+
+
+@triton.jit
+def _set_dots(words, x, s: tl.constexpr, P: tl.constexpr):
+    """Integer dots of set s with the activations, as fp32: weight rows r, r + 8, times 2 to the power `dot_shift`."""
+    FMT: tl.constexpr = P.layout
+    STEPS: tl.constexpr = FMT.steps_per_set
+    if FMT.table > 0:
+        # The matrix units add up both halves of the table, which costs less than to merge them byte by byte.
+        lower = ()
+        upper = ()
+        for j in tl.static_range(STEPS):
+            both = table_sizes(words, s * STEPS + j, FMT, P.asm)
+            lower = lower + (both[0],)
+            upper = upper + (both[1],)
+        near, far = _products(lower, x, False, P)
+        near_upper, far_upper = _products(upper, x, False, P)
+        SIGN: tl.constexpr = UPPER_SIGN[FMT.table]
+        if SIGN > 0:
+            near, far = near_upper - near, far_upper - far
+        else:
+            near, far = near - near_upper, far - far_upper
+    else:
+        codes = ()
+        for j in tl.static_range(STEPS):
+            codes = codes + (dot_codes(words, s * STEPS + j, FMT, P.asm),)
+        near, far = _products(codes, x, FMT.offset > 0 or FMT.low == 8, P)
+    return near.to(tl.float32), far.to(tl.float32)
 
 
 @triton.jit
@@ -98,14 +137,11 @@ def _add_set(sums, words, x, s: tl.constexpr, P: tl.constexpr):
     """Add set s to `sums`: scaled dots of rows r, r + 8, minimums of r, r + 8."""
     FMT: tl.constexpr = P.layout
     STEPS: tl.constexpr = FMT.steps_per_set
-    codes = ()
-    for j in tl.static_range(STEPS):
-        codes = codes + (step_codes(words, s * STEPS + j, FMT, P.asm),)
     s0, m0, s1, m1 = set_scales(words, s, FMT)
     # The codes stand further left in their bytes; powers of two round nothing.
-    NEAR: tl.constexpr = 1.0 / (1 << FMT.near_shift)
-    FAR: tl.constexpr = 1.0 / (1 << FMT.far_shift)
-    near_dot, far_dot = _set_dots(codes, x, P)
+    NEAR: tl.constexpr = 1.0 / (1 << dot_shift(FMT, s * STEPS, 0))
+    FAR: tl.constexpr = 1.0 / (1 << dot_shift(FMT, s * STEPS, 1))
+    near_dot, far_dot = _set_dots(words, x, s, P)
     t = x[STEPS]
     near = tl.fma(s0, t * NEAR * near_dot, sums[0])
     far = tl.fma(s1, t * FAR * far_dot, sums[1])

@@ -154,7 +154,7 @@ def _check(experts: Sequence[QuantTensor], padded_rows: int, count: int | None =
         return
     layout = packed_layout(first.format, first.cols)
     chunks = (count or len(experts)) * padded_rows // TILE_ROWS * -(-first.cols // layout.chunk)
-    words = chunks * layout.steps * max(1, layout.low // 4) * LANES
+    words = chunks * layout.low_words * LANES
     if words > MOST_WORDS:
         raise ValueError(
             f"{first.name}: {len(experts)} experts {list(first.shape)} of {first.format.name} take {words} words, "

@@ -1,7 +1,7 @@
 """Launch geometry of the matmul kernels by (device, format, shape): measured, kept in launch_table.json.
 
-tune_matvec.py and matmul_crossover.py in benchmarks/cuda/ write it. A shape or GPU that is not in it gets a default
-that is right everywhere and not far off; nothing is tuned at run time.
+matvec_types.py, tune_matvec_chain.py and tune_matmul.py in benchmarks/cuda/ write it. A shape or GPU that is not in it
+gets a default that is right everywhere and not far off; nothing is tuned at run time.
 """
 
 import json
@@ -22,6 +22,9 @@ _MANY_TILES = 1024
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
+
+_REGISTERS = 65536
+"""Of a multiprocessor."""
 
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 """Shared memory of one, and what each program takes of it beside its own."""
@@ -315,25 +318,37 @@ def default_geometry(part: PackedPart, kind: str) -> Geometry:
     """One tile a program and a chunk or two a warp, where rows are few; where they are many, programs of 4 warps or
     fewer with more chunks each."""
     if kind == "swiglu":
-        return _one_tile(part, 4, 72)
+        return _one_tile(part, 4)
     if kind == "norm" or part.tiles < _MANY_TILES:
-        return _one_tile(part, 16 if part.chunks > 32 else 8, 80)
+        return _one_tile(part, 16 if part.chunks > 32 else 8)
     k_warps = 1
     while k_warps < 32 and part.chunks > (8 if k_warps < 8 else _MOST_ROUNDS) * k_warps:
         k_warps *= 2
     return Geometry(max(1, 4 // k_warps), k_warps, 2)
 
 
-def _one_tile(part: PackedPart, most_warps: int, registers: int) -> Geometry:
-    """A tile by up to so many warps, each of which has a chunk or more. Warps that check for the edge take more
-    registers than the limit with which more programs share a multiprocessor."""
+def _one_tile(part: PackedPart, most_warps: int, registers: int = 0) -> Geometry:
+    """A tile by up to so many warps, each of which has a chunk or more; registers 0: chosen. Warps that check for the
+    edge take more than the limit with which more programs share a multiprocessor; programs of 16 such warps have one
+    each, and a limit that is all its registers lets the compiler read further ahead than none."""
     k_warps = 1
     while k_warps < most_warps and 2 * k_warps <= part.chunks:
         k_warps *= 2
     while k_warps < 32 and part.chunks > _MOST_ROUNDS * k_warps:
         k_warps *= 2
-    even = part.chunks % k_warps == 0 and part.layout.chunk == 256
-    return Geometry(1, k_warps, 1, registers if even else 0, True)
+    if part.chunks % k_warps or part.layout.chunk != 256:
+        return Geometry(1, k_warps, 1, 128 if k_warps == 16 else 0, True)
+    return Geometry(1, k_warps, 1, registers or _few_waves(part.tiles, k_warps), True)
+
+
+def _few_waves(programs: int, warps: int) -> int:
+    """The largest limit on the registers with which so many programs take the fewest waves."""
+
+    def waves(registers: int) -> int:
+        resident = _MULTIPROCESSORS * max(1, _REGISTERS // (32 * warps * registers))
+        return -(-programs // resident)
+
+    return min((80, 72, 64), key=waves) if warps < 32 else 64
 
 
 def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:

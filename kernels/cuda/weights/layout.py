@@ -14,11 +14,10 @@ s*J + J-1. In groups of 32 these are groups 4s + q of the chunk, in groups of 16
 Plane     per lane         content (rh: 0 for row r, 1 for row r + 8; half: first or last 4 of the 8 columns)
 low       4 bits: 8 B/step byte b of word `half`: code of rh 0 in the low nibble, of rh 1 in the high one
           4 bits, table    word `half`: 16 bits of rh 0, 16 bits of rh 1, one nibble a column
-          2 bits: 4 B/step byte b: four 2-bit codes (half 0 rh 0, half 0 rh 1, half 1 rh 0, half 1 rh 1)
+          2, 3, 6 bits     see `CODE_PIECES`
           8 bits: 16 B/step two planes of 8 B: rh 0, then rh 1
-high      2 bits: 4 B/step as `low` with 2 bits
-          1 bit: 4 B a pair of steps: bits 0..3 of byte b as above for the even step, bits 4..7 for the odd
-          one
+high      1 bit: 4 B a pair of steps: byte b: bits 0..3 (half 0 rh 0, half 0 rh 1, half 1 rh 0, half 1 rh 1) for the
+          even step, bits 4..7 for the odd one
 scales    per chunk        see `ScaleKind`
 supers    per chunk        fp16 d (and dmin) of row r, then of row r + 8, for r = 0..7
 """
@@ -35,6 +34,26 @@ LANE_COLUMNS = 32
 """Neighbouring columns of a block that a lane holds."""
 
 
+CODE_PIECES: dict[int, tuple[tuple[tuple[int, int, int, int], ...], ...]] = {
+    2: tuple(
+        ((2 * (step % 2) + half, 4 * (step // 2) + 2 * rh, 2, 0),)
+        for step in range(4)
+        for half in (0, 1)
+        for rh in (0, 1)
+    ),
+    3: (
+        *(((word, 2 + 3 * rh, 3, 0),) for word in range(3) for rh in (0, 1)),
+        ((0, 0, 2, 0), (2, 0, 1, 2)),
+        ((1, 0, 2, 0), (2, 1, 1, 2)),
+    ),
+    6: (*(((word, 2, 6, 0),) for word in range(3)), ((0, 0, 2, 0), (1, 0, 2, 2), (2, 0, 2, 4))),
+}
+"""Where codes of so many bits lie in the low plane. The codes of some steps (4 of 2 bits, 2 of 3, 1 of 6) share int32
+words of a lane, four columns in the same bits of the four bytes. Code words in the order step, half, rh; each is made
+of pieces (int32 word, first bit in its bytes, bits, their place in the code). For most of them one mask is enough: a
+code at the top of a byte is a signed byte times a power of two, and codes of 2 bits are multiplied where they stand."""
+
+
 class ScaleKind(IntEnum):
     """What a lane reads per chunk, for the sets s of its group column q."""
 
@@ -44,7 +63,8 @@ class ScaleKind(IntEnum):
     BYTE = 3  # int8 sc of rh 0, rh 1 for each set; supers hold d
     BYTE_MIN = 4  # uint8 sc, mn of rh 0, sc, mn of rh 1 for each set; supers hold d, dmin
     NIBBLE_MIN = 5  # byte sc | mn << 4 of rh 0, rh 1 for each set; supers hold d, dmin
-    SIX = 6  # sc + 32 in 6 bits: 32 words of low nibbles (field 2s + rh), then 32 shorts of top bits
+    SIX = 6  # sc + 32 in 6 bits, field 2s + rh: 32 words of fields 0..4 and, on top, the low 2 bits of field 7, then 32
+    #          shorts of fields 5, 6 and the rest of 7
 
 
 @dataclass(frozen=True)
@@ -97,6 +117,16 @@ class PackedLayout:
         return self.group // 8
 
     @property
+    def low_words(self) -> int:
+        """Int64 words of a lane in the low plane of one chunk."""
+        return self.steps * self.low // 4
+
+    @property
+    def code_words(self) -> int:
+        """Words of a lane's codes in one chunk: int64 of the low plane, int32 of the high one."""
+        return self.low_words + self.steps * self.high // 2
+
+    @property
     def low_bytes(self) -> int:
         """Bytes of the low plane in one chunk of one tile."""
         return TILE_ROWS * self.chunk * self.low // 8
@@ -137,20 +167,20 @@ _SCALE_KINDS = {
     "IQ4_XS": ScaleKind.BYTE,
     "MXFP4": ScaleKind.E8M0,
 }
-_LOW_BITS = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 8}
+_HIGH_BITS = {5: 1}
 
 
 def packed_layout(fmt: BlockFormat, cols: int) -> PackedLayout:
     """The layout of a matrix of `cols` columns. Raises ValueError for a float format."""
     if not fmt.is_quantized:
         raise ValueError(f"{fmt.name} stores plain floats: it is not packed")
-    low = _LOW_BITS[fmt.bits]
+    high = _HIGH_BITS.get(fmt.bits, 0)
     table = {"IQ4_NL": 1, "IQ4_XS": 1, "MXFP4": 2}.get(fmt.name, 0)
     return PackedLayout(
         fmt.name,
         fmt.group,
-        low,
-        fmt.bits - low,
+        fmt.bits - high,
+        high,
         fmt.offset,
         table,
         int(_SCALE_KINDS[fmt.name]),

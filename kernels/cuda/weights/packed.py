@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import Groups, unpack
-from quengine.kernels.cuda.weights.layout import TILE_ROWS, PackedLayout, ScaleKind, packed_layout
+from quengine.kernels.cuda.weights.layout import (
+    CODE_PIECES,
+    LANES,
+    TILE_ROWS,
+    PackedLayout,
+    ScaleKind,
+    packed_layout,
+)
 from quengine.kernels.quant_tensor import QuantTensor
 
 _WEIGHTS_AT_A_TIME = 1 << 24
@@ -271,22 +278,27 @@ def _to_fragments(codes: Tensor, layout: PackedLayout) -> Tensor:
 def _low_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
     if layout.low == 8:
         return codes.transpose(4, 5).transpose(3, 4)  # [.., steps, rh, lane, half, column]
-    if layout.low == 2:
-        return _fields(codes)
+    if layout.low in CODE_PIECES:
+        return _pieces_plane(codes, layout)
     if layout.table:
         return codes[..., 0::2] | (codes[..., 1::2] << 4)
     return codes[..., 0, :] | (codes[..., 1, :] << 4)
 
 
-def _fields(codes: Tensor) -> Tensor:
-    """Two bits of each of the four (half, rh) code words: [.., lane, 4 bytes]."""
-    a, b, c, d = codes.flatten(-3, -2).unbind(-2)
-    return a | (b << 2) | (c << 4) | (d << 6)
+def _pieces_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
+    """[tiles, chunks, steps, 32 lanes, 2, 2, 4] -> int64 words as bytes, [tiles, chunks, words, 32 lanes, 2, 4]."""
+    pieces = CODE_PIECES[layout.low]
+    tiles, chunks = codes.shape[:2]
+    split = codes.view(tiles, chunks, -1, len(pieces) // 4, LANES, 4, 4).transpose(4, 5)
+    split = split.reshape(tiles, chunks, -1, len(pieces), LANES, 4)
+    words = split.new_zeros(*split.shape[:3], len(pieces) * layout.low // 8, LANES, 4)
+    for code, places in enumerate(pieces):
+        for word, first, count, place in places:
+            words[:, :, :, word] |= ((split[:, :, :, code] >> place) & ((1 << count) - 1)) << first
+    return words.view(tiles, chunks, -1, 2, LANES, 4).transpose(3, 4)
 
 
 def _high_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
-    if layout.high == 2:
-        return _fields(codes)
     tiles, chunks = codes.shape[:2]
     bits = codes.reshape(tiles, chunks, layout.steps // 2, 2, 32, 4, 4).transpose(3, 4).flatten(4, 5)
     shifts = torch.arange(8, dtype=torch.uint8, device=codes.device).view(8, 1)
@@ -323,11 +335,13 @@ def _scale_plane(groups: Groups, layout: PackedLayout) -> Tensor:
 
 
 def _six_bit_plane(fields: Tensor) -> Tensor:
-    """Eight 6-bit fields a lane, [tiles, chunks, 32, 8] -> [tiles, chunks, 192]: nibbles, then top bits."""
-    low, top = fields & 15, fields >> 4
-    nibbles = low[..., 0::2] | (low[..., 1::2] << 4)
-    pairs = top[..., 0::4] | (top[..., 1::4] << 2) | (top[..., 2::4] << 4) | (top[..., 3::4] << 6)
-    return torch.cat([nibbles.flatten(-2), pairs.flatten(-2)], -1)
+    """Eight 6-bit fields a lane, [tiles, chunks, 32, 8] -> [tiles, chunks, 192]: words, then shorts."""
+    wide = fields.to(torch.int32)
+    at = torch.arange(0, 30, 6, dtype=torch.int32, device=fields.device)
+    words = (wide[..., :5] << at).sum(-1, dtype=torch.int32) | (wide[..., 7] << 30)
+    shorts = wide[..., 5] | (wide[..., 6] << 6) | (wide[..., 7] >> 2 << 12)
+    halves = torch.where(shorts < 1 << 15, shorts, shorts - (1 << 16)).to(torch.int16)
+    return torch.cat([words.view(torch.uint8), halves.view(torch.uint8)], -1)
 
 
 def _super_plane(groups: Groups, layout: PackedLayout) -> Tensor | None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS, Groups
-from quengine.kernels.cuda.weights.layout import TILE_ROWS, PackedLayout, ScaleKind
+from quengine.kernels.cuda.weights.layout import CODE_PIECES, TILE_ROWS, PackedLayout, ScaleKind
 from quengine.kernels.cuda.weights.packed import PackedPart
 
 
@@ -44,16 +44,28 @@ def unpack_part(part: PackedPart) -> Groups:
 
 def _read_six(scales: Tensor) -> Tensor:
     """The inverse of `packed._six_bit_plane`: [tiles, chunks, 32, 8]."""
-    low = torch.stack([scales[..., :128] & 15, scales[..., :128] >> 4], -1).unflatten(2, (32, 4)).flatten(-2)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=scales.device)
-    top = ((scales[..., 128:, None] >> shifts) & 3).unflatten(2, (32, 2)).flatten(-2)
-    return torch.bitwise_or(low, top << 4)
+    words = scales[..., :128].contiguous().view(torch.int32)
+    shorts = scales[..., 128:].contiguous().view(torch.int16).int()
+    fields = [(words >> (6 * field)) & 63 for field in range(5)]
+    fields += [shorts & 63, (shorts >> 6) & 63, ((words >> 30) & 3) | ((shorts >> 10) & 60)]
+    return torch.stack(fields, -1).to(torch.uint8)
 
 
-def _read_fields(plane: Tensor) -> Tensor:
-    """The inverse of `packed._fields`: [.., lane, 4 bytes] -> [.., lane, half, rh, 4]."""
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=plane.device).view(4, 1)
-    return torch.unflatten((plane.unsqueeze(-2) >> shifts) & 3, -2, (2, 2))
+def _read_pieces(part: PackedPart) -> Tensor:
+    """The inverse of `packed._pieces_plane`: [tiles, chunks, steps, 32 lanes, half, rh, 4]."""
+    layout = part.layout
+    pieces = CODE_PIECES[layout.low]
+    words = part.low.view(part.tiles, part.chunks, -1, 32, 2, 4).transpose(3, 4)
+    words = words.reshape(part.tiles, part.chunks, -1, len(pieces) * layout.low // 8, 32, 4)
+    read = [
+        sum(
+            ((words[..., word, :, :] >> first) & ((1 << bits) - 1)) << place
+            for word, first, bits, place in code
+        )
+        for code in pieces
+    ]
+    codes = torch.stack([torch.as_tensor(code) for code in read], 3).unflatten(3, (-1, 4)).transpose(4, 5)
+    return codes.reshape(part.tiles, part.chunks, layout.steps, 32, 2, 2, 4)
 
 
 def _read_codes(part: PackedPart) -> Tensor:
@@ -61,17 +73,15 @@ def _read_codes(part: PackedPart) -> Tensor:
     layout, steps = part.layout, (part.tiles, part.chunks, part.layout.steps)
     if layout.low == 8:
         codes = part.low.view(*steps, 2, 32, 2, 4).transpose(3, 4).transpose(4, 5)
-    elif layout.low == 2:
-        codes = _read_fields(part.low.view(*steps, 32, 4))
+    elif layout.low in CODE_PIECES:
+        codes = _read_pieces(part)
     elif layout.table:
         nibbles = part.low.view(*steps, 32, 2, 2, 2)
         codes = torch.stack([nibbles & 15, nibbles >> 4], -1).flatten(-2)
     else:
         words = part.low.view(*steps, 32, 2, 4)
         codes = torch.stack([words & 15, words >> 4], -2)
-    if layout.high == 2:
-        codes = codes | (_read_fields(part.high.view(*steps, 32, 4)) << layout.low)
-    elif layout.high == 1:
+    if layout.high == 1:
         shifts = torch.arange(8, dtype=torch.uint8, device=part.high.device).view(8, 1)
         words = part.high.view(part.tiles, part.chunks, layout.steps // 2, 32, 1, 4)
         bits = ((words >> shifts) & 1).unflatten(4, (2, 4)).transpose(3, 4)

@@ -5,7 +5,7 @@ import torch
 
 from quengine.kernels import activations as definition
 from quengine.kernels.activations import ACTIVATION_MAX
-from quengine.kernels.block_formats import dequantize, unpack
+from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
@@ -13,8 +13,8 @@ from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.gemv.q_dot import MOST_UNROLLED
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.launch_table import Geometry
-from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
-from quengine.kernels.cuda.weights.packed import pack
+from quengine.kernels.cuda.weights.layout import PACKED_FORMATS, packed_layout
+from quengine.kernels.cuda.weights.packed import PackedPart, pack
 from quengine.kernels.glu import Activation, glu
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
@@ -179,6 +179,17 @@ def test_the_default_geometry_fits_every_shape() -> None:
             geometry = launch_table.default_geometry(part, kind)
             assert geometry.warps <= 32
             assert -(-part.chunks // geometry.k_warps) <= 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "registers"), [(28672, 4096, 72), (24576, 4096, 80), (16384, 2048, 64)]
+)
+def test_the_default_limits_registers_so_that_programs_take_few_waves(
+    rows: int, cols: int, registers: int
+) -> None:
+    layout, plane = packed_layout(FORMATS["Q4_K"], cols), torch.empty(0)
+    part = PackedPart(layout, rows, cols, plane, plane, plane, plane, 1.0, 1.0)
+    assert launch_table.default_geometry(part, "swiglu") == Geometry(1, 4, 1, registers, True)
 
 
 @pytest.mark.parametrize("geometry", [(1, 2, 1), (2, 1, 1), (4, 1, 2), (8, 2, 1)])
