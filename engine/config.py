@@ -25,6 +25,9 @@ computed in the time of a few decode steps."""
 MOST_DRAFT_NGRAM = 16
 """Each length of run up to the longest has a table of its own."""
 
+MOST_RANKS = 64
+"""Devices that may share a model."""
+
 MOST_DRAFT_TOKENS = 31
 """With the newest token 32 rows of a step, for one sequence."""
 
@@ -64,6 +67,9 @@ class EngineConfig:
             a few percent faster and takes its time at the start.
         cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
             computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
+        tensor_parallel: how many devices share the model, each a process with its part of every layer
+            (docs/tensor-parallel.md). On the CPU so many processes, which share the threads.
+        devices: the numbers of the CUDA devices that do, "0,1"; None: the first ones.
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
         make_room: called before anything is allocated, with the bytes that the run needs, those that are free, and the
@@ -157,6 +163,22 @@ class EngineConfig:
         Range(0),
         Flag("--n-cpu-moe -ncmoe", "The same for the experts of the first N layers.", RUN_PANEL, "N"),
     ] = 0
+    tensor_parallel: Annotated[
+        int,
+        Range(1, MOST_RANKS),
+        Flag(
+            "--tensor-parallel -tp", "Devices that share the model (on the CPU: processes).", RUN_PANEL, "N"
+        ),
+    ] = 1
+    devices: Annotated[
+        str | None,
+        Flag(
+            "--devices",
+            "The CUDA devices that share it, such as 0,1. (default: the first N)",
+            RUN_PANEL,
+            "LIST",
+        ),
+    ] = None
     chat_template: str | None = None
     progress: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
     make_room: Callable[[int, int, str], bool] | None = field(default=None, compare=False, repr=False)
@@ -170,11 +192,34 @@ class EngineConfig:
         if self.cache_type not in CACHE_TYPES:
             raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
         check_ranges(self, "{name} {value}")
+        self._check_devices()
         if self.draft_tokens is not None and not self.speculates:
             raise EngineError(
                 f"draft_tokens {self.draft_tokens}: nothing drafts; ask for a draft model (--draft-model) or look-up "
                 f"(--draft-ngram)"
             )
+
+    def _check_devices(self) -> None:
+        if self.devices is None:
+            if self.tensor_parallel > 1 and self.device.startswith("cuda:"):
+                raise EngineError(
+                    f"device {self.device} is one device, and tensor_parallel {self.tensor_parallel} takes more; name "
+                    f"them with --devices"
+                )
+            return
+        numbers = self.devices.split(",")
+        if not all(number.isdecimal() for number in numbers) or len(set(map(int, numbers))) < len(numbers):
+            raise EngineError(f"devices {self.devices!r}: must be different numbers, such as 0,1")
+        if len(numbers) != self.tensor_parallel or self.device == "cpu":
+            ways = f"--tensor-parallel {len(numbers)} and a CUDA device"
+            raise EngineError(
+                f"devices {self.devices}: tensor_parallel is {self.tensor_parallel}, device {self.device}; they go "
+                f"with {ways}"
+            )
+
+    def device_of(self, rank: int) -> str:
+        """The device of a rank, where they are CUDA devices."""
+        return f"cuda:{rank if self.devices is None else int(self.devices.split(',')[rank])}"
 
     @property
     def speculates(self) -> bool:

@@ -351,8 +351,8 @@ class LLM:
         )
 
     def cache_bytes(self, positions: int) -> int:
-        """Bytes of keys and values that the last of so many tokens reads."""
-        return attended_bytes(self.model_config, positions, self.config.cache_type)
+        """Bytes of keys and values that the last of so many tokens reads, on each device that shares the model."""
+        return attended_bytes(self.loaded.decoder.config, positions, self.config.cache_type)
 
     def close(self) -> None:
         """Close the mapped file, once no thread computes. The model cannot be used afterwards."""

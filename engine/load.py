@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,8 +17,10 @@ from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.kernels.backend import Backend
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
 from quengine.memory import (
+    RANKS_WORKSPACE,
     CacheNeeds,
     DeviceMemory,
     choose_context,
@@ -31,6 +33,8 @@ from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
+from quengine.models.split_checkpoint import SplitCheckpoint
+from quengine.models.tensor_split import Rank, SplitTensors
 from quengine.models.tokenizer import Tokenizer
 from quengine.platform import cuda_start
 from quengine.platform.device import choose_device, device_name
@@ -41,6 +45,9 @@ from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
 from quengine.speculative.load_draft import open_draft
 
+if TYPE_CHECKING:
+    from quengine.parallel.group import RankGroup, RankPlan
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -50,7 +57,7 @@ REFERENCE_BYTES_A_WEIGHT = 8
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run, and the one that drafts for it. `notes` are lines for the user: what was chosen and why.
-    `experts`: those of the model in host memory beside a CUDA device."""
+    `experts`: those of the model in host memory beside a CUDA device. `ranks`: the processes that share the model."""
 
     path: Path
     checkpoint: Checkpoint
@@ -63,6 +70,7 @@ class LoadedModel:
     experts: ExpertPlacement
     draft: DraftModel | None = None
     draft_checkpoint: Checkpoint | None = None
+    ranks: "RankGroup | None" = None
 
     @property
     def decoder(self) -> Decoder:
@@ -80,7 +88,9 @@ class LoadedModel:
         return sum(file.nbytes for file in files if file is not None) + self.cache.nbytes + drafts
 
     def close(self) -> None:
-        """Unmap the files."""
+        """End the other ranks, and unmap the files."""
+        if self.ranks is not None:
+            self.runner.release()
         self.checkpoint.close()
         if self.draft_checkpoint is not None:
             self.draft_checkpoint.close()
@@ -101,30 +111,34 @@ def load_model(
     checkpoint = open_checkpoint(path)
     _log_checkpoint("model", checkpoint)
     tokenizer = _in_thread(checkpoint.tokenizer)
+    part = _part(checkpoint, Rank(0, config.tensor_parallel))
     draft = open_draft(config, checkpoint)
     if draft is not None:
         _log_checkpoint("draft model", draft)
-    device, why = choose_device(config)
+    device, why = choose_device(_of_rank(config, 0))
+    for rank in range(1, config.tensor_parallel):
+        choose_device(_of_rank(replace(config, device=device.type), rank))
+    threads = max(1, threads // config.tensor_parallel) if device.type == "cpu" else threads
     torch.set_num_threads(threads)
-    free = _free_memory(device)
+    free = _free_memory(device, config.tensor_parallel)
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
-    experts = ExpertPlacement.choose(config, checkpoint, device.type)
+    experts = ExpertPlacement.choose(config, part, device.type)
     experts.check_host_memory(available_memory())
-    ctx_size, pools = _choose_cache(config, checkpoint, draft, device, free, experts)
+    ctx_size, pools = _choose_cache(config, part, draft, device, free, experts)
     made = _Machine(config, device, threads, free, progress, experts)
-    runner = made.runner(checkpoint, ctx_size, pools)
-    notes = [*checkpoint.notes, *why, _sizes_note(config, checkpoint, runner.cache)]
-    if config.places_experts:
-        notes.append(experts.note())
-    if config.draft_ngram:
-        notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
+    runner = (
+        made.runner(part, ctx_size, pools) if part is checkpoint else made.ranks(path, part, ctx_size, pools)
+    )
+    notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts)]
     drafts = None
     if draft is not None:
-        drafts_ctx = min(ctx_size, draft.config.context_length)
-        draft_pools = [CachePool(pools[0].num_blocks) for _ in draft.config.cache_groups]
-        draft_runner = made.runner(draft, drafts_ctx, draft_pools, drafts=True)
-        drafts = DraftModel(draft_runner, made.draft_steps(draft_runner))
-        notes.append(_draft_note(draft, draft_runner.cache, ctx_size))
+        try:
+            drafts, note = made.drafts(draft, ctx_size, pools)
+        except BaseException:
+            if runner.ranks is not None:
+                runner.ranks.close()
+            raise
+        notes.append(note)
     load_s = time.perf_counter() - began
     for note in notes:
         logger.info("%s", note)
@@ -133,19 +147,8 @@ def load_model(
         *(load_s, runner.decoder.backend.name, threads, runner.decoder.chunk_size),
     )
     return LoadedModel(
-        *(
-            path,
-            checkpoint,
-            tokenizer.result(),
-            runner,
-            device,
-            threads,
-            load_s,
-            notes,
-            experts,
-            drafts,
-            draft,
-        )
+        *(path, checkpoint, tokenizer.result(), runner, device, threads, load_s, notes, experts),
+        *(drafts, draft, runner.ranks),
     )
 
 
@@ -155,6 +158,29 @@ def _in_thread(make: Callable[[], T]) -> Future[T]:
     made = pool.submit(make)
     pool.shutdown(wait=False)
     return made
+
+
+def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
+    """The part of the model of a rank other than rank 0, with its cache. Raises as `load_model`."""
+    config = EngineConfig(**plan.options)
+    device, _ = choose_device(config)
+    part = _part(open_checkpoint(Path(plan.model)), plan.rank)
+    torch.set_num_threads(plan.threads)
+    experts = ExpertPlacement.choose(config, part, device.type)
+    made = _Machine(config, device, plan.threads, _free_memory(device, plan.count), None, experts)
+    return made.runner(part, plan.ctx_size, [CachePool(*pool) for pool in plan.pools], communicator)
+
+
+def _part(checkpoint: Checkpoint, rank: Rank) -> Checkpoint:
+    """What a rank has of a model. Raises EngineError where so many ranks cannot share it."""
+    return checkpoint if rank.count == 1 else SplitCheckpoint(checkpoint, rank)
+
+
+def _of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+    """As if the rank were alone: with its own device, where devices are named or it is not rank 0."""
+    named = config.devices is not None or (rank > 0 and config.device != "cpu")
+    device = config.device_of(rank) if named else config.device
+    return replace(config, device=device, devices=None, tensor_parallel=1)
 
 
 def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:
@@ -179,14 +205,20 @@ class _Machine:
     experts: ExpertPlacement
 
     def runner(
-        self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], drafts: bool = False
+        self,
+        checkpoint: Checkpoint,
+        ctx_size: int,
+        pools: Sequence[CachePool],
+        communicator: Communicator = ONE_RANK,
+        drafts: bool = False,
     ) -> ModelRunner:
         """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
         config, device = self.config, self.device
         backend = _make_backend(config, checkpoint, device, self.threads, self.free)
+        backend.communicator = communicator
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
-        if backend.name == "cuda" and (drafts or not self.experts.layers):
+        if backend.name == "cuda" and communicator.rank == 0 and (drafts or not self.experts.layers):
             self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
         experts = ExpertPlacement() if drafts else self.experts
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
@@ -197,6 +229,38 @@ class _Machine:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts)
 
+    def ranks(self, path: Path, part: Checkpoint, ctx_size: int, pools: Sequence[CachePool]) -> ModelRunner:
+        """Rank 0 of a group, whose other ranks load their parts meanwhile."""
+        from quengine.parallel.group import RankGroup, RankPlan
+
+        def plan(number: int, meeting: str) -> RankPlan:
+            sizes = tuple((pool.num_blocks, pool.window, pool.chunk) for pool in pools)
+            options = _of_rank(replace(self.config, device=self.device.type), number).values()
+            options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
+            count = self.config.tensor_parallel
+            return RankPlan(str(path), options, number, count, ctx_size, sizes, self.threads, meeting)
+
+        group = RankGroup(self.config.tensor_parallel)
+        try:
+            communicator = group.load(plan, self.device, self.config.deterministic)
+            runner = self.runner(part, ctx_size, pools, communicator)
+            group.wait_until_loaded()
+        except BaseException:
+            group.close()
+            raise
+        runner.lead(group)
+        return runner
+
+    def drafts(
+        self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool]
+    ) -> tuple[DraftModel, str]:
+        """A model that drafts for one of such a context and cache, and a line for the user."""
+        drafts_ctx = min(ctx_size, checkpoint.config.context_length)
+        draft_pools = [CachePool(pools[0].num_blocks) for _ in checkpoint.config.cache_groups]
+        runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
+        note = _draft_note(checkpoint, runner.cache, ctx_size)
+        return DraftModel(runner, self.draft_steps(runner)), note
+
     def _compile_ahead(
         self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool
     ) -> None:
@@ -204,11 +268,11 @@ class _Machine:
         from quengine.kernels.cuda.launch.gpu import gpu_of
         from quengine.runners.compile_kernels import KernelPlan, compile_ahead, stored_tensors
 
-        config, gpu = self.config, gpu_of(self.device)
+        config, gpu, tensors = self.config, gpu_of(self.device), checkpoint.tensors
         assert gpu is not None
         plan = KernelPlan(
             checkpoint.config,
-            stored_tensors(checkpoint.tensors),
+            tensors.stored() if isinstance(tensors, SplitTensors) else stored_tensors(tensors),
             ctx_size,
             pools,
             chunk_size,
@@ -231,8 +295,9 @@ class _Machine:
         return DeviceDraftSteps(runner.graphs)
 
 
-def _free_memory(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+def _free_memory(device: torch.device, ranks: int) -> int:
+    """Bytes for one rank: of a device of its own, or of the host's memory, which they share."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // ranks
 
 
 def _choose_cache(
@@ -251,6 +316,7 @@ def _choose_cache(
     rows = max(config.parallel, draft_rows(config, device.type))
     weights = checkpoint.nbytes - sum(experts.host.values())
     workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
+    workspace += RANKS_WORKSPACE[device.type] if config.tensor_parallel > 1 else 0
     if draft is not None:
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
         weights += draft.nbytes
@@ -261,10 +327,29 @@ def _choose_cache(
     if config.make_room is not None:
         wanted = wanted_bytes(needs, padded, config.ctx_size, config.parallel, cache_type)
         while config.make_room(wanted, memory.free, str(device)):
-            memory = replace(memory, free=_free_memory(device))
+            memory = replace(memory, free=_free_memory(device, config.tensor_parallel))
         padded = replace(padded, free=memory.free)
     ctx_size = choose_context(needs, config.ctx_size, padded, cache_type)
     return ctx_size, choose_pools(needs, ctx_size, config.parallel, memory.room, cache_type)
+
+
+def _notes(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    part: Checkpoint,
+    runner: ModelRunner,
+    experts: ExpertPlacement,
+) -> list[str]:
+    """What was chosen, for the user. part: what this rank has of the model."""
+    notes = [_sizes_note(config, checkpoint, runner.cache)]
+    if runner.ranks is not None:
+        each = f"each with weights of {gib(part.nbytes)}; {runner.ranks.note}"
+        notes.append(f"shared by {config.tensor_parallel} ranks, {each}")
+    if config.places_experts:
+        notes.append(experts.note())
+    if config.draft_ngram:
+        notes.append(f"drafts by look-up of up to {config.draft_ngram} tokens in the text itself")
+    return notes
 
 
 def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) -> str:
@@ -297,8 +382,8 @@ def _weights(
     if device.type != "cuda":
         yield checkpoint.tensors if mapped else _copied(checkpoint, progress)
         return
-    host, rest = split_tensors(checkpoint.tensors, host_layers)
-    nbytes = sum(tensor.nbytes for tensor in rest.values())
+    host, rest = split_tensors(checkpoint.tensors, host_layers) if host_layers else ({}, checkpoint.tensors)
+    nbytes = checkpoint.nbytes - sum(tensor.nbytes for tensor in host.values())
     with WeightLoader(rest, CudaTransfer(device), nbytes, progress) as tensors:
         yield ChainMap(host, tensors) if host else tensors  # type: ignore[arg-type]  # it is not written to
     if progress is not None:
@@ -345,6 +430,8 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
     from quengine.kernels.cpu.ops import sampling
     from quengine.runners.cpu_steps import CpuSteps
 
+    if decoder.config.ranks > 1:  # between the kernels of a step it waits for other processes
+        return ModelRunner(decoder, cache, choose=sampling.sample, packs_prompts=False)
     # A dozen rows of one prompt keep the processor as busy as those of many.
     return ModelRunner(
         decoder,
@@ -366,6 +453,8 @@ def _graph_rows(config: EngineConfig, drafts: bool) -> int:
 
 
 def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+    from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
+    from quengine.parallel.communicator import CudaCommunicator
     from quengine.runners.cuda_graphs import PENDING, CudaGraphs
     from quengine.runners.device_decode import DeviceDecoder
 
@@ -377,4 +466,7 @@ def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
         shares_sequences=config.speculates,
         pending=draft_tokens(config, "cuda") if drafts else PENDING,
     )
+    communicator = decoder.backend.communicator
+    if isinstance(communicator, CudaCommunicator):
+        communicator.one_first(finish_compiling)
     return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))

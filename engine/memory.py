@@ -15,6 +15,9 @@ WORKSPACE = {"cpu": 256 * 2**20, "cuda": 384 * 2**20}
 """Bytes set aside by kind of device for what does not grow with the model: the program, kernels, libraries, graphs, the
 logits that a prompt is scored with (prompt_scores.MAX_LOGITS_BYTES). On the CPU that is also for a prompt's chunk."""
 
+RANKS_WORKSPACE = {"cpu": 0, "cuda": 1024 * 2**20}
+"""The same for what ranks that share a model exchange: NCCL's buffers, peer memory."""
+
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """The same for a draft model beside another."""
 

@@ -1,6 +1,8 @@
 """Runs a step: the decoder on a batch, over the cache, and sampling."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,6 +15,7 @@ from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
+from quengine.parallel.wire import Forward, Hidden, Message, Parts, Together, alone
 from quengine.platform.ranges import Range
 from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
@@ -22,6 +25,7 @@ from quengine.runners.step_rows import SequenceRows, decode_rows, forward_batch,
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified, sample_next
 
 if TYPE_CHECKING:
+    from quengine.parallel.group import RankGroup
     from quengine.runners.device_decode import DeviceDecoder
 
 
@@ -31,10 +35,12 @@ class StepGraphs(Protocol):
     captured_at: the time that a step of some size comes at which it is captured; it then takes the time that it takes
         from then on.
     kernels_per_step: kernels of the newest captured decode step; None where they are not counted.
+    together: `ModelRunner.together`.
     """
 
     captured_at: int
     kernels_per_step: int | None
+    together: Together
 
     def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
         """The captured step for these rows; None where they are to be computed eagerly."""
@@ -48,13 +54,17 @@ class StepGraphs(Protocol):
         """See `ModelRunner.warm_up`."""
         ...
 
+    def release(self) -> None:
+        """See `ModelRunner.release`."""
+        ...
+
     def capture_next(self) -> bool:
         """See `ModelRunner.capture_next`."""
         ...
 
 
 class ModelRunner:
-    """Runs a decoder over its cache.
+    """Runs a decoder over its cache. `ranks`: the group whose rank 0 this is; None: it is told, or computes alone.
 
     Args:
         decoder, cache: of one model.
@@ -79,6 +89,20 @@ class ModelRunner:
         self.device_decoder = device_decoder
         self.choose = choose
         self.packs_prompts = packs_prompts
+        self.ranks: RankGroup | None = None
+
+    def lead(self, ranks: "RankGroup") -> None:
+        """From now on tell the other ranks of a group what is computed."""
+        self.ranks = ranks
+        if self.graphs is not None:
+            self.graphs.together = ranks.together
+
+    def release(self) -> None:
+        """Drop what was captured: no step can be computed any more. Ranks of a group then leave it."""
+        if self.graphs is not None:
+            self.graphs.release()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def run(self, batch: Batch) -> list[Result]:
         """Compute a batch: a result for each of its sequences, in order. What concerns them all is raised."""
@@ -127,17 +151,42 @@ class ModelRunner:
             ]
 
     @torch.no_grad()
-    def forward(self, phase: Phase, rows: Seq[SequenceRows], all_logits: bool = False) -> Tensor:
+    def forward(
+        self, phase: Phase, rows: Seq[SequenceRows], all_logits: bool = False, eager: bool = False
+    ) -> Tensor:
         """Logits of these rows: in prefill after each sequence's last, [sequences, vocab], or after all, [T, vocab];
-        in decode after all.
+        in decode after all. `eager`: no captured step.
 
         In the backend's dtype, on its device; valid until the next step.
         """
-        key = None if self.graphs is None or all_logits else self.graphs.lookup(phase, rows)
-        if self.graphs is not None and key is not None:
-            return self.graphs.replay(key, rows)
-        batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits)
-        return self.decoder.forward(batch, self.cache.layers)
+        with self.together(Forward(phase, rows, all_logits, eager)):
+            captures = self.graphs is not None and not all_logits and not eager
+            key = self.graphs.lookup(phase, rows) if self.graphs is not None and captures else None
+            if self.graphs is not None and key is not None:
+                return self.graphs.replay(key, rows)
+            batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits)
+            return self.decoder.forward(batch, self.cache.layers)
+
+    @torch.no_grad()
+    def hidden(self, rows: Seq[SequenceRows]) -> Tensor:
+        """The rows that the output matrix would read, of all tokens of prompts' chunks: [T, embedding length]."""
+        with self.together(Hidden(rows)):
+            batch = forward_batch("prefill", rows, self.decoder.backend.device)
+            return self.decoder.hidden(batch, self.cache.layers)
+
+    @torch.no_grad()
+    def logits_of_parts(self, rows: Seq[SequenceRows], parts: Seq[Seq[int]]) -> Iterator[Tensor]:
+        """Logits [n, vocab] of each of `parts` of the rows of prompts' chunks, each computed when it is asked for; all
+        must be."""
+        with self.together(Parts(rows, parts)):
+            device = self.decoder.backend.device
+            batch = forward_batch("prefill", rows, device)
+            tensors = (torch.tensor(part, device=device) for part in parts)
+            yield from self.decoder.forward_parts(batch, self.cache.layers, tensors)
+
+    def together(self, message: Message) -> AbstractContextManager[None]:
+        """What is inside is computed by all ranks, as `message` tells the others."""
+        return alone(message) if self.ranks is None else self.ranks.together(message)
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
         """Capture what the first steps would otherwise wait for; nothing may be under way.
@@ -192,8 +241,6 @@ class ModelRunner:
     @torch.no_grad()
     def _score(self, chunks: Seq[Chunk]) -> list[Result]:
         """As `prefill`, where log-probabilities of prompts' tokens are wanted: they go to their sequences' `scores`."""
-        device = self.decoder.backend.device
-        batch = forward_batch("prefill", prefill_rows(chunks), device)
         scored, sampled = _wanted_rows(chunks, self.decoder.config.vocab_size)
         # A row alone would be multiplied as a decode step's is: with another it has the bits that it has in any part.
         parts = [rows if len(rows) > 1 else 2 * rows for _, rows in scored]
@@ -201,12 +248,12 @@ class ModelRunner:
             parts.append(list(sampled.values()))
         results: dict[Sequence, Result] = dict.fromkeys(chunk.sequence for chunk in chunks)
         with Range("prefill"):
-            tensors = (torch.tensor(rows, device=device) for rows in parts)
-            logits = self.decoder.forward_parts(batch, self.cache.layers, tensors)
+            logits = self.logits_of_parts(prefill_rows(chunks), parts)
             for (sequence, rows), of_rows in zip(scored, logits, strict=False):
                 if results[sequence] is None:
                     results[sequence] = _add_scores(sequence, of_rows[: len(rows)])
             rows_left = next(logits).float().cpu() if sampled else ()
+            next(logits, None)  # the step has ended on all ranks
         with Range("sample"):
             for sequence, row in zip(sampled, rows_left, strict=True):
                 if results[sequence] is None:
@@ -218,10 +265,10 @@ class ModelRunner:
         """Compute a chunk of a prompt that has a pool, and pool its hidden rows; what is not finite is returned."""
         sequence = chunk.sequence
         assert sequence.pool is not None
-        batch = forward_batch("prefill", prefill_rows([chunk]), self.decoder.backend.device)
+        with Range("embedding chunk"):
+            hidden = self.hidden(prefill_rows([chunk]))
         try:
-            with Range("embedding chunk"):
-                sequence.pool.add(self.decoder.hidden(batch, self.cache.layers))
+            sequence.pool.add(hidden)
         except EngineError as error:
             return error
         return None

@@ -16,6 +16,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import Communicator
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
 
@@ -100,6 +101,7 @@ class Backend(Protocol[WeightT]):
     name: str
     device: torch.device
     dtype: torch.dtype
+    communicator: Communicator
 
     def weight(self, parts: Sequence[QuantTensor]) -> WeightT:
         """Take matrices [N_i, K] that are applied to the same input; the outputs lie side by side, in order."""
@@ -149,10 +151,13 @@ class Backend(Protocol[WeightT]):
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Hidden | None = None,
+        *,
+        partial: bool = False,
     ) -> Hidden:
         """`post_norm(row_scale * (x @ weight.T + bias)) + residual`: x [T, K], weight [N, K], residual [T, N].
 
         Each of post_norm, bias [N] and row_scale, fp32 [T] or [T, 1], may be absent.
+        `partial`: x and weight have this rank's columns, and `x @ weight.T` is summed over the ranks.
         `next_norm`: the norm through which the result is read next, for a backend that computes a part of it here. The
         next operation is given the same norm all the same. The result may be written over the residual.
         """
@@ -203,10 +208,13 @@ class Backend(Protocol[WeightT]):
         down: WeightT,
         residual: Hidden,
         next_norm: RMSNorm | None = None,
+        *,
+        partial: bool = False,
     ) -> Hidden:
         """The weighted sum of each row's experts, `down` of gated [T, k, F], in ascending order, plus residual [T, N].
 
-        `next_norm`, and where the result is written: see `linear_add`.
+        `next_norm`, where the result is written, and `partial`, which sums what the experts give, biases included: see
+        `linear_add`.
         """
         ...
 

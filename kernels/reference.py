@@ -5,9 +5,9 @@ once when `keep` is set (8 bytes a weight); otherwise each matmul expands its ro
 mapped can be checked.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.moe.experts import experts_add, experts_glu
 from quengine.kernels.moe.router import Router, Routing, route
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm, rms_norm
 from quengine.kernels.rope_store import first_visible, rope_store
 
@@ -75,6 +76,7 @@ class ReferenceBackend:
         self.device = torch.device("cpu")
         self.dtype = dtype
         self.keep = keep
+        self.communicator: Communicator = ONE_RANK
 
     def weight(self, parts: Sequence[QuantTensor]) -> ReferenceWeight:
         dense = torch.cat([self._dense(part) for part in parts]) if self.keep else None
@@ -124,8 +126,11 @@ class ReferenceBackend:
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Tensor | None = None,
+        *,
+        partial: bool = False,
     ) -> Tensor:
         y = self._matmul(x, weight)
+        y = self.communicator.all_reduce(y) if partial else y
         y = y if bias is None else y + bias
         y = y if row_scale is None else y * row_scale.view(-1, 1)
         return _normed(y, post_norm) + residual
@@ -157,7 +162,7 @@ class ReferenceBackend:
         gate_up: ReferenceExperts,
         activation: Activation = "silu",
     ) -> Tensor:
-        return experts_glu(_normed(x, norm), routing, partial(self._expert, gate_up), activation)
+        return experts_glu(_normed(x, norm), routing, functools.partial(self._expert, gate_up), activation)
 
     def experts_add(
         self,
@@ -167,8 +172,14 @@ class ReferenceBackend:
         down: ReferenceExperts,
         residual: Tensor,
         next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+        *,
+        partial: bool = False,
     ) -> Tensor:
-        return experts_add(gated, routing, partial(self._expert, down), residual)
+        linear = functools.partial(self._expert, down)
+        if partial:
+            y = experts_add(gated, routing, linear, torch.zeros_like(residual))
+            return self.communicator.all_reduce(y) + residual
+        return experts_add(gated, routing, linear, residual)
 
     def _expert(self, weight: ReferenceExperts, expert: int, x: Tensor) -> Tensor:
         y = self._matmul(x, weight.experts[expert])

@@ -154,7 +154,8 @@ class ModelConfig:
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
     embedding. `experts`: the mixture of experts, None in a dense model. `draft_layers`: how many layers the files have
-    behind the `block_count`, which draft tokens further ahead; the decoder passes them over.
+    behind the `block_count`, which draft tokens further ahead; the decoder passes them over. `ranks`: how many
+    processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
     """
 
     architecture: str
@@ -183,6 +184,7 @@ class ModelConfig:
     attention_temperature_length: int = 0
     experts: ExpertConfig | None = None
     draft_layers: int = 0
+    ranks: int = 1
 
     @classmethod
     def from_gguf(cls, file: "GGUFFile") -> "ModelConfig":
@@ -217,6 +219,11 @@ class ModelConfig:
             groups.setdefault(window, []).append(layer)
         order = sorted(groups, key=lambda window: (window is not None, window))
         return tuple(CacheGroup(window, tuple(groups[window])) for window in order)
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether ranks may have some of the heads each: a norm of all heads together needs them all."""
+        return self.block.qk_norm != "row"
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""

@@ -17,6 +17,7 @@ from quengine.kernels.rope import rope_table
 from quengine.models.config import ModelConfig
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.layers import Attention, FeedForward, LayerTensors
+from quengine.models.tensor_split import token_counts
 
 
 class Block:
@@ -74,6 +75,7 @@ class Decoder:
         self.token_embd = top.weight("token_embd")
         self.output_norm = RMSNorm(top.vector("output_norm") * config.logit_scale, config.rms_eps)
         self.output = top.weight("output") if top.has("output") else self.token_embd
+        self._output_rows = token_counts(config.vocab_size, config.ranks)
         specs = _attention_specs(config, backend.device, ctx_size, chunk_size)
         self.blk = [
             self._block(i, LayerTensors(tensors, f"blk.{i}.", backend, config.rms_eps), spec)
@@ -102,7 +104,8 @@ class Decoder:
         return self.backend.rms_norm(x, self.output_norm) / self.config.logit_scale
 
     def _logits(self, batch: ForwardBatch, x: Hidden) -> Tensor:
-        return self.backend.logits(batch, x, self.output_norm, self.output)
+        logits = self.backend.logits(batch, x, self.output_norm, self.output)
+        return self.backend.communicator.all_gather(logits, self._output_rows)
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[KVLayer], rows: Tensor | None) -> Hidden:
         """`rows`: those gathered behind the last layer's attention; None: all."""

@@ -17,12 +17,16 @@ class MixtureOfExperts:
     """Behind one norm: the experts that the router chooses for a row, weighted, and where there is one a shared expert.
 
     Tensors of experts are `ffn_*_exps`, [E, rows, columns]. `host`: where they stay in host memory.
+    `chosen`, int32 [T, k], ascending: the experts of a step's rows, in place of the router's choice.
     """
+
+    chosen: Tensor | None = None
 
     def __init__(self, config: ModelConfig, tensors: LayerTensors, host: HostExperts | None = None) -> None:
         assert config.experts is not None
         self.backend = tensors.backend
         self.expert_backend = host or tensors.backend
+        self.partial = config.ranks > 1
         self.activation = config.block.activation
         self.experts = config.experts
         self.ffn_norm = RMSNorm(tensors.vector(config.block.ffn_norm), tensors.eps)
@@ -43,12 +47,17 @@ class MixtureOfExperts:
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
         backend, norm = self.backend, self.ffn_norm
-        routing = backend.route(batch, x, norm, self.router)
+        given = () if self.chosen is None else (self.chosen,)
+        routing = backend.route(batch, x, norm, self.router, *given)
         gated = self.expert_backend.experts_glu(batch, x, norm, routing, self.gate_up, self.activation)
         if self.shared_gate_up is not None:
             shared = backend.norm_glu(batch, x, norm, self.shared_gate_up, self.activation)
-            x = backend.linear_add(batch, shared, self.shared_down, x, row_scale=routing.shared)
-        return self.expert_backend.experts_add(batch, gated, routing, self.down, x, next_norm)
+            x = backend.linear_add(
+                batch, shared, self.shared_down, x, row_scale=routing.shared, partial=self.partial
+            )
+        return self.expert_backend.experts_add(
+            batch, gated, routing, self.down, x, next_norm, partial=self.partial
+        )
 
     @property
     def nbytes(self) -> int:

@@ -51,6 +51,7 @@ class Attention:
     def __init__(self, config: ModelConfig, tensors: LayerTensors, spec: AttentionSpec) -> None:
         block = config.block
         self.backend = tensors.backend
+        self.partial = config.ranks > 1 and config.splits_heads
         self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if block.sinks else spec
         parts = ["attn_q", "attn_k", "attn_v"]
         self.attn_norm = tensors.norm("attn_norm", block.norms != "post")
@@ -73,8 +74,10 @@ class Attention:
         y = self.backend.attention(batch, qkv, self.spec, cache)
         if rows is not None:
             y, x = self.backend.gather_rows(y, rows), self.backend.gather_rows(x, rows)
-        bias = self.attn_output_bias
-        return self.backend.linear_add(batch, y, self.attn_output, x, next_norm, self.post_norm, bias)
+        return self.backend.linear_add(
+            *(batch, y, self.attn_output, x, next_norm, self.post_norm, self.attn_output_bias),
+            partial=self.partial,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +90,7 @@ class FeedForward:
     def __init__(self, config: ModelConfig, tensors: LayerTensors) -> None:
         block = config.block
         self.backend = tensors.backend
+        self.partial = config.ranks > 1
         self.activation = block.activation
         self.ffn_norm = tensors.norm(block.ffn_norm, block.norms != "post")
         if block.merged:
@@ -101,7 +105,9 @@ class FeedForward:
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
         gated = self.backend.norm_glu(batch, x, self.ffn_norm, self.ffn_gate_up, self.activation)
-        return self.backend.linear_add(batch, gated, self.ffn_down, x, next_norm, self.post_norm)
+        return self.backend.linear_add(
+            batch, gated, self.ffn_down, x, next_norm, self.post_norm, partial=self.partial
+        )
 
     @property
     def nbytes(self) -> int:

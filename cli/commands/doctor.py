@@ -17,6 +17,7 @@ from quengine.platform import collector
 if TYPE_CHECKING:
     from quengine.diagnostics.selftest.doctor import Diagnosis
     from quengine.diagnostics.selftest.self_test import KernelCheck
+    from quengine.parallel.sum_times import SumTimes
 
 FAILED = 2
 """The exit code when a kernel is wrong: nothing should be run on this machine."""
@@ -83,6 +84,14 @@ def as_object(found: "Diagnosis", tested: "dict[str, list[KernelCheck]]") -> dic
     return {**asdict(found), "models": models, "kernels": kernels, "healthy": healthy}
 
 
+def _sums_text(sums: "SumTimes") -> str:
+    """How long a sum over the GPUs takes, by size."""
+    if sums.problem:
+        return f"no model can be shared by the {sums.ranks} GPUs: {sums.problem}"
+    times = ", ".join(f"{t.rows} x {t.width} in {t.seconds * 1e6:.1f} us" for t in sums.times)
+    return f"{sums.ranks} GPUs, {sums.note}: {times}"
+
+
 def machine_lines(found: "Diagnosis") -> list[str]:
     """The lines for people, without the self-test."""
     rows = [
@@ -100,6 +109,8 @@ def machine_lines(found: "Diagnosis") -> list[str]:
     for device in found.cuda:
         memory = f"{_gib(device.free_memory)} free of {_gib(device.total_memory)}"
         rows.append((f"cuda:{device.index}", f"{device.name}, sm {device.capability}, {memory}"))
+    if found.sums is not None:
+        rows.append(("links", _sums_text(found.sums)))
     if not found.cuda:
         rows.append(("cuda", "no device"))
     rows.append(("cache", f"{found.cache_dir}, {found.cache_free / 1e9:.1f} GB free"))

@@ -39,8 +39,9 @@ class ParityFlags:
         str | None,
         Flag(
             "--a",
-            "What the other is measured against: reference, cpu, cuda or cuda:N for --model there, FILE for another "
-            "model, FILE@DEVICE for one there. (default: reference; cpu on a machine with a GPU)",
+            "What the other is measured against: reference, cpu, cuda or cuda:N for --model there (cpu:tp2: "
+            "shared by 2 ranks), FILE for another model, FILE@DEVICE for one there. (default: reference; cpu on a "
+            "machine with a GPU)",
             SIDES,
             "SIDE",
         ),

@@ -13,6 +13,7 @@ import torch
 
 from quengine.block_manager import CachePool
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.aot.aot_ranks import PushingRanks
 from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool, marker
 from quengine.kernels.cuda.launch.gpu import Gpu
@@ -62,6 +63,8 @@ class KernelPlan:
     def graphs(self) -> CudaGraphs:
         """The steps of such a model, on the meta device. Kernels are those of the GPU that is assumed."""
         backend = MetaBackend(META, self.batch_invariant)
+        if self.config.ranks > 1:
+            backend.communicator = PushingRanks(self.config.ranks, backend.pdl)
         tensors = {name: _tensor(name, *stored) for name, stored in self.tensors.items()}
         decoder = Decoder(self.config, tensors, backend, self.ctx_size, self.chunk_size)
         cache = KVCache.allocate(self.config, self.ctx_size, META, self.cache_type, self.pools)

@@ -17,6 +17,7 @@ from quengine.kernels.forward_batch import BlockTables, Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
+from quengine.parallel.wire import Together, alone
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.graph_keys import EXACT_CPU_ROWS, GraphKey, decode_key
 from quengine.runners.step_rows import SequenceRows
@@ -27,6 +28,7 @@ class CpuSteps:
 
     captured_at = 1
     kernels_per_step: int | None = None
+    together: Together = staticmethod(alone)  # other ranks compute eagerly
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: int = 1) -> None:
         self._decoder, self._cache, self._most_rows = decoder, cache, rows
@@ -71,6 +73,10 @@ class CpuSteps:
         most = 1 if params is not None else min(self._most_rows, EXACT_CPU_ROWS)
         for rows in range(most, 0, -1):
             self.capture(decode_key(rows))
+
+    def release(self) -> None:
+        """Drop the step lists."""
+        self._steps.clear()
 
     def capture_next(self) -> bool:
         """False: a list is made within the step that needs it."""

@@ -21,6 +21,7 @@ from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
+from quengine.parallel.wire import Capture, Configure, Launch, Prompts, Together, alone
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
@@ -117,6 +118,7 @@ class CudaGraphs:
         self._pool: Any = None
         self._backend = decoder.backend
         self._moves = -1
+        self.together: Together = alone
         self.kernels_per_step: int | None = None
 
     @property
@@ -155,12 +157,13 @@ class CudaGraphs:
     @torch.no_grad()
     def launch(self, key: GraphKey) -> StepTokens:
         """Start a decode step on the slots as `inputs` and `configure` have them; returns at once."""
-        step = self._steps.get(key)
-        if step is None or key.rows > UNMOVED_ROWS:
-            step = self.capture(key)
-        self.kernels_per_step = step.nodes.kernels
-        self.inputs.send()
-        step.graph.replay()
+        with self.together(Launch(key, self.inputs.changes)):
+            step = self._steps.get(key)
+            if step is None or key.rows > UNMOVED_ROWS:
+                step = self.capture(key)
+            self.kernels_per_step = step.nodes.kernels
+            self.inputs.send()
+            step.graph.replay()
         number = self._launched % len(self._events)
         self._launched += 1
         self._host[number].copy_(self._chosen, non_blocking=True)
@@ -171,9 +174,18 @@ class CudaGraphs:
         self, slot: int, kind: SamplingKind, params: SamplingParams, sampler: Sampler, ids: list[int]
     ) -> None:
         """How steps of `kind` sample a slot, with the seed of `sampler`; `ids` are its tokens with the next input."""
-        if params.penalizes:
+        settings, bias = settings_of(params, sampler), dict(params.logit_bias)
+        counted = ids if params.penalizes else []
+        with self.together(Configure(slot, kind, vars(settings), bias, counted)):
+            self.set_sampling(slot, kind, settings, bias, counted)
+
+    def set_sampling(
+        self, slot: int, kind: SamplingKind, settings: Settings, bias: dict[int, float], ids: list[int]
+    ) -> None:
+        """How steps of `kind` sample a slot. `ids`: its tokens with the next input, where penalties count them."""
+        if settings.penalizes:
             self._history[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        self._sampling_buffers(kind).set(slot, settings_of(params, sampler), ids, dict(params.logit_bias))
+        self._sampling_buffers(kind).set(slot, settings, ids, bias)
 
     @torch.no_grad()
     def capture(self, key: GraphKey) -> CapturedStep:
@@ -200,16 +212,24 @@ class CudaGraphs:
         else:
             keys = self.keys
             finish_compiling()  # what is timed next has the processors for itself
-            self.run_prompts(self.lengths_of(self.prefill_tokens))  # memory is then as large as it gets
+            lengths = self.lengths_of(self.prefill_tokens)
+            with self.together(Prompts(lengths)):
+                self.run_prompts(lengths)  # memory is then as large as it gets
         for key in keys:
-            self.capture(key)
+            with self.together(Capture(key)):
+                self.capture(key)
+
+    def release(self) -> None:
+        """Destroy the graphs: NCCL's communicator, which some launch on, waits for that before it ends."""
+        self._steps.clear()
 
     def capture_next(self) -> bool:
         """Capture one more of the steps that rarer requests come to; False where there is none left."""
         keys = rarer_keys(self.slots, self.prefill_tokens) if self.slots > 1 else ()
         key = next((each for each in keys if each not in self._steps), None)
         if key is not None:
-            self.capture(key)
+            with self.together(Capture(key)):
+                self.capture(key)
         return key is not None
 
     def lengths_of(self, tokens: int) -> list[int]:

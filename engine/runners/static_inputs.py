@@ -30,7 +30,7 @@ class DecodeInputs:
     """The inputs of R decode rows, or slots, in one int32 vector: live [R], positions [R], tokens int64 [R], and block
     tables [groups, R, blocks]. A step of B rows reads the first B.
 
-    Changes are gathered on the host and sent together, as pairs of index and value, by `send`. A slot that is not live
+    Changes are gathered on the host in `changes`, values by index, and sent together by `send`. A slot that is not live
     stays at position 0 of the padding block.
     """
 
@@ -43,39 +43,39 @@ class DecodeInputs:
         self.tokens = self.all[2 * self.rows : 4 * self.rows].view(torch.int64)
         self.tables = self.all[4 * self.rows :].view(groups, self.rows, blocks)
         self.tables.fill_(PADDING_BLOCK)
-        self._changes: dict[int, int] = {}
+        self.changes: dict[int, int] = {}
 
     def assign(self, slot: int, tables: Seq[Seq[int]], entries: int) -> None:
         """Give a slot a sequence's block tables, with the padding block in the rest of their first `entries`."""
-        self._changes[slot] = 1
+        self.changes[slot] = 1
         for group, table in enumerate(tables):
             self.extend(slot, group, 0, [*table, *[PADDING_BLOCK] * (entries - len(table))])
 
     def extend(self, slot: int, group: int, first: int, blocks: Seq[int]) -> None:
         """Set entries `first`, ... of a block table."""
         start = 4 * self.rows + (group * self.rows + slot) * self.blocks + first
-        self._changes.update(zip(range(start, start + len(blocks)), blocks, strict=True))
+        self.changes.update(zip(range(start, start + len(blocks)), blocks, strict=True))
 
     def set_input(self, slot: int, token: int, position: int) -> None:
         """Set a slot's next input."""
-        self._changes[self.rows + slot] = position
-        self._changes[2 * self.rows + 2 * slot] = token  # the low half; the high one stays 0
+        self.changes[self.rows + slot] = position
+        self.changes[2 * self.rows + 2 * slot] = token  # the low half; the high one stays 0
 
     def release(self, slot: int) -> None:
-        self._changes[slot] = 0
+        self.changes[slot] = 0
         self.set_input(slot, 0, 0)
         for group in range(self.groups):
             self.extend(slot, group, 0, [PADDING_BLOCK])
 
     def send(self) -> None:
         """Send the changes since the last call, in stream order, without waiting for the device."""
-        if not self._changes:
+        if not self.changes:
             return
-        pairs = torch.tensor([list(self._changes), list(self._changes.values())])
+        pairs = torch.tensor([list(self.changes), list(self.changes.values())])
         if self.all.is_cuda:
             pairs = pairs.pin_memory().to(self.all.device, non_blocking=True)
         self.all.index_copy_(0, pairs[0], pairs[1].to(torch.int32))
-        self._changes.clear()
+        self.changes.clear()
 
     def batch(self, rows: int, shares_sequences: bool) -> ForwardBatch:
         """A step of the first `rows` slots."""

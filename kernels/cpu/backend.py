@@ -22,6 +22,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
 
 
@@ -36,6 +37,7 @@ class CpuBackend:
         self.name = "cpu"
         self.device = torch.device("cpu")
         self.dtype = torch.float32
+        self.communicator: Communicator = ONE_RANK
         self._recorder: StepRecorder | None = None
         cpu.set_threads(threads)
 
@@ -109,10 +111,16 @@ class CpuBackend:
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Hidden | None = None,
+        *,
+        partial: bool = False,
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.linear_add(x, weight, residual, post_norm, bias, row_scale)
-        y = _linear(batch, x, weight, None if bias is None else bias.unsqueeze(0))
+        addend = None if bias is None else bias.unsqueeze(0)
+        y = _linear(batch, x, weight, None if partial else addend)
+        if partial:
+            y = self.communicator.all_reduce(y)
+            y = y if addend is None else y.add_(addend)
         y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
         # Last, not first: a residual stream may hold values beside which the products' own sums would lose their bits.
         return _normed(y, post_norm).add_(residual)
@@ -158,9 +166,14 @@ class CpuBackend:
         down: CpuExperts,
         residual: Hidden,
         next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+        *,
+        partial: bool = False,
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.experts_add(gated, routing, down, residual)
+        if partial:
+            y = experts_add(gated, routing, down, torch.zeros_like(residual), batch.phase)
+            return self.communicator.all_reduce(y).add_(residual)
         return experts_add(gated, routing, down, residual, batch.phase)
 
     def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:

@@ -54,6 +54,7 @@ from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
 
 HOPPER = (9, 0)
@@ -99,6 +100,7 @@ class CudaBackend:
         self.batch_invariant = batch_invariant
         self.dtype = torch.float32
         self.pdl = has_dependent_launch(device)
+        self.communicator: Communicator = ONE_RANK
         self._decode_workspaces: list[DecodeWorkspace] = []
         self._scratch: QuantizationScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
@@ -158,9 +160,14 @@ class CudaBackend:
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Tensor | None = None,
+        *,
+        partial: bool = False,
     ) -> Residual:
         stream = _stream(residual)
         rows = self._rounded(x)
+        if partial:
+            product = self._summed(self._product(batch, rows, weight))
+            return self._add_product(product, stream, post_norm, next_norm, bias, row_scale)
         begins = next_norm is not None and isinstance(rows, QuantizedActivations) and can_begin_norm(weight)
         if post_norm is not None or row_scale is not None or (bias is not None and not begins):
             product = self._product(batch, rows, weight)
@@ -205,7 +212,13 @@ class CudaBackend:
         down: ExpertWeights,
         residual: Residual,
         next_norm: RMSNorm | None = None,
+        *,
+        partial: bool = False,
     ) -> Residual:
+        if partial:
+            stream = _stream(residual)
+            added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, _exact(batch))
+            return self._add_product(self._summed(_stream(added)), stream, None, next_norm, None, None)
         return self._experts.add(gated, routing, down, _stream(residual), next_norm, _exact(batch))
 
     def attention(
@@ -239,6 +252,12 @@ class CudaBackend:
         if isinstance(x, QuantizedActivations):
             return matvec(x, weight, pdl=self.pdl)
         return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
+
+    def _summed(self, product: Tensor | ScaledProduct) -> Tensor:
+        """The sum of the ranks' products, fp32."""
+        return self.communicator.all_reduce(
+            product.finish() if isinstance(product, ScaledProduct) else product
+        )
 
     def _add_product(
         self,

@@ -70,12 +70,15 @@ class HostExperts:
         down: Any,
         residual: Hidden,
         next_norm: RMSNorm | None = None,  # noqa: ARG002 (the operation that reads the sum begins it)
+        *,
+        partial: bool = False,
     ) -> Hidden:
         tokens = gated.routing.experts.shape[0]
         stream = self.device.gather_rows(residual, torch.arange(tokens, device=self.device.device))
         nothing = torch.zeros(stream.shape, dtype=self.host.dtype)
         sums = self.host.experts_add(batch, gated.gated, gated.routing, down, nothing)
-        return stream + sums.to(stream.device, stream.dtype)
+        added = sums.to(stream.device, stream.dtype)
+        return stream + (self.device.communicator.all_reduce(added) if partial else added)
 
     def _routing(self, routing: Routing) -> Routing:
         """Without the shared expert, which is computed on the device."""

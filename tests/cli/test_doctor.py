@@ -12,6 +12,7 @@ from quengine.diagnostics.selftest.self_test_attention import OPERATIONS
 from quengine.diagnostics.selftest.self_test_experts import ROUTER, SUBJECTS
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.reference import ReferenceBackend
+from quengine.parallel.sum_times import SumTime, SumTimes
 from quengine.platform.machine import CudaDevice
 
 
@@ -129,3 +130,16 @@ def test_names_of_tests_stand_apart_above_their_results(capsys):
     head, row = capsys.readouterr().out.splitlines()[:2]
     assert re.split(" {2,}", head.strip()) == names and len(head) == len(row)
     assert all(row[: head.index(name) + len(name)].endswith("ok") for name in names)
+
+
+@pytest.mark.usefixtures("kernels", "two_formats")
+@pytest.mark.parametrize("problem", ["", "the devices cannot meet"])
+def test_several_gpus_are_shown_with_the_time_of_a_sum(capsys, monkeypatch, problem):
+    devices = [CudaDevice(index, "GPU", "7.5", 1 << 30, 1 << 30, 1) for index in range(2)]
+    times = SumTimes(2, "sums over peer memory", (SumTime(1, 4096, 3.5e-6),), problem)
+    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.cuda_devices", lambda: devices)
+    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.MIN_CAPABILITY", (7, 0))
+    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.measure", lambda *_: times)
+    assert run(["doctor", "-t", "1"]) == 0
+    shown = problem or "2 GPUs, sums over peer memory: 1 x 4096 in 3.5 us"
+    assert f"{shown}\n" in capsys.readouterr().out

@@ -224,10 +224,10 @@ def test_a_failure_names_the_first_operation_without_being_asked(
 
     linear_add, calls = CpuBackend.linear_add, 0
 
-    def second_of_two_is_wrong(self: CpuBackend, *rows: Any) -> Any:
+    def second_of_two_is_wrong(self: CpuBackend, *rows: Any, **more: Any) -> Any:
         nonlocal calls
         calls += 1
-        result = linear_add(self, *rows)
+        result = linear_add(self, *rows, **more)
         # A captured step names its operations instead of computing them.
         return result * 1.01 if isinstance(result, torch.Tensor) and calls % 2 == 0 else result
 
@@ -280,11 +280,11 @@ def test_a_layer_past_its_own_budget_fails_where_the_logits_do_not(
     linear_add, calls = CpuBackend.linear_add, 0
 
     def one_is_a_little_wrong(
-        self: CpuBackend, batch: Any, x: Any, weight: Any, residual: Any, *rest: Any
+        self: CpuBackend, batch: Any, x: Any, weight: Any, residual: Any, *rest: Any, **more: Any
     ) -> Any:
         nonlocal calls
         calls += 1
-        result = linear_add(self, batch, x, weight, residual, *rest)
+        result = linear_add(self, batch, x, weight, residual, *rest, **more)
         # The first layer's feed-forward in decode, by an NMSE of 1.4e-6, 27 times an operation's budget. A captured
         # step names its operations instead of computing them, so what serves is right.
         eager = isinstance(result, torch.Tensor) and len(result) == 1

@@ -67,7 +67,7 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
         rate = matrix_rate(device)
     bandwidths: dict[int, float] = {}
     loads = list(_loads(plan, device.type))
-    for name, wanted, (positions, batches) in product(plan.models, plan.threads, loads):
+    for name, wanted, ranks, (positions, batches) in product(plan.models, plan.threads, plan.ranks, loads):
         threads = wanted or physical_cores()
         if threads not in bandwidths:
             progress(f"measuring memory bandwidth, {device}, {threads} threads")
@@ -75,9 +75,9 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
         progress(f"loading {name}")
         reset_peak(device)
         config = replace(
-            plan.config, device=str(device), ctx_size=positions, threads=threads, progress=progress
+            plan.config, device=plan.config.device, ctx_size=positions, threads=threads, progress=progress
         )
-        config = replace(config, reuse_prefix=True, parallel=max(batches))
+        config = replace(config, reuse_prefix=True, parallel=max(batches), tensor_parallel=ranks)
         with LLM(name, **vars(config)) as llm:
             if plan.warm_up:
                 progress(f"loading {name}, warming up")
@@ -187,13 +187,15 @@ def _row(
         bandwidth=limits.bandwidth,
         load_s=llm.loaded.load_s,
         peak_bytes=peak(llm.loaded.device),
-        held_bytes=facts.nbytes - sum(host.values()) + llm.loaded.cache.nbytes,
+        held_bytes=(facts.nbytes - sum(host.values())) // llm.config.tensor_parallel
+        + llm.loaded.cache.nbytes,
         operations=0 if test.generate else prompt_operations(llm, test.depth, test.prompt),
         matrix_rate=limits.matrix_rate,
         kernels_per_step=llm.runner.kernels_per_step if test.generate else None,
         batch=batch,
         cache_type=llm.config.cache_type,
         deterministic=llm.config.deterministic,
+        ranks=llm.config.tensor_parallel,
         host_layers=len(host),
         host_bytes=sum(host.values()),
         placement=llm.loaded.experts.note() if llm.config.places_experts else "",

@@ -67,7 +67,8 @@ def expand_tests(
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """Everything to be timed: each model, with each thread count (None: the physical cores), in each test.
+    """Everything to be timed: each model, with each thread count (None: the physical cores), shared by each number of
+    ranks, in each test.
 
     The tests decide the positions, sequences and threads of `config`.
 
@@ -96,6 +97,16 @@ class BenchPlan:
             read=partial(whole_numbers, "-t"),
         ),
     ] = (None,)
+    ranks: Annotated[
+        tuple[int, ...],
+        Flag(
+            "--tensor-parallel -tp",
+            "Devices that share the model: each number is timed. (default: 1)",
+            RUN_PANEL,
+            "N",
+            read=partial(whole_numbers, "--tensor-parallel"),
+        ),
+    ] = (1,)
     profile: Annotated[
         bool, Flag("--profile", "Also print each kernel's time on the device (CUDA).", OUTPUT)
     ] = False
@@ -116,6 +127,7 @@ class BenchPlan:
         for flag, least in (
             ("-r", self.repetitions),
             ("-b", min(self.batches)),
+            ("--tensor-parallel", min(self.ranks)),
             ("-t", min(self.threads, key=lambda n: n or 0)),
         ):
             if least is not None and least < 1:

@@ -40,6 +40,7 @@ class BenchRow:
     which weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
     drafts: what was drafted and accepted; None where nothing drafts. host_layers: layers whose experts are in host
     memory beside a CUDA device, where they take host_bytes. placement: a line that says so, where it was requested.
+    ranks: devices that share the model; bytes, operations and memory are then those of one.
     """
 
     model: ModelFacts
@@ -64,6 +65,7 @@ class BenchRow:
     host_layers: int = 0
     host_bytes: int = 0
     placement: str = ""
+    ranks: int = 1
 
     @property
     def name(self) -> str:
@@ -126,6 +128,7 @@ class BenchRow:
             "model_types": self.model.types,
             **self._experts(),
             "device": self.device,
+            "tensor_parallel": self.ranks,
             "backend": self.backend,
             "threads": self.threads,
             "cache_type": self.cache_type,

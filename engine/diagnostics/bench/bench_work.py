@@ -24,7 +24,8 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     within the window, and the output matrix and the last layer's matrices behind its attention once a chunk, as only a
     chunk's last token gets logits.
     """
-    config, decoder = llm.model_config, llm.runner.decoder
+    decoder = llm.runner.decoder
+    config = decoder.config
     chunks = -(-prompt // decoder.chunk_size)
     matrices = 0
     for block in decoder.blk:

@@ -92,8 +92,10 @@ def locate(a: LLMSide, b: LLMSide, report: ParityReport, progress: Callable[[str
     """A prefill chunk and a decode step, each where the report's phase was worst.
 
     That place comes from the greedy texts where only they fail, or where no other were run. A chunk of one token is
-    decode, and left out of prefill.
+    decode, and left out of prefill. Nothing where a side has several ranks, whose operations have parts of the values.
     """
+    if a.decoder.config.ranks > 1 or b.decoder.config.ranks > 1:
+        return []
     phases: tuple[Phase, ...] = ("prefill", "decode")
     found = []
     for phase in phases:

@@ -144,7 +144,8 @@ class Pair:
     def _forward_b(self, ids: list[int], start: int) -> Tensor:
         if not self.a.has_experts:
             return self.b.forward(ids, start)
-        before = self.counts.differing
+        before, rows = self.counts.differing, slice(start - self._start, start - self._start + len(ids))
+        self.b.choose_experts({layer: chosen.experts[rows] for layer, chosen in self._chosen.items()})
         with routed(self.b.decoder, self._force):
             logits = self.b.eager(ids, start)
         return self.b.forward(ids, start) if self.counts.differing == before else logits

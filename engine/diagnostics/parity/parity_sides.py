@@ -1,33 +1,36 @@
 """The two runs that parity compares: how they are named, loaded and computed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.kernels.forward_batch import Phase, decode_batch, prefill_batch
-from quengine.kernels.kv.kv_rows import slot_mapping
+from quengine.kernels.forward_batch import Phase
 from quengine.llm import LLM
+from quengine.parallel.cached_rows import read_cached, write_cached
+from quengine.parallel.wire import Choose
 from quengine.platform.device import choose_device
 from quengine.request.sampling_params import SamplingParams
+from quengine.runners.step_rows import SequenceRows
 
 REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
 class SideSpec:
-    """A side as it is requested: which model, and `reference`, `cpu`, `cuda` or `cuda:N`. `name` is for the report."""
+    """A side as it is requested: which model, and `reference`, `cpu`, `cuda` or `cuda:N`, shared by so many `ranks`.
+    `name` is for the report."""
 
     name: str
     model: str | Path
     device: str
+    ranks: int = 1
 
 
 class LLMSide:
@@ -52,37 +55,26 @@ class LLMSide:
         """Logits [T, vocab] of `ids` at positions start .. start + T - 1, over what is cached before them."""
         return self.llm.runner.logits(ids, start, _phase(ids))
 
-    @torch.no_grad()
     def eager(self, ids: list[int], start: int) -> Tensor:
         """As `forward`, one operation of the backend after the other: no captured step."""
-        cache, device = self.llm.runner.cache, self.decoder.backend.device
-        tables = cache.whole_tables
-        if _phase(ids) == "prefill":
-            batch = prefill_batch([ids], [start], [tables], device, all_logits=True)
-        else:
-            batch = decode_batch(ids, [start], [tables], device)
-        return self.decoder.forward(batch, cache.layers).cpu()
+        rows = [SequenceRows(ids, start, self.llm.runner.cache.whole_tables)]
+        return self.llm.runner.forward(_phase(ids), rows, all_logits=True, eager=True).cpu()
+
+    def choose_experts(self, experts: Mapping[int, Tensor]) -> None:
+        """Where the side has several ranks: tell the others which experts [T, k] the rows of the next step have, by
+        layer."""
+        with self.llm.runner.together(Choose({layer: of.tolist() for layer, of in experts.items()})):
+            pass
 
     def cached(self, start: int, end: int) -> list[Tensor]:
         """A copy of what is stored of positions start .. end - 1 in every layer: keys and values, or in q8_0 their
         codes and scales.
         """
-        return [rows[slots] for rows, slots in self._stored(start, end)]
+        return read_cached(self.llm.runner, start, end, self.llm.model_config.head_count_kv)
 
     def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
         """Store what another side's `cached` gave."""
-        for (stored, slots), values in zip(self._stored(start, end), rows, strict=True):
-            stored[slots] = values.to(stored.device)
-
-    def _stored(self, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every layer's tensors, each with the rows of these positions."""
-        cache, device = self.llm.runner.cache, self.decoder.backend.device
-        positions, slots = torch.arange(start, end), dict[int, Tensor]()
-        for group, table in zip(self.llm.model_config.cache_groups, cache.whole_tables, strict=True):
-            slots |= dict.fromkeys(group.layers, slot_mapping(positions, torch.tensor(table)).to(device))
-        for number, layer in enumerate(cache.layers):
-            for stored in layer.tensors:
-                yield stored, slots[number]
+        write_cached(self.llm.runner, start, end, rows)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """At most `count` tokens that a user gets at temperature 0, and the end token if one came sooner."""
@@ -163,9 +155,17 @@ def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSp
 
 
 def is_device(text: str) -> bool:
-    """Whether it names what a model can run on; whether it can run here shows when it is loaded."""
+    """Whether it names what a model can run on ("cpu:tp2": two ranks); whether it can here shows when it is loaded."""
     kind, _, index = text.partition(":")
+    if index.removeprefix("tp") != index:  # cuda:tp2
+        return kind in (REFERENCE, "cpu", "cuda") and index[2:].isdecimal()
     return text in (REFERENCE, "cpu", "cuda") or (kind == "cuda" and index.isdecimal())
+
+
+def _on(name: str, model: str | Path, device: str) -> SideSpec:
+    """A side on a device as it is written, "cuda:tp2" being two of them."""
+    kind, _, ranks = device.partition(":tp")
+    return SideSpec(name, model, kind, int(ranks or 1))
 
 
 def _parse(flag: str, text: str | None, model: str | None, default: str) -> SideSpec:
@@ -173,7 +173,7 @@ def _parse(flag: str, text: str | None, model: str | None, default: str) -> Side
         device = text or default
         if model is None:
             raise EngineError(f"{flag} {device}: which model? Give --model, or the side as FILE@{device}")
-        return SideSpec(device, model, device)
+        return _on(device, model, device)
     file, at, device = text.rpartition("@")
     if not at or not is_device(device):
         file, device = text, default_device()
@@ -181,10 +181,11 @@ def _parse(flag: str, text: str | None, model: str | None, default: str) -> Side
         raise EngineError(
             f"{flag} {text}: no file stands before the @; write FILE@{device}, or {device} alone"
         )
-    return SideSpec(f"{file}@{device}", file, device)
+    return _on(f"{file}@{device}", file, device)
 
 
 def _load(side: SideSpec, config: EngineConfig) -> LLMSide:
+    config = replace(config, tensor_parallel=side.ranks)
     if side.device == REFERENCE:
         config = replace(config, device="cpu", backend=REFERENCE)
     else:

@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 
 from quengine.models.hub.hub_cache import cache_dir
+from quengine.parallel.sum_times import SumTimes, measure
+from quengine.platform.device import MIN_CAPABILITY
 from quengine.platform.machine import (
     CudaDevice,
     available_memory,
@@ -29,7 +31,8 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything `engine doctor` found. Memory in bytes, bandwidth in bytes per second."""
+    """Everything `engine doctor` found. Memory in bytes, bandwidth in bytes per second. `sums`: over all GPUs, where
+    there are several that a model may share."""
 
     versions: dict[str, str | None]
     platform: str
@@ -42,6 +45,7 @@ class Diagnosis:
     available_memory: int
     memory_bandwidth: float
     cuda: list[CudaDevice]
+    sums: SumTimes | None
     cache_dir: str
     cache_free: int
 
@@ -49,6 +53,8 @@ class Diagnosis:
 def diagnose(threads: int) -> Diagnosis:
     """Looks at the machine; the bandwidth is measured with `threads` CPU threads."""
     cache = cache_dir()
+    devices = cuda_devices()
+    usable = [each for each in devices if tuple(map(int, each.capability.split("."))) >= MIN_CAPABILITY]
     return Diagnosis(
         versions=versions(PACKAGES),
         platform=platform.platform(),
@@ -60,7 +66,8 @@ def diagnose(threads: int) -> Diagnosis:
         total_memory=total_memory(),
         available_memory=available_memory(),
         memory_bandwidth=memory_bandwidth(threads),
-        cuda=cuda_devices(),
+        cuda=devices,
+        sums=measure("cuda", len(devices)) if len(usable) == len(devices) > 1 else None,
         cache_dir=str(cache),
         cache_free=shutil.disk_usage(_existing(cache)).free,
     )

@@ -168,6 +168,8 @@ class LLMEngine:
         return self._events(ids[sequence], sequence, 0, "")
 
     def _check_device(self) -> None:
-        """Raises where the device has failed."""
+        """Raises where the device has failed, or one of the ranks that share the model."""
+        if self._llm.loaded.ranks is not None:
+            self._llm.loaded.ranks.check()
         if self._llm.loaded.device.type == "cuda":
             torch.cuda.synchronize(self._llm.loaded.device)

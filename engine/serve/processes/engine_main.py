@@ -218,6 +218,8 @@ def load(connection: "Connection[Any, Any]") -> "LLMEngine":
         **wanted.options,
     )
     llm.warm_up()
+    if llm.loaded.ranks is not None:
+        llm.loaded.ranks.serves = True
     notes = tuple(llm.loaded.notes)
     device, memory = str(llm.loaded.device), llm.loaded.nbytes
     send(connection, Ready(llm.config.parallel, llm.ctx_size, device, memory, notes))

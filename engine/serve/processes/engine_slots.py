@@ -40,7 +40,16 @@ class EngineSlots:
         self._held[self._running.pop(sequence)] = sequence.token_ids[: sequence.num_cached_tokens]
 
     def begin(self, action: SlotAction) -> None:
-        """Start an action; what comes of it is an event of a later `finished`."""
+        """Start an action; what comes of it is an event of a later `finished`.
+
+        Raises:
+            EngineError: to be saved or restored is what several ranks hold.
+        """
+        if self._llm.loaded.ranks is not None and action.action != "erase":
+            raise EngineError(
+                f"slot {action.slot}: keys and values are parted between {self._llm.config.tensor_parallel} ranks, and "
+                f"can be neither saved nor restored; leave --tensor-parallel out"
+            )
         began, path, scheduler = time.perf_counter(), Path(action.path), self._llm.scheduler
         if action.action == "erase":
             count = erase_prefix(scheduler, self._held.pop(action.slot, []))

@@ -16,6 +16,7 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_experts import expert_cases
 from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
+from quengine.kernels.cuda.aot.aot_ranks import rank_cases
 from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
@@ -131,7 +132,7 @@ def cases() -> list[Case]:
     """All cases, those that take longest first."""
     return [
         *_model_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(),
-        *_sampling_cases(), *(Case(*fields) for fields in (*expert_cases(), *grouped_cases())),
+        *_sampling_cases(), *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_decode))),
     ]  # fmt: skip
 
 

@@ -134,10 +134,12 @@ def test_behind_the_last_layers_attention_only_the_last_row_goes_on(
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", architecture="llama"))
     widths, linear_add = list[int](), CudaBackend.linear_add
 
-    def noted(self: CudaBackend, batch: Any, x: Any, weight: Any, residual: Any, *norm: Any) -> Any:
+    def noted(
+        self: CudaBackend, batch: Any, x: Any, weight: Any, residual: Any, *norm: Any, **more: Any
+    ) -> Any:
         stream = residual.hidden if isinstance(residual, RmsNormed) else residual
         widths.append(stream.shape[0])
-        return linear_add(self, batch, x, weight, residual, *norm)
+        return linear_add(self, batch, x, weight, residual, *norm, **more)
 
     monkeypatch.setattr(CudaBackend, "linear_add", noted)
     results = []

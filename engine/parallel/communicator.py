@@ -1,0 +1,222 @@
+"""What ranks exchange, between processes of a host: over gloo on the CPU; on CUDA devices over peer memory where rows
+are few, and NCCL for the rest. Definition: kernels/ranks/communicator.py.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quengine.errors import CannotRunError
+from quengine.kernels.ranks.communicator import Communicator, side_by_side, sum_in_order
+from quengine.models.tensor_split import Rank
+
+if TYPE_CHECKING:
+    from quengine.kernels.cuda.ranks.push import PeerBuffers
+
+_LOOPBACK = "127.0.0.1"
+_DONE = "rank 0 has compiled"
+
+WAIT_SECONDS = 600.0
+"""How long a rank waits for another."""
+
+
+class RankCommunicator(Communicator, Protocol):
+    """That of a rank in a process of its own. `note`: for the user, how sums are exchanged."""
+
+    note: str
+
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group: operations of the other ranks fail, or do not end."""
+        ...
+
+
+def join(rank: Rank, device: torch.device, meeting: Path, deterministic: bool) -> RankCommunicator:
+    """Join the ranks of one host, which meet in the file `meeting` (in a folder of the user alone).
+
+    `deterministic`: the bits of a sum depend neither on its place in a tensor nor on the tensor's size.
+    """
+    store = dist.FileStore(str(meeting), rank.count)  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        return CudaCommunicator(rank, device, store, deterministic)
+    return GlooCommunicator(rank, store)
+
+
+class GlooCommunicator:
+    """What each rank has goes to all others, which add it up in the order of the ranks."""
+
+    note = "sums over gloo"
+
+    def __init__(self, rank: Rank, store: Any) -> None:
+        self.rank, self.size = rank.number, rank.count
+        # Of its own, beside whatever process group the program has made.
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=WAIT_SECONDS)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        self._group: Any = dist.ProcessGroupGloo(store, rank.number, rank.count, options)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return sum_in_order(self._gathered(x))
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        return side_by_side(self._gathered(_widened(x, max(widths))), widths)
+
+    def broadcast(self, x: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([x], options).wait()
+
+    def meet(self) -> None:
+        self._gathered(torch.zeros(1))
+
+    def close(self) -> None:
+        self._group = None
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._group.allgather([parts], [x]).wait()
+        return parts
+
+
+class CudaCommunicator:
+    """Few values are pushed to all ranks over peer memory (kernels/cuda/ranks/push.py), where devices have such access;
+    NCCL moves the rest. NVLink multicast is not used.
+
+    Raises:
+        CannotRunError: this process has a process group of torch.distributed already.
+    """
+
+    def __init__(self, rank: Rank, device: torch.device, store: Any, deterministic: bool) -> None:
+        if dist.is_initialized():
+            raise CannotRunError(
+                "this process has a torch.distributed process group already: one model at a time can be shared by CUDA "
+                "devices, in a process that makes no group of its own"
+            )
+        self.rank, self.size, self._device, self._store = rank.number, rank.count, device, store
+        self._deterministic = deterministic
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl",
+            store=store,
+            rank=rank.number,
+            world_size=rank.count,
+            timeout=timedelta(seconds=WAIT_SECONDS),
+            device_id=device,
+        )
+        from quengine.kernels.cuda.backend import has_dependent_launch
+
+        self._pdl = has_dependent_launch(device)
+        self._starts: dict[tuple[int, ...], Tensor] = {}
+        self._sums, self._logits, self.note = self._peer_buffers()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        from quengine.kernels.cuda.ranks.push import push_all_reduce
+
+        if self._sums is not None and x.numel() <= self._sums.capacity:
+            return push_all_reduce(x, self._sums, self._pdl)
+        if self._deterministic and self.size > 2:
+            return sum_in_order(self._gathered(x))
+        dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        from quengine.kernels.cuda.ranks.push import push_all_gather
+
+        x, largest = x.contiguous(), max(widths)
+        if (
+            self._logits is not None
+            and x.dtype == torch.float32
+            and len(x) * largest <= self._logits.capacity
+        ):
+            return push_all_gather(x, widths, self._starts_of(widths), self._logits, self._pdl)
+        return side_by_side(self._gathered(_widened(x, largest)), widths)
+
+    def broadcast(self, x: Tensor) -> None:
+        dist.broadcast(x, 0)
+
+    def meet(self) -> None:
+        dist.all_reduce(torch.zeros(1, device=self._device))
+        torch.cuda.synchronize(self._device)
+
+    def one_first(self, work: Callable[[], None]) -> None:
+        """Rank 0 does it, waiting for none, and then the others, which find what it left in a cache on disk."""
+        if self.rank > 0:
+            self._store.wait([_DONE], timedelta(seconds=WAIT_SECONDS))
+        work()
+        if self.rank == 0:
+            self._store.set(_DONE, "1")
+
+    def close(self) -> None:
+        self._sums = self._logits = None
+        dist.destroy_process_group()
+
+    def _gathered(self, x: Tensor) -> list[Tensor]:
+        out = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(out, x.contiguous())
+        return list(out)
+
+    def _starts_of(self, widths: Sequence[int]) -> Tensor:
+        """The first column of each rank, and the end, on the device; kept for captured launches."""
+        key = tuple(widths)
+        if key not in self._starts:
+            self._starts[key] = torch.tensor([0, *accumulate(widths)], dtype=torch.int32, device=self._device)
+        return self._starts[key]
+
+    def _peer_buffers(self) -> "tuple[PeerBuffers | None, PeerBuffers | None, str]":
+        """Those of sums and of logits; None where some device cannot write to another's memory."""
+        from quengine.kernels.cuda.ranks.push import GATHERED_VALUES, pushed_values
+
+        reach = torch.ones(1, device=self._device)
+        try:
+            made = [self._shared_buffer(capacity) for capacity in (pushed_values(self.size), GATHERED_VALUES)]
+        except RuntimeError as error:
+            made, reason = [], str(error).splitlines()[0][:200]
+            reach.zero_()
+        dist.all_reduce(reach, dist.ReduceOp.MIN)
+        if not reach.item():
+            why = reason if not made else "another rank has none"
+            return None, None, f"sums over NCCL: no peer memory ({why})"
+        return made[0], made[1], "sums over peer memory, of many rows over NCCL"
+
+    def _shared_buffer(self, capacity: int) -> "PeerBuffers":
+        import torch.distributed._symmetric_memory as symmetric
+
+        from quengine.kernels.cuda.ranks.push import peer_buffers, received_buffer_shape
+
+        if not all(torch.cuda.can_device_access_peer(self._device, other) for other in self._others()):
+            raise RuntimeError("the devices cannot access each other's memory")
+        shape = received_buffer_shape(self.size, capacity)
+        received: Tensor = symmetric.empty(*shape, dtype=torch.int64, device=self._device)
+        received.zero_()
+        torch.cuda.synchronize(self._device)
+        group = dist.group.WORLD
+        assert group is not None
+        handle: Any = symmetric.rendezvous(received, group.group_name)
+        self.meet()  # no rank writes before all have cleared theirs
+        return peer_buffers(received, list(handle.buffer_ptrs), self.rank)
+
+    def _others(self) -> list[int]:
+        """The numbers of the other ranks' devices."""
+        own = torch.tensor([self._device.index or 0], device=self._device)
+        numbers = [int(part) for part in self._gathered(own)]
+        return [number for rank, number in enumerate(numbers) if rank != self.rank]
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    """With zeros behind the columns of each row."""
+    wide = x.new_zeros(len(x), width)
+    wide[:, : x.shape[1]] = x
+    return wide

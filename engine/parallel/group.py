@@ -1,0 +1,319 @@
+"""Rank 0's side of a tensor-parallel group: starts the other ranks, tells them each step, and notices when one ends.
+
+Rank 0 is the process of the engine; each other rank is a process of its own (`rank_main`), which ends when rank 0 does.
+A rank that fails leaves the others nothing to compute with: all end, and what is under way fails with one line.
+"""
+
+import atexit
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from quengine.errors import CannotRunError, EngineError
+from quengine.models.tensor_split import Rank
+from quengine.parallel.communicator import WAIT_SECONDS, RankCommunicator, join
+from quengine.parallel.wire import Message, encode
+
+logger = logging.getLogger(__name__)
+
+STARTING, READY = b"starting", b"ready"
+"""What a rank says when its process has begun, and when its part of the model is loaded."""
+
+START_SECONDS = 120.0
+"""How long a rank's process may take to begin."""
+
+END_SECONDS = 2.0
+"""How long a step that has lost a rank, or a rank that is told to end, may take to end by itself."""
+
+_LOOK_SECONDS = 0.5
+_LAUNCHED_SECONDS = 5.0
+
+LOST = "lost"
+"""The kind of failure of a rank that misses another."""
+
+
+class RankFailedError(CannotRunError):
+    """A process of the group has ended; the group is of no use any more."""
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What a rank loads. `options`: fields of EngineConfig. `pools`: blocks, window and chunk of each group of layers.
+    `meeting`: the file where the ranks meet."""
+
+    model: str
+    options: Mapping[str, Any]
+    number: int
+    count: int
+    ctx_size: int
+    pools: tuple[tuple[int, int | None, int], ...]
+    threads: int
+    meeting: str
+
+    @property
+    def rank(self) -> Rank:
+        return Rank(self.number, self.count)
+
+
+class _Follower:
+    """A rank's process, the connection to it, and what went wrong with it: kind and message."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.connection, theirs = multiprocessing.Pipe()
+        read_end, self._life = os.pipe()
+        passed = [theirs.fileno(), read_end]
+        verbose = ["-v"] if logger.isEnabledFor(logging.INFO) else []
+        # A session of its own: the terminal's Ctrl-C is for rank 0.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "quengine.parallel.rank_main", *map(str, passed), *verbose],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=passed,
+            start_new_session=True,
+        )
+        theirs.close()
+        os.close(read_end)
+        self.failure: tuple[str, str] | None = None
+
+    def receive(self, expected: bytes, seconds: float) -> None:
+        """Wait for a message. Raises EngineError, also where the rank reports one, and RankFailedError."""
+        try:
+            if not self.connection.poll(seconds):
+                raise RankFailedError(f"rank {self.number} has not begun within {seconds:.0f} s")
+            message = self.connection.recv_bytes()
+        except (EOFError, OSError):
+            self.process.wait()
+            raise RankFailedError(self._how_it_ended()) from None
+        if message != expected:
+            kind, text = json.loads(message)
+            error = CannotRunError if kind == "CannotRunError" else EngineError
+            raise error(f"rank {self.number}: {text}")
+
+    def note_end(self) -> None:
+        """The process has ended: find out why."""
+        with suppress(EOFError, OSError, ValueError):
+            if self.connection.poll():
+                kind, text = json.loads(self.connection.recv_bytes())
+                self.failure = kind, f"rank {self.number} failed: {text}"
+                return
+        self.failure = "ended", self._how_it_ended()
+
+    def _how_it_ended(self) -> str:
+        code = self.process.returncode
+        return f"rank {self.number} " + (
+            f"was ended by signal {-code}" if code < 0 else f"has ended ({code})"
+        )
+
+    def close(self) -> None:
+        """Let it end, which it does, whatever it waits for, when rank 0's ends of its pipes are closed."""
+        self.connection.close()
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+
+
+class RankGroup:
+    """The group as rank 0 sees it. `count` processes, this one among them; the others begin at once.
+
+    Attributes:
+        ends_process: called with a line when a rank has failed and this process is of no use any more: a step that
+            waits for it does not end, or (where `serves`) nothing is under way that could report it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.serves = False
+        self.ends_process: Callable[[str], None] = _end_process
+        self._folder = tempfile.TemporaryDirectory(prefix="quengine-ranks-")  # mode 0700
+        self._communicator: RankCommunicator | None = None
+        self._closing = self._inside = self._may_hang = False
+        self._stepped_at = 0.0
+        self._broken: str | None = None
+        self._changed = threading.Condition()
+        self._followers = [_Follower(number) for number in range(1, count)]
+        atexit.register(self.close)
+
+    @property
+    def note(self) -> str:
+        """For the user, how the ranks exchange sums."""
+        return "" if self._communicator is None else self._communicator.note
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the other ranks' processes."""
+        return [follower.process.pid for follower in self._followers]
+
+    def load(
+        self, plan: Callable[[int, str], RankPlan], device: torch.device, deterministic: bool
+    ) -> RankCommunicator:
+        """Give each rank its plan, by number and meeting place, and meet them; `device`: this rank's.
+
+        Raises:
+            RankFailedError: one does not begin.
+        """
+        meeting = str(Path(self._folder.name) / "meeting")
+        for follower in self._followers:
+            follower.receive(STARTING, START_SECONDS)
+            follower.connection.send_bytes(json.dumps(asdict(plan(follower.number, meeting))).encode())
+        # A device that waits for another rank's words cannot be told to stop.
+        self._may_hang = device.type == "cuda"
+        joined = threading.Event()
+        threading.Thread(target=self._watch_join, args=(joined,), daemon=True).start()
+        try:
+            self._communicator = join(Rank(0, self.count), device, Path(meeting), deterministic)
+        finally:
+            joined.set()
+        return self._communicator
+
+    def wait_until_loaded(self) -> None:
+        """Until all ranks have loaded their parts. Raises EngineError as loading does, and RankFailedError."""
+        for follower in self._followers:
+            follower.receive(READY, WAIT_SECONDS)
+        for follower in self._followers:
+            threading.Thread(target=self._watch, args=(follower,), daemon=True).start()
+
+    def check(self) -> None:
+        """Raises RankFailedError where the group cannot compute any more."""
+        if self._closing:
+            raise RankFailedError("the ranks have ended: the model is closed")
+        failure = self._failure()
+        if failure is not None:
+            raise RankFailedError(failure)
+
+    @contextmanager
+    def together(self, message: Message) -> Iterator[None]:
+        """A step of all ranks: they compute `message`, and this one what is inside. Ctrl-C waits for its end.
+
+        Raises:
+            RankFailedError: a rank has ended.
+        """
+        self.check()
+        with _interrupt_deferred():
+            try:
+                self._inside = True
+                data = encode(message)
+                for follower in self._followers:
+                    follower.connection.send_bytes(data)
+                yield
+            except BaseException as error:
+                lost = isinstance(error, RuntimeError | OSError)  # as when a connection ends
+                failure = self._failure_within(END_SECONDS if lost else 0.0)
+                self._broken = failure or f"the ranks are out of step, since a step failed: {error}"
+                self._kill()
+                if failure is not None and isinstance(error, Exception):
+                    raise RankFailedError(failure) from None
+                raise
+            finally:
+                self._inside, self._stepped_at = False, time.monotonic()
+
+    def close(self) -> None:
+        """End the other ranks; this one cannot compute any more."""
+        if self._closing:
+            return
+        self._closing = True
+        atexit.unregister(self.close)
+        for follower in self._followers:
+            follower.connection.close()  # it leaves the group as well
+        if self._communicator is not None:
+            # Where a rank has failed, this may not end.
+            leaving = threading.Thread(target=self._communicator.close, daemon=True)
+            leaving.start()
+            leaving.join(END_SECONDS)
+        for follower in self._followers:
+            follower.close()
+        end = time.monotonic() + END_SECONDS
+        for follower in self._followers:
+            with suppress(subprocess.TimeoutExpired):
+                follower.process.wait(max(0.0, end - time.monotonic()))
+        self._kill()
+        self._folder.cleanup()
+
+    def _watch_join(self, joined: threading.Event) -> None:
+        """A thread: a rank that ends before all have met would be waited for."""
+        while not joined.wait(_LOOK_SECONDS):
+            for follower in self._followers:
+                if follower.process.poll() is not None:
+                    follower.note_end()
+                    self.ends_process(self._failure() or "")
+                    return
+
+    def _watch(self, follower: _Follower) -> None:
+        """A thread: waits for the end of a rank."""
+        follower.process.wait()
+        if self._closing:
+            return
+        # What a step has launched on a device may still be waited for when the step has ended.
+        waits = self._may_hang and time.monotonic() - self._stepped_at < _LAUNCHED_SECONDS
+        with self._changed:
+            follower.note_end()
+            self._changed.notify_all()
+        time.sleep(END_SECONDS)  # a step on the CPU fails by itself
+        if not self._closing and self._broken is None and (self._inside or self.serves or waits):
+            self.ends_process(self._failure() or "")
+
+    def _failure(self) -> str | None:
+        """What the first rank to fail reports; of one that only misses another, where no other reports."""
+        if self._broken is not None:
+            return self._broken
+        failures = [follower.failure for follower in self._followers if follower.failure is not None]
+        failures.sort(key=lambda failure: failure[0] == LOST)
+        return None if not failures else f"{failures[0][1]}; the model needs all {self.count} ranks"
+
+    def _failure_within(self, seconds: float) -> str | None:
+        """Wait for a failure that is no consequence of another."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: any(f.failure is not None and f.failure[0] != LOST for f in self._followers), seconds
+            )
+        return self._failure()
+
+    def _kill(self) -> None:
+        for follower in self._followers:
+            follower.process.kill()
+            follower.process.wait()
+
+
+def _end_process(reason: str) -> None:
+    """One line, and the end: a step that waits for a rank on a device cannot be ended otherwise."""
+    print(f"engine: {reason}", file=sys.stderr, flush=True)
+    os._exit(CannotRunError.exit_code)
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of what runs inside; a second one at once."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    handler: Any = before
+    caught: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if caught:
+            handler(number, frame)
+        caught.append((number, frame))
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        handler(*caught[0])

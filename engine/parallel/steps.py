@@ -1,0 +1,72 @@
+"""What a rank other than rank 0 does with a message: the call of its runner that rank 0 makes of its own."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from quengine.model_runner import ModelRunner
+from quengine.models.experts import MixtureOfExperts
+from quengine.parallel.cached_rows import read_rows, write_rows
+from quengine.parallel.wire import (
+    Capture,
+    Choose,
+    Configure,
+    Forward,
+    Hidden,
+    Launch,
+    Message,
+    Parts,
+    Prompts,
+    ReadCache,
+    WriteCache,
+)
+
+
+def run(runner: ModelRunner, message: Message) -> None:
+    """Compute this rank's part of a step."""
+    match message:
+        case Forward(phase, rows, all_logits, eager):
+            runner.forward(phase, rows, all_logits, eager)
+            _choose(runner, {})
+        case Hidden(rows):
+            runner.hidden(rows)
+        case Parts(rows, parts):
+            for _ in runner.logits_of_parts(rows, parts):
+                pass
+        case ReadCache(start, end):
+            read_rows(runner, start, end)
+        case WriteCache(start, end, kv_heads):
+            write_rows(runner, start, end, kv_heads, None)
+        case Choose(experts):
+            _choose(runner, experts)
+        case _:
+            _run_graphs(runner, message)
+
+
+def _run_graphs(runner: ModelRunner, message: Launch | Configure | Capture | Prompts) -> None:
+    """On a CUDA device: what is captured, with the tokens chosen by every rank for itself, from the same logits."""
+    from quengine.kernels.cuda.sampling.sampling import Settings
+    from quengine.runners.cuda_graphs import CudaGraphs
+
+    graphs = runner.graphs
+    assert isinstance(graphs, CudaGraphs)
+    match message:
+        case Launch(key, changes):
+            graphs.inputs.changes.update(changes)
+            graphs.launch(key)
+        case Configure(slot, kind, settings, bias, ids):
+            graphs.set_sampling(slot, kind, Settings(**settings), dict(bias), list(ids))  # type: ignore[arg-type]
+        case Capture(key):
+            graphs.capture(key)
+        case Prompts(lengths):
+            graphs.run_prompts(lengths)
+
+
+def _choose(runner: ModelRunner, experts: Mapping[int, Sequence[Sequence[int]]]) -> None:
+    """Give the layers the experts of their rows; those that are not named let their routers choose."""
+    device = runner.decoder.backend.device
+    for layer, block in enumerate(runner.decoder.blk):
+        if isinstance(block.ffn, MixtureOfExperts):
+            rows = experts.get(layer)
+            given = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
+            block.ffn.chosen = given

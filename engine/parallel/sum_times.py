@@ -1,0 +1,137 @@
+"""How long a sum over ranks takes, by size: `python -m quengine.parallel.sum_times KIND COUNT` prints it as JSON.
+
+Rank 0 is a process of its own, too: where devices cannot be reached as they should, it is ended after a while.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from quengine.errors import CannotRunError
+from quengine.parallel.communicator import RankCommunicator
+from quengine.parallel.group import RankGroup, RankPlan
+
+SIZES = ((1, 4096), (1, 8192), (8, 8192), (16, 8192), (64, 8192), (512, 8192))
+"""Rows and columns: of single tokens, of small batches, of prompts."""
+
+_CALLS, _TIMES = 20, 10
+
+
+@dataclass(frozen=True)
+class SumTime:
+    """Of fp32 values [rows, width]; on CUDA within a graph."""
+
+    rows: int
+    width: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SumTimes:
+    """What was measured, and how the ranks exchange sums; `problem`: why nothing was."""
+
+    ranks: int
+    note: str
+    times: tuple[SumTime, ...] = ()
+    problem: str = ""
+
+
+def measure(kind: str, count: int, seconds: float = 120.0) -> SumTimes:
+    """The times of `count` ranks, on the first CUDA devices or the CPU, within `seconds`."""
+    program = [sys.executable, "-m", "quengine.parallel.sum_times", kind, str(count)]
+    try:
+        ended = subprocess.run(program, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return SumTimes(count, "", problem=f"the ranks have not met within {seconds:.0f} s")
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or [f"ended ({ended.returncode})"]
+        return SumTimes(count, "", problem=lines[-1][:300])
+    found = json.loads(ended.stdout)
+    return SumTimes(count, found["note"], tuple(SumTime(**each) for each in found["times"]))
+
+
+def time_sums(communicator: RankCommunicator, device: torch.device) -> list[SumTime]:
+    """The times of all sizes, on every rank. Raises CannotRunError where a sum is wrong."""
+    found = []
+    for rows, width in SIZES:
+        x = torch.full((rows, width), communicator.rank + 1.0, device=device)
+        total = communicator.all_reduce(x.clone())
+        if not bool((total == communicator.size * (communicator.size + 1) / 2).all()):
+            raise CannotRunError(f"a sum of {rows} x {width} values over {communicator.size} ranks is wrong")
+        zeros = torch.zeros_like(x)
+        seconds = _best(lambda values: communicator.all_reduce(values), zeros, communicator)
+        found.append(SumTime(rows, width, seconds))
+    return found
+
+
+def _best(call: Callable[[torch.Tensor], object], x: torch.Tensor, communicator: RankCommunicator) -> float:
+    """Seconds of a call, the best of several runs of some calls each, which all ranks begin together."""
+    if x.is_cuda:
+        return _best_of_graph(call, x, communicator)
+    best = float("inf")
+    for _ in range(_TIMES // 2):
+        communicator.meet()
+        began = time.perf_counter()
+        for _ in range(_CALLS // 4):
+            call(x)
+        best = min(best, (time.perf_counter() - began) / (_CALLS // 4))
+    return best
+
+
+def _best_of_graph(
+    call: Callable[[torch.Tensor], object], x: torch.Tensor, communicator: RankCommunicator
+) -> float:
+    graph, best = torch.cuda.CUDAGraph(), float("inf")
+    communicator.meet()
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS):
+            call(x)
+    for _ in range(_TIMES):
+        communicator.meet()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3 / _CALLS)
+    return best
+
+
+def main() -> int:
+    kind, count = sys.argv[1], int(sys.argv[2])
+
+    def plan(number: int, meeting: str) -> RankPlan:
+        """Of a rank without a model."""
+        options = {"device": _device(kind, number), "deterministic": False}
+        return RankPlan("", options, number, count, 0, (), 1, meeting)
+
+    group = RankGroup(count)
+    try:
+        device = torch.device(_device(kind, 0))
+        communicator = group.load(plan, device, deterministic=False)
+        times = time_sums(communicator, device)
+        group.wait_until_loaded()
+        print(json.dumps({"note": communicator.note, "times": [asdict(each) for each in times]}), flush=True)
+    except CannotRunError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    finally:
+        group.close()
+    return 0
+
+
+def _device(kind: str, number: int) -> str:
+    return kind if kind == "cpu" else f"{kind}:{number}"
+
+
+if __name__ == "__main__":
+    # Not `sys.exit`: after a device has failed, freeing what it holds may hang.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

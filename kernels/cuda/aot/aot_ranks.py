@@ -1,0 +1,83 @@
+"""What ranks that share a model launch beside a single GPU's kernels: sums and logits over peer memory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.ranks.push import (
+    BLOCK,
+    GATHERED_VALUES,
+    PeerBuffers,
+    push_all_gather,
+    push_all_reduce,
+    pushed_values,
+    received_buffer_shape,
+)
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
+
+_META = torch.device("meta")
+
+Fields = tuple[str, bool, tuple[int, ...], Callable[[Any], object]]
+
+
+class PushingRanks:
+    """A `Communicator` whose launches are compiled, on the meta device."""
+
+    rank = 0
+
+    def __init__(self, size: int, pdl: bool) -> None:
+        self.size, self._pdl = size, pdl
+        self._sums, self._logits = (_buffers(size, most) for most in (pushed_values(size), GATHERED_VALUES))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x if x.numel() > self._sums.capacity else push_all_reduce(x, self._sums, self._pdl)
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        if len(x) * max(widths) > self._logits.capacity:
+            return _empty(len(x), sum(widths))
+        starts = _empty(self.size + 1, dtype=torch.int32)
+        return push_all_gather(x, widths, starts, self._logits, self._pdl)
+
+    def broadcast(self, x: Tensor) -> None:
+        """Nothing is launched."""
+
+
+def _buffers(ranks: int, capacity: int) -> PeerBuffers:
+    received = _empty(*received_buffer_shape(ranks, capacity), dtype=torch.int64)
+    launches = _empty(capacity // BLOCK, dtype=torch.int32)
+    return PeerBuffers(received, _empty(ranks, dtype=torch.int64), launches)
+
+
+def rank_cases(step: Callable[[int], ForwardBatch]) -> Iterator[Fields]:
+    """The end of a layer's branch and the logits, with 2 to 8 ranks; `step`: a decode step of so many rows."""
+    for ranks in (2, 4, 8):
+        for rows in (1, 16):
+            call = partial(_branch_and_logits, ranks, step(rows))
+            yield f"{ranks} ranks, decode of {rows}", rows == 1, (80, 90), call
+
+
+def _branch_and_logits(ranks: int, batch: ForwardBatch, backend: CudaBackend) -> None:
+    backend.communicator = PushingRanks(ranks, backend.pdl)
+    hidden, inner, norm = 4096, 1792, RMSNorm(_empty(4096), 1e-5)
+    stream = _empty(len(batch), hidden)
+    weight = backend.weight([_tensor("Q4_K", hidden, inner)])
+    x = backend.linear_add(batch, _empty(len(batch), inner), weight, stream, norm, partial=True)
+    output = backend.weight([_tensor("Q6_K", 4096, hidden)])
+    logits = backend.logits(batch, x, norm, output)
+    backend.communicator.all_gather(logits, [4096] * ranks)
+
+
+def _tensor(name: str, rows: int, cols: int) -> QuantTensor:
+    form = FORMATS[name]
+    return QuantTensor(name, form, (rows, cols), _empty(rows, form.row_bytes(cols), dtype=torch.uint8))
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=_META)

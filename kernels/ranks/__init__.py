@@ -1,0 +1,1 @@
+"""What processes that share a model exchange: sums and logits."""

@@ -1,0 +1,44 @@
+"""One rank's part of a checkpoint: a `Checkpoint` of what the rank holds, over the whole one."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from quengine.models.checkpoint import Checkpoint
+from quengine.models.tensor_split import ModelSplit, Rank, SplitTensors
+from quengine.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quengine.models.template.chat_template import ChatTemplate
+
+
+class SplitCheckpoint:
+    """See the module docstring. Raises EngineError where that many ranks cannot share the model."""
+
+    def __init__(self, whole: Checkpoint, rank: Rank) -> None:
+        self.whole, self.path = whole, whole.path
+        split = ModelSplit(whole.config, whole.tensors, rank)
+        self.config = split.config
+        self.tensors = SplitTensors(whole.tensors, split)
+        sizes = list(self.tensors.sizes())
+        self.nbytes = sum(nbytes for _, nbytes, _ in sizes)
+        self.weights = sum(weights for _, _, weights in sizes)
+
+    @property
+    def types(self) -> Mapping[str, int]:
+        return self.whole.types
+
+    @property
+    def notes(self) -> list[str]:
+        return self.whole.notes
+
+    def release_pages(self) -> None:
+        self.whole.release_pages()
+
+    def tokenizer(self) -> Tokenizer:
+        return self.whole.tokenizer()
+
+    def chat_template(self, given: str | None = None) -> "ChatTemplate | None":
+        return self.whole.chat_template(given)
+
+    def close(self) -> None:
+        self.whole.close()

@@ -1,0 +1,302 @@
+"""How a model is divided between the ranks of a tensor-parallel group: which tensor is cut how, in one table.
+
+Matrices that read the residual stream are cut along their rows (outputs): queries, keys and values by heads, gate and
+up by the feed-forward's columns, the output matrix by tokens. Those that write to it are cut along their columns
+(inputs), in whole blocks of their format, and their products are summed over the ranks. Everything else is on every
+rank. Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism", section 3.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm, prod
+from typing import Literal, NamedTuple
+
+import torch
+
+from quengine.errors import EngineError
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.config import ModelConfig
+
+MOST_RANKS = 64
+
+_GROUP = 32
+"""Activations are rounded in groups of 32 columns, which no cut divides."""
+
+_TOKENS = 16
+"""The output matrix is cut at multiples of so many rows: those of a tile of packed weights."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of the processes that hold a model together: number `number` of `count`."""
+
+    number: int = 0
+    count: int = 1
+
+
+Axis = Literal["queries", "keys", "heads", "inner", "expert_inner", "shared_inner", "tokens"]
+"""What is divided: elements of all query heads, of all key (or value) heads, query heads by number, the width of a
+feed-forward, of an expert's, of the shared expert's, the vocabulary."""
+
+
+class Cut(NamedTuple):
+    """What a rank has of a tensor: a range of its "rows" (of each matrix, where there are several), of its "columns",
+    or all of it on the "first" rank and zeros on the others. `axes`: one for each part that lies one behind the other
+    along the rows or columns.
+    """
+
+    along: Literal["rows", "columns", "first"]
+    axes: tuple[Axis, ...] = ()
+
+
+TABLE: Mapping[str, Cut] = {
+    "attn_q.weight": Cut("rows", ("queries",)),
+    "attn_k.weight": Cut("rows", ("keys",)),
+    "attn_v.weight": Cut("rows", ("keys",)),
+    "attn_qkv.weight": Cut("rows", ("queries", "keys", "keys")),
+    "attn_q.bias": Cut("columns", ("queries",)),
+    "attn_k.bias": Cut("columns", ("keys",)),
+    "attn_v.bias": Cut("columns", ("keys",)),
+    "attn_sinks.weight": Cut("columns", ("heads",)),
+    "attn_output.weight": Cut("columns", ("queries",)),
+    "ffn_gate.weight": Cut("rows", ("inner",)),
+    "ffn_up.weight": Cut("rows", ("inner",)),
+    "ffn_down.weight": Cut("columns", ("inner",)),
+    "ffn_gate_exps.weight": Cut("rows", ("expert_inner",)),
+    "ffn_up_exps.weight": Cut("rows", ("expert_inner",)),
+    "ffn_gate_up_exps.weight": Cut("rows", ("expert_inner", "expert_inner")),
+    "ffn_down_exps.weight": Cut("columns", ("expert_inner",)),
+    "ffn_gate_exps.bias": Cut("columns", ("expert_inner",)),
+    "ffn_up_exps.bias": Cut("columns", ("expert_inner",)),
+    "ffn_down_exps.bias": Cut("first"),
+    "ffn_gate_shexp.weight": Cut("rows", ("shared_inner",)),
+    "ffn_up_shexp.weight": Cut("rows", ("shared_inner",)),
+    "ffn_down_shexp.weight": Cut("columns", ("shared_inner",)),
+    "output.weight": Cut("rows", ("tokens",)),
+}
+"""By a tensor's name without its layer. What is not here (the embedding, norms, routers, the bias of the attention's
+output) is on every rank."""
+
+_ATTENTION = ("attn_q.", "attn_k.", "attn_v.", "attn_qkv.", "attn_sinks.", "attn_output.")
+_LAYER = re.compile(r"blk\.\d+\.")
+_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.\d+\.weight")
+
+
+def cut_of(name: str, config: ModelConfig) -> Cut | None:
+    """How the tensor `name` of a model is cut; None: every rank has all of it.
+
+    A norm of a whole row of queries and keys needs all heads: such an attention is computed by every rank.
+    """
+    kind = _LAYER.sub("", name)
+    kind = _EXPERT.sub(r"\1_exps.weight", kind)  # of old files, an expert each
+    if not config.splits_heads and kind.startswith(_ATTENTION):
+        return None
+    if kind == "ffn_up.weight" and config.block.merged:
+        return Cut("rows", ("inner", "inner"))
+    return TABLE.get(kind)
+
+
+def shares(total: int, unit: int, count: int) -> list[range]:
+    """`total` elements for `count` ranks in whole units, as equal as they get; the last has what is no whole unit."""
+    units = total // unit
+    bounds = [units * rank // count * unit for rank in range(count)] + [total]
+    return [range(bounds[rank], bounds[rank + 1]) for rank in range(count)]
+
+
+def token_counts(vocab_size: int, ranks: int) -> list[int]:
+    """Rows of the output matrix on each rank."""
+    return [len(share) for share in shares(vocab_size, _TOKENS, ranks)]
+
+
+class ModelSplit:
+    """One rank's part of a model.
+
+    Args:
+        config: of the whole model. tensors: all of its tensors.
+        rank: which part.
+
+    Raises:
+        EngineError: that many ranks cannot share the model; it names the tensor and the numbers.
+    """
+
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, QuantTensor], rank: Rank) -> None:
+        self.whole, self.rank = config, rank
+        self._units = _units(config, tensors)
+        problem = self._problem(rank.count, tensors)
+        if problem is not None:
+            fitting = [n for n in range(1, 9) if n != rank.count and self._problem(n, tensors) is None]
+            ways = " or ".join(map(str, fitting))
+            raise EngineError(f"--tensor-parallel {rank.count}: {problem}; this model takes {ways}")
+        self._ranges = self._axis_ranges()
+        self.config = self._rank_config()
+
+    def tensor(self, tensor: QuantTensor) -> QuantTensor:
+        """The rank's part of a tensor: a view where it is one piece, else a copy."""
+        cut = cut_of(tensor.name, self.whole)
+        if cut is None:
+            return tensor
+        if cut.along == "first":
+            data = tensor.data if self.rank.number == 0 else torch.zeros_like(tensor.data)
+            return replace(tensor, data=data)
+        kept = self._kept(cut)
+        shape = self.shape(tensor)
+        if cut.along == "columns":
+            spans = [[tensor.format.row_bytes(edge) for edge in (part.start, part.stop)] for part in kept]
+            data = torch.cat([tensor.data[:, start:stop] for start, stop in spans], dim=1)
+        else:
+            matrices = tensor.data.view(-1, tensor.shape[-2], tensor.data.shape[1])
+            parts = [matrices[:, part.start : part.stop] for part in kept]
+            data = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).flatten(0, 1)
+        return QuantTensor(tensor.name, tensor.format, shape, data.contiguous())
+
+    def shape(self, tensor: QuantTensor) -> tuple[int, ...]:
+        """The shape of the rank's part."""
+        cut = cut_of(tensor.name, self.whole)
+        if cut is None or cut.along == "first":
+            return tensor.shape
+        size = sum(map(len, self._kept(cut)))
+        if cut.along == "columns":
+            return (*tensor.shape[:-1], size)
+        return (*tensor.shape[:-2], size, tensor.shape[-1])
+
+    def _kept(self, cut: Cut) -> list[range]:
+        """Which rows or columns the rank has, of each of the parts that lie one behind the other."""
+        start, kept = 0, list[range]()
+        for axis in cut.axes:
+            part, total = self._ranges[axis]
+            kept.append(range(start + part.start, start + part.stop))
+            start += total
+        return kept
+
+    def _axis_ranges(self) -> dict[Axis, tuple[range, int]]:
+        """What the rank has of each axis, and how long the whole is."""
+        config, (number, count) = self.whole, (self.rank.number, self.rank.count)
+        size, heads, kv_heads = config.head_dim, config.head_count, config.head_count_kv
+        own = shares(heads, 1, count)[number]
+        held = max(1, kv_heads // count)
+        first = number * kv_heads // count
+        ranges: dict[Axis, tuple[range, int]] = {
+            "queries": (range(own.start * size, own.stop * size), heads * size),
+            "keys": (range(first * size, (first + held) * size), kv_heads * size),
+            "heads": (own, heads),
+            "tokens": (shares(config.vocab_size, _TOKENS, count)[number], config.vocab_size),
+        }
+        for axis, (total, unit) in self._units.items():
+            ranges[axis] = (shares(total, unit, count)[number], total)
+        return ranges
+
+    def _rank_config(self) -> ModelConfig:
+        """The model's shape as the rank computes it."""
+        config, count = self.whole, self.rank.count
+        widths = {axis: len(self._ranges[axis][0]) for axis in self._units}
+        made = replace(
+            config, ranks=count, feed_forward_length=widths.get("inner", config.feed_forward_length)
+        )
+        if config.splits_heads:
+            kv_heads = max(1, config.head_count_kv // count)
+            made = replace(made, head_count=config.head_count // count, head_count_kv=kv_heads)
+        if config.experts is not None:
+            experts = replace(
+                config.experts,
+                feed_forward_length=widths["expert_inner"],
+                shared_feed_forward_length=widths.get("shared_inner", 0),
+            )
+            made = replace(made, experts=experts)
+        return made
+
+    def _problem(self, count: int, tensors: Mapping[str, QuantTensor]) -> str | None:
+        """Why `count` ranks cannot share the model; None: they can."""
+        config = self.whole
+        if not 1 <= count <= MOST_RANKS:
+            return f"must be from 1 to {MOST_RANKS}"
+        heads, kv_heads = config.head_count, config.head_count_kv
+        if config.splits_heads:
+            if heads % count:
+                return f"blk.0.attn_q has {heads} heads, which {count} ranks cannot share equally"
+            if kv_heads % count and count % kv_heads:
+                return f"blk.0.attn_k has {kv_heads} heads, which neither divide {count} ranks nor are a multiple"
+            columns = heads // count * config.head_dim
+            for name in _named(tensors, "attn_output.weight"):
+                block = lcm(tensors[name].format.block, _GROUP)
+                if count > 1 and columns % block:
+                    form = tensors[name].format.name
+                    return f"{name} ({form}) has {columns} columns a rank, not a multiple of {block}"
+        for axis, (total, unit) in self._units.items():
+            if total // unit < count:
+                name = _DOWN[axis]
+                return f"{name} has {total} columns, {total // unit} pieces of {unit} for {count} ranks"
+        return None
+
+
+_DOWN: Mapping[Axis, str] = {
+    "inner": "ffn_down",
+    "expert_inner": "ffn_down_exps",
+    "shared_inner": "ffn_down_shexp",
+}
+
+
+def _units(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> dict[Axis, tuple[int, int]]:
+    """How long each feed-forward axis of the model is, and in what units it is cut: blocks of all matrices along it."""
+    sizes: dict[Axis, int] = {}
+    experts = config.experts
+    if experts is None or experts.dense_layers:
+        sizes["inner"] = config.feed_forward_length
+    if experts is not None:
+        sizes["expert_inner"] = experts.feed_forward_length
+        if experts.shared_feed_forward_length:
+            sizes["shared_inner"] = experts.shared_feed_forward_length
+    units = dict.fromkeys(sizes, _GROUP)
+    for name in tensors:
+        cut = cut_of(name, config)
+        if cut is not None and cut.along == "columns" and cut.axes[0] in units and name.endswith(".weight"):
+            units[cut.axes[0]] = lcm(units[cut.axes[0]], tensors[name].format.block)
+    return {axis: (size, units[axis]) for axis, size in sizes.items()}
+
+
+def _named(tensors: Mapping[str, QuantTensor], kind: str) -> Sequence[str]:
+    return [name for name in tensors if name.endswith(f".{kind}")]
+
+
+class SplitTensors(Mapping[str, QuantTensor]):
+    """A rank's part of a model's tensors, each cut when it is taken, so that only that part of the file is read.
+
+    Where the output matrix is the embedding, its rows are cut like an output matrix's, as "output.weight".
+    """
+
+    def __init__(self, tensors: Mapping[str, QuantTensor], split: ModelSplit) -> None:
+        self._tensors, self._split = tensors, split
+        tied = split.whole.tied_output and split.rank.count > 1
+        self._names = [*tensors, *(["output.weight"] if tied and "output.weight" not in tensors else [])]
+
+    def __getitem__(self, name: str) -> QuantTensor:
+        return self._split.tensor(self._whole(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def stored(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of each part, without reading it."""
+        wholes = {name: self._whole(name) for name in self._names}
+        return {name: (whole.format.name, self._split.shape(whole)) for name, whole in wholes.items()}
+
+    def sizes(self) -> Iterator[tuple[str, int, int]]:
+        """Name, bytes and weights of each part, without reading it."""
+        for name in self._names:
+            whole = self._whole(name)
+            *rows, cols = self._split.shape(whole)
+            yield name, prod(rows) * whole.format.row_bytes(cols), prod(rows) * cols
+
+    def _whole(self, name: str) -> QuantTensor:
+        if name in self._tensors:
+            return self._tensors[name]
+        if name not in self._names:
+            raise KeyError(name)
+        return replace(self._tensors["token_embd.weight"], name=name)

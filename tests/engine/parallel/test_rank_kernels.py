@@ -1,0 +1,53 @@
+"""What is compiled ahead for a rank: the kernels of its part of the model, and those that exchange sums and logits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.split_checkpoint import SplitCheckpoint
+from quengine.models.tensor_split import Rank
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+RECORDED = """
+import sys, torch
+from pathlib import Path
+from quengine.block_manager import CachePool
+from quengine.kernels.cuda.launch.gpu import Gpu, assuming
+from quengine.kernels.cuda.launch.kernel import launches_handed_to
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.split_checkpoint import SplitCheckpoint
+from quengine.models.tensor_split import Rank
+from quengine.runners.compile_kernels import KernelPlan, run_first
+part = SplitCheckpoint(open_checkpoint(Path(sys.argv[1])), Rank(1, 2))
+plan = KernelPlan(part.config, part.tensors.stored(), 128, [CachePool(4)], 64, "f16", 1, 64)
+note = lambda kernel, *_: print(kernel.__name__)
+with torch.no_grad(), assuming(Gpu("NVIDIA H200", (9, 0))), launches_handed_to(note):
+    run_first(plan.graphs())
+"""
+
+
+def test_sums_and_logits_are_among_the_kernels_of_a_rank(tmp_path: Path) -> None:
+    """In a process without Triton's interpreter, which runs what it is to record."""
+    sizes = ModelSizes(
+        "qwen2moe", embedding=256, expert_feed_forward=512, shared_feed_forward=512, head_dim=64
+    )
+    path = write_tiny(tmp_path / "m.gguf", kind="Q8_0", sizes=sizes)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = [sys.executable, "-c", RECORDED, str(path)]
+    ended = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr
+    names = ended.stdout.split()
+    assert names.count("_all_gather_kernel") == 2  # a decode step, and a prompt
+    assert names.count("_all_reduce_kernel") == 2 * 2 * 3  # layers; attention, the shared expert, experts
+
+
+def test_the_shapes_of_a_part_are_known_before_it_is_read(tmp_path: Path) -> None:
+    whole = open_checkpoint(write_tiny(tmp_path / "m.gguf", kind="Q8_0", sizes=ModelSizes("phi3"), tied=True))
+    part = SplitCheckpoint(whole, Rank(1, 2))
+    stored = part.tensors.stored()
+    assert "output.weight" in stored and len(stored) == len(part.tensors)
+    for name, (kind, shape) in stored.items():
+        assert (kind, shape) == (part.tensors[name].format.name, part.tensors[name].shape)

@@ -1,0 +1,154 @@
+"""The CUDA backend's steps on two ranks that are threads, on a GPU or in Triton's interpreter: the tokens of one.
+
+A "graph" is the step itself, run again.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from quengine.block_manager import CachePool
+from quengine.kernels.cuda import backend as cuda_backend
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
+from quengine.kv_cache import KVCache
+from quengine.model_runner import ModelRunner
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.decoder import Decoder
+from quengine.models.split_checkpoint import SplitCheckpoint
+from quengine.models.tensor_split import Rank
+from quengine.parallel.cached_rows import read_cached, write_cached
+from quengine.parallel.steps import run
+from quengine.request.sampling_params import SamplingParams
+from quengine.request.sequence import Sequence
+from quengine.request.text_stream import TextStream
+from quengine.runners import cuda_graphs, graph_keys, static_inputs
+from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.device_decode import DeviceDecoder
+from quengine.runners.graph_capture import CapturedStep, GraphNodes
+from quengine.runners.step_rows import SequenceRows
+from quengine.sampler import Sample, Sampler
+from tests.engine.parallel.rank_threads import Meeting, ThreadCommunicator, ThreadGroup
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+ON_GPU = torch.cuda.is_available()
+DEVICE, CTX = torch.device("cuda" if ON_GPU else "cpu"), 96
+TABLES = [[2, 1]]
+
+pytestmark = [pytest.mark.cuda_kernel, pytest.mark.timeout(600)]  # a first run on a GPU compiles the kernels
+
+
+class Again:
+    """A step, run again."""
+
+    def __init__(self, step: Callable[[], Tensor], logits: Tensor) -> None:
+        self.step, self.logits = step, logits
+
+    def replay(self) -> None:
+        logits = self.step()
+        self.logits[: len(logits)] = logits
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "CAPTURED_AT", 1)
+    if ON_GPU:
+        return
+    for module in (cuda_backend, cuda_graphs):
+        monkeypatch.setattr(module, "has_dependent_launch", lambda _device: False)
+    monkeypatch.setattr(torch.cuda, "Event", MagicMock())
+    for module in (graph_keys, static_inputs):  # the interpreter takes long for rows
+        monkeypatch.setattr(module, "PREFILL_ROWS", (8,))
+        monkeypatch.setattr(module, "PREFILL_SEQUENCES", (1, 2))
+
+
+def write_model(folder: Path, architecture: str) -> Path:
+    sizes = ModelSizes(
+        architecture,
+        blocks=1,
+        embedding=32,
+        feed_forward=64,
+        heads=2,
+        kv_heads=1,
+        head_dim=32,
+        expert_feed_forward=64,
+        shared_feed_forward=64,
+    )
+    return write_tiny(folder / "m.gguf", kind="Q8_0", sizes=sizes)
+
+
+def runner_of(path: Path, communicator: Communicator = ONE_RANK) -> ModelRunner:
+    checkpoint = open_checkpoint(path)
+    if communicator.size > 1:
+        checkpoint = SplitCheckpoint(checkpoint, Rank(communicator.rank, communicator.size))
+    backend = CudaBackend(DEVICE)
+    backend.communicator = communicator
+    decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, CTX, CTX)
+    cache = KVCache.allocate(checkpoint.config, CTX, DEVICE, pools=[CachePool(5)])
+    for tensor in cache.layers[0].tensors:
+        tensor.zero_()
+
+    def again(_warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any) -> CapturedStep:
+        logits = torch.empty(4, decoder.config.vocab_size, device=DEVICE)
+        return CapturedStep(Again(step, logits), logits, GraphNodes(0, 0, 0, 0))
+
+    graphs = CudaGraphs(decoder, cache, 2, capture=again)
+    return ModelRunner(decoder, cache, graphs, DeviceDecoder(graphs))
+
+
+def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[int]:
+    """A prompt of three tokens and those that follow it, in captured steps."""
+    sampler = Sampler(params, runner.decoder.config.vocab_size)
+    sequence = Sequence([5, 6, 7, 8], params, sampler, TextStream(lambda _: b""), frozenset(), CTX)
+    sequence.block_tables = tuple(TABLES)
+    runner.forward("prefill", [SequenceRows([5, 6, 7], 0, TABLES)])
+    sequence.num_cached_tokens = 3
+    for _ in range(2):
+        (result,) = runner.decode([sequence])
+        assert isinstance(result, Sample)
+        sequence.num_cached_tokens += 1
+        sequence.token_ids.append(result.token)
+    return sequence.token_ids
+
+
+@pytest.mark.parametrize(
+    ("architecture", "params"),
+    [
+        ("qwen2moe", SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
+        (
+            "qwen2",
+            SamplingParams(temperature=0.7, seed=5, presence_penalty=0.5, max_tokens=8, logit_bias={9: 2.0}),
+        ),
+    ],
+    ids=["greedy", "sampled"],
+)
+def test_two_ranks_choose_the_tokens_of_one(
+    tmp_path: Path, architecture: str, params: SamplingParams
+) -> None:
+    path = write_model(tmp_path, architecture)
+    one = runner_of(path)
+    wanted = tokens_of(one, params)
+    meeting = Meeting(2)
+    leader, follower = (runner_of(path, ThreadCommunicator(rank, meeting)) for rank in range(2))
+    group: Any = ThreadGroup(meeting, partial(run, follower))
+    leader.lead(group)
+    try:
+        assert tokens_of(leader, params) == wanted
+        stored = read_cached(leader, 0, 4, 1)
+        for mine, whole in zip(stored, read_cached(one, 0, 4, 1), strict=True):
+            torch.testing.assert_close(mine, whole, rtol=2e-3, atol=2e-3)
+        write_cached(leader, 0, 4, [rows + 1 for rows in stored])
+        again = read_cached(leader, 0, 4, 1)
+        assert all(torch.equal(a, b + 1) for a, b in zip(again, stored, strict=True))
+    finally:
+        group.end()
+    a, b = leader.graphs, follower.graphs
+    assert isinstance(a, CudaGraphs) and isinstance(b, CudaGraphs)
+    assert a.inputs.all.equal(b.inputs.all) and a.captured == b.captured

@@ -1,0 +1,53 @@
+"""What rank 0 sends is what the others read."""
+
+import pytest
+
+from quengine.parallel.wire import (
+    Capture,
+    Choose,
+    Configure,
+    Forward,
+    Hidden,
+    Launch,
+    Message,
+    Parts,
+    Prompts,
+    ReadCache,
+    WriteCache,
+    decode,
+    encode,
+)
+from quengine.runners.graph_keys import GraphKey, SamplingKind
+from quengine.runners.step_rows import SequenceRows
+
+ROWS = [
+    SequenceRows([5, 6, 7], 32, [[1, 2], [0, 9]]),
+    SequenceRows([], 0, [[3], []]),
+    SequenceRows([8], 4, [[1], [2]]),
+]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Forward("prefill", ROWS, all_logits=True, eager=False),
+        Forward("decode", ROWS[:1], all_logits=False, eager=True),
+        Hidden(ROWS),
+        Parts(ROWS, [[0, 1], [], [2]]),
+        ReadCache(3, 70000),
+        WriteCache(0, 4, 8),
+        Choose({3: [[0, 2], [1, 5]], 0: []}),
+        Launch(GraphKey("decode", 4, 4, SamplingKind(64, bias=True, penalties=False)), {7: 1, 100000: 0}),
+        Configure(
+            3,
+            SamplingKind(0, bias=True, penalties=True),
+            {"temperature": 0.1, "seed": 2**64 - 1},
+            {5: -1.5},
+            [9, 2],
+        ),
+        Capture(GraphKey("prefill", 1024, 4)),
+        Prompts([2048, 7]),
+    ],
+)
+def test_a_message_is_read_as_it_was_sent(message: Message) -> None:
+    assert decode(encode(message)) == message
