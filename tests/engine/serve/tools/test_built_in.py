@@ -20,6 +20,7 @@ from quengine.serve.tools.options import BUILT_IN, ToolsOptions
 from quengine.serve.tools.search_main import Glob
 from quengine.serve.tools.toolset import Toolset
 from tests.engine.serve.serving import KEY, Served, serving
+from tests.engine.serve.tools.own_children import children
 
 FORM = {"display_name", "tool", "type", "permissions", "uses_cwd", "definition"}
 CHANGING = {"exec_shell_command", "write_file", "edit_file"}
@@ -227,9 +228,10 @@ def test_a_pattern_that_takes_for_ever_is_ended_and_holds_nobody_up(
     from quengine.serve.tools import search
 
     monkeypatch.setattr(search, "_SECONDS", 0.5)
+    before = children()
     (folder / "as.txt").write_text("a" * 40 + "b")
     assert "ended after 0.5 s" in problem(client, "grep_search", path="as.txt", pattern="(a+)+$")
-    assert served.wait_until(lambda: not psutil.Process().children())
+    assert served.wait_until(lambda: children() <= before)
 
 
 def test_a_command_runs_in_the_folder_with_few_variables(
@@ -329,11 +331,12 @@ def test_a_command_ends_in_time_with_all_that_it_started(client: httpx.Client, s
 
 
 def test_a_command_ends_when_its_client_leaves(client: httpx.Client, served: Served) -> None:
+    before = children()
     with pytest.raises(httpx.ReadTimeout):
         client.post(
             "/tools", json={"tool": "exec_shell_command", "params": {"command": "sleep 63"}}, timeout=0.5
         )
-    assert served.wait_until(lambda: not psutil.Process().children(), 5)
+    assert served.wait_until(lambda: children() <= before, 5)
 
 
 def test_output_is_streamed_as_it_comes(client: httpx.Client) -> None:
