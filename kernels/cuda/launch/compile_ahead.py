@@ -67,7 +67,7 @@ class CompilePool:
         triton_cache.use_private_cache()
         self._process, self._pipe = _start_process()
         self._pipe.send(Order(task, gpu, self.processes, every, marker))
-        triton_cache.before_lookup.append(self.wait)
+        triton_cache.when_missing.append(self.wait)
 
     def wait(self, key: str) -> None:
         """Return when a kernel is in the cache, or nobody compiles it."""
@@ -132,7 +132,7 @@ class CompilePool:
         self._ended = self._recorded = True
         self._pending.clear()
         with suppress(ValueError):
-            triton_cache.before_lookup.remove(self.wait)
+            triton_cache.when_missing.remove(self.wait)
         self._pipe.close()
         self._process.kill()  # it has ended, or does not answer
         self._process.wait()
@@ -140,7 +140,7 @@ class CompilePool:
 
 def finish_compiling() -> None:
     """Return when no pool of this process compiles any more."""
-    for call in tuple(triton_cache.before_lookup):
+    for call in tuple(triton_cache.when_missing):
         pool = getattr(call, "__self__", None)
         if isinstance(pool, CompilePool):
             pool.finish()

@@ -27,8 +27,8 @@ DIGEST_SUFFIX = ".hmac"
 _GROUP = "__grp__"
 """What the name of the file begins with that lists the others of a kernel."""
 
-before_lookup: list[Callable[[str], None]] = []
-"""Called with the name of a kernel's folder before it is looked up: another process may be compiling it."""
+when_missing: list[Callable[[str], None]] = []
+"""Called with the name of the folder of a kernel that is not there: another process may be compiling it."""
 
 
 class CheckedCache(FileCacheManager):  # type: ignore[misc]
@@ -47,8 +47,14 @@ class CheckedCache(FileCacheManager):  # type: ignore[misc]
         return None if self.read(filename) is None else str(self._make_path(filename))
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        for call in tuple(before_lookup):
-            call(self.key)
+        found = self._read_group(filename)
+        if found is None and when_missing:
+            for call in tuple(when_missing):
+                call(self.key)
+            found = self._read_group(filename)
+        return found
+
+    def _read_group(self, filename: str) -> dict[str, str] | None:
         listed = self.read(_GROUP + filename)
         if listed is None:
             return None

@@ -51,6 +51,6 @@ def fork_process() -> tuple[Forked, Connection]:
         theirs.close()
         return Forked(pid), ours
     ours.close()
-    triton_cache.before_lookup.clear()
+    triton_cache.when_missing.clear()
     lead(theirs.fileno())
     os._exit(0)

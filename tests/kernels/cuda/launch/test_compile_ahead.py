@@ -61,7 +61,22 @@ compile_ahead._start_process = fork_process
 assert compilations() == 0 and compilations((8,)) == 1
 assert pool().finish() == [], "nothing is missing"
 assert len(pool(every=True).finish()) == 3
-assert not triton_cache.before_lookup
+assert not triton_cache.when_missing
+""",
+        tmp_path / "cache",
+    )
+
+
+def test_a_kernel_that_is_there_is_not_waited_for(tmp_path: Path) -> None:
+    without_interpreter(
+        POOL
+        + """
+there = list(record_kernels(stages((1,)), GPU))[0]
+pool((1,)).finish()
+asked = []
+triton_cache.when_missing.append(asked.append)
+assert triton_cache.CheckedCache(there).get_group("_settle_kernel.json") and not asked
+assert triton_cache.CheckedCache("A" * 52).get_group("_settle_kernel.json") is None and asked == ["A" * 52]
 """,
         tmp_path / "cache",
     )
@@ -149,7 +164,7 @@ ahead = pool(sizes, processes=1)
 ahead._receive_until(lambda: ahead._recorded)
 ahead._pipe.close()  # as at its end
 ahead._process.wait()
-triton_cache.before_lookup.clear()
+triton_cache.when_missing.clear()
 assert compilations(sizes) > 0
 """,
         tmp_path / "cache",
