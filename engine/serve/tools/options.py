@@ -27,9 +27,8 @@ def _names(texts: Iterable[str]) -> tuple[str, ...]:
     given = [name for text in texts for part in text.split(",") if (name := part.strip())]
     for name in given:
         if name not in (*BUILT_IN, "all"):
-            raise EngineError(
-                f"--tools {name}: there are {', '.join(BUILT_IN)}, and all{nearest(name, BUILT_IN)}"
-            )
+            known = (*BUILT_IN, "all")
+            raise EngineError(f"--tools {name}: there are {', '.join(known)}{nearest(name, known)}")
     return tuple(name for name in BUILT_IN if name in given or "all" in given)
 
 
