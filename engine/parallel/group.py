@@ -81,7 +81,7 @@ class _Follower:
         verbose = ["-v"] if logger.isEnabledFor(logging.INFO) else []
         # A session of its own: the terminal's Ctrl-C is for rank 0.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quengine.parallel.rank_main", *map(str, passed), *verbose],
+            [sys.executable, "-P", "-m", "quengine.parallel.rank_main", *map(str, passed), *verbose],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=passed,

@@ -1,6 +1,7 @@
 """A model that processes share: the same tokens as one process, and a clean end whatever becomes of a rank."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,7 +211,7 @@ def test_what_a_rank_cannot_load_is_reported(folder: Path, monkeypatch: pytest.M
 
 def test_a_rank_that_does_not_begin_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny(folder / "unstarted.gguf", sizes=ModelSizes(context=64))
-    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
     began = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 1 has ended \(1\)"):
         LLM(path, device="cpu", threads=2, tensor_parallel=2)
@@ -242,7 +243,8 @@ def test_a_server_starts_an_engine_again_that_lost_a_rank(folder: Path) -> None:
     path = write_tiny(folder / "served.gguf", sizes=ModelSizes(context=64))
     engine = ProcessEngine(str(path), {"device": "cpu", "threads": 2, "tensor_parallel": 2})
     try:
-        (rank,) = [each for each in psutil.Process(engine.pid).children() if "rank_main" in each.cmdline()[2]]
+        children = psutil.Process(engine.pid).children()
+        (rank,) = [each for each in children if "quengine.parallel.rank_main" in each.cmdline()]
         rank.kill()
         began = time.monotonic()
         with pytest.raises(EngineFailedError, match=r"the engine's process ended \(2\)"):
