@@ -29,10 +29,10 @@ from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, de
 
 _TILE_ROWS = 128
 
-_EAGER_TOKENS = (4, 12, 24, 40, 100, 130, 144)
-"""Lengths of prompts: short ones, whose numbers of rows choose among kernels, long ones, and long ones in whole groups
-of 16, which Triton compiles apart; and behind them all multiples of _TILE_ROWS, since the number of tiles of rows
-chooses among kernels too."""
+_EAGER_TOKENS = (1, 4, 12, 24, 40, 100, 130, 144)
+"""Lengths of prompts: one token, as behind a prompt that is in the cache; short ones, whose numbers of rows choose
+among kernels, long ones, and long ones in whole groups of 16, which Triton compiles apart; and behind them all
+multiples of _TILE_ROWS, since the number of tiles of rows chooses among kernels too."""
 
 _EAGER_SEQUENCES = (2, 12, 24, 40, 100)
 """Numbers of prompts in a step: behind the last layer's attention each is a row."""
@@ -139,7 +139,7 @@ def run_all(graphs: CudaGraphs) -> None:
     for tokens in (*_EAGER_TOKENS, *range(2 * _TILE_ROWS, graphs.prefill_tokens + 1, _TILE_ROWS)):
         if tokens <= graphs.prefill_tokens:
             graphs.run_prompts(graphs.lengths_of(tokens))
-        if tokens <= longest:
+        if 1 < tokens <= longest:
             graphs.run_prompts([tokens - 1, 1])
     for count in _EAGER_SEQUENCES:
         graphs.run_prompts([min(2, longest)] * count)

@@ -55,7 +55,7 @@ with backend_for(arch) as backend:
                 missing.setdefault(name, set()).add(what)
 
     longest = min(ctx, MOST)
-    lengths = [*range(2, 40, 3), 48, 64, 99, 127, 128, 129, 160, 255, 257, 300, 385, 512, 700, 1100, 1664, 1999, MOST]
+    lengths = [1, *range(2, 40, 3), 48, 64, 99, 127, 128, 129, 160, 255, 257, 300, 385, 512, 700, 1664, 1999, MOST]
     for rows in [length for length in lengths if length <= longest]:
         first = 32 if rows + 32 <= ctx else 0
         chunk = SequenceRows([0] * rows, first, [[PADDING_BLOCK] * -(-(first + rows) // 32)])
