@@ -33,14 +33,15 @@ MOST_UNROLLED = tl.constexpr(8)
 def _activation_words(plane, column, ON: tl.constexpr, lane, P: tl.constexpr):
     """Two words of 8 bytes, from `column + ON` on, for the lanes that hold this quad's part of B; zeros elsewhere.
 
-    One load saves instructions and registers. In table formats it cost time, measured: they are short of registers, and
-    two words need four neighbouring ones.
+    One load saves instructions and registers. In table formats and those of 8 bits it cost time, measured: they are
+    short of registers, and two words need four neighbouring ones.
     """
     valid = (lane >> 3) == (lane & 3)
     if P.padded:
         valid &= column < P.cols - ON
     first = tl.multiple_of(plane + (column // 8 + ON // 8), 16)
-    if P.layout.table > 0:
+    FMT: tl.constexpr = P.layout
+    if FMT.table > 0 or FMT.low + FMT.high == 8:
         return tl.load(first, mask=valid, other=0), tl.load(first + 1, mask=valid, other=0)
     else:
         both = tl.load(first[:, None] + tl.arange(0, 2)[None, :], mask=valid[:, None], other=0)
