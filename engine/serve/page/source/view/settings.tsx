@@ -13,7 +13,7 @@ import {
   textOf,
 } from "../state/options";
 import { keep, keepDefaults, notify, show, state, useStore } from "../state/store";
-import { Dialog } from "./widgets";
+import { Dialog, Switch } from "./widgets";
 
 function change(next: Partial<Settings>): void {
   state.chat.settings = { ...state.chat.settings, ...next };
@@ -50,35 +50,6 @@ function TextField({ name, label, help, rows, problem }: TextProps): JSX.Element
       <small id={`${name}-help`} class={problem ? "problem" : ""}>
         {problem || help}
       </small>
-    </label>
-  );
-}
-
-function Switch({
-  id,
-  label,
-  help,
-  value,
-  set,
-}: {
-  id: string;
-  label: string;
-  help: string;
-  value: boolean;
-  set: (on: boolean) => void;
-}): JSX.Element {
-  return (
-    <label class="field">
-      <span>{label}</span>
-      <input
-        id={id}
-        type="checkbox"
-        role="switch"
-        checked={value}
-        aria-describedby={`${id}-help`}
-        onChange={event => set(event.currentTarget.checked)}
-      />
-      <small id={`${id}-help`}>{help}</small>
     </label>
   );
 }

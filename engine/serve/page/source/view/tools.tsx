@@ -5,8 +5,8 @@ import { Wrench } from "lucide-preact";
 import type { JSX } from "preact";
 import type { Message, ToolCall } from "../state/chats";
 import { keep, keepDefaults, notify, show, useStore } from "../state/store";
-import { type Decision, type Tool, decide, findTools, isAsked, toolsOf } from "../state/tools";
-import { Dialog } from "./widgets";
+import { type Decision, decide, findTools, isAsked, toolsOf } from "../state/tools";
+import { Dialog, Switch } from "./widgets";
 
 const MAX_SHOWN = 20_000;
 
@@ -132,10 +132,15 @@ export function ToolsDialog(): JSX.Element {
           <fieldset key={group.name}>
             <legend>{group.name}</legend>
             {group.tools.map(each => (
-              <ToolSwitch
+              <Switch
                 key={each.tool}
-                tool={each}
-                on={used.includes(each.tool)}
+                id={`tool-${each.tool}`}
+                label={each.display_name}
+                help={
+                  each.definition.function.description.slice(0, 300) +
+                  (each.permissions.write ? " Asks first." : "")
+                }
+                value={used.includes(each.tool)}
                 set={on => use(on ? [...used, each.tool] : used.filter(name => name !== each.tool))}
               />
             ))}
@@ -167,32 +172,5 @@ export function ToolsDialog(): JSX.Element {
         </button>
       </footer>
     </Dialog>
-  );
-}
-
-interface SwitchProps {
-  tool: Tool;
-  on: boolean;
-  set: (on: boolean) => void;
-}
-
-function ToolSwitch({ tool, on, set }: SwitchProps): JSX.Element {
-  const id = `tool-${tool.tool}`;
-  return (
-    <label class="field">
-      <span>{tool.display_name}</span>
-      <input
-        id={id}
-        type="checkbox"
-        role="switch"
-        checked={on}
-        aria-describedby={`${id}-help`}
-        onChange={event => set(event.currentTarget.checked)}
-      />
-      <small id={`${id}-help`}>
-        {tool.definition.function.description.slice(0, 300)}
-        {tool.permissions.write && " Asks first."}
-      </small>
-    </label>
   );
 }

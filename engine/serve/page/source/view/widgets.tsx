@@ -185,3 +185,32 @@ export async function copy(text: string): Promise<void> {
   document.execCommand("copy");
   area.remove();
 }
+
+export function Switch({
+  id,
+  label,
+  help,
+  value,
+  set,
+}: {
+  id: string;
+  label: string;
+  help: string;
+  value: boolean;
+  set: (on: boolean) => void;
+}): JSX.Element {
+  return (
+    <label class="field">
+      <span>{label}</span>
+      <input
+        id={id}
+        type="checkbox"
+        role="switch"
+        checked={value}
+        aria-describedby={`${id}-help`}
+        onChange={event => set(event.currentTarget.checked)}
+      />
+      <small id={`${id}-help`}>{help}</small>
+    </label>
+  );
+}
