@@ -23,9 +23,8 @@ from quengine.kv_cache import KVCache
 from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.platform.machine import cpu_quota, usable_cpus
-from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import CudaGraphs
-from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, decode_key, decode_keys
+from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, biased_keys, decode_key
 
 _TILE_ROWS = 128
 
@@ -131,9 +130,7 @@ def run_first(graphs: CudaGraphs) -> None:
 
 def run_all(graphs: CudaGraphs) -> None:
     """The steps of a warm-up, uncaptured, and prompts' steps of sizes that are not captured."""
-    bias = {0: 0.0}
-    biased = decode_keys(1, SamplingParams(logit_bias=bias), SamplingParams(temperature=0, logit_bias=bias))
-    for key in [*graphs.keys, decode_key(1, _ANY_TOP_K), *biased]:
+    for key in [*graphs.keys, decode_key(1, _ANY_TOP_K), *biased_keys(1)]:
         graphs.run_padding(key)
     longest = graphs.longest_chunk
     for tokens in (*_EAGER_TOKENS, *range(2 * _TILE_ROWS, graphs.prefill_tokens + 1, _TILE_ROWS)):

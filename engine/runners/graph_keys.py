@@ -112,9 +112,15 @@ def rarer_keys(most_decode_rows: int, prefill_tokens: int) -> list[GraphKey]:
         for rows in PREFILL_ROWS
         if rows <= prefill_tokens
     ]
+    return keys + biased_keys(most_decode_rows)
+
+
+def biased_keys(most_rows: int) -> list[GraphKey]:
+    """The keys of decode steps of up to `most_rows` with a bias, greedy and with the default settings."""
     bias = {0: 0.0}
-    biased = SamplingParams(logit_bias=bias), SamplingParams(temperature=0, logit_bias=bias)
-    return keys + decode_keys(most_decode_rows, *biased)
+    return decode_keys(
+        most_rows, SamplingParams(logit_bias=bias), SamplingParams(temperature=0, logit_bias=bias)
+    )
 
 
 def decode_keys(most_rows: int, *settings: SamplingParams) -> list[GraphKey]:
