@@ -183,6 +183,26 @@ def _status() -> dict[str, Schema]:
         "LoraAdapters": {"type": "array", "maxItems": 0},
         "Success": record(success=const(True)),
         "Predictions": record(predictions={"type": "array"}),
+        **_tools_and_streams(),
+        "Props": record(
+            default_generation_settings=record(n_ctx=COUNT, params=ref("GenerationSettings")),
+            total_slots=COUNT,
+            model_alias=STRING,
+            model_path=STRING,
+            chat_template=STRING,
+            bos_token=STRING,
+            eos_tokens=array(STRING),
+            modalities=record(vision=BOOLEAN, audio=BOOLEAN),
+            is_sleeping=BOOLEAN,
+            build_info=STRING,
+            limits=record(**dict.fromkeys(limits, COUNT)),
+            tools=BOOLEAN,
+        ),
+    }
+
+
+def _tools_and_streams() -> dict[str, Schema]:
+    return {
         "Streams": array(
             record(
                 conversation_id=STRING,
@@ -203,18 +223,4 @@ def _status() -> dict[str, Schema]:
             )
         ),
         "ToolEvent": {"anyOf": [record(chunk=STRING), record({"error": STRING}, done=const(True))]},
-        "Props": record(
-            default_generation_settings=record(n_ctx=COUNT, params=ref("GenerationSettings")),
-            total_slots=COUNT,
-            model_alias=STRING,
-            model_path=STRING,
-            chat_template=STRING,
-            bos_token=STRING,
-            eos_tokens=array(STRING),
-            modalities=record(vision=BOOLEAN, audio=BOOLEAN),
-            is_sleeping=BOOLEAN,
-            build_info=STRING,
-            limits=record(**dict.fromkeys(limits, COUNT)),
-            tools=BOOLEAN,
-        ),
     }
