@@ -41,10 +41,11 @@ def layer(q6: bool) -> dict[str, PackedWeight]:
 def layer_calls(
     first: dict[str, PackedWeight], pdl: bool
 ) -> dict[str, Callable[[dict[str, PackedWeight]], object]]:
-    """The launches of a layer on given weights, in order; their inputs are any numbers."""
-    hidden, norm = torch.randn(1, 4096, device="cuda"), torch.ones(4096, device="cuda")
-    attended, middle = (quantize_activations(torch.randn(1, n, device="cuda")) for n in (4096, 14336))
-    scratch = QuantizationScratch.empty(2 * 14336, "cuda")
+    """The launches of a layer on given weights, in order; their inputs are any numbers of the sizes of `first`."""
+    width, queries, inner = first["o"].rows, first["o"].cols, first["down"].cols
+    hidden, norm = torch.randn(1, width, device="cuda"), torch.ones(width, device="cuda")
+    attended, middle = (quantize_activations(torch.randn(1, n, device="cuda")) for n in (queries, inner))
+    scratch = QuantizationScratch.empty(2 * inner, "cuda")
     normed = matvec_norm(attended, first["o"], hidden, norm, 1e-5, scratch).rms_normed
     return {
         "qkv": lambda w: matvec(normed, w["qkv"], pdl=pdl),

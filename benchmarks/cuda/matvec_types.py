@@ -24,11 +24,9 @@ from benchmarks.cuda.cuda_timing import (
     graph_time,
     random_part,
 )
+from benchmarks.cuda.matvec_chain import layer_calls
 from quengine.kernels.cuda.gemv.activations import quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
-from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
-from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
-from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
@@ -89,22 +87,12 @@ def layer_of(model: str, name: str, number: int) -> Layer:
     }
 
 
-def layer_calls(model: str, layer: Layer, pdl: bool) -> Calls:
-    """The launches of a layer on given weights, in order; their inputs are any numbers."""
-    width, inner, queries = MODELS[model][:3]
-    hidden, norm = torch.randn(1, width, device="cuda"), torch.ones(width, device="cuda")
-    if "output" in layer:
-        x = quantize_activations(hidden)
-        return {"output": lambda w: matvec(x, w["output"], pdl=pdl)}
-    attended, middle = (quantize_activations(torch.randn(1, n, device="cuda")) for n in (queries, inner))
-    scratch = QuantizationScratch.empty(2 * inner, "cuda")
-    normed = matvec_norm(attended, layer["o"], hidden, norm, 1e-5, scratch).rms_normed
-    return {
-        "qkv": lambda w: matvec(normed, w["qkv"], pdl=pdl),
-        "o": lambda w: matvec_norm(attended, w["o"], hidden, norm, 1e-5, scratch, pdl),
-        "gate_up": lambda w: matvec_glu(normed, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
-        "down": lambda w: matvec_norm(middle, w["down"], hidden, norm, 1e-5, scratch, pdl),
-    }
+def calls_of(model: str, layer: Layer, pdl: bool) -> Calls:
+    """The launches of a layer, or of the output matrix."""
+    if "output" not in layer:
+        return layer_calls(layer, pdl)
+    x = quantize_activations(torch.randn(1, MODELS[model][0], device="cuda"))
+    return {"output": lambda w: matvec(x, w["output"], pdl=pdl)}
 
 
 def keys_of(layers: list[Layer]) -> dict[str, tuple[str, PackedWeight]]:
@@ -172,7 +160,7 @@ def compile_share(jobs: list[tuple[str, str]], share: int, tuned: str | None, en
             variants += [(model, layer, key, matrix, geometry) for geometry in (None, *tried)]
     first, last = (place * len(variants) // WORKERS for place in (share, share + 1))
     for model, layer, key, matrix, geometry in variants[first:last]:
-        calls = layer_calls(model, layer, torch.cuda.get_device_capability() >= (9, 0))
+        calls = calls_of(model, layer, torch.cuda.get_device_capability() >= (9, 0))
         if geometry is not None:
             entries[key] = list(geometry)
         calls[matrix](layer)
@@ -201,7 +189,7 @@ def main() -> None:
         first = layer_of(model, name, 0)
         count = 2 * copies_past_l2(2 * sum(weight.nbytes for weight in first.values()))
         layers = [first, *(layer_of(model, name, number) for number in range(1, count))]
-        calls = layer_calls(model, first, torch.cuda.get_device_capability() >= (9, 0))
+        calls = calls_of(model, first, torch.cuda.get_device_capability() >= (9, 0))
         measure(title, layers, calls)
         if arguments.tune is not None:
             tune(layers, calls, entries, arguments.tune)
