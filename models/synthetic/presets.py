@@ -26,6 +26,7 @@ class SyntheticModel:
     shared_feed_forward_length: of the shared expert; 0: `feed_forward_length` where the architecture gates one, else
         there is none.
     dense_layers: how many layers in front have no experts.
+    pooled: matrices of layers are cut from a pool of random rows, as those of experts always are.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
     """
 
@@ -52,6 +53,7 @@ class SyntheticModel:
     expert_feed_forward_length: int = 0
     shared_feed_forward_length: int = 0
     dense_layers: int = 0
+    pooled: bool = False
 
     def config(self) -> ModelConfig:
         """The configuration that a reader of the file finds."""
@@ -156,6 +158,19 @@ _OTHERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "head_dim": 64,
             "rope_freq_base": 5e5,
             "tied_output": True,
+        },
+    ),
+    "llama-3-70b": (
+        "llama",
+        {
+            "vocab_size": 128256,
+            "context_length": 8192,
+            "embedding_length": 8192,
+            "block_count": 80,
+            "feed_forward_length": 28672,
+            "head_count": 64,
+            "rope_freq_base": 5e5,
+            "pooled": True,
         },
     ),
     "mixtral-8x7b": ("llama", {"vocab_size": 32000, "experts": 8, "experts_used": 2}),

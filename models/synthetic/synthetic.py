@@ -1,7 +1,7 @@
 """Writes GGUF models of true shapes with random weights: for benchmarks without a download, and for tests.
 
 Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest tensor.
-Those of experts come from a pool (`expert_rows`).
+Those of experts, and of the layers of `pooled` presets, come from a pool (`pooled_rows`).
 """
 
 import os
@@ -18,7 +18,7 @@ from quengine.models.architectures import ARCHITECTURES
 from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
-from quengine.models.synthetic.expert_rows import ExpertRows
+from quengine.models.synthetic.pooled_rows import PooledRows
 from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel
 from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
@@ -114,11 +114,11 @@ def _write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    experts = ExpertRows(seed)
+    pool = PooledRows(seed)
     for index, (name, shape) in enumerate(shapes.items()):
         rng = np.random.default_rng([seed, index])
-        if len(shape) == 3:
-            writer.write_tensor_data(experts.tensor(types[name], shape, rng))
+        if len(shape) == 3 or (spec.pooled and len(shape) == 2 and name.startswith("blk.")):
+            writer.write_tensor_data(pool.tensor(types[name], shape, rng))
         else:
             writer.write_tensor_data(_weights(spec, name, shape, types[name], rng))
     writer.close()

@@ -1,6 +1,4 @@
-"""The matrices of experts, cut from a pool of random rows: drawing each of them anew would take minutes a model."""
-
-from math import prod
+"""Matrices cut from a pool of random rows: drawing each of a large model anew would take minutes."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +10,8 @@ from quengine.models.tensor_table import Shape
 _POOL_BYTES = 1 << 25
 
 
-class ExpertRows:
-    """Random rows of every type and width that a model's experts have, each drawn once.
+class PooledRows:
+    """Random rows of every type and width that a model's experts or layers have, each drawn once.
 
     A matrix begins at a row of its own of the pool, and goes on at the pool's beginning behind its end, so that no two
     experts of a tensor are equal. A tensor that is no larger than the pool is drawn whole.
@@ -25,18 +23,20 @@ class ExpertRows:
         self._whole = np.empty(0, np.uint8)
 
     def tensor(self, kind: str, shape: Shape, rng: np.random.Generator) -> NDArray[np.uint8]:
-        """Weights [E, rows, columns] of type `kind` and standard deviation columns^-0.5, uint8 [E * rows, row bytes].
+        """Weights [E, rows, columns] or [rows, columns] of type `kind` and standard deviation columns^-0.5.
+
+        Returns uint8 [E * rows, row bytes].
 
         Valid until the next call.
         """
-        count, rows, cols = shape
+        count, rows, cols = shape if len(shape) == 3 else (1, *shape)
         width = FORMATS[kind].row_bytes(cols)
         if count * rows * width <= _POOL_BYTES:
             return random_rows(kind, count * rows, cols, cols**-0.5, rng)
         pool = self._pool(kind, cols)
-        if self._whole.size < prod(shape[:2]) * width:
-            self._whole = np.empty(prod(shape[:2]) * width, np.uint8)
-        whole = self._whole[: prod(shape[:2]) * width].reshape(count, rows, width)
+        if self._whole.size < count * rows * width:
+            self._whole = np.empty(count * rows * width, np.uint8)
+        whole = self._whole[: count * rows * width].reshape(count, rows, width)
         for matrix, first in zip(whole, rng.choice(len(pool), count, replace=False), strict=True):
             _fill(matrix, pool, int(first))
         return whole.reshape(-1, width)
