@@ -27,7 +27,7 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     begin_rows,
     check_row,
     finish_rows,
-    quantize_shared_group,
+    quantize_with_neighbours,
 )
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
@@ -36,7 +36,7 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 @triton.jit
 def _norm_kernel(
-    values_ptr, arrivals_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
+    words_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
     x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, tiles, N, P: tl.constexpr,
 ):  # fmt: skip
     """P.tiles is an even number, so that a program has whole groups of 32 outputs, or one, and two programs share a
@@ -67,8 +67,7 @@ def _norm_kernel(
     value = hidden * norm
     out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
     if P.tiles == 1:
-        tl.store(values_ptr + column, value, mask=inside)
-        quantize_shared_group(values_ptr, arrivals_ptr, out, tile0 // 2, 2)
+        quantize_with_neighbours(tl.reshape(value, [16]), words_ptr, out, tile0 * 16)
     else:
         GROUPS: tl.constexpr = P.tiles // 2
         high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
@@ -119,7 +118,7 @@ def matvec_norm(
     squares = torch.empty(1, programs, dtype=torch.float32, device=residual.device)
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
     _norm_kernel[(programs,)](
-        room.values, room.arrivals, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
+        room.words, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
         x.high, x.low, x.scale, x.sums, *part.planes, bias, part.tiles, part.rows,
         P=MatvecProgram.of(part, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,

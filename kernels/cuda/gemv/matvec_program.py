@@ -109,6 +109,41 @@ def finish_rows(queue, squares, matrix, x, tile0, P: tl.constexpr):
 
 
 @triton.jit
+def _await_words(pointers):
+    """The int32 words at `pointers`, once none of them is -1."""
+    words = tl.load(pointers, volatile=True)
+    while tl.max((words == -1).to(tl.int32), 0) > 0:
+        words = tl.load(pointers, volatile=True)
+    return words
+
+
+@triton.jit
+def quantize_with_neighbours(value, words_ptr, out, first):
+    """Quantize a group of 32 outputs that programs side by side share, of which this one has `value` [COUNT], outputs
+    `first` and on. All but the last leave theirs as words, which the last awaits: a word is written whole, so that
+    there is nothing to fence or to count. It puts back -1, which no word is.
+
+    Programs wait for those of lower numbers alone, which have begun before them.
+    """
+    COUNT: tl.constexpr = value.shape[0]
+    OTHERS: tl.constexpr = 32 - COUNT
+    if first % 32 < OTHERS:
+        bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)  # one NaN for all
+        tl.store(words_ptr + first + tl.arange(0, COUNT), bits)
+    else:
+        i = tl.arange(0, 32)
+        group = first // 32
+        words = _await_words(words_ptr + group * 32 + i % OTHERS)
+        own = tl.reshape(tl.broadcast_to(value[None, :], [32 // COUNT, COUNT]), [32])
+        values = tl.where(i < OTHERS, words.to(tl.float32, bitcast=True), own)
+        high, low, scale, sums = quantize_group(values[None, :])
+        row = tl.arange(0, 1)
+        store_quantized(out.high, out.low, out.scale, out.sums, row + group, row < 1, high, low, scale, sums)
+        tl.debug_barrier()  # each warp has seen all words
+        tl.store(words_ptr + group * 32 + i, -1, mask=i < OTHERS)
+
+
+@triton.jit
 def quantize_shared_group(values_ptr, arrivals_ptr, out, group, PROGRAMS: tl.constexpr):
     """Quantize group `group` of 32 outputs, which PROGRAMS programs share: each has just stored its part of `values`
     and counts its arrival; the last one quantizes the whole."""
@@ -127,10 +162,11 @@ def quantize_shared_group(values_ptr, arrivals_ptr, out, group, PROGRAMS: tl.con
 @dataclass(frozen=True)
 class QuantizationScratch:
     """Memory of `quantize_shared_group`, reusable by every call of one stream: values fp32 and an arrival counter,
-    int32, for each 32 outputs. Counters are zero between launches."""
+    int32, for each 32 outputs. Counters are zero between launches; words, int32 for each output, are -1."""
 
     values: Tensor
     arrivals: Tensor
+    words: Tensor
 
     @classmethod
     def empty(cls, width: int, device: torch.device | str) -> "QuantizationScratch":
@@ -138,6 +174,7 @@ class QuantizationScratch:
         return cls(
             torch.empty(width, dtype=torch.float32, device=device),
             torch.zeros(-(-width // 32), dtype=torch.int32, device=device),
+            torch.full((width,), -1, dtype=torch.int32, device=device),
         )
 
     @classmethod
