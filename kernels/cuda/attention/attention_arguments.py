@@ -38,7 +38,8 @@ class DecodeWorkspace(NamedTuple):
     """What the KV splits of one launch leave for the one that combines them; reused by every layer.
 
     acc: fp32 [sequences, heads, splits, head_dim], unnormalized; state: fp32 [sequences, heads, splits, 2], a split's
-    row_max (base 2) and row_sum; arrivals: int32 [sequences, kv_heads], counters that are zero between launches.
+    row_max (base 2) and row_sum; arrivals: int32 [sequences, kv_heads]. Between launches the bits of the first two are
+    -1, and the counters of arrivals zero.
     """
 
     acc: Tensor
@@ -51,8 +52,8 @@ class DecodeWorkspace(NamedTuple):
     ) -> "DecodeWorkspace":
         splits = split_count(kv_heads)
         return cls(
-            torch.empty(sequences, heads, splits, head_dim, dtype=torch.float32, device=device),
-            torch.empty(sequences, heads, splits, 2, dtype=torch.float32, device=device),
+            torch.full((sequences, heads, splits, head_dim), -1, dtype=torch.int32, device=device).view(torch.float32),
+            torch.full((sequences, heads, splits, 2), -1, dtype=torch.int32, device=device).view(torch.float32),
             torch.zeros(sequences, kv_heads, dtype=torch.int32, device=device),
         )
 

@@ -185,7 +185,8 @@ def _finish(
     SHAPE: gl.constexpr, SPLITS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
-    """Store a program's heads, or leave them to the last of the splits, which combines all of them."""
+    """Store a program's heads, or leave them, word by word, to that of the last split, which awaits and combines all:
+    it waits for programs of lower numbers alone, which have begun before it."""
     ALL_HEADS: gl.constexpr = SHAPE.kv_heads * SHAPE.group
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     values_ptr = outputs.data
@@ -197,12 +198,9 @@ def _finish(
         outputs.sums + sequence * (ALL_HEADS * HEAD_DIM // 16),
     )  # fmt: skip
     head = kv_head * SHAPE.group
-    if splits == 1:
-        out = out / gl.expand_dims(row_sum, 1)
-        store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
-    else:
-        acc_ptr = workspace.acc + sequence * (ALL_HEADS * SPLITS * HEAD_DIM)
-        state_ptr = workspace.state + sequence * (ALL_HEADS * SPLITS * 2)
+    acc_ptr = workspace.acc + sequence * (ALL_HEADS * SPLITS * HEAD_DIM)
+    state_ptr = workspace.state + sequence * (ALL_HEADS * SPLITS * 2)
+    if part < splits - 1:
         member = gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, F)))
         live = member < SHAPE.group
         at = (head + member) * SPLITS + part
@@ -210,13 +208,13 @@ def _finish(
         gl.store(acc_ptr + gl.expand_dims(at, 1) * HEAD_DIM + column, out, mask=gl.expand_dims(live, 1))
         gl.store(state_ptr + at * 2, row_max, mask=live)
         gl.store(state_ptr + at * 2 + 1, row_sum, mask=live)
-        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-        arrivals = workspace.arrivals + sequence * SHAPE.kv_heads + kv_head
-        if gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            gl.store(arrivals, 0)
-            row_sum, out = merged_splits(acc_ptr, state_ptr, head, splits, SHAPE, HEADS, SPLITS, F)
-            out = out / gl.expand_dims(row_sum, 1)
-            store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
+    else:
+        if part > 0:
+            row_sum, out = merged_splits(
+                acc_ptr, state_ptr, head, part, row_max, row_sum, out, SHAPE, SPLITS, F
+            )
+        out = out / gl.expand_dims(row_sum, 1)
+        store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
 
 
 @gluon.jit

@@ -121,15 +121,14 @@ def _await_words(pointers):
 def quantize_with_neighbours(value, words_ptr, out, first):
     """Quantize a group of 32 outputs that programs side by side share, of which this one has `value` [COUNT], outputs
     `first` and on. All but the last leave theirs as words, which the last awaits: a word is written whole, so that
-    there is nothing to fence or to count. It puts back -1, which no word is.
+    there is nothing to fence or to count. It puts back -1, a NaN that no arithmetic gives.
 
     Programs wait for those of lower numbers alone, which have begun before them.
     """
     COUNT: tl.constexpr = value.shape[0]
     OTHERS: tl.constexpr = 32 - COUNT
     if first % 32 < OTHERS:
-        bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)  # one NaN for all
-        tl.store(words_ptr + first + tl.arange(0, COUNT), bits)
+        tl.store(words_ptr + first + tl.arange(0, COUNT), value.to(tl.int32, bitcast=True))
     else:
         i = tl.arange(0, 32)
         group = first // 32
