@@ -52,8 +52,8 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "qkv": SHORT,
     "o": SHORT,
     "gate_up": (
-        (1, 4, 1, 64, True), (1, 4, 1, 80, True), (1, 4, 2, 96, True), (1, 8, 1, 64, True), (1, 8, 1, 80, True),
-        (1, 2, 2, 96, True), (2, 4, 1, 72, True), (1, 4, 1, 96, True), (1, 4, 2, 128, True),
+        (1, 4, 1, 64, True), (1, 4, 1, 80, True), (1, 4, 2, 96, True), (1, 8, 1, 64, True), (2, 4, 1, 72, True),
+        (1, 2, 1, 64, True), (1, 2, 1, 72, True), (1, 2, 1, 80, True), (1, 4, 2, 128, True),
     ),
     "down": (
         (1, 16, 1, 64, True), (1, 8, 1, 80, True), (1, 8, 1, 112, True), (1, 8, 1, 128, True), (1, 8, 2, 128, True),

@@ -21,8 +21,9 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     begin_rows,
     check_row,
     finish_rows,
+    leave_for_last,
     load_squares,
-    quantize_with_neighbours,
+    quantize_as_last,
     row_arguments,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
@@ -58,7 +59,9 @@ def _glu_kernel(
         )  # fmt: skip
     else:
         out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
-        quantize_with_neighbours(tl.reshape(value, [8 * P.tiles]), words_ptr, out, tile0 * 8)
+        value = tl.reshape(value, [8 * P.tiles])
+        leave_for_last(value, words_ptr, tile0 * 8)
+        quantize_as_last(value, words_ptr, out, tile0 * 8)
 
 
 def matvec_glu(

@@ -27,7 +27,8 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     begin_rows,
     check_row,
     finish_rows,
-    quantize_with_neighbours,
+    leave_for_last,
+    quantize_as_last,
 )
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
@@ -61,13 +62,15 @@ def _norm_kernel(
     if bias_ptr is not None:
         product += tl.load(bias_ptr + column, mask=inside, other=0.0)
     hidden = product + residual
-    tl.store(hidden_ptr + column, hidden, mask=inside)
-    tl.store(squares_ptr + tl.arange(0, 1) + tl.program_id(0), tl.sum(hidden * hidden, 1))
     norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     value = hidden * norm
+    if P.tiles == 1:
+        leave_for_last(tl.reshape(value, [16]), words_ptr, tile0 * 16)
+    tl.store(hidden_ptr + column, hidden, mask=inside)
+    tl.store(squares_ptr + tl.arange(0, 1) + tl.program_id(0), tl.sum(hidden * hidden, 1))
     out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
     if P.tiles == 1:
-        quantize_with_neighbours(tl.reshape(value, [16]), words_ptr, out, tile0 * 16)
+        quantize_as_last(tl.reshape(value, [16]), words_ptr, out, tile0 * 16)
     else:
         GROUPS: tl.constexpr = P.tiles // 2
         high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))

@@ -118,18 +118,22 @@ def _await_words(pointers):
 
 
 @triton.jit
-def quantize_with_neighbours(value, words_ptr, out, first):
-    """Quantize a group of 32 outputs that programs side by side share, of which this one has `value` [COUNT], outputs
-    `first` and on. All but the last leave theirs as words, which the last awaits: a word is written whole, so that
-    there is nothing to fence or to count. It puts back -1, a NaN that no arithmetic gives.
+def leave_for_last(value, words_ptr, first):
+    """Of a group of 32 outputs that programs side by side share, this one has `value` [COUNT], outputs `first` and on.
+    All but the last leave theirs as words for `quantize_as_last`: a word is written whole, so that there is nothing to
+    fence or to count."""
+    COUNT: tl.constexpr = value.shape[0]
+    if first % 32 < 32 - COUNT:
+        tl.store(words_ptr + first + tl.arange(0, COUNT), value.to(tl.int32, bitcast=True))
 
-    Programs wait for those of lower numbers alone, which have begun before them.
-    """
+
+@triton.jit
+def quantize_as_last(value, words_ptr, out, first):
+    """The last program of a group awaits what `leave_for_last` leaves and quantizes all 32 outputs. It puts back -1, a
+    NaN that no arithmetic gives. It waits for programs of lower numbers alone, which have begun before it."""
     COUNT: tl.constexpr = value.shape[0]
     OTHERS: tl.constexpr = 32 - COUNT
-    if first % 32 < OTHERS:
-        tl.store(words_ptr + first + tl.arange(0, COUNT), value.to(tl.int32, bitcast=True))
-    else:
+    if first % 32 >= OTHERS:
         i = tl.arange(0, 32)
         group = first // 32
         words = _await_words(words_ptr + group * 32 + i % OTHERS)
