@@ -151,15 +151,18 @@ def _combine(
         address = acc_ptr + at[:, :, None] * HEAD_DIM + d[None, None, :]
         tile = live[:, :, None] & (d < HEAD_DIM)[None, None, :]
         acc = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
-        tl.debug_barrier()  # all have read what is now left as it was found
-        left = acc.to(tl.int32, bitcast=True) | -1
-        tl.store(address, left.to(tl.float32, bitcast=True), mask=tile)
-        left = row_max.to(tl.int32, bitcast=True) | -1
-        tl.store(state_ptr + at * 2, left.to(tl.float32, bitcast=True), mask=live)
-        tl.store(state_ptr + at * 2 + 1, left.to(tl.float32, bitcast=True), mask=live)
         weight = tl.exp2(row_max - tl.max(row_max, 1)[:, None])
         out = tl.sum(acc * weight[:, :, None], 1) / tl.sum(row_sum * weight, 1)[:, None]
         _store_heads(out, head, member < GROUP, outputs, sequence, stride, HEAD_DIM, QUANTIZE, FORM)
+    tl.debug_barrier()  # all have read what is now left as it was found
+    WORDS: tl.constexpr = 1024
+    i = tl.arange(0, WORDS)
+    for left in range(first_head, first_head + GROUP):
+        state = (state_ptr + left * (SPLITS * 2)).to(tl.pointer_type(tl.int32))
+        tl.store(state + i, -1, mask=i < 2 * splits)
+        words = (acc_ptr + left * (SPLITS * HEAD_DIM)).to(tl.pointer_type(tl.int32))
+        for begin in range(0, splits * HEAD_DIM, WORDS):
+            tl.store(words + begin + i, -1, mask=begin + i < splits * HEAD_DIM)
 
 
 @triton.jit
