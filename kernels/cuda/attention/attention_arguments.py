@@ -51,9 +51,13 @@ class DecodeWorkspace(NamedTuple):
         cls, sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> "DecodeWorkspace":
         splits = split_count(kv_heads)
+        words, states = (
+            torch.full((sequences, heads, splits, n), -1, dtype=torch.int32, device=device)
+            for n in (head_dim, 2)
+        )
         return cls(
-            torch.full((sequences, heads, splits, head_dim), -1, dtype=torch.int32, device=device).view(torch.float32),
-            torch.full((sequences, heads, splits, 2), -1, dtype=torch.int32, device=device).view(torch.float32),
+            words.view(torch.float32),
+            states.view(torch.float32),
             torch.zeros(sequences, kv_heads, dtype=torch.int32, device=device),
         )
 

@@ -88,9 +88,7 @@ def merged_splits(
     row_sum = gl.zeros_like(own_sum)
     acc = gl.zeros_like(own_acc)
     for s in range(0, own + 1, F.size_per_thread[0]):
-        parts = _await_splits(
-            acc_ptr, state_ptr, head, s, own, own_max, own_sum, own_acc, SHAPE, SPLITS, F
-        )
+        parts = _await_splits(acc_ptr, state_ptr, head, s, own, own_max, own_sum, own_acc, SHAPE, SPLITS, F)
         part_max, part_sum, part_acc = merged(parts[0], parts[1], parts[2], F)
         new_max = gl.maximum(row_max, part_max)
         old = gl.exp2(row_max - new_max)

@@ -58,7 +58,7 @@ def value_words(row, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.const
 def scale_words(row, KEYS: gl.constexpr, WARPS: gl.constexpr):
     """As `key_words`, for the scales of keys or values in a q8_0 cache, a word of as many bits as a row of them has:
     [threads, KEYS / 8], that of key r + 8 m."""
-    _, r, c, m = threads(KEYS // 8, WARPS)
+    _, r, _, m = threads(KEYS // 8, WARPS)
     row = gl.convert_layout(row, r.type.layout, assert_trivial=True)
     return row + (r + 8 * m), r + 8 * m
 

@@ -386,9 +386,7 @@ def _attention_warps_kernel(
                 if Q8:
                     weights = p * of_keys(scale_of(v_scales[0], n), KEYS, S, HEADS, WARPS)
                 v = value_operand(values[n], KEYS, WARPS, Q8, A)
-                sums = sums + (
-                    mma_v2(v, weight_operand(weights, B), acc[n] * of_both_terms(rescale, MMA)),
-                )
+                sums = sums + (mma_v2(v, weight_operand(weights, B), acc[n] * of_both_terms(rescale, MMA)),)
             acc = sums
             v_at, v_key = value_words(row, KEYS, HEAD_DIM, WARPS, Q8)
             values = _load(v_words, v_at, v_key, own, oldest, end, PARTS)

@@ -146,26 +146,11 @@ def quantize_as_last(value, words_ptr, out, first):
         tl.store(words_ptr + group * 32 + i, -1, mask=i < OTHERS)
 
 
-@triton.jit
-def quantize_shared_group(values_ptr, arrivals_ptr, out, group, PROGRAMS: tl.constexpr):
-    """Quantize group `group` of 32 outputs, which PROGRAMS programs share: each has just stored its part of `values`
-    and counts its arrival; the last one quantizes the whole."""
-    tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-    arrived = tl.atomic_add(arrivals_ptr + group, 1, sem="acq_rel", scope="gpu")
-    if arrived == PROGRAMS - 1:
-        row = tl.arange(0, 1)
-        at = row[:, None] + group * 32 + tl.arange(0, 32)[None, :]
-        # Other programs wrote these: not from this multiprocessor's own cache.
-        values = tl.load(values_ptr + at, cache_modifier=".cg")
-        high, low, scale, sums = quantize_group(values)
-        store_quantized(out.high, out.low, out.scale, out.sums, row + group, row < 1, high, low, scale, sums)
-        tl.store(arrivals_ptr + group, 0)
-
-
 @dataclass(frozen=True)
 class QuantizationScratch:
-    """Memory of `quantize_shared_group`, reusable by every call of one stream: values fp32 and an arrival counter,
-    int32, for each 32 outputs. Counters are zero between launches; words, int32 for each output, are -1."""
+    """Memory of launches that quantize what they compute, reusable by every call of one stream: values fp32, and words
+    of `leave_for_last`, int32, for each output; an arrival counter, int32, for 32 of them. Between launches counters
+    are zero, and words -1."""
 
     values: Tensor
     arrivals: Tensor
