@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,11 +20,13 @@ from quengine import LLM, SamplingParams
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub import hub_pull
+from quengine.serve.models.model_folder import find_models
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.preset_file import find_specs
 from quengine.serve.models.residency import MakeRoom
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.settings import ModelsOptions, ServerSettings
+from tests.engine.serve.hostile_bodies import cases
 from tests.engine.serve.models.fake_device import Device, states
 from tests.engine.serve.serving import Served, serving
 from tests.hub_server import Hub, serve_hub
@@ -503,3 +506,59 @@ def test_an_empty_folder_can_be_served_to_pull_into(tmp_path: Path) -> None:
         assert http.post("/v1/completions", json={"prompt": "hi"}).status_code in (400, 404)
         client.pull(f"{NAME}:Q4_K_S")
         assert client.generate(f"{NAME}:Q4_K_S", "hi", raw=True).response
+
+
+# --- hostile and many ----------------------------------------------------------------------------------------
+
+
+def test_no_value_of_a_field_fails_the_server_or_changes_the_folder(served: Served, folder: Path) -> None:
+    before = sorted(folder.parent.rglob("*"))
+    with served.http() as http:
+        for case in cases(["/api/pull", "/api/copy"]):
+            for method, path in (("POST", case.path), ("DELETE", "/api/delete")):
+                answer = http.request(method, path, content=case.raw)
+                assert answer.status_code < 500, (method, path, case.raw[:80], answer.text)
+    assert sorted(folder.parent.rglob("*")) == before
+
+
+def test_clients_that_change_and_use_models_at_once_meet_no_fault(
+    served: Served, folder: Path, hub: Hub
+) -> None:
+    del hub
+    statuses = Counter[int]()
+
+    def churn(seed: int) -> None:
+        rng = random.Random(seed)
+        with served.http() as http:
+            for _ in range(12):
+                name = rng.choice(("a", "b:1", f"{NAME}:Q4_K_S", f"{NAME}:Q8_0"))
+                method, path, body = rng.choice(
+                    (
+                        ("POST", "/api/pull", {"model": name, "stream": rng.random() < 0.5}),
+                        (
+                            "POST",
+                            "/api/copy",
+                            {"source": rng.choice(("old", name)), "destination": rng.choice("ab")},
+                        ),
+                        ("DELETE", "/api/delete", {"model": name}),
+                        (
+                            "POST",
+                            "/api/generate",
+                            {"model": name, "prompt": "hi", "raw": True, "stream": False},
+                        ),
+                        ("GET", "/models?reload=1", None),
+                    )
+                )
+                answer = http.request(method, path, json=body)
+                statuses[answer.status_code] += 1
+                if answer.status_code >= 500:
+                    assert "could not be loaded" in answer.text, (path, body, answer.text)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(churn, range(6)))
+        assert statuses[200] > 10 and statuses[404] > 2
+    with served.http() as http:
+        http.get("/models?reload=1")
+        shown = {each["id"] for each in http.get("/models").json()["data"]}
+    assert shown == set(find_models(folder)) and "old" in shown
+    assert not list(folder.rglob(".*"))
