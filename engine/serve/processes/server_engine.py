@@ -56,6 +56,7 @@ class ProcessEngine:
         progress: called with a line that says how far the weights are loaded.
         make_room: called with the bytes that the model needs, those that are free and the device, until it returns
             false: nothing has left the device since.
+        text: of the same model, as another engine has it; None: it is read.
 
     Raises:
         EngineError: no such model, or its file is wrong.
@@ -68,20 +69,22 @@ class ProcessEngine:
         options: Mapping[str, Any],
         progress: Callable[[str], None] = lambda _: None,
         make_room: Callable[[int, int, str], bool] = lambda *_: False,
+        text: TextSide | None = None,
     ) -> None:
         self._start("quengine.serve.processes.engine_main")
         try:
             self._send(Load(model, options))
             install()  # this process reads the mapped vocabulary as long as it serves
-            # While the process begins.
-            text = TextSide.of_file(resolve_model(model), options.get("chat_template"))
-            text.tokenizer.prepare()
+            if text is None:  # while the process begins
+                text = TextSide.of_file(resolve_model(model), options.get("chat_template"))
+                text.tokenizer.prepare()
             ready = self._loaded(progress, make_room)
         except BaseException:
             self._process.kill()
             self.close()
             raise
         cache_type = str(options.get("cache_type", "f16"))
+        self.text = text
         self.model = ServedModel(text, ready.ctx_size, ready.notes, ready.device, cache_type, ready.memory)
         _ = self.model.answer_format  # found now, and not with the first request
         self.capacity = ready.capacity
@@ -114,6 +117,15 @@ class ProcessEngine:
     @property
     def silent_seconds(self) -> float:
         return self._heartbeat.age
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `step` would return, or raise, at once."""
+        return bool(self._events) or self._connection.poll()
+
+    def fileno(self) -> int:
+        """Of the connection, for `multiprocessing.connection.wait`."""
+        return self._connection.fileno()
 
     def add(self, request: Work) -> None:
         self._send(Add.of(request))

@@ -119,32 +119,59 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class SlotDone(msgspec.Struct, frozen=True, tag=True):
-    """The end of an action on a slot of so many tokens, with the bytes of its file and the seconds that it took."""
+    """The end of an action on a slot of so many tokens, with the bytes of its file and the seconds that it took.
+
+    `token_ids`: of a prefix that was restored.
+    """
 
     request_id: int
     tokens: int
     nbytes: int = 0
     seconds: float = 0.0
+    token_ids: tuple[int, ...] = ()
 
 
 Event = Piece | Finished | Failed | SlotDone
 
 
 class SlotStats(msgspec.Struct, frozen=True):
-    """How far one running sequence is, in tokens. `computed` are those in the cache, prompt included."""
+    """How far one running sequence is, in tokens. `computed` are those in the cache, prompt included; `replica`: the
+    number of the engine that it is in, where there are several."""
 
     request_id: int
     prompt_tokens: int
     computed: int
     generated: int
+    replica: int | None = None
+
+
+class ReplicaStats(msgspec.Struct):
+    """One of several engines: whether it takes requests, how many it has, and what it has done since the server began.
+
+    `requests` were given to it, `moved` went to another one when it failed; `cached_tokens` of the `prompt_tokens` were
+    in its cache. `failures`: how often it had to be started again.
+    """
+
+    up: bool
+    running: int = 0
+    cache_used: int = 0
+    cache_size: int = 0
+    requests: int = 0
+    moved: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    failures: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """What the engine holds. `cache_used` and `cache_size` are positions of keys and values."""
+    """What the engine holds. `cache_used` and `cache_size` are positions of keys and values. `replicas`: of several
+    engines behind one address each, by number."""
 
     slots: tuple[SlotStats, ...] = ()
     cache_used: int = 0
     cache_size: int = 0
+    replicas: tuple[ReplicaStats, ...] = ()
 
 
 class Engine(Protocol):

@@ -30,7 +30,10 @@ async def health(models: Models, request: Request) -> Response:
     if models.draining:
         raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
     sleeping = models.only is not None and models.only.asleep
-    return json_response({"status": "ok", **({"is_sleeping": True} if sleeping else {})})
+    status: dict[str, Any] = {"status": "ok", **({"is_sleeping": True} if sleeping else {})}
+    if models.only is not None and (replicas := models.only.service.worker.stats.replicas):
+        status["replicas"] = {"up": sum(each.up for each in replicas), "of": len(replicas)}
+    return json_response(status)
 
 
 async def metrics(models: Models, request: Request) -> Response:
