@@ -57,6 +57,7 @@ class ProcessEngine:
         make_room: called with the bytes that the model needs, those that are free and the device, until it returns
             false: nothing has left the device since.
         text: of the same model, as another engine has it; None: it is read.
+        gpus: the CUDA devices that the process is to see, as CUDA_VISIBLE_DEVICES names them; None: all.
 
     Raises:
         EngineError: no such model, or its file is wrong.
@@ -70,8 +71,9 @@ class ProcessEngine:
         progress: Callable[[str], None] = lambda _: None,
         make_room: Callable[[int, int, str], bool] = lambda *_: False,
         text: TextSide | None = None,
+        gpus: str | None = None,
     ) -> None:
-        self._start("quengine.serve.processes.engine_main")
+        self._start("quengine.serve.processes.engine_main", gpus)
         try:
             self._send(Load(model, options))
             install()  # this process reads the mapped vocabulary as long as it serves
@@ -89,7 +91,7 @@ class ProcessEngine:
         _ = self.model.answer_format  # found now, and not with the first request
         self.capacity = ready.capacity
 
-    def _start(self, module: str) -> None:
+    def _start(self, module: str, gpus: str | None = None) -> None:
         """Start the engine's process, which runs `module`, with a pipe to it and its heartbeat."""
         self._stats = EngineStats()
         self._events: list[Event] = []
@@ -104,6 +106,7 @@ class ProcessEngine:
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
                 start_new_session=True,
+                env=None if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpus},
             )
             self._heartbeat = shared_heartbeat.Heartbeat(os.dup(shared.fileno()))
         theirs.close()

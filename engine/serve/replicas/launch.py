@@ -1,5 +1,6 @@
 """Server process: what each replica is started with: its devices, its share of the threads, the first one's context."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -43,9 +44,12 @@ def start_replicas(
         return made
 
     engine = ReplicaEngine(start, count)
-    facts, devices = engine.model.facts, engine.devices
-    engine.model.facts = {**facts, "device": ", ".join(devices), "memory": count * facts["memory"]}
-    engine.model.notes = (*engine.model.notes, f"{count} replicas, on {' and '.join(dict.fromkeys(devices))}")
+    facts = engine.model.facts
+    kind, ranks = str(facts["device"]).partition(":")[0], spec.config.tensor_parallel
+    each = "a GPU" if ranks == 1 else f"{ranks} GPUs"
+    place = f"on {each} each" if kind == "cuda" else "that share the threads of the CPU"
+    engine.model.facts = {**facts, "memory": count * facts["memory"]}
+    engine.model.notes = (*engine.model.notes, f"{count} replicas, {place}")
     return engine
 
 
@@ -59,16 +63,17 @@ def _start(
     """The engine of a number. first: the one that was made first, whose kind of device and context the others have."""
     config, count = spec.config, spec.settings.replicas
     config = replace(config, threads=max(1, thread_count(config.threads) // count))
-    if first is None:
-        return ProcessEngine(spec.model, config.values(), progress, make_room)
-    config = replace(config, ctx_size=first.model.ctx_size)
-    if str(first.model.facts["device"]).startswith("cuda"):
-        config = replace(config, **_devices(number, config.tensor_parallel))
-    return ProcessEngine(spec.model, config.values(), progress, make_room, first.text)
+    text = None
+    if first is not None:
+        kind = str(first.model.facts["device"]).partition(":")[0]
+        config, text = replace(config, device=kind, ctx_size=first.model.ctx_size), first.text
+    gpus = visible_gpus(number, config.tensor_parallel)
+    return ProcessEngine(spec.model, config.values(), progress, make_room, text, gpus)
 
 
-def _devices(number: int, ranks: int) -> dict[str, str]:
-    """The options that name the CUDA devices of a replica."""
-    if ranks == 1:
-        return {"device": f"cuda:{number}"}
-    return {"device": "cuda", "devices": ",".join(str(number * ranks + rank) for rank in range(ranks))}
+def visible_gpus(number: int, ranks: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a replica: its part of those that this process sees; empty where there are too few."""
+    mine = range(number * ranks, (number + 1) * ranks)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, mine) if given is None else given.split(",")[mine.start : mine.stop]
+    return ",".join(names)

@@ -32,5 +32,9 @@ class PrefixIndex:
         while len(self._keys) > self.most:
             del self._keys[next(iter(self._keys))]
 
+    def discard(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._keys.pop(key, None)
+
     def clear(self) -> None:
         self._keys.clear()

@@ -172,11 +172,10 @@ class Replica:
         self.counts.cached_tokens += times.cached_tokens
         self.counts.generated_tokens += times.generated_tokens
 
-    def restored(self, token_ids: Sequence[int]) -> None:
+    def restored(self, routed: Routed, token_ids: Sequence[int]) -> None:
         """A prefix from a file is in its cache."""
-        keys: list[bytes] = []
-        extend_keys(keys, token_ids)
-        self.index.add(keys)
+        extend_keys(routed.keys, token_ids)
+        self.index.add(routed.keys)
 
     def stats(self) -> EngineStats:
         """What it holds, under its number. Raises where its process has ended."""

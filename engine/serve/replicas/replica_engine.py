@@ -63,7 +63,7 @@ class ReplicaEngine:
         self._replicas = [Replica(number, start, self._made) for number in range(count)]
         self._routed: dict[int, Routed] = {}
         self._waiting: deque[Routed] = deque()
-        self._slots: dict[int, Replica] = {}  # which one holds what a slot names
+        self._slots: dict[int, tuple[Replica, list[bytes]]] = {}  # who holds what a slot names, and its keys
         self._events: list[Event] = []
         self._looked_at = 0.0
         try:
@@ -93,11 +93,6 @@ class ReplicaEngine:
                 return
         replica.take_result()
         replica.close()
-
-    @property
-    def devices(self) -> list[str]:
-        """Of each replica that is up."""
-        return [str(engine.model.facts.get("device", "")) for engine in self._up.values()]
 
     # --- an engine's calls -----------------------------------------------------------------------------
 
@@ -187,12 +182,12 @@ class ReplicaEngine:
                 self._end(routed)
                 self._events.append(failed(routed.request.id, error, "request"))
             else:
-                self._slots[routed.request.slot] = replica
+                self._note_slot(replica, routed)
 
     def _choose(self, routed: Routed) -> Replica | None:
         """The replica for a request; None: it waits."""
         if isinstance(routed.request, SlotAction) and routed.request.action != "restore":
-            holder = self._slots.get(routed.request.slot)
+            holder, _ = self._slots.get(routed.request.slot, (None, []))
             if holder is not None and holder.answers:
                 return holder
         able = [replica for replica in self._replicas if replica.takes]
@@ -201,7 +196,24 @@ class ReplicaEngine:
         fewest = min(len(replica.requests) for replica in able)
         most = fewest + max(LEAST_AHEAD, self.capacity // len(self._replicas) // AHEAD_SHARE)
         near = [replica for replica in able if len(replica.requests) <= most]
-        return max(near, key=lambda each: (each.index.known(routed.keys), -len(each.requests), -each.number))
+        return max(
+            near,
+            key=lambda each: (
+                each.index.known(routed.keys),
+                -len(each.requests),
+                -len(each.index),
+                -each.number,
+            ),
+        )
+
+    def _note_slot(self, replica: Replica, routed: Routed) -> None:
+        """A slot names what the latest sequence has left that ran there, or was restored there."""
+        request = routed.request
+        if isinstance(request, SlotAction) and request.action != "restore":
+            if request.action == "erase" and request.slot in self._slots:
+                replica.index.discard(self._slots.pop(request.slot)[1])
+            return
+        self._slots[request.slot] = replica, routed.keys
 
     def _withdraw(self, routed: Routed, moved: bool = False) -> None:
         """Take a request from the replica that has it."""
@@ -232,7 +244,7 @@ class ReplicaEngine:
             if isinstance(event, Finished):
                 replica.finished(routed, event)
             elif isinstance(event, SlotDone) and event.token_ids:
-                replica.restored(event.token_ids)
+                replica.restored(routed, event.token_ids)
             self._end(routed)
 
     # --- who fails -------------------------------------------------------------------------------------
