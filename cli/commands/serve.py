@@ -78,7 +78,7 @@ def _load(spec: "ModelSpec", make_room: "MakeRoom", check: Callable[[], None]) -
         line(text)
 
     try:
-        if spec.settings.replicas > 1:
+        if spec.settings.engines > 1:
             return start_replicas(spec, progress, make_room)
         return ProcessEngine(spec.model, spec.config.values(), progress, make_room)
     finally:

@@ -62,7 +62,7 @@ class Service:
         metrics.gauge(
             "cache_size_tokens", "Positions that the cache has.", lambda: self.worker.stats.cache_size
         )
-        metrics.add(ReplicaMetrics(lambda: self.worker.stats.replicas))
+        metrics.add(ReplicaMetrics(lambda: (*self.worker.stats.replicas, *self.worker.stats.prefill)))
         metrics.gauge("busy_seconds", "Time spent in steps.", lambda: self.worker.busy_seconds)
 
     @property

@@ -150,6 +150,11 @@ class ServerSettings:
         Range(1, MOST_REPLICAS),
         Flag("--replicas", "Engines behind this address, each on a GPU of its own (or --tensor-parallel)."),
     ] = 1
+    prefill_replicas: Annotated[
+        int,
+        Range(0, MOST_REPLICAS),
+        Flag("--prefill-replicas", "Further engines, which compute long prompts for the others."),
+    ] = 0
     access_log: Annotated[bool, Flag("--access-log/--no-access-log", "Log a line for each request.")] = True
     slot_save_path: Annotated[
         Path | None, Flag("--slot-save-path", "Let /slots save prompts' keys and values here.", metavar="DIR")
@@ -190,6 +195,11 @@ class ServerSettings:
         ),
     ] = field(default_factory=SamplingParams)
 
+    @property
+    def engines(self) -> int:
+        """Of one model, all together."""
+        return self.replicas + self.prefill_replicas
+
     def __post_init__(self) -> None:
         if not self.hosts:
             raise EngineError("--host: there is no address in it")
@@ -198,9 +208,9 @@ class ServerSettings:
         if self.slot_save_path is not None and not self.slot_save_path.is_dir():
             raise EngineError(f"--slot-save-path {self.slot_save_path}: there is no such folder")
         check_ranges(self, "--{name} {value}")
-        if self.replicas > 1 and self.models.several:
+        if self.engines > 1 and self.models.several:
             raise EngineError(
-                f"--replicas {self.replicas} is of one model: leave --models-dir and --models-preset out"
+                "--replicas and --prefill-replicas are of one model: leave --models-dir and --models-preset out"
             )
         if self.sleep_s != -1 and not 0 < self.sleep_s < math.inf:
             raise EngineError(f"--sleep-idle-seconds {self.sleep_s:g}: must be above 0 s, or -1 for never")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quengine.errors import CannotRunError, EngineError
@@ -47,6 +48,22 @@ class EngineFailedError(RuntimeError):
     """The engine's process has ended, or is of no use any more."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """What an engine has that is one of several of the same model (replicas/).
+
+    Attributes:
+        text: as another engine has it; None: it is read.
+        gpus: the CUDA devices that the process is to see, as CUDA_VISIBLE_DEVICES names them; None: all.
+        regions: descriptors of memory through which it is given blocks, or of the one through which it `sends` them.
+    """
+
+    text: TextSide | None = None
+    gpus: str | None = None
+    regions: tuple[int, ...] = ()
+    sends: bool = False
+
+
 class ProcessEngine:
     """See the module docstring; an `Engine`.
 
@@ -56,8 +73,7 @@ class ProcessEngine:
         progress: called with a line that says how far the weights are loaded.
         make_room: called with the bytes that the model needs, those that are free and the device, until it returns
             false: nothing has left the device since.
-        text: of the same model, as another engine has it; None: it is read.
-        gpus: the CUDA devices that the process is to see, as CUDA_VISIBLE_DEVICES names them; None: all.
+        place: its part, where it is one of several.
 
     Raises:
         EngineError: no such model, or its file is wrong.
@@ -70,13 +86,14 @@ class ProcessEngine:
         options: Mapping[str, Any],
         progress: Callable[[str], None] = lambda _: None,
         make_room: Callable[[int, int, str], bool] = lambda *_: False,
-        text: TextSide | None = None,
-        gpus: str | None = None,
+        place: Place | None = None,
     ) -> None:
-        self._start("quengine.serve.processes.engine_main", gpus)
+        place = place or Place()
+        self._start("quengine.serve.processes.engine_main", place)
         try:
-            self._send(Load(model, options))
+            self._send(Load(model, options, place.regions, place.sends))
             install()  # this process reads the mapped vocabulary as long as it serves
+            text = place.text
             if text is None:  # while the process begins
                 text = TextSide.of_file(resolve_model(model), options.get("chat_template"))
                 text.tokenizer.prepare()
@@ -91,11 +108,12 @@ class ProcessEngine:
         _ = self.model.answer_format  # found now, and not with the first request
         self.capacity = ready.capacity
 
-    def _start(self, module: str, gpus: str | None = None) -> None:
+    def _start(self, module: str, place: Place | None = None) -> None:
         """Start the engine's process, which runs `module`, with a pipe to it and its heartbeat."""
         self._stats = EngineStats()
         self._events: list[Event] = []
         self._connection, theirs = multiprocessing.Pipe()
+        place = place or Place()
         with tempfile.TemporaryFile(buffering=0) as shared:
             shared.truncate(shared_heartbeat.SIZE)
             passed = [theirs.fileno(), shared.fileno()]
@@ -104,9 +122,9 @@ class ProcessEngine:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, passed), *verbose],
                 stdin=subprocess.DEVNULL,
-                pass_fds=passed,
+                pass_fds=[*passed, *place.regions],
                 start_new_session=True,
-                env=None if gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": gpus},
+                env=None if place.gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": place.gpus},
             )
             self._heartbeat = shared_heartbeat.Heartbeat(os.dup(shared.fileno()))
         theirs.close()

@@ -66,7 +66,26 @@ class SlotAction(msgspec.Struct, tag=True):
     id: int = msgspec.field(default_factory=_ids.__next__)
 
 
-Work = GenerationRequest | SlotAction
+class Prefill(msgspec.Struct, tag=True):
+    """Compute a prompt for another engine, and hand over its blocks from `first` on (replicas/engine_handover.py)."""
+
+    prompt: Sequence[int]
+    first: int = 0
+    id: int = msgspec.field(default_factory=_ids.__next__)
+
+
+class TakeBlocks(msgspec.Struct, tag=True):
+    """Take the blocks that lie in a part of a region into the cache: of each group of layers those of the indices
+    `held`, of the prefix whose blocks have these `keys` [32 bytes each]."""
+
+    keys: bytes
+    held: Sequence[Sequence[int]]
+    region: int
+    part: int
+    id: int = msgspec.field(default_factory=_ids.__next__)
+
+
+Work = GenerationRequest | SlotAction | Prefill | TakeBlocks
 """What an engine takes."""
 
 
@@ -131,7 +150,34 @@ class SlotDone(msgspec.Struct, frozen=True, tag=True):
     token_ids: tuple[int, ...] = ()
 
 
-Event = Piece | Finished | Failed | SlotDone
+class BlocksReady(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of a prompt, of each group of layers those of the indices `held`, lie in a part of the engine's region;
+    all up to the index `end` have now been handed over."""
+
+    request_id: int
+    part: int
+    end: int
+    held: Sequence[Sequence[int]]
+
+
+class Prefilled(msgspec.Struct, frozen=True, tag=True):
+    """A prompt is computed and handed over: `cached_tokens` of it were in the cache, and it took so many seconds."""
+
+    request_id: int
+    cached_tokens: int
+    seconds: float
+
+
+class BlocksTaken(msgspec.Struct, frozen=True, tag=True):
+    """What `TakeBlocks` named has been read."""
+
+    request_id: int
+
+
+Event = Piece | Finished | Failed | SlotDone | BlocksReady | Prefilled | BlocksTaken
+
+Continuing = (Piece, BlocksReady)
+"""Events that do not end what they are of."""
 
 
 class SlotStats(msgspec.Struct, frozen=True):
@@ -166,12 +212,13 @@ class ReplicaStats(msgspec.Struct):
 
 class EngineStats(msgspec.Struct, frozen=True):
     """What the engine holds. `cache_used` and `cache_size` are positions of keys and values. `replicas`: of several
-    engines behind one address each, by number."""
+    engines behind one address each, by number; `prefill`: of those that compute prompts for them."""
 
     slots: tuple[SlotStats, ...] = ()
     cache_used: int = 0
     cache_size: int = 0
     replicas: tuple[ReplicaStats, ...] = ()
+    prefill: tuple[ReplicaStats, ...] = ()
 
 
 class Engine(Protocol):

@@ -17,10 +17,15 @@ from quengine.serve.processes.shared_engine import (
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """To the engine, first: the model's name, and what else `LLM` is given."""
+    """To the engine, first: the model's name, and what else `LLM` is given.
+
+    `regions`: descriptors of memory through which it is given blocks, or of the one through which it `sends` them.
+    """
 
     model: str
     options: Mapping[str, Any]
+    regions: tuple[int, ...] = ()
+    sends: bool = False
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):

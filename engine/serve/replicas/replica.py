@@ -3,6 +3,7 @@
 An engine is made in a thread of its own, at first as after a failure: what runs in the others does not wait for it.
 """
 
+import dataclasses
 import logging
 import threading
 import time
@@ -20,6 +21,7 @@ from quengine.serve.processes.shared_engine import (
     EngineStats,
     Finished,
     GenerationRequest,
+    Prefill,
     ReplicaStats,
     Work,
 )
@@ -37,6 +39,14 @@ class RoutedEngine(Engine, Protocol):
     def fileno(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class Handed:
+    """A prompt that a prefill engine has computed: tokens that had been in a cache, and how long it took."""
+
+    cached_tokens: int
+    seconds: float
+
+
 @dataclass(eq=False)
 class Routed:
     """A request, and where it is.
@@ -47,6 +57,7 @@ class Routed:
         moves: how many replicas have failed with it.
         keys: of the full blocks of its prompt.
         generated: tokens of its answer.
+        handed: what a prefill engine has done for it.
     """
 
     request: Work
@@ -55,6 +66,7 @@ class Routed:
     moves: int = 0
     keys: list[bytes] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
+    handed: Handed | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.request, GenerationRequest):
@@ -147,13 +159,22 @@ class Replica:
         self.silent = engine is not None and engine.silent_seconds > SILENT_SECONDS
         return self.silent and not was
 
-    def send(self, routed: Routed) -> None:
-        """Give it a request. Raises as `Engine.add`."""
-        assert self.engine is not None
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the prompts that it has."""
+        requests = (routed.request for routed in self.requests.values())
+        return sum(len(request.prompt) for request in requests if isinstance(request, Prefill))
+
+    def reserve(self, routed: Routed) -> None:
+        """It is to have a request, whose prompt will be in its cache."""
         routed.replica = self
         self.requests[routed.request.id] = routed
         self.index.add(routed.keys)
         self.counts.requests += 1
+
+    def send(self, routed: Routed) -> None:
+        """Give it a request. Raises as `Engine.add`."""
+        assert self.engine is not None
         self.engine.add(routed.request)
 
     def drop(self, routed: Routed, moved: bool = False) -> None:
@@ -162,15 +183,20 @@ class Replica:
         routed.replica = None
         self.counts.moved += moved
 
-    def finished(self, routed: Routed, event: Finished) -> None:
-        """Count a completion; its blocks are in the cache, the answer's too."""
+    def finished(self, routed: Routed, event: Finished) -> Finished:
+        """Count a completion; its blocks are in the cache, the answer's too. The event, with what a prefill engine has
+        done."""
         assert isinstance(routed.request, GenerationRequest)
         extend_keys(routed.keys, [*routed.request.prompt, *routed.generated])
         self.index.add(routed.keys)
         times = event.timings
+        if (handed := routed.handed) is not None:
+            cached = min(times.cached_tokens, handed.cached_tokens)
+            times = dataclasses.replace(times, cached_tokens=cached, prompt_s=times.prompt_s + handed.seconds)
         self.counts.prompt_tokens += times.prompt_tokens
         self.counts.cached_tokens += times.cached_tokens
         self.counts.generated_tokens += times.generated_tokens
+        return replace(event, timings=times)
 
     def restored(self, routed: Routed, token_ids: Sequence[int]) -> None:
         """A prefix from a file is in its cache."""

@@ -7,6 +7,7 @@ nothing was sent yet wait here again, at the front; the others end with the erro
 
 import logging
 import multiprocessing
+import os
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from quengine.errors import CannotRunError
 from quengine.serve.processes.server_engine import EngineFailedError
 from quengine.serve.processes.server_thread import MAX_RESTARTS, failure_message
 from quengine.serve.processes.shared_engine import (
+    BlocksTaken,
     EngineStats,
     Event,
     Failed,
@@ -30,13 +32,14 @@ from quengine.serve.processes.shared_engine import (
     failed,
 )
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.replicas.prefill_pool import PrefillPool
 from quengine.serve.replicas.replica import Replica, Routed, RoutedEngine
 
 logger = logging.getLogger("quengine.serve")
 
 LOOK_SECONDS = 0.25
 """Between two looks at who does not answer any more."""
-MOST_MOVES = 1
+MOST_MOVES = 2
 """How often a request goes to another replica: one that makes engines fail must not take all of them along."""
 LEAST_AHEAD = 1
 AHEAD_SHARE = 4
@@ -50,24 +53,27 @@ class ReplicaEngine:
     Args:
         start: makes the engine of a number, in a thread.
         count: of the replicas. The first is made before the others, which then find its kernels compiled.
+        regions: a descriptor for each further engine, which computes prompts for them (prefill_pool.py).
 
     Raises:
         Exception: what `start` raised for any of them.
     """
 
-    def __init__(self, start: Callable[[int], RoutedEngine], count: int) -> None:
+    def __init__(self, start: Callable[[int], RoutedEngine], count: int, regions: Sequence[int] = ()) -> None:
         self._closed = False
         self._lock = threading.Lock()
         self._started: SimpleQueue[Replica] = SimpleQueue()
         self._wake, self._waker = multiprocessing.Pipe(duplex=False)
-        self._replicas = [Replica(number, start, self._made) for number in range(count)]
+        self._all = [Replica(number, start, self._made) for number in range(count + len(regions))]
+        self._replicas = self._all[:count]
+        self._pool, self._descriptors = PrefillPool(self._all[count:], regions), list(regions)
         self._routed: dict[int, Routed] = {}
         self._waiting: deque[Routed] = deque()
         self._slots: dict[int, tuple[Replica, list[bytes]]] = {}  # who holds what a slot names, and its keys
         self._events: list[Event] = []
         self._looked_at = 0.0
         try:
-            for some in (self._replicas[:1], self._replicas[1:]):
+            for some in (self._all[:1], self._all[1:]):
                 self._begin(some)
         except BaseException:
             self.close()
@@ -115,32 +121,30 @@ class ReplicaEngine:
         else:
             self._withdraw(routed)
 
+    @property
+    def _up(self) -> dict[Replica, RoutedEngine]:
+        return {replica: replica.engine for replica in self._all if replica.engine is not None}
+
     def step(self) -> list[Event]:
         """The events of all replicas since the last call; waits for some, but not for long."""
         if not (self._events or any(engine.has_events for engine in self._up.values())):
-            wait([*self._up.values(), self._wake], LOOK_SECONDS)
-        self._take_started()
-        for replica, engine in self._up.items():
-            try:
-                if engine.has_events:
-                    self._accept(replica, engine.step())
-            except Exception as error:
-                self._failed(replica, error)
-        self._look()
+            wait([*(engine.fileno() for engine in self._up.values()), self._wake], LOOK_SECONDS)
+        self._receive()
         self._dispatch()
         events, self._events = self._events, []
         return events
 
     def stats(self) -> EngineStats:
         """Sums, and each replica's own. Raises where none is left."""
-        self._take_started()
-        self._look()
-        parts = [self._stats_of(replica) for replica in self._replicas]
+        self._receive()
+        parts = [self._stats_of(replica) for replica in self._all]
+        serving = parts[: len(self._replicas)]
         return EngineStats(
-            tuple(slot for part in parts for slot in part.slots),
-            sum(part.cache_used for part in parts),
-            sum(part.cache_size for part in parts),
-            tuple(each for part in parts for each in part.replicas),
+            tuple(slot for part in serving for slot in part.slots),
+            sum(part.cache_used for part in serving),
+            sum(part.cache_size for part in serving),
+            tuple(each for part in serving for each in part.replicas),
+            tuple(each for part in parts[len(serving) :] for each in part.replicas),
         )
 
     def kill(self) -> None:
@@ -154,35 +158,52 @@ class ReplicaEngine:
             self._closed = True
             while not self._started.empty():
                 self._started.get().take_result()
-        threads = [threading.Thread(target=replica.close) for replica in self._replicas]
+        threads = [threading.Thread(target=replica.close) for replica in self._all]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         self._wake.close()
         self._waker.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    def _receive(self) -> None:
+        """Take what the replicas have sent, and note which are made and which do not answer."""
+        self._take_started()
+        for replica, engine in self._up.items():
+            try:
+                if engine.has_events:
+                    self._take_events(replica, engine.step())
+            except Exception as error:
+                self._failed(replica, error)
+        self._look()
 
     # --- where requests go -----------------------------------------------------------------------------
-
-    @property
-    def _up(self) -> dict[Replica, RoutedEngine]:
-        return {replica: replica.engine for replica in self._replicas if replica.engine is not None}
 
     def _dispatch(self) -> None:
         """Give those that wait to replicas, in order, as long as one has room."""
         while self._waiting and (replica := self._choose(self._waiting[0])) is not None:
             routed = self._waiting.popleft()
-            try:
-                replica.send(routed)
-            except EngineFailedError as error:
-                replica.drop(routed, moved=True)
-                self._waiting.appendleft(routed)
-                self._failed(replica, error)
-            except Exception as error:
-                self._end(routed)
-                self._events.append(failed(routed.request.id, error, "request"))
-            else:
-                self._note_slot(replica, routed)
+            prefilled = self._pool.begin(routed, replica)
+            replica.reserve(routed)
+            self._note_slot(replica, routed)
+            if not prefilled:
+                self._send(routed)
+
+    def _send(self, routed: Routed) -> None:
+        """Give a request to its replica."""
+        replica = routed.replica
+        assert replica is not None
+        try:
+            replica.send(routed)
+        except EngineFailedError as error:
+            replica.drop(routed, moved=True)
+            self._waiting.appendleft(routed)
+            self._failed(replica, error)
+        except Exception as error:
+            self._end(routed)
+            self._events.append(failed(routed.request.id, error, "request"))
 
     def _choose(self, routed: Routed) -> Replica | None:
         """The replica for a request; None: it waits."""
@@ -220,6 +241,7 @@ class ReplicaEngine:
         replica = routed.replica
         assert replica is not None
         replica.drop(routed, moved)
+        self._pool.cancel(routed)
         if replica.engine is not None:
             with suppress(EngineFailedError):  # the next step finds that out
                 replica.engine.cancel(routed.request.id)
@@ -229,23 +251,32 @@ class ReplicaEngine:
         if routed.replica is not None:
             routed.replica.drop(routed)
 
-    def _accept(self, replica: Replica, events: Sequence[Event]) -> None:
+    def _take_events(self, replica: Replica, events: Sequence[Event]) -> None:
         """Take what a replica has computed, of the requests that it still has."""
         replica.worked()
+        if replica in self._pool.replicas:
+            for routed in self._pool.accept(replica, events):
+                self._send(routed)
+            return
         for event in events:
             routed = replica.requests.get(event.request_id)
-            if routed is None:
-                continue
-            self._events.append(event)
-            if isinstance(event, Piece):
+            if isinstance(event, BlocksTaken):
+                self._pool.taken(event.request_id)
+            elif isinstance(event, Piece) and routed is not None:
                 routed.sent = True
                 routed.generated += event.tokens
-                continue
-            if isinstance(event, Finished):
-                replica.finished(routed, event)
-            elif isinstance(event, SlotDone) and event.token_ids:
-                replica.restored(routed, event.token_ids)
-            self._end(routed)
+                self._events.append(event)
+            elif routed is not None:
+                self._events.append(self._ended(replica, routed, event))
+
+    def _ended(self, replica: Replica, routed: Routed, event: Event) -> Event:
+        """The event that ends a request, with what has to be said for it here."""
+        if isinstance(event, Finished):
+            event = replica.finished(routed, event)
+        elif isinstance(event, SlotDone) and event.token_ids:
+            replica.restored(routed, event.token_ids)
+        self._end(routed)
+        return event
 
     # --- who fails -------------------------------------------------------------------------------------
 
@@ -261,33 +292,51 @@ class ReplicaEngine:
         if time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
-        for replica in self._replicas:
-            if replica.look():
+        for replica in self._all:
+            if not replica.look():
+                continue
+            if replica in self._pool.replicas:
+                unsent = self._pool.abandon(replica)
+                for routed in unsent:
+                    self._send(routed)
+            else:
                 unsent = [routed for routed in replica.requests.values() if not routed.sent]
                 for routed in unsent:
                     self._withdraw(routed, moved=True)
                 self._waiting.extendleft(reversed(unsent))
-                logger.warning(
-                    "replica %d does not answer; %d of its requests go to others", replica.number, len(unsent)
-                )
+            logger.warning(
+                "replica %d does not answer; %d of its requests go to others", replica.number, len(unsent)
+            )
 
     def _failed(self, replica: Replica, error: Exception) -> None:
         """A replica is of no use any more. Raises where none is left, or all are to end."""
         if self._closed:
             raise error
         engine, message = replica.failed(), failure_message(error)
-        unsent = []
+        if replica in self._pool.replicas:
+            left = self._pool.prefiller_failed(replica)
+            for routed in left:
+                self._send(routed)
+        else:
+            left = self._clear(replica, message)
+            self._waiting.extendleft(reversed(left))
+        logger.error("replica %d: %s; %d of its requests go to others", replica.number, message, len(left))
+        self._go_on(replica, error, engine)
+
+    def _clear(self, replica: Replica, message: str) -> list[Routed]:
+        """Take all requests from a replica that has failed, and end those that cannot go elsewhere; the others."""
+        left = []
+        self._pool.reader_failed(replica)
         for routed in list(replica.requests.values()):
+            self._pool.cancel(routed)
             if routed.sent or routed.moves >= MOST_MOVES:
                 self._end(routed)
                 self._events.append(Failed(routed.request.id, message))
             else:
                 replica.drop(routed, moved=True)
                 routed.moves += 1
-                unsent.append(routed)
-        self._waiting.extendleft(reversed(unsent))
-        logger.error("replica %d: %s; %d of its requests go to others", replica.number, message, len(unsent))
-        self._go_on(replica, error, engine)
+                left.append(routed)
+        return left
 
     def _go_on(self, replica: Replica, error: Exception, engine: RoutedEngine | None) -> None:
         """Make a replica anew, unless it has failed too often."""

@@ -268,7 +268,7 @@ def test_a_replica_that_cannot_be_loaded_ends_the_others_with_its_error(path: Pa
             raise EngineError("no room for another")
         return False
 
-    with pytest.raises(EngineError, match="replica 1 of --replicas 2: no room for another"):
+    with pytest.raises(EngineError, match="replica 1 of 2: no room for another"):
         start_replicas(spec, make_room=make_room)
     assert not [child for child in set(psutil.Process().children()) - before if child.is_running()]
 
@@ -317,7 +317,7 @@ def test_options_that_do_not_go_with_replicas_are_refused_in_one_line(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for flags, message in (
-        (["--models-dir", str(path.parent)], "--replicas 2 is of one model"),
+        (["--models-dir", str(path.parent)], "--replicas and --prefill-replicas are of one model"),
         (
             ["-m", str(path), "--device", "cuda:1"],
             "--device cuda:1: --replicas 2 takes the first GPUs, 1 each",
