@@ -49,6 +49,7 @@ def serve_requests(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> N
         port=0,
         parallel=math.ceil(given.streams / given.replicas),
         replicas=given.replicas,
+        prefill_replicas=given.prefill_replicas,
         limits=Limits(queue=1024, connections=1024),
     )
     engine = make_engine(given, settings)
@@ -75,7 +76,7 @@ def make_engine(given: argparse.Namespace, settings: "ServerSettings") -> "Engin
         if given.replicas > 1:
             return ReplicaEngine(lambda _: FakeProcess(fake), given.replicas)
         return FakeEngine(**fake) if given.thread else FakeProcess(fake)
-    if given.replicas > 1:
+    if settings.engines > 1:
         config = engine_config(settings, EngineConfig(**llm_options(given)))
         return start_replicas(ModelSpec(settings, config, given.model))
     if not given.thread:
@@ -83,6 +84,11 @@ def make_engine(given: argparse.Namespace, settings: "ServerSettings") -> "Engin
     llm = LLM(given.model, **llm_options(given))
     llm.warm_up()
     return LLMEngine(llm)
+
+
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=int, default=1, help="engines, which share the streams")
+    parser.add_argument("--prefill-replicas", type=int, default=0, help="more, for long prompts (of a model)")
 
 
 def llm_options(given: argparse.Namespace) -> dict[str, Any]:
@@ -182,7 +188,7 @@ def main() -> int:
     parser.add_argument("--model", help="a model instead of the fake engine")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--replicas", type=int, default=1, help="engines, which share the streams")
+    add_replicas(parser)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5, help="behind the first, which is told apart")

@@ -61,10 +61,10 @@ def read_blocks(
     """Of each group's blocks (by index, their numbers) each layer with each of its tensors [blocks, BLOCK_SIZE,
     kv_heads, width], on the device."""
     for group, of_group in zip(config.cache_groups, blocks, strict=True):
-        numbers = torch.tensor(list(of_group.values()), dtype=torch.int64)
+        numbers = _on_device(scheduler, of_group.values())
         for layer in group.layers:
             for tensor in scheduler.cache.layers[layer].tensors:
-                yield layer, _by_block(tensor)[numbers.to(tensor.device)]
+                yield layer, _by_block(tensor)[numbers]
 
 
 def restore_blocks(
@@ -86,14 +86,13 @@ def restore_blocks(
             f"{scheduler.cache_size} are in use"
         )
     for group, of_group, indices in zip(config.cache_groups, taken, held, strict=True):
-        place = {index: row for row, index in enumerate(indices)}
-        rows = torch.tensor([place[index] for index in of_group], dtype=torch.int64)
-        numbers = torch.tensor(list(of_group.values()), dtype=torch.int64)
+        wanted = {row: of_group[index] for row, index in enumerate(indices) if index in of_group}
+        numbers = _on_device(scheduler, wanted.values())
+        rows = None if len(wanted) == len(indices) else _on_device(scheduler, wanted)
         for layer in group.layers:
             for tensor, values in zip(scheduler.cache.layers[layer].tensors, layers[layer], strict=True):
-                device = tensor.device
-                there = values.to(device, non_blocking=True)[rows.to(device)]
-                _by_block(tensor)[numbers.to(device)] = there
+                there = values.to(tensor.device, non_blocking=True)
+                _by_block(tensor)[numbers] = there if rows is None else there[rows]
     scheduler.blocks.given_back(keys, taken)
 
 
@@ -103,6 +102,12 @@ def erase_prefix(scheduler: Scheduler, token_ids: list[int]) -> int:
     found = _tokens(scheduler.blocks.held(keys))
     scheduler.blocks.discard(keys)
     return found
+
+
+def _on_device(scheduler: Scheduler, numbers: Iterable[int]) -> Tensor:
+    """Int64, where the cache is."""
+    device = scheduler.cache.layers[0].k.device
+    return torch.tensor(list(numbers), dtype=torch.int64).to(device)
 
 
 def _tokens(blocks: Iterable[Iterable[int]]) -> int:

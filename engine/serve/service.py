@@ -190,7 +190,7 @@ class Service:
                     if isinstance(event, Failed):
                         record.error = event.message
                         raise _failure(event)
-                    assert not isinstance(event, SlotDone)  # that is the end of an action
+                    assert isinstance(event, Piece | Finished)  # nothing else is of a completion
                     record.event(event)
                     left -= isinstance(event, Finished)
                     yield choice, event

@@ -14,6 +14,7 @@ from quengine.sampler import TokenLogprobs
 from quengine.serve.processes.engine_slots import EngineSlots
 from quengine.serve.processes.shared_engine import (
     EngineStats,
+    EngineWork,
     Event,
     Finished,
     Piece,
@@ -22,7 +23,6 @@ from quengine.serve.processes.shared_engine import (
     SlotAction,
     SlotStats,
     TakeBlocks,
-    Work,
     failed,
 )
 from quengine.serve.processes.shared_model import ServedModel, TextSide
@@ -65,7 +65,7 @@ class LLMEngine:
 
     silent_seconds = 0.0
 
-    def add(self, request: Work) -> None:
+    def add(self, request: EngineWork) -> None:
         if isinstance(request, SlotAction):
             self._slots.begin(request)
             return

@@ -23,10 +23,10 @@ from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Continuing,
     Engine,
+    EngineWork,
     Event,
     Failed,
     GenerationRequest,
-    Work,
     add,
     failed,
 )
@@ -167,7 +167,7 @@ class EngineLoop:
             self._engine.cancel(request_id)
         self._preparing = {future: given for future, given in self._preparing.items() if given != request_id}
 
-    def _add(self, request: Work) -> Failed | None:
+    def _add(self, request: EngineWork) -> Failed | None:
         failure = add(self._engine, request)
         if failure is None:
             self._running.add(request.id)

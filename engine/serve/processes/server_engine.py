@@ -19,7 +19,7 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.bus_error import install
 from quengine.serve.processes import shared_heartbeat
-from quengine.serve.processes.shared_engine import EngineStats, Event, Work
+from quengine.serve.processes.shared_engine import EngineStats, EngineWork, Event
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.processes.shared_wire import (
     Add,
@@ -148,7 +148,7 @@ class ProcessEngine:
         """Of the connection, for `multiprocessing.connection.wait`."""
         return self._connection.fileno()
 
-    def add(self, request: Work) -> None:
+    def add(self, request: EngineWork) -> None:
         self._send(Add.of(request))
 
     def cancel(self, request_id: int) -> None:

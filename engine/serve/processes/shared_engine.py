@@ -85,7 +85,9 @@ class TakeBlocks(msgspec.Struct, tag=True):
     id: int = msgspec.field(default_factory=_ids.__next__)
 
 
-Work = GenerationRequest | SlotAction | Prefill | TakeBlocks
+Work = GenerationRequest | SlotAction
+"""What is asked of a model."""
+EngineWork = Work | Prefill | TakeBlocks
 """What an engine takes."""
 
 
@@ -236,7 +238,7 @@ class Engine(Protocol):
         """How many sequences it takes at once."""
         ...
 
-    def add(self, request: Work) -> None:
+    def add(self, request: EngineWork) -> None:
         """Take a sequence, or an action on a slot. Raises EngineError where it cannot be computed."""
         ...
 
@@ -262,7 +264,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def add(engine: Engine, request: Work) -> Failed | None:
+def add(engine: Engine, request: EngineWork) -> Failed | None:
     """Give an engine a sequence; the reason why it cannot be computed, if so."""
     try:
         engine.add(request)

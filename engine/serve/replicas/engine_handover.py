@@ -48,7 +48,8 @@ class SharedBlocks:
         self._llm = llm
         self._bytes = torch.frombuffer(self.region.memory, dtype=torch.uint8)
         if llm.loaded.device.type == "cuda":
-            code = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self._bytes.nbytes, 0))
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = int(runtime.cudaHostRegister(self._bytes.data_ptr(), self._bytes.nbytes, 0))
             if code:  # copies then take a way round
                 logger.warning("memory between engines cannot be pinned: CUDA error %d", code)
 
@@ -180,7 +181,7 @@ class BlockReceiver:
             logger.info("blocks of a prompt are not taken: %s", error)
         done = None
         if self._llm.loaded.device.type == "cuda":
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(torch.cuda.current_stream(self._llm.loaded.device))
         self._copied.append((request.id, done))
 
@@ -190,7 +191,7 @@ class BlockReceiver:
         for request_id, done in list(self._copied):
             if done is not None and alone:
                 done.synchronize()
-            if done is None or done.query():
+            if done is None or done.query():  # type: ignore[no-untyped-call]
                 self._copied.remove((request_id, done))
                 ended.append(BlocksTaken(request_id))
         return ended

@@ -60,7 +60,7 @@ class Routed:
         handed: what a prefill engine has done for it.
     """
 
-    request: Work
+    request: Work | Prefill
     replica: "Replica | None" = None
     sent: bool = False
     moves: int = 0

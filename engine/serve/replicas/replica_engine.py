@@ -22,13 +22,14 @@ from quengine.serve.processes.server_thread import MAX_RESTARTS, failure_message
 from quengine.serve.processes.shared_engine import (
     BlocksTaken,
     EngineStats,
+    EngineWork,
     Event,
     Failed,
     Finished,
+    GenerationRequest,
     Piece,
     SlotAction,
     SlotDone,
-    Work,
     failed,
 )
 from quengine.serve.processes.shared_model import ServedModel
@@ -108,7 +109,8 @@ class ReplicaEngine:
         engines = [replica.engine for replica in self._replicas]
         return min((engine.silent_seconds for engine in engines if engine is not None), default=0.0)
 
-    def add(self, request: Work) -> None:
+    def add(self, request: EngineWork) -> None:
+        assert isinstance(request, GenerationRequest | SlotAction)
         self._routed[request.id] = routed = Routed(request)
         self._waiting.append(routed)
         self._dispatch()
@@ -230,11 +232,12 @@ class ReplicaEngine:
     def _note_slot(self, replica: Replica, routed: Routed) -> None:
         """A slot names what the latest sequence has left that ran there, or was restored there."""
         request = routed.request
-        if isinstance(request, SlotAction) and request.action != "restore":
-            if request.action == "erase" and request.slot in self._slots:
-                replica.index.discard(self._slots.pop(request.slot)[1])
-            return
-        self._slots[request.slot] = replica, routed.keys
+        if isinstance(request, GenerationRequest) or (
+            isinstance(request, SlotAction) and request.action == "restore"
+        ):
+            self._slots[request.slot] = replica, routed.keys
+        elif isinstance(request, SlotAction) and request.action == "erase" and request.slot in self._slots:
+            replica.index.discard(self._slots.pop(request.slot)[1])
 
     def _withdraw(self, routed: Routed, moved: bool = False) -> None:
         """Take a request from the replica that has it."""
@@ -255,18 +258,19 @@ class ReplicaEngine:
         """Take what a replica has computed, of the requests that it still has."""
         replica.worked()
         if replica in self._pool.replicas:
-            for routed in self._pool.accept(replica, events):
-                self._send(routed)
+            for ready in self._pool.accept(replica, events):
+                self._send(ready)
             return
         for event in events:
-            routed = replica.requests.get(event.request_id)
             if isinstance(event, BlocksTaken):
                 self._pool.taken(event.request_id)
-            elif isinstance(event, Piece) and routed is not None:
+            elif (routed := replica.requests.get(event.request_id)) is None:
+                continue
+            elif isinstance(event, Piece):
                 routed.sent = True
                 routed.generated += event.tokens
                 self._events.append(event)
-            elif routed is not None:
+            else:
                 self._events.append(self._ended(replica, routed, event))
 
     def _ended(self, replica: Replica, routed: Routed, event: Event) -> Event:
