@@ -144,7 +144,9 @@ class ServerSettings:
     ] = False
     host: Annotated[str, Flag("--host", "Address to listen on; a,b for several.")] = "127.0.0.1"
     port: Annotated[int, Range(0, 65535), Flag("--port", "Port to listen on; 0: any free one.")] = 8080
-    parallel: Annotated[int, Range(1), Flag("--parallel -np", "Most sequences computed at once.")] = 4
+    parallel: Annotated[
+        int, Range(1), Flag("--parallel -np", "Most sequences computed at once, by each engine.")
+    ] = 4
     replicas: Annotated[
         int,
         Range(1, MOST_REPLICAS),

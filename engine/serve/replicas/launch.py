@@ -64,7 +64,9 @@ def start_replicas(
                 place,
             )
         except EngineError as error:
-            raise type(error)(f"replica {number} of {settings.engines}: {error}") from None
+            on_gpu = first is not None and str(first.model.facts["device"]).startswith("cuda")
+            which = f"replica {number} of {settings.engines}{f' (GPU {place.gpus})' if on_gpu else ''}"
+            raise type(error)(f"{which}: {error}") from None
         first = first or made
         return made
 

@@ -57,7 +57,7 @@ class PrefillPool:
     def begin(self, routed: Routed, target: Replica) -> bool:
         """Have the prompt of a request computed for a replica; False where that does so itself."""
         request = routed.request
-        able = [replica for replica in self.replicas if replica.answers]
+        able = [replica for replica in self.replicas if replica.answers and not self.is_blocked(replica)]
         if not able or not isinstance(request, GenerationRequest):
             return False
         if request.pooling is not None or request.score_prompt:  # their rows are wanted, and not the cache
@@ -125,6 +125,12 @@ class PrefillPool:
         for request_id, read in list(self._parts.items()):
             if read.reader is replica:
                 self.taken(request_id)
+
+    def is_blocked(self, prefiller: Replica) -> bool:
+        """Whether all its parts are with replicas that do not answer."""
+        region = self.replicas.index(prefiller)
+        stuck = [read for read in self._parts.values() if read.region == region and read.reader.silent]
+        return len(stuck) == PARTS
 
     def abandon(self, prefiller: Replica) -> list[Routed]:
         """One that computes does not go on; the requests that it had, which their own replicas compute."""

@@ -297,9 +297,12 @@ class ReplicaEngine:
             return
         self._looked_at = time.monotonic()
         for replica in self._all:
-            if not replica.look():
+            is_prefill = replica in self._pool.replicas
+            if not replica.look() and not (
+                is_prefill and replica.requests and self._pool.is_blocked(replica)
+            ):
                 continue
-            if replica in self._pool.replicas:
+            if is_prefill:
                 unsent = self._pool.abandon(replica)
                 for routed in unsent:
                     self._send(routed)

@@ -7,6 +7,7 @@ has ended.
 
 import mmap
 import os
+import tempfile
 
 PARTS = 8
 HEADER = 4096
@@ -22,7 +23,11 @@ class BlockRegion:
     @staticmethod
     def make(part_bytes: int) -> int:
         """The descriptor of a new file; its memory is taken as it is used, and gone when nobody has it open."""
-        descriptor = os.memfd_create("quengine-blocks")
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("quengine-blocks")
+        else:  # elsewhere than on Linux
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
         os.ftruncate(descriptor, HEADER + PARTS * part_bytes)
         return descriptor
 

@@ -239,3 +239,40 @@ def test_smollm2_goes_on_with_a_prompt_of_another_process() -> None:
     tokens = [token for event in events if isinstance(event, Piece) for token in event.tokens]
     with LLM(model, "cpu", threads=1, ctx_size=512) as llm:
         assert tokens == llm.generate(ids, GREEDY)[0].tokens
+
+
+def test_a_stopped_replica_that_holds_all_parts_does_not_stop_the_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "SILENT_SECONDS", 0.9)
+    monkeypatch.setattr(launch, "PART_BYTES", 10_000)
+    settings = ServerSettings(("tiny",), port=0, parallel=2, replicas=2, prefill_replicas=1)
+    config = engine_config(settings, EngineConfig("cpu", threads=2))
+    engine, prompts = (
+        start_replicas(ModelSpec(settings, config, str(path))),
+        [prompt(81, 1600), prompt(82, 1600)],
+    )
+    stopped = pid(engine, 0)
+    try:
+        os.kill(stopped, signal.SIGSTOP)
+        requests = [GenerationRequest(ids, GREEDY.with_seed()) for ids in prompts]
+        for request in requests:
+            engine.add(request)
+        began, events = time.monotonic(), list[Event]()
+        while sum(isinstance(event, Finished) for event in events) < 2:
+            events += engine.step()
+        assert time.monotonic() - began < 5 and free_parts(engine) == 0
+        os.kill(stopped, signal.SIGCONT)
+        while free_parts(engine) < PARTS and time.monotonic() - began < 15:
+            engine.stats()
+            time.sleep(0.05)
+        assert free_parts(engine) == PARTS
+    finally:
+        os.kill(stopped, signal.SIGKILL)
+        engine.close()
+    pieces = [event for event in events if isinstance(event, Piece)]
+    got = [
+        [token for piece in pieces if piece.request_id == request.id for token in piece.tokens]
+        for request in requests
+    ]
+    assert got == expected(path, prompts)
