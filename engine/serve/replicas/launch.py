@@ -29,12 +29,12 @@ def check_replicas(settings: ServerSettings, config: EngineConfig) -> None:
     named = f"--devices {config.devices}" if config.devices is not None else f"--device {config.device}"
     if config.devices is not None or config.device.startswith("cuda:"):
         raise EngineError(
-            f"{named}: {given} takes the first GPUs, {config.tensor_parallel} each; choose others with "
+            f"{named}: {given} takes the first GPUs, {_ranks(config)} each; choose others with "
             f"CUDA_VISIBLE_DEVICES"
         )
-    if settings.prefill_replicas and config.tensor_parallel > 1:
+    if settings.prefill_replicas and _ranks(config) > 1:
         raise EngineError(
-            f"{given}: keys and values that --tensor-parallel {config.tensor_parallel} parts are not handed over; "
+            f"{given}: keys and values that --tensor-parallel {_ranks(config)} parts are not handed over; "
             f"leave one of them out"
         )
     if settings.prefill_replicas and config.draft_model is not None:
@@ -79,7 +79,7 @@ def start_replicas(
 
 
 def _note(spec: ModelSpec, device: str) -> str:
-    count, more, ranks = spec.settings.replicas, spec.settings.prefill_replicas, spec.config.tensor_parallel
+    count, more, ranks = spec.settings.replicas, spec.settings.prefill_replicas, _ranks(spec.config)
     each = "a GPU" if ranks == 1 else f"{ranks} GPUs"
     place = f"on {each} each" if device.startswith("cuda") else "that share the threads of the CPU"
     beside = f", and {more} for long prompts" if more else ""
@@ -100,10 +100,15 @@ def _place(spec: ModelSpec, number: int, regions: Sequence[int], first: ProcessE
     sender = number - spec.settings.replicas
     return Place(
         None if first is None else first.text,
-        visible_gpus(number, spec.config.tensor_parallel),
+        visible_gpus(number, _ranks(spec.config)),
         tuple(regions) if sender < 0 else (regions[sender],),
         sends=sender >= 0,
     )
+
+
+def _ranks(config: EngineConfig) -> int:
+    """GPUs of a replica."""
+    return config.tensor_parallel or 1
 
 
 def visible_gpus(number: int, ranks: int) -> str:

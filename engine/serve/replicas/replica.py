@@ -180,7 +180,7 @@ class Replica:
     def drop(self, routed: Routed, moved: bool = False) -> None:
         """It has no more to do with a request."""
         self.requests.pop(routed.request.id, None)
-        routed.replica = None
+        routed.replica = routed.handed = None
         self.counts.moved += moved
 
     def finished(self, routed: Routed, event: Finished) -> Finished:

@@ -13,6 +13,7 @@ import pytest
 
 from quengine import LLM, SamplingParams
 from quengine.block_manager import extend_keys
+from quengine.cli.main import run
 from quengine.config import EngineConfig
 from quengine.models.hub.hub import resolve_model
 from quengine.serve.models.model_spec import ModelSpec
@@ -276,3 +277,15 @@ def test_a_stopped_replica_that_holds_all_parts_does_not_stop_the_others(
         for request in requests
     ]
     assert got == expected(path, prompts)
+
+
+def test_what_cannot_be_handed_over_is_refused_in_one_line(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
+        (["--tensor-parallel", "2"], "keys and values that --tensor-parallel 2 parts are not handed over"),
+        (["--draft-model", str(path)], f"keys and values of --draft-model {path} are not handed over"),
+    ):
+        assert run(["serve", "-m", str(path), "--device", "cpu", "--prefill-replicas", "1", *flags]) != 0
+        error = capsys.readouterr().err
+        assert f"--prefill-replicas 1: {message}" in error and error.count("\n") == 1, error
