@@ -22,6 +22,7 @@ from quengine.serve.processes.shared_engine import (
     Piece,
     Work,
     add,
+    failure_message,
 )
 
 logger = logging.getLogger("quengine.serve")
@@ -74,11 +75,6 @@ class Handle:
         if not self.cancelled:
             self._events.append((self._choice[event.request_id], event))
             self._arrived.set()
-
-
-def failure_message(error: BaseException) -> str:
-    """What the requests are told that an engine computed when it failed."""
-    return f"the engine failed ({type(error).__name__}: {error}) and is starting again"
 
 
 class Worker:

@@ -273,6 +273,11 @@ def add(engine: Engine, request: EngineWork) -> Failed | None:
     return None
 
 
+def failure_message(error: BaseException) -> str:
+    """What the requests are told that an engine computed when it failed."""
+    return f"the engine failed ({type(error).__name__}: {error}) and is starting again"
+
+
 def failed(request_id: int, error: BaseException, to_blame: Literal["request", "engine"]) -> Failed:
     """The event of an error. `to_blame`: for an EngineError; of any other the engine is, and the log has it."""
     if isinstance(error, EngineError):

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 from quengine.errors import CannotRunError
 from quengine.serve.processes.server_engine import EngineFailedError
-from quengine.serve.processes.server_thread import MAX_RESTARTS, failure_message
+from quengine.serve.processes.server_thread import MAX_RESTARTS
 from quengine.serve.processes.shared_engine import (
     BlocksTaken,
     EngineStats,
@@ -31,6 +31,7 @@ from quengine.serve.processes.shared_engine import (
     SlotAction,
     SlotDone,
     failed,
+    failure_message,
 )
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.replicas.prefill_pool import PrefillPool
