@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from quengine.models.hub.hub import resolve_model
@@ -33,6 +33,9 @@ class Models:
             is loaded at once.
         say: called with lines for the terminal.
         failed: called with what an only model failed of, after which it does not come back.
+
+    Attributes:
+        joined_metrics: of a server that is one of several behind an address, the metrics of all.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Models:
         self.tools = Toolset(settings.tools, say)
         self.created = int(time.time())
         self.draining = False
+        self.joined_metrics: Callable[[], Awaitable[bytes]] | None = None
         self._find = find
         self._say = say
         self._residency = Residency(launch, settings.models.most if find is not None else 0, say, failed)
