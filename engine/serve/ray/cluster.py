@@ -183,7 +183,7 @@ class _Cluster:
             )
         replicas = list(found.deployments.values())
         ready = sum(each.replica_states.get("RUNNING", 0) for each in replicas)
-        return found.status.value, ready, " ".join((*(each.message for each in replicas), found.message))
+        return found.status.value, ready, "\n".join((*(each.message for each in replicas), found.message))
 
     def _notes(self) -> list[str]:
         """What a replica chose: context, cache, slots."""
@@ -222,7 +222,7 @@ def _check_reachable(address: str) -> None:
 
 def _reason(message: str) -> str:
     """The error of a replica within what Ray says of it, which ends with a traceback."""
-    found = re.findall(r"quengine\.errors\.\w+: (.*)", message)
+    found = re.findall(r"quengine\.[\w.]+Error: (.*)", message)
     lines = [line for line in message.splitlines() if line.strip()]
     return found[-1] if found else lines[-1].strip() if lines else "Ray says nothing of it"
 
