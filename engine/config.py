@@ -1,9 +1,10 @@
 """How a model is to be run: one frozen record of options, checked once."""
 
+import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec
+from typing import Annotated, Any, Concatenate, Literal, ParamSpec, get_args
 
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
@@ -31,6 +32,10 @@ MOST_RANKS = 64
 MOST_DRAFT_TOKENS = 31
 """With the newest token 32 rows of a step, for one sequence."""
 
+
+Split = Literal["tensor", "layer"]
+"""What of a model each device has that shares it: a part of every layer, or some of the layers."""
+_SHARE = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
 Fields = ParamSpec("Fields")
 
@@ -70,6 +75,9 @@ class EngineConfig:
         tensor_parallel: how many devices share the model, each a process with its part of every layer
             (docs/tensor-parallel.md). On the CPU so many processes, which share the threads.
         devices: the numbers of the CUDA devices that do, "0,1"; None: the first ones.
+        split: what of the model each of them has: a part of every layer ("tensor"), or some of the layers ("layer"),
+            one device behind the other, for those of unlike size or without fast links.
+        tensor_split: of which so much, "3,1", device by device; None: as much as its free memory is.
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
         make_room: called before anything is allocated, with the bytes that the run needs, those that are free, and the
@@ -179,6 +187,19 @@ class EngineConfig:
             "LIST",
         ),
     ] = None
+    split: Annotated[
+        Split,
+        Flag("--split --split-mode -sm", "Each has a part of every layer, or whole layers.", RUN_PANEL),
+    ] = "tensor"
+    tensor_split: Annotated[
+        str | None,
+        Flag(
+            "--tensor-split -ts",
+            "With --split layer: the devices' shares of the layers, such as 3,1. (default: by free memory)",
+            RUN_PANEL,
+            "LIST",
+        ),
+    ] = None
     chat_template: str | None = None
     progress: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
     make_room: Callable[[int, int, str], bool] | None = field(default=None, compare=False, repr=False)
@@ -192,12 +213,38 @@ class EngineConfig:
         if self.cache_type not in CACHE_TYPES:
             raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
         check_ranges(self, "{name} {value}")
+        self._check_shares()
         self._check_devices()
         if self.draft_tokens is not None and not self.speculates:
             raise EngineError(
                 f"draft_tokens {self.draft_tokens}: nothing drafts; ask for a draft model (--draft-model) or look-up "
                 f"(--draft-ngram)"
             )
+
+    def _check_shares(self) -> None:
+        """Of `split`. As many shares as devices, which they count where nothing else does."""
+        if self.split not in get_args(Split):
+            raise EngineError(f"split {self.split!r}: must be {' or '.join(get_args(Split))}")
+        if self.tensor_split is None:
+            return
+        if self.split != "layer":
+            raise EngineError(
+                f"tensor_split {self.tensor_split} shares out whole layers: it goes with --split layer"
+            )
+        texts = self.tensor_split.split(",")
+        if not all(_SHARE.fullmatch(text.strip()) and float(text) > 0 for text in texts):
+            raise EngineError(f"tensor_split {self.tensor_split!r}: must be numbers above 0, such as 3,1")
+        if self.tensor_parallel in (None, 1):
+            object.__setattr__(self, "tensor_parallel", len(texts))
+        if self.tensor_parallel != len(texts):
+            raise EngineError(
+                f"tensor_split {self.tensor_split}: {len(texts)} shares, and tensor_parallel is {self.tensor_parallel}"
+            )
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """Those of `tensor_split`."""
+        return None if self.tensor_split is None else tuple(map(float, self.tensor_split.split(",")))
 
     def _check_devices(self) -> None:
         if self.devices is None:

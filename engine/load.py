@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,8 +32,10 @@ from quengine.memory import (
 )
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.config import Stage
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
+from quengine.models.layer_split import layer_bounds, layer_bytes
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank, SplitTensors
 from quengine.models.tokenizer import Tokenizer
@@ -111,13 +114,14 @@ def load_model(
     checkpoint = open_checkpoint(path)
     _log_checkpoint("model", checkpoint)
     tokenizer = _in_thread(checkpoint.tokenizer)
-    part = _part(checkpoint, Rank(0, config.tensor_parallel))
     draft = open_draft(config, checkpoint)
     if draft is not None:
         _log_checkpoint("draft model", draft)
     device, why = choose_device(_of_rank(config, 0))
     for rank in range(1, config.tensor_parallel):
         choose_device(_of_rank(replace(config, device=device.type), rank))
+    stages = _stages(config, checkpoint, device)
+    part = _part(checkpoint, stages[0] if stages else Rank(0, config.tensor_parallel))
     threads = max(1, threads // config.tensor_parallel) if device.type == "cpu" else threads
     torch.set_num_threads(threads)
     free = _free_memory(device, config.tensor_parallel)
@@ -125,6 +129,8 @@ def load_model(
     experts = ExpertPlacement.choose(config, part, device.type)
     experts.check_host_memory(available_memory())
     ctx_size, pools = _choose_cache(config, part, draft, device, free, experts)
+    if stages:
+        ctx_size, pools = _fit_stages(config, checkpoint, draft, device, stages, ctx_size)
     made = _Machine(config, device, threads, free, progress, experts)
     runner = (
         made.runner(part, ctx_size, pools) if part is checkpoint else made.ranks(path, part, ctx_size, pools)
@@ -164,23 +170,73 @@ def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
     """The part of the model of a rank other than rank 0, with its cache. Raises as `load_model`."""
     config = EngineConfig(**plan.options)
     device, _ = choose_device(config)
-    part = _part(open_checkpoint(Path(plan.model)), plan.rank)
+    stage = Stage(plan.number, tuple(plan.bounds)) if plan.bounds else None
+    part = _part(open_checkpoint(Path(plan.model)), stage or plan.rank)
     torch.set_num_threads(plan.threads)
     experts = ExpertPlacement.choose(config, part, device.type)
     made = _Machine(config, device, plan.threads, _free_memory(device, plan.count), None, experts)
     return made.runner(part, plan.ctx_size, [CachePool(*pool) for pool in plan.pools], communicator)
 
 
-def _part(checkpoint: Checkpoint, rank: Rank) -> Checkpoint:
+def _part(checkpoint: Checkpoint, part: Rank | Stage) -> Checkpoint:
     """What a rank has of a model. Raises EngineError where so many ranks cannot share it."""
-    return checkpoint if rank.count == 1 else SplitCheckpoint(checkpoint, rank)
+    return checkpoint if part.count == 1 else SplitCheckpoint(checkpoint, part)
+
+
+def _stages(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> list[Stage]:
+    """Which rank has which layers, by the shares that are asked for or by free memory; empty where none has whole
+    layers. Raises EngineError for more ranks than layers."""
+    if config.split != "layer" or config.tensor_parallel == 1:
+        return []
+    count = config.tensor_parallel
+    shares = config.shares or [float(free) for free in _free_of_ranks(config, device)]
+    bounds = layer_bounds(layer_bytes(checkpoint.config, checkpoint.tensors), shares)
+    return [Stage(number, bounds) for number in range(count)]
+
+
+def _free_of_ranks(config: EngineConfig, device: torch.device) -> list[int]:
+    """Bytes for each rank. Asking a CUDA device makes its context."""
+    devices = [_of_rank(replace(config, device=device.type), rank) for rank in range(config.tensor_parallel)]
+    own = [device, *(torch.device(each.device) for each in devices[1:])]
+    return [_free_memory(each, config.tensor_parallel) for each in own]
+
+
+def _fit_stages(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None,
+    device: torch.device,
+    stages: Sequence[Stage],
+    ctx_size: int,
+) -> tuple[int, list[CachePool]]:
+    """The cache that every rank has room for, where `ctx_size` positions fit the first one."""
+    free = _free_of_ranks(config, device)
+    asked = replace(config, make_room=None)
+    parts = [_part(checkpoint, stage) for stage in stages]
+    on = [
+        torch.device(_of_rank(replace(config, device=device.type), stage.number).device) for stage in stages
+    ]
+
+    def choose(positions: int | None) -> list[tuple[int, list[CachePool]]]:
+        return [
+            _choose_cache(
+                *(replace(asked, ctx_size=positions), part, draft, where, room),
+                ExpertPlacement.choose(config, part, device.type),
+            )
+            for part, where, room in zip(parts, on, free, strict=True)
+        ]
+
+    ctx_size = min(ctx_size, *(positions for positions, _ in choose(config.ctx_size)))
+    pools = [chosen for _, chosen in choose(ctx_size)]
+    fewest = [min(pool.num_blocks for pool in group) for group in zip(*pools, strict=True)]
+    return ctx_size, [replace(pool, num_blocks=count) for pool, count in zip(pools[0], fewest, strict=True)]
 
 
 def _of_rank(config: EngineConfig, rank: int) -> EngineConfig:
     """As if the rank were alone: with its own device, where devices are named or it is not rank 0."""
     named = config.devices is not None or (rank > 0 and config.device != "cpu")
     device = config.device_of(rank) if named else config.device
-    return replace(config, device=device, devices=None, tensor_parallel=1)
+    return replace(config, device=device, devices=None, tensor_parallel=1, split="tensor", tensor_split=None)
 
 
 def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:
@@ -238,7 +294,8 @@ class _Machine:
             options = _of_rank(replace(self.config, device=self.device.type), number).values()
             options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
             count = self.config.tensor_parallel
-            return RankPlan(str(path), options, number, count, ctx_size, sizes, self.threads, meeting)
+            bounds = () if part.config.stage is None else part.config.stage.bounds
+            return RankPlan(str(path), options, number, count, ctx_size, sizes, self.threads, meeting, bounds)
 
         group = RankGroup(self.config.tensor_parallel)
         try:
@@ -344,6 +401,9 @@ def _notes(
     notes = [_sizes_note(config, checkpoint, runner.cache)]
     if runner.ranks is not None:
         each = f"each with weights of {gib(part.nbytes)}; {runner.ranks.note}"
+        if (stage := part.config.stage) is not None:
+            counts = [end - first for first, end in pairwise(stage.bounds)]
+            each = f"with {' + '.join(map(str, counts))} layers, the first with weights of {gib(part.nbytes)}"
         notes.append(f"shared by {config.tensor_parallel} ranks, {each}")
     if config.places_experts:
         notes.append(experts.note())
@@ -430,7 +490,10 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
     from quengine.kernels.cpu.ops import sampling
     from quengine.runners.cpu_steps import CpuSteps
 
-    if decoder.config.ranks > 1:  # between the kernels of a step it waits for other processes
+    shape = decoder.config
+    if (
+        shape.ranks > 1 or shape.stage is not None
+    ):  # between the kernels of a step it waits for other processes
         return ModelRunner(decoder, cache, choose=sampling.sample, packs_prompts=False)
     # A dozen rows of one prompt keep the processor as busy as those of many.
     return ModelRunner(

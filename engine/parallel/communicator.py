@@ -71,10 +71,16 @@ class GlooCommunicator:
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         return side_by_side(self._gathered(_widened(x, max(widths))), widths)
 
-    def broadcast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = source
         self._group.broadcast([x], options).wait()
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._group.send([x], to, 0).wait()
+
+    def receive(self, x: Tensor, source: int) -> None:
+        self._group.recv([x], source, 0).wait()
 
     def meet(self) -> None:
         self._gathered(torch.zeros(1))
@@ -144,8 +150,14 @@ class CudaCommunicator:
             return push_all_gather(x, widths, self._starts_of(widths), self._logits, self._pdl)
         return side_by_side(self._gathered(_widened(x, largest)), widths)
 
-    def broadcast(self, x: Tensor) -> None:
-        dist.broadcast(x, 0)
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
+        dist.broadcast(x, source)
+
+    def send(self, x: Tensor, to: int) -> None:
+        dist.send(x, to)
+
+    def receive(self, x: Tensor, source: int) -> None:
+        dist.recv(x, source)
 
     def meet(self) -> None:
         dist.all_reduce(torch.zeros(1, device=self._device))

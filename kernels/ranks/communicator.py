@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group ask of each other, and the group of one rank, which asks nothing.
+"""What the ranks that share a model ask of each other, and the group of one rank, which asks nothing.
 
 Sums are taken in the order of the ranks on every rank, so that all hold the same bits, and the same for each element
 wherever it lies in the tensor: a row's result does not depend on the rows beside it.
@@ -25,8 +25,16 @@ class Communicator(Protocol):
         """The columns of all ranks side by side: x [T, widths[rank]] of each, [T, sum(widths)] on all."""
         ...
 
-    def broadcast(self, x: Tensor) -> None:
-        """Rank 0's x, on all ranks, in place."""
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
+        """The x of rank `source`, on all ranks, in place."""
+        ...
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Give x to one other rank, which calls `receive`."""
+        ...
+
+    def receive(self, x: Tensor, source: int) -> None:
+        """What rank `source` sends, of x's shape and dtype, into x."""
         ...
 
 
@@ -42,8 +50,14 @@ class OneRank:
     def all_gather(self, x: Tensor, _widths: Sequence[int]) -> Tensor:
         return x
 
-    def broadcast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
         """It is here already."""
+
+    def send(self, x: Tensor, to: int) -> None:
+        """There is no other rank."""
+
+    def receive(self, x: Tensor, source: int) -> None:
+        """There is no other rank."""
 
 
 ONE_RANK = OneRank()

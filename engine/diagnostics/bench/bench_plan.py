@@ -120,6 +120,7 @@ class BenchPlan:
         Only(
             *("device", "backend", "cache_type", "deterministic", "mmap"),
             *("draft_model", "draft_ngram", "draft_tokens", "cpu_moe", "n_cpu_moe"),
+            *("split", "tensor_split"),
         ),
     ] = field(default_factory=EngineConfig)
 
