@@ -76,7 +76,8 @@ class Decoder:
         self.chunk_size = chunk_size
         top = LayerTensors(tensors, "", backend, config.rms_eps)
         self._stage = stage = config.stage or Stage(0, (0, config.block_count))
-        self.token_embd = top.weight("token_embd") if top.has("token_embd") else None
+        self.token_embd: Any = top.weight("token_embd") if top.has("token_embd") else None
+        self.output: Any = None
         self.output_norm: RMSNorm | None = None
         if stage.is_last:
             self.output_norm = RMSNorm(top.vector("output_norm") * config.logit_scale, config.rms_eps)

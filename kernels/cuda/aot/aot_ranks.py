@@ -45,7 +45,13 @@ class PushingRanks:
         starts = _empty(self.size + 1, dtype=torch.int32)
         return push_all_gather(x, widths, starts, self._logits, self._pdl)
 
-    def broadcast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
+        """Nothing is launched."""
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Nothing is launched."""
+
+    def receive(self, x: Tensor, source: int) -> None:
         """Nothing is launched."""
 
 

@@ -20,6 +20,7 @@ from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import open_checkpoint
+from quengine.models.config import Stage
 from quengine.models.decoder import Decoder
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank
@@ -69,10 +70,10 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PREFILL_SEQUENCES", (1, 2))
 
 
-def write_model(folder: Path, architecture: str) -> Path:
+def write_model(folder: Path, architecture: str, blocks: int = 1) -> Path:
     sizes = ModelSizes(
         architecture,
-        blocks=1,
+        blocks=blocks,
         embedding=32,
         feed_forward=64,
         heads=2,
@@ -84,15 +85,20 @@ def write_model(folder: Path, architecture: str) -> Path:
     return write_tiny(folder / "m.gguf", kind="Q8_0", sizes=sizes)
 
 
-def runner_of(path: Path, communicator: Communicator = ONE_RANK) -> ModelRunner:
+def runner_of(
+    path: Path, communicator: Communicator = ONE_RANK, stage: Stage | None = None, exact: bool = False
+) -> ModelRunner:
+    """`stage`: the ranks have whole layers. exact: as with --deterministic."""
     checkpoint = open_checkpoint(path)
-    if communicator.size > 1:
+    if stage is not None:
+        checkpoint = SplitCheckpoint(checkpoint, stage)
+    elif communicator.size > 1:
         checkpoint = SplitCheckpoint(checkpoint, Rank(communicator.rank, communicator.size))
-    backend = CudaBackend(DEVICE)
+    backend = CudaBackend(DEVICE, exact)
     backend.communicator = communicator
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, CTX, CTX)
     cache = KVCache.allocate(checkpoint.config, CTX, DEVICE, pools=[CachePool(5)])
-    for tensor in cache.layers[0].tensors:
+    for tensor in (tensor for layer in cache.layers for tensor in layer.tensors):
         tensor.zero_()
 
     def again(_warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any) -> CapturedStep:
@@ -149,6 +155,34 @@ def test_two_ranks_choose_the_tokens_of_one(
         assert all(torch.equal(a, b + 1) for a, b in zip(again, stored, strict=True))
     finally:
         group.end()
+    a, b = leader.graphs, follower.graphs
+    assert isinstance(a, CudaGraphs) and isinstance(b, CudaGraphs)
+    assert a.inputs.all.equal(b.inputs.all) and a.captured == b.captured
+
+
+@pytest.mark.parametrize(("architecture", "exact"), [("qwen2moe", False), ("qwen2", True)])
+def test_two_ranks_that_share_the_layers_choose_the_tokens_of_one(
+    tmp_path: Path, architecture: str, exact: bool
+) -> None:
+    """With the batch-invariant kernels, which do not begin a norm in the launch before it, also the same bits."""
+    path = write_model(tmp_path, architecture, blocks=2)
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=8, ignore_eos=True)
+    one = runner_of(path, exact=exact)
+    wanted, meeting = tokens_of(one, params), Meeting(2)
+    leader, follower = (
+        runner_of(path, ThreadCommunicator(rank, meeting), Stage(rank, (0, 1, 2)), exact) for rank in range(2)
+    )
+    group: Any = ThreadGroup(meeting, partial(run, follower))
+    leader.lead(group)
+    try:
+        assert tokens_of(leader, params) == wanted
+        stored, of_one = (read_cached(runner, 0, 5, 1) for runner in (leader, one))
+    finally:
+        group.end()
+    check = partial(torch.testing.assert_close, rtol=0 if exact else 2e-3, atol=0 if exact else 2e-3)
+    assert len(stored) == 4
+    for mine, whole in zip(stored, of_one, strict=True):
+        check(mine, whole)
     a, b = leader.graphs, follower.graphs
     assert isinstance(a, CudaGraphs) and isinstance(b, CudaGraphs)
     assert a.inputs.all.equal(b.inputs.all) and a.captured == b.captured
