@@ -520,11 +520,13 @@ def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
     from quengine.parallel.communicator import CudaCommunicator
     from quengine.runners.cuda_graphs import PENDING, CudaGraphs
     from quengine.runners.device_decode import DeviceDecoder
+    from quengine.runners.graph_keys import UNMOVED_ROWS
 
+    rows = _graph_rows(config, drafts)
     graphs = CudaGraphs(
         decoder,
         cache,
-        _graph_rows(config, drafts),
+        rows if decoder.config.stage is None else min(rows, UNMOVED_ROWS),
         config.chunk_size or DEFAULT_CHUNK["cuda"],
         shares_sequences=config.speculates,
         pending=draft_tokens(config, "cuda") if drafts else PENDING,
