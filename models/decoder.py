@@ -16,6 +16,7 @@ from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import rope_table
 from quengine.models.config import ModelConfig, Stage
 from quengine.models.experts import MixtureOfExperts
+from quengine.models.handed_rows import HandedRows
 from quengine.models.layers import Attention, FeedForward, LayerTensors
 from quengine.models.tensor_split import token_counts
 
@@ -88,7 +89,12 @@ class Decoder:
             self._block(i, LayerTensors(tensors, f"blk.{i}.", backend, config.rms_eps), spec)
             for i, spec in zip(config.held_layers, specs, strict=True)
         ]
-        self._next_norms = [*(block.attention.attn_norm for block in self.blk[1:]), self.output_norm]
+        last_norm = self.output_norm
+        if not stage.is_last:
+            behind = LayerTensors(tensors, f"blk.{stage.layers.stop}.", backend, config.rms_eps)
+            last_norm = behind.norm("attn_norm", config.block.norms != "post")
+        self._next_norms = [*(block.attention.attn_norm for block in self.blk[1:]), last_norm]
+        self._handed = HandedRows(stage, backend, config.embedding_length)
 
     def forward(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all, given the cache before them."""
@@ -125,17 +131,16 @@ class Decoder:
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[KVLayer], rows: Tensor | None) -> Hidden:
         """`rows`: those gathered behind the last layer's attention; None: all."""
-        last, stage, communicator = self.blk[-1], self._stage, self.backend.communicator
+        last, stage = self.blk[-1], self._stage
         if stage.is_first:
             x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
         else:
-            x = self._empty(len(batch), self.config.embedding_length)
-            communicator.receive(x, stage.number - 1)
+            x = self._handed.receive(len(batch), self.blk[0].attention.attn_norm)
         held = cache[stage.layers.start : stage.layers.stop]
         for block, layer, next_norm in zip(self.blk, held, self._next_norms, strict=True):
             x = block(batch, x, layer, next_norm, rows if stage.is_last and block is last else None)
         if not stage.is_last:
-            communicator.send(x.contiguous(), stage.number + 1)
+            self._handed.send(x, len(batch))
         return x
 
     def _of_last_stage(self, x: Tensor | None, rows: int, columns: int) -> Tensor:

@@ -53,7 +53,8 @@ def layer_bytes(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> list
 
 
 class StageTensors(Mapping[str, QuantTensor]):
-    """The tensors of a stage. The last has the embedding, too, where that is the output matrix."""
+    """The tensors of a stage. The last has the embedding, too, where that is the output matrix; each has the norm that
+    begins the layer behind its own."""
 
     def __init__(self, tensors: Mapping[str, QuantTensor], stage: Stage) -> None:
         self._tensors = tensors
@@ -85,7 +86,8 @@ class StageTensors(Mapping[str, QuantTensor]):
 def _is_held(name: str, stage: Stage, tied: bool) -> bool:
     layer = _LAYER.match(name)
     if layer is not None:
-        return int(layer[1]) in stage.layers
+        behind = int(layer[1]) == stage.layers.stop and not stage.is_last
+        return int(layer[1]) in stage.layers or (behind and name.endswith(".attn_norm.weight"))
     if name.startswith("token_embd."):
         return stage.is_first or (stage.is_last and tied)
     return stage.is_last or not name.startswith("output")

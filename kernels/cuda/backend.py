@@ -48,7 +48,7 @@ from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
-from quengine.kernels.cuda.rms_normed import RmsNormed
+from quengine.kernels.cuda.rms_normed import RmsNormed, flattened, unflattened
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.glu import Activation
@@ -241,6 +241,12 @@ class CudaBackend:
             return x.gather(rows)
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
         return _stream(x)[rows]
+
+    def flat_hidden(self, x: Residual) -> Tensor:
+        return flattened(x)
+
+    def hidden_of(self, flat: Tensor, rows: int, norm: RMSNorm | None) -> Residual:
+        return unflattened(flat, rows, norm)
 
     def rms_norm(self, x: Residual, norm: RMSNorm) -> Tensor:
         return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
