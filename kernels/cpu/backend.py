@@ -194,7 +194,7 @@ class CpuBackend:
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return x[rows]
 
-    def flat_hidden(self, x: Hidden) -> Tensor:
+    def flat_hidden(self, x: Tensor) -> Tensor:
         return x.flatten()
 
     def hidden_of(self, flat: Tensor, rows: int, _norm: RMSNorm | None) -> Hidden:

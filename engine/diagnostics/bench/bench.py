@@ -196,6 +196,7 @@ def _row(
         cache_type=llm.config.cache_type,
         deterministic=llm.config.deterministic,
         ranks=llm.config.tensor_parallel,
+        split=llm.config.split,
         host_layers=len(host),
         host_bytes=sum(host.values()),
         placement=llm.loaded.experts.note() if llm.config.places_experts else "",

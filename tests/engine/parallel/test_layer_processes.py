@@ -160,4 +160,4 @@ def test_parity_and_bench_take_a_model_whose_layers_are_shared(
     assert "cpu:layer2" in capsys.readouterr().out
     flags = ["-sm", "layer", "-ts", "2,1", "-p", "0", "-n", "4", "-r", "1"]
     assert run(["bench", "-m", str(path), "--device", "cpu", *flags]) == 0
-    assert "x 2" in capsys.readouterr().out
+    assert "cpu x 2 by layer" in capsys.readouterr().out
