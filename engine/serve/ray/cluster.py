@@ -147,6 +147,7 @@ class _Cluster:
                 "num_cpus": cpus,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
+                "_node_ip_address": "127.0.0.1",  # nothing of it is reached from other machines
             }
         try:
             self._ray.init(address, log_to_driver=False, logging_level="error", **options)
