@@ -29,6 +29,7 @@ from quengine.kernels.cuda.attention.attention_prefill import (
 from quengine.kernels.cuda.attention.qk_row_norm import has_row_norms, qk_row_norm
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.embedding import embedding
+from quengine.kernels.cuda.flat_rows import flattened, unflattened
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.matmul import (
     matmul,
@@ -48,7 +49,7 @@ from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
-from quengine.kernels.cuda.rms_normed import RmsNormed, flattened, unflattened
+from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.glu import Activation

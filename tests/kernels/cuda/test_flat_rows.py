@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from quengine.kernels.cuda.flat_rows import flattened, unflattened
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
-from quengine.kernels.cuda.rms_normed import RmsNormed, flattened, unflattened
+from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.rms_norm import RMSNorm
 
 
