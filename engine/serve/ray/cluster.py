@@ -59,6 +59,10 @@ def _check(settings: ServerSettings, config: EngineConfig) -> None:
         raise EngineError(f"{given}: Ray chooses the GPUs of a replica; say how many with --tensor-parallel")
     if settings.models.several:
         raise EngineError("--ray deploys one model: give -m MODEL, without --models-dir and --models-preset")
+    if settings.engines > 1:
+        raise EngineError(
+            "--replicas and --prefill-replicas are of one host: with --ray give --ray-min-replicas"
+        )
     if len(settings.hosts) > 1:
         raise EngineError(f"--host {settings.host}: with --ray it is one address")
     if settings.port == 0:

@@ -24,6 +24,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
         (["--host", "127.0.0.1,::1"], "--host 127.0.0.1,::1: with --ray it is one address"),
         (["--device", "cuda:1"], "--device cuda:1: Ray chooses the GPUs of a replica"),
         (["-tp", "2", "--devices", "0,1"], "--devices 0,1: Ray chooses the GPUs of a replica"),
+        (["--replicas", "2"], "--replicas and --prefill-replicas are of one host"),
         (["--models-dir", "."], "--ray deploys one model"),
     ],
 )
