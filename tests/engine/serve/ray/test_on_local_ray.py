@@ -127,7 +127,7 @@ def test_a_client_that_leaves_releases_what_it_held(deployed: Deployed) -> None:
 
 def test_sigterm_finishes_what_runs_and_leaves_nothing(deployed: Deployed) -> None:
     children = psutil.Process(deployed.process.pid).children(recursive=True)
-    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": True}
     with deployed.http() as client, client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
