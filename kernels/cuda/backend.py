@@ -3,8 +3,9 @@
 A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
 output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
 also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself, or scales
-of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. The residual
-stream is fp32. Implements kernels.backend.Backend.
+of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. Where ranks share
+a model, the launches of output and down sum over them, too. The residual stream is fp32. Implements
+kernels.backend.Backend.
 
 Which kernels compute a row, and so its last bits, depend on how many rows there are, unless they are
 `batch_invariant`: then one family of kernels computes every number of rows, and a row's bits follow from its own
@@ -13,6 +14,7 @@ sequence alone.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +49,7 @@ from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.post_norm import post_norm_add
+from quengine.kernels.cuda.ranks.peers import PeerBuffers
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
@@ -165,10 +168,15 @@ class CudaBackend:
     ) -> Residual:
         stream = _stream(residual)
         rows = self._rounded(x)
-        if partial:
-            product = self._summed(self._product(batch, rows, weight))
-            return self._add_product(product, stream, post_norm, next_norm, bias, row_scale)
+        peers = self.communicator.peers(*stream.shape) if partial else None
         begins = next_norm is not None and isinstance(rows, QuantizedActivations) and can_begin_norm(weight)
+        if partial and (peers is None or post_norm is not None or row_scale is not None or not begins):
+            product = (
+                self._matmul(batch, rows, weight, None)
+                if peers is None
+                else self._product(batch, rows, weight)
+            )
+            return self._add_sum(product, stream, peers, post_norm, next_norm, bias, row_scale)
         if post_norm is not None or row_scale is not None or (bias is not None and not begins):
             product = self._product(batch, rows, weight)
             return self._add_product(product, stream, post_norm, next_norm, bias, row_scale)
@@ -176,7 +184,7 @@ class CudaBackend:
             return self._matmul(batch, rows, weight, stream)
         if isinstance(rows, QuantizedActivations):
             scratch, (norm, eps) = self._quantization_scratch(), (next_norm.weight, next_norm.eps)
-            return matvec_norm(rows, weight, stream, norm, eps, scratch, self.pdl, bias)
+            return matvec_norm(rows, weight, stream, norm, eps, scratch, self.pdl, bias, peers)
         normed = matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch))
         return RmsNormed(*normed)
 
@@ -218,7 +226,8 @@ class CudaBackend:
         if partial:
             stream = _stream(residual)
             added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, _exact(batch))
-            return self._add_product(self._summed(_stream(added)), stream, None, next_norm, None, None)
+            peers = self.communicator.peers(*stream.shape)
+            return self._add_sum(_stream(added), stream, peers, None, next_norm, None, None)
         return self._experts.add(gated, routing, down, _stream(residual), next_norm, _exact(batch))
 
     def attention(
@@ -253,11 +262,14 @@ class CudaBackend:
             return matvec(x, weight, pdl=self.pdl)
         return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
 
-    def _summed(self, product: Tensor | ScaledProduct) -> Tensor:
-        """The sum of the ranks' products, fp32."""
-        return self.communicator.all_reduce(
-            product.finish() if isinstance(product, ScaledProduct) else product
-        )
+    def _add_sum(
+        self, product: Tensor | ScaledProduct, residual: Tensor, peers: PeerBuffers | None, *others: Any
+    ) -> Residual:
+        """The sum of the ranks' products, added to the residual; others: of `_add_product`."""
+        if peers is None:
+            assert isinstance(product, Tensor)
+            product = self.communicator.all_reduce(product)
+        return self._add_product(product, residual, *others, peers=peers)
 
     def _add_product(
         self,
@@ -267,6 +279,7 @@ class CudaBackend:
         next_norm: RMSNorm | None,
         bias: Tensor | None,
         row_scale: Tensor | None,
+        peers: PeerBuffers | None = None,
     ) -> Residual:
         """What is not the matmul's to add to the residual, with the next norm in the same launch."""
         normed: QuantizedActivations | Fp16Operand | None = None
@@ -274,7 +287,7 @@ class CudaBackend:
             normed = QuantizedActivations.empty(1, residual.shape[1], self.device)
         elif next_norm is not None:
             normed = self._room().fp16_operand(*residual.shape)
-        post_norm_add(product, residual, post_norm, next_norm, normed, self.pdl, bias, row_scale)
+        post_norm_add(product, residual, post_norm, next_norm, normed, self.pdl, bias, row_scale, peers)
         return residual if normed is None else RmsNormed(residual, normed)
 
     def _prefill(
