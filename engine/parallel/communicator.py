@@ -132,30 +132,30 @@ class CudaCommunicator:
 
         self._pdl = has_dependent_launch(device)
         self._starts: dict[tuple[int, ...], Tensor] = {}
-        self._memory, self.note = self._peer_memory()
+        self.memory, self.note = self._peer_memory()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         from quengine.kernels.cuda.ranks.push import push_all_reduce
         from quengine.kernels.cuda.ranks.two_shot import two_shot_all_reduce
 
-        if self._memory is not None and x.numel() <= self._memory.few.capacity:
-            return push_all_reduce(x, self._memory.few, self._pdl)
-        if self._memory is not None and x.numel() <= self._memory.many.capacity:
-            return two_shot_all_reduce(x, self._memory.many, self._pdl)
+        if self.memory is not None and x.numel() <= self.memory.few.capacity:
+            return push_all_reduce(x, self.memory.few, self._pdl)
+        if self.memory is not None and x.numel() <= self.memory.many.capacity:
+            return two_shot_all_reduce(x, self.memory.many, self._pdl)
         if self._deterministic and self.size > 2:
             return sum_in_order(self._gathered(x))
         dist.all_reduce(x)
         return x
 
     def peers(self, rows: int, width: int) -> "PeerBuffers | None":
-        return None if self._memory is None else self._memory.few.for_rows(rows, width)
+        return None if self.memory is None else self.memory.few.for_rows(rows, width)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         from quengine.kernels.cuda.ranks.push import push_all_gather
 
         x, largest = x.contiguous(), max(widths)
-        if self._memory is not None and x.dtype == torch.float32:
-            logits = self._memory.logits
+        if self.memory is not None and x.dtype == torch.float32:
+            logits = self.memory.logits
             if len(x) * largest <= logits.capacity:
                 return push_all_gather(x, widths, self._starts_of(widths), logits, self._pdl)
         return side_by_side(self._gathered(_widened(x, largest)), widths)
@@ -176,7 +176,7 @@ class CudaCommunicator:
             self._store.set(_DONE, "1")
 
     def close(self) -> None:
-        self._memory = None
+        self.memory = None
         dist.destroy_process_group()
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
