@@ -223,7 +223,7 @@ def test_a_rank_that_does_not_begin_is_an_error(folder: Path, monkeypatch: pytes
     [
         ({"tensor_parallel": 65}, "tensor_parallel 65: must be from 1 to 64"),
         ({"device": "cuda:1", "tensor_parallel": 2}, "device cuda:1 is one device"),
-        ({"devices": "0,1"}, "devices 0,1: tensor_parallel is 1"),
+        ({"devices": "0,1", "tensor_parallel": 1}, "devices 0,1: tensor_parallel is 1"),
         ({"devices": "0,0", "tensor_parallel": 2}, "must be different numbers"),
         ({"devices": "0,1", "tensor_parallel": 2, "device": "cpu"}, "they go with"),
     ],
@@ -236,6 +236,7 @@ def test_options_that_do_not_go_together(options: dict, message: str) -> None:
 def test_a_named_device_is_each_ranks_own() -> None:
     config = EngineConfig(device="cuda", tensor_parallel=2, devices="3,1")
     assert [config.device_of(rank) for rank in range(2)] == ["cuda:3", "cuda:1"]
+    assert EngineConfig(devices="3,1").ranks == 2
 
 
 def test_a_server_starts_an_engine_again_that_lost_a_rank(folder: Path) -> None:
