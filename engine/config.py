@@ -70,6 +70,8 @@ class EngineConfig:
         tensor_parallel: how many devices share the model, each a process with its part of every layer
             (docs/tensor-parallel.md). On the CPU so many processes, which share the threads. None: on CUDA devices the
             fewest that hold it, or as many as `devices` names; on the CPU one.
+        expert_parallel: of a mixture of experts, each of these devices has some experts whole, in place of a part of
+            all.
         devices: the numbers of the CUDA devices that do, "0,1"; None: the first ones.
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
@@ -174,6 +176,10 @@ class EngineConfig:
             "N",
         ),
     ] = None
+    expert_parallel: Annotated[
+        bool,
+        Flag("--expert-parallel", "Of experts, each device has some whole, not a part of all.", RUN_PANEL),
+    ] = False
     devices: Annotated[
         str | None,
         Flag(

@@ -118,7 +118,7 @@ def load_model(
         _log_checkpoint("draft model", draft)
     device, why = choose_device(_of_rank(config, 0))
     config = replace(config, tensor_parallel=_rank_count(config, checkpoint, draft, device))
-    part = _part(checkpoint, Rank(0, config.ranks))
+    part = _part(checkpoint, Rank(0, config.ranks, config.expert_parallel))
     for rank in range(1, config.ranks):
         choose_device(_of_rank(replace(config, device=device.type), rank))
     threads = max(1, threads // config.ranks) if device.type == "cpu" else threads
@@ -316,7 +316,7 @@ def _rank_count(
 
     def needed(count: int, usable: bool) -> int | None:
         try:
-            part = _part(checkpoint, Rank(0, count))
+            part = _part(checkpoint, Rank(0, count, config.expert_parallel))
         except EngineError:
             return None
         shared = replace(config, tensor_parallel=count)

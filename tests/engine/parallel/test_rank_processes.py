@@ -82,6 +82,20 @@ def test_two_ranks_give_the_tokens_of_one_process(one: LLM, shared: LLM, params:
     assert shared.generate(PROMPTS[0], params)[0].tokens == wanted[0]
 
 
+def test_ranks_that_have_some_experts_each_give_the_tokens_of_one_process(folder: Path) -> None:
+    sizes = ModelSizes("qwen3moe", context=64, head_dim=32, expert_feed_forward=32)  # too narrow to be cut
+    path = write_tiny(folder / "experts.gguf", kind="Q8_0", sizes=sizes)
+    with LLM(path, device="cpu", threads=1) as one:
+        wanted = one.generate(PROMPTS, GREEDY)
+    with LLM(path, device="cpu", threads=2, tensor_parallel=2, expert_parallel=True) as shared:
+        found = shared.generate(PROMPTS, GREEDY)
+    assert [completion.tokens for completion in found] == [completion.tokens for completion in wanted]
+    with pytest.raises(
+        EngineError, match="1 pieces of 32 for 2 ranks, or --expert-parallel; this model takes 1"
+    ):
+        LLM(path, device="cpu", threads=2, tensor_parallel=2)
+
+
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
 def test_logits_are_within_the_budgets(one: LLM, shared: LLM, decode: bool) -> None:
     ids = one.encode("the cat sat on the mat")
