@@ -21,12 +21,16 @@ import torch.multiprocessing as multiprocessing
 
 from benchmarks.cuda.cuda_timing import random_part
 from benchmarks.cuda.matvec_chain import layer_calls
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
+from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.peers import PeerBuffers, peer_buffers
 from quengine.kernels.cuda.ranks.push import push_all_reduce
+from quengine.kernels.cuda.ranks.row_owners import row_owners_add_norm
 from quengine.kernels.cuda.ranks.two_shot import two_shot_all_reduce
 from quengine.kernels.cuda.weights.packed import PackedWeight
+from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.tensor_split import Rank
-from quengine.parallel.communicator import CudaCommunicator, join
+from quengine.parallel.communicator import CudaCommunicator, PeerMemory, join
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 WIDTHS = (4096, 8192)
@@ -72,11 +76,29 @@ def sum_times(communicator: CudaCommunicator, pdl: bool) -> dict[str, dict[str, 
                 wrong = way(x) != communicator.size * (communicator.size + 1) / 2
                 assert not wrong.any(), (rows, width)
             ways["nccl"] = dist.all_reduce
+            if rows > 16:
+                ways |= normed(x, memory, pdl)
             zeros = torch.zeros_like(x)
             found[f"{rows} x {width}"] = {
                 name: graph_time(communicator, [partial(way, zeros)] * CALLS) for name, way in ways.items()
             }
     return found
+
+
+def normed(x: torch.Tensor, memory: PeerMemory, pdl: bool) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """The sum, the residual and the norm that reads it: by all ranks, and each row by its owner."""
+    norm, stream = RMSNorm(torch.ones(x.shape[1], device="cuda"), 1e-5), torch.zeros_like(x)
+    out = Fp16Operand.empty(*x.shape, "cuda", OperandLayout.WGMMA)
+
+    def by_all(x: torch.Tensor) -> None:
+        few = memory.few.for_rows(*x.shape)
+        product = x if few is not None else two_shot_all_reduce(x, memory.many, pdl)
+        post_norm_add(product, stream, None, norm, out, pdl, peers=few)
+
+    def by_owners(x: torch.Tensor) -> None:
+        row_owners_add_norm(x, stream, norm, OperandLayout.WGMMA, memory.many, pdl)
+
+    return {"normed by all": by_all, "by owners": by_owners}
 
 
 def with_itself(ranks: int, capacity: int) -> PeerBuffers:

@@ -93,7 +93,7 @@ class GlooCommunicator:
         return parts
 
 
-class _PeerMemory(NamedTuple):
+class PeerMemory(NamedTuple):
     """For sums of few values and of many, and for logits."""
 
     few: "PeerBuffers"
@@ -191,7 +191,7 @@ class CudaCommunicator:
             self._starts[key] = torch.tensor([0, *accumulate(widths)], dtype=torch.int32, device=self._device)
         return self._starts[key]
 
-    def _peer_memory(self) -> "tuple[_PeerMemory | None, str]":
+    def _peer_memory(self) -> "tuple[PeerMemory | None, str]":
         """None where some device cannot write to another's memory; a line for the user."""
         reach, reason = torch.ones(1, device=self._device), "another rank has none"
         try:
@@ -204,7 +204,7 @@ class CudaCommunicator:
             return None, f"sums over NCCL: no peer memory ({reason})"
         return memory, "sums over peer memory"
 
-    def _allocate(self) -> "_PeerMemory":
+    def _allocate(self) -> "PeerMemory":
         from quengine.kernels.cuda.ranks import two_shot
         from quengine.kernels.cuda.ranks.peers import peer_buffers, received_buffer_shape
         from quengine.kernels.cuda.ranks.push import GATHERED_VALUES, pushed_values
@@ -217,7 +217,7 @@ class CudaCommunicator:
         )
         words, values = two_shot.shared_words(self.size, two_shot.SUMMED_VALUES), two_shot.SUMMED_VALUES
         many = two_shot.shared_sums(*self._shared((words,), torch.float32), self.rank, values)
-        return _PeerMemory(few, many, logits)
+        return PeerMemory(few, many, logits)
 
     def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
         """Zeros that all ranks can write to, and the addresses of those of all ranks."""

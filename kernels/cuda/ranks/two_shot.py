@@ -33,8 +33,8 @@ BLOCK = 2048
 
 WARPS = 4
 
-SUMMED_VALUES = 1 << 24
-"""Values that are summed at once, at most: 2048 rows of 8192."""
+SUMMED_VALUES = 9 << 21
+"""Values that are summed at once, at most: 2048 rows of 8192, with what pads them as an operand (row_owners.py)."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,14 @@ def shared_sums(shared: Tensor, addresses: Sequence[int], rank: int, values: int
 
 
 @triton.jit
-def _raise_flag(flags, at, launch):
+def raise_flag(flags, at, launch):
     """What all threads of the program have written is there for who finds the flag."""
     tl.debug_barrier()
     tl.atomic_xchg(flags + at, launch, sem="release", scope="sys")
 
 
 @triton.jit
-def _await_flag(flags, at, launch):
+def await_flag(flags, at, launch):
     found = tl.atomic_add(flags + at, 0, sem="acquire", scope="sys")
     while found != launch:
         found = tl.atomic_add(flags + at, 0, sem="acquire", scope="sys")
@@ -117,12 +117,12 @@ def _two_shot_kernel(
         place = VALUES + (rank * PROGRAMS + program).to(tl.int64) * BLOCK
         tl.store(target + place + n, value, mask=at < count)
         flags = (target + FLAGS).to(tl.pointer_type(tl.int32))
-        _raise_flag(flags, rank * PROGRAMS + program, launch)
+        raise_flag(flags, rank * PROGRAMS + program, launch)
     own = (shared_ptr + FLAGS).to(tl.pointer_type(tl.int32))
     at = first + rank * BLOCK + n
     mine = tl.load(x_ptr + at, mask=at < count, other=0.0)
     for step in tl.static_range(1, RANKS):
-        _await_flag(own, (rank + step) % RANKS * PROGRAMS + program, launch)
+        await_flag(own, (rank + step) % RANKS * PROGRAMS + program, launch)
     total = mine
     for peer in tl.static_range(RANKS):
         place = VALUES + (peer * PROGRAMS + program).to(tl.int64) * BLOCK
@@ -138,9 +138,9 @@ def _two_shot_kernel(
         tl.store(target + at, total, mask=at < count)
         if step > 0:
             flags = (target + FLAGS).to(tl.pointer_type(tl.int32))
-            _raise_flag(flags, (RANKS + rank) * PROGRAMS + program, launch)
+            raise_flag(flags, (RANKS + rank) * PROGRAMS + program, launch)
     for step in tl.static_range(1, RANKS):
-        _await_flag(own, (RANKS + (rank + step) % RANKS) * PROGRAMS + program, launch)
+        await_flag(own, (RANKS + (rank + step) % RANKS) * PROGRAMS + program, launch)
     tl.store(launches_ptr + program, launch)
 
 
