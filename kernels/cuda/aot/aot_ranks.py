@@ -41,6 +41,9 @@ class PushingRanks:
     def peers(self, rows: int, width: int) -> PeerBuffers | None:
         return self._sums.for_rows(rows, width)
 
+    def owners(self, rows: int, width: int) -> two_shot.SharedSums | None:
+        return None if self.peers(rows, width) is not None else self._many.for_rows(rows, width)
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         if len(x) * max(widths) > self._logits.capacity:
             return _empty(len(x), sum(widths))
@@ -79,6 +82,7 @@ def _branch_and_logits(ranks: int, batch: ForwardBatch, backend: CudaBackend) ->
     weight = backend.weight([_tensor("Q4_K", hidden, inner)])
     output = backend.weight([_tensor("Q6_K", 4096, hidden)])
     x = backend.linear_add(batch, _empty(len(batch), inner), weight, stream, norm, partial=True)
+    backend.linear_add(batch, _empty(len(batch), inner), weight, x, post_norm=norm, partial=True)
     logits = backend.logits(batch, x, norm, output)
     backend.communicator.all_gather(logits, [4096] * ranks)
 

@@ -99,11 +99,6 @@ def _row_owners_kernel(
     tl.store(launches_ptr + program, launch)
 
 
-def takes_rows(sums: SharedSums, rows: int, width: int) -> bool:
-    """Whether the memory has room for the products of so many rows, and for them as an operand."""
-    return -(-rows // sums.ranks) <= sums.programs and (rows + 64) * (width + 128) <= sums.capacity
-
-
 def row_owners_add_norm(
     x: Tensor,
     residual: Tensor,
@@ -114,13 +109,13 @@ def row_owners_add_norm(
     bias: Tensor | None = None,
 ) -> Fp16Operand:
     """Add the sum of x over the ranks, plus bias fp32 [D], to the rows of `residual` that are this rank's own, in
-    place, and give the norm of all rows: x and residual contiguous fp32 [T, D], which `takes_rows` must hold of.
+    place, and give the norm of all rows: x and residual contiguous fp32 [T, D], for which `sums` has room.
 
     All ranks launch this. The result lies in `sums`, until the next launch there. `pdl`: see `two_shot_all_reduce`.
     """
     rows, width = x.shape
     assert x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
-    assert takes_rows(sums, rows, width)
+    assert sums.for_rows(rows, width) is sums
     assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32)
     shape = operand_shape(rows, width, layout)
     operand = Fp16Operand(

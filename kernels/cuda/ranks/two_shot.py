@@ -63,6 +63,11 @@ class SharedSums:
     def capacity(self) -> int:
         return self.programs * self.ranks * BLOCK
 
+    def for_rows(self, rows: int, width: int) -> "SharedSums | None":
+        """These, where they have room for the products of so many rows, and for them as an operand (row_owners.py)."""
+        fits = -(-rows // self.ranks) <= self.programs and (rows + 64) * (width + 128) <= self.capacity
+        return self if fits else None
+
 
 def programs_for(values: int, ranks: int) -> int:
     """Programs that take so many values."""
