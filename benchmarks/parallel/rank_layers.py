@@ -10,8 +10,9 @@ with themselves alone. All times are the best of several replays that the ranks 
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,15 @@ from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.tensor_split import Rank
 from quengine.parallel.communicator import CudaCommunicator, PeerMemory, join
 
-ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+ROWS = (1, 8, 16, 64, 128, 512, 2048)
 WIDTHS = (4096, 8192)
+Times = tuple[str, dict[str, float]]
+"""What was timed, and its times by way."""
+
 MODELS = {"7B": (4096, 14336, 32, 8), "70B": (8192, 28672, 64, 8)}
 """Width, feed-forward, heads of 128, key/value heads."""
 
-LAYERS, CALLS, REPLAYS = 8, 20, 10
+LAYERS, CALLS, REPLAYS = 6, 20, 10
 
 
 def graph_time(communicator: CudaCommunicator, launches: Sequence[Callable[[], object]]) -> float:
@@ -60,9 +64,9 @@ def graph_time(communicator: CudaCommunicator, launches: Sequence[Callable[[], o
     return best / len(launches)
 
 
-def sum_times(communicator: CudaCommunicator, pdl: bool) -> dict[str, dict[str, float]]:
+def sum_times(communicator: CudaCommunicator, pdl: bool) -> Iterator[Times]:
     """By size and kernel. Raises AssertionError where a sum is wrong."""
-    memory, found = communicator.memory, dict[str, dict[str, float]]()
+    memory = communicator.memory
     assert memory is not None
     for width in WIDTHS:
         for rows in ROWS:
@@ -79,10 +83,10 @@ def sum_times(communicator: CudaCommunicator, pdl: bool) -> dict[str, dict[str, 
             if rows > 16:
                 ways |= normed(x, memory, pdl)
             zeros = torch.zeros_like(x)
-            found[f"{rows} x {width}"] = {
+            times = {
                 name: graph_time(communicator, [partial(way, zeros)] * CALLS) for name, way in ways.items()
             }
-    return found
+            yield f"{rows} x {width}", times
 
 
 def normed(x: torch.Tensor, memory: PeerMemory, pdl: bool) -> dict[str, Callable[[torch.Tensor], Any]]:
@@ -121,19 +125,19 @@ def part_of_layer(model: str, ranks: int, q6: bool) -> dict[str, PackedWeight]:
     }
 
 
-def layer_times(communicator: CudaCommunicator, pdl: bool) -> dict[str, dict[str, float]]:
+def layer_times(communicator: CudaCommunicator, pdl: bool) -> Iterator[Times]:
     """Of a layer of each model: with the other ranks, and alone with the part of one."""
-    found = {}
+    memory = communicator.memory
+    assert memory is not None
     for model in MODELS:
         layers = [part_of_layer(model, communicator.size, q6=number % 2 == 0) for number in range(LAYERS)]
         times = {}
-        own = with_itself(communicator.size, MODELS[model][0])
-        for name, peers in (("together", communicator.peers(1, MODELS[model][0])), ("alone", own)):
+        own = with_itself(communicator.size, memory.few.capacity)
+        for name, peers in (("together", memory.few), ("alone", own)):
             calls = layer_calls(layers[0], pdl, peers)
             launches = [lambda w=w, c=c: c(w) for w in layers for c in calls.values()]
             times[name] = graph_time(communicator, launches) * len(calls)
-        found[model] = {**times, "waits": times["together"] - times["alone"]}
-    return found
+        yield model, {**times, "waits": times["together"] - times["alone"]}
 
 
 def run(rank: int, ranks: int, meeting: str, written: Path | None) -> None:
@@ -145,13 +149,13 @@ def run(rank: int, ranks: int, meeting: str, written: Path | None) -> None:
     pdl = torch.cuda.get_device_capability() >= (9, 0)
     if rank == 0:
         print(f"{ranks} x {torch.cuda.get_device_name()}: {communicator.note}", flush=True)
-    layers = layer_times(communicator, pdl)
-    sums = sum_times(communicator, pdl)
-    if rank == 0:
-        for name, times in (layers | sums).items():
+    found = dict[str, dict[str, float]]()
+    for name, times in chain(layer_times(communicator, pdl), sum_times(communicator, pdl)):
+        found[name] = times
+        if rank == 0:
             print(f"{name:12s} " + ", ".join(f"{way} {us:.2f}" for way, us in times.items()), flush=True)
-        if written is not None:
-            written.write_text(json.dumps({"ranks": ranks, "layers": layers, "sums": sums}))
+    if rank == 0 and written is not None:
+        written.write_text(json.dumps({"ranks": ranks, "us": found}))
     communicator.meet()
     communicator.close()
 

@@ -159,7 +159,8 @@ def _thread_sum_text(ranks, capacity):
 def exchange_sum(
     peers, value, at, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr, ASM: tl.constexpr
 ):
-    """The sum over the ranks of values [1, N], at `at` of the buffers; sequence: `next_sequence` of these.
+    """The sum over the ranks of values [1, N], at `at` of the buffers, zero where not `inside`; sequence:
+    `next_sequence` of these.
 
     Where not `inside`, `at` is a place of another value of this program. With ASM each thread waits for its own values:
     several threads may hold the same ones, and should not hold many.
@@ -178,7 +179,7 @@ def exchange_sum(
         )
         total = total[None, :]
     finish_exchange(peers, at, inside, sequence)
-    return total
+    return tl.where(inside, total, 0.0)
 
 
 @triton.jit

@@ -8,11 +8,11 @@ sends 2 (N - 1) / N of its values, where a single shot sends N - 1 times all. Da
 written with release, read with acquire, at the scope of the system. A flag is the number of the launch, which is kept
 on the device: a CUDA graph can be replayed.
 
-A program takes N blocks, one of each owner, and waits for the programs of its own number on the other ranks alone;
-programs start in their order, so that a launch of more programs than fit on a device at once ends, too. No part of the
-memory is written again too early: who writes values for launch n + 1 has the sums of launch n, hence their owners have
-read the values; and who writes sums of launch n + 1 has had values for it from all ranks, whose launches before had
-ended.
+The programs of a launch write values first, then come those that add up, and last those that wait for the sums of the
+others. Each waits for programs of its own number on the other ranks alone, of the kind before its own; programs start
+in their order, so that a launch of more programs than fit on a device at once ends, too. No part of the memory is
+written again too early: who writes values for launch n + 1 has the sums of launch n, hence their owners have read the
+values; and who writes sums of launch n + 1 has had values for it from all ranks, whose launches before had ended.
 
 Definition: kernels/ranks/communicator.py. Memory order: PTX ISA, "Memory consistency model".
 """
@@ -32,6 +32,9 @@ BLOCK = 2048
 """Values of a block."""
 
 WARPS = 4
+
+REGISTERS = 64
+"""Of a thread, so that many programs are on a multiprocessor: they wait most of the time."""
 
 SUMMED_VALUES = 9 << 21
 """Values that are summed at once, at most: 2048 rows of 8192, with what pads them as an operand (row_owners.py)."""
@@ -87,18 +90,44 @@ def shared_sums(shared: Tensor, addresses: Sequence[int], rank: int, values: int
 
 
 @triton.jit
-def raise_flag(flags, at, launch):
-    """What all threads of the program have written is there for who finds the flag."""
+def raise_flag(target, at, launch, FLAGS: tl.constexpr):
+    """What all threads of the program have written to a rank's memory is there for who finds the flag."""
     tl.debug_barrier()
+    flags = (target + FLAGS).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(flags + at, launch, sem="release", scope="sys")
 
 
 @triton.jit
-def await_flag(flags, at, launch):
+def await_flag(shared_ptr, at, launch, FLAGS: tl.constexpr):
+    flags = (shared_ptr + FLAGS).to(tl.pointer_type(tl.int32))
     found = tl.atomic_add(flags + at, 0, sem="acquire", scope="sys")
     while found != launch:
         found = tl.atomic_add(flags + at, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
+
+
+@triton.jit
+def memory_of(targets_ptr, rank):
+    """The words that all ranks write into, of one of them."""
+    return tl.load(targets_ptr + rank).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def await_sums(
+    shared_ptr,
+    launches_ptr,
+    number,
+    launch,
+    rank,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    """Wait for the sums of all ranks, and keep the launch number, which this rank's other programs have read then."""
+    await_flag(shared_ptr, rank * PROGRAMS + number, launch, FLAGS)
+    for owner in tl.static_range(RANKS):
+        await_flag(shared_ptr, (RANKS + owner) * PROGRAMS + number, launch, FLAGS)
+    tl.store(launches_ptr + number, launch)
 
 
 @DirectLaunch
@@ -107,46 +136,43 @@ def _two_shot_kernel(
     x_ptr, shared_ptr, targets_ptr, launches_ptr, count, rank,
     RANKS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Program number p of each kind takes RANKS blocks, one of each owner."""
     launch_then_wait(PDL)
-    program = tl.program_id(0)
-    launch = tl.load(launches_ptr + program) + 1
+    numbers = tl.num_programs(0) // 3
+    number = tl.program_id(0) % numbers
+    kind = tl.program_id(0) // numbers
+    launch = tl.load(launches_ptr + number) + 1
     n = tl.arange(0, BLOCK)
+    first = number.to(tl.int64) * RANKS * BLOCK
     VALUES: tl.constexpr = RANKS * PROGRAMS * BLOCK  # behind the sums, which are as many
     FLAGS: tl.constexpr = 2 * VALUES
-    first = program.to(tl.int64) * RANKS * BLOCK
-    for step in tl.static_range(1, RANKS):  # each rank begins with another owner
-        owner = (rank + step) % RANKS
-        target = tl.load(targets_ptr + owner).to(tl.pointer_type(tl.float32))
-        at = first + owner * BLOCK + n
-        value = tl.load(x_ptr + at, mask=at < count, other=0.0)
-        place = VALUES + (rank * PROGRAMS + program).to(tl.int64) * BLOCK
-        tl.store(target + place + n, value, mask=at < count)
-        flags = (target + FLAGS).to(tl.pointer_type(tl.int32))
-        raise_flag(flags, rank * PROGRAMS + program, launch)
-    own = (shared_ptr + FLAGS).to(tl.pointer_type(tl.int32))
-    at = first + rank * BLOCK + n
-    mine = tl.load(x_ptr + at, mask=at < count, other=0.0)
-    for step in tl.static_range(1, RANKS):
-        await_flag(own, (rank + step) % RANKS * PROGRAMS + program, launch)
-    total = mine
-    for peer in tl.static_range(RANKS):
-        place = VALUES + (peer * PROGRAMS + program).to(tl.int64) * BLOCK
-        # Written by others: not from this multiprocessor's own cache.
-        value = tl.load(
-            shared_ptr + place + n, mask=(at < count) & (peer != rank), other=0.0, cache_modifier=".cg"
-        )
-        value = tl.where(peer == rank, mine, value)
-        total = value if peer == 0 else total + value
-    for step in tl.static_range(RANKS):
-        peer = (rank + step) % RANKS
-        target = tl.load(targets_ptr + peer).to(tl.pointer_type(tl.float32))
-        tl.store(target + at, total, mask=at < count)
-        if step > 0:
-            flags = (target + FLAGS).to(tl.pointer_type(tl.int32))
-            raise_flag(flags, (RANKS + rank) * PROGRAMS + program, launch)
-    for step in tl.static_range(1, RANKS):
-        await_flag(own, (RANKS + (rank + step) % RANKS) * PROGRAMS + program, launch)
-    tl.store(launches_ptr + program, launch)
+    if kind == 0:
+        place = VALUES + (rank * PROGRAMS + number).to(tl.int64) * BLOCK
+        for step in tl.static_range(1, RANKS):  # each rank begins with another owner
+            owner = (rank + step) % RANKS
+            target = memory_of(targets_ptr, owner)
+            at = first + owner * BLOCK + n
+            value = tl.load(x_ptr + at, mask=at < count, other=0.0)
+            tl.store(target + place + n, value, mask=at < count)
+            raise_flag(target, rank * PROGRAMS + number, launch, FLAGS)
+        raise_flag(shared_ptr, rank * PROGRAMS + number, launch, FLAGS)
+    elif kind == 1:
+        at = first + rank * BLOCK + n
+        for step in tl.static_range(1, RANKS):
+            await_flag(shared_ptr, (rank + step) % RANKS * PROGRAMS + number, launch, FLAGS)
+        total = tl.zeros([BLOCK], tl.float32)
+        for peer in tl.static_range(RANKS):
+            place = VALUES + (peer * PROGRAMS + number).to(tl.int64) * BLOCK
+            values = tl.where(peer == rank, x_ptr + first + rank * BLOCK, shared_ptr + place)
+            # Written by others: not from this multiprocessor's own cache.
+            value = tl.load(values + n, mask=at < count, other=0.0, cache_modifier=".cg")
+            total = value if peer == 0 else total + value
+        for step in tl.static_range(1, RANKS + 1):
+            target = memory_of(targets_ptr, (rank + step) % RANKS)
+            tl.store(target + at, total, mask=at < count)
+            raise_flag(target, (RANKS + rank) * PROGRAMS + number, launch, FLAGS)
+    else:
+        await_sums(shared_ptr, launches_ptr, number, launch, rank, RANKS, PROGRAMS, FLAGS)
 
 
 def two_shot_all_reduce(x: Tensor, sums: SharedSums, pdl: bool = False) -> Tensor:
@@ -156,8 +182,9 @@ def two_shot_all_reduce(x: Tensor, sums: SharedSums, pdl: bool = False) -> Tenso
     `pdl` (sm_90 and later): may be launched before its predecessor has ended, which may produce x.
     """
     assert x.dtype == torch.float32 and x.is_contiguous() and x.numel() <= sums.capacity
-    _two_shot_kernel[(programs_for(x.numel(), sums.ranks),)](
+    _two_shot_kernel[(3 * programs_for(x.numel(), sums.ranks),)](
         x, sums.shared, sums.targets, sums.launches, x.numel(), sums.rank,
-        RANKS=sums.ranks, PROGRAMS=sums.programs, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        RANKS=sums.ranks, PROGRAMS=sums.programs, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, maxnreg=REGISTERS,
+        launch_pdl=pdl,
     )  # fmt: skip
     return sums.shared[: x.numel()].view_as(x)
