@@ -285,7 +285,9 @@ class CudaBackend:
         """`linear_add` of a part of the columns, summed over the ranks."""
         shape, own = _stream(residual).shape, post_norm is None and row_scale is None
         peers = self.communicator.peers(*shape)
-        owners = None if self._has_experts or not own else self.communicator.owners(*shape)
+        # That kernel adds up a row's squares in another order than the one that norms few rows does.
+        owned = own and not self._has_experts and not self.batch_invariant
+        owners = self.communicator.owners(*shape) if owned else None
         if next_norm is not None and owners is not None:
             product, stream = self._matmul(batch, rows, weight, None), _stream(residual)
             layout = self._room().layout(len(stream))

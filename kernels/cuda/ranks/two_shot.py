@@ -108,8 +108,8 @@ def await_flag(shared_ptr, at, launch, FLAGS: tl.constexpr):
 
 @triton.jit
 def memory_of(targets_ptr, rank):
-    """The words that all ranks write into, of one of them."""
-    return tl.load(targets_ptr + rank).to(tl.pointer_type(tl.float32))
+    """The words that all ranks write into, of one of them; said to be aligned, so that stores are of 16 bytes."""
+    return tl.multiple_of(tl.load(targets_ptr + rank).to(tl.pointer_type(tl.float32)), 16)
 
 
 @triton.jit
