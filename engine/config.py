@@ -73,7 +73,10 @@ class EngineConfig:
         cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
             computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
-            (docs/tensor-parallel.md). On the CPU so many processes, which share the threads.
+            (docs/tensor-parallel.md). On the CPU so many processes, which share the threads. None: on CUDA devices the
+            fewest that hold it, or as many as `devices` names; on the CPU one.
+        expert_parallel: of a mixture of experts, each of these devices has some experts whole, in place of a part of
+            all.
         devices: the numbers of the CUDA devices that do, "0,1"; None: the first ones.
         split: what of the model each of them has: a part of every layer ("tensor"), or some of the layers ("layer"),
             one device behind the other, for those of unlike size or without fast links.
@@ -172,12 +175,19 @@ class EngineConfig:
         Flag("--n-cpu-moe -ncmoe", "The same for the experts of the first N layers.", RUN_PANEL, "N"),
     ] = 0
     tensor_parallel: Annotated[
-        int,
+        int | None,
         Range(1, MOST_RANKS),
         Flag(
-            "--tensor-parallel -tp", "Devices that share the model (on the CPU: processes).", RUN_PANEL, "N"
+            "--tensor-parallel -tp",
+            "Devices that share the model (on the CPU: processes). (default: the fewest GPUs that hold it)",
+            RUN_PANEL,
+            "N",
         ),
-    ] = 1
+    ] = None
+    expert_parallel: Annotated[
+        bool,
+        Flag("--expert-parallel", "Of experts, each device has some whole, not a part of all.", RUN_PANEL),
+    ] = False
     devices: Annotated[
         str | None,
         Flag(
@@ -225,6 +235,10 @@ class EngineConfig:
         """Of `split`. As many shares as devices, which they count where nothing else does."""
         if self.split not in get_args(Split):
             raise EngineError(f"split {self.split!r}: must be {' or '.join(get_args(Split))}")
+        if self.split == "layer" and self.expert_parallel:
+            raise EngineError(
+                "expert_parallel parts the experts of a layer: it does not go with --split layer"
+            )
         if self.tensor_split is None:
             return
         if self.split != "layer":
@@ -248,7 +262,7 @@ class EngineConfig:
 
     def _check_devices(self) -> None:
         if self.devices is None:
-            if self.tensor_parallel > 1 and self.device.startswith("cuda:"):
+            if self.ranks > 1 and self.device.startswith("cuda:"):
                 raise EngineError(
                     f"device {self.device} is one device, and tensor_parallel {self.tensor_parallel} takes more; name "
                     f"them with --devices"
@@ -257,16 +271,20 @@ class EngineConfig:
         numbers = self.devices.split(",")
         if not all(number.isdecimal() for number in numbers) or len(set(map(int, numbers))) < len(numbers):
             raise EngineError(f"devices {self.devices!r}: must be different numbers, such as 0,1")
-        if len(numbers) != self.tensor_parallel or self.device == "cpu":
+        if len(numbers) != self.ranks or self.device == "cpu":
             ways = f"--tensor-parallel {len(numbers)} and a CUDA device"
             raise EngineError(
-                f"devices {self.devices}: tensor_parallel is {self.tensor_parallel}, device {self.device}; they go "
-                f"with {ways}"
+                f"devices {self.devices}: tensor_parallel is {self.ranks}, device {self.device}; they go with {ways}"
             )
 
     def device_of(self, rank: int) -> str:
         """The device of a rank, where they are CUDA devices."""
         return f"cuda:{rank if self.devices is None else int(self.devices.split(',')[rank])}"
+
+    @property
+    def ranks(self) -> int:
+        """How many devices share the model, where `tensor_parallel` or `devices` says so; else one."""
+        return self.tensor_parallel or (1 if self.devices is None else len(self.devices.split(",")))
 
     @property
     def speculates(self) -> bool:

@@ -15,12 +15,14 @@ import torch
 
 from quengine.block_manager import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
+from quengine.errors import EngineError
 from quengine.kernels.backend import Backend
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
 from quengine.memory import (
+    CONTEXT_STEP,
     RANKS_WORKSPACE,
     CacheNeeds,
     DeviceMemory,
@@ -118,13 +120,14 @@ def load_model(
     if draft is not None:
         _log_checkpoint("draft model", draft)
     device, why = choose_device(_of_rank(config, 0))
-    for rank in range(1, config.tensor_parallel):
+    config = replace(config, tensor_parallel=_rank_count(config, checkpoint, draft, device))
+    for rank in range(1, config.ranks):
         choose_device(_of_rank(replace(config, device=device.type), rank))
     stages = _stages(config, checkpoint, device)
-    part = _part(checkpoint, stages[0] if stages else Rank(0, config.tensor_parallel))
-    threads = max(1, threads // config.tensor_parallel) if device.type == "cpu" else threads
+    part = _part(checkpoint, stages[0] if stages else Rank(0, config.ranks, config.expert_parallel))
+    threads = max(1, threads // config.ranks) if device.type == "cpu" else threads
     torch.set_num_threads(threads)
-    free = _free_memory(device, config.tensor_parallel)
+    free = _free_memory(device, config.ranks)
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
     experts = ExpertPlacement.choose(config, part, device.type)
     experts.check_host_memory(available_memory())
@@ -186,9 +189,9 @@ def _part(checkpoint: Checkpoint, part: Rank | Stage) -> Checkpoint:
 def _stages(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> list[Stage]:
     """Which rank has which layers, by the shares that are asked for or by free memory; empty where none has whole
     layers. Raises EngineError for more ranks than layers."""
-    if config.split != "layer" or config.tensor_parallel == 1:
+    if config.split != "layer" or config.ranks == 1:
         return []
-    count = config.tensor_parallel
+    count = config.ranks
     shares = config.shares or [float(free) for free in _free_of_ranks(config, device)]
     bounds = layer_bounds(layer_bytes(checkpoint.config, checkpoint.tensors), shares)
     return [Stage(number, bounds) for number in range(count)]
@@ -196,9 +199,9 @@ def _stages(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) 
 
 def _free_of_ranks(config: EngineConfig, device: torch.device) -> list[int]:
     """Bytes for each rank. Asking a CUDA device makes its context."""
-    devices = [_of_rank(replace(config, device=device.type), rank) for rank in range(config.tensor_parallel)]
+    devices = [_of_rank(replace(config, device=device.type), rank) for rank in range(config.ranks)]
     own = [device, *(torch.device(each.device) for each in devices[1:])]
-    return [_free_memory(each, config.tensor_parallel) for each in own]
+    return [_free_memory(each, config.ranks) for each in own]
 
 
 def _fit_stages(
@@ -293,11 +296,11 @@ class _Machine:
             sizes = tuple((pool.num_blocks, pool.window, pool.chunk) for pool in pools)
             options = _of_rank(replace(self.config, device=self.device.type), number).values()
             options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
-            count = self.config.tensor_parallel
+            count = self.config.ranks
             bounds = () if part.config.stage is None else part.config.stage.bounds
             return RankPlan(str(path), options, number, count, ctx_size, sizes, self.threads, meeting, bounds)
 
-        group = RankGroup(self.config.tensor_parallel)
+        group = RankGroup(self.config.ranks)
         try:
             communicator = group.load(plan, self.device, self.config.deterministic)
             runner = self.runner(part, ctx_size, pools, communicator)
@@ -357,6 +360,62 @@ def _free_memory(device: torch.device, ranks: int) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // ranks
 
 
+def _rank_count(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
+) -> int:
+    """How many devices share the model: what the options say, or the fewest CUDA devices that hold it."""
+    told = (
+        config.tensor_parallel is not None or config.devices is not None or config.device.startswith("cuda:")
+    )
+    if told or device.type != "cuda" or config.places_experts or torch.cuda.device_count() <= 1:
+        return config.ranks
+    from quengine.parallel.device_count import USABLE_CONTEXT, fewest_devices
+
+    def needed(count: int, usable: bool) -> int | None:
+        layers = config.split == "layer"
+        try:
+            part = checkpoint if layers else _part(checkpoint, Rank(0, count, config.expert_parallel))
+        except EngineError:
+            return None
+        shared = replace(config, tensor_parallel=count)
+        needs, memory = _memory_needs(shared, part, draft, device, 0, ExpertPlacement())
+        least = min(checkpoint.config.context_length, USABLE_CONTEXT) if usable else CONTEXT_STEP
+        own = memory.weights + needs.nbytes(config.ctx_size or least, config.cache_type)
+        return memory.workspace + (own // count if layers else own)
+
+    # What other models hold can be freed where there is `make_room`. Asking for it makes a device's context.
+    which = 0 if config.make_room is None else 1
+    free = [torch.cuda.mem_get_info(device)[which]]
+    if (needed(1, True) or 0) > free[0]:
+        free += [torch.cuda.mem_get_info(index)[which] for index in range(1, torch.cuda.device_count())]
+    return fewest_devices(free, needed)
+
+
+def _memory_needs(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None,
+    device: torch.device,
+    free: int,
+    experts: ExpertPlacement,
+) -> tuple[CacheNeeds, DeviceMemory]:
+    """What a context takes, and a device with room for one and the padding blocks beside it, and as much again."""
+    shape, cache_type = checkpoint.config, config.cache_type
+    chunk = config.chunk_size or DEFAULT_CHUNK[device.type]
+    if config.parallel == 1:
+        chunk = min(chunk, config.ctx_size or shape.context_length)
+    rows = max(config.parallel, draft_rows(config, device.type))
+    weights = checkpoint.nbytes - sum(experts.host.values())
+    workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
+    workspace += RANKS_WORKSPACE[device.type] if config.ranks > 1 else 0
+    if draft is not None:
+        workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
+        weights += draft.nbytes
+    needs = CacheNeeds(shape, chunk, None if draft is None else draft.config)
+    padding = 2 * sum(needs.block_bytes(cache_type))
+    return needs, DeviceMemory(str(device), free, weights, workspace + padding, experts.device)
+
+
 def _choose_cache(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -366,28 +425,15 @@ def _choose_cache(
     experts: ExpertPlacement,
 ) -> tuple[int, list[CachePool]]:
     """Positions of a sequence, and the pools of the cache's blocks."""
-    shape, cache_type = checkpoint.config, config.cache_type
-    chunk = config.chunk_size or DEFAULT_CHUNK[device.type]
-    if config.parallel == 1:
-        chunk = min(chunk, config.ctx_size or shape.context_length)
-    rows = max(config.parallel, draft_rows(config, device.type))
-    weights = checkpoint.nbytes - sum(experts.host.values())
-    workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
-    workspace += RANKS_WORKSPACE[device.type] if config.tensor_parallel > 1 else 0
-    if draft is not None:
-        workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
-        weights += draft.nbytes
-    needs = CacheNeeds(shape, chunk, None if draft is None else draft.config)
-    memory = DeviceMemory(str(device), free, weights, workspace, experts.device)
-    # Beside the context are the padding blocks, and as much again.
-    padded = replace(memory, workspace=workspace + 2 * sum(needs.block_bytes(cache_type)))
+    needs, memory = _memory_needs(config, checkpoint, draft, device, free, experts)
+    cache_type = config.cache_type
     if config.make_room is not None:
-        wanted = wanted_bytes(needs, padded, config.ctx_size, config.parallel, cache_type)
+        wanted = wanted_bytes(needs, memory, config.ctx_size, config.parallel, cache_type)
         while config.make_room(wanted, memory.free, str(device)):
-            memory = replace(memory, free=_free_memory(device, config.tensor_parallel))
-        padded = replace(padded, free=memory.free)
-    ctx_size = choose_context(needs, config.ctx_size, padded, cache_type)
-    return ctx_size, choose_pools(needs, ctx_size, config.parallel, memory.room, cache_type)
+            memory = replace(memory, free=_free_memory(device, config.ranks))
+    ctx_size = choose_context(needs, config.ctx_size, memory, cache_type)
+    room = memory.room + 2 * sum(needs.block_bytes(cache_type))  # the padding blocks are among those chosen
+    return ctx_size, choose_pools(needs, ctx_size, config.parallel, room, cache_type)
 
 
 def _notes(
@@ -404,7 +450,7 @@ def _notes(
         if (stage := part.config.stage) is not None:
             counts = [end - first for first, end in pairwise(stage.bounds)]
             each = f"with {' + '.join(map(str, counts))} layers, the first with weights of {gib(part.nbytes)}"
-        notes.append(f"shared by {config.tensor_parallel} ranks, {each}")
+        notes.append(f"shared by {config.ranks} ranks, {each}")
     if config.places_experts:
         notes.append(experts.note())
     if config.draft_ngram:

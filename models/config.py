@@ -119,6 +119,7 @@ class ExpertConfig:
     feed_forward_length: of an expert; shared_feed_forward_length: of the shared expert, which computes every row; 0:
         there is none.
     dense_layers: those that have a feed-forward of `ModelConfig.feed_forward_length` in place of experts.
+    held: the experts that are here, where other ranks have the others; None: all.
     """
 
     count: int
@@ -126,6 +127,7 @@ class ExpertConfig:
     feed_forward_length: int
     shared_feed_forward_length: int = 0
     dense_layers: tuple[int, ...] = ()
+    held: range | None = None
 
     def expected(self, rows: float) -> float:
         """How many experts of a layer a step of `rows` rows (of steps, their mean) is expected to read:

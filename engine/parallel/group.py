@@ -68,7 +68,7 @@ class RankPlan:
 
     @property
     def rank(self) -> Rank:
-        return Rank(self.number, self.count)
+        return Rank(self.number, self.count, bool(self.options["expert_parallel"]))
 
 
 class _Follower:

@@ -5,7 +5,7 @@ wherever it lies in the tensor: a row's result does not depend on the rows besid
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ class Communicator(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks, `((x_0 + x_1) + x_2) + ...`; may be written over x, or valid until the next."""
+        ...
+
+    def peers(self, rows: int, width: int) -> Any:
+        """What a kernel needs that sums so many values itself (kernels/cuda/ranks/peers.py), in the same order; None:
+        it has to leave them to `all_reduce`."""
+        ...
+
+    def owners(self, rows: int, width: int) -> Any:
+        """What a kernel needs that lets each rank sum and norm its own of many rows (kernels/cuda/ranks/row_owners.py);
+        None: there is none, or the rows are few enough for `peers`."""
         ...
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
@@ -46,6 +56,11 @@ class OneRank:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+    def peers(self, _rows: int, _width: int) -> None:
+        return None
+
+    owners = peers
 
     def all_gather(self, x: Tensor, _widths: Sequence[int]) -> Tensor:
         return x

@@ -52,7 +52,7 @@ class ReplicaSize:
             or not (config.device == "cuda" or cluster.get("GPU", 0) >= 1)
         ):
             return cls(config.threads or physical_cores())
-        return cls(CPUS_OF_GPU_REPLICA, config.tensor_parallel)
+        return cls(CPUS_OF_GPU_REPLICA, config.ranks)
 
     def __str__(self) -> str:
         cpus = f"{self.cpus} CPU{'s' * (self.cpus > 1)}"

@@ -40,6 +40,11 @@ class ThreadCommunicator:
     def all_reduce(self, x: Tensor) -> Tensor:
         return sum_in_order(self._exchange(x))
 
+    def peers(self, _rows: int, _width: int) -> None:
+        return None
+
+    owners = peers
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         assert x.shape[1] == widths[self.rank]
         return side_by_side(self._exchange(x), widths)

@@ -123,6 +123,7 @@ def test_smollm2_gives_the_tokens_of_one_process() -> None:
     ("options", "message"),
     [
         ({"tensor_split": "1,1"}, "tensor_split 1,1 shares out whole layers: it goes with --split layer"),
+        ({"split": "layer", "expert_parallel": True}, "it does not go with --split layer"),
         ({"split": "row"}, "split 'row': must be tensor or layer"),
         ({"split": "layer", "tensor_split": "3,0"}, "tensor_split '3,0': must be numbers above 0"),
         ({"split": "layer", "tensor_split": "3,x"}, "tensor_split '3,x': must be numbers above 0"),

@@ -85,13 +85,18 @@ def write_model(folder: Path, architecture: str, blocks: int = 1) -> Path:
     return write_tiny(folder / "m.gguf", kind="Q8_0", sizes=sizes)
 
 
-def runner_of(path: Path, communicator: Communicator = ONE_RANK, stage: Stage | None = None) -> ModelRunner:
+def runner_of(
+    path: Path,
+    communicator: Communicator = ONE_RANK,
+    by_expert: bool = False,
+    stage: Stage | None = None,
+) -> ModelRunner:
     """`stage`: the ranks have whole layers."""
     checkpoint = open_checkpoint(path)
     if stage is not None:
         checkpoint = SplitCheckpoint(checkpoint, stage)
     elif communicator.size > 1:
-        checkpoint = SplitCheckpoint(checkpoint, Rank(communicator.rank, communicator.size))
+        checkpoint = SplitCheckpoint(checkpoint, Rank(communicator.rank, communicator.size, by_expert))
     backend = CudaBackend(DEVICE)
     backend.communicator = communicator
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, CTX, CTX)
@@ -123,24 +128,26 @@ def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "params"),
+    ("architecture", "by_expert", "params"),
     [
-        ("qwen2moe", SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
+        ("qwen2moe", False, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
+        ("qwen2moe", True, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
         (
             "qwen2",
+            False,
             SamplingParams(temperature=0.7, seed=5, presence_penalty=0.5, max_tokens=8, logit_bias={9: 2.0}),
         ),
     ],
-    ids=["greedy", "sampled"],
+    ids=["greedy", "by expert", "sampled"],
 )
 def test_two_ranks_choose_the_tokens_of_one(
-    tmp_path: Path, architecture: str, params: SamplingParams
+    tmp_path: Path, architecture: str, by_expert: bool, params: SamplingParams
 ) -> None:
     path = write_model(tmp_path, architecture)
     one = runner_of(path)
     wanted = tokens_of(one, params)
     meeting = Meeting(2)
-    leader, follower = (runner_of(path, ThreadCommunicator(rank, meeting)) for rank in range(2))
+    leader, follower = (runner_of(path, ThreadCommunicator(rank, meeting), by_expert) for rank in range(2))
     group: Any = ThreadGroup(meeting, partial(run, follower))
     leader.lead(group)
     try:
