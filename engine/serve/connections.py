@@ -146,8 +146,13 @@ class Connection(H11Protocol):
         )
 
     def write_part(self, part: bytes) -> None:
-        """Write a part of a body that has begun and goes on, as `send` of ASGI does."""
-        self.transport.write(self.conn.send(h11.Data(data=part)))
+        """Write a part of a body without a length that has begun and goes on, as `send` of ASGI does."""
+        if (
+            self.conn.their_http_version == b"1.1"
+        ):  # in chunks; h11 takes longer for the same bytes than the rest of it
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        else:
+            self.transport.write(self.conn.send(h11.Data(data=part)))
 
     def drop(self) -> None:
         """Close now, in favour of another connection."""
