@@ -230,6 +230,9 @@ class Catch:
         finally:
             record.write(status)
             self.done(scope["path"], status)
+            # What still refers to the scope is in cycles, which are collected late: a body may be large.
+            scope.pop(BODY_KEY, None)
+            scope.pop(DIRECT, None)
 
 
 def _internal(error: Exception, scope: Scope) -> ApiError:
