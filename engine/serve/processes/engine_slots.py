@@ -47,7 +47,7 @@ class EngineSlots:
         """
         if self._llm.loaded.ranks is not None and action.action != "erase":
             raise EngineError(
-                f"slot {action.slot}: keys and values are parted between {self._llm.config.tensor_parallel} ranks, and "
+                f"slot {action.slot}: keys and values are parted between {self._llm.config.ranks} ranks, and "
                 f"can be neither saved nor restored; leave --tensor-parallel out"
             )
         began, path, scheduler = time.perf_counter(), Path(action.path), self._llm.scheduler
@@ -86,4 +86,5 @@ class EngineSlots:
             done = "restored from" if restores else "saved as"
             message = f"slot {action.slot} cannot be {done} {Path(action.path).name!r}: {error}"
             return failed(action.id, EngineError(message), "request" if restores else "engine")
-        return SlotDone(action.id, len(saved.token_ids), size, time.perf_counter() - began)
+        ids = tuple(saved.token_ids) if restores else ()
+        return SlotDone(action.id, len(saved.token_ids), size, time.perf_counter() - began, ids)
