@@ -10,6 +10,7 @@ the host from their logits. While there are such rows, or drafts, no step is lau
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
@@ -24,6 +25,20 @@ _PATIENCE = 4
 """Steps in which slots are not equally far ahead, and the device waits for the host, before one is spent on it."""
 
 
+@dataclass(frozen=True)
+class DecodeStep:
+    """A step that was launched: the rows of `sequences` in their order, with their slots."""
+
+    sequences: Seq[Sequence]
+    rows: list[DecodeRow]
+    slots: list[Slot]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device chooses all tokens, so that no logits must be read before another step is launched."""
+        return all(row.kind is not None for row in self.rows)
+
+
 class DeviceDecoder:
     """See the module docstring. With `graphs.shares_sequences` sequences may have drafts."""
 
@@ -36,6 +51,11 @@ class DeviceDecoder:
 
     def step(self, sequences: Seq[Sequence]) -> list[Result] | None:
         """`ModelRunner.decode`; NO_CHOICE where the device found no token to choose. None: these are too many rows."""
+        step = self.launch(sequences)
+        return None if step is None else self.results(step, ahead=True)
+
+    def launch(self, sequences: Seq[Sequence]) -> DecodeStep | None:
+        """Start a step unless it was launched ahead, and wait for nothing. None: these are too many rows."""
         rows = [row for sequence in sequences for row in self._rows_of(sequence)]
         if len(rows) > self._most_rows:
             self._slots.place([])  # releases all
@@ -45,10 +65,14 @@ class DeviceDecoder:
             self._uneven = 0
         if not all(slot.ready for slot in slots):
             self._slots.launch(slots)
-        if not self._drafts and all(row.kind is not None for row in rows) and any(map(_goes_on, sequences)):
-            self._launch_ahead(rows, slots)
-        placed = iter(zip(rows, slots, strict=True))
-        return [self._result(s, [next(placed) for _ in range(1 + len(s.draft))]) for s in sequences]
+        return DecodeStep(sequences, rows, slots)
+
+    def results(self, step: DecodeStep, ahead: bool) -> list[Result]:
+        """The tokens of a step, in order. ahead: the next step will have these sequences, and may be launched now."""
+        if ahead and not self._drafts and step.on_device and any(map(_goes_on, step.sequences)):
+            self._launch_ahead(step.rows, step.slots)
+        placed = iter(zip(step.rows, step.slots, strict=True))
+        return [self._result(s, [next(placed) for _ in range(1 + len(s.draft))]) for s in step.sequences]
 
     def _rows_of(self, sequence: Sequence) -> list[DecodeRow]:
         start, params = sequence.num_cached_tokens, sequence.params
