@@ -74,6 +74,7 @@ class Scheduler:
         self._began = 0.0
         self._decode_is_due = False
         self._preempts = True
+        self._keeps_all = all(pool.window is None for pool in cache.pools)
         self._alone: deque[Sequence] = deque()
 
     @property
@@ -148,7 +149,11 @@ class Scheduler:
         self._decode_is_due = batch.phase == "prefill"
         if batch.phase == "decode":
             for sequence in batch.sequences:
-                if sequence.block_tables and not sequence.finished:
+                if not sequence.block_tables or sequence.finished:
+                    continue
+                if (sequence.num_cached_tokens + 1) % BLOCK_SIZE:
+                    sequence.num_cached_tokens += 1
+                else:  # a block is full
                     self._cached(sequence, 1)
             return
         self._token_seconds = (time.perf_counter() - self._began) / sum(len(c.ids) for c in batch.chunks)
@@ -368,8 +373,10 @@ class Scheduler:
         """A token of every sequence that has blocks for it; the oldest one always gets them."""
         ready = []
         for sequence in list(self.decoding):
-            preempted = not sequence.block_tables
-            if not preempted and self._has_room(sequence, sequence.num_cached_tokens + 1):
+            tables, positions = sequence.block_tables, sequence.num_cached_tokens + 1
+            # Nearly always its blocks reach far enough; without a window none is to be released either.
+            reach = self._keeps_all and tables and len(tables[0]) * BLOCK_SIZE >= positions + LOOKAHEAD
+            if reach or (tables and self._has_room(sequence, positions)):
                 ready.append(sequence)
         return Batch.decode(ready)
 
