@@ -36,6 +36,10 @@ multiples of _TILE_ROWS, since the number of tiles of rows chooses among kernels
 _EAGER_SEQUENCES = (2, 12, 24, 40, 100)
 """Numbers of prompts in a step: behind the last layer's attention each is a row."""
 
+COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.prepare()"
+"""The process that records kernels imports torch without what it does not need either: of the modules put off,
+registrations of shapes would have operations on the meta device computed in Python, which imports torch's compiler."""
+
 _ANY_TOP_K = SamplingKind(0, bias=False, penalties=False)
 _DEFAULT = SamplingKind(64, bias=False, penalties=False)
 
@@ -97,7 +101,8 @@ def compile_ahead(
     done = marker(gpu, *plan.marks())
     if done.is_file():
         return None
-    return CompilePool(partial(stages_of, plan), gpu, compilers(), progress, marker=done)
+    task = partial(stages_of, plan)
+    return CompilePool(task, gpu, compilers(), progress, marker=done, prelude=COMPILER_PRELUDE)
 
 
 def compilers() -> int:
