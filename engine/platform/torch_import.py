@@ -1,7 +1,7 @@
 """A quick `import torch`: from bytecode, and without the modules for tracing, exporting and training.
 
 These modules take a third of the time of the import. In the processes of the `engine` program they are put off until an
-attribute of one of them is used, and registrations that they make as they are imported (`torch._meta_registrations`:
+attribute of one of them is used (`torch.compiler` is not among them: capturing a CUDA graph does), and registrations that they make as they are imported (`torch._meta_registrations`:
 shapes of operations, for the compiler of torch) are not made before that. In other programs torch is left as it is.
 """
 
@@ -21,7 +21,6 @@ from quengine.kernels.private_folder import check_private, user_cache
 DEFERRED = frozenset(
     {
         "torch._meta_registrations",
-        "torch.compiler",
         "torch.distributions",
         "torch.export",
         "torch.masked",
