@@ -1,8 +1,9 @@
 """A quick `import torch`: from bytecode, and without the modules for tracing, exporting and training.
 
 These modules take a third of the time of the import. In the processes of the `engine` program they are put off until an
-attribute of one of them is used (`torch.compiler` is not among them: capturing a CUDA graph does), and registrations that they make as they are imported (`torch._meta_registrations`:
-shapes of operations, for the compiler of torch) are not made before that. In other programs torch is left as it is.
+attribute of one of them is used, and registrations that they make as they are imported (`torch._meta_registrations`:
+shapes of operations, for the compiler of torch) are not made before that. `torch.compiler` is none of them: capturing a
+CUDA graph asks for it. In other programs torch is left as it is.
 """
 
 import importlib.util

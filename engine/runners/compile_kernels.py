@@ -43,6 +43,9 @@ registrations of shapes would have operations on the meta device computed in Pyt
 _ANY_TOP_K = SamplingKind(0, bias=False, penalties=False)
 _DEFAULT = SamplingKind(64, bias=False, penalties=False)
 
+_FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
+"""The steps of a first short request; decode's kernels take longest to compile."""
+
 
 @dataclass(frozen=True)
 class KernelPlan:
@@ -112,25 +115,26 @@ def compilers() -> int:
 
 
 def stages_of(*plans: KernelPlan) -> list[Callable[[], None]]:
-    """What a first short request runs, then everything."""
+    """What a first short request runs, step by step, then everything."""
     made: list[CudaGraphs] = []
 
-    def first() -> None:
-        made.extend(plan.graphs() for plan in plans)
+    def first(key: GraphKey) -> None:
+        if not made:
+            made.extend(plan.graphs() for plan in plans)
         for graphs in made:
-            run_first(graphs)
+            graphs.run_padding(key)
 
     def rest() -> None:
         for graphs in made:
             run_all(graphs)
 
-    return [torch.no_grad()(first), torch.no_grad()(rest)]
+    return [torch.no_grad()(stage) for stage in (*(partial(first, key) for key in _FIRST), rest)]
 
 
 def run_first(graphs: CudaGraphs) -> None:
-    """A decode step of one sequence and a short prompt's."""
-    graphs.run_padding(decode_key(1, _DEFAULT))
-    graphs.run_padding(GraphKey("prefill", PREFILL_ROWS[0], 1))
+    """What a first short request runs."""
+    for key in _FIRST:
+        graphs.run_padding(key)
 
 
 def run_all(graphs: CudaGraphs) -> None:
