@@ -118,17 +118,19 @@ def stages_of(*plans: KernelPlan) -> list[Callable[[], None]]:
     """What a first short request runs, step by step, then everything."""
     made: list[CudaGraphs] = []
 
+    @torch.no_grad()
     def first(key: GraphKey) -> None:
         if not made:
             made.extend(plan.graphs() for plan in plans)
         for graphs in made:
             graphs.run_padding(key)
 
+    @torch.no_grad()
     def rest() -> None:
         for graphs in made:
             run_all(graphs)
 
-    return [torch.no_grad()(stage) for stage in (*(partial(first, key) for key in _FIRST), rest)]
+    return [*(partial(first, key) for key in _FIRST), rest]
 
 
 def run_first(graphs: CudaGraphs) -> None:
