@@ -22,8 +22,8 @@ from quengine.kernels.cuda.weights.layout import (
 )
 from quengine.kernels.quant_tensor import QuantTensor
 
-_WEIGHTS_AT_A_TIME = 1 << 26
-"""Repacked in one go, a hundred operations of torch: more takes fewer of them, and some three bytes a weight while it
+_WEIGHTS_AT_A_TIME = 1 << 25
+"""Repacked in one go, a hundred operations of torch: more takes fewer of them, and four bytes a weight while it
 lasts."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
