@@ -29,7 +29,10 @@ class MixtureOfExperts:
         self.partial = config.ranks > 1
         self.activation = config.block.activation
         self.experts = config.experts
-        self.ffn_norm = RMSNorm(tensors.vector(config.block.ffn_norm), tensors.eps)
+        alone = host is None and not config.experts.shared_feed_forward_length
+        self.ffn_norm = RMSNorm(
+            tensors.vector(config.block.ffn_norm), tensors.eps, config.experts.router.used if alone else 0
+        )
         self.router = _router(config, tensors)
         bias, count = config.block.expert_bias, config.experts.count
         gate, up = _gate_and_up(tensors, count, config.experts.feed_forward_length)

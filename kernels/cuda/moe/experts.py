@@ -40,10 +40,12 @@ class ExpertOperations:
         self.pdl = pdl
         self._scratch: dict[int, QuantizationScratch] = {}
 
-    def route(self, x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None) -> Routing:
-        """The routing of the norm of rows x [T, K], fp32."""
+    def route(
+        self, x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None, soon: Tensor | None = None
+    ) -> Routing:
+        """The routing of the norm of rows x [T, K], fp32; `soon`: see `route`."""
         scratch = self._room(scratch_width(x.shape[0], router))
-        return route(x, norm, router, experts, scratch, self.pdl)
+        return route(x, norm, router, experts, scratch, self.pdl, soon)
 
     def glu(
         self,
@@ -52,10 +54,11 @@ class ExpertOperations:
         gate_up: ExpertWeights,
         activation: Activation,
         exact: bool,
+        norm: RMSNorm | None = None,
     ) -> GatedRows:
-        """activation(gate) * up of rows x [T, K], behind the norm, by each row's experts."""
+        """activation(gate) * up of rows x [T, K] by each row's experts; `norm`: see `grouped_glu`."""
         if not isinstance(x, QuantizedActivations):
-            return grouped_glu(x, routing, gate_up, self.workspace(), activation, self.pdl, exact)
+            return grouped_glu(x, routing, gate_up, self.workspace(), activation, self.pdl, exact, norm)
         scratch = self._room(routing.experts.numel() * gate_up.expert_rows // 2)
         return matvec_experts_glu(x, routing, gate_up, activation, scratch, self.pdl)
 

@@ -32,7 +32,8 @@ from quengine.kernels.cuda.moe.grouped_float import launch_grouped_float
 from quengine.kernels.cuda.moe.grouped_mma import launch_grouped_mma, launch_grouped_mma_glu
 from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput
 from quengine.kernels.cuda.moe.grouped_wgmma import launch_grouped_wgmma, launch_grouped_wgmma_glu
-from quengine.kernels.cuda.moe.groups import Groups, group_rows
+from quengine.kernels.cuda.moe.group_normed import group_normed_rows
+from quengine.kernels.cuda.moe.groups import MOST_COUNTED, Groups, group_rows
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import grouped_block
 from quengine.kernels.cuda.weights.packed import FloatPart
@@ -70,19 +71,26 @@ def grouped_glu(
     activation: Activation,
     pdl: bool,
     exact: bool,
+    norm: RMSNorm | None = None,
 ) -> GroupedRows:
-    """activation(gate) * up of rows x [T, K], behind the norm, for each row's k experts.
+    """activation(gate) * up of rows x [T, K] for each row's k experts.
 
-    x is fp32 or scaled fp16 in any layout, and stays as it is. `exact`, `pdl`: see `MatmulMode`. Raises ValueError on
-    rows of another width.
+    x is fp32 or scaled fp16 in any layout, and stays as it is; `norm`: of fp32 rows, where these are not behind it yet
+    and `norms_in_groups`. `exact`, `pdl`: see `MatmulMode`. Raises ValueError on rows of another width.
     """
-    if isinstance(x, Tensor):
+    tokens = routing.experts.shape[0]
+    if isinstance(x, Tensor) and norm is None:
         x = to_fp16_operand(x.contiguous(), pdl=pdl)
-    if not x.fits(gate_up.cols):
-        raise ValueError(f"rows of {list(x.values.shape)} for experts of {gate_up.cols} columns")
-    grouped, gated = _buffers(x.rows, routing.experts.shape[1], gate_up, workspace)
-    group_rows(x, gate_up.cols, routing.experts, gated.groups, grouped, pdl)
-    mode = _mode(x.rows, workspace, pdl, exact)
+    if not (x.shape[1] == gate_up.cols if isinstance(x, Tensor) else x.fits(gate_up.cols)):
+        shape = x.shape if isinstance(x, Tensor) else x.values.shape
+        raise ValueError(f"rows of {list(shape)} for experts of {gate_up.cols} columns")
+    grouped, gated = _buffers(tokens, routing.experts.shape[1], gate_up, workspace)
+    if isinstance(x, Tensor):
+        assert norm is not None
+        group_normed_rows(x, norm, routing.experts, gated.groups, grouped, pdl)
+    else:
+        group_rows(x, gate_up.cols, routing.experts, gated.groups, grouped, pdl)
+    mode = _mode(tokens, workspace, pdl, exact)
     clamped = activation == "clamped_swish"
     if gate_up.paired and (gate_up.bias is None or clamped):
         launch = launch_grouped_wgmma_glu if grouped.is_wgmma else launch_grouped_mma_glu
@@ -90,6 +98,11 @@ def grouped_glu(
     else:
         _glu_of_products(grouped, gate_up, gated, activation, mode)
     return gated
+
+
+def norms_in_groups(rows: int, used: int, device: torch.device) -> bool:
+    """Whether the launch that groups so many rows for `used` experts each norms them too."""
+    return is_hopper(device) and 0 < rows * used <= MOST_COUNTED and rows <= FEW_ROWS
 
 
 def grouped_add(

@@ -22,7 +22,9 @@ from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.rms_norm import RMSNorm
 
 _LANES = tl.constexpr(512)
+
 _WARPS = 4
+"""That share the lanes; where a program has more, they share its rows, so that a logit is added up alike."""
 
 _AHEAD = 16
 """Steps of 512 columns whose weights the program of one logit holds before it waits: 4 registers each, and as many for
@@ -31,8 +33,17 @@ the row."""
 _MANY_EXPERTS = 64
 """More of them than this are shared by fewer programs."""
 
+_NARROW = 4096
+"""Columns up to which the registers of programs of many rows hold four steps of weights."""
+
 _FEW_ROWS = 64
 """Rows up to which there are programs of few logits, for latency, and one launch; of more, programs that read less."""
+
+_SHARE = tl.constexpr(1 << 17)
+"""Bytes that a program asks the L2 cache for."""
+
+_MANY_LOGITS = 8192
+"""From here on programs of 8 x 8 logits are one for each multiprocessor of a large GPU: they read a quarter as much."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,8 @@ class RouterProgram:
     gate: bool
     chooses: bool
     pdl: bool
-    ahead: int = 1
+    ahead: int
+    warps: int
 
     @property
     def steps(self) -> int:
@@ -112,19 +124,53 @@ def _logits(x_ptr, w_ptr, norm_ptr, line, live, row, rows, eps, P: tl.constexpr)
     return tl.sum(acc, axis=2) * tl.rsqrt(tl.sum(squares, axis=2) / P.cols + eps)
 
 
-@DirectLaunch
 @triton.jit
+def _prefetch_share(ptr, number, THREADS: tl.constexpr):
+    """Ask the L2 cache for share `number` of what follows `ptr`."""
+    PIECE: tl.constexpr = _SHARE // THREADS
+    first = (ptr + number.to(tl.int64) * _SHARE + tl.arange(0, THREADS) * PIECE).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r",
+        [first, tl.full([THREADS], PIECE, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@DirectLaunch
+@triton.jit(do_not_specialize=["shares", "leading"])
 def _route_kernel(
     x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, logits_ptr, arrivals_ptr,
-    experts_ptr, weights_ptr, shared_ptr, rows, eps, P: tl.constexpr, C: tl.constexpr,
+    experts_ptr, weights_ptr, shared_ptr, next_ptr, rows, eps, shares, leading, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of rows, block of experts): those that run at a time share weights, which the L1 cache keeps."""
+    """Program (block of rows, block of experts): those that run at a time share weights, which the L1 cache keeps. The
+    `leading` blocks of experts before the first stand for programs that prefetch `shares` shares of `next_ptr`."""
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
+    block = tl.program_id(1) - leading
+    if block < 0:
+        share = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if next_ptr is not None:
+            if share < shares:
+                _prefetch_share(next_ptr, share, 32 * P.warps)
+    else:
+        _route_program(
+            x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, logits_ptr, arrivals_ptr,
+            experts_ptr, weights_ptr, shared_ptr, block, rows, eps, P, C,
+        )  # fmt: skip
+
+
+@triton.jit
+def _route_program(
+    x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, logits_ptr, arrivals_ptr,
+    experts_ptr, weights_ptr, shared_ptr, block, rows, eps, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The logits of a block of rows and a block of experts; of the last program, the rows' choices."""
     ROWS: tl.constexpr = P.rows
     EXPERTS: tl.constexpr = P.experts
     LOGITS: tl.constexpr = P.logits
-    block = tl.program_id(1)
     of_gate = block < 0
     if P.gate:
         of_gate = block == P.blocks - 1
@@ -172,11 +218,13 @@ def route(
     experts: Tensor | None = None,
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
+    soon: Tensor | None = None,
 ) -> Routing:
     """The routing of the norm of fp32 rows x [T, K]; see kernels/moe/router.py. Takes one launch, two of many rows.
 
     The router's tensors are fp32. `experts`, int32 [T, k], ascending: weighted without a choice. `scratch`, for
-    `scratch_width` values, avoids an allocation. Raises ValueError on other shapes.
+    `scratch_width` values, avoids an allocation. `soon`, with `pdl`: bytes that the launches behind this one will
+    read, brought to the L2 cache meanwhile. Raises ValueError on other shapes.
     """
     count, rows, used = router.weight.shape[0], x.shape[0], router.kind.used
     _check(x, norm, router, experts)
@@ -188,10 +236,13 @@ def route(
         None if router.shared_gate is None else torch.empty(rows, dtype=torch.float32, device=x.device),
     )
     constants = RouterConstants.of(router.kind, count)
-    _route_kernel[(triton.cdiv(rows, program.rows), program.blocks)](
+    row_blocks, shares = triton.cdiv(rows, program.rows), 0 if soon is None else soon.numel() // _SHARE.value
+    leading = triton.cdiv(shares, row_blocks)
+    _route_kernel[(row_blocks, leading + program.blocks)](
         x, norm.weight, router.weight, router.shared_gate, router.bias, router.selection_bias, experts, room.values,
-        room.arrivals, routing.experts, routing.weights, routing.shared, rows, norm.eps, P=program, C=constants,
-        num_warps=_WARPS, launch_pdl=pdl,
+        room.arrivals, routing.experts, routing.weights, routing.shared, soon if shares else None, rows, norm.eps,
+        shares, leading, P=program, C=constants,
+        num_warps=program.warps, launch_pdl=pdl,
     )  # fmt: skip
     if not program.chooses:
         _choose_kernel[(rows,)](
@@ -208,14 +259,16 @@ def scratch_width(rows: int, router: Router) -> int:
 
 def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:
     count, cols = router.weight.shape
-    gate, few = router.shared_gate is not None, rows <= _FEW_ROWS
+    gate, chooses = router.shared_gate is not None, rows <= _FEW_ROWS and rows * count < _MANY_LOGITS
     if rows == 1:
-        tile, ahead = (1, 1), _AHEAD
-    elif few:
-        tile, ahead = (1, 8 if count > _MANY_EXPERTS else 4), 4 if rows <= 16 else 2
+        tile, ahead, warps = (1, 1), _AHEAD, _WARPS
+    elif chooses:
+        tile, ahead, warps = (1, 8 if count > _MANY_EXPERTS else 4), 4 if rows <= 16 else 2, _WARPS
+    elif rows * count < _MANY_LOGITS:
+        tile, ahead, warps = (4, 8), 1, _WARPS
     else:
-        tile, ahead = (4, 8), 1
-    return RouterProgram(*tile, cols, count, gate, few, pdl, ahead)
+        tile, ahead, warps = (8, 8), 4 if cols <= _NARROW else 2, 4 * _WARPS
+    return RouterProgram(*tile, cols, count, gate, chooses, pdl, ahead, warps)
 
 
 def _check(x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None) -> None:
