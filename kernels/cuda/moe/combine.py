@@ -25,7 +25,6 @@ from quengine.kernels.cuda.rms_norm import geometry
 from quengine.kernels.glu import Activation
 from quengine.kernels.rms_norm import RMSNorm
 
-
 _AT_ONCE = tl.constexpr(8)
 """Experts of a row whose products are read at a time: 16 registers each."""
 
@@ -137,5 +136,6 @@ def combine_experts(
         residual if out is None else out.values, residual if out is None else out.row_scale,
         0 if out is None else out.stride, 0.0 if norm is None else norm.eps,
         USED=weights.shape[1], WIDTH=width, BLOCK=max(shape.head, 128), NORM=norm is not None,
-        LAYOUT=0 if out is None else int(out.layout), ASM=uses_assembly(), PDL=pdl, num_warps=shape.warps, launch_pdl=pdl,
+        LAYOUT=0 if out is None else int(out.layout), ASM=uses_assembly(), PDL=pdl, num_warps=shape.warps,
+        launch_pdl=pdl,
     )  # fmt: skip

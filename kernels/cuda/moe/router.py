@@ -127,16 +127,17 @@ def _logits(x_ptr, w_ptr, norm_ptr, line, live, row, rows, eps, P: tl.constexpr)
 @triton.jit
 def _prefetch_share(ptr, number, THREADS: tl.constexpr):
     """Ask the L2 cache for share `number` of what follows `ptr`."""
-    PIECE: tl.constexpr = _SHARE // THREADS
-    first = (ptr + number.to(tl.int64) * _SHARE + tl.arange(0, THREADS) * PIECE).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-        "=r,l,r",
-        [first, tl.full([THREADS], PIECE, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    if ptr is not None:
+        PIECE: tl.constexpr = _SHARE // THREADS
+        first = (ptr + number.to(tl.int64) * _SHARE + tl.arange(0, THREADS) * PIECE).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+            "=r,l,r",
+            [first, tl.full([THREADS], PIECE, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @DirectLaunch
@@ -152,9 +153,8 @@ def _route_kernel(
     block = tl.program_id(1) - leading
     if block < 0:
         share = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if next_ptr is not None:
-            if share < shares:
-                _prefetch_share(next_ptr, share, 32 * P.warps)
+        if share < shares:
+            _prefetch_share(next_ptr, share, 32 * P.warps)
     else:
         _route_program(
             x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, logits_ptr, arrivals_ptr,
