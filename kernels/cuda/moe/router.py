@@ -42,6 +42,9 @@ _FEW_ROWS = 64
 _SHARE = tl.constexpr(1 << 17)
 """Bytes that a program asks the L2 cache for."""
 
+_FEW_LOGITS = 1024
+"""Up to here programs of 4 logits all run at a time, whatever registers they take."""
+
 _MANY_LOGITS = 8192
 """From here on programs of 8 x 8 logits are one for each multiprocessor of a large GPU: they read a quarter as much."""
 
@@ -262,8 +265,10 @@ def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:
     gate, chooses = router.shared_gate is not None, rows <= _FEW_ROWS and rows * count < _MANY_LOGITS
     if rows == 1:
         tile, ahead, warps = (1, 1), _AHEAD, _WARPS
+    elif chooses and count > _MANY_EXPERTS:
+        tile, ahead, warps = (1, 8), 4 if rows <= 16 else 2, _WARPS
     elif chooses:
-        tile, ahead, warps = (1, 8 if count > _MANY_EXPERTS else 4), 4 if rows <= 16 else 2, _WARPS
+        tile, ahead, warps = (1, 4), 8 if rows * count <= _FEW_LOGITS else 2, _WARPS
     elif rows * count < _MANY_LOGITS:
         tile, ahead, warps = (4, 8), 1, _WARPS
     else:
