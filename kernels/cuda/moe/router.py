@@ -33,9 +33,6 @@ the row."""
 _MANY_EXPERTS = 64
 """More of them than this are shared by fewer programs."""
 
-_NARROW = 4096
-"""Columns up to which the registers of programs of many rows hold four steps of weights."""
-
 _FEW_ROWS = 64
 """Rows up to which there are programs of few logits, for latency, and one launch; of more, programs that read less."""
 
@@ -272,7 +269,7 @@ def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:
     elif rows * count < _MANY_LOGITS:
         tile, ahead, warps = (4, 8), 1, _WARPS
     else:
-        tile, ahead, warps = (8, 8), 4 if cols <= _NARROW else 2, 4 * _WARPS
+        tile, ahead, warps = (8, 8), 3, 4 * _WARPS
     return RouterProgram(*tile, cols, count, gate, chooses, pdl, ahead, warps)
 
 
