@@ -28,12 +28,12 @@ from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
 from quengine.kernels.cuda.moe.combine import combine_experts, grouped_glu_rows
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
-from quengine.kernels.cuda.moe.group_normed import group_normed_rows
 from quengine.kernels.cuda.moe.grouped_float import launch_grouped_float
 from quengine.kernels.cuda.moe.grouped_mma import launch_grouped_mma, launch_grouped_mma_glu
 from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput
 from quengine.kernels.cuda.moe.grouped_wgmma import launch_grouped_wgmma, launch_grouped_wgmma_glu
 from quengine.kernels.cuda.moe.groups import MOST_COUNTED, Groups, group_rows
+from quengine.kernels.cuda.rms_norm_grouped import group_normed_rows
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import grouped_block
 from quengine.kernels.cuda.weights.packed import FloatPart

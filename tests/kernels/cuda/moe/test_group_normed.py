@@ -5,9 +5,9 @@ import torch
 
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
-from quengine.kernels.cuda.moe.group_normed import group_normed_rows
 from quengine.kernels.cuda.moe.groups import group_rows
 from quengine.kernels.cuda.rms_norm import rms_norm_fp16
+from quengine.kernels.cuda.rms_norm_grouped import group_normed_rows
 from quengine.kernels.rms_norm import RMSNorm
 from tests.kernels.cuda.moe.routings import chosen, empty_groups
 
