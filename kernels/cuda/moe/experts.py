@@ -40,12 +40,10 @@ class ExpertOperations:
         self.pdl = pdl
         self._scratch: dict[int, QuantizationScratch] = {}
 
-    def route(
-        self, x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None, soon: Tensor | None = None
-    ) -> Routing:
-        """The routing of the norm of rows x [T, K], fp32; `soon`: see `route`."""
+    def route(self, x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None) -> Routing:
+        """The routing of the norm of rows x [T, K], fp32."""
         scratch = self._room(scratch_width(x.shape[0], router))
-        return route(x, norm, router, experts, scratch, self.pdl, soon)
+        return route(x, norm, router, experts, scratch, self.pdl)
 
     def glu(
         self,
