@@ -66,8 +66,8 @@ def group_normed_rows(
     x: Tensor, norm: RMSNorm, experts: Tensor, groups: Groups, out: Fp16Operand, pdl: bool = False
 ) -> None:
     """Fill in `groups` for a routing's experts, int32 [T, k], and store the norm of rows x [T, D], fp32, at their
-    places in `out`, in the WGMMA layout, whose columns are padded to 128 with zeros, its rows with anything. Takes up
-    to MOST_COUNTED pairs."""
+    places in `out`, in the WGMMA layout, whose columns are padded to 128 with zeros, its rows with anything. Takes the
+    pairs that `counted` does."""
     pairs, used = experts.numel(), experts.shape[1]
     assert out.is_wgmma and out.fits(x.shape[1]) and counted(pairs) and experts.is_contiguous()
     blocks, padded, warps = row_geometry(x.shape[1])

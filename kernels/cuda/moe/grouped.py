@@ -1,9 +1,9 @@
 """The experts of more than one row: the rows grouped by expert, two matmuls over the groups, and their weighted sum.
 
-Five launches: the grouping with the copy of the rows (two where there are many), gate and up with their activation,
-down, and the sum with the residual and the norm that reads it. Where gate and up share no tiles (matrices of two
-formats, plain floats, biases before an activation without a clamp), products are written and their unit is a launch
-more. gemm/workspace.py has the table of which kernel takes what.
+Four launches: the grouping with the copy of the rows (two where there are many; on Hopper that of few rows norms them
+too), gate and up with their activation, down, and the sum with the residual and the norm that reads it. Where gate and
+up share no tiles (matrices of two formats, plain floats, biases before an activation without a clamp), products are
+written and their unit is a launch more. gemm/workspace.py has the table of which kernel takes what.
 
 Definition: kernels/moe/experts.py. No row's bits depend on the other rows, on the block it is in or on how many there
 are, but that up to FEW_ROWS rows of a batch, which are not `exact`, have a weight's scale and minimum rounded too, as
@@ -32,7 +32,7 @@ from quengine.kernels.cuda.moe.grouped_float import launch_grouped_float
 from quengine.kernels.cuda.moe.grouped_mma import launch_grouped_mma, launch_grouped_mma_glu
 from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput
 from quengine.kernels.cuda.moe.grouped_wgmma import launch_grouped_wgmma, launch_grouped_wgmma_glu
-from quengine.kernels.cuda.moe.groups import MOST_COUNTED, Groups, group_rows
+from quengine.kernels.cuda.moe.groups import Groups, group_rows
 from quengine.kernels.cuda.rms_norm_grouped import group_normed_rows
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import grouped_block
@@ -44,6 +44,9 @@ from quengine.kernels.rms_norm import RMSNorm
 
 _MOST_MMA_ROWS = 64
 """Rows of a block on m16n8k16, whose sums a warp holds in registers."""
+
+_MOST_NORMED = 256
+"""Pairs of a row and an expert up to which norming each pair's row takes less than a launch."""
 
 _MOST_PRODUCTS = 1 << 24
 """Products of gate and up that are held at a time where no matmul applies their activation: 64 MiB."""
@@ -101,8 +104,8 @@ def grouped_glu(
 
 
 def norms_in_groups(rows: int, used: int, device: torch.device) -> bool:
-    """Whether the launch that groups so many rows for `used` experts each norms them too."""
-    return is_hopper(device) and 0 < rows * used <= MOST_COUNTED and rows <= FEW_ROWS
+    """Whether the launch that groups so many rows for `used` experts each norms them too, each row once an expert."""
+    return is_hopper(device) and 0 < rows * used <= _MOST_NORMED
 
 
 def grouped_add(

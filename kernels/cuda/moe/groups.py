@@ -25,7 +25,7 @@ from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.moe.grouping import most_blocks
 
-MOST_COUNTED = 1024
+_MOST_COUNTED = 1024
 """Pairs that every program of the copy counts for itself; it costs about 1 us, a launch more than 2."""
 
 _COUNTED = tl.constexpr(1024)
@@ -210,7 +210,7 @@ def group_rows(
 
 def counted(pairs: int) -> int:
     """How many pairs every program of the copy counts at most, 0: none."""
-    return 0 if pairs > MOST_COUNTED else next(size for size in (128, 512, 1024) if pairs <= size)
+    return 0 if pairs > _MOST_COUNTED else next(size for size in (128, 512, 1024) if pairs <= size)
 
 
 def bins(experts: int) -> int:

@@ -37,7 +37,7 @@ _MANY_EXPERTS = 64
 _FEW_LOGITS = 1024
 """Up to here programs of 4 logits all run at a time, whatever registers they take."""
 
-_AT_A_TIME = 512
+_AT_A_TIME = 256
 """Programs of a row each that are not too many. Of more rows a program takes several, and reads its weights once."""
 
 _MOST_ROWS = 16

@@ -264,13 +264,10 @@ def _wgmma_geometry(
 
 
 def default_wgmma(shape: Shape, rows: int) -> WgmmaGeometry:
-    """About three programs of 4 warps on each multiprocessor, with two chunks each or more; up to `MOST_FEW` rows. Few
-    chunks overlap with the products, many leave the multiprocessor to more programs."""
+    """About three programs of 4 warps on each multiprocessor, with two chunks each or more; up to `MOST_FEW` rows."""
     splits = _default_splits(shape)
     if rows <= 16:
         return WgmmaGeometry(4, splits, 2, False, 128, 256)
-    if rows <= 64 and shape.chunks <= 4 * splits:
-        return WgmmaGeometry(4, splits, 4, True, 0)
     return WgmmaGeometry(4, splits, 3, rows > 64, 128 if rows <= 64 else 0)
 
 

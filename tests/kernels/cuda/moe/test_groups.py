@@ -104,7 +104,7 @@ def test_both_ways_to_number_pairs_give_the_same(
     experts, made = chosen(rows, 3, 20).to(device), []
     x = Fp16Operand(torch.zeros(rows, 128).half().to(device), torch.ones(rows, device=device))
     for most in (1024, 0):
-        monkeypatch.setattr(module, "MOST_COUNTED", most)
+        monkeypatch.setattr(module, "_MOST_COUNTED", most)
         groups = empty_groups(3 * rows, 20, 8, device)
         group_rows(x, 128, experts, groups, Fp16Operand.empty(groups.rows, 128, device))
         made.append(groups)
