@@ -6,6 +6,7 @@ here a warp loads keys and values as the operands of the matrix instruction (att
 weights stay in the registers where that leaves them.
 """
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -35,11 +36,14 @@ from quengine.kernels.cuda.attention.attention_operands import (
 )
 from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers
 from quengine.kernels.cuda.gemm.mma import uses_assembly
+from quengine.kernels.cuda.launch_chain import Link, arrive_in_gluon, await_link, begin_link
 
 _KEYS = gl.constexpr(16)
 """Keys of a warp at a time: 16 or 32."""
 
 _LOG2_E = gl.constexpr(LOG2_E)
+_EARLY = os.environ.get("QE_EARLY", "0") == "1"
+_FINE_REGISTERS = int(os.environ.get("QE_REGS", "255"))
 
 FEW_PROGRAMS = 264
 """Programs of which two on each multiprocessor of an H200 are all. More of them should lie four on one, which takes
@@ -129,7 +133,7 @@ def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, F: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride,
+    row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride, link,
     SHAPE: gl.constexpr, SPLITS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
@@ -148,6 +152,7 @@ def _finish(
     if splits == 1:
         out = out / gl.expand_dims(row_sum, 1)
         store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
+        arrive_in_gluon(link)
     else:
         acc_ptr = workspace.acc + sequence * (ALL_HEADS * SPLITS * HEAD_DIM)
         state_ptr = workspace.state + sequence * (ALL_HEADS * SPLITS * 2)
@@ -165,14 +170,15 @@ def _finish(
             row_sum, out = merged_splits(acc_ptr, state_ptr, head, splits, SHAPE, HEADS, SPLITS, F)
             out = out / gl.expand_dims(row_sum, 1)
             store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
+            arrive_in_gluon(link)
 
 
-@gluon.jit(do_not_specialize=["cache_rows", "blocks"])
+@gluon.jit(do_not_specialize=["cache_rows", "blocks", "awaited"])
 def _attention_warps_kernel(
     qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, k_ptr, v_ptr, workspace, outputs,
-    eps, scale, cache_rows, blocks, qkv_stride, out_stride,
+    eps, scale, cache_rows, blocks, qkv_stride, out_stride, producer_ptr, counter_ptr, awaited,
     SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, SPLITS: gl.constexpr, SPLIT: gl.constexpr,
-    HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr,
+    HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Programs (key-value head, KV split, sequence). HEADS: 4 or 8, heads there is room for. sink_ptr: [heads], or
     None."""
@@ -188,6 +194,9 @@ def _attention_warps_kernel(
     kv_head = gl.program_id(0)
     part = gl.program_id(1)
     sequence = gl.program_id(2).to(gl.int64)
+    link = Link(producer_ptr, counter_ptr)
+    if EARLY:
+        begin_link(link, awaited, PDL)
     position = gl.load(position_ptr + sequence)
     # Keys before the new one, cut into `splits` splits of `per_split`. A warp's keys lie in one block of the cache, the
     # first of them in that of the oldest visible key.
@@ -218,8 +227,7 @@ def _attention_warps_kernel(
         if sink_ptr is not None:
             member = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(1, S))), 0)
             sink = gl.load(sink_ptr + kv_head * GROUP + member, mask=member < GROUP, other=0.0) * _LOG2_E
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        await_link(link, awaited, PDL)
 
         qkv_ptr += sequence * qkv_stride
         angles = position.to(gl.int64) * (ROPE.dim // 2)
@@ -295,16 +303,16 @@ def _attention_warps_kernel(
             v_at, v_key = value_words(row, _KEYS, HEAD_DIM, WARPS)
             values = _load(v_words, v_at, v_key, own, oldest, end)
             row = _cache_row(table_ptr, blocks, own + STEP)
-        if PDL:
+        if not EARLY:
             # Not earlier: consumer blocks beside these would leave the multiprocessors unevenly filled.
-            tl.extra.cuda.gdc_launch_dependents()
+            begin_link(link, awaited, PDL)
 
         F: gl.constexpr = gl.BlockedLayout(
             [WARPS, 1, 4], [1, 128 // HEAD_DIM, HEAD_DIM // 4], [1, WARPS, 1], [2, 1, 0]
         )
         row_max, row_sum, out = _combine_warps(acc, row_max, row_sum, SHAPE, F)
         _finish(
-            row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride,
+            row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride, link,
             SHAPE, SPLITS, HEADS, QUANTIZE, FORM, F,
         )  # fmt: skip
 
@@ -318,7 +326,8 @@ def launch_warps(given: DecodeArguments) -> None:
     split = COARSE if given.coarse else FINE
     cache = cache_pointers(given.layer)
     _attention_warps_kernel[given.grid(split.least, more=1)](
-        *given.inputs(), cache.k, cache.v, *given.results(), **given.constants(),
+        *given.inputs(), cache.k, cache.v, *given.results(), *given.link, given.awaited, **given.constants(),
+        EARLY=_EARLY,
         HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
         num_warps=split.warps, maxnreg=_registers(given), launch_pdl=given.pdl,
     )  # fmt: skip
@@ -331,4 +340,6 @@ def _registers(given: DecodeArguments) -> int:
     (where there is PDL), and a few too little before.
     """
     programs = given.qkv.shape[0] * given.shape.kv_heads
+    if not given.coarse and given.pdl and given.shape.group <= 4:
+        return _FINE_REGISTERS
     return 128 if given.coarse and given.pdl and given.shape.group <= 4 and programs > FEW_PROGRAMS else 255

@@ -15,6 +15,7 @@ from quengine.kernels.cuda.gemv.activations import (
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
+    LEADER,
     MatvecProgram,
     QuantizationScratch,
     QuantizedRow,
@@ -22,29 +23,40 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     check_row,
     finish_rows,
     load_squares,
+    leave_values,
+    quantize_left_group,
     quantize_shared_group,
     row_arguments,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
+from quengine.kernels.cuda.launch_chain import (
+    UNLINKED,
+    Link,
+    LaunchChain,
+    arrive,
+    await_link,
+    begin_link,
+)
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 from quengine.kernels.glu import Activation
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["awaited"])
 def _glu_kernel(
     values_ptr, arrivals_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
-    low, high, scales, supers, tiles, width, ACTIVATION: tl.constexpr, P: tl.constexpr,
+    low, high, scales, supers, tiles, width,
+    producer_ptr, counter_ptr, awaited, slots_ptr,
+    ACTIVATION: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of a paired matrix, quantized. A tile gives 8 outputs and a group has 32: with fewer than 4
     tiles to a program, its programs leave their values in `values` and the last one to arrive quantizes the group."""
-    if P.pdl:
-        tl.extra.cuda.gdc_launch_dependents()
+    link = Link(producer_ptr, counter_ptr)
+    begin_link(link, awaited, P.pdl)
     tile0 = tl.program_id(0) * P.tiles
     matrix = Matrix((low, high, scales, supers), tiles)
     queue = begin_rows(matrix, tile0, P)
-    if P.pdl:
-        tl.extra.cuda.gdc_wait()
+    await_link(link, awaited, P.pdl)
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
     y = finish_rows(queue, load_squares(squares_ptr, P.partials), matrix, x, tile0, P)
     gate, up = tl.split(tl.permute(y, [0, 1, 3, 2]))
@@ -56,11 +68,19 @@ def _glu_kernel(
         store_quantized(
             out_high, out_low, out_scale, out_sums, group, group < width // 32, high_plane, low_plane, scale, sums
         )  # fmt: skip
+        arrive(link)
     else:
         column = (tile0 + tl.arange(0, P.tiles)[:, None, None]) * 8 + tl.arange(0, 8)[None, :, None]
-        tl.store(values_ptr + column, value, mask=column < width)
         out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
-        quantize_shared_group(values_ptr, arrivals_ptr, out, tile0 // 4, 4 // P.tiles)
+        if slots_ptr is None:
+            tl.store(values_ptr + column, value, mask=column < width)
+            if quantize_shared_group(values_ptr, arrivals_ptr, out, tile0 // 4, 4 // P.tiles):
+                arrive(link)
+        else:
+            leave_values(slots_ptr, column, value, column < width)
+            if tl.program_id(0) % (4 // P.tiles) == 4 // P.tiles - 1:
+                quantize_left_group(slots_ptr, out, tile0 // 4)
+                arrive(link)
 
 
 def matvec_glu(
@@ -70,6 +90,7 @@ def matvec_glu(
     out: QuantizedActivations | None = None,
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
+    chain: LaunchChain | None = None,
 ) -> QuantizedActivations:
     """activation(gate) * up of x [1, K] times a merged weight [2F, K], quantized: [1, F], F a multiple of 32.
 
@@ -87,10 +108,13 @@ def matvec_glu(
         both = matvec(x, gate_up, out=room.values[: 2 * width].view(1, -1), pdl=pdl)
         return quantize_activations(glu_rows(both, activation, pdl), out=result, pdl=pdl)
     geometry = matvec_geometry([part], "swiglu")
+    link, awaited = (UNLINKED, 0) if chain is None else chain.link(x)
     _glu_kernel[(triton.cdiv(part.tiles, geometry.tiles),)](
         room.values, room.arrivals, result.high, result.low, result.scale, result.sums, *row_arguments(x),
-        *part.planes, part.tiles, part.rows // 2,
+        *part.planes, part.tiles, part.rows // 2, *link, awaited, room.slots if LEADER else None,
         ACTIVATION=EPILOGUES[activation], P=MatvecProgram.of(part, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
+    if chain is not None:
+        chain.made(result, triton.cdiv(part.tiles, max(4, geometry.tiles)))
     return result

@@ -21,28 +21,40 @@ from quengine.kernels.cuda.gemv.activations import (
 )
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
+    LEADER,
     MatvecProgram,
     QuantizationScratch,
     QuantizedRow,
     begin_rows,
     check_row,
     finish_rows,
+    leave_values,
+    quantize_left_group,
     quantize_shared_group,
+)
+from quengine.kernels.cuda.launch_chain import (
+    UNLINKED,
+    Link,
+    LaunchChain,
+    arrive,
+    await_link,
+    begin_link,
 )
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["awaited"])
 def _norm_kernel(
     values_ptr, arrivals_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
-    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, tiles, N, P: tl.constexpr,
+    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, tiles, N,
+    producer_ptr, counter_ptr, awaited, slots_ptr, P: tl.constexpr,
 ):  # fmt: skip
     """P.tiles is an even number, so that a program has whole groups of 32 outputs, or one, and two programs share a
     group. bias_ptr: [N], or None."""
-    if P.pdl:
-        tl.extra.cuda.gdc_launch_dependents()
+    link = Link(producer_ptr, counter_ptr)
+    begin_link(link, awaited, P.pdl)
     tile0 = tl.program_id(0) * P.tiles
     matrix = Matrix((low, high, scales, supers), tiles)
     queue = begin_rows(matrix, tile0, P)
@@ -52,8 +64,7 @@ def _norm_kernel(
     prefetch(norm_ptr + tl.minimum(column, N - 1), P.asm)
     if bias_ptr is not None:
         prefetch(bias_ptr + tl.minimum(column, N - 1), P.asm)
-    if P.pdl:
-        tl.extra.cuda.gdc_wait()
+    await_link(link, awaited, P.pdl)
     residual = tl.load(residual_ptr + column, mask=inside, other=0.0)
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
     y = finish_rows(queue, 0.0, matrix, x, tile0, P)
@@ -67,8 +78,13 @@ def _norm_kernel(
     value = hidden * norm
     out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
     if P.tiles == 1:
-        tl.store(values_ptr + column, value, mask=inside)
-        quantize_shared_group(values_ptr, arrivals_ptr, out, tile0 // 2, 2)
+        if slots_ptr is None:
+            tl.store(values_ptr + column, value, mask=inside)
+            quantize_shared_group(values_ptr, arrivals_ptr, out, tile0 // 2, 2)
+        else:
+            leave_values(slots_ptr, column, value, inside)
+            if tl.program_id(0) % 2 == 1:
+                quantize_left_group(slots_ptr, out, tile0 // 2)
     else:
         GROUPS: tl.constexpr = P.tiles // 2
         high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
@@ -76,6 +92,7 @@ def _norm_kernel(
         store_quantized(
             out_high, out_low, out_scale, out_sums, group, group < N // 32, high_plane, low_plane, scale, sums
         )  # fmt: skip
+    arrive(link)
 
 
 def can_begin_norm(weight: PackedWeight) -> bool:
@@ -97,6 +114,7 @@ def matvec_norm(
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
     bias: Tensor | None = None,
+    chain: LaunchChain | None = None,
 ) -> RmsNormed:
     """x [1, K] times weight [D, K], plus bias fp32 [D] and residual fp32 [1, D], and its RMSNorm with weights `norm`
     fp32 [D] begun.
@@ -118,10 +136,15 @@ def matvec_norm(
     hidden = torch.empty_like(residual)
     squares = torch.empty(1, programs, dtype=torch.float32, device=residual.device)
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
+    link, awaited = (UNLINKED, 0) if chain is None else chain.link(x)
     _norm_kernel[(programs,)](
         room.values, room.arrivals, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
         x.high, x.low, x.scale, x.sums, *part.planes, bias, part.tiles, part.rows,
+        *link, awaited, room.slots if LEADER else None,
         P=MatvecProgram.of(part, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
-    return RmsNormed(hidden, replace(out, rms=RmsPartials(squares, eps)))
+    normed = replace(out, rms=RmsPartials(squares, eps))
+    if chain is not None:
+        chain.made(normed, programs)
+    return RmsNormed(hidden, normed)

@@ -4,6 +4,7 @@ A program starts reading its weights, waits for the launch in front (dependent l
 its warps hold.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from quengine.kernels.cuda.gemv.q_dot import reduce_tile, start_tile, tile_dots
 from quengine.kernels.cuda.weights.launch_table import Geometry
 from quengine.kernels.cuda.weights.layout import PackedLayout
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
+
+
+LEADER = os.environ.get("QE_LEADER", "1") == "1"
 
 
 class Matrix(NamedTuple):
@@ -122,15 +126,41 @@ def quantize_shared_group(values_ptr, arrivals_ptr, out, group, PROGRAMS: tl.con
         high, low, scale, sums = quantize_group(values)
         store_quantized(out.high, out.low, out.scale, out.sums, row + group, row < 1, high, low, scale, sums)
         tl.store(arrivals_ptr + group, 0)
+    return arrived == PROGRAMS - 1
+
+
+@triton.jit
+def leave_values(slots_ptr, column, value, inside):
+    """Store this program's part of a group's fp32 values, for the last of its programs."""
+    bits = value.to(tl.int32, bitcast=True)
+    tl.store(slots_ptr + column, tl.where(bits == -1, 0x7FFFFFFF, bits), mask=inside)
+
+
+@triton.jit
+def quantize_left_group(slots_ptr, out, group):
+    """Quantize group `group` of 32 outputs, once all its programs have left their values: by the last one, as those
+    before it have begun when it begins."""
+    at = tl.arange(0, 1)[:, None] + group * 32 + tl.arange(0, 32)[None, :]
+    bits = tl.load(slots_ptr + at, volatile=True)
+    late = tl.max(tl.max((bits == -1).to(tl.int32), 1), 0)
+    while late != 0:
+        bits = tl.load(slots_ptr + at, volatile=True)
+        late = tl.max(tl.max((bits == -1).to(tl.int32), 1), 0)
+    tl.debug_barrier()  # all warps have read them
+    tl.store(slots_ptr + at, -1)
+    high, low, scale, sums = quantize_group(bits.to(tl.float32, bitcast=True))
+    row = tl.arange(0, 1)
+    store_quantized(out.high, out.low, out.scale, out.sums, row + group, row < 1, high, low, scale, sums)
 
 
 @dataclass(frozen=True)
 class QuantizationScratch:
     """Memory of `quantize_shared_group`, reusable by every call of one stream: values fp32 and an arrival counter,
-    int32, for each 32 outputs. Counters are zero between launches."""
+    int32, for each 32 outputs. Counters are zero between launches, slots -1."""
 
     values: Tensor
     arrivals: Tensor
+    slots: Tensor
 
     @classmethod
     def empty(cls, width: int, device: torch.device | str) -> "QuantizationScratch":
@@ -138,6 +168,7 @@ class QuantizationScratch:
         return cls(
             torch.empty(width, dtype=torch.float32, device=device),
             torch.zeros(-(-width // 32), dtype=torch.int32, device=device),
+            torch.full((width,), -1, dtype=torch.int32, device=device),
         )
 
     @classmethod
