@@ -19,6 +19,7 @@ from pathlib import Path
 import triton
 from triton.runtime.cache import FileCacheManager
 
+from quengine.kernels.cuda.launch.stable_keys import use_stable_keys
 from quengine.kernels.private_folder import ForeignFolderError, check_private, folder_key, user_cache
 
 _log = logging.getLogger(__name__)
@@ -98,8 +99,9 @@ def use_private_cache() -> None:
     """Before the first kernel is compiled: have Triton keep kernels where only this user can put them, and check them.
 
     That is TRITON_CACHE_DIR, or Triton's folder in the home folder, if it is private; else the engine's among the
-    user's caches; else a temporary one of this process.
+    user's caches; else a temporary one of this process. Every process that does so names a kernel alike.
     """
+    use_stable_keys()
     triton.knobs.cache.manager_class = CheckedCache
     triton.knobs.compilation.store_binary_only = True
     found = Path(triton.knobs.cache.dir)
