@@ -42,6 +42,7 @@ _KEYS = gl.constexpr(16)
 """Keys of a warp at a time: 16 or 32."""
 
 _LOG2_E = gl.constexpr(LOG2_E)
+_HOIST = os.environ.get("QE_HOIST", "0") == "1"
 _EARLY = os.environ.get("QE_EARLY", "0") == "1"
 _FINE_REGISTERS = int(os.environ.get("QE_REGS", "255"))
 
@@ -80,25 +81,51 @@ def _load(ptr, words, key, first, begin, end):
 
 
 @gluon.jit
-def _rotated(
-    heads, live, cos_ptr, sin_ptr, norm_ptr, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
+def _pairs(x, ROPE: gl.constexpr):
+    """The two elements of each rotated pair of heads [R, HEAD_DIM]: [R, HEAD_DIM / 2] each."""
+    R: gl.constexpr = x.shape[0]
+    HEAD_DIM: gl.constexpr = x.shape[1]
+    if ROPE.halves:
+        pairs = gl.permute(gl.reshape(x, [R, 2, HEAD_DIM // 2]), [0, 2, 1])
+    else:
+        pairs = gl.reshape(x, [R, HEAD_DIM // 2, 2])
+    return gl.split(pairs)
+
+
+@gluon.jit
+def _rotation_of(
+    rotation, norm_ptr, position, R: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
 ):
-    """Heads at pointers `heads` [R, 1], normalized where ROPE.norm, rotated by one position's rows of the angle table:
-    fp32 [R, HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
+    """What `_rotated` needs for R heads at a position, none of it from the PDL producer: cosines and sines, the norm's
+    weights."""
+    near, _ = _pairs(gl.zeros([R, HEAD_DIM], gl.float32, L), ROPE)
+    angle = gl.expand_dims(gl.arange(0, HEAD_DIM // 2, layout=gl.SliceLayout(0, near.type.layout)), 0)
+    row = position.to(gl.int64) * (ROPE.dim // 2)
+    cos = gl.load(rotation.cos + row + angle, mask=angle < ROPE.dim // 2, other=1.0)
+    sin = gl.load(rotation.sin + row + angle, mask=angle < ROPE.dim // 2, other=0.0)
+    norm = cos
+    if ROPE.norm:
+        d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
+        norm = gl.load(norm_ptr + d).to(gl.float32)
+    return cos, sin, norm
+
+
+@gluon.jit
+def _rotated(heads, live, turn, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr, HOIST: gl.constexpr):
+    """Heads at pointers `heads` [R, 1], normalized where ROPE.norm, rotated by `turn` (`_rotation_of`): fp32 [R,
+    HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
     R: gl.constexpr = heads.shape[0]
     d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
     x = gl.load(heads + d, mask=live, other=0.0)
     if ROPE.norm:
         x *= gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) / HEAD_DIM + eps), 1)
-        x *= gl.load(norm_ptr + d).to(gl.float32)
-    if ROPE.halves:
-        pairs = gl.permute(gl.reshape(x, [R, 2, HEAD_DIM // 2]), [0, 2, 1])
+    if HOIST:
+        cos, sin, norm = turn
     else:
-        pairs = gl.reshape(x, [R, HEAD_DIM // 2, 2])
-    near, far = gl.split(pairs)
-    angle = gl.expand_dims(gl.arange(0, HEAD_DIM // 2, layout=gl.SliceLayout(0, near.type.layout)), 0)
-    cos = gl.load(cos_ptr + angle, mask=angle < ROPE.dim // 2, other=1.0)
-    sin = gl.load(sin_ptr + angle, mask=angle < ROPE.dim // 2, other=0.0)
+        cos, sin, norm = _rotation_of(turn[0], turn[1], turn[2], R, HEAD_DIM, ROPE, L)
+    if ROPE.norm:
+        x *= norm
+    near, far = _pairs(x, ROPE)
     turned = gl.join(near * cos - far * sin, far * cos + near * sin)
     if ROPE.halves:
         turned = gl.permute(turned, [0, 2, 1])
@@ -179,6 +206,7 @@ def _attention_warps_kernel(
     eps, scale, cache_rows, blocks, qkv_stride, out_stride, producer_ptr, counter_ptr, awaited,
     SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, SPLITS: gl.constexpr, SPLIT: gl.constexpr,
     HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
+    HOIST: gl.constexpr,
 ):  # fmt: skip
     """Programs (key-value head, KV split, sequence). HEADS: 4 or 8, heads there is room for. sink_ptr: [heads], or
     None."""
@@ -227,23 +255,26 @@ def _attention_warps_kernel(
         if sink_ptr is not None:
             member = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(1, S))), 0)
             sink = gl.load(sink_ptr + kv_head * GROUP + member, mask=member < GROUP, other=0.0) * _LOG2_E
+        # Queries and the new key are rotated once, by all threads, and pass to all warps through shared memory.
+        R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
+        if HOIST:
+            turn = _rotation_of(rotation, rotation.q_norm, position, HEADS, HEAD_DIM, ROPE, R)
+            turn_new = _rotation_of(rotation, rotation.k_norm, position, 1, HEAD_DIM, ROPE, R)
+        else:
+            turn = (rotation, rotation.q_norm, position)
+            turn_new = (rotation, rotation.k_norm, position)
         await_link(link, awaited, PDL)
 
         qkv_ptr += sequence * qkv_stride
-        angles = position.to(gl.int64) * (ROPE.dim // 2)
-        # Queries and the new key are rotated once, by all threads, and pass to all warps through shared memory.
-        R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
         h = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, R)), 1)
         q = _rotated(
-            qkv_ptr + (kv_head * GROUP + h) * HEAD_DIM, h < GROUP, rotation.cos + angles, rotation.sin + angles,
-            rotation.q_norm, eps, HEAD_DIM, ROPE, R,
+            qkv_ptr + (kv_head * GROUP + h) * HEAD_DIM, h < GROUP, turn, eps, HEAD_DIM, ROPE, R, HOIST
         )  # fmt: skip
         # Split 0 writes the new key and value, and its first warp attends to them; they are not read back here.
         one = gl.expand_dims(gl.arange(0, 1, layout=gl.SliceLayout(1, R)), 1)
         owner = one + part == 0
         k_new = _rotated(
-            qkv_ptr + (ALL_HEADS + kv_head + one) * HEAD_DIM, owner, rotation.cos + angles, rotation.sin + angles,
-            rotation.k_norm, eps, HEAD_DIM, ROPE, R,
+            qkv_ptr + (ALL_HEADS + kv_head + one) * HEAD_DIM, owner, turn_new, eps, HEAD_DIM, ROPE, R, HOIST
         ).to(gl.float16)  # fmt: skip
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         queries = gl.allocate_shared_memory(gl.float16, [2 * HEADS, HEAD_DIM], PLAIN)
@@ -327,7 +358,7 @@ def launch_warps(given: DecodeArguments) -> None:
     cache = cache_pointers(given.layer)
     _attention_warps_kernel[given.grid(split.least, more=1)](
         *given.inputs(), cache.k, cache.v, *given.results(), *given.link, given.awaited, **given.constants(),
-        EARLY=_EARLY,
+        EARLY=_EARLY, HOIST=_HOIST,
         HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
         num_warps=split.warps, maxnreg=_registers(given), launch_pdl=given.pdl,
     )  # fmt: skip
