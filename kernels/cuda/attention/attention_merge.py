@@ -26,39 +26,69 @@ def merged(row_max, row_sum, acc, F: gl.constexpr):
 
 
 @gluon.jit
-def _load_splits(
-    acc_ptr, state_ptr, head, first, splits,
-    SHAPE: gl.constexpr, HEADS: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
+def _missing(row_max, row_sum, acc):
+    """Whether one of the words [A, B], [A, B], [A, B, C] is -1."""
+    states = (row_max == -1) | (row_sum == -1)
+    missing = (acc == -1) | gl.expand_dims(states, 2)
+    return gl.max(gl.max(gl.max(missing.to(gl.int32), 0), 1), 0) > 0
+
+
+@gluon.jit
+def _load_words(at, live):
+    """Words that other multiprocessors write during this launch; 0 where not live."""
+    return gl.load(at, mask=live, other=0, volatile=True)
+
+
+@gluon.jit
+def _await_splits(
+    acc_ptr, state_ptr, head, first, own, own_max, own_sum, own_acc,
+    SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """Splits first, first + 1, ... of a group's heads, which other programs have left: what `merged` takes."""
+    """Splits first, first + 1, ... of a group's heads up to the program's `own`, once the others are there: what
+    `merged` takes. -1 is left in their place."""
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    HEADS: gl.constexpr = own_acc.shape[0]
     STATES: gl.constexpr = gl.SliceLayout(2, F)
     PARTS: gl.constexpr = F.size_per_thread[0]
     s = gl.expand_dims(first + gl.arange(0, PARTS, layout=gl.SliceLayout(1, STATES)), 1)
     member = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, STATES)), 0)
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, F)))
-    live = (s < splits) & (member < SHAPE.group)
+    live = (s < own) & (member < SHAPE.group)
     at = (head + member) * SPLITS + s
-    # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
-    row_max = gl.load(state_ptr + at * 2, mask=live, other=LOWEST, cache_modifier=".cg")
-    row_sum = gl.load(state_ptr + at * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
-    address = acc_ptr + gl.expand_dims(at, 2) * HEAD_DIM + gl.expand_dims(gl.expand_dims(column, 0), 0)
-    return row_max, row_sum, gl.load(address, mask=gl.expand_dims(live, 2), other=0.0, cache_modifier=".cg")
+    state_at = state_ptr.to(gl.pointer_type(gl.int32)) + at * 2
+    acc_at = acc_ptr.to(gl.pointer_type(gl.int32)) + gl.expand_dims(at, 2) * HEAD_DIM
+    acc_at += gl.expand_dims(gl.expand_dims(column, 0), 0)
+    inside = gl.expand_dims(live, 2)
+    row_max, row_sum = _load_words(state_at, live), _load_words(state_at + 1, live)
+    acc = _load_words(acc_at, inside)
+    while _missing(row_max, row_sum, acc):
+        row_max, row_sum = _load_words(state_at, live), _load_words(state_at + 1, live)
+        acc = _load_words(acc_at, inside)
+    gl.store(state_at, -1, mask=live)
+    gl.store(state_at + 1, -1, mask=live)
+    gl.store(acc_at, -1, mask=inside)
+    mine = s == own
+    own_max = gl.convert_layout(own_max, gl.SliceLayout(0, STATES), assert_trivial=True)
+    own_sum = gl.convert_layout(own_sum, gl.SliceLayout(0, STATES), assert_trivial=True)
+    row_max = gl.where(live, row_max.to(gl.float32, bitcast=True), LOWEST)
+    row_max = gl.where(mine, gl.expand_dims(own_max, 0), row_max)
+    row_sum = gl.where(mine, gl.expand_dims(own_sum, 0), row_sum.to(gl.float32, bitcast=True))
+    acc = gl.where(gl.expand_dims(mine, 2), gl.expand_dims(own_acc, 0), acc.to(gl.float32, bitcast=True))
+    return row_max, row_sum, acc
 
 
 @gluon.jit
 def merged_splits(
-    acc_ptr, state_ptr, head, splits,
-    SHAPE: gl.constexpr, HEADS: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
+    acc_ptr, state_ptr, head, own, own_max, own_sum, own_acc,
+    SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """All KV splits of a group's heads: row_sum [HEADS] and acc fp32 [HEADS, HEAD_DIM]."""
-    HEAD_DIM: gl.constexpr = SHAPE.head_dim
-    ROWS: gl.constexpr = gl.SliceLayout(0, F)
-    row_max = gl.full([HEADS], LOWEST, gl.float32, gl.SliceLayout(1, ROWS))
-    row_sum = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, ROWS))
-    acc = gl.zeros([HEADS, HEAD_DIM], gl.float32, ROWS)
-    for s in range(0, splits, F.size_per_thread[0]):
-        parts = _load_splits(acc_ptr, state_ptr, head, s, splits, SHAPE, HEADS, SPLITS, F)
+    """All KV splits of a group's heads, of which this program has the last, `own`: row_sum [HEADS] and acc fp32
+    [HEADS, HEAD_DIM]."""
+    row_max = gl.full_like(own_max, LOWEST)
+    row_sum = gl.zeros_like(own_sum)
+    acc = gl.zeros_like(own_acc)
+    for s in range(0, own + 1, F.size_per_thread[0]):
+        parts = _await_splits(acc_ptr, state_ptr, head, s, own, own_max, own_sum, own_acc, SHAPE, SPLITS, F)
         part_max, part_sum, part_acc = merged(parts[0], parts[1], parts[2], F)
         new_max = gl.maximum(row_max, part_max)
         old = gl.exp2(row_max - new_max)

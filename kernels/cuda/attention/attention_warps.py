@@ -1,9 +1,12 @@
 """Decode attention in registers: each warp of a program takes keys of its own, and they are combined at the end.
 
-The same work as attention_tiles.py's kernel (one KV split of one key-value head a program), for fp16 caches, heads of
-64 or 128 and groups of up to 8, where it is the faster one. There, tiles pass through shared memory between barriers;
-here a warp loads keys and values as the operands of the matrix instruction (attention_operands.py), and scores and
-weights stay in the registers where that leaves them.
+The same work as attention_tiles.py's kernel (one KV split of one key-value head a program), for heads of 64 or 128 and
+groups of up to 8, where it is the faster one. There, tiles pass through shared memory between barriers; here a warp
+loads keys and values as the operands of the matrix instruction (attention_operands.py), and scores and weights stay in
+the registers where that leaves them. The new key and value join when the warps' parts are combined.
+
+Of a q8_0 cache the codes are multiplied, as fp16. A key's scales multiply the scores of its groups of columns, a
+value's the weights of the softmax, a set of weights for each group.
 """
 
 import os
@@ -24,9 +27,10 @@ from quengine.kernels.cuda.attention.attention_operands import (
     key_operand,
     key_words,
     of_both_terms,
-    one_key_operand,
+    of_keys,
     query_operand,
-    single_value,
+    scale_of,
+    scale_words,
     terms_added,
     threads,
     two_terms,
@@ -34,15 +38,11 @@ from quengine.kernels.cuda.attention.attention_operands import (
     value_words,
     weight_operand,
 )
-from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers
+from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers, q8_0_codes
 from quengine.kernels.cuda.gemm.mma import uses_assembly
 from quengine.kernels.cuda.launch_chain import Link, arrive_in_gluon, await_link, begin_link
 
-_KEYS = gl.constexpr(16)
-"""Keys of a warp at a time: 16 or 32."""
-
 _LOG2_E = gl.constexpr(LOG2_E)
-_HOIST = os.environ.get("QE_HOIST", "0") == "1"
 _EARLY = os.environ.get("QE_EARLY", "0") == "1"
 _FINE_REGISTERS = int(os.environ.get("QE_REGS", "255"))
 
@@ -52,10 +52,12 @@ half of the registers; fewer should not, since they would fill some multiprocess
 
 
 class SplitShape(NamedTuple):
-    """Warps of a program, and how many keys a KV split has at least: a multiple of what the warps read at once."""
+    """Warps of a program, how many keys a KV split has at least, a multiple of what the warps read at once, and keys of
+    a warp at a time, 16 or 32."""
 
     warps: int
     least: int
+    keys: int = 16
 
 
 FINE = SplitShape(8, 128)
@@ -64,20 +66,27 @@ FINE = SplitShape(8, 128)
 COARSE = SplitShape(4, 512)
 """In batches, where other sequences fill the device: several programs on a multiprocessor, and less to combine."""
 
+FINE_Q8_0 = SplitShape(8, 256, 32)
+"""A q8_0 key has half the bytes, so as many are on their way with twice the keys."""
 
-def takes(qkv: Tensor, spec: AttentionSpec, q8_0: bool) -> bool:
+
+def takes(qkv: Tensor, spec: AttentionSpec) -> bool:
     """Whether this kernel serves such heads, on a GPU: both elements of a rotated pair must lie in one thread."""
     rotates = 2 * spec.cos.shape[1] == spec.head_dim or spec.rope_layout == "pairs"
     aligned = qkv.dtype == torch.float32 and qkv.stride(0) % 4 == 0 and qkv.data_ptr() % 16 == 0
     shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128)
-    return uses_assembly() and shaped and rotates and aligned and not q8_0
+    return uses_assembly() and shaped and rotates and aligned
 
 
 @gluon.jit
-def _load(ptr, words, key, first, begin, end):
-    """Words of cache rows, 0 where a key is not in begin .. end - 1; `first`: the warp's first key."""
-    place = first + key
-    return gl.load(ptr + words, mask=(place >= begin) & (place < end), other=0)
+def _load(ptr, words, key, first, begin, end, PARTS: gl.constexpr = 1):
+    """Words of cache rows, in parts that are 8 words apart, 0 where a key is not in begin .. end - 1; `first`: the
+    warp's first key."""
+    place = gl.convert_layout(first, key.type.layout, assert_trivial=True) + key
+    parts = ()
+    for part in gl.static_range(PARTS):
+        parts = parts + (gl.load(ptr + words + 8 * part, mask=(place >= begin) & (place < end), other=0),)
+    return parts
 
 
 @gluon.jit
@@ -96,8 +105,8 @@ def _pairs(x, ROPE: gl.constexpr):
 def _rotation_of(
     rotation, norm_ptr, position, R: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
 ):
-    """What `_rotated` needs for R heads at a position, none of it from the PDL producer: cosines and sines, the norm's
-    weights."""
+    """What `_rotated` needs for R heads at a position, none of it from the PDL producer: cosines, sines, and the
+    weights of the norm."""
     near, _ = _pairs(gl.zeros([R, HEAD_DIM], gl.float32, L), ROPE)
     angle = gl.expand_dims(gl.arange(0, HEAD_DIM // 2, layout=gl.SliceLayout(0, near.type.layout)), 0)
     row = position.to(gl.int64) * (ROPE.dim // 2)
@@ -111,19 +120,15 @@ def _rotation_of(
 
 
 @gluon.jit
-def _rotated(heads, live, turn, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr, HOIST: gl.constexpr):
+def _rotated(heads, live, turn, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr):
     """Heads at pointers `heads` [R, 1], normalized where ROPE.norm, rotated by `turn` (`_rotation_of`): fp32 [R,
     HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
     R: gl.constexpr = heads.shape[0]
     d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
     x = gl.load(heads + d, mask=live, other=0.0)
+    cos, sin, norm = turn
     if ROPE.norm:
         x *= gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) / HEAD_DIM + eps), 1)
-    if HOIST:
-        cos, sin, norm = turn
-    else:
-        cos, sin, norm = _rotation_of(turn[0], turn[1], turn[2], R, HEAD_DIM, ROPE, L)
-    if ROPE.norm:
         x *= norm
     near, far = _pairs(x, ROPE)
     turned = gl.join(near * cos - far * sin, far * cos + near * sin)
@@ -140,9 +145,30 @@ def _cache_row(table_ptr, blocks, position):
 
 
 @gluon.jit
-def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, F: gl.constexpr):
+def _store_row(x, codes_ptr, scale_ptr, row, live, Q8: gl.constexpr):
+    """Write x fp32 [1, HEAD_DIM] to a cache row where `live`; returns it as the cache gives it back, fp32."""
+    HEAD_DIM: gl.constexpr = x.shape[1]
+    d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, x.type.layout)), 0)
+    if Q8:
+        codes, scale = q8_0_codes(gl.reshape(x, [1, HEAD_DIM // 32, 32]))
+        stored = scale.to(gl.float16)
+        read_back = codes * gl.expand_dims(stored.to(gl.float32), 2)
+        g = gl.expand_dims(gl.arange(0, HEAD_DIM // 32, layout=gl.SliceLayout(0, scale.type.layout)), 0)
+        any_group = gl.convert_layout(live, scale.type.layout)
+        gl.store(scale_ptr + row * (HEAD_DIM // 32) + g, stored, mask=any_group)
+        codes = gl.convert_layout(gl.reshape(codes, [1, HEAD_DIM]), x.type.layout, assert_trivial=True)
+        gl.store(codes_ptr + row * HEAD_DIM + d, codes.to(gl.int8), mask=live)
+        x = gl.convert_layout(gl.reshape(read_back, [1, HEAD_DIM]), x.type.layout, assert_trivial=True)
+    else:
+        gl.store(codes_ptr + row * HEAD_DIM + d, x.to(gl.float16), mask=live)
+        x = x.to(gl.float16).to(gl.float32)
+    return x
+
+
+@gluon.jit
+def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, Q8: gl.constexpr, F: gl.constexpr):
     """The parts of all warps through shared memory: row_max, row_sum [HEADS], acc fp32 [HEADS, HEAD_DIM]."""
-    WARPS: gl.constexpr = acc.shape[0]
+    WARPS: gl.constexpr = row_max.shape[0]
     HEADS: gl.constexpr = row_max.shape[1]
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     STATES: gl.constexpr = gl.SliceLayout(2, F)
@@ -152,10 +178,31 @@ def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, F: gl.constexpr):
     )
     shared_max = gl.allocate_shared_memory(gl.float32, [WARPS, HEADS], PLAIN)
     shared_sum = gl.allocate_shared_memory(gl.float32, [WARPS, HEADS], PLAIN)
-    shared_acc.store(columns_in_order(terms_added(acc), HEAD_DIM))
+    if Q8:
+        for part in gl.static_range(HEAD_DIM // 32):
+            columns = columns_in_order(terms_added(acc[part]), Q8)
+            shared_acc.slice(32 * part, 32, dim=2).store(columns)
+    else:
+        shared_acc.store(columns_in_order(terms_added(acc[0]), Q8))
     shared_max.store(row_max)
     shared_sum.store(row_sum)
     return merged(shared_max.load(STATES), shared_sum.load(STATES), shared_acc.load(F), F)
+
+
+@gluon.jit
+def _with_new_key(row_max, row_sum, out, score, value, sink, owner, SINKS: gl.constexpr):
+    """The heads of split 0, `owner`, with the new key's scores [HEADS] and value [1, HEAD_DIM], and their sinks."""
+    score = gl.where(owner, score, LOWEST)
+    all_max = gl.maximum(row_max, score)
+    if SINKS:
+        sink = gl.where(owner, sink, LOWEST)
+        all_max = gl.maximum(all_max, sink)
+    old = gl.exp2(row_max - all_max)
+    new = gl.where(owner, gl.exp2(score - all_max), 0.0)
+    row_sum = row_sum * old + new
+    if SINKS:
+        row_sum += gl.where(owner, gl.exp2(sink - all_max), 0.0)
+    return all_max, row_sum, out * gl.expand_dims(old, 1) + value * gl.expand_dims(new, 1)
 
 
 @gluon.jit
@@ -164,7 +211,8 @@ def _finish(
     SHAPE: gl.constexpr, SPLITS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
-    """Store a program's heads, or leave them to the last of the splits, which combines all of them."""
+    """Store a program's heads, or leave them, word by word, to that of the last split, which awaits and combines all:
+    it waits for programs of lower numbers alone, which have begun before it."""
     ALL_HEADS: gl.constexpr = SHAPE.kv_heads * SHAPE.group
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     values_ptr = outputs.data
@@ -176,13 +224,9 @@ def _finish(
         outputs.sums + sequence * (ALL_HEADS * HEAD_DIM // 16),
     )  # fmt: skip
     head = kv_head * SHAPE.group
-    if splits == 1:
-        out = out / gl.expand_dims(row_sum, 1)
-        store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
-        arrive_in_gluon(link)
-    else:
-        acc_ptr = workspace.acc + sequence * (ALL_HEADS * SPLITS * HEAD_DIM)
-        state_ptr = workspace.state + sequence * (ALL_HEADS * SPLITS * 2)
+    acc_ptr = workspace.acc + sequence * (ALL_HEADS * SPLITS * HEAD_DIM)
+    state_ptr = workspace.state + sequence * (ALL_HEADS * SPLITS * 2)
+    if part < splits - 1:
         member = gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, F)))
         live = member < SHAPE.group
         at = (head + member) * SPLITS + part
@@ -190,35 +234,70 @@ def _finish(
         gl.store(acc_ptr + gl.expand_dims(at, 1) * HEAD_DIM + column, out, mask=gl.expand_dims(live, 1))
         gl.store(state_ptr + at * 2, row_max, mask=live)
         gl.store(state_ptr + at * 2 + 1, row_sum, mask=live)
-        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-        arrivals = workspace.arrivals + sequence * SHAPE.kv_heads + kv_head
-        if gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            gl.store(arrivals, 0)
-            row_sum, out = merged_splits(acc_ptr, state_ptr, head, splits, SHAPE, HEADS, SPLITS, F)
-            out = out / gl.expand_dims(row_sum, 1)
-            store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
-            arrive_in_gluon(link)
+    else:
+        if part > 0:
+            row_sum, out = merged_splits(
+                acc_ptr, state_ptr, head, part, row_max, row_sum, out, SHAPE, SPLITS, F
+            )
+        out = out / gl.expand_dims(row_sum, 1)
+        store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
+        arrive_in_gluon(link)
+
+
+@gluon.jit
+def _scores(keys, scales, queries, S: gl.constexpr, KEYS: gl.constexpr, Q8: gl.constexpr, MMA: gl.constexpr):
+    """Products of a warp's keys with the queries, [WARPS, KEYS, HEADS]. queries: operands of the parts of a head's
+    columns; scales: words of a key's scales, [threads, KEYS / 8], of a q8_0 cache."""
+    WARPS: gl.constexpr = queries[0].shape[0]
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    nothing = gl.zeros([WARPS, KEYS, queries[0].shape[2]], gl.float32, MMA)
+    s = terms_added(mma_v2(key_operand(keys[0], KEYS, WARPS, Q8, A), queries[0], nothing))
+    if Q8:
+        HEADS: gl.constexpr = s.shape[2]
+        s *= of_keys(scale_of(scales[0], 0), KEYS, S, HEADS, WARPS)
+        for part in gl.static_range(1, len(keys)):
+            more = terms_added(mma_v2(key_operand(keys[part], KEYS, WARPS, Q8, A), queries[part], nothing))
+            s += more * of_keys(scale_of(scales[0], part), KEYS, S, HEADS, WARPS)
+    return s
+
+
+@gluon.jit
+def _headroom(scales, PARTS: gl.constexpr):
+    """Of each of a thread's q8_0 values a power of two, as its exponent, that brings the largest scale to 2^14 or less:
+    taken off the weights' exponents, it keeps weights times scales in the range of fp16."""
+    most = scale_of(scales[0], 0)
+    for part in gl.static_range(1, PARTS):
+        most = gl.maximum(most, scale_of(scales[0], part))
+    exponent = most.to(gl.int32, bitcast=True) >> 23  # of a smaller power, 127 added
+    return (gl.maximum(exponent, 127 - 24) - (126 + 14)).to(gl.float32)
 
 
 @gluon.jit(do_not_specialize=["cache_rows", "blocks", "awaited"])
 def _attention_warps_kernel(
-    qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, k_ptr, v_ptr, workspace, outputs,
+    qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, cache, workspace, outputs,
     eps, scale, cache_rows, blocks, qkv_stride, out_stride, producer_ptr, counter_ptr, awaited,
-    SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, SPLITS: gl.constexpr, SPLIT: gl.constexpr,
-    HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr, EARLY: gl.constexpr,
-    HOIST: gl.constexpr,
+    SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, Q8: gl.constexpr, SPLITS: gl.constexpr,
+    SPLIT: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Programs (key-value head, KV split, sequence). HEADS: 4 or 8, heads there is room for. sink_ptr: [heads], or
     None."""
     WARPS: gl.constexpr = SPLIT.warps
+    KEYS: gl.constexpr = SPLIT.keys
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     GROUP: gl.constexpr = SHAPE.group
     ALL_HEADS: gl.constexpr = SHAPE.kv_heads * GROUP
+    GROUPS: gl.constexpr = HEAD_DIM // 32
+    PARTS: gl.constexpr = GROUPS if Q8 else 1
+    WIDTH: gl.constexpr = HEAD_DIM // PARTS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    S: gl.constexpr = terms_added(gl.zeros([WARPS, _KEYS, 2 * HEADS], gl.float32, MMA)).type.layout
-    STEP: gl.constexpr = WARPS * _KEYS
+    S: gl.constexpr = terms_added(gl.zeros([WARPS, KEYS, 2 * HEADS], gl.float32, MMA)).type.layout
+    F: gl.constexpr = gl.BlockedLayout(
+        [WARPS, 1, 4], [1, 128 // HEAD_DIM, HEAD_DIM // 4], [1, WARPS, 1], [2, 1, 0]
+    )
+    STEP: gl.constexpr = WARPS * KEYS
     kv_head = gl.program_id(0)
     part = gl.program_id(1)
     sequence = gl.program_id(2).to(gl.int64)
@@ -231,117 +310,130 @@ def _attention_warps_kernel(
     oldest = 0
     if WINDOW > 0:
         oldest = gl.maximum(position - (WINDOW - 1), 0)
-    first = oldest // _KEYS * _KEYS
+    first = oldest // KEYS * KEYS
     per_split = gl.maximum(gl.cdiv(gl.cdiv(position - first, SPLITS), STEP) * STEP, SPLIT.least)
     splits = gl.minimum(gl.maximum(gl.cdiv(position - first, per_split), 1), gl.num_programs(1))
     if part < splits:
         head_rows = kv_head.to(gl.int64) * cache_rows
         table_ptr += sequence * blocks
-        k_ptr += head_rows * HEAD_DIM
-        v_ptr += head_rows * HEAD_DIM
+        k_ptr = cache.k + head_rows * HEAD_DIM
+        v_ptr = cache.v + head_rows * HEAD_DIM
         k_words = k_ptr.to(gl.pointer_type(gl.int32))
         v_words = v_ptr.to(gl.pointer_type(gl.int32))
+        k_scale_ptr = cache.k_scale + head_rows * GROUPS
+        v_scale_ptr = cache.v_scale + head_rows * GROUPS
+        SCALES: gl.constexpr = gl.int64 if GROUPS == 4 else gl.int32
+        k_scale_words = k_scale_ptr.to(gl.pointer_type(SCALES))
+        v_scale_words = v_scale_ptr.to(gl.pointer_type(SCALES))
         begin = first + part * per_split
         end = gl.minimum(begin + per_split, position)
         # The first keys and values are fetched before the PDL producer has delivered the queries.
-        own = begin + _KEYS * threads(_KEYS * HEAD_DIM // 64, WARPS)[0]
+        own = begin + KEYS * threads(1, WARPS)[0]
         row = _cache_row(table_ptr, blocks, own)
-        k_at, k_key = key_words(row, _KEYS, HEAD_DIM, WARPS)
-        keys = _load(k_words, k_at, k_key, own, oldest, end)
-        v_at, v_key = value_words(row, _KEYS, HEAD_DIM, WARPS)
-        values = _load(v_words, v_at, v_key, own, oldest, end)
+        k_at, k_key = key_words(row, KEYS, HEAD_DIM, WARPS, Q8)
+        keys = _load(k_words, k_at, k_key, own, oldest, end, PARTS)
+        v_at, v_key = value_words(row, KEYS, HEAD_DIM, WARPS, Q8)
+        values = _load(v_words, v_at, v_key, own, oldest, end, PARTS)
+        k_scales, v_scales = keys, values
+        if Q8:
+            scale_at, scale_key = scale_words(row, KEYS, WARPS)
+            k_scales = _load(k_scale_words, scale_at, scale_key, own, oldest, end)
+            v_scales = _load(v_scale_words, scale_at, scale_key, own, oldest, end)
         row = _cache_row(table_ptr, blocks, own + STEP)
         new_row = _cache_row(table_ptr, blocks, position)
+        member = gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, F)))
+        sink = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, gl.SliceLayout(0, F)))
         if sink_ptr is not None:
-            member = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(1, S))), 0)
             sink = gl.load(sink_ptr + kv_head * GROUP + member, mask=member < GROUP, other=0.0) * _LOG2_E
         # Queries and the new key are rotated once, by all threads, and pass to all warps through shared memory.
         R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
-        if HOIST:
-            turn = _rotation_of(rotation, rotation.q_norm, position, HEADS, HEAD_DIM, ROPE, R)
-            turn_new = _rotation_of(rotation, rotation.k_norm, position, 1, HEAD_DIM, ROPE, R)
-        else:
-            turn = (rotation, rotation.q_norm, position)
-            turn_new = (rotation, rotation.k_norm, position)
+        turn = _rotation_of(rotation, rotation.q_norm, position, HEADS, HEAD_DIM, ROPE, R)
+        turn_new = _rotation_of(rotation, rotation.k_norm, position, 1, HEAD_DIM, ROPE, R)
         await_link(link, awaited, PDL)
 
         qkv_ptr += sequence * qkv_stride
         h = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, R)), 1)
         q = _rotated(
-            qkv_ptr + (kv_head * GROUP + h) * HEAD_DIM, h < GROUP, turn, eps, HEAD_DIM, ROPE, R, HOIST
+            qkv_ptr + (kv_head * GROUP + h) * HEAD_DIM, h < GROUP, turn, eps, HEAD_DIM, ROPE, R
         )  # fmt: skip
-        # Split 0 writes the new key and value, and its first warp attends to them; they are not read back here.
+        # Split 0 writes the new key and value, and attends to them at its end; they are not read back here.
         one = gl.expand_dims(gl.arange(0, 1, layout=gl.SliceLayout(1, R)), 1)
         owner = one + part == 0
         k_new = _rotated(
-            qkv_ptr + (ALL_HEADS + kv_head + one) * HEAD_DIM, owner, turn_new, eps, HEAD_DIM, ROPE, R, HOIST
-        ).to(gl.float16)  # fmt: skip
+            qkv_ptr + (ALL_HEADS + kv_head + one) * HEAD_DIM, owner, turn_new, eps, HEAD_DIM, ROPE, R
+        )  # fmt: skip
+        d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, R)), 0)
+        v_new_ptr = qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head + one) * HEAD_DIM
+        v_new = gl.load(v_new_ptr + d, mask=owner, other=0.0)
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         queries = gl.allocate_shared_memory(gl.float16, [2 * HEADS, HEAD_DIM], PLAIN)
-        new_key = gl.allocate_shared_memory(gl.float16, [1, HEAD_DIM], PLAIN)
+        new_value = gl.allocate_shared_memory(gl.float32, [1, HEAD_DIM], PLAIN)
+        new_score = gl.allocate_shared_memory(gl.float32, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         queries.store(two_terms(q))
-        new_key.store(k_new)
-        operand = query_operand(queries, WARPS, B)
         if ROPE.query_scale:
             scale *= gl.load(rotation.query_scale + position)
-        inside = position < blocks * BLOCK
-        d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, R)), 0)
-        gl.store(k_ptr + new_row * HEAD_DIM + d, k_new, mask=owner & inside)
-        nothing = gl.zeros([WARPS, 16, 2 * HEADS], gl.float32, MMA)
-        new_score = terms_added(mma_v2(one_key_operand(new_key, WARPS, A), operand, nothing))
-        new_score = gl.convert_layout(gl.max(new_score, 1), gl.SliceLayout(1, S), assert_trivial=True) * scale
-        warp, r, c, m = threads(HEAD_DIM // 8, WARPS)
-        d = 64 * (m // 8) + 8 * r + m % 8
-        owner = (warp == 0) & (part == 0)
-        v_new = gl.load(
-            qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head) * HEAD_DIM + d, mask=owner, other=0.0
-        )
-        v_new = v_new.to(gl.float16)
-        gl.store(v_ptr + new_row * HEAD_DIM + d, v_new, mask=owner & (c == 0) & inside)
+        inside = owner & (position < blocks * BLOCK)
+        k_new = _store_row(k_new, k_ptr, k_scale_ptr, new_row, inside, Q8)
+        new_value.store(_store_row(v_new, v_ptr, v_scale_ptr, new_row, inside, Q8))
+        new_score.store(gl.sum(q * k_new, 1) * scale)
+        operands = ()
+        for n in gl.static_range(PARTS):
+            operands = operands + (query_operand(queries.slice(WIDTH * n, WIDTH, dim=1), WARPS, B),)
 
-        s_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, S)))
-        owner = (gl.expand_dims(s_warp, 1) == 0) & (part == 0)
-        row_max = gl.where(owner, new_score, LOWEST)
-        row_sum = gl.where(owner, 1.0, gl.zeros([WARPS, HEADS], gl.float32, gl.SliceLayout(1, S)))
-        acc = single_value(v_new.to(gl.float32), HEAD_DIM, HEADS, WARPS, MMA)
-        if sink_ptr is not None:  # the owner has the sinks too
-            new_max = gl.maximum(new_score, sink)
-            weight = gl.exp2(new_score - new_max)
-            row_max = gl.where(owner, new_max, LOWEST)
-            row_sum = gl.where(owner, weight + gl.exp2(sink - new_max), 0.0)
-            acc *= of_both_terms(weight, MMA)
+        row_max = gl.full([WARPS, HEADS], LOWEST, gl.float32, gl.SliceLayout(1, S))
+        row_sum = gl.zeros([WARPS, HEADS], gl.float32, gl.SliceLayout(1, S))
+        acc = ()
+        for n in gl.static_range(PARTS):
+            acc = acc + (gl.zeros([WARPS, WIDTH, 2 * HEADS], gl.float32, MMA),)
         s_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, S)))
-        s_key = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
-        s_key = _KEYS * gl.expand_dims(s_warp, 1) + gl.expand_dims(s_key, 0)
+        s_key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
+        s_key = KEYS * gl.expand_dims(s_warp, 1) + gl.expand_dims(s_key, 0)
         s_key = gl.expand_dims(s_key, 2)
         for start in range(begin, end, STEP):
             key = start + s_key
-            none = gl.zeros([WARPS, _KEYS, 2 * HEADS], gl.float32, MMA)
-            s = terms_added(mma_v2(key_operand(keys, _KEYS, HEAD_DIM, WARPS, A), operand, none)) * scale
+            s = _scores(keys, k_scales, operands, S, KEYS, Q8, MMA) * scale
             # The next keys and values are fetched as soon as the registers of these are free.
             own += STEP
-            k_at, k_key = key_words(row, _KEYS, HEAD_DIM, WARPS)
-            keys = _load(k_words, k_at, k_key, own, oldest, end)
+            k_at, k_key = key_words(row, KEYS, HEAD_DIM, WARPS, Q8)
+            keys = _load(k_words, k_at, k_key, own, oldest, end, PARTS)
             s = gl.where((key >= oldest) & (key < end), s, LOWEST)
-            new_max = gl.maximum(row_max, gl.max(s, 1))
+            height = s
+            if Q8:
+                scale_at, scale_key = scale_words(row, KEYS, WARPS)
+                k_scales = _load(k_scale_words, scale_at, scale_key, own, oldest, end)
+                height += of_keys(_headroom(v_scales, PARTS), KEYS, S, HEADS, WARPS)
+            else:
+                k_scales = keys
+            new_max = gl.maximum(row_max, gl.max(height, 1))
             rescale = gl.exp2(row_max - new_max)
             row_max = new_max
             p = gl.exp2(s - gl.expand_dims(row_max, 1))
             row_sum = row_sum * rescale + gl.sum(p, 1)
-            acc *= of_both_terms(rescale, MMA)
-            v = value_operand(values, _KEYS, HEAD_DIM, WARPS, A)
-            acc = mma_v2(v, weight_operand(p, B), acc)
-            v_at, v_key = value_words(row, _KEYS, HEAD_DIM, WARPS)
-            values = _load(v_words, v_at, v_key, own, oldest, end)
+            sums = ()
+            for n in gl.static_range(PARTS):
+                weights = p
+                if Q8:
+                    weights = p * of_keys(scale_of(v_scales[0], n), KEYS, S, HEADS, WARPS)
+                v = value_operand(values[n], KEYS, WARPS, Q8, A)
+                sums = sums + (mma_v2(v, weight_operand(weights, B), acc[n] * of_both_terms(rescale, MMA)),)
+            acc = sums
+            v_at, v_key = value_words(row, KEYS, HEAD_DIM, WARPS, Q8)
+            values = _load(v_words, v_at, v_key, own, oldest, end, PARTS)
+            if Q8:
+                scale_at, scale_key = scale_words(row, KEYS, WARPS)
+                v_scales = _load(v_scale_words, scale_at, scale_key, own, oldest, end)
+            else:
+                v_scales = values
             row = _cache_row(table_ptr, blocks, own + STEP)
         if not EARLY:
             # Not earlier: consumer blocks beside these would leave the multiprocessors unevenly filled.
             begin_link(link, awaited, PDL)
 
-        F: gl.constexpr = gl.BlockedLayout(
-            [WARPS, 1, 4], [1, 128 // HEAD_DIM, HEAD_DIM // 4], [1, WARPS, 1], [2, 1, 0]
-        )
-        row_max, row_sum, out = _combine_warps(acc, row_max, row_sum, SHAPE, F)
+        row_max, row_sum, out = _combine_warps(acc, row_max, row_sum, SHAPE, Q8, F)
+        row_max, row_sum, out = _with_new_key(
+            row_max, row_sum, out, new_score.load(gl.SliceLayout(1, gl.SliceLayout(0, F))),
+            new_value.load(gl.SliceLayout(0, F)), sink, part == 0, sink_ptr is not None,
+        )  # fmt: skip
         _finish(
             row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride, link,
             SHAPE, SPLITS, HEADS, QUANTIZE, FORM, F,
@@ -354,12 +446,12 @@ def launch_warps(given: DecodeArguments) -> None:
     Numerics: keys and values as they are stored; queries, and the weights of the softmax, in two fp16 terms (22 bits);
     sums in fp32, in an order that follows from the position alone. Source: Dao et al. 2023 (Flash-Decoding).
     """
-    split = COARSE if given.coarse else FINE
-    cache = cache_pointers(given.layer)
+    q8_0 = given.layer.k_scale is not None
+    split = COARSE if given.coarse else FINE_Q8_0 if q8_0 else FINE
     _attention_warps_kernel[given.grid(split.least, more=1)](
-        *given.inputs(), cache.k, cache.v, *given.results(), *given.link, given.awaited, **given.constants(),
-        EARLY=_EARLY, HOIST=_HOIST,
-        HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
+        *given.inputs(), cache_pointers(given.layer), *given.results(), *given.link, given.awaited, **given.constants(),
+        EARLY=_EARLY,
+        Q8=q8_0, HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
         num_warps=split.warps, maxnreg=_registers(given), launch_pdl=given.pdl,
     )  # fmt: skip
 
@@ -371,6 +463,6 @@ def _registers(given: DecodeArguments) -> int:
     (where there is PDL), and a few too little before.
     """
     programs = given.qkv.shape[0] * given.shape.kv_heads
-    if not given.coarse and given.pdl and given.shape.group <= 4:
+    if not given.coarse and given.pdl and given.shape.group <= 4 and given.layer.k_scale is None:
         return _FINE_REGISTERS
     return 128 if given.coarse and given.pdl and given.shape.group <= 4 and programs > FEW_PROGRAMS else 255

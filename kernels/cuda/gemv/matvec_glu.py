@@ -15,24 +15,22 @@ from quengine.kernels.cuda.gemv.activations import (
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
-    LEADER,
     MatvecProgram,
     QuantizationScratch,
     QuantizedRow,
     begin_rows,
     check_row,
     finish_rows,
+    leave_for_last,
     load_squares,
-    leave_values,
-    quantize_left_group,
-    quantize_shared_group,
+    quantize_as_last,
     row_arguments,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
 from quengine.kernels.cuda.launch_chain import (
     UNLINKED,
-    Link,
     LaunchChain,
+    Link,
     arrive,
     await_link,
     begin_link,
@@ -44,13 +42,12 @@ from quengine.kernels.glu import Activation
 
 @triton.jit(do_not_specialize=["awaited"])
 def _glu_kernel(
-    values_ptr, arrivals_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
-    low, high, scales, supers, tiles, width,
-    producer_ptr, counter_ptr, awaited, slots_ptr,
+    words_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
+    low, high, scales, supers, tiles, width, producer_ptr, counter_ptr, awaited,
     ACTIVATION: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of a paired matrix, quantized. A tile gives 8 outputs and a group has 32: with fewer than 4
-    tiles to a program, its programs leave their values in `values` and the last one to arrive quantizes the group."""
+    tiles to a program, the last one of its programs quantizes it."""
     link = Link(producer_ptr, counter_ptr)
     begin_link(link, awaited, P.pdl)
     tile0 = tl.program_id(0) * P.tiles
@@ -70,17 +67,12 @@ def _glu_kernel(
         )  # fmt: skip
         arrive(link)
     else:
-        column = (tile0 + tl.arange(0, P.tiles)[:, None, None]) * 8 + tl.arange(0, 8)[None, :, None]
         out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
-        if slots_ptr is None:
-            tl.store(values_ptr + column, value, mask=column < width)
-            if quantize_shared_group(values_ptr, arrivals_ptr, out, tile0 // 4, 4 // P.tiles):
-                arrive(link)
-        else:
-            leave_values(slots_ptr, column, value, column < width)
-            if tl.program_id(0) % (4 // P.tiles) == 4 // P.tiles - 1:
-                quantize_left_group(slots_ptr, out, tile0 // 4)
-                arrive(link)
+        value = tl.reshape(value, [8 * P.tiles])
+        leave_for_last(value, words_ptr, tile0 * 8)
+        quantize_as_last(value, words_ptr, out, tile0 * 8)
+        if tile0 % 4 == 4 - P.tiles:
+            arrive(link)
 
 
 def matvec_glu(
@@ -110,8 +102,8 @@ def matvec_glu(
     geometry = matvec_geometry([part], "swiglu")
     link, awaited = (UNLINKED, 0) if chain is None else chain.link(x)
     _glu_kernel[(triton.cdiv(part.tiles, geometry.tiles),)](
-        room.values, room.arrivals, result.high, result.low, result.scale, result.sums, *row_arguments(x),
-        *part.planes, part.tiles, part.rows // 2, *link, awaited, room.slots if LEADER else None,
+        room.words, result.high, result.low, result.scale, result.sums, *row_arguments(x),
+        *part.planes, part.tiles, part.rows // 2, *link, awaited,
         ACTIVATION=EPILOGUES[activation], P=MatvecProgram.of(part, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -21,21 +21,19 @@ from quengine.kernels.cuda.gemv.activations import (
 )
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
-    LEADER,
     MatvecProgram,
     QuantizationScratch,
     QuantizedRow,
     begin_rows,
     check_row,
     finish_rows,
-    leave_values,
-    quantize_left_group,
-    quantize_shared_group,
+    leave_for_last,
+    quantize_as_last,
 )
 from quengine.kernels.cuda.launch_chain import (
     UNLINKED,
-    Link,
     LaunchChain,
+    Link,
     arrive,
     await_link,
     begin_link,
@@ -47,9 +45,9 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 @triton.jit(do_not_specialize=["awaited"])
 def _norm_kernel(
-    values_ptr, arrivals_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
+    words_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
     x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, tiles, N,
-    producer_ptr, counter_ptr, awaited, slots_ptr, P: tl.constexpr,
+    producer_ptr, counter_ptr, awaited, P: tl.constexpr,
 ):  # fmt: skip
     """P.tiles is an even number, so that a program has whole groups of 32 outputs, or one, and two programs share a
     group. bias_ptr: [N], or None."""
@@ -72,19 +70,15 @@ def _norm_kernel(
     if bias_ptr is not None:
         product += tl.load(bias_ptr + column, mask=inside, other=0.0)
     hidden = product + residual
-    tl.store(hidden_ptr + column, hidden, mask=inside)
-    tl.store(squares_ptr + tl.arange(0, 1) + tl.program_id(0), tl.sum(hidden * hidden, 1))
     norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     value = hidden * norm
+    if P.tiles == 1:
+        leave_for_last(tl.reshape(value, [16]), words_ptr, tile0 * 16)
+    tl.store(hidden_ptr + column, hidden, mask=inside)
+    tl.store(squares_ptr + tl.arange(0, 1) + tl.program_id(0), tl.sum(hidden * hidden, 1))
     out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
     if P.tiles == 1:
-        if slots_ptr is None:
-            tl.store(values_ptr + column, value, mask=inside)
-            quantize_shared_group(values_ptr, arrivals_ptr, out, tile0 // 2, 2)
-        else:
-            leave_values(slots_ptr, column, value, inside)
-            if tl.program_id(0) % 2 == 1:
-                quantize_left_group(slots_ptr, out, tile0 // 2)
+        quantize_as_last(tl.reshape(value, [16]), words_ptr, out, tile0 * 16)
     else:
         GROUPS: tl.constexpr = P.tiles // 2
         high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
@@ -138,9 +132,9 @@ def matvec_norm(
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
     link, awaited = (UNLINKED, 0) if chain is None else chain.link(x)
     _norm_kernel[(programs,)](
-        room.values, room.arrivals, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
+        room.words, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
         x.high, x.low, x.scale, x.sums, *part.planes, bias, part.tiles, part.rows,
-        *link, awaited, room.slots if LEADER else None,
+        *link, awaited,
         P=MatvecProgram.of(part, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

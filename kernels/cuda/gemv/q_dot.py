@@ -243,18 +243,27 @@ def tile_dots(queue, matrix, x, tile, k_warp, lane, P: tl.constexpr):
 @triton.jit
 def _in_a_loop(acc, words, matrix, plane, x, tile, k_warp, lane, P: tl.constexpr):
     """`tile_dots` as a loop, one chunk ahead, its first one being `words`: unrolled, ten chunks compile for minutes."""
-    SETS: tl.constexpr = P.layout.sets
-    for i in range(P.rounds):
-        c = k_warp + i * P.k_warps
-        later = _tile_chunk(matrix, tile, c + P.k_warps, 0, lane, False, P)
-        # Past the edge the codes are zero; the activations read there must still exist.
-        inside = tl.minimum(c, P.chunks - 1)
-        loaded = ()
-        for s in tl.static_range(SETS):
-            loaded = loaded + (_load_set(plane, x, inside, 0, lane, s, P),)
+    c = k_warp
+    for _ in range(P.rounds - 1):
+        # Before the weights, which come later: loads come back in order.
+        loaded = _chunk_activations(plane, x, c, lane, P)
+        later = _tile_chunk(matrix, tile, c + P.k_warps, 0, lane, P.even, P)
         acc = _add_chunk(acc, words, loaded, P)
         words = later
-    return acc
+        c += P.k_warps
+    # Past the edge the codes are zero; the activations read there must still exist.
+    loaded = _chunk_activations(plane, x, tl.minimum(c, P.chunks - 1), lane, P)
+    return _add_chunk(acc, words, loaded, P)
+
+
+@triton.jit
+def _chunk_activations(plane, x, c, lane, P: tl.constexpr):
+    """`_load_set` for every set of chunk c."""
+    SETS: tl.constexpr = P.layout.sets
+    loaded = ()
+    for s in tl.static_range(SETS):
+        loaded = loaded + (_load_set(plane, x, c, 0, lane, s, P),)
+    return loaded
 
 
 @triton.jit
