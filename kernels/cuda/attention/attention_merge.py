@@ -26,70 +26,58 @@ def merged(row_max, row_sum, acc, F: gl.constexpr):
 
 
 @gluon.jit
-def _missing(row_max, row_sum, acc):
-    """Whether one of the words [A, B], [A, B], [A, B, C] is -1."""
-    states = (row_max == -1) | (row_sum == -1)
-    missing = (acc == -1) | gl.expand_dims(states, 2)
-    return gl.max(gl.max(gl.max(missing.to(gl.int32), 0), 1), 0) > 0
-
-
-@gluon.jit
-def _load_words(at, live):
-    """Words that other multiprocessors write during this launch; 0 where not live."""
-    return gl.load(at, mask=live, other=0, volatile=True)
+def _missing(states, acc):
+    """Whether one of the words [A, B] of 64 bits, or [A, B, C] of 32, has -1 in one of its halves, or is -1."""
+    states = gl.maximum(states.to(gl.uint32), (states >> 32).to(gl.uint32))
+    most = gl.max(gl.max(gl.max(acc, 0), 1), 0)
+    return gl.maximum(most, gl.max(gl.max(states, 0), 0)) == 0xFFFFFFFF
 
 
 @gluon.jit
 def _await_splits(
-    acc_ptr, state_ptr, head, first, own, own_max, own_sum, own_acc,
-    SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
+    acc_ptr, state_ptr, head, first, end, HEADS: gl.constexpr, SHAPE: gl.constexpr, SPLITS: gl.constexpr,
+    F: gl.constexpr,
 ):  # fmt: skip
-    """Splits first, first + 1, ... of a group's heads up to the program's `own`, once the others are there: what
-    `merged` takes. -1 is left in their place."""
+    """Splits first, first + 1, ... below `end` of a group's heads, once they are there: what `merged` takes. -1 is left
+    in their place. Instead of heads and splits that there are none of, the last ones are read again."""
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
-    HEADS: gl.constexpr = own_acc.shape[0]
     STATES: gl.constexpr = gl.SliceLayout(2, F)
     PARTS: gl.constexpr = F.size_per_thread[0]
     s = gl.expand_dims(first + gl.arange(0, PARTS, layout=gl.SliceLayout(1, STATES)), 1)
     member = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, STATES)), 0)
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, F)))
-    live = (s < own) & (member < SHAPE.group)
-    at = (head + member) * SPLITS + s
-    state_at = state_ptr.to(gl.pointer_type(gl.int32)) + at * 2
-    acc_at = acc_ptr.to(gl.pointer_type(gl.int32)) + gl.expand_dims(at, 2) * HEAD_DIM
+    at = (head + gl.minimum(member, SHAPE.group - 1)) * SPLITS + gl.minimum(s, end - 1)
+    state_at = state_ptr.to(gl.pointer_type(gl.uint64)) + at
+    acc_at = acc_ptr.to(gl.pointer_type(gl.uint32)) + gl.expand_dims(at, 2) * HEAD_DIM
     acc_at += gl.expand_dims(gl.expand_dims(column, 0), 0)
-    inside = gl.expand_dims(live, 2)
-    row_max, row_sum = _load_words(state_at, live), _load_words(state_at + 1, live)
-    acc = _load_words(acc_at, inside)
-    while _missing(row_max, row_sum, acc):
-        row_max, row_sum = _load_words(state_at, live), _load_words(state_at + 1, live)
-        acc = _load_words(acc_at, inside)
-    gl.store(state_at, -1, mask=live)
-    gl.store(state_at + 1, -1, mask=live)
-    gl.store(acc_at, -1, mask=inside)
-    mine = s == own
-    own_max = gl.convert_layout(own_max, gl.SliceLayout(0, STATES), assert_trivial=True)
-    own_sum = gl.convert_layout(own_sum, gl.SliceLayout(0, STATES), assert_trivial=True)
-    row_max = gl.where(live, row_max.to(gl.float32, bitcast=True), LOWEST)
-    row_max = gl.where(mine, gl.expand_dims(own_max, 0), row_max)
-    row_sum = gl.where(mine, gl.expand_dims(own_sum, 0), row_sum.to(gl.float32, bitcast=True))
-    acc = gl.where(gl.expand_dims(mine, 2), gl.expand_dims(own_acc, 0), acc.to(gl.float32, bitcast=True))
-    return row_max, row_sum, acc
+    states, acc = gl.load(state_at, volatile=True), gl.load(acc_at, volatile=True)
+    while _missing(states, acc):
+        states, acc = gl.load(state_at, volatile=True), gl.load(acc_at, volatile=True)
+    gl.store(state_at, gl.full_like(states, 0xFFFFFFFFFFFFFFFF))
+    gl.store(acc_at, gl.full_like(acc, 0xFFFFFFFF))
+    row_max = gl.where(s < end, states.to(gl.uint32).to(gl.float32, bitcast=True), LOWEST)
+    row_sum = (states >> 32).to(gl.uint32).to(gl.float32, bitcast=True)
+    return row_max, row_sum, acc.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def merged_splits(
-    acc_ptr, state_ptr, head, own, own_max, own_sum, own_acc,
+def with_other_splits(
+    row_max, row_sum, acc, acc_ptr, state_ptr, head, own,
     SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """All KV splits of a group's heads, of which this program has the last, `own`: row_sum [HEADS] and acc fp32
-    [HEADS, HEAD_DIM]."""
-    row_max = gl.full_like(own_max, LOWEST)
-    row_sum = gl.zeros_like(own_sum)
-    acc = gl.zeros_like(own_acc)
-    for s in range(0, own + 1, F.size_per_thread[0]):
-        parts = _await_splits(acc_ptr, state_ptr, head, s, own, own_max, own_sum, own_acc, SHAPE, SPLITS, F)
-        part_max, part_sum, part_acc = merged(parts[0], parts[1], parts[2], F)
+    """All KV splits of a group's heads, of which this program has the last, `own`, in row_max and row_sum [HEADS] and
+    acc [HEADS, HEAD_DIM]: row_sum and acc."""
+    HEADS: gl.constexpr = acc.shape[0]
+    G: gl.constexpr = gl.BlockedLayout(
+        [2 * F.size_per_thread[0], 1, F.size_per_thread[2]], F.threads_per_warp, F.warps_per_cta, F.order
+    )
+    STATE: gl.constexpr = row_max.type.layout
+    for s in range(0, own, G.size_per_thread[0]):
+        parts = _await_splits(acc_ptr, state_ptr, head, s, own, HEADS, SHAPE, SPLITS, G)
+        part_max, part_sum, part_acc = merged(parts[0], parts[1], parts[2], G)
+        part_max = gl.convert_layout(part_max, STATE, assert_trivial=True)
+        part_sum = gl.convert_layout(part_sum, STATE, assert_trivial=True)
+        part_acc = gl.convert_layout(part_acc, acc.type.layout, assert_trivial=True)
         new_max = gl.maximum(row_max, part_max)
         old = gl.exp2(row_max - new_max)
         new = gl.exp2(part_max - new_max)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, DecodeArguments
-from quengine.kernels.cuda.attention.attention_merge import LOWEST, merged, merged_splits, store_heads
+from quengine.kernels.cuda.attention.attention_merge import LOWEST, merged, store_heads, with_other_splits
 from quengine.kernels.cuda.attention.attention_operands import (
     columns_in_order,
     key_operand,
@@ -236,8 +236,8 @@ def _finish(
         gl.store(state_ptr + at * 2 + 1, row_sum, mask=live)
     else:
         if part > 0:
-            row_sum, out = merged_splits(
-                acc_ptr, state_ptr, head, part, row_max, row_sum, out, SHAPE, SPLITS, F
+            row_sum, out = with_other_splits(
+                row_max, row_sum, out, acc_ptr, state_ptr, head, part, SHAPE, SPLITS, F
             )
         out = out / gl.expand_dims(row_sum, 1)
         store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
@@ -294,9 +294,10 @@ def _attention_warps_kernel(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     S: gl.constexpr = terms_added(gl.zeros([WARPS, KEYS, 2 * HEADS], gl.float32, MMA)).type.layout
-    F: gl.constexpr = gl.BlockedLayout(
-        [WARPS, 1, 4], [1, 128 // HEAD_DIM, HEAD_DIM // 4], [1, WARPS, 1], [2, 1, 0]
-    )
+    # Where parts are combined a thread has all of them, and a warp one head or a part of one.
+    ACROSS: gl.constexpr = WARPS // HEADS if WARPS > HEADS else 1
+    ALONG: gl.constexpr = HEAD_DIM // (32 * ACROSS)
+    F: gl.constexpr = gl.BlockedLayout([WARPS, 1, ALONG], [1, 1, 32], [1, WARPS // ACROSS, ACROSS], [2, 1, 0])
     STEP: gl.constexpr = WARPS * KEYS
     kv_head = gl.program_id(0)
     part = gl.program_id(1)
