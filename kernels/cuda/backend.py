@@ -11,7 +11,6 @@ Which kernels compute a row, and so its last bits, depend on how many rows there
 sequence alone.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -47,7 +46,6 @@ from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
-from quengine.kernels.cuda.launch_chain import LaunchChain
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
@@ -111,8 +109,6 @@ class CudaBackend:
         self._widest = 0
         self._largest = 0
         self._packed = False
-        chained = self.pdl and os.environ.get("QE_CHAIN", "1") == "1"
-        self._chain = LaunchChain.empty(device) if chained else None
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
@@ -124,12 +120,7 @@ class CudaBackend:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
 
     def embed(self, batch: ForwardBatch, weight: PackedWeight, scale: float = 1.0) -> Tensor:
-        if self._chain is not None:
-            self._chain.restart()
-        return embedding(weight, batch.token_ids, scale, self.pdl, self._chain)
-
-    def _links(self, batch: ForwardBatch) -> LaunchChain | None:
-        return self._chain if self._takes_q_dot(len(batch)) else None
+        return embedding(weight, batch.token_ids, scale, self.pdl)
 
     def norm_linear(
         self,
@@ -156,9 +147,7 @@ class CudaBackend:
     ) -> Rows:
         rows = self._normed(x, norm)
         if isinstance(rows, QuantizedActivations):
-            return matvec_glu(
-                rows, gate_up, activation, scratch=self._quantization_scratch(), pdl=self.pdl, chain=self._links(batch)
-            )
+            return matvec_glu(rows, gate_up, activation, scratch=self._quantization_scratch(), pdl=self.pdl)
         return matmul_glu(rows, gate_up, self._room(), activation, self.pdl, _exact(batch))
 
     def linear_add(
@@ -187,9 +176,7 @@ class CudaBackend:
             return self._matmul(batch, rows, weight, stream)
         if isinstance(rows, QuantizedActivations):
             scratch, (norm, eps) = self._quantization_scratch(), (next_norm.weight, next_norm.eps)
-            return matvec_norm(
-                rows, weight, stream, norm, eps, scratch, self.pdl, bias, self._links(batch)
-            )
+            return matvec_norm(rows, weight, stream, norm, eps, scratch, self.pdl, bias)
         normed = matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch))
         return RmsNormed(*normed)
 
@@ -240,8 +227,6 @@ class CudaBackend:
         if has_row_norms(spec):
             qkv = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
             spec = qk_row_norm(qkv, spec, self.pdl)
-            if self._chain is not None:
-                self._chain.last = None
         if batch.phase == "prefill" and (len(batch) > 1 or self.batch_invariant):
             return self._prefill(batch, qkv, spec, layer)
         if batch.shares_sequences:
@@ -265,7 +250,7 @@ class CudaBackend:
 
     def _product(self, batch: ForwardBatch, x: Rows, weight: PackedWeight) -> Tensor | ScaledProduct:
         if isinstance(x, QuantizedActivations):
-            return matvec(x, weight, pdl=self.pdl, chain=self._links(batch))
+            return matvec(x, weight, pdl=self.pdl)
         return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
 
     def _summed(self, product: Tensor | ScaledProduct) -> Tensor:
@@ -351,10 +336,7 @@ class CudaBackend:
         workspace = self._decode_workspace(spec, rows)
         if self._takes_q_dot(rows):
             rounded = QuantizedActivations.empty(rows, width, self.device)
-            return attention_decode(
-                qkv, spec, layer, positions, tables, workspace, rounded, False, pdl,
-                self._links(batch) if pdl else None,
-            )
+            return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
         room = self._room()
         half = room.fp16_operand(rows, width)
         half.clear_padding(width)
@@ -381,7 +363,7 @@ class CudaBackend:
     def _matmul(self, batch: ForwardBatch, x: Rows, weight: PackedWeight, residual: Tensor | None) -> Tensor:
         x = self._rounded(x)
         if isinstance(x, QuantizedActivations):
-            return matvec(x, weight, residual, pdl=self.pdl, chain=self._links(batch))
+            return matvec(x, weight, residual, pdl=self.pdl)
         return matmul(x, weight, self._room(), residual, self.pdl, _exact(batch))
 
     def _noted(self, weight: PackedWeight) -> PackedWeight:

@@ -17,7 +17,6 @@ from quengine.kernels.cuda.gemm.fragments import (
     super_scales,
 )
 from quengine.kernels.cuda.gemm.mma import uses_assembly
-from quengine.kernels.cuda.launch_chain import LaunchChain, zero_counters
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
 
@@ -34,13 +33,11 @@ def _byte(word, at: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 def _embedding_kernel(
-    id_ptr, low_ptr, high_ptr, scale_ptr, super_ptr, out_ptr, rows, chunks, counters_ptr,
+    id_ptr, low_ptr, high_ptr, scale_ptr, super_ptr, out_ptr, rows, chunks,
     K: tl.constexpr, SCALE: tl.constexpr, FMT: tl.constexpr, CHUNKS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
-    if counters_ptr is not None and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        zero_counters(counters_ptr)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
     known = (row >= 0) & (row < rows)  # an id outside the vocabulary gives a row of NaN, never a wrong read
@@ -86,12 +83,10 @@ def _embedding_kernel(
 
 @triton.jit
 def _float_rows_kernel(
-    id_ptr, weight_ptr, out_ptr, rows, counters_ptr,
+    id_ptr, weight_ptr, out_ptr, rows,
     K: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
-    if counters_ptr is not None and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        zero_counters(counters_ptr)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
     known = (row >= 0) & (row < rows)
@@ -103,7 +98,7 @@ def _float_rows_kernel(
     tl.store(out_ptr + token * K + column, value, mask=inside)
 
 
-def embedding(weight: PackedWeight, ids: torch.Tensor, scale: float = 1.0, pdl: bool = False, chain: LaunchChain | None = None) -> torch.Tensor:
+def embedding(weight: PackedWeight, ids: torch.Tensor, scale: float = 1.0, pdl: bool = False) -> torch.Tensor:
     """Rows `ids` of a matrix of one part: fp32 [T, K], dequantized (kernels/block_formats.py), times `scale`.
 
     ids: int32 or int64 [T] on the device; an id outside the matrix gives a row of NaN. Raises ValueError for a
@@ -115,26 +110,25 @@ def embedding(weight: PackedWeight, ids: torch.Tensor, scale: float = 1.0, pdl: 
     result = torch.empty(len(ids), part.cols, dtype=torch.float32, device=ids.device)
     assert ids.is_contiguous()
     if isinstance(part, FloatPart):
-        _launch_float(part, ids, scale, result, pdl, chain)
+        _launch_float(part, ids, scale, result, pdl)
     else:
-        _launch_packed(part, ids, scale, result, pdl, chain)
+        _launch_packed(part, ids, scale, result, pdl)
     return result
 
 
-def _launch_float(part: FloatPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool, chain: LaunchChain | None) -> None:
+def _launch_float(part: FloatPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool) -> None:
     assert part.weight.is_contiguous()
     block = min(1024, triton.next_power_of_2(part.cols))
     _float_rows_kernel[(len(ids), triton.cdiv(part.cols, block))](
-        ids, part.weight, out, part.rows, None if chain is None else chain.counters,
+        ids, part.weight, out, part.rows,
         K=part.cols, SCALE=scale, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _launch_packed(part: PackedPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool, chain: LaunchChain | None) -> None:
+def _launch_packed(part: PackedPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool) -> None:
     chunks = min(_MAX_CHUNKS, max(8, triton.next_power_of_2(part.chunks)))
     _embedding_kernel[(len(ids), triton.cdiv(part.chunks, chunks))](
         ids, part.low, part.high, part.scales, part.supers, out, part.rows, part.chunks,
-        None if chain is None else chain.counters,
         K=part.cols, SCALE=scale, FMT=part.layout, CHUNKS=chunks, ASM=uses_assembly(), PDL=pdl,
         num_warps=max(1, chunks * 4 // 32), launch_pdl=pdl,
     )  # fmt: skip

@@ -11,7 +11,6 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.kv_store import check_block_tables
 from quengine.kernels.cuda.attention.rope import rope_variant, rotation_pointers
 from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout
-from quengine.kernels.cuda.launch_chain import UNLINKED, Link
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 _TARGET_PROGRAMS = 128
@@ -105,8 +104,6 @@ class DecodeArguments:
     quantize: bool
     form: OperandLayout | None
     out_stride: int
-    link: Link = UNLINKED
-    awaited: int = 0
 
     def __post_init__(self) -> None:
         spec, batch, acc = self.spec, self.qkv.shape[0], self.workspace.acc

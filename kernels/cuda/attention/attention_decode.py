@@ -25,7 +25,6 @@ from quengine.kernels.cuda.attention.attention_tiles import launch_tiles
 from quengine.kernels.cuda.attention.attention_warps import launch_warps, takes
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemv.activations import GROUP as QUANTIZED_GROUP
-from quengine.kernels.cuda.launch_chain import UNLINKED, LaunchChain
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 
 Out = TypeVar("Out", Tensor, QuantizedActivations, Fp16Operand)
@@ -41,7 +40,6 @@ def attention_decode(
     out: Out,
     coarse: bool = False,
     pdl: bool = False,
-    chain: LaunchChain | None = None,
 ) -> Out:
     """One new token of each of B sequences: rotate, write its key and value, attend to all keys up to itself.
 
@@ -72,17 +70,11 @@ def attention_decode(
     else:
         assert out.shape == shape and out.dtype == torch.float32 and out.is_contiguous()
         outputs = DecodeOutputs.unquantized(out)
-    link, awaited = UNLINKED, 0
-    if chain is not None and takes(qkv, spec):
-        link, awaited = chain.link(qkv)
     given = DecodeArguments(
-        qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride,
-        link, awaited,
+        qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride
     )
     if takes(qkv, spec):
         launch_warps(given)
     else:
         launch_tiles(given)
-    if chain is not None and link is not UNLINKED:
-        chain.made(out, qkv.shape[0] * given.shape.kv_heads)
     return out

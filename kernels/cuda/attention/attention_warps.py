@@ -9,7 +9,6 @@ Of a q8_0 cache the codes are multiplied, as fp16. A key's scales multiply the s
 value's the weights of the softmax, a set of weights for each group.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -40,11 +39,8 @@ from quengine.kernels.cuda.attention.attention_operands import (
 )
 from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers, q8_0_codes
 from quengine.kernels.cuda.gemm.mma import uses_assembly
-from quengine.kernels.cuda.launch_chain import Link, arrive_in_gluon, await_link, begin_link
 
 _LOG2_E = gl.constexpr(LOG2_E)
-_EARLY = os.environ.get("QE_EARLY", "0") == "1"
-_FINE_REGISTERS = int(os.environ.get("QE_REGS", "255"))
 
 FEW_PROGRAMS = 264
 """Programs of which two on each multiprocessor of an H200 are all. More of them should lie four on one, which takes
@@ -53,20 +49,22 @@ half of the registers; fewer should not, since they would fill some multiprocess
 
 class SplitShape(NamedTuple):
     """Warps of a program, how many keys a KV split has at least, a multiple of what the warps read at once, and keys of
-    a warp at a time, 16 or 32."""
+    a warp at a time, 16 or 32. early: the consumer's programs start when these do, and not when they have read their
+    keys, beside them where these fill the device."""
 
     warps: int
     least: int
     keys: int = 16
+    early: bool = False
 
 
-FINE = SplitShape(8, 128)
+FINE = SplitShape(8, 128, early=True)
 """Of a single sequence. 4 warps are up to 0.5 us faster below 128 keys, and slower above: 25% at 16384."""
 
 COARSE = SplitShape(4, 512)
 """In batches, where other sequences fill the device: several programs on a multiprocessor, and less to combine."""
 
-FINE_Q8_0 = SplitShape(8, 256, 32)
+FINE_Q8_0 = SplitShape(8, 256, 32, early=True)
 """A q8_0 key has half the bytes, so as many are on their way with twice the keys."""
 
 
@@ -102,11 +100,11 @@ def _pairs(x, ROPE: gl.constexpr):
 
 
 @gluon.jit
-def _rotation_of(
-    rotation, norm_ptr, position, R: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
+def _turn_at(
+    position, rotation, norm_ptr, R: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
 ):
-    """What `_rotated` needs for R heads at a position, none of it from the PDL producer: cosines, sines, and the
-    weights of the norm."""
+    """What `_rotated` needs for R heads at a position: cosines, sines and the norm's weights. None of it comes from the
+    PDL producer."""
     near, _ = _pairs(gl.zeros([R, HEAD_DIM], gl.float32, L), ROPE)
     angle = gl.expand_dims(gl.arange(0, HEAD_DIM // 2, layout=gl.SliceLayout(0, near.type.layout)), 0)
     row = position.to(gl.int64) * (ROPE.dim // 2)
@@ -121,7 +119,7 @@ def _rotation_of(
 
 @gluon.jit
 def _rotated(heads, live, turn, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr):
-    """Heads at pointers `heads` [R, 1], normalized where ROPE.norm, rotated by `turn` (`_rotation_of`): fp32 [R,
+    """Heads at pointers `heads` [R, 1], normalized where ROPE.norm and rotated by `turn` (`_turn_at`): fp32 [R,
     HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
     R: gl.constexpr = heads.shape[0]
     d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
@@ -207,7 +205,7 @@ def _with_new_key(row_max, row_sum, out, score, value, sink, owner, SINKS: gl.co
 
 @gluon.jit
 def _finish(
-    row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride, link,
+    row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride,
     SHAPE: gl.constexpr, SPLITS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
@@ -241,7 +239,6 @@ def _finish(
             )
         out = out / gl.expand_dims(row_sum, 1)
         store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
-        arrive_in_gluon(link)
 
 
 @gluon.jit
@@ -272,13 +269,12 @@ def _headroom(scales, PARTS: gl.constexpr):
     return (gl.maximum(exponent, 127 - 24) - (126 + 14)).to(gl.float32)
 
 
-@gluon.jit(do_not_specialize=["cache_rows", "blocks", "awaited"])
+@gluon.jit(do_not_specialize=["cache_rows", "blocks"])
 def _attention_warps_kernel(
     qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, cache, workspace, outputs,
-    eps, scale, cache_rows, blocks, qkv_stride, out_stride, producer_ptr, counter_ptr, awaited,
+    eps, scale, cache_rows, blocks, qkv_stride, out_stride,
     SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, Q8: gl.constexpr, SPLITS: gl.constexpr,
     SPLIT: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr,
-    EARLY: gl.constexpr,
 ):  # fmt: skip
     """Programs (key-value head, KV split, sequence). HEADS: 4 or 8, heads there is room for. sink_ptr: [heads], or
     None."""
@@ -302,9 +298,8 @@ def _attention_warps_kernel(
     kv_head = gl.program_id(0)
     part = gl.program_id(1)
     sequence = gl.program_id(2).to(gl.int64)
-    link = Link(producer_ptr, counter_ptr)
-    if EARLY:
-        begin_link(link, awaited, PDL)
+    if PDL and SPLIT.early:
+        tl.extra.cuda.gdc_launch_dependents()
     position = gl.load(position_ptr + sequence)
     # Keys before the new one, cut into `splits` splits of `per_split`. A warp's keys lie in one block of the cache, the
     # first of them in that of the oldest visible key.
@@ -348,9 +343,10 @@ def _attention_warps_kernel(
             sink = gl.load(sink_ptr + kv_head * GROUP + member, mask=member < GROUP, other=0.0) * _LOG2_E
         # Queries and the new key are rotated once, by all threads, and pass to all warps through shared memory.
         R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
-        turn = _rotation_of(rotation, rotation.q_norm, position, HEADS, HEAD_DIM, ROPE, R)
-        turn_new = _rotation_of(rotation, rotation.k_norm, position, 1, HEAD_DIM, ROPE, R)
-        await_link(link, awaited, PDL)
+        turn = _turn_at(position, rotation, rotation.q_norm, HEADS, HEAD_DIM, ROPE, R)
+        turn_new = _turn_at(position, rotation, rotation.k_norm, 1, HEAD_DIM, ROPE, R)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
 
         qkv_ptr += sequence * qkv_stride
         h = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, R)), 1)
@@ -426,9 +422,9 @@ def _attention_warps_kernel(
             else:
                 v_scales = values
             row = _cache_row(table_ptr, blocks, own + STEP)
-        if not EARLY:
+        if PDL and not SPLIT.early:
             # Not earlier: consumer blocks beside these would leave the multiprocessors unevenly filled.
-            begin_link(link, awaited, PDL)
+            tl.extra.cuda.gdc_launch_dependents()
 
         row_max, row_sum, out = _combine_warps(acc, row_max, row_sum, SHAPE, Q8, F)
         row_max, row_sum, out = _with_new_key(
@@ -436,7 +432,7 @@ def _attention_warps_kernel(
             new_value.load(gl.SliceLayout(0, F)), sink, part == 0, sink_ptr is not None,
         )  # fmt: skip
         _finish(
-            row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride, link,
+            row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride,
             SHAPE, SPLITS, HEADS, QUANTIZE, FORM, F,
         )  # fmt: skip
 
@@ -450,8 +446,7 @@ def launch_warps(given: DecodeArguments) -> None:
     q8_0 = given.layer.k_scale is not None
     split = COARSE if given.coarse else FINE_Q8_0 if q8_0 else FINE
     _attention_warps_kernel[given.grid(split.least, more=1)](
-        *given.inputs(), cache_pointers(given.layer), *given.results(), *given.link, given.awaited, **given.constants(),
-        EARLY=_EARLY,
+        *given.inputs(), cache_pointers(given.layer), *given.results(), **given.constants(),
         Q8=q8_0, HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
         num_warps=split.warps, maxnreg=_registers(given), launch_pdl=given.pdl,
     )  # fmt: skip
@@ -461,9 +456,11 @@ def _registers(given: DecodeArguments) -> int:
     """Registers of a thread, at most; left to itself, ptxas may stop at fewer than it needs, and spill.
 
     Which register holds what does not touch the sums: a row has the same bits either way. 128 are enough on Hopper
-    (where there is PDL), and a few too little before.
+    (where there is PDL) for a cache that is not q8_0, and a few too little before. A single sequence's program then
+    starts beside those of the launch in front.
     """
     programs = given.qkv.shape[0] * given.shape.kv_heads
-    if not given.coarse and given.pdl and given.shape.group <= 4 and given.layer.k_scale is None:
-        return _FINE_REGISTERS
-    return 128 if given.coarse and given.pdl and given.shape.group <= 4 and programs > FEW_PROGRAMS else 255
+    shares = programs > FEW_PROGRAMS if given.coarse else given.layer.k_scale is None
+    if not (shares and given.pdl and given.shape.group <= 4):
+        return 255
+    return 128 if given.coarse else 168

@@ -21,14 +21,6 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     load_squares,
     row_arguments,
 )
-from quengine.kernels.cuda.launch_chain import (
-    UNLINKED,
-    Link,
-    LaunchChain,
-    arrive,
-    await_link,
-    begin_link,
-)
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
@@ -52,13 +44,14 @@ def _columns(tile0, first, rows, TILES: tl.constexpr, PAIRED: tl.constexpr):
 
 @triton.jit
 def _part(
-    matrix, x, out_ptr, residual_ptr, tile0, rows, first, link, awaited,
+    matrix, x, out_ptr, residual_ptr, tile0, rows, first,
     PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """P.tiles tiles of one part of a matrix."""
     queue = begin_rows(matrix, tile0, P)
     at, inside = _columns(tile0, first, rows, P.tiles, PAIRED)
-    await_link(link, awaited, P.pdl)
+    if P.pdl:
+        tl.extra.cuda.gdc_wait()
     squares = load_squares(x.squares, P.partials)
     if RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
@@ -66,34 +59,31 @@ def _part(
     if RESIDUAL:
         y += residual
     tl.store(out_ptr + at, y, mask=inside)
-    arrive(link)
 
 
-@triton.jit(do_not_specialize=["awaited"])
+@triton.jit
 def _matvec_kernel(
     out_ptr, residual_ptr, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
     low_a, high_a, scales_a, supers_a, tiles_a, rows_a,
     low_b, high_b, scales_b, supers_b, tiles_b, rows_b, first,
-    producer_ptr, counter_ptr, awaited,
     PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """One or two parts (B None: one) of a matrix."""
-    link = Link(producer_ptr, counter_ptr)
-    begin_link(link, awaited, A.pdl)
+    if A.pdl:
+        tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * A.tiles
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
     a = Matrix((low_a, high_a, scales_a, supers_a), tiles_a)
     if B is None:
-        _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, link, awaited, PAIRED, RESIDUAL, A)
+        _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, PAIRED, RESIDUAL, A)
     else:
         blocks_a = tl.cdiv(tiles_a, A.tiles)
         if tl.program_id(0) < blocks_a:
-            _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, link, awaited, PAIRED, RESIDUAL, A)
+            _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, PAIRED, RESIDUAL, A)
         else:
             b = Matrix((low_b, high_b, scales_b, supers_b), tiles_b)
             _part(
-                b, x, out_ptr, residual_ptr, tile0 - blocks_a * A.tiles, rows_b, first + rows_a, link, awaited,
-                PAIRED, RESIDUAL, B,
+                b, x, out_ptr, residual_ptr, tile0 - blocks_a * A.tiles, rows_b, first + rows_a, PAIRED, RESIDUAL, B
             )  # fmt: skip
 
 
@@ -131,7 +121,6 @@ def matvec(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
-    chain: LaunchChain | None = None,
 ) -> Tensor:
     """x [1, K] times weight [N, K], plus residual fp32 [1, N]: fp32 [1, N].
 
@@ -153,7 +142,7 @@ def matvec(
         if isinstance(taken[0], FloatPart):
             _launch_float(x, taken[0], residual, y, first, pdl)
         else:
-            _launch_packed(x, taken, weight.paired, residual, y, first, pdl, chain if len(taken) == len(weight.parts) else None)
+            _launch_packed(x, taken, weight.paired, residual, y, first, pdl)
         first += sum(part.rows for part in taken)
         parts = parts[len(taken) :]
     return y
@@ -167,22 +156,18 @@ def _launch_packed(
     out: Tensor,
     first: int,
     pdl: bool,
-    chain: LaunchChain | None,
 ) -> None:
     packed = [part for part in parts if isinstance(part, PackedPart)]
     geometry = matvec_geometry(packed, "rows")
     a, b = packed[0], packed[-1]
     blocks = sum(triton.cdiv(part.tiles, geometry.tiles) for part in packed)
     program = MatvecProgram.of(a, geometry, x, pdl)
-    link, awaited = (UNLINKED, 0) if chain is None else chain.link(x)
     _matvec_kernel[(blocks,)](
         out, out if residual is None else residual, *row_arguments(x), *a.planes, a.tiles, a.rows,
-        *b.planes, b.tiles, b.rows, first, *link, awaited, PAIRED=paired, RESIDUAL=residual is not None, A=program,
+        *b.planes, b.tiles, b.rows, first, PAIRED=paired, RESIDUAL=residual is not None, A=program,
         B=MatvecProgram.of(b, geometry, x, pdl) if len(packed) == 2 else None,
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
-    if chain is not None:
-        chain.made(out, blocks)
 
 
 def _launch_float(

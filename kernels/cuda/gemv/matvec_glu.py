@@ -27,33 +27,25 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     row_arguments,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
-from quengine.kernels.cuda.launch_chain import (
-    UNLINKED,
-    LaunchChain,
-    Link,
-    arrive,
-    await_link,
-    begin_link,
-)
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 from quengine.kernels.glu import Activation
 
 
-@triton.jit(do_not_specialize=["awaited"])
+@triton.jit
 def _glu_kernel(
     words_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
-    low, high, scales, supers, tiles, width, producer_ptr, counter_ptr, awaited,
-    ACTIVATION: tl.constexpr, P: tl.constexpr,
+    low, high, scales, supers, tiles, width, ACTIVATION: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of a paired matrix, quantized. A tile gives 8 outputs and a group has 32: with fewer than 4
     tiles to a program, the last one of its programs quantizes it."""
-    link = Link(producer_ptr, counter_ptr)
-    begin_link(link, awaited, P.pdl)
+    if P.pdl:
+        tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * P.tiles
     matrix = Matrix((low, high, scales, supers), tiles)
     queue = begin_rows(matrix, tile0, P)
-    await_link(link, awaited, P.pdl)
+    if P.pdl:
+        tl.extra.cuda.gdc_wait()
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
     y = finish_rows(queue, load_squares(squares_ptr, P.partials), matrix, x, tile0, P)
     gate, up = tl.split(tl.permute(y, [0, 1, 3, 2]))
@@ -65,14 +57,11 @@ def _glu_kernel(
         store_quantized(
             out_high, out_low, out_scale, out_sums, group, group < width // 32, high_plane, low_plane, scale, sums
         )  # fmt: skip
-        arrive(link)
     else:
         out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
         value = tl.reshape(value, [8 * P.tiles])
         leave_for_last(value, words_ptr, tile0 * 8)
         quantize_as_last(value, words_ptr, out, tile0 * 8)
-        if tile0 % 4 == 4 - P.tiles:
-            arrive(link)
 
 
 def matvec_glu(
@@ -82,7 +71,6 @@ def matvec_glu(
     out: QuantizedActivations | None = None,
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
-    chain: LaunchChain | None = None,
 ) -> QuantizedActivations:
     """activation(gate) * up of x [1, K] times a merged weight [2F, K], quantized: [1, F], F a multiple of 32.
 
@@ -100,13 +88,10 @@ def matvec_glu(
         both = matvec(x, gate_up, out=room.values[: 2 * width].view(1, -1), pdl=pdl)
         return quantize_activations(glu_rows(both, activation, pdl), out=result, pdl=pdl)
     geometry = matvec_geometry([part], "swiglu")
-    link, awaited = (UNLINKED, 0) if chain is None else chain.link(x)
     _glu_kernel[(triton.cdiv(part.tiles, geometry.tiles),)](
         room.words, result.high, result.low, result.scale, result.sums, *row_arguments(x),
-        *part.planes, part.tiles, part.rows // 2, *link, awaited,
+        *part.planes, part.tiles, part.rows // 2,
         ACTIVATION=EPILOGUES[activation], P=MatvecProgram.of(part, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
-    if chain is not None:
-        chain.made(result, triton.cdiv(part.tiles, max(4, geometry.tiles)))
     return result

@@ -30,29 +30,20 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     leave_for_last,
     quantize_as_last,
 )
-from quengine.kernels.cuda.launch_chain import (
-    UNLINKED,
-    LaunchChain,
-    Link,
-    arrive,
-    await_link,
-    begin_link,
-)
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 
-@triton.jit(do_not_specialize=["awaited"])
+@triton.jit
 def _norm_kernel(
     words_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
-    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, tiles, N,
-    producer_ptr, counter_ptr, awaited, P: tl.constexpr,
+    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, tiles, N, P: tl.constexpr,
 ):  # fmt: skip
     """P.tiles is an even number, so that a program has whole groups of 32 outputs, or one, and two programs share a
     group. bias_ptr: [N], or None."""
-    link = Link(producer_ptr, counter_ptr)
-    begin_link(link, awaited, P.pdl)
+    if P.pdl:
+        tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * P.tiles
     matrix = Matrix((low, high, scales, supers), tiles)
     queue = begin_rows(matrix, tile0, P)
@@ -62,7 +53,8 @@ def _norm_kernel(
     prefetch(norm_ptr + tl.minimum(column, N - 1), P.asm)
     if bias_ptr is not None:
         prefetch(bias_ptr + tl.minimum(column, N - 1), P.asm)
-    await_link(link, awaited, P.pdl)
+    if P.pdl:
+        tl.extra.cuda.gdc_wait()
     residual = tl.load(residual_ptr + column, mask=inside, other=0.0)
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
     y = finish_rows(queue, 0.0, matrix, x, tile0, P)
@@ -86,7 +78,6 @@ def _norm_kernel(
         store_quantized(
             out_high, out_low, out_scale, out_sums, group, group < N // 32, high_plane, low_plane, scale, sums
         )  # fmt: skip
-    arrive(link)
 
 
 def can_begin_norm(weight: PackedWeight) -> bool:
@@ -108,7 +99,6 @@ def matvec_norm(
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
     bias: Tensor | None = None,
-    chain: LaunchChain | None = None,
 ) -> RmsNormed:
     """x [1, K] times weight [D, K], plus bias fp32 [D] and residual fp32 [1, D], and its RMSNorm with weights `norm`
     fp32 [D] begun.
@@ -130,15 +120,10 @@ def matvec_norm(
     hidden = torch.empty_like(residual)
     squares = torch.empty(1, programs, dtype=torch.float32, device=residual.device)
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
-    link, awaited = (UNLINKED, 0) if chain is None else chain.link(x)
     _norm_kernel[(programs,)](
         room.words, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
         x.high, x.low, x.scale, x.sums, *part.planes, bias, part.tiles, part.rows,
-        *link, awaited,
         P=MatvecProgram.of(part, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
-    normed = replace(out, rms=RmsPartials(squares, eps))
-    if chain is not None:
-        chain.made(normed, programs)
-    return RmsNormed(hidden, normed)
+    return RmsNormed(hidden, replace(out, rms=RmsPartials(squares, eps)))

@@ -18,7 +18,6 @@ from quengine.kernels.moe.grouping import default_block
 
 _TABLE = Path(__file__).with_name("launch_table.json")
 _MOST_ROUNDS = 16
-_MANY_TILES = 1024
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
@@ -315,16 +314,10 @@ def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
 
 
 def default_geometry(part: PackedPart, kind: str) -> Geometry:
-    """One tile a program and a chunk or two a warp, where rows are few; where they are many, programs of 4 warps or
-    fewer with more chunks each."""
+    """One tile a program, and a chunk or two a warp where there are not many."""
     if kind == "swiglu":
         return _one_tile(part, 4)
-    if kind == "norm" or part.tiles < _MANY_TILES:
-        return _one_tile(part, 16 if part.chunks > 32 else 8)
-    k_warps = 1
-    while k_warps < 32 and part.chunks > (8 if k_warps < 8 else _MOST_ROUNDS) * k_warps:
-        k_warps *= 2
-    return Geometry(max(1, 4 // k_warps), k_warps, 2)
+    return _one_tile(part, 16 if part.chunks > 32 else 8)
 
 
 def _one_tile(part: PackedPart, most_warps: int, registers: int = 0) -> Geometry:
