@@ -9,9 +9,9 @@ import typer
 from quengine.cli.commands.chat import Markdown, Session, chat
 from quengine.cli.commands.generate import PromptFlags, generate
 from quengine.cli.flags import ConstraintFlags, Effort, complete_models, takes_options
-from quengine.cli.presets.modelfile import own_name
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.models.hub.hub_name import own_name
 from quengine.options import MODEL_HELP, OUTPUT, Flag
 from quengine.platform.input_files import read_stream, universal_newlines
 from quengine.request.chat_options import ChatOptions

@@ -6,12 +6,12 @@ from typing import Any
 
 from quengine.cli.presets.go_template import UnknownFormError, jinja_of
 from quengine.errors import EngineError
+from quengine.models.hub.hub_name import own_name
 from quengine.options import flagged, spellings, value_type
 from quengine.request.preset import GROUPS
 
 _INSTRUCTION = re.compile(r"[ \t]*([A-Za-z]+)[ \t]+")
 _VALUE = re.compile(r'"""(.*?)"""|"(.*?)"[ \t]*(?=\n|$)|([^\n]*)', re.DOTALL)
-_HUBS = ("hf.co/", "huggingface.co/")
 _OPTIONS = {
     "num_ctx": "ctx_size",
     "num_predict": "max_tokens",
@@ -19,12 +19,6 @@ _OPTIONS = {
     "use_mmap": "mmap",
 }
 """Parameters that have another name here."""
-
-
-def own_name(model: str) -> str:
-    """A model's name as it is written here: Ollama begins those of the Hugging Face Hub with its address."""
-    hub = next((each for each in _HUBS if model.startswith(each)), None)
-    return model if hub is None else f"hf:{model.removeprefix(hub)}"
 
 
 def is_modelfile(text: str) -> bool:

@@ -63,7 +63,7 @@ class Timings:
 
     @property
     def decode_tok_s(self) -> float:
-        return (self.generated_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
+        return max(0, self.generated_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
     @property
     def gb_s(self) -> float:

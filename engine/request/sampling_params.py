@@ -80,7 +80,8 @@ class SamplingParams:
     """How one sequence is sampled; immutable, checked once when made.
 
     Attributes:
-        max_tokens: most tokens to generate; None: until the context is full, or with `context_shift` for ever.
+        max_tokens: most tokens to generate; 0: the prompt alone is computed; None: until the context is full, or with
+            `context_shift` for ever.
         min_tokens: no end token and none of `stop_token_ids` before so many tokens; stop strings and
             `max_tokens` end the text anyhow.
         temperature: logits are divided by it; 0 takes the most likely token (greedy).
@@ -118,10 +119,10 @@ class SamplingParams:
 
     max_tokens: Annotated[
         int | None,
-        Range(1, MAX_COUNT),
+        Range(0, MAX_COUNT),
         Flag(
             "-n --max-tokens --n-predict",
-            "Most tokens to generate; -1: until the context is full.",
+            "Most tokens to generate; 0: none, -1: until the context is full.",
             none=-1,
         ),
     ] = None

@@ -75,8 +75,10 @@ class Sequence:
     @property
     def max_positions(self) -> int:
         """Positions of the cache that it may come to need, with its newest token."""
-        most = 0 if self.pool is not None else self.params.max_tokens
-        return self.ctx_size if most is None else min(self.ctx_size, self.num_prompt_tokens + most)
+        if self.params.max_tokens is None and self.pool is None:
+            return self.ctx_size
+        most = 0 if self.pool is not None else max(1, self.params.max_tokens or 0)
+        return min(self.ctx_size, self.num_prompt_tokens + most)
 
     @property
     def next_is_newest(self) -> bool:
@@ -114,6 +116,8 @@ class Sequence:
         now = time.perf_counter()
         if not self.first_token:
             self.first_token = self.last_token = now
+        if self.params.max_tokens == 0:  # the prompt's logits give a token all the same
+            return self._finish("length")
         token = sample.token
         if token in self.end_ids:
             return self._finish("stop")

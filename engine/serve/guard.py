@@ -27,7 +27,7 @@ LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\
 
 def cors_origins(settings: ServerSettings) -> tuple[str, ...]:
     """The origins whose pages may use the server; "localhost" stands for all of this machine, "*" for any."""
-    usual = ("localhost",) if settings.tools.any else ("*",)
+    usual = ("localhost",) if settings.acts else ("*",)
     return settings.cors_origins or (usual if settings.api_keys else ())
 
 

@@ -16,7 +16,7 @@ from quengine.errors import EngineError
 from quengine.platform import collector
 from quengine.platform.log_lines import one_line
 from quengine.serve import access_log
-from quengine.serve.connections import LINGER_SECONDS, SlowReaderError
+from quengine.serve.connections import SlowReaderError
 from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.fields import Body
@@ -101,10 +101,11 @@ async def read_raw(request: Request, limits: Limits) -> bytes:
 
 
 async def _too_large(request: Request, limits: Limits) -> ApiError:
-    """The error. A connection that is to be closed is read on for a while: closing it unread would lose the answer."""
+    """The error. A connection that is to be closed is read on, for as long as a request's beginning may take: closed
+    unread, it would lose the answer."""
     if "close" in request.headers.get("connection", "").lower():
         with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
+            async with asyncio.timeout(limits.header_s):
                 async for _ in request.stream():
                     pass
     return ApiError(413, f"the body is over {limits.body} bytes (--max-body)", code="over_limit")

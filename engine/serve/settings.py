@@ -95,9 +95,21 @@ class ModelsOptions:
         bool,
         Flag("--models-autoload/--no-models-autoload", "Load what a request names.", _MODELS),
     ] = True
+    changes: Annotated[
+        bool,
+        Flag(
+            "--allow-model-changes",
+            "Let clients pull, copy and delete models of --models-dir (Ollama's API).",
+            _MODELS,
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         check_ranges(self, "--models-max {value}")
+        if self.changes and self.folder is None:
+            raise EngineError(
+                "--allow-model-changes needs --models-dir DIR: the folder whose models may change"
+            )
 
     @property
     def several(self) -> bool:
@@ -191,12 +203,31 @@ class ServerSettings:
                 f"--api-key-file, or --insecure if anybody may use it"
             )
 
-        self.tools.check_reach(
-            keyed=bool(self.api_keys),
-            loopback=self.loopback,
-            any_page="*" in self.cors_origins,
-            any_host="*" in self.allowed_hosts,
-        )
+        self._check_reach()
+
+    def _check_reach(self) -> None:
+        """Raises EngineError where others could call tools or change models without a key."""
+        opened = {
+            "--host": not self.loopback,
+            "--cors-origin *": "*" in self.cors_origins,
+            "--allowed-host *": "*" in self.allowed_hosts,  # so that DNS rebinding reaches it
+        }
+        other = next((name for name, is_open in opened.items() if is_open), None)
+        if other is None or self.api_keys:
+            return
+        if self.tools.any:
+            raise EngineError(
+                f"{self.tools.flag} with {other} lets others call tools on this machine: give --api-key"
+            )
+        if self.models.changes:
+            raise EngineError(
+                f"--allow-model-changes with {other} lets others change models on this machine: give --api-key"
+            )
+
+    @property
+    def acts(self) -> bool:
+        """Whether requests may do more on this machine than compute: call tools, or change models."""
+        return self.tools.any or self.models.changes
 
     @property
     def hosts(self) -> tuple[str, ...]:

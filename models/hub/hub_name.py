@@ -14,6 +14,9 @@ _QUANT = re.compile(
 )
 
 
+_HUBS = ("hf.co/", "huggingface.co/")
+
+
 class ModelNameError(EngineError):
     """The name stands for no model, or for more than one."""
 
@@ -30,6 +33,12 @@ class HubName:
         if self.file is not None:
             return f"hf:{self.repo}/{self.file}"
         return f"hf:{self.repo}:{self.quant}" if self.quant else f"hf:{self.repo}"
+
+
+def own_name(model: str) -> str:
+    """A model's name as it is written here: Ollama begins those of the Hugging Face Hub with its address."""
+    hub = next((each for each in _HUBS if model.startswith(each)), None)
+    return model if hub is None else f"hf:{model.removeprefix(hub)}"
 
 
 def parse_hub_name(name: str) -> HubName:

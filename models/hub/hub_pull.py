@@ -7,17 +7,22 @@ the lock and the links; the partial file is kept here, because releases from 2.0
 
 import errno
 import hashlib
+import io
 import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub.hub import ModelNotHereError, hub_name
 from quengine.models.hub.hub_cache import cache_dir, find_in_cache, repo_dir
 from quengine.models.hub.hub_name import HubName, ModelNameError, choose_files
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +43,7 @@ class HubError(CannotRunError):
 
 
 @dataclass(frozen=True)
-class _HubFile:
+class HubFile:
     """One file of a repository at one commit. `digest`: its sha256, or the git object id of a small file."""
 
     repo: str
@@ -65,13 +70,24 @@ class _HubFile:
         return self.size - min(self.size, self.partial.stat().st_size if self.partial.exists() else 0)
 
 
-def pull_model(name: str, offline: bool = False, say: Callable[[str], None] = lambda _: None) -> Path:
+Watch = Callable[[HubFile, int], None]
+"""Called with a file and how many of its bytes are here: at first and after each part that is written. What it raises
+ends the pull; the next one goes on from there."""
+
+
+def pull_model(
+    name: str,
+    offline: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+    watch: Watch = lambda _file, _nbytes: None,
+) -> Path:
     """Brings a model's files here unless they are, and returns the first.
 
     Args:
         name: an alias of the catalogue or an `hf:` name.
         offline: never use the network; HF_HUB_OFFLINE has the same effect.
         say: takes lines for the user.
+        watch: follows the progress.
 
     Raises:
         ModelNameError: the name means no file, or several.
@@ -94,12 +110,12 @@ def pull_model(name: str, offline: bool = False, say: Callable[[str], None] = la
     files = _list_files(wanted)
     _check_space(files)
     for file in files:
-        _fetch(file, say)
+        _fetch(file, say, watch)
     _note_commit(files[0])
     return files[0].link
 
 
-def _list_files(wanted: HubName) -> list[_HubFile]:
+def _list_files(wanted: HubName) -> list[HubFile]:
     from huggingface_hub import HfApi
 
     with _hub_errors(f"hf:{wanted.repo}"):
@@ -115,11 +131,11 @@ def _list_files(wanted: HubName) -> list[_HubFile]:
             )
         if not (digest.isalnum() and info.sha.isalnum()):
             raise HubError(f"hf:{wanted.repo}: the hub's listing of {name} has a malformed digest or commit")
-        files.append(_HubFile(wanted.repo, info.sha, name, sibling.size, digest))
+        files.append(HubFile(wanted.repo, info.sha, name, sibling.size, digest))
     return files
 
 
-def _check_space(files: list[_HubFile]) -> None:
+def _check_space(files: list[HubFile]) -> None:
     folder = cache_dir()
     folder.mkdir(parents=True, exist_ok=True)
     needed, free = sum(file.missing_bytes() for file in files), shutil.disk_usage(folder).free
@@ -130,14 +146,15 @@ def _check_space(files: list[_HubFile]) -> None:
         )
 
 
-def _fetch(file: _HubFile, say: Callable[[str], None]) -> None:
+def _fetch(file: HubFile, say: Callable[[str], None], watch: Watch) -> None:
     """Makes `file.link` exist: downloads the rest of the blob if needed, one process at a time."""
+    watch(file, file.size - file.missing_bytes())
     if file.link.exists():
         return
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     with _only_one(file, say):
         if not file.blob.exists():
-            _download(file)
+            _download(file, watch)
             say(f"checking {file.name}")
             _check_digest(file)
             file.partial.replace(file.blob)
@@ -145,7 +162,7 @@ def _fetch(file: _HubFile, say: Callable[[str], None]) -> None:
 
 
 @contextmanager
-def _only_one(file: _HubFile, say: Callable[[str], None]) -> Iterator[None]:
+def _only_one(file: HubFile, say: Callable[[str], None]) -> Iterator[None]:
     """Holds the lock that huggingface_hub itself takes for this blob, so its own downloads wait as well."""
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
@@ -160,7 +177,20 @@ def _only_one(file: _HubFile, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _download(file: _HubFile) -> None:
+class _PartialFile(io.BufferedWriter):
+    """The end of `file.partial`, whose growth is watched."""
+
+    def __init__(self, file: HubFile, watch: Watch) -> None:
+        super().__init__(io.FileIO(file.partial, "ab"))
+        self._file, self._watch = file, watch
+
+    def write(self, buffer: "Buffer") -> int:
+        count = super().write(buffer)
+        self._watch(self._file, self.tell())
+        return count
+
+
+def _download(file: HubFile, watch: Watch) -> None:
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -177,7 +207,7 @@ def _download(file: _HubFile) -> None:
     shown = PurePosixPath(file.name).name
     with _hub_errors(f"hf:{file.repo}/{file.name}", file):
         while True:
-            with file.partial.open("ab") as out:
+            with _PartialFile(file, watch) as out:
                 had = out.tell()
                 try:
                     http_get(
@@ -204,7 +234,7 @@ def _transport_error() -> type[Exception]:
     return base
 
 
-def _check_digest(file: _HubFile) -> None:
+def _check_digest(file: HubFile) -> None:
     """sha256 for a file in large-file storage (64 digits), git's sha1 of a blob for a small one (40)."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
@@ -213,7 +243,7 @@ def _check_digest(file: _HubFile) -> None:
     with (
         file.partial.open("rb") as data,
         tqdm(  # type: ignore[no-untyped-call]
-            total=file.size, unit="B", unit_scale=True, desc="checking", delay=1, leave=False
+            total=file.size, unit="B", unit_scale=True, desc="checking", delay=1, leave=False, disable=None
         ) as bar,
     ):
         while chunk := data.read(1 << 22):
@@ -228,7 +258,7 @@ def _check_digest(file: _HubFile) -> None:
         )
 
 
-def _link(file: _HubFile) -> None:
+def _link(file: HubFile) -> None:
     """Lets huggingface_hub name the blob in its snapshot, as a link or, where there are none, a copy."""
     from huggingface_hub import hf_hub_download
 
@@ -236,7 +266,7 @@ def _link(file: _HubFile) -> None:
         hf_hub_download(file.repo, file.name, revision=file.commit)
 
 
-def _note_commit(file: _HubFile) -> None:
+def _note_commit(file: HubFile) -> None:
     main = repo_dir(file.repo) / "refs" / "main"
     main.parent.mkdir(parents=True, exist_ok=True)
     beside = main.with_name("main.new")
@@ -245,7 +275,7 @@ def _note_commit(file: _HubFile) -> None:
 
 
 @contextmanager
-def _hub_errors(what: str, file: _HubFile | None = None) -> Iterator[None]:
+def _hub_errors(what: str, file: HubFile | None = None) -> Iterator[None]:
     """Turns what huggingface_hub raises into one line for the user."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -277,7 +307,7 @@ def _hub_errors(what: str, file: _HubFile | None = None) -> Iterator[None]:
         raise HubError(f"{what}: {str(error).splitlines()[0]}{_kept(file)}") from error
 
 
-def _kept(file: _HubFile | None) -> str:
+def _kept(file: HubFile | None) -> str:
     if file is None:
         return ""
     return f"; {_gb(file.size - file.missing_bytes())} of {_gb(file.size)} is kept, pull again to go on"

@@ -228,7 +228,7 @@ def test_user_text_becomes_control_tokens_only_with_special(
         (["--backend", "magic"], 1, "backend"),
         (["--device", "tpu"], 1, "device"),
         (["--logit-bias", "x"], 1, "--logit-bias"),
-        (["-n", "0"], 1, "max_tokens"),
+        (["-n", "-2"], 1, "max_tokens"),
         (["-t", "0"], 1, "threads"),
         (["--draft-tokens", "4"], 1, "draft_tokens"),
         (["--draft-ngram", "99"], 1, "draft_ngram"),

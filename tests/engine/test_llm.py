@@ -38,6 +38,25 @@ def test_generation_stops_at_max_tokens_and_says_length(llm: LLM) -> None:
     assert (len(completion.tokens), completion.finish_reason) == (12, "length")
 
 
+@pytest.mark.parametrize("draft_ngram", [0, 2])
+def test_without_tokens_to_generate_the_prompt_alone_is_computed(model: Path, draft_ngram: int) -> None:
+    nothing = SamplingParams(temperature=0, max_tokens=0, logprobs=1)
+    with LLM(model, device="cpu", parallel=2, draft_ngram=draft_ngram) as llm:
+        ids = [(7 * i) % 200 for i in range(llm.ctx_size - 1)]
+        expected = llm.generate([ids[:70], ids[:1]], GREEDY)
+        for prompt in (ids[:70], ids[:1], ids):
+            (completion,) = llm.generate([prompt], nothing)
+            assert (completion.text, completion.tokens, completion.logprobs) == ("", [], [])
+            assert completion.finish_reason == "length" and completion.timings.generated_tokens == 0
+            assert llm.scheduler.cache_used == 0
+        assert [each.tokens for each in llm.generate([ids[:70], ids[:1]], GREEDY)] == [
+            each.tokens for each in expected
+        ]
+    with LLM(model, device="cpu", reuse_prefix=True) as llm:
+        assert llm.generate([ids[:70]], nothing)[0].timings.prompt_s > 0
+        assert llm.generate([ids[:70]], GREEDY)[0].timings.cached_tokens == 64
+
+
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(llm: LLM) -> None:
     def text(seed: int) -> list[int]:
         params = SamplingParams(temperature=1.5, top_k=0, top_p=1, min_p=0, max_tokens=16, seed=seed)

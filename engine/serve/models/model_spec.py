@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.serve.models.model_folder import parts_of
 from quengine.serve.settings import ServerSettings
 
 
@@ -46,13 +47,9 @@ def check_names(specs: Iterable[ModelSpec]) -> None:
 
 def weight_bytes(path: Path) -> int:
     """Bytes of a model's files: of a folder's weights, of all parts of a split GGUF. 0 where they cannot be read."""
-    from quengine.models.hub.hub_name import file_sets
-
     try:
         if path.is_dir():
             return sum(each.stat().st_size for each in path.glob("*.safetensors"))
-        sets = file_sets(each.name for each in path.parent.glob("*.gguf"))
-        parts = next((found for found in sets if path.name in found), (path.name,))
-        return sum((path.parent / part).stat().st_size for part in parts)
+        return sum(part.stat().st_size for part in parts_of(path))
     except OSError:
         return 0

@@ -57,7 +57,7 @@ def find_specs(settings: ServerSettings, config: EngineConfig) -> list[ModelSpec
             raise EngineError(f'{where}: it names no model: model = "smollm2-135m"')
         base = ModelSpec(replace(settings, model_names=(name,)), config)
         specs.append(_with_options(base, table, where, found.get(name), options.preset))
-    if not specs:
+    if not specs and not options.changes:
         raise EngineError(f"no models in {options.folder or options.preset}")
     return specs
 

@@ -3,13 +3,16 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from pathlib import Path
 
 from quengine.models.hub.hub import resolve_model
 from quengine.serve.http import off_loop
 from quengine.serve.metrics import ServerMetrics
 from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.models.model_links import folder_name, linked_model, unlinked_model
 from quengine.serve.models.model_spec import ModelSpec, check_names
+from quengine.serve.models.pulls import Pulls
 from quengine.serve.models.residency import Launch, Residency
 from quengine.serve.processes.server_thread import Worker
 from quengine.serve.processes.shared_model import ServedModel, TextSide
@@ -48,10 +51,12 @@ class Models:
         self.responses = ResponseStore(settings.limits.stored)
         self.streams = StreamStore()
         self.tools = Toolset(settings.tools, say)
+        self.pulls = Pulls(self._link)
         self.created = int(time.time())
         self.draining = False
         self._find = find
         self._say = say
+        self._looking = asyncio.Lock()
         self._residency = Residency(launch, settings.models.most if find is not None else 0, say, failed)
         self._set([ModelSpec(settings)] if find is None else find())
 
@@ -74,7 +79,7 @@ class Models:
             return self.only
         if not name and len(self.entries) == 1:
             return self.entries[0]
-        entry = self._names.get(name) or self._names.get(name.removesuffix(":latest"))
+        entry = self.find(name)
         if entry is not None:
             return entry
         there = [each.name for each in self.entries]
@@ -85,6 +90,11 @@ class Models:
         raise ApiError(
             404, f"no model {name[:80]!r} here; there: {listed}", param="model", code="model_not_found"
         )
+
+    def find(self, name: str) -> ModelEntry | None:
+        """The model that has this name, with or without Ollama's tag."""
+        spelled = (name, name.removesuffix(":latest"), folder_name(name))
+        return next((self._names[each] for each in spelled if each in self._names), None)
 
     def asked(self, name: str) -> ModelEntry | None:
         """The model that a query names, or the only one; None: the server is meant. Raises ApiError (404)."""
@@ -146,21 +156,58 @@ class Models:
         self._residency.task(self._residency.unload(entry))
 
     async def rescan(self) -> None:
-        """Look for models again. One that has changed, or is there no more, is unloaded after its running answers."""
-        if self._find is None:
-            return
+        """Look for models again. One that has changed, or is there no more, is unloaded after its running answers.
+        Raises ApiError."""
+        async with self._looking:
+            await self._set_found(await self._found(nullcontext()))
+
+    async def _found(self, change: AbstractContextManager[None]) -> Sequence[ModelSpec]:
+        """The models there are after a change of the folder, which is undone where they cannot be served."""
         find = self._find
+        if find is None:
+            return [entry.spec for entry in self.entries]
 
         def found() -> Sequence[ModelSpec]:
-            specs = find()
-            check_names(specs)
+            with change:
+                specs = find()
+                check_names(specs)
             return specs
 
-        specs = await off_loop(found)
+        return await off_loop(found)
+
+    async def _set_found(self, specs: Sequence[ModelSpec]) -> None:
         while gone := [each for each in self.entries if each.spec not in specs and each.state != "unloaded"]:
             await self._residency.until(lambda gone=gone: gone[0].state != "loading")  # type: ignore[misc]
             await self._residency.unload(gone[0])
         self._set(specs)
+
+    async def copy(self, name: str, other: str) -> None:
+        """Give a model another name (`model_links`), which has been checked. Raises ApiError."""
+        path = self.named(name).spec.path
+        if path is None:
+            raise bad_request(f"{name[:80]} has no file", "source")
+        await self._link(other, path)
+
+    async def _link(self, name: str, path: Path) -> None:
+        folder = self.settings.models.folder
+        assert folder is not None
+        async with self._looking:
+            if name in self._names:
+                raise bad_request(f"there is a model {name} already", code="invalid_value")
+            await self._set_found(await self._found(linked_model(folder, name, path)))
+
+    async def remove(self, name: str) -> None:
+        """Delete the file of a model in the folder; those who wait for it get an error. Raises ApiError."""
+        folder = self.settings.models.folder
+        async with self._looking:
+            entry = self.named(name)
+            path = entry.spec.path
+            if path is None or folder is None:
+                raise bad_request(f"{name[:80]} has no file in --models-dir", "model")
+            specs = await self._found(unlinked_model(folder, path))
+            entry.cancelled = entry.occupied and not entry.loaded
+            entry.refuse(lambda: ApiError(404, f"{entry.name} was deleted", code="model_not_found"))
+            await self._set_found(specs)
 
     def waiting_text(self, entry: ModelEntry) -> str:
         """What a request that waits for a model can be told."""
@@ -192,6 +239,7 @@ class Models:
     def drain(self) -> None:
         """Take no more requests; those that have their model go on."""
         self.draining = True
+        self.pulls.stop(self._ending())
         for entry in self.entries:
             entry.refuse(self._ending)
             entry.service.worker.drain()

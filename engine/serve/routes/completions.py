@@ -52,12 +52,13 @@ async def prepare_completions(service: Service, body: CompletionRequest) -> list
     """The requests of all prompts. Raises ApiError."""
     service.check_model_name(body.model)
     check_choices(body, service.limits)
+    default = service.settings.defaults.max_tokens
     params = await sampling_params(
         service,
         body,
         logprobs=body.logprobs,
         constraint=read_constraint(body),
-        max_tokens=service.settings.defaults.max_tokens or DEFAULT_MAX_TOKENS,
+        max_tokens=DEFAULT_MAX_TOKENS if default is None else default,
     )
     given: Any = suffix_prompt(service.model, body) if body.suffix else body.prompt
     special = body.parse_special and not body.suffix
@@ -136,7 +137,7 @@ class _Chunks(ChunkForm):
         if not self._with_logprobs:
             return self._chunk(choice, piece.text, None, None, more) if piece.text else b""
         request, echoed = self.requests[choice], b""
-        if request.score_prompt and choice not in self._offsets and piece.tokens:
+        if request.score_prompt and choice not in self._offsets and (piece.tokens or piece.prompt_logprobs):
             scores, self._offsets[choice] = echoed_logprobs(
                 request.prompt, piece.prompt_logprobs, self._model
             )

@@ -40,6 +40,11 @@ def suffix_prompt(model: ServedModel, body: CompletionRequest) -> list[Any]:
     return [_parts(_marks(model, 400), [], body.prompt, body.suffix)]
 
 
+def fills_gaps(model: ServedModel) -> bool:
+    """Whether the vocabulary has the tokens for it."""
+    return all(model.fim_id(role) is not None for role in _MARKS)
+
+
 def _marks(model: ServedModel, status: int) -> list[int]:
     """The tokens before the text before the gap, before the text behind it, and in the gap. Raises ApiError."""
     found = {name: model.fim_id(role) for role, name in _MARKS.items()}

@@ -53,7 +53,7 @@ async def sampling_params(
         "dry_sequence_breakers": _stops("dry_sequence_breakers", body.dry_sequence_breakers, limits),
         "stop_token_ids": _stop_ids(body.stop_token_ids, limits, model),
         "logit_bias": _biases(body.logit_bias, limits, model),
-        "max_tokens": _max_tokens(body, MAX_COUNT if shifts else model.ctx_size) or max_tokens,
+        "max_tokens": _max_tokens(body, MAX_COUNT if shifts else model.ctx_size, max_tokens),
         "logprobs": logprobs,
         "constraint": constraint,
     }
@@ -104,12 +104,9 @@ def _too_many(name: str, count: int, limit: int, flag: str) -> ApiError:
     )
 
 
-def _max_tokens(body: Generation, unlimited: int) -> int | None:
-    given = {key: value for key in body.MAX_TOKENS if (value := getattr(body, key)) is not None}
-    for key, value in given.items():
-        if value == 0:
-            raise wrong_value(type(body), key, value)
-    first: int | None = next(iter(given.values()), None)
+def _max_tokens(body: Generation, unlimited: int, default: int | None) -> int | None:
+    given = (value for key in body.MAX_TOKENS if (value := getattr(body, key)) is not None)
+    first: int | None = next(given, default)
     return unlimited if first == -1 else first
 
 

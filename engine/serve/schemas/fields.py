@@ -68,9 +68,8 @@ UntilFull = Annotated[
     Meta(
         ge=-1,
         le=RANGES["max_tokens"].high,
-        description="Most tokens to generate; -1: until the context is full.",
+        description="Most tokens to generate; 0: the prompt alone is computed, -1: until the context is full.",
         examples=[16],
-        extra_json_schema={"not": {"const": 0}},
         extra={"rule": _UNTIL_FULL},
     ),
 ]

@@ -145,7 +145,9 @@ class OllamaGenerateRequest(OllamaGeneration, frozen=True):
     prompt: str = ""
     system: str = ""
     raw: Annotated[bool, Meta(description="The prompt is not put into the chat template.")] = False
-    suffix: Annotated[Any, only("")] = None
+    suffix: Annotated[
+        str, Meta(description="What follows the gap after the prompt; no template is used then.")
+    ] = ""
     template: Annotated[Any, only("")] = None
     context: Annotated[Any, only([])] = None
     images: NoImages | None = None
@@ -251,6 +253,7 @@ def ollama_answers() -> dict[str, Schema]:
         "OllamaVersion": record(version=STRING),
         "OllamaShow": record(**show, details=details, model_info=OBJECT, capabilities=array(STRING)),
         "OllamaPull": success,
+        "OllamaPullLine": record({"digest": STRING, "total": COUNT, "completed": COUNT}, status=STRING),
         "OllamaDelete": success,
         "OllamaCopy": success,
     }

@@ -27,7 +27,7 @@ NOTHING = ""
 _MEANINGS = {
     400: "A field is wrong, over a limit or not supported; or the prompt does not fit.",
     401: "No valid key.",
-    403: "A Host header or an Origin that is not allowed here.",
+    403: "A Host header or an Origin that is not allowed here, or a route without the flag that it needs.",
     404: "Not here: another model than the one served, or a response that is not stored.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
@@ -35,6 +35,7 @@ _MEANINGS = {
     500: "This request failed; others go on.",
     501: "The model has no tokens for this, or the server was not started with the flag for it.",
     502: "The other host cannot be reached.",
+    507: "No room on the disk.",
     503: "The model is being loaded, the engine is replaced or does not answer, or the server is ending.",
     504: "The other host does not answer.",
     529: "The queue is full, or any cause of a 503 of other routes.",
@@ -230,9 +231,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "The release of Ollama's API.", ref("OllamaVersion"), error="OllamaError"
     ),
     ("POST", "/api/show"): _ollama("What the model is.", "Show", _READS),
-    ("POST", "/api/pull"): _ollama("Whether the model is here.", "Pull", _READS, "OllamaPull"),
-    ("DELETE", "/api/delete"): _ollama("Refused: engine rm deletes.", "Delete", _READS),
-    ("POST", "/api/copy"): _ollama("Refused: engine serve --alias names.", "Copy", _READS),
+    ("POST", "/api/pull"): _ollama("Fetch a model.", "Pull", (*_READS, 429, 500, 502, 507), "OllamaPullLine"),
+    ("DELETE", "/api/delete"): _ollama("Delete a model's file.", "Delete", (*_READS, 500)),
+    ("POST", "/api/copy"): _ollama("Give a model one more name.", "Copy", (*_READS, 500)),
 }
 
 

@@ -96,21 +96,7 @@ class ToolsOptions:
     def mcp(self) -> bool:
         return self.mcp_config is not None or self.mcp_json is not None
 
-    def check_reach(self, *, keyed: bool, loopback: bool, any_page: bool, any_host: bool) -> None:
-        """Whether a server that these can reach may have tools.
-
-        Args:
-            keyed: requests need an API key.
-            loopback: only this machine reaches it.
-            any_page: pages of any origin may use it.
-            any_host: under any host name, so that DNS rebinding reaches it.
-
-        Raises:
-            EngineError: others could call the tools without a key.
-        """
-        if keyed or not self.any:
-            return
-        flag = "--tools" if self.names else "--mcp-servers-config" if self.mcp else "--cors-proxy"
-        opened = {"--host": not loopback, "--cors-origin *": any_page, "--allowed-host *": any_host}
-        for other in (name for name, is_open in opened.items() if is_open):
-            raise EngineError(f"{flag} with {other} lets others call tools on this machine: give --api-key")
+    @property
+    def flag(self) -> str:
+        """The one that switches them on, as errors name it."""
+        return "--tools" if self.names else "--mcp-servers-config" if self.mcp else "--cors-proxy"

@@ -38,8 +38,7 @@ class DecodeWorkspace(NamedTuple):
     """What the KV splits of one launch leave for the one that combines them; reused by every layer.
 
     acc: fp32 [sequences, heads, splits, head_dim], unnormalized; state: fp32 [sequences, heads, splits, 2], a split's
-    row_max (base 2) and row_sum; arrivals: int32 [sequences, kv_heads]. Between launches the bits of the first two are
-    -1, and the counters of arrivals zero.
+    row_max (base 2) and row_sum; arrivals: int32 [sequences, kv_heads], counters that are zero between launches.
     """
 
     acc: Tensor
@@ -51,13 +50,9 @@ class DecodeWorkspace(NamedTuple):
         cls, sequences: int, heads: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> "DecodeWorkspace":
         splits = split_count(kv_heads)
-        words, states = (
-            torch.full((sequences, heads, splits, n), -1, dtype=torch.int32, device=device)
-            for n in (head_dim, 2)
-        )
         return cls(
-            words.view(torch.float32),
-            states.view(torch.float32),
+            torch.empty(sequences, heads, splits, head_dim, dtype=torch.float32, device=device),
+            torch.empty(sequences, heads, splits, 2, dtype=torch.float32, device=device),
             torch.zeros(sequences, kv_heads, dtype=torch.int32, device=device),
         )
 

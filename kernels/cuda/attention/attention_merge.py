@@ -26,58 +26,48 @@ def merged(row_max, row_sum, acc, F: gl.constexpr):
 
 
 @gluon.jit
-def _missing(states, acc):
-    """Whether one of the words [A, B] of 64 bits, or [A, B, C] of 32, has -1 in one of its halves, or is -1."""
-    states = gl.maximum(states.to(gl.uint32), (states >> 32).to(gl.uint32))
-    most = gl.max(gl.max(gl.max(acc, 0), 1), 0)
-    return gl.maximum(most, gl.max(gl.max(states, 0), 0)) == 0xFFFFFFFF
-
-
-@gluon.jit
-def _await_splits(
-    acc_ptr, state_ptr, head, first, end, HEADS: gl.constexpr, SHAPE: gl.constexpr, SPLITS: gl.constexpr,
-    F: gl.constexpr,
+def _load_splits(
+    acc_ptr, state_ptr, head, first, splits,
+    HEADS: gl.constexpr, SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """Splits first, first + 1, ... below `end` of a group's heads, once they are there: what `merged` takes. -1 is left
-    in their place. Instead of heads and splits that there are none of, the last ones are read again."""
+    """Splits first, first + 1, ... of a group's heads, which other programs have left: what `merged` takes. Instead of
+    heads and splits that there are none of, the last ones are read again, without weight."""
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     STATES: gl.constexpr = gl.SliceLayout(2, F)
     PARTS: gl.constexpr = F.size_per_thread[0]
     s = gl.expand_dims(first + gl.arange(0, PARTS, layout=gl.SliceLayout(1, STATES)), 1)
     member = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, STATES)), 0)
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, F)))
-    at = (head + gl.minimum(member, SHAPE.group - 1)) * SPLITS + gl.minimum(s, end - 1)
-    state_at = state_ptr.to(gl.pointer_type(gl.uint64)) + at
-    acc_at = acc_ptr.to(gl.pointer_type(gl.uint32)) + gl.expand_dims(at, 2) * HEAD_DIM
-    acc_at += gl.expand_dims(gl.expand_dims(column, 0), 0)
-    states, acc = gl.load(state_at, volatile=True), gl.load(acc_at, volatile=True)
-    while _missing(states, acc):
-        states, acc = gl.load(state_at, volatile=True), gl.load(acc_at, volatile=True)
-    gl.store(state_at, gl.full_like(states, 0xFFFFFFFFFFFFFFFF))
-    gl.store(acc_at, gl.full_like(acc, 0xFFFFFFFF))
-    row_max = gl.where(s < end, states.to(gl.uint32).to(gl.float32, bitcast=True), LOWEST)
-    row_sum = (states >> 32).to(gl.uint32).to(gl.float32, bitcast=True)
-    return row_max, row_sum, acc.to(gl.float32, bitcast=True)
+    at = (head + gl.minimum(member, SHAPE.group - 1)) * SPLITS + gl.minimum(s, splits - 1)
+    # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
+    state = gl.load(state_ptr.to(gl.pointer_type(gl.int64)) + at, cache_modifier=".cg")
+    address = acc_ptr + gl.expand_dims(at, 2) * HEAD_DIM + gl.expand_dims(gl.expand_dims(column, 0), 0)
+    acc = gl.load(address, cache_modifier=".cg")
+    row_max = gl.where(s < splits, state.to(gl.int32).to(gl.float32, bitcast=True), LOWEST)
+    return row_max, (state >> 32).to(gl.int32).to(gl.float32, bitcast=True), acc
 
 
 @gluon.jit
-def with_other_splits(
-    row_max, row_sum, acc, acc_ptr, state_ptr, head, own,
-    SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
+def merged_splits(
+    acc_ptr, state_ptr, head, splits,
+    HEADS: gl.constexpr, SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """All KV splits of a group's heads, of which this program has the last, `own`, in row_max and row_sum [HEADS] and
-    acc [HEADS, HEAD_DIM]: row_sum and acc."""
-    HEADS: gl.constexpr = acc.shape[0]
+    """All KV splits of a group's heads: row_sum [HEADS] and acc fp32 [HEADS, HEAD_DIM]."""
+    ROWS: gl.constexpr = gl.SliceLayout(0, F)
+    STATE: gl.constexpr = gl.SliceLayout(1, ROWS)
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
     G: gl.constexpr = gl.BlockedLayout(
         [2 * F.size_per_thread[0], 1, F.size_per_thread[2]], F.threads_per_warp, F.warps_per_cta, F.order
     )
-    STATE: gl.constexpr = row_max.type.layout
-    for s in range(0, own, G.size_per_thread[0]):
-        parts = _await_splits(acc_ptr, state_ptr, head, s, own, HEADS, SHAPE, SPLITS, G)
+    row_max = gl.full([HEADS], LOWEST, gl.float32, STATE)
+    row_sum = gl.zeros([HEADS], gl.float32, STATE)
+    acc = gl.zeros([HEADS, HEAD_DIM], gl.float32, ROWS)
+    for s in range(0, splits, G.size_per_thread[0]):
+        parts = _load_splits(acc_ptr, state_ptr, head, s, splits, HEADS, SHAPE, SPLITS, G)
         part_max, part_sum, part_acc = merged(parts[0], parts[1], parts[2], G)
         part_max = gl.convert_layout(part_max, STATE, assert_trivial=True)
         part_sum = gl.convert_layout(part_sum, STATE, assert_trivial=True)
-        part_acc = gl.convert_layout(part_acc, acc.type.layout, assert_trivial=True)
+        part_acc = gl.convert_layout(part_acc, ROWS, assert_trivial=True)
         new_max = gl.maximum(row_max, part_max)
         old = gl.exp2(row_max - new_max)
         new = gl.exp2(part_max - new_max)

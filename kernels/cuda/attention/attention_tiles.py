@@ -1,6 +1,6 @@
 """Decode attention by tiles in shared memory: the kernel for every kind of head and cache.
 
-It serves what attention_warps.py does not: q8_0 caches, heads of other sizes than 64 and 128 (256, 96, 80), groups of
+It serves what attention_warps.py does not: heads of other sizes than 64 and 128 (256, 96, 80), groups of
 more than 8, partial rotation in halves, and the interpreter. A program serves one key-value head and one KV split.
 Tiles of keys and values pass through shared memory, some of them ahead of the one that is attended to.
 
@@ -154,15 +154,6 @@ def _combine(
         weight = tl.exp2(row_max - tl.max(row_max, 1)[:, None])
         out = tl.sum(acc * weight[:, :, None], 1) / tl.sum(row_sum * weight, 1)[:, None]
         _store_heads(out, head, member < GROUP, outputs, sequence, stride, HEAD_DIM, QUANTIZE, FORM)
-    tl.debug_barrier()  # all have read what is now left as it was found
-    WORDS: tl.constexpr = 1024
-    i = tl.arange(0, WORDS)
-    for left in range(first_head, first_head + GROUP):
-        state = (state_ptr + left * (SPLITS * 2)).to(tl.pointer_type(tl.int32))
-        tl.store(state + i, -1, mask=i < 2 * splits)
-        words = (acc_ptr + left * (SPLITS * HEAD_DIM)).to(tl.pointer_type(tl.int32))
-        for begin in range(0, splits * HEAD_DIM, WORDS):
-            tl.store(words + begin + i, -1, mask=begin + i < splits * HEAD_DIM)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, DecodeArguments
-from quengine.kernels.cuda.attention.attention_merge import LOWEST, merged, store_heads, with_other_splits
+from quengine.kernels.cuda.attention.attention_merge import LOWEST, merged, merged_splits, store_heads
 from quengine.kernels.cuda.attention.attention_operands import (
     columns_in_order,
     key_operand,
@@ -64,7 +64,7 @@ FINE = SplitShape(8, 128, early=True)
 COARSE = SplitShape(4, 512)
 """In batches, where other sequences fill the device: several programs on a multiprocessor, and less to combine."""
 
-FINE_Q8_0 = SplitShape(8, 256, 32, early=True)
+FINE_Q8_0 = SplitShape(8, 128, 16)
 """A q8_0 key has half the bytes, so as many are on their way with twice the keys."""
 
 
@@ -209,8 +209,7 @@ def _finish(
     SHAPE: gl.constexpr, SPLITS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
-    """Store a program's heads, or leave them, word by word, to that of the last split, which awaits and combines all:
-    it waits for programs of lower numbers alone, which have begun before it."""
+    """Store a program's heads, or leave them to the last of the splits, which combines all of them."""
     ALL_HEADS: gl.constexpr = SHAPE.kv_heads * SHAPE.group
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     values_ptr = outputs.data
@@ -224,7 +223,8 @@ def _finish(
     head = kv_head * SHAPE.group
     acc_ptr = workspace.acc + sequence * (ALL_HEADS * SPLITS * HEAD_DIM)
     state_ptr = workspace.state + sequence * (ALL_HEADS * SPLITS * 2)
-    if part < splits - 1:
+    last = splits == 1
+    if splits > 1:
         member = gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, F)))
         live = member < SHAPE.group
         at = (head + member) * SPLITS + part
@@ -232,11 +232,13 @@ def _finish(
         gl.store(acc_ptr + gl.expand_dims(at, 1) * HEAD_DIM + column, out, mask=gl.expand_dims(live, 1))
         gl.store(state_ptr + at * 2, row_max, mask=live)
         gl.store(state_ptr + at * 2 + 1, row_sum, mask=live)
-    else:
-        if part > 0:
-            row_sum, out = with_other_splits(
-                row_max, row_sum, out, acc_ptr, state_ptr, head, part, SHAPE, SPLITS, F
-            )
+        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+        arrivals = workspace.arrivals + sequence * SHAPE.kv_heads + kv_head
+        last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
+        if last:
+            gl.store(arrivals, 0)
+            row_sum, out = merged_splits(acc_ptr, state_ptr, head, splits, HEADS, SHAPE, SPLITS, F)
+    if last:
         out = out / gl.expand_dims(row_sum, 1)
         store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
 

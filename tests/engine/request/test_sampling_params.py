@@ -31,9 +31,9 @@ def test_defaults_are_those_of_llama_cpp() -> None:
 @pytest.mark.parametrize(
     ("field", "bad", "rule"),
     [
-        ("max_tokens", 0, "from 1 to 2147483647"),
-        ("max_tokens", 1.5, "from 1 to 2147483647"),
-        ("max_tokens", True, "from 1 to 2147483647"),
+        ("max_tokens", -1, "from 0 to 2147483647"),
+        ("max_tokens", 1.5, "from 0 to 2147483647"),
+        ("max_tokens", True, "from 0 to 2147483647"),
         ("temperature", -0.1, "from 0 to"),
         ("temperature", math.nan, "finite"),
         ("temperature", math.inf, "finite"),

@@ -194,7 +194,23 @@ class FakeEngine:
                 return [Finished(request.id, "stop", None, _timings(sequence), _seed(request.params), vector)]
         token = _token(sequence.key, _seed(request.params), request.index, sequence.generated)
         done = self._progress(sequence, len(request.prompt)) if sequence.generated == 0 else []
-        return done + self._take(sequence, token)
+        return done + (
+            self._end_unsaid(sequence) if request.params.max_tokens == 0 else self._take(sequence, token)
+        )
+
+    def _end_unsaid(self, sequence: _Sequence) -> list[Event]:
+        """The end of a prompt behind which no token is wanted."""
+        request = sequence.request
+        del self._sequences[request.id]
+        scores = self._scores(request)
+        end = Finished(request.id, "length", None, _timings(sequence), _seed(request.params))
+        return [*([Piece(request.id, (), "", (), scores)] if scores else []), end]
+
+    def _scores(self, request: GenerationRequest) -> tuple[TokenLogprobs, ...]:
+        top = request.params.logprobs
+        if not request.score_prompt or top is None:
+            return ()
+        return tuple(_logprobs(given, top) for given in request.prompt[1:])
 
     def _progress(self, sequence: _Sequence, processed: int) -> list[Event]:
         """Of a prompt of which nothing was in the cache."""
@@ -220,9 +236,7 @@ class FakeEngine:
             reason = "length"
             text += sequence.stream.finish()
         logprobs = () if params.logprobs is None else (_logprobs(token, params.logprobs),)
-        scores: tuple[TokenLogprobs, ...] = ()
-        if request.score_prompt and sequence.generated == 1 and params.logprobs is not None:
-            scores = tuple(_logprobs(given, params.logprobs) for given in request.prompt[1:])
+        scores = self._scores(request) if sequence.generated == 1 else ()
         events: list[Event] = [Piece(request.id, (token,), text, logprobs, scores)]
         if reason is not None:
             del self._sequences[request.id]

@@ -205,7 +205,7 @@ def test_a_completion_that_fails_is_a_500_of_its_own(client: OpenAI) -> None:
         {"stop": ""},
         {"logit_bias": {"99999": 1}},
         {"logit_bias": {"x": "y"}},
-        {"max_tokens": 0},
+        {"max_tokens": -2},
         {"seed": 2**70},
         {"top_logprobs": 3},
         {"messages": []},

@@ -1,7 +1,4 @@
-"""Which models there are: those that this server was started with, under each of their names.
-
-Others are fetched, deleted and named by the command line; what asks for that here is a 400 that says so.
-"""
+"""Which models there are, under each of their names."""
 
 import hashlib
 import json
@@ -18,16 +15,11 @@ from quengine.serve.http import json_response, read_request
 from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.routes.infill import fills_gaps
 from quengine.serve.routes.native import generation_settings
-from quengine.serve.routes.ollama.answers import LINES, line, timestamp
+from quengine.serve.routes.ollama.answers import timestamp
 from quengine.serve.routes.ollama.requests import served_name
-from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.ollama import (
-    OllamaCopyRequest,
-    OllamaDeleteRequest,
-    OllamaPullRequest,
-    OllamaShowRequest,
-)
+from quengine.serve.schemas.ollama import OllamaShowRequest
 
 API_VERSION = "0.12.0"
 """The release of Ollama whose API this is: clients compare it with the one that they need."""
@@ -101,37 +93,6 @@ async def show(models: Models, request: Request) -> Response:
     )
 
 
-async def pull(models: Models, request: Request) -> Response:
-    """Nothing is fetched for a model that is here."""
-    body = await read_request(request, OllamaPullRequest, models.settings.limits)
-    names = [name for each in models.entries for name in each.spec.settings.model_names]
-    if body.given not in names and body.given.removesuffix(":latest") not in names:
-        name = _shown(body.given.removesuffix(":latest"))
-        raise _elsewhere(f"no model is fetched over HTTP: run engine pull {name}, and serve it")
-    success = {"status": "success"}
-    return Response(line(success), media_type=LINES) if body.stream else json_response(success)
-
-
-async def delete(models: Models, request: Request) -> Response:
-    body = await read_request(request, OllamaDeleteRequest, models.settings.limits)
-    raise _elsewhere(f"no model is deleted over HTTP: run engine rm {_shown(body.given)}")
-
-
-async def copy(models: Models, request: Request) -> Response:
-    body = await read_request(request, OllamaCopyRequest, models.settings.limits)
-    name = _shown(body.destination)
-    raise _elsewhere(f"names are given when the server starts: run engine serve --alias {name}")
-
-
-def _elsewhere(message: str) -> ApiError:
-    return bad_request(message, code="unsupported")
-
-
-def _shown(name: str) -> str:
-    """A name in a command that an error gives."""
-    return name[:80] or "NAME"
-
-
 def _facts(entry: ModelEntry) -> Mapping[str, Any]:
     """Of a model that is not loaded, path and size. Raises ApiError where an only one is not yet."""
     if entry.loaded or entry.alone:
@@ -192,5 +153,5 @@ def _model_info(model: ServedModel) -> dict[str, Any]:
 
 def _capabilities(model: ServedModel) -> list[str]:
     form = model.answer_format
-    more = (("tools", form.calls_tools), ("thinking", form.reasons))
+    more = (("insert", fills_gaps(model)), ("tools", form.calls_tools), ("thinking", form.reasons))
     return ["completion", "embedding", *(name for name, has in more if has)]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from quengine.serve.routes.infill import fills_gaps
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Body, Sampling
 from quengine.serve.schemas.ollama import (
@@ -29,18 +30,24 @@ def chat_request(service: Service, body: OllamaChatRequest) -> ChatRequest:
 
 
 def generate_request(service: Service, body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
-    """The prompt as a user's message; as it is where it is `raw`, or where the model has no chat template.
+    """The prompt as a user's message; before a `suffix` as the text before a gap; and as it is where it is `raw`, or
+    where the model has no chat template.
 
     Raises ApiError for what this model cannot do.
     """
-    if body.raw and body.system:
-        raise bad_request("system: a raw prompt has none; write it into the prompt", "system")
-    if body.raw or (service.model.template is None and not body.system):
+    kind = "raw prompt" if body.raw else "prompt before a suffix"
+    if body.system and (body.raw or body.suffix):
+        raise bad_request(f"system: a {kind} has none; write it into the prompt", "system")
+    if body.suffix and body.raw:
+        raise bad_request("suffix: a raw prompt has none", "suffix")
+    if body.suffix and not fills_gaps(service.model):
+        raise bad_request(f"{service.model_name} does not support insert", "suffix", "unsupported")
+    if body.raw or body.suffix or (service.model.template is None and not body.system):
         fields = _fields(service, body)
         if fields["max_tokens"] is None and service.settings.defaults.max_tokens is None:
             fields["max_tokens"] = -1  # the other route's own default is 16
         logprobs = body.top_logprobs if body.logprobs else None
-        return CompletionRequest(prompt=body.prompt, logprobs=logprobs, **fields)
+        return CompletionRequest(prompt=body.prompt, suffix=body.suffix, logprobs=logprobs, **fields)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return _chat(service, body, [*system, {"role": "user", "content": body.prompt}], None)
 

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.models.registry import Models
-from quengine.serve.routes.ollama import embeddings, generation, models
+from quengine.serve.routes.ollama import embeddings, generation, model_changes, models
 from quengine.serve.service import Service
 
 OLLAMA_ROUTES: tuple[tuple[str, str, Callable[[Service, Request], Awaitable[Response]]], ...] = (
@@ -21,7 +21,7 @@ OLLAMA_SERVER_ROUTES: tuple[tuple[str, str, Callable[[Models, Request], Awaitabl
     ("GET", "/api/ps", models.running),
     ("GET", "/api/version", models.version),
     ("POST", "/api/show", models.show),
-    ("POST", "/api/pull", models.pull),
-    ("DELETE", "/api/delete", models.delete),
-    ("POST", "/api/copy", models.copy),
+    ("POST", "/api/pull", model_changes.pull),
+    ("DELETE", "/api/delete", model_changes.delete),
+    ("POST", "/api/copy", model_changes.copy),
 )

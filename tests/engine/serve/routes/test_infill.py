@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ollama
 import pytest
 
 from quengine import LLM
@@ -70,6 +71,18 @@ def test_a_suffix_is_what_follows_the_gap(client: httpx.Client) -> None:
         assert client.post("/v1/completions", json=body | more).status_code == 400, more
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollamas_suffix_is_the_same(client: httpx.Client, stream: bool) -> None:
+    options = {"num_predict": 3, "seed": 1}
+    with ollama.Client(str(client.base_url)) as other:
+        answer = other.generate("fake", "abcd", "ef", options=options, stream=stream)
+        text = "".join(part.response for part in answer) if stream else answer.response
+        assert text == post(client, "/infill", BODY)["content"]
+        assert "insert" in (other.show("fake").capabilities or ())
+        plain = [other.generate("fake", "abcd", suffix, options=options).response for suffix in ("", None)]
+        assert plain[0] == plain[1] != text
+
+
 def test_a_model_without_the_tokens_says_which(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_engine, "FIM", {"fim_pre": 1})
     answer = client.post("/infill", json=BODY)
@@ -77,6 +90,11 @@ def test_a_model_without_the_tokens_says_which(client: httpx.Client, monkeypatch
     assert "no suffix and no middle token" in answer.json()["error"]["message"]
     answer = client.post("/v1/completions", json={"prompt": "a", "suffix": "b"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
+    with ollama.Client(str(client.base_url)) as other:
+        with pytest.raises(ollama.ResponseError, match="fake does not support insert") as caught:
+            other.generate("fake", "a", "b")
+        assert caught.value.status_code == 400
+        assert "insert" not in (other.show("fake").capabilities or ())
 
 
 def test_the_marks_are_found_by_their_texts_or_by_the_files_ids(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_a_model_that_reasons_says_so_and_can_be_told_not_to() -> None:
         ) as served,
         ollama.Client(served.url) as client,
     ):
-        assert client.show("fake").capabilities == ["completion", "embedding", "tools", "thinking"]
+        assert client.show("fake").capabilities == ["completion", "embedding", "insert", "tools", "thinking"]
         plain, off = (client.chat("fake", HI, think=think) for think in (True, False))
         assert plain.message.content == off.message.content == "Hello." and off.message.thinking is None
         longer = len("<think>\n\n</think>\n\n")
@@ -361,9 +361,9 @@ def test_what_the_command_line_does_is_not_pretended(client: ollama.Client) -> N
         (lambda: client.delete("fake"), "engine rm fake"),
         (lambda: client.copy("fake", "mine"), "engine serve --alias mine"),
     ):
-        with pytest.raises(ollama.ResponseError, match=message) as caught:
+        with pytest.raises(ollama.ResponseError, match=f"{message}, or .*--allow-model-changes") as caught:
             call()
-        assert caught.value.status_code == 400
+        assert caught.value.status_code == 403
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,8 @@ def test_what_cannot_be_is_a_400_in_ollamas_shape(served: Served, body: dict[str
         ({"images": ["aGk="]}, "reads text only"),
         ({"template": "{{ .Prompt }}"}, "template is not supported"),
         ({"context": [1, 2]}, "context is not supported"),
-        ({"suffix": "end"}, "suffix"),
+        ({"suffix": "end", "raw": True}, "a raw prompt has none"),
+        ({"suffix": "end", "system": "be kind"}, "a prompt before a suffix has none"),
         ({"raw": True, "system": "be kind"}, "a raw prompt has none"),
     ],
     ids=str,

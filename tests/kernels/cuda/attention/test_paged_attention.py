@@ -45,7 +45,7 @@ def decode(
     pdl = qkv.device.type == "cuda" and has_dependent_launch(qkv.device)
     tables = cache.tables if tables is None else tables
     attention_decode(qkv, spec, cache.layer, at, tables, workspace, out, coarse, pdl)
-    assert not workspace.arrivals.any() and bool((workspace.acc.view(torch.int32) == -1).all())
+    assert not workspace.arrivals.any()
     return out
 
 

@@ -31,12 +31,12 @@ FUNCTIONS = _scaled, _twice_scaled, _kernel
 
 @pytest.fixture(autouse=True)
 def unnamed() -> Iterator[None]:
-    forget()
+    reset()
     yield
-    forget()
+    reset()
 
 
-def forget() -> None:
+def reset() -> None:
     for function in FUNCTIONS:
         function.hash, function.used_global_vals = None, {}
 
@@ -45,7 +45,7 @@ def forget() -> None:
 def test_a_key_does_not_follow_from_the_functions_that_have_one(first: tuple[object, ...]) -> None:
     use_stable_keys()
     alone = _kernel.cache_key
-    forget()
+    reset()
     for function in first:
         _ = function.cache_key  # type: ignore[attr-defined]
     assert _kernel.cache_key == alone
@@ -54,6 +54,6 @@ def test_a_key_does_not_follow_from_the_functions_that_have_one(first: tuple[obj
 def test_a_key_holds_the_constants_of_the_functions_that_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     use_stable_keys()
     before = _kernel.cache_key
-    forget()
+    reset()
     monkeypatch.setitem(globals(), "_FACTOR", tl.constexpr(4))
     assert _kernel.cache_key != before

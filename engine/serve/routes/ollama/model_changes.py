@@ -1,0 +1,108 @@
+"""POST /api/pull, DELETE /api/delete and POST /api/copy: changes of the models in --models-dir.
+
+Each is refused without --allow-model-changes, but for a pull of what is here.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quengine.models.hub.hub import hub_name
+from quengine.models.hub.hub_name import own_name
+from quengine.serve import access_log
+from quengine.serve.http import EventStream, json_response, off_loop, read_request, unless_gone
+from quengine.serve.models.model_links import check_name, folder_name
+from quengine.serve.models.pulls import FileProgress, Step
+from quengine.serve.models.registry import Models
+from quengine.serve.routes.ollama.answers import LINES, line
+from quengine.serve.schemas.error_forms import OllamaError
+from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.ollama import OllamaCopyRequest, OllamaDeleteRequest, OllamaPullRequest
+
+_SUCCESS = {"status": "success"}
+
+
+async def pull(models: Models, request: Request) -> Response:
+    """Nothing is fetched for a model that is here."""
+    body = await read_request(request, OllamaPullRequest, models.settings.limits)
+    if models.find(body.given) is not None:
+        return Response(line(_SUCCESS), media_type=LINES) if body.stream else json_response(_SUCCESS)
+    plain = own_name(body.given.removesuffix(":latest"))
+    _check_allowed(models, f"no model is fetched over HTTP: run engine pull {_shown(plain)}")
+    name = folder_name(body.given)
+    check_name(name, "model")
+    await off_loop(lambda: hub_name(plain))
+    steps = models.pulls.follow(name, plain)
+    if body.stream:
+        return EventStream(line({"status": "pulling manifest"}), _lines(steps), LINES)
+    await unless_gone(request.receive, _last(steps))
+    return json_response(_SUCCESS)
+
+
+async def _lines(steps: AsyncGenerator[Step, None]) -> AsyncGenerator[bytes, None]:
+    """The lines of a stream, of which the last is that of success or an error."""
+    async with aclosing(steps):
+        try:
+            async for step in steps:
+                yield b"".join(map(line, _statuses(step)))
+            yield line(_SUCCESS)
+        except ApiError as error:
+            access_log.current().error = error.message
+            yield line(OllamaError(error).body)
+
+
+async def _last(steps: AsyncGenerator[Step, None]) -> None:
+    async with aclosing(steps):
+        async for _ in steps:
+            pass
+
+
+def _statuses(step: Step) -> list[dict[str, Any]]:
+    if not isinstance(step, FileProgress):
+        return [{"status": step}]
+    kind = "sha256" if len(step.digest) == 64 else "sha1"
+    progress = {
+        "status": f"pulling {step.digest[:12]}",
+        "digest": f"{kind}:{step.digest}",
+        "total": step.total,
+        "completed": step.completed,
+    }
+    return [progress, *([{"status": f"verifying {kind} digest"}] if step.completed == step.total else [])]
+
+
+async def delete(models: Models, request: Request) -> Response:
+    """The model takes no more requests, and is unloaded after its running answers."""
+    body = await read_request(request, OllamaDeleteRequest, models.settings.limits)
+    _check_allowed(models, f"no model is deleted over HTTP: run engine rm {_shown(body.given)}")
+    await models.remove(_given(body.given, "model"))
+    return json_response(_SUCCESS)
+
+
+async def copy(models: Models, request: Request) -> Response:
+    body = await read_request(request, OllamaCopyRequest, models.settings.limits)
+    name = _shown(body.destination)
+    _check_allowed(models, f"names are given when the server starts: run engine serve --alias {name}")
+    source, destination = _given(body.source, "source"), folder_name(_given(body.destination, "destination"))
+    check_name(destination, "destination")
+    await models.copy(source, destination)
+    return json_response(_SUCCESS)
+
+
+def _given(name: str, param: str) -> str:
+    if not name:
+        raise bad_request(f"{param}: no model is named", param, "invalid_value")
+    return name
+
+
+def _check_allowed(models: Models, instead: str) -> None:
+    if not models.settings.models.changes:
+        more = "or start it with --models-dir DIR --allow-model-changes"
+        raise ApiError(403, f"{instead}, {more}", code="unsupported")
+
+
+def _shown(name: str) -> str:
+    """A name in a command that an error gives."""
+    return name[:80] or "NAME"
