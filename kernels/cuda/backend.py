@@ -11,6 +11,7 @@ Which kernels compute a row, and so its last bits, depend on how many rows there
 sequence alone.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -49,6 +50,7 @@ from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
+from quengine.kernels.cuda.tagged_words import TaggedWords
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.glu import Activation
@@ -109,6 +111,10 @@ class CudaBackend:
         self._widest = 0
         self._largest = 0
         self._packed = False
+        tags = self.pdl and os.environ.get("QE_TAGS", "1") == "1"
+        self._tagged = TaggedWords.empty(1 << 16, device) if tags else None
+        self._rows: dict[int, Tensor] = {}
+        self._attended: dict[int, QuantizedActivations] = {}
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
@@ -120,7 +126,10 @@ class CudaBackend:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
 
     def embed(self, batch: ForwardBatch, weight: PackedWeight, scale: float = 1.0) -> Tensor:
-        return embedding(weight, batch.token_ids, scale, self.pdl)
+        if self._tagged is None:
+            return embedding(weight, batch.token_ids, scale, self.pdl)
+        self._tagged.restart()
+        return embedding(weight, batch.token_ids, scale, self.pdl, self._tagged.step)
 
     def norm_linear(
         self,
@@ -132,6 +141,9 @@ class CudaBackend:
     ) -> Tensor | ScaledProduct:
         rows = self._normed(x, norm)
         if bias is None:
+            tagged = self._tags(batch)
+            if tagged is not None and isinstance(rows, QuantizedActivations) and weight.rows <= tagged.words.numel():
+                return matvec(rows, weight, out=self._kept_row(weight.rows), pdl=self.pdl, tagged=tagged)
             return self._product(batch, rows, weight)
         if isinstance(rows, QuantizedActivations):
             bias = bias.view(1, -1)
@@ -227,6 +239,8 @@ class CudaBackend:
         if has_row_norms(spec):
             qkv = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
             spec = qk_row_norm(qkv, spec, self.pdl)
+            if self._tagged is not None:
+                self._tagged.last = None
         if batch.phase == "prefill" and (len(batch) > 1 or self.batch_invariant):
             return self._prefill(batch, qkv, spec, layer)
         if batch.shares_sequences:
@@ -252,6 +266,14 @@ class CudaBackend:
         if isinstance(x, QuantizedActivations):
             return matvec(x, weight, pdl=self.pdl)
         return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
+
+    def _tags(self, batch: ForwardBatch) -> TaggedWords | None:
+        return self._tagged if self._takes_q_dot(len(batch)) else None
+
+    def _kept_row(self, width: int) -> Tensor:
+        if width not in self._rows:
+            self._rows[width] = torch.empty(1, width, dtype=torch.float32, device=self.device)
+        return self._rows[width]
 
     def _summed(self, product: Tensor | ScaledProduct) -> Tensor:
         """The sum of the ranks' products, fp32."""
@@ -335,8 +357,16 @@ class CudaBackend:
         rows, width = qkv.shape[0], spec.heads * spec.head_dim
         workspace = self._decode_workspace(spec, rows)
         if self._takes_q_dot(rows):
-            rounded = QuantizedActivations.empty(rows, width, self.device)
-            return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
+            tagged = self._tags(batch)
+            if tagged is None:
+                rounded = QuantizedActivations.empty(rows, width, self.device)
+                return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
+            if width not in self._attended:
+                self._attended[width] = QuantizedActivations.empty(rows, width, self.device)
+            return attention_decode(
+                qkv, spec, layer, positions, tables, workspace, self._attended[width], False, pdl,
+                tagged if pdl else None,
+            )
         room = self._room()
         half = room.fp16_operand(rows, width)
         half.clear_padding(width)

@@ -11,6 +11,7 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.kv_store import check_block_tables
 from quengine.kernels.cuda.attention.rope import rope_variant, rotation_pointers
 from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout
+from quengine.kernels.cuda.tagged_words import UNTAGGED, Tagged
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 _TARGET_PROGRAMS = 128
@@ -99,6 +100,8 @@ class DecodeArguments:
     quantize: bool
     form: OperandLayout | None
     out_stride: int
+    tagged: Tagged = UNTAGGED
+    launch: int = 0
 
     def __post_init__(self) -> None:
         spec, batch, acc = self.spec, self.qkv.shape[0], self.workspace.acc

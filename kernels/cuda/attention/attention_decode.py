@@ -25,6 +25,7 @@ from quengine.kernels.cuda.attention.attention_tiles import launch_tiles
 from quengine.kernels.cuda.attention.attention_warps import launch_warps, takes
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemv.activations import GROUP as QUANTIZED_GROUP
+from quengine.kernels.cuda.tagged_words import UNTAGGED, TaggedWords
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 
 Out = TypeVar("Out", Tensor, QuantizedActivations, Fp16Operand)
@@ -40,6 +41,7 @@ def attention_decode(
     out: Out,
     coarse: bool = False,
     pdl: bool = False,
+    tagged: TaggedWords | None = None,
 ) -> Out:
     """One new token of each of B sequences: rotate, write its key and value, attend to all keys up to itself.
 
@@ -70,8 +72,12 @@ def attention_decode(
     else:
         assert out.shape == shape and out.dtype == torch.float32 and out.is_contiguous()
         outputs = DecodeOutputs.unquantized(out)
+    words, launch = UNTAGGED, 0
+    if tagged is not None and tagged.last is qkv and takes(qkv, spec):
+        words, launch = tagged.pointers, tagged.launches - 1
     given = DecodeArguments(
-        qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride
+        qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride,
+        words, launch,
     )
     if takes(qkv, spec):
         launch_warps(given)
