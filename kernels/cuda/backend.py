@@ -11,7 +11,6 @@ Which kernels compute a row, and so its last bits, depend on how many rows there
 sequence alone.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -111,9 +110,8 @@ class CudaBackend:
         self._widest = 0
         self._largest = 0
         self._packed = False
-        tags = self.pdl and os.environ.get("QE_TAGS", "1") == "1"
-        self._tagged = TaggedWords.empty(1 << 16, device) if tags else None
-        self._rows: dict[int, Tensor] = {}
+        self._tagged = TaggedWords.empty(device) if self.pdl else None
+        self._heads: dict[int, Tensor] = {}
         self._attended: dict[int, QuantizedActivations] = {}
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
@@ -141,9 +139,9 @@ class CudaBackend:
     ) -> Tensor | ScaledProduct:
         rows = self._normed(x, norm)
         if bias is None:
-            tagged = self._tags(batch)
-            if tagged is not None and isinstance(rows, QuantizedActivations) and weight.rows <= tagged.words.numel():
-                return matvec(rows, weight, out=self._kept_row(weight.rows), pdl=self.pdl, tagged=tagged)
+            if self._tagged is not None and isinstance(rows, QuantizedActivations):
+                heads = self._kept_heads(weight.rows)
+                return matvec(rows, weight, out=heads, pdl=self.pdl, tagged=self._tagged)
             return self._product(batch, rows, weight)
         if isinstance(rows, QuantizedActivations):
             bias = bias.view(1, -1)
@@ -267,14 +265,6 @@ class CudaBackend:
             return matvec(x, weight, pdl=self.pdl)
         return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
 
-    def _tags(self, batch: ForwardBatch) -> TaggedWords | None:
-        return self._tagged if self._takes_q_dot(len(batch)) else None
-
-    def _kept_row(self, width: int) -> Tensor:
-        if width not in self._rows:
-            self._rows[width] = torch.empty(1, width, dtype=torch.float32, device=self.device)
-        return self._rows[width]
-
     def _summed(self, product: Tensor | ScaledProduct) -> Tensor:
         """The sum of the ranks' products, fp32."""
         return self.communicator.all_reduce(
@@ -357,21 +347,25 @@ class CudaBackend:
         rows, width = qkv.shape[0], spec.heads * spec.head_dim
         workspace = self._decode_workspace(spec, rows)
         if self._takes_q_dot(rows):
-            tagged = self._tags(batch)
-            if tagged is None:
-                rounded = QuantizedActivations.empty(rows, width, self.device)
-                return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
-            if width not in self._attended:
-                self._attended[width] = QuantizedActivations.empty(rows, width, self.device)
-            return attention_decode(
-                qkv, spec, layer, positions, tables, workspace, self._attended[width], False, pdl,
-                tagged if pdl else None,
-            )
+            out, tagged = self._kept_attended(width), self._tagged if pdl else None
+            return attention_decode(qkv, spec, layer, positions, tables, workspace, out, False, pdl, tagged)
         room = self._room()
         half = room.fp16_operand(rows, width)
         half.clear_padding(width)
         out = room.without_row_scales(half.values, rows, half.layout)
         return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl)
+
+    def _kept_heads(self, width: int) -> Tensor:
+        """Queries, keys and values of one row, and, below, what attention gives: kept from launch to launch, as a
+        consumer of tagged words may write while its producer ends, and must not be given the same memory."""
+        if width not in self._heads:
+            self._heads[width] = torch.empty(1, width, dtype=torch.float32, device=self.device)
+        return self._heads[width]
+
+    def _kept_attended(self, width: int) -> QuantizedActivations:
+        if width not in self._attended:
+            self._attended[width] = QuantizedActivations.empty(1, width, self.device)
+        return self._attended[width]
 
     def _normed(self, x: Residual, norm: RMSNorm | None) -> Rows:
         if norm is None:

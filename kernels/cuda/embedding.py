@@ -32,14 +32,20 @@ def _byte(word, at: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
+def _count(step_ptr):
+    """One program counts the step."""
+    if step_ptr is not None and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(step_ptr, tl.load(step_ptr) + 1)
+
+
+@triton.jit
 def _embedding_kernel(
     id_ptr, low_ptr, high_ptr, scale_ptr, super_ptr, out_ptr, rows, chunks, step_ptr,
     K: tl.constexpr, SCALE: tl.constexpr, FMT: tl.constexpr, CHUNKS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
-    if step_ptr is not None and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(step_ptr, tl.load(step_ptr) + 1)
+    _count(step_ptr)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
     known = (row >= 0) & (row < rows)  # an id outside the vocabulary gives a row of NaN, never a wrong read
@@ -89,8 +95,7 @@ def _float_rows_kernel(
     K: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
-    if step_ptr is not None and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(step_ptr, tl.load(step_ptr) + 1)
+    _count(step_ptr)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
     known = (row >= 0) & (row < rows)
@@ -102,11 +107,17 @@ def _float_rows_kernel(
     tl.store(out_ptr + token * K + column, value, mask=inside)
 
 
-def embedding(weight: PackedWeight, ids: torch.Tensor, scale: float = 1.0, pdl: bool = False, step: torch.Tensor | None = None) -> torch.Tensor:
+def embedding(
+    weight: PackedWeight,
+    ids: torch.Tensor,
+    scale: float = 1.0,
+    pdl: bool = False,
+    step: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Rows `ids` of a matrix of one part: fp32 [T, K], dequantized (kernels/block_formats.py), times `scale`.
 
-    ids: int32 or int64 [T] on the device; an id outside the matrix gives a row of NaN. Raises ValueError for a
-    merged matrix.
+    ids: int32 or int64 [T] on the device; an id outside the matrix gives a row of NaN. `step`: int32 [1], which is
+    counted up (tagged_words.py). Raises ValueError for a merged matrix.
     """
     if len(weight.parts) != 1 or weight.paired:
         raise ValueError(f"embedding takes a matrix of one part, not {len(weight.parts)}")
@@ -120,7 +131,9 @@ def embedding(weight: PackedWeight, ids: torch.Tensor, scale: float = 1.0, pdl: 
     return result
 
 
-def _launch_float(part: FloatPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool, step: torch.Tensor | None) -> None:
+def _launch_float(
+    part: FloatPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool, step: torch.Tensor | None
+) -> None:
     assert part.weight.is_contiguous()
     block = min(1024, triton.next_power_of_2(part.cols))
     _float_rows_kernel[(len(ids), triton.cdiv(part.cols, block))](
@@ -129,7 +142,9 @@ def _launch_float(part: FloatPart, ids: torch.Tensor, scale: float, out: torch.T
     )  # fmt: skip
 
 
-def _launch_packed(part: PackedPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool, step: torch.Tensor | None) -> None:
+def _launch_packed(
+    part: PackedPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool, step: torch.Tensor | None
+) -> None:
     chunks = min(_MAX_CHUNKS, max(8, triton.next_power_of_2(part.chunks)))
     _embedding_kernel[(len(ids), triton.cdiv(part.chunks, chunks))](
         ids, part.low, part.high, part.scales, part.supers, out, part.rows, part.chunks, step,

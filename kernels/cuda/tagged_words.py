@@ -1,10 +1,10 @@
-"""Values that a launch hands to the next one word by word, each with a tag: a consumer that PDL has started waits for the
-words that it reads, and not for the end of its producer's grid.
+"""Values that a launch hands to the next one word by word, each with a tag: a consumer that PDL has started waits for
+the words that it reads, and not for the end of its producer's grid.
 
 A word is 8 bytes, `tag << 32 | value`, and is written and read whole: nothing is fenced, counted or put back. A tag is
-the number of the step and that of the launch in it. The first launch of a step counts the step, on the device, so that
-a CUDA graph can be replayed; the launch in front of the first consumer lets it start only when it has itself waited, so
-that every consumer finds the step counted. The protocol is that of NCCL ("LL", https://github.com/NVIDIA/nccl).
+the number of the step and that of the launch in it. The first launch of a step counts it, on the device, so that a CUDA
+graph can be replayed; and the first producer lets its consumer start only when it has itself waited, so that every
+consumer finds the step counted. The protocol is that of NCCL ("LL", https://github.com/NVIDIA/nccl).
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+LAUNCHES = tl.constexpr(1024)
+"""Launches of a step that tag their values, at most."""
+
+_WIDTH = 1 << 16
+"""Words of a row, at most."""
 
 
 class Tagged(NamedTuple):
@@ -28,8 +34,8 @@ UNTAGGED = Tagged(None, None)
 
 @dataclass
 class TaggedWords:
-    """Words of one row between the launches of a step on one stream. words: int64 [width]; step: int32 [1]. `last` is
-    what the newest launch that tagged its values gives beside them."""
+    """Words of one row between the launches of a step on one stream. words: int64 [65536]; step: int32 [1]. `launches`
+    is how many have tagged theirs in this step, `last` what the newest of them gives beside its words."""
 
     words: Tensor
     step: Tensor
@@ -37,9 +43,9 @@ class TaggedWords:
     last: object = None
 
     @classmethod
-    def empty(cls, width: int, device: torch.device | str) -> "TaggedWords":
+    def empty(cls, device: torch.device | str) -> "TaggedWords":
         return cls(
-            torch.zeros(width, dtype=torch.int64, device=device),
+            torch.full((_WIDTH,), -1, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
 
@@ -47,15 +53,26 @@ class TaggedWords:
         """For a step whose first launch counts it."""
         self.launches, self.last = 0, None
 
-    @property
-    def pointers(self) -> Tagged:
-        return Tagged(self.words, self.step)
+    def produce(self, result: object, width: int) -> tuple[Tagged, int]:
+        """What the next launch is given to tag so many values, beside which it gives `result`, and its number."""
+        self.last = None
+        if width > _WIDTH or self.launches == LAUNCHES.value:
+            return UNTAGGED, 0
+        self.last = result
+        self.launches += 1
+        return Tagged(self.words, self.step), self.launches - 1
+
+    def consume(self, given: object) -> tuple[Tagged, int]:
+        """The words of the launch whose result is `given`, and its number; UNTAGGED where it has not tagged them."""
+        if self.last is not given:
+            return UNTAGGED, 0
+        return Tagged(self.words, self.step), self.launches - 1
 
 
 @triton.jit
 def tag_of(tagged, launch):
-    """The tag of a launch, which is not 0."""
-    return tl.load(tagged.step, volatile=True) * 1024 + launch + 1
+    """The tag of a launch; no two of the last four million steps have the same."""
+    return tl.load(tagged.step, volatile=True) * LAUNCHES + launch
 
 
 @triton.jit

@@ -473,8 +473,8 @@ def launch_warps(given: DecodeArguments) -> None:
     q8_0 = given.layer.k_scale is not None
     split = COARSE if given.coarse else FINE_Q8_0 if q8_0 else FINE
     _attention_warps_kernel[given.grid(split.least, more=1)](
-        *given.inputs(), cache_pointers(given.layer), *given.results(), *given.tagged, given.launch, **given.constants(),
-        Q8=q8_0, HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
+        *given.inputs(), cache_pointers(given.layer), *given.results(), *given.words[0], given.words[1],
+        **given.constants(), Q8=q8_0, HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
         num_warps=split.warps, maxnreg=_registers(given), launch_pdl=given.pdl,
     )  # fmt: skip
 

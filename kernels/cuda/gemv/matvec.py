@@ -143,11 +143,14 @@ def matvec(
 ) -> Tensor:
     """x [1, K] times weight [N, K], plus residual fp32 [1, N]: fp32 [1, N].
 
-    `out` avoids the allocation; it may be the residual itself. `pdl`: launched before its predecessor in the stream
+    `out` avoids the allocation; it may be the residual itself. `tagged`: the values are left there too, if a single
+    launch gives them all. `pdl`: launched before its predecessor in the stream
     ends, and reading weights meanwhile (sm_90 and later; the predecessor must not write the weights). Raises
     ValueError on other shapes.
     """
     check_row(x, weight)
+    if tagged is not None:
+        tagged.last = None
     y = torch.empty(x.rows, weight.rows, dtype=torch.float32, device=x.high.device) if out is None else out
     for name, given in (("out", y), ("residual", y if residual is None else residual)):
         if given.shape != (x.rows, weight.rows) or given.dtype != torch.float32 or not given.is_contiguous():
@@ -161,7 +164,8 @@ def matvec(
         if isinstance(taken[0], FloatPart):
             _launch_float(x, taken[0], residual, y, first, pdl)
         else:
-            _launch_packed(x, taken, weight.paired, residual, y, first, pdl, tagged if len(taken) == len(weight.parts) else None)
+            whole = len(taken) == len(weight.parts)
+            _launch_packed(x, taken, weight.paired, residual, y, first, pdl, tagged if whole else None)
         first += sum(part.rows for part in taken)
         parts = parts[len(taken) :]
     return y
@@ -175,23 +179,21 @@ def _launch_packed(
     out: Tensor,
     first: int,
     pdl: bool,
-    tagged: TaggedWords | None = None,
+    tagged: TaggedWords | None,
 ) -> None:
     packed = [part for part in parts if isinstance(part, PackedPart)]
     geometry = matvec_geometry(packed, "rows")
     a, b = packed[0], packed[-1]
     blocks = sum(triton.cdiv(part.tiles, geometry.tiles) for part in packed)
     program = MatvecProgram.of(a, geometry, x, pdl)
+    words, launch = (UNTAGGED, 0) if tagged is None else tagged.produce(out, out.shape[1])
     _matvec_kernel[(blocks,)](
         out, out if residual is None else residual, *row_arguments(x), *a.planes, a.tiles, a.rows,
-        *b.planes, b.tiles, b.rows, first, *(UNTAGGED if tagged is None else tagged.pointers),
-        0 if tagged is None else tagged.launches, PAIRED=paired, RESIDUAL=residual is not None, A=program,
+        *b.planes, b.tiles, b.rows, first, *words, launch,
+        PAIRED=paired, RESIDUAL=residual is not None, A=program,
         B=MatvecProgram.of(b, geometry, x, pdl) if len(packed) == 2 else None,
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
-    if tagged is not None:
-        tagged.launches += 1
-        tagged.last = out
 
 
 def _launch_float(
