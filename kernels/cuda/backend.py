@@ -49,7 +49,6 @@ from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
-from quengine.kernels.cuda.tagged_words import TaggedWords
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.glu import Activation
@@ -110,9 +109,6 @@ class CudaBackend:
         self._widest = 0
         self._largest = 0
         self._packed = False
-        self._tagged = TaggedWords.empty(device) if self.pdl else None
-        self._heads: dict[int, Tensor] = {}
-        self._attended: dict[int, QuantizedActivations] = {}
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
@@ -124,10 +120,7 @@ class CudaBackend:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
 
     def embed(self, batch: ForwardBatch, weight: PackedWeight, scale: float = 1.0) -> Tensor:
-        if self._tagged is None:
-            return embedding(weight, batch.token_ids, scale, self.pdl)
-        self._tagged.restart()
-        return embedding(weight, batch.token_ids, scale, self.pdl, self._tagged.step)
+        return embedding(weight, batch.token_ids, scale, self.pdl)
 
     def norm_linear(
         self,
@@ -139,9 +132,6 @@ class CudaBackend:
     ) -> Tensor | ScaledProduct:
         rows = self._normed(x, norm)
         if bias is None:
-            if self._tagged is not None and isinstance(rows, QuantizedActivations):
-                heads = self._kept_heads(weight.rows)
-                return matvec(rows, weight, out=heads, pdl=self.pdl, tagged=self._tagged)
             return self._product(batch, rows, weight)
         if isinstance(rows, QuantizedActivations):
             bias = bias.view(1, -1)
@@ -237,8 +227,6 @@ class CudaBackend:
         if has_row_norms(spec):
             qkv = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
             spec = qk_row_norm(qkv, spec, self.pdl)
-            if self._tagged is not None:
-                self._tagged.last = None
         if batch.phase == "prefill" and (len(batch) > 1 or self.batch_invariant):
             return self._prefill(batch, qkv, spec, layer)
         if batch.shares_sequences:
@@ -347,25 +335,13 @@ class CudaBackend:
         rows, width = qkv.shape[0], spec.heads * spec.head_dim
         workspace = self._decode_workspace(spec, rows)
         if self._takes_q_dot(rows):
-            out, tagged = self._kept_attended(width), self._tagged if pdl else None
-            return attention_decode(qkv, spec, layer, positions, tables, workspace, out, False, pdl, tagged)
+            rounded = QuantizedActivations.empty(rows, width, self.device)
+            return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
         room = self._room()
         half = room.fp16_operand(rows, width)
         half.clear_padding(width)
         out = room.without_row_scales(half.values, rows, half.layout)
         return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl)
-
-    def _kept_heads(self, width: int) -> Tensor:
-        """Queries, keys and values of one row, and, below, what attention gives: kept from launch to launch, as a
-        consumer of tagged words may write while its producer ends, and must not be given the same memory."""
-        if width not in self._heads:
-            self._heads[width] = torch.empty(1, width, dtype=torch.float32, device=self.device)
-        return self._heads[width]
-
-    def _kept_attended(self, width: int) -> QuantizedActivations:
-        if width not in self._attended:
-            self._attended[width] = QuantizedActivations.empty(1, width, self.device)
-        return self._attended[width]
 
     def _normed(self, x: Residual, norm: RMSNorm | None) -> Rows:
         if norm is None:

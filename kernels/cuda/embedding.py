@@ -32,20 +32,12 @@ def _byte(word, at: tl.constexpr, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _count(step_ptr):
-    """One program counts the step."""
-    if step_ptr is not None and (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(step_ptr, tl.load(step_ptr) + 1)
-
-
-@triton.jit
 def _embedding_kernel(
-    id_ptr, low_ptr, high_ptr, scale_ptr, super_ptr, out_ptr, rows, chunks, step_ptr,
+    id_ptr, low_ptr, high_ptr, scale_ptr, super_ptr, out_ptr, rows, chunks,
     K: tl.constexpr, SCALE: tl.constexpr, FMT: tl.constexpr, CHUNKS: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
-    _count(step_ptr)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
     known = (row >= 0) & (row < rows)  # an id outside the vocabulary gives a row of NaN, never a wrong read
@@ -91,11 +83,10 @@ def _embedding_kernel(
 
 @triton.jit
 def _float_rows_kernel(
-    id_ptr, weight_ptr, out_ptr, rows, step_ptr,
+    id_ptr, weight_ptr, out_ptr, rows,
     K: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
-    _count(step_ptr)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
     known = (row >= 0) & (row < rows)
@@ -107,17 +98,11 @@ def _float_rows_kernel(
     tl.store(out_ptr + token * K + column, value, mask=inside)
 
 
-def embedding(
-    weight: PackedWeight,
-    ids: torch.Tensor,
-    scale: float = 1.0,
-    pdl: bool = False,
-    step: torch.Tensor | None = None,
-) -> torch.Tensor:
+def embedding(weight: PackedWeight, ids: torch.Tensor, scale: float = 1.0, pdl: bool = False) -> torch.Tensor:
     """Rows `ids` of a matrix of one part: fp32 [T, K], dequantized (kernels/block_formats.py), times `scale`.
 
-    ids: int32 or int64 [T] on the device; an id outside the matrix gives a row of NaN. `step`: int32 [1], which is
-    counted up (tagged_words.py). Raises ValueError for a merged matrix.
+    ids: int32 or int64 [T] on the device; an id outside the matrix gives a row of NaN. Raises ValueError for a
+    merged matrix.
     """
     if len(weight.parts) != 1 or weight.paired:
         raise ValueError(f"embedding takes a matrix of one part, not {len(weight.parts)}")
@@ -125,29 +110,25 @@ def embedding(
     result = torch.empty(len(ids), part.cols, dtype=torch.float32, device=ids.device)
     assert ids.is_contiguous()
     if isinstance(part, FloatPart):
-        _launch_float(part, ids, scale, result, pdl, step)
+        _launch_float(part, ids, scale, result, pdl)
     else:
-        _launch_packed(part, ids, scale, result, pdl, step)
+        _launch_packed(part, ids, scale, result, pdl)
     return result
 
 
-def _launch_float(
-    part: FloatPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool, step: torch.Tensor | None
-) -> None:
+def _launch_float(part: FloatPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool) -> None:
     assert part.weight.is_contiguous()
     block = min(1024, triton.next_power_of_2(part.cols))
     _float_rows_kernel[(len(ids), triton.cdiv(part.cols, block))](
-        ids, part.weight, out, part.rows, step,
+        ids, part.weight, out, part.rows,
         K=part.cols, SCALE=scale, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _launch_packed(
-    part: PackedPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool, step: torch.Tensor | None
-) -> None:
+def _launch_packed(part: PackedPart, ids: torch.Tensor, scale: float, out: torch.Tensor, pdl: bool) -> None:
     chunks = min(_MAX_CHUNKS, max(8, triton.next_power_of_2(part.chunks)))
     _embedding_kernel[(len(ids), triton.cdiv(part.chunks, chunks))](
-        ids, part.low, part.high, part.scales, part.supers, out, part.rows, part.chunks, step,
+        ids, part.low, part.high, part.scales, part.supers, out, part.rows, part.chunks,
         K=part.cols, SCALE=scale, FMT=part.layout, CHUNKS=chunks, ASM=uses_assembly(), PDL=pdl,
         num_warps=max(1, chunks * 4 // 32), launch_pdl=pdl,
     )  # fmt: skip

@@ -27,7 +27,6 @@ from quengine.kernels.cuda.aot.aot_cases import (
 )
 from quengine.kernels.cuda.aot.aot_compile import SAME_PTX, SHARED_LIMIT, Launch, compile_launch, record
 from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
-from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.kv_store import CachePointers
 from quengine.kernels.cuda.attention.rope import RotationPointers
 
@@ -42,11 +41,6 @@ UNWRITTEN = frozenset(
 """Pointers that no PDL producer writes through: weights and tables, and what an earlier step has written (its position,
 its rows of the cache), or a launch that had ended when the producer let its consumers begin (`known_*`, see
 moe/experts.py). A kernel may read these before it waits."""
-
-
-TAGGED = UNWRITTEN | {"words_ptr", "step_ptr", *(f"workspace.{field}" for field in DecodeWorkspace._fields)}
-"""What a consumer of tagged words (tagged_words.py) may read, which waits for these and for no launch: those, and what
-its own programs leave one another."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +118,9 @@ def _compile_for(variant: Variant, arch: int) -> Report:
 
 def overlap_faults(launch: Launch, early: Early) -> list[str]:
     """What is wrong with a PDL consumer."""
-    pointers = launch.pointers
-    if not early.waits and launch.arguments.get("words_ptr") is not None:
-        read = {pointers[at] for at in early.reads if at in pointers}
-        return [f"reads {name}, which has no tags" for name in sorted(read - TAGGED)]
     if not early.waits:
         return ["does not wait for the kernel in front"]
+    pointers = launch.pointers
     read, written = (
         {pointers[at] for at in touched if at in pointers} for touched in (early.reads, early.writes)
     )

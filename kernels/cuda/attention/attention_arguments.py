@@ -11,7 +11,6 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.kv_store import check_block_tables
 from quengine.kernels.cuda.attention.rope import rope_variant, rotation_pointers
 from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout
-from quengine.kernels.cuda.tagged_words import Tagged
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 _TARGET_PROGRAMS = 128
@@ -85,7 +84,7 @@ class DecodeArguments:
     """A launch: arguments as those of `attention_decode.attention_decode`.
 
     `quantize`: the outputs are planes of quantized activations. `form`, `out_stride`: they are an fp16 operand in
-    that form; None: fp32 rows. `words`: those of `qkv` with tags, and the launch that has left them there.
+    that form; None: fp32 rows.
     """
 
     qkv: Tensor
@@ -100,7 +99,6 @@ class DecodeArguments:
     quantize: bool
     form: OperandLayout | None
     out_stride: int
-    words: tuple[Tagged, int]
 
     def __post_init__(self) -> None:
         spec, batch, acc = self.spec, self.qkv.shape[0], self.workspace.acc

@@ -26,7 +26,6 @@ from quengine.kernels.cuda.attention.attention_warps import launch_warps, takes
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemv.activations import GROUP as QUANTIZED_GROUP
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
-from quengine.kernels.cuda.tagged_words import UNTAGGED, TaggedWords
 
 Out = TypeVar("Out", Tensor, QuantizedActivations, Fp16Operand)
 
@@ -41,7 +40,6 @@ def attention_decode(
     out: Out,
     coarse: bool = False,
     pdl: bool = False,
-    tagged: TaggedWords | None = None,
 ) -> Out:
     """One new token of each of B sequences: rotate, write its key and value, attend to all keys up to itself.
 
@@ -53,9 +51,7 @@ def attention_decode(
     need no scale, being means of what the cache holds: its row scales must be ones.
 
     With `pdl` (sm_90 and later) the launch overlaps the one before it: then only `qkv` may come from that
-    launch; `positions`, `block_tables` and the rows already in the cache must be complete before the step began. Where
-    that launch has left `qkv` there too, `tagged`, each program waits for the words of its own heads; `out` must then
-    be memory that no launch since the last attention reads or writes.
+    launch; `positions`, `block_tables` and the rows already in the cache must be complete before the step began.
     Sources: Dao et al. 2023 (Flash-Decoding), Ainslie et al. 2023 (grouped queries).
     """
     shape = (qkv.shape[0], spec.heads * spec.head_dim)
@@ -74,12 +70,10 @@ def attention_decode(
     else:
         assert out.shape == shape and out.dtype == torch.float32 and out.is_contiguous()
         outputs = DecodeOutputs.unquantized(out)
-    in_registers = takes(qkv, spec)
-    words = tagged.consume(qkv) if tagged is not None and in_registers else (UNTAGGED, 0)
     given = DecodeArguments(
-        qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride, words
-    )  # fmt: skip
-    if in_registers:
+        qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride
+    )
+    if takes(qkv, spec):
         launch_warps(given)
     else:
         launch_tiles(given)

@@ -39,7 +39,6 @@ from quengine.kernels.cuda.attention.attention_operands import (
 )
 from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers, q8_0_codes
 from quengine.kernels.cuda.gemm.mma import uses_assembly
-from quengine.kernels.cuda.tagged_words import Tagged, tag_of
 
 _LOG2_E = gl.constexpr(LOG2_E)
 
@@ -89,29 +88,6 @@ def _load(ptr, words, key, first, begin, end, PARTS: gl.constexpr = 1):
 
 
 @gluon.jit
-def _tagged_heads(words_ptr, q_at, k_at, v_at, live, owner, tag):
-    """Queries, new key and new value, once their words have the tag; 0 where not live, or no owner."""
-    q = gl.load(words_ptr + q_at, mask=live, other=0, volatile=True)
-    k = gl.load(words_ptr + k_at, mask=owner, other=0, volatile=True)
-    v = gl.load(words_ptr + v_at, mask=owner, other=0, volatile=True)
-    while _is_late(q, k, v, live, owner, tag):
-        q = gl.load(words_ptr + q_at, mask=live, other=0, volatile=True)
-        k = gl.load(words_ptr + k_at, mask=owner, other=0, volatile=True)
-        v = gl.load(words_ptr + v_at, mask=owner, other=0, volatile=True)
-    return (
-        q.to(gl.int32).to(gl.float32, bitcast=True), k.to(gl.int32).to(gl.float32, bitcast=True),
-        v.to(gl.int32).to(gl.float32, bitcast=True),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _is_late(q, k, v, live, owner, tag):
-    new = (((k >> 32).to(gl.int32) != tag) | ((v >> 32).to(gl.int32) != tag)) & owner
-    late = (((q >> 32).to(gl.int32) != tag) & live) | new
-    return gl.max(gl.max(late.to(gl.int32), 1), 0) > 0
-
-
-@gluon.jit
 def _pairs(x, ROPE: gl.constexpr):
     """The two elements of each rotated pair of heads [R, HEAD_DIM]: [R, HEAD_DIM / 2] each."""
     R: gl.constexpr = x.shape[0]
@@ -142,10 +118,12 @@ def _turn_at(
 
 
 @gluon.jit
-def _rotated(x, turn, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr):
-    """Heads x fp32 [R, HEAD_DIM], normalized where ROPE.norm and rotated by `turn` (`_turn_at`), in a layout in which
-    both of a rotated pair are one thread's."""
-    R: gl.constexpr = x.shape[0]
+def _rotated(heads, live, turn, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr):
+    """Heads at pointers `heads` [R, 1], normalized where ROPE.norm and rotated by `turn` (`_turn_at`): fp32 [R,
+    HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
+    R: gl.constexpr = heads.shape[0]
+    d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
+    x = gl.load(heads + d, mask=live, other=0.0)
     cos, sin, norm = turn
     if ROPE.norm:
         x *= gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) / HEAD_DIM + eps), 1)
@@ -293,10 +271,10 @@ def _headroom(scales, PARTS: gl.constexpr):
     return (gl.maximum(exponent, 127 - 24) - (126 + 14)).to(gl.float32)
 
 
-@gluon.jit(do_not_specialize=["cache_rows", "blocks", "launch"])
+@gluon.jit(do_not_specialize=["cache_rows", "blocks"])
 def _attention_warps_kernel(
     qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, cache, workspace, outputs,
-    eps, scale, cache_rows, blocks, qkv_stride, out_stride, words_ptr, step_ptr, launch,
+    eps, scale, cache_rows, blocks, qkv_stride, out_stride,
     SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, Q8: gl.constexpr, SPLITS: gl.constexpr,
     SPLIT: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -369,26 +347,23 @@ def _attention_warps_kernel(
         R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
         turn = _turn_at(position, rotation, rotation.q_norm, HEADS, HEAD_DIM, ROPE, R)
         turn_new = _turn_at(position, rotation, rotation.k_norm, 1, HEAD_DIM, ROPE, R)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+
+        qkv_ptr += sequence * qkv_stride
         h = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, R)), 1)
+        q = _rotated(
+            qkv_ptr + (kv_head * GROUP + h) * HEAD_DIM, h < GROUP, turn, eps, HEAD_DIM, ROPE, R
+        )  # fmt: skip
+        # Split 0 writes the new key and value, and attends to them at its end; they are not read back here.
         one = gl.expand_dims(gl.arange(0, 1, layout=gl.SliceLayout(1, R)), 1)
         owner = one + part == 0
+        k_new = _rotated(
+            qkv_ptr + (ALL_HEADS + kv_head + one) * HEAD_DIM, owner, turn_new, eps, HEAD_DIM, ROPE, R
+        )  # fmt: skip
         d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, R)), 0)
-        q_at = (kv_head * GROUP + h) * HEAD_DIM + d
-        k_at_new = (ALL_HEADS + kv_head + one) * HEAD_DIM + d
-        v_at_new = (ALL_HEADS + SHAPE.kv_heads + kv_head + one) * HEAD_DIM + d
-        if words_ptr is not None:
-            tag = tag_of(Tagged(words_ptr, step_ptr), launch)
-            x, k_x, v_new = _tagged_heads(words_ptr, q_at, k_at_new, v_at_new, h < GROUP, owner, tag)
-        else:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-            qkv_ptr += sequence * qkv_stride
-            x = gl.load(qkv_ptr + q_at, mask=h < GROUP, other=0.0)
-            k_x = gl.load(qkv_ptr + k_at_new, mask=owner, other=0.0)
-            v_new = gl.load(qkv_ptr + v_at_new, mask=owner, other=0.0)
-        q = _rotated(x, turn, eps, HEAD_DIM, ROPE, R)
-        # Split 0 writes the new key and value, and attends to them at its end; they are not read back here.
-        k_new = _rotated(k_x, turn_new, eps, HEAD_DIM, ROPE, R)
+        v_new_ptr = qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head + one) * HEAD_DIM
+        v_new = gl.load(v_new_ptr + d, mask=owner, other=0.0)
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         queries = gl.allocate_shared_memory(gl.float16, [2 * HEADS, HEAD_DIM], PLAIN)
         new_value = gl.allocate_shared_memory(gl.float32, [1, HEAD_DIM], PLAIN)
@@ -473,8 +448,8 @@ def launch_warps(given: DecodeArguments) -> None:
     q8_0 = given.layer.k_scale is not None
     split = COARSE if given.coarse else FINE_Q8_0 if q8_0 else FINE
     _attention_warps_kernel[given.grid(split.least, more=1)](
-        *given.inputs(), cache_pointers(given.layer), *given.results(), *given.words[0], given.words[1],
-        **given.constants(), Q8=q8_0, HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
+        *given.inputs(), cache_pointers(given.layer), *given.results(), **given.constants(),
+        Q8=q8_0, HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
         num_warps=split.warps, maxnreg=_registers(given), launch_pdl=given.pdl,
     )  # fmt: skip
 

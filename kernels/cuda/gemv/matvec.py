@@ -22,15 +22,6 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     row_arguments,
 )
 from quengine.kernels.cuda.pdl import launch_then_wait
-from quengine.kernels.cuda.tagged_words import (
-    UNTAGGED,
-    Tagged,
-    TaggedWords,
-    begin_tagged,
-    tag_of,
-    tagged_word,
-    wait_tagged,
-)
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
 
@@ -53,16 +44,13 @@ def _columns(tile0, first, rows, TILES: tl.constexpr, PAIRED: tl.constexpr):
 
 @triton.jit
 def _part(
-    matrix, x, out_ptr, residual_ptr, tile0, rows, first, tagged, launch,
+    matrix, x, out_ptr, residual_ptr, tile0, rows, first,
     PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """P.tiles tiles of one part of a matrix."""
     queue = begin_rows(matrix, tile0, P)
     at, inside = _columns(tile0, first, rows, P.tiles, PAIRED)
-    if tagged.words is not None:
-        wait_tagged(launch, P.pdl, P.asm)
-        tag = tag_of(tagged, launch)
-    elif P.pdl:
+    if P.pdl:
         tl.extra.cuda.gdc_wait()
     squares = load_squares(x.squares, P.partials)
     if RESIDUAL:
@@ -70,38 +58,32 @@ def _part(
     y = finish_rows(queue, squares, matrix, x, tile0, P)
     if RESIDUAL:
         y += residual
-    if tagged.words is not None:
-        tl.store(tagged.words + at, tagged_word(y, tag), mask=inside)
     tl.store(out_ptr + at, y, mask=inside)
 
 
-@triton.jit(do_not_specialize=["launch"])
+@triton.jit
 def _matvec_kernel(
     out_ptr, residual_ptr, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
     low_a, high_a, scales_a, supers_a, tiles_a, rows_a,
-    low_b, high_b, scales_b, supers_b, tiles_b, rows_b, first, words_ptr, step_ptr, launch,
+    low_b, high_b, scales_b, supers_b, tiles_b, rows_b, first,
     PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """One or two parts (B None: one) of a matrix."""
-    tagged = Tagged(words_ptr, step_ptr)
-    if words_ptr is not None:
-        begin_tagged(launch, A.pdl, A.asm)
-    elif A.pdl:
+    if A.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * A.tiles
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
     a = Matrix((low_a, high_a, scales_a, supers_a), tiles_a)
     if B is None:
-        _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, tagged, launch, PAIRED, RESIDUAL, A)
+        _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, PAIRED, RESIDUAL, A)
     else:
         blocks_a = tl.cdiv(tiles_a, A.tiles)
         if tl.program_id(0) < blocks_a:
-            _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, tagged, launch, PAIRED, RESIDUAL, A)
+            _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, PAIRED, RESIDUAL, A)
         else:
             b = Matrix((low_b, high_b, scales_b, supers_b), tiles_b)
             _part(
-                b, x, out_ptr, residual_ptr, tile0 - blocks_a * A.tiles, rows_b, first + rows_a, tagged, launch,
-                PAIRED, RESIDUAL, B,
+                b, x, out_ptr, residual_ptr, tile0 - blocks_a * A.tiles, rows_b, first + rows_a, PAIRED, RESIDUAL, B
             )  # fmt: skip
 
 
@@ -139,18 +121,14 @@ def matvec(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     pdl: bool = False,
-    tagged: TaggedWords | None = None,
 ) -> Tensor:
     """x [1, K] times weight [N, K], plus residual fp32 [1, N]: fp32 [1, N].
 
-    `out` avoids the allocation; it may be the residual itself. `tagged`: the values are left there too, if a single
-    launch gives them all. `pdl`: launched before its predecessor in the stream
+    `out` avoids the allocation; it may be the residual itself. `pdl`: launched before its predecessor in the stream
     ends, and reading weights meanwhile (sm_90 and later; the predecessor must not write the weights). Raises
     ValueError on other shapes.
     """
     check_row(x, weight)
-    if tagged is not None:
-        tagged.last = None
     y = torch.empty(x.rows, weight.rows, dtype=torch.float32, device=x.high.device) if out is None else out
     for name, given in (("out", y), ("residual", y if residual is None else residual)):
         if given.shape != (x.rows, weight.rows) or given.dtype != torch.float32 or not given.is_contiguous():
@@ -164,8 +142,7 @@ def matvec(
         if isinstance(taken[0], FloatPart):
             _launch_float(x, taken[0], residual, y, first, pdl)
         else:
-            whole = len(taken) == len(weight.parts)
-            _launch_packed(x, taken, weight.paired, residual, y, first, pdl, tagged if whole else None)
+            _launch_packed(x, taken, weight.paired, residual, y, first, pdl)
         first += sum(part.rows for part in taken)
         parts = parts[len(taken) :]
     return y
@@ -179,18 +156,15 @@ def _launch_packed(
     out: Tensor,
     first: int,
     pdl: bool,
-    tagged: TaggedWords | None,
 ) -> None:
     packed = [part for part in parts if isinstance(part, PackedPart)]
     geometry = matvec_geometry(packed, "rows")
     a, b = packed[0], packed[-1]
     blocks = sum(triton.cdiv(part.tiles, geometry.tiles) for part in packed)
     program = MatvecProgram.of(a, geometry, x, pdl)
-    words, launch = (UNTAGGED, 0) if tagged is None else tagged.produce(out, out.shape[1])
     _matvec_kernel[(blocks,)](
         out, out if residual is None else residual, *row_arguments(x), *a.planes, a.tiles, a.rows,
-        *b.planes, b.tiles, b.rows, first, *words, launch,
-        PAIRED=paired, RESIDUAL=residual is not None, A=program,
+        *b.planes, b.tiles, b.rows, first, PAIRED=paired, RESIDUAL=residual is not None, A=program,
         B=MatvecProgram.of(b, geometry, x, pdl) if len(packed) == 2 else None,
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -130,14 +130,6 @@ def test_reading_weights_early_is_right_and_all_else_a_fault() -> None:
     assert faults(True, set(), set(), {0: "out_ptr", 1: "x_ptr"}) == []
 
 
-def test_a_consumer_of_tagged_words_waits_for_no_launch_and_reads_nothing_else_of_its_producer() -> None:
-    names = {0: "words_ptr", 1: "qkv_ptr", 2: "k_ptr", 3: "workspace.acc"}
-    tagged = SimpleNamespace(pointers=names, arguments={"words_ptr": "*i64"})
-    assert overlap_faults(tagged, Early(False, frozenset({0, 2, 3}), frozenset({2, 3}))) == []
-    found = overlap_faults(tagged, Early(False, frozenset({0, 1}), frozenset()))
-    assert found == ["reads qkv_ptr, which has no tags"]
-
-
 def test_a_grouped_matmul_reads_early_which_experts_there_are_only_where_that_is_known() -> None:
     names = {0: "out_ptr", 1: "of_block_ptr", 2: "low"}
     assert faults(True, {1, 2}, set(), names, early=True) == []
