@@ -143,24 +143,31 @@ def _cache_row(table_ptr, blocks, position):
 
 
 @gluon.jit
-def _store_row(x, codes_ptr, scale_ptr, row, live, Q8: gl.constexpr):
-    """Write x fp32 [1, HEAD_DIM] to a cache row where `live`; returns it as the cache gives it back, fp32."""
-    HEAD_DIM: gl.constexpr = x.shape[1]
-    d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, x.type.layout)), 0)
+def _store_new_rows(rows, cache_ptrs, scale_ptrs, row, inside, WARPS: gl.constexpr, Q8: gl.constexpr):
+    """Write a new key and value, fp32 [2, HEAD_DIM] in shared memory, to their cache row if `inside`; the shared ones
+    become what the cache gives back."""
+    HEAD_DIM: gl.constexpr = rows.shape[1]
+    GROUPS: gl.constexpr = HEAD_DIM // 32
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
+    x = rows.load(L)
+    which = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, L)), 1)
+    at = row * HEAD_DIM + 0 * which + gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
+    codes = x.to(gl.float16)
+    read_back = codes.to(gl.float32)
     if Q8:
-        codes, scale = q8_0_codes(gl.reshape(x, [1, HEAD_DIM // 32, 32]))
+        numbers, scale = q8_0_codes(gl.reshape(x, [2, GROUPS, 32]))
         stored = scale.to(gl.float16)
-        read_back = codes * gl.expand_dims(stored.to(gl.float32), 2)
-        g = gl.expand_dims(gl.arange(0, HEAD_DIM // 32, layout=gl.SliceLayout(0, scale.type.layout)), 0)
-        any_group = gl.convert_layout(live, scale.type.layout)
-        gl.store(scale_ptr + row * (HEAD_DIM // 32) + g, stored, mask=any_group)
-        codes = gl.convert_layout(gl.reshape(codes, [1, HEAD_DIM]), x.type.layout, assert_trivial=True)
-        gl.store(codes_ptr + row * HEAD_DIM + d, codes.to(gl.int8), mask=live)
-        x = gl.convert_layout(gl.reshape(read_back, [1, HEAD_DIM]), x.type.layout, assert_trivial=True)
-    else:
-        gl.store(codes_ptr + row * HEAD_DIM + d, x.to(gl.float16), mask=live)
-        x = x.to(gl.float16).to(gl.float32)
-    return x
+        read_back = gl.reshape(numbers * gl.expand_dims(stored.to(gl.float32), 2), [2, HEAD_DIM])
+        read_back = gl.convert_layout(read_back, L, assert_trivial=True)
+        codes = gl.convert_layout(gl.reshape(numbers, [2, HEAD_DIM]), L, assert_trivial=True).to(gl.int8)
+        S: gl.constexpr = scale.type.layout
+        of = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, S)), 1)
+        group = row * GROUPS + 0 * of + gl.expand_dims(gl.arange(0, GROUPS, layout=gl.SliceLayout(0, S)), 0)
+        gl.store(scale_ptrs[0] + group, stored, mask=inside & (of == 0))
+        gl.store(scale_ptrs[1] + group, stored, mask=inside & (of == 1))
+    gl.store(cache_ptrs[0] + at, codes, mask=inside & (which == 0))
+    gl.store(cache_ptrs[1] + at, codes, mask=inside & (which == 1))
+    rows.store(read_back)
 
 
 @gluon.jit
@@ -188,19 +195,22 @@ def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, Q8: gl.constexpr,
 
 
 @gluon.jit
-def _with_new_key(row_max, row_sum, out, score, value, sink, owner, SINKS: gl.constexpr):
-    """The heads of split 0, `owner`, with the new key's scores [HEADS] and value [1, HEAD_DIM], and their sinks."""
-    score = gl.where(owner, score, LOWEST)
-    all_max = gl.maximum(row_max, score)
+def _with_new_key(row_max, row_sum, out, queries, rows, scale, sink, SINKS: gl.constexpr, F: gl.constexpr):
+    """The heads of split 0 with the new key and value `rows`, as the cache gives them back, and their sinks. queries:
+    fp32 [HEADS, HEAD_DIM] in shared memory, like `rows`."""
+    ROWS: gl.constexpr = gl.SliceLayout(0, F)
+    key = rows.slice(0, 1).load(ROWS)
+    score = gl.sum(queries.load(ROWS) * key, 1) * scale
+    new_max = gl.maximum(row_max, score)
     if SINKS:
-        sink = gl.where(owner, sink, LOWEST)
-        all_max = gl.maximum(all_max, sink)
-    old = gl.exp2(row_max - all_max)
-    new = gl.where(owner, gl.exp2(score - all_max), 0.0)
+        new_max = gl.maximum(new_max, sink)
+    old = gl.exp2(row_max - new_max)
+    new = gl.exp2(score - new_max)
     row_sum = row_sum * old + new
     if SINKS:
-        row_sum += gl.where(owner, gl.exp2(sink - all_max), 0.0)
-    return all_max, row_sum, out * gl.expand_dims(old, 1) + value * gl.expand_dims(new, 1)
+        row_sum += gl.exp2(sink - new_max)
+    value = rows.slice(1, 1).load(ROWS)
+    return new_max, row_sum, out * gl.expand_dims(old, 1) + value * gl.expand_dims(new, 1)
 
 
 @gluon.jit
@@ -365,19 +375,22 @@ def _attention_warps_kernel(
         v_new_ptr = qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head + one) * HEAD_DIM
         v_new = gl.load(v_new_ptr + d, mask=owner, other=0.0)
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        queries = gl.allocate_shared_memory(gl.float16, [2 * HEADS, HEAD_DIM], PLAIN)
-        new_value = gl.allocate_shared_memory(gl.float32, [1, HEAD_DIM], PLAIN)
-        new_score = gl.allocate_shared_memory(gl.float32, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        queries.store(two_terms(q))
+        terms = gl.allocate_shared_memory(gl.float16, [2 * HEADS, HEAD_DIM], PLAIN)
+        queries = gl.allocate_shared_memory(gl.float32, [HEADS, HEAD_DIM], PLAIN)
+        new_rows = gl.allocate_shared_memory(gl.float32, [2, HEAD_DIM], PLAIN)
+        terms.store(two_terms(q))
+        queries.store(q)
+        new_rows.slice(0, 1).store(k_new)
+        new_rows.slice(1, 1).store(v_new)
         if ROPE.query_scale:
             scale *= gl.load(rotation.query_scale + position)
-        inside = owner & (position < blocks * BLOCK)
-        k_new = _store_row(k_new, k_ptr, k_scale_ptr, new_row, inside, Q8)
-        new_value.store(_store_row(v_new, v_ptr, v_scale_ptr, new_row, inside, Q8))
-        new_score.store(gl.sum(q * k_new, 1) * scale)
+        if part == 0:
+            inside = position < blocks * BLOCK
+            scale_ptrs = (k_scale_ptr, v_scale_ptr)
+            _store_new_rows(new_rows, (k_ptr, v_ptr), scale_ptrs, new_row, inside, WARPS, Q8)
         operands = ()
         for n in gl.static_range(PARTS):
-            operands = operands + (query_operand(queries.slice(WIDTH * n, WIDTH, dim=1), WARPS, B),)
+            operands = operands + (query_operand(terms.slice(WIDTH * n, WIDTH, dim=1), WARPS, B),)
 
         row_max = gl.full([WARPS, HEADS], LOWEST, gl.float32, gl.SliceLayout(1, S))
         row_sum = gl.zeros([WARPS, HEADS], gl.float32, gl.SliceLayout(1, S))
@@ -429,10 +442,10 @@ def _attention_warps_kernel(
             tl.extra.cuda.gdc_launch_dependents()
 
         row_max, row_sum, out = _combine_warps(acc, row_max, row_sum, SHAPE, Q8, F)
-        row_max, row_sum, out = _with_new_key(
-            row_max, row_sum, out, new_score.load(gl.SliceLayout(1, gl.SliceLayout(0, F))),
-            new_value.load(gl.SliceLayout(0, F)), sink, part == 0, sink_ptr is not None,
-        )  # fmt: skip
+        if part == 0:
+            row_max, row_sum, out = _with_new_key(
+                row_max, row_sum, out, queries, new_rows, scale, sink, sink_ptr is not None, F
+            )
         _finish(
             row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride,
             SHAPE, SPLITS, HEADS, QUANTIZE, FORM, F,

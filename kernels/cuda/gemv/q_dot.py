@@ -25,8 +25,8 @@ from quengine.kernels.cuda.gemm.fragments import (
 )
 from quengine.kernels.cuda.gemm.mma import mma_int8
 
-MOST_UNROLLED = tl.constexpr(8)
-"""Chunks a warp up to which the loop is unrolled: each takes some seconds to compile."""
+MOST_UNROLLED = tl.constexpr(4)
+"""Chunks a warp up to which the loop is unrolled: more are no faster, and each takes some seconds to compile."""
 
 
 @triton.jit
