@@ -18,6 +18,7 @@ from quengine.kernels.moe.grouping import default_block
 
 _TABLE = Path(__file__).with_name("launch_table.json")
 _MOST_ROUNDS = 16
+_MANY_TILES = 1024
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
@@ -317,12 +318,17 @@ def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
 
 
 def default_geometry(part: PackedPart, kind: str) -> Geometry:
-    """One tile a program, by up to 8 warps with a chunk or two each; long columns, which these go through in a loop, may
-    have more registers. Gate and up have 4 warps or fewer with more chunks each: 2 where codes take long to unpack,
-    whose programs are one wave then."""
+    """One tile a program, by up to 8 warps with a chunk or two each; long columns, which these go through in a loop,
+    may have more registers. Gate and up have 4 warps or fewer with more chunks each: 2 where codes take long to unpack,
+    whose programs are one wave then. So have many rows whose chunks are no multiple of 8."""
     if kind == "swiglu":
         return _one_tile(part, 2 if part.layout.table or part.layout.bits < 4 else 4)
-    return _one_tile(part, 8, _LONG_LIMITS if part.chunks > 32 else _LIMITS)
+    if kind == "norm" or part.tiles < _MANY_TILES or part.chunks % 8 == 0:
+        return _one_tile(part, 8, _LONG_LIMITS if part.chunks > 32 else _LIMITS)
+    k_warps = 1
+    while k_warps < 32 and part.chunks > (8 if k_warps < 8 else _MOST_ROUNDS) * k_warps:
+        k_warps *= 2
+    return Geometry(max(1, 4 // k_warps), k_warps, 2)
 
 
 def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS) -> Geometry:
