@@ -3,11 +3,14 @@
     python -m benchmarks.serve.serve_arrivals --model m7.gguf --device cuda --rates 8 16 24 32
     python -m benchmarks.serve.serve_arrivals --url http://127.0.0.1:8080 --rates 4 8 12      another server, which runs
     python -m benchmarks.serve.serve_arrivals --rates 50 100                                  fake engine
+    python -m benchmarks.serve.serve_arrivals --model m7.gguf --prompts 2000 6000 --prefill-replicas 1
+                                                      long prompts, which an engine of their own computes
 
-Requests arrive at random, with prompts of 50 to 1,000 random tokens and answers of 50 to 500, all lengths alike likely,
-on the route of llama-server (/completion). A rate holds where 99 of 100 pauses between two events of a stream are below
---most-ms, counted from --warm-s on over --seconds, and no more requests are under way at the end than are computed at
-once (--streams): else the server falls behind. Prints a line a rate, until two have failed, and a JSON object.
+Requests arrive at random, with prompts of 50 to 1,000 random tokens (--prompts) and answers of 50 to 500 (--answers),
+all lengths alike likely, on the route of llama-server (/completion). A rate holds where 99 of 100 pauses between two
+events of a stream are below --most-ms, counted from --warm-s on over --seconds, and no more requests are under way at
+the end than are computed at once (--streams): else the server falls behind. Prints a line a rate, until two have
+failed, and a JSON object.
 """
 
 import argparse
@@ -21,10 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.serve.serve_throughput import serve_requests
+from benchmarks.serve.serve_throughput import add_replicas, serve_requests
 
-PROMPTS = (50, 1000)
-ANSWERS = (50, 500)
 VOCABULARY = 1000
 """Prompts are of the first ids, which any model has."""
 
@@ -74,10 +75,10 @@ async def stream(address: tuple[str, int], body: bytes, seen: Seen) -> None:
         seen.under_way -= 1
 
 
-def request(numbers: random.Random) -> bytes:
+def request(numbers: random.Random, given: argparse.Namespace) -> bytes:
     wanted: dict[str, Any] = {
-        "prompt": [numbers.randrange(VOCABULARY) for _ in range(numbers.randint(*PROMPTS))],
-        "n_predict": numbers.randint(*ANSWERS),
+        "prompt": [numbers.randrange(VOCABULARY) for _ in range(numbers.randint(*given.prompts))],
+        "n_predict": numbers.randint(*given.answers),
         "temperature": 0.7,
         "seed": numbers.randrange(2**31),
         "stream": True,
@@ -95,7 +96,7 @@ async def offer(address: tuple[str, int], rate: float, given: argparse.Namespace
     due = began
     while due < seen.until:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
-        tasks.add(asyncio.create_task(stream(address, request(numbers), seen)))
+        tasks.add(asyncio.create_task(stream(address, request(numbers, given), seen)))
         due += numbers.expovariate(rate)
     under_way = seen.under_way
     for task in tasks:
@@ -125,7 +126,9 @@ def holds(result: dict[str, Any], given: argparse.Namespace) -> bool:
 async def rise(address: tuple[str, int], given: argparse.Namespace) -> list[dict[str, Any]]:
     """Rate after rate, until two have failed."""
     results: list[dict[str, Any]] = []
-    await offer(address, given.rates[0], argparse.Namespace(warm_s=0.0, seconds=given.warm_s))
+    await offer(
+        address, given.rates[0], argparse.Namespace(**vars(given) | {"warm_s": 0.0, "seconds": given.warm_s})
+    )
     for rate in given.rates:
         results.append(await offer(address, rate, given))
         print(json.dumps(results[-1]), file=sys.stderr)
@@ -144,13 +147,16 @@ def main() -> int:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--streams", type=int, default=64, help="requests computed at once; more wait")
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0, 8.0, 16.0, 32.0], help="a second")
+    parser.add_argument("--prompts", type=int, nargs=2, default=(50, 1000), help="fewest and most tokens")
+    parser.add_argument("--answers", type=int, nargs=2, default=(50, 500), help="fewest and most tokens")
+    add_replicas(parser)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--warm-s", type=float, default=4.0)
     parser.add_argument("--rest-s", type=float, default=0.5, help="between two rates")
     parser.add_argument("--most-ms", type=float, default=50.0)
     parser.add_argument("--step-ms", type=float, default=3.6, help="of the fake engine")
     given = parser.parse_args()
-    given.prompt, given.tokens, given.thread = PROMPTS[1], ANSWERS[1], False
+    given.prompt, given.tokens, given.thread = given.prompts[1], given.answers[1], False
     server = None
     if given.url is None:
         context = multiprocessing.get_context("spawn")

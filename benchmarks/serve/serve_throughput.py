@@ -5,6 +5,8 @@
     python -m benchmarks.serve.serve_throughput --model m7.gguf              a model; its own speed is measured first
     python -m benchmarks.serve.serve_throughput --model m7.gguf --thread     the same, in the server's own process
     python -m benchmarks.serve.serve_throughput --route chat --whole         one answer instead of a stream
+    python -m benchmarks.serve.serve_throughput --model m7.gguf --replicas 2 --streams 256
+                                                                             two engines, each with half of the streams
 
 Every stream asks for `--tokens` tokens behind a prompt of `--prompt` random ones, all at the same time, and again when
 all are done. The clients are a process of their own that counts events and does not parse them; the fake engine is one,
@@ -14,6 +16,7 @@ too. Prints a line for each round, and one JSON object at the end, with the CPU 
 import argparse
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quengine.serve.processes.shared_engine import Engine
+    from quengine.serve.settings import ServerSettings
 
 
 def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
@@ -40,29 +44,51 @@ def serve_requests(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> N
     from quengine.serve.server import Server, bind
     from quengine.serve.settings import Limits, ServerSettings
 
-    engine = make_engine(given)
-    settings = ServerSettings(("throughput",), port=0, parallel=given.streams, limits=Limits(queue=1024))
+    settings = ServerSettings(
+        ("throughput",),
+        port=0,
+        parallel=math.ceil(given.streams / given.replicas),
+        replicas=given.replicas,
+        prefill_replicas=given.prefill_replicas,
+        limits=Limits(queue=1024, connections=1024),
+    )
+    engine = make_engine(given, settings)
     server = Server(settings, lambda *_: engine, lambda line: print(f"server: {line}", file=sys.stderr))
     listener = bind("127.0.0.1", 0)
     pipe.send(listener.getsockname()[1])
     asyncio.run(server.serve_engine(listener))
 
 
-def make_engine(given: argparse.Namespace) -> "Engine":
+def make_engine(given: argparse.Namespace, settings: "ServerSettings") -> "Engine":
     from benchmarks.serve.fake_engine_main import FakeProcess
+    from quengine.config import EngineConfig
     from quengine.llm import LLM
+    from quengine.serve.models.model_spec import ModelSpec
+    from quengine.serve.models.preset_file import engine_config
     from quengine.serve.processes.engine_llm import LLMEngine
     from quengine.serve.processes.server_engine import ProcessEngine
+    from quengine.serve.replicas.launch import start_replicas
+    from quengine.serve.replicas.replica_engine import ReplicaEngine
     from tests.engine.serve.fake_engine import FakeEngine
 
     if given.model is None:
-        fake = {"capacity": given.streams, "step_s": given.step_ms / 1e3, "chunk": given.prompt}
+        fake = {"capacity": settings.parallel, "step_s": given.step_ms / 1e3, "chunk": given.prompt}
+        if given.replicas > 1:
+            return ReplicaEngine(lambda _: FakeProcess(fake), given.replicas)
         return FakeEngine(**fake) if given.thread else FakeProcess(fake)
+    if settings.engines > 1:
+        config = engine_config(settings, EngineConfig(**llm_options(given)))
+        return start_replicas(ModelSpec(settings, config, given.model))
     if not given.thread:
         return ProcessEngine(given.model, llm_options(given))
     llm = LLM(given.model, **llm_options(given))
     llm.warm_up()
     return LLMEngine(llm)
+
+
+def add_replicas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--replicas", type=int, default=1, help="engines, which share the streams")
+    parser.add_argument("--prefill-replicas", type=int, default=0, help="more, for long prompts (of a model)")
 
 
 def llm_options(given: argparse.Namespace) -> dict[str, Any]:
@@ -162,6 +188,7 @@ def main() -> int:
     parser.add_argument("--model", help="a model instead of the fake engine")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--streams", type=int, default=64)
+    add_replicas(parser)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5, help="behind the first, which is told apart")
@@ -188,7 +215,17 @@ def main() -> int:
     result = {
         **{
             key: getattr(given, key)
-            for key in ("model", "streams", "prompt", "tokens", "route", "whole", "thread", "temperature")
+            for key in (
+                "model",
+                "streams",
+                "replicas",
+                "prompt",
+                "tokens",
+                "route",
+                "whole",
+                "thread",
+                "temperature",
+            )
         },
         "cpus": os.cpu_count(),
         "engine_tok_s": engine,

@@ -36,6 +36,7 @@ def serve(
     from quengine.models.hub.hub import resolve_model
     from quengine.serve.models.preset_file import find_specs
     from quengine.serve.predict import VertexPaths
+    from quengine.serve.replicas.launch import check_replicas
     from quengine.serve.server import Server
 
     for needed in (model, config.draft_model):  # what is wrong with a name is said before anything listens
@@ -45,6 +46,7 @@ def serve(
         settings = replace(settings, model_names=settings.model_names or (_name(model),))
     elif not settings.models.several:
         raise EngineError("no model is named: give -m MODEL, or --models-dir or --models-preset for several")
+    check_replicas(settings, config)
     settings = replace(settings, port=VertexPaths.of_environment().port or settings.port)
     given = [] if model is None else [_spec(model, settings, config)]
     if settings.models.several:
@@ -67,6 +69,7 @@ def _spec(model: str, settings: ServerSettings, config: EngineConfig) -> "ModelS
 
 def _load(spec: "ModelSpec", make_room: "MakeRoom", check: Callable[[], None]) -> "Engine":
     from quengine.serve.processes.server_engine import ProcessEngine
+    from quengine.serve.replicas.launch import start_replicas
 
     line = ProgressLine()
 
@@ -75,6 +78,8 @@ def _load(spec: "ModelSpec", make_room: "MakeRoom", check: Callable[[], None]) -
         line(text)
 
     try:
+        if spec.settings.engines > 1:
+            return start_replicas(spec, progress, make_room)
         return ProcessEngine(spec.model, spec.config.values(), progress, make_room)
     finally:
         line.clear()

@@ -4,7 +4,8 @@ Between two steps, in torch, so that they are the same on every device and for e
 can share are full and never written again, so what runs meanwhile does not matter.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -40,11 +41,8 @@ def save_prefix(scheduler: Scheduler, config: ModelConfig, token_ids: list[int])
     """What the cache still holds of the beginning of these tokens, in whole blocks; nothing, if it holds none."""
     blocks = scheduler.blocks.held(_keys(token_ids))
     layers = [list[Tensor]() for _ in scheduler.cache.layers]
-    for group, of_group in zip(config.cache_groups, blocks, strict=True):
-        numbers = torch.tensor(list(of_group.values()), dtype=torch.int64)
-        for layer in group.layers:
-            stored = scheduler.cache.layers[layer].tensors
-            layers[layer] = [_by_block(tensor)[numbers.to(tensor.device)].cpu() for tensor in stored]
+    for layer, values in read_blocks(scheduler, config, blocks):
+        layers[layer].append(values.cpu())
     return SavedPrefix(token_ids[: _tokens(blocks)], [list(of_group) for of_group in blocks], layers)
 
 
@@ -54,22 +52,47 @@ def restore_prefix(scheduler: Scheduler, config: ModelConfig, saved: SavedPrefix
     Raises:
         EngineError: sequences that run leave too few blocks.
     """
-    keys = _keys(saved.token_ids)
-    taken = scheduler.blocks.take_back(keys, saved.held)
+    restore_blocks(scheduler, config, _keys(saved.token_ids), saved.held, saved.layers)
+
+
+def read_blocks(
+    scheduler: Scheduler, config: ModelConfig, blocks: Seq[Mapping[int, int]]
+) -> Iterator[tuple[int, Tensor]]:
+    """Of each group's blocks (by index, their numbers) each layer with each of its tensors [blocks, BLOCK_SIZE,
+    kv_heads, width], on the device."""
+    for group, of_group in zip(config.cache_groups, blocks, strict=True):
+        numbers = _on_device(scheduler, of_group.values())
+        for layer in group.layers:
+            for tensor in scheduler.cache.layers[layer].tensors:
+                yield layer, _by_block(tensor)[numbers]
+
+
+def restore_blocks(
+    scheduler: Scheduler,
+    config: ModelConfig,
+    keys: Seq[bytes],
+    held: Seq[Seq[int]],
+    layers: Seq[Seq[Tensor]],
+) -> None:
+    """Put blocks of the prefix with these keys, of each group those of the indices `held`, into free ones.
+
+    Raises:
+        EngineError: sequences that run leave too few blocks.
+    """
+    taken = scheduler.blocks.take_back(keys, held)
     if taken is None:
         raise EngineError(
-            f"the cache has no room for its {len(saved.token_ids)} tokens: {scheduler.cache_used} of "
+            f"the cache has no room for its {len(keys) * BLOCK_SIZE} tokens: {scheduler.cache_used} of "
             f"{scheduler.cache_size} are in use"
         )
-    for group, of_group, held in zip(config.cache_groups, taken, saved.held, strict=True):
-        place = {index: row for row, index in enumerate(held)}
-        rows = torch.tensor([place[index] for index in of_group], dtype=torch.int64)
-        numbers = torch.tensor(list(of_group.values()), dtype=torch.int64)
+    for group, of_group, indices in zip(config.cache_groups, taken, held, strict=True):
+        wanted = {row: of_group[index] for row, index in enumerate(indices) if index in of_group}
+        numbers = _on_device(scheduler, wanted.values())
+        rows = None if len(wanted) == len(indices) else _on_device(scheduler, wanted)
         for layer in group.layers:
-            for tensor, values in zip(
-                scheduler.cache.layers[layer].tensors, saved.layers[layer], strict=True
-            ):
-                _by_block(tensor)[numbers.to(tensor.device)] = values[rows].to(tensor.device)
+            for tensor, values in zip(scheduler.cache.layers[layer].tensors, layers[layer], strict=True):
+                there = values.to(tensor.device, non_blocking=True)
+                _by_block(tensor)[numbers] = there if rows is None else there[rows]
     scheduler.blocks.given_back(keys, taken)
 
 
@@ -79,6 +102,12 @@ def erase_prefix(scheduler: Scheduler, token_ids: list[int]) -> int:
     found = _tokens(scheduler.blocks.held(keys))
     scheduler.blocks.discard(keys)
     return found
+
+
+def _on_device(scheduler: Scheduler, numbers: Iterable[int]) -> Tensor:
+    """Int64, where the cache is."""
+    device = scheduler.cache.layers[0].k.device
+    return torch.tensor(list(numbers), dtype=torch.int64).to(device)
 
 
 def _tokens(blocks: Iterable[Iterable[int]]) -> int:

@@ -1,6 +1,7 @@
 """Counters, times and gauges of the server and of each of its models, for Prometheus."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -12,6 +13,12 @@ from quengine.serve.processes.shared_engine import Event, Failed, Finished, Piec
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Collected(Protocol):
+    """What gives families of metrics."""
+
+    def collect(self) -> Iterator[Metric]: ...
 
 
 class ServerMetrics:
@@ -91,6 +98,10 @@ class Metrics:
     def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
         """A number that is read when the metrics are."""
         Gauge(f"quengine_{name}", text, registry=self.registry).set_function(value)
+
+    def add(self, families: "Collected") -> None:
+        """Families that are made when the metrics are read."""
+        self.registry.register(families)  # type: ignore[arg-type]  # all that is asked of it is `collect`
 
     def observe(self, events: Sequence[Event]) -> None:
         """Count what came from the engine in a step."""

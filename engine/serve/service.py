@@ -23,6 +23,7 @@ from quengine.serve.processes.shared_engine import (
     Work,
 )
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.replicas.replica_metrics import ReplicaMetrics
 from quengine.serve.response_store import ResponseStore
 from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError, bad_request
 from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
@@ -61,6 +62,7 @@ class Service:
         metrics.gauge(
             "cache_size_tokens", "Positions that the cache has.", lambda: self.worker.stats.cache_size
         )
+        metrics.add(ReplicaMetrics(lambda: (*self.worker.stats.replicas, *self.worker.stats.prefill)))
         metrics.gauge("busy_seconds", "Time spent in steps.", lambda: self.worker.busy_seconds)
 
     @property
@@ -188,7 +190,7 @@ class Service:
                     if isinstance(event, Failed):
                         record.error = event.message
                         raise _failure(event)
-                    assert not isinstance(event, SlotDone)  # that is the end of an action
+                    assert isinstance(event, Piece | Finished)  # nothing else is of a completion
                     record.event(event)
                     left -= isinstance(event, Finished)
                     yield choice, event

@@ -22,6 +22,8 @@ _LIMITS = "Limits"
 _MAX_KEY_BYTES = 1 << 20
 _SECONDS = Range(above=0, high=sys.float_info.max, text="above 0, and finite")
 _COUNT = Range(0)
+MOST_REPLICAS = 64
+"""Engines behind one address."""
 
 
 def _names(texts: Iterable[str]) -> tuple[str, ...]:
@@ -142,7 +144,19 @@ class ServerSettings:
     ] = False
     host: Annotated[str, Flag("--host", "Address to listen on; a,b for several.")] = "127.0.0.1"
     port: Annotated[int, Range(0, 65535), Flag("--port", "Port to listen on; 0: any free one.")] = 8080
-    parallel: Annotated[int, Range(1), Flag("--parallel -np", "Most sequences computed at once.")] = 4
+    parallel: Annotated[
+        int, Range(1), Flag("--parallel -np", "Most sequences computed at once, by each engine.")
+    ] = 4
+    replicas: Annotated[
+        int,
+        Range(1, MOST_REPLICAS),
+        Flag("--replicas", "Engines behind this address, each on a GPU of its own (or --tensor-parallel)."),
+    ] = 1
+    prefill_replicas: Annotated[
+        int,
+        Range(0, MOST_REPLICAS),
+        Flag("--prefill-replicas", "Further engines, which compute long prompts for the others."),
+    ] = 0
     access_log: Annotated[bool, Flag("--access-log/--no-access-log", "Log a line for each request.")] = True
     slot_save_path: Annotated[
         Path | None, Flag("--slot-save-path", "Let /slots save prompts' keys and values here.", metavar="DIR")
@@ -183,6 +197,11 @@ class ServerSettings:
         ),
     ] = field(default_factory=SamplingParams)
 
+    @property
+    def engines(self) -> int:
+        """Of one model, all together."""
+        return self.replicas + self.prefill_replicas
+
     def __post_init__(self) -> None:
         if not self.hosts:
             raise EngineError("--host: there is no address in it")
@@ -191,6 +210,10 @@ class ServerSettings:
         if self.slot_save_path is not None and not self.slot_save_path.is_dir():
             raise EngineError(f"--slot-save-path {self.slot_save_path}: there is no such folder")
         check_ranges(self, "--{name} {value}")
+        if self.engines > 1 and self.models.several:
+            raise EngineError(
+                "--replicas and --prefill-replicas are of one model: leave --models-dir and --models-preset out"
+            )
         if self.sleep_s != -1 and not 0 < self.sleep_s < math.inf:
             raise EngineError(f"--sleep-idle-seconds {self.sleep_s:g}: must be above 0 s, or -1 for never")
         keys = dict.fromkeys((*self.api_keys, *_keys_of(self.api_key_file)))

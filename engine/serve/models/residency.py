@@ -159,7 +159,7 @@ class Residency:
         def make_worker(metrics: Metrics) -> Worker:
             return Worker(
                 lambda: self._launch(spec, partial(self._make_room, entry), check),
-                parallel=spec.settings.parallel,
+                parallel=spec.settings.parallel * spec.settings.replicas,
                 max_queue=spec.settings.limits.queue,
                 observe=metrics.observe,
                 stopped=lambda problem: self._stopped(entry, problem),

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 import torch
 
@@ -13,23 +14,35 @@ from quengine.sampler import TokenLogprobs
 from quengine.serve.processes.engine_slots import EngineSlots
 from quengine.serve.processes.shared_engine import (
     EngineStats,
+    EngineWork,
     Event,
     Finished,
     Piece,
+    Prefill,
     PromptProgress,
     SlotAction,
     SlotStats,
-    Work,
+    TakeBlocks,
     failed,
 )
 from quengine.serve.processes.shared_model import ServedModel, TextSide
+from quengine.serve.replicas.engine_handover import BlockReceiver, BlockSender, SharedBlocks
 
 logger = logging.getLogger("quengine.serve")
 
 
 class LLMEngine:
-    def __init__(self, llm: LLM) -> None:
+    """See the module docstring.
+
+    regions: descriptors of memory through which it is given blocks of prompts, or of the one through which it `sends`
+    them.
+    """
+
+    def __init__(self, llm: LLM, regions: Seq[int] = (), sends: bool = False) -> None:
         self._llm = llm
+        shared = [SharedBlocks(llm, descriptor) for descriptor in regions]
+        self._sender = BlockSender(llm, shared[0]) if sends else None
+        self._receiver = BlockReceiver(llm, shared)
         loaded = llm.loaded
         self.model = ServedModel(
             TextSide(
@@ -52,9 +65,16 @@ class LLMEngine:
 
     silent_seconds = 0.0
 
-    def add(self, request: Work) -> None:
+    def add(self, request: EngineWork) -> None:
         if isinstance(request, SlotAction):
             self._slots.begin(request)
+            return
+        if isinstance(request, TakeBlocks):
+            self._receiver.take(request)
+            return
+        if isinstance(request, Prefill):
+            assert self._sender is not None
+            self._start(request.id, self._sender.sequence(request))
             return
         if request.pooling is not None:
             sequence = self._llm.embedding_sequence(list(request.prompt), request.pooling)
@@ -65,20 +85,27 @@ class LLMEngine:
         sequence.arrived = request.arrived
         if request.score_prompt and request.params.logprobs is not None:
             sequence.scores = PromptScores(request.prompt, request.params.logprobs)
-        self._llm.scheduler.add(sequence)
-        self._requests[request.id] = sequence
-        self._slots.begun(sequence, request.slot)
+        self._start(request.id, sequence, request.slot)
         if request.progress:
             self._progress[request.id] = -1
 
+    def _start(self, request_id: int, sequence: LLMSequence, slot: int = -1) -> None:
+        self._llm.scheduler.add(sequence)
+        self._requests[request_id] = sequence
+        self._slots.begun(sequence, slot)
+
     def cancel(self, request_id: int) -> None:
         self._progress.pop(request_id, None)
+        if self._sender is not None:
+            self._sender.cancel(request_id)
         if (sequence := self._requests.pop(request_id, None)) is not None:  # else an action on a slot
             self._llm.scheduler.cancel(sequence)
             self._slots.ended(sequence)
 
     def step(self) -> list[Event]:
-        return self._slots.finished(alone=not self._requests) + self._step()
+        alone = not self._requests
+        events = self._slots.finished(alone) + self._receiver.events(alone) + self._step()
+        return events if self._sender is None else self._sender.after_step(events)
 
     def _step(self) -> list[Event]:
         ids = {sequence: request_id for request_id, sequence in self._requests.items()}

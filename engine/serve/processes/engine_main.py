@@ -21,13 +21,12 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.platform import bus_error, collector, cuda_start, log_lines, torch_import
 from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
+    Continuing,
     Engine,
+    EngineWork,
     Event,
     Failed,
     GenerationRequest,
-    Piece,
-    SlotAction,
-    Work,
     add,
     failed,
 )
@@ -139,7 +138,7 @@ class EngineLoop:
                 request = message.request
             except Exception as error:
                 return failed(message.request_id, error, "request")
-            if isinstance(request, SlotAction) or request.params.constraint is None:
+            if not isinstance(request, GenerationRequest) or request.params.constraint is None:
                 return self._add(request)
             self._prepare(request)
         return None
@@ -168,14 +167,16 @@ class EngineLoop:
             self._engine.cancel(request_id)
         self._preparing = {future: given for future, given in self._preparing.items() if given != request_id}
 
-    def _add(self, request: Work) -> Failed | None:
+    def _add(self, request: EngineWork) -> Failed | None:
         failure = add(self._engine, request)
         if failure is None:
             self._running.add(request.id)
         return failure
 
     def _send(self, events: list[Event]) -> None:
-        self._running.difference_update(event.request_id for event in events if not isinstance(event, Piece))
+        self._running.difference_update(
+            event.request_id for event in events if not isinstance(event, Continuing)
+        )
         now = time.monotonic()
         stats = None
         if now - self._stats_at > STATS_SECONDS or not self._running:
@@ -223,7 +224,7 @@ def load(connection: "Connection[Any, Any]") -> "LLMEngine":
     notes = tuple(llm.loaded.notes)
     device, memory = str(llm.loaded.device), llm.loaded.nbytes
     send(connection, Ready(llm.config.parallel, llm.ctx_size, device, memory, notes))
-    return LLMEngine(llm)
+    return LLMEngine(llm, wanted.regions, wanted.sends)
 
 
 def broken(error: Exception) -> Broken:

@@ -86,4 +86,5 @@ class EngineSlots:
             done = "restored from" if restores else "saved as"
             message = f"slot {action.slot} cannot be {done} {Path(action.path).name!r}: {error}"
             return failed(action.id, EngineError(message), "request" if restores else "engine")
-        return SlotDone(action.id, len(saved.token_ids), size, time.perf_counter() - began)
+        ids = tuple(saved.token_ids) if restores else ()
+        return SlotDone(action.id, len(saved.token_ids), size, time.perf_counter() - began, ids)

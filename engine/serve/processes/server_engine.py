@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.bus_error import install
 from quengine.serve.processes import shared_heartbeat
-from quengine.serve.processes.shared_engine import EngineStats, Event, Work
+from quengine.serve.processes.shared_engine import EngineStats, EngineWork, Event
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.processes.shared_wire import (
     Add,
@@ -47,6 +48,22 @@ class EngineFailedError(RuntimeError):
     """The engine's process has ended, or is of no use any more."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """What an engine has that is one of several of the same model (replicas/).
+
+    Attributes:
+        text: as another engine has it; None: it is read.
+        gpus: the CUDA devices that the process is to see, as CUDA_VISIBLE_DEVICES names them; None: all.
+        regions: descriptors of memory through which it is given blocks, or of the one through which it `sends` them.
+    """
+
+    text: TextSide | None = None
+    gpus: str | None = None
+    regions: tuple[int, ...] = ()
+    sends: bool = False
+
+
 class ProcessEngine:
     """See the module docstring; an `Engine`.
 
@@ -56,6 +73,7 @@ class ProcessEngine:
         progress: called with a line that says how far the weights are loaded.
         make_room: called with the bytes that the model needs, those that are free and the device, until it returns
             false: nothing has left the device since.
+        place: its part, where it is one of several.
 
     Raises:
         EngineError: no such model, or its file is wrong.
@@ -68,29 +86,34 @@ class ProcessEngine:
         options: Mapping[str, Any],
         progress: Callable[[str], None] = lambda _: None,
         make_room: Callable[[int, int, str], bool] = lambda *_: False,
+        place: Place | None = None,
     ) -> None:
-        self._start("quengine.serve.processes.engine_main")
+        place = place or Place()
+        self._start("quengine.serve.processes.engine_main", place)
         try:
-            self._send(Load(model, options))
+            self._send(Load(model, options, place.regions, place.sends))
             install()  # this process reads the mapped vocabulary as long as it serves
-            # While the process begins.
-            text = TextSide.of_file(resolve_model(model), options.get("chat_template"))
-            text.tokenizer.prepare()
+            text = place.text
+            if text is None:  # while the process begins
+                text = TextSide.of_file(resolve_model(model), options.get("chat_template"))
+                text.tokenizer.prepare()
             ready = self._loaded(progress, make_room)
         except BaseException:
             self._process.kill()
             self.close()
             raise
         cache_type = str(options.get("cache_type", "f16"))
+        self.text = text
         self.model = ServedModel(text, ready.ctx_size, ready.notes, ready.device, cache_type, ready.memory)
         _ = self.model.answer_format  # found now, and not with the first request
         self.capacity = ready.capacity
 
-    def _start(self, module: str) -> None:
+    def _start(self, module: str, place: Place | None = None) -> None:
         """Start the engine's process, which runs `module`, with a pipe to it and its heartbeat."""
         self._stats = EngineStats()
         self._events: list[Event] = []
         self._connection, theirs = multiprocessing.Pipe()
+        place = place or Place()
         with tempfile.TemporaryFile(buffering=0) as shared:
             shared.truncate(shared_heartbeat.SIZE)
             passed = [theirs.fileno(), shared.fileno()]
@@ -99,8 +122,9 @@ class ProcessEngine:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, passed), *verbose],
                 stdin=subprocess.DEVNULL,
-                pass_fds=passed,
+                pass_fds=[*passed, *place.regions],
                 start_new_session=True,
+                env=None if place.gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": place.gpus},
             )
             self._heartbeat = shared_heartbeat.Heartbeat(os.dup(shared.fileno()))
         theirs.close()
@@ -115,7 +139,16 @@ class ProcessEngine:
     def silent_seconds(self) -> float:
         return self._heartbeat.age
 
-    def add(self, request: Work) -> None:
+    @property
+    def has_events(self) -> bool:
+        """Whether `step` would return, or raise, at once."""
+        return bool(self._events) or self._connection.poll()
+
+    def fileno(self) -> int:
+        """Of the connection, for `multiprocessing.connection.wait`."""
+        return self._connection.fileno()
+
+    def add(self, request: EngineWork) -> None:
         self._send(Add.of(request))
 
     def cancel(self, request_id: int) -> None:

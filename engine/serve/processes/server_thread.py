@@ -22,6 +22,7 @@ from quengine.serve.processes.shared_engine import (
     Piece,
     Work,
     add,
+    failure_message,
 )
 
 logger = logging.getLogger("quengine.serve")
@@ -151,6 +152,8 @@ class Worker:
         engine, began = self.engine, self._step_began
         if engine is not None and (silent := engine.silent_seconds) > SILENT_SECONDS:
             return f"the engine has not answered for {silent:.0f} s"
+        if (replicas := self.stats.replicas) and not any(each.up for each in replicas):
+            return f"none of the {len(replicas)} replicas is up"
         if began is not None and (taken := time.perf_counter() - began) > STEP_SECONDS:
             return f"the engine has been in one step for {taken:.0f} s"
         return None
@@ -246,9 +249,7 @@ class Worker:
                 logger.exception("the engine has failed")
                 if self.state != "draining":
                     self._enter("restarting")
-                self._fail_running(
-                    f"the engine failed ({type(error).__name__}: {error}) and is starting again"
-                )
+                self._fail_running(failure_message(error))
                 self.engine = None
                 engine.close()
                 if failures >= MAX_RESTARTS:

@@ -66,7 +66,28 @@ class SlotAction(msgspec.Struct, tag=True):
     id: int = msgspec.field(default_factory=_ids.__next__)
 
 
+class Prefill(msgspec.Struct, tag=True):
+    """Compute a prompt for another engine, and hand over its blocks from `first` on (replicas/engine_handover.py)."""
+
+    prompt: Sequence[int]
+    first: int = 0
+    id: int = msgspec.field(default_factory=_ids.__next__)
+
+
+class TakeBlocks(msgspec.Struct, tag=True):
+    """Take the blocks that lie in a part of a region into the cache: of each group of layers those of the indices
+    `held`, of the prefix whose blocks have these `keys` [32 bytes each]."""
+
+    keys: bytes
+    held: Sequence[Sequence[int]]
+    region: int
+    part: int
+    id: int = msgspec.field(default_factory=_ids.__next__)
+
+
 Work = GenerationRequest | SlotAction
+"""What is asked of a model."""
+EngineWork = Work | Prefill | TakeBlocks
 """What an engine takes."""
 
 
@@ -119,32 +140,87 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class SlotDone(msgspec.Struct, frozen=True, tag=True):
-    """The end of an action on a slot of so many tokens, with the bytes of its file and the seconds that it took."""
+    """The end of an action on a slot of so many tokens, with the bytes of its file and the seconds that it took.
+
+    `token_ids`: of a prefix that was restored.
+    """
 
     request_id: int
     tokens: int
     nbytes: int = 0
     seconds: float = 0.0
+    token_ids: tuple[int, ...] = ()
 
 
-Event = Piece | Finished | Failed | SlotDone
+class BlocksReady(msgspec.Struct, frozen=True, tag=True):
+    """Blocks of a prompt, of each group of layers those of the indices `held`, lie in a part of the engine's region;
+    all up to the index `end` have now been handed over."""
+
+    request_id: int
+    part: int
+    end: int
+    held: Sequence[Sequence[int]]
+
+
+class Prefilled(msgspec.Struct, frozen=True, tag=True):
+    """A prompt is computed and handed over: `cached_tokens` of it were in the cache, and it took so many seconds."""
+
+    request_id: int
+    cached_tokens: int
+    seconds: float
+
+
+class BlocksTaken(msgspec.Struct, frozen=True, tag=True):
+    """What `TakeBlocks` named has been read."""
+
+    request_id: int
+
+
+Event = Piece | Finished | Failed | SlotDone | BlocksReady | Prefilled | BlocksTaken
+
+Continuing = (Piece, BlocksReady)
+"""Events that do not end what they are of."""
 
 
 class SlotStats(msgspec.Struct, frozen=True):
-    """How far one running sequence is, in tokens. `computed` are those in the cache, prompt included."""
+    """How far one running sequence is, in tokens. `computed` are those in the cache, prompt included; `replica`: the
+    number of the engine that it is in, where there are several."""
 
     request_id: int
     prompt_tokens: int
     computed: int
     generated: int
+    replica: int | None = None
+
+
+class ReplicaStats(msgspec.Struct):
+    """One of several engines: whether it takes requests, how many it has, and what it has done since the server began.
+
+    `requests` were given to it, `moved` went to another one when it failed; `cached_tokens` of the `prompt_tokens` were
+    in its cache. `failures`: how often it had to be started again.
+    """
+
+    up: bool
+    running: int = 0
+    cache_used: int = 0
+    cache_size: int = 0
+    requests: int = 0
+    moved: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    failures: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """What the engine holds. `cache_used` and `cache_size` are positions of keys and values."""
+    """What the engine holds. `cache_used` and `cache_size` are positions of keys and values. `replicas`: of several
+    engines behind one address each, by number; `prefill`: of those that compute prompts for them."""
 
     slots: tuple[SlotStats, ...] = ()
     cache_used: int = 0
     cache_size: int = 0
+    replicas: tuple[ReplicaStats, ...] = ()
+    prefill: tuple[ReplicaStats, ...] = ()
 
 
 class Engine(Protocol):
@@ -162,7 +238,7 @@ class Engine(Protocol):
         """How many sequences it takes at once."""
         ...
 
-    def add(self, request: Work) -> None:
+    def add(self, request: EngineWork) -> None:
         """Take a sequence, or an action on a slot. Raises EngineError where it cannot be computed."""
         ...
 
@@ -188,13 +264,18 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-def add(engine: Engine, request: Work) -> Failed | None:
+def add(engine: Engine, request: EngineWork) -> Failed | None:
     """Give an engine a sequence; the reason why it cannot be computed, if so."""
     try:
         engine.add(request)
     except Exception as error:
         return failed(request.id, error, "request")
     return None
+
+
+def failure_message(error: BaseException) -> str:
+    """What the requests are told that an engine computed when it failed."""
+    return f"the engine failed ({type(error).__name__}: {error}) and is starting again"
 
 
 def failed(request_id: int, error: BaseException, to_blame: Literal["request", "engine"]) -> Failed:

@@ -11,16 +11,21 @@ import msgspec
 
 from quengine.serve.processes.shared_engine import (
     EngineStats,
+    EngineWork,
     Event,
-    Work,
 )
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """To the engine, first: the model's name, and what else `LLM` is given."""
+    """To the engine, first: the model's name, and what else `LLM` is given.
+
+    `regions`: descriptors of memory through which it is given blocks, or of the one through which it `sends` them.
+    """
 
     model: str
     options: Mapping[str, Any]
+    regions: tuple[int, ...] = ()
+    sends: bool = False
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
@@ -31,12 +36,12 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     encoded: msgspec.Raw
 
     @classmethod
-    def of(cls, request: Work) -> "Add":
+    def of(cls, request: EngineWork) -> "Add":
         """Raises OverflowError, UnicodeError or TypeError for a value that has no form on the wire."""
         return cls(request.id, msgspec.Raw(_encoder.encode(request)))
 
     @property
-    def request(self) -> Work:
+    def request(self) -> EngineWork:
         """Raises msgspec.MsgspecError for what is none."""
         return _request.decode(self.encoded)
 
@@ -100,7 +105,7 @@ ToEngine = Load | Add | Cancel | RoomMade
 FromEngine = Room | Progress | Ready | Step | Broken
 
 _encoder = msgspec.msgpack.Encoder()
-_request: msgspec.msgpack.Decoder[Work] = msgspec.msgpack.Decoder(Work)
+_request: msgspec.msgpack.Decoder[EngineWork] = msgspec.msgpack.Decoder(EngineWork)
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 

@@ -47,6 +47,8 @@ def _slots(service: Service) -> list[dict[str, Any]]:
                 "n_computed": of_request.computed,
                 "n_decoded": of_request.generated,
             }
+            if of_request.replica is not None:
+                entry["replica"] = of_request.replica
         entries.append(entry)
     return entries
 

@@ -30,7 +30,13 @@ async def health(models: Models, request: Request) -> Response:
     if models.draining:
         raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
     sleeping = models.only is not None and models.only.asleep
-    return json_response({"status": "ok", **({"is_sleeping": True} if sleeping else {})})
+    status: dict[str, Any] = {"status": "ok", **({"is_sleeping": True} if sleeping else {})}
+    if models.only is not None:
+        stats = models.only.service.worker.stats
+        for name, replicas in (("replicas", stats.replicas), ("prefill_replicas", stats.prefill)):
+            if replicas:
+                status[name] = {"up": sum(each.up for each in replicas), "of": len(replicas)}
+    return json_response(status)
 
 
 async def metrics(models: Models, request: Request) -> Response:

@@ -1,0 +1,148 @@
+"""Server process: the engines that compute prompts for others, and the blocks on their way.
+
+A prompt's blocks go in parts of a region, while the rest of it is computed. Each part is taken by the replica that the
+request goes to, which then has the prompt in its cache when it is given the request. What is not handed over, as when
+a prefill engine fails, that replica computes itself.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.serve.processes.server_engine import EngineFailedError
+from quengine.serve.processes.shared_engine import (
+    BlocksReady,
+    Event,
+    GenerationRequest,
+    Prefill,
+    Prefilled,
+    TakeBlocks,
+)
+from quengine.serve.replicas.replica import Handed, Replica, Routed
+from quengine.serve.replicas.shared_region import PARTS, BlockRegion
+
+LEAST_TOKENS = 256
+"""Of a prompt that no replica has in its cache: fewer are computed beside the running requests in a moment."""
+
+
+@dataclass
+class _Open:
+    """A prompt that is computed. `target`: the replica that has the request, and knows its first `known` tokens."""
+
+    routed: Routed
+    target: Replica
+    prefiller: Replica
+    known: int
+
+
+@dataclass
+class _Part:
+    """A part of a region that a replica reads."""
+
+    reader: Replica
+    region: int
+    part: int
+
+
+class PrefillPool:
+    """See the module docstring. descriptors: of the region of each replica."""
+
+    def __init__(self, replicas: Sequence[Replica], descriptors: Sequence[int]) -> None:
+        self.replicas = replicas
+        self._regions = [BlockRegion(descriptor) for descriptor in descriptors]
+        self._open: dict[int, _Open] = {}
+        self._parts: dict[int, _Part] = {}
+
+    def begin(self, routed: Routed, target: Replica) -> bool:
+        """Have the prompt of a request computed for a replica; False where that does so itself."""
+        request = routed.request
+        able = [replica for replica in self.replicas if replica.answers and not self.is_blocked(replica)]
+        if not able or not isinstance(request, GenerationRequest):
+            return False
+        if request.pooling is not None or request.score_prompt:  # their rows are wanted, and not the cache
+            return False
+        first = target.index.known(routed.keys)
+        if len(request.prompt) - first * BLOCK_SIZE < LEAST_TOKENS:
+            return False
+        chosen = max(able, key=lambda each: (each.index.known(routed.keys), -each.prompt_tokens))
+        prefill = Prefill(request.prompt, first)
+        chosen.reserve(prompt := Routed(prefill, keys=routed.keys))
+        try:
+            chosen.send(prompt)
+        except EngineFailedError:  # the next step finds that out
+            chosen.drop(prompt, moved=True)
+            return False
+        self._open[prefill.id] = _Open(routed, target, chosen, first * BLOCK_SIZE)
+        return True
+
+    def accept(self, prefiller: Replica, events: Sequence[Event]) -> list[Routed]:
+        """Take what a prefill engine has done; the requests whose prompts are handed over, or have failed."""
+        ready = []
+        for event in events:
+            entry = self._open.get(event.request_id)
+            if isinstance(event, BlocksReady):
+                self._hand_over(prefiller, entry, event)
+                continue
+            prefiller.requests.pop(event.request_id, None)
+            if entry is not None:
+                del self._open[event.request_id]
+                if isinstance(event, Prefilled):
+                    prefiller.counts.prompt_tokens += len(entry.routed.keys) * BLOCK_SIZE
+                    prefiller.counts.cached_tokens += event.cached_tokens
+                    entry.routed.handed = Handed(max(entry.known, event.cached_tokens), event.seconds)
+                ready.append(entry.routed)
+        return ready
+
+    def _hand_over(self, prefiller: Replica, entry: _Open | None, event: BlocksReady) -> None:
+        region = self.replicas.index(prefiller)
+        if entry is None or entry.target.engine is None:
+            self._regions[region].free(event.part)
+            return
+        keys = b"".join(entry.routed.keys[: event.end])
+        take = TakeBlocks(keys, event.held, region, event.part)
+        self._parts[take.id] = _Part(entry.target, region, event.part)
+        with suppress(EngineFailedError):  # the next step finds that out
+            entry.target.engine.add(take)
+
+    def taken(self, request_id: int) -> None:
+        """A replica has read a part."""
+        if (read := self._parts.pop(request_id, None)) is not None:
+            self._regions[read.region].free(read.part)
+
+    def cancel(self, routed: Routed) -> None:
+        """A request does not need its prompt any more."""
+        for prefill_id, entry in list(self._open.items()):
+            if entry.routed is routed:
+                del self._open[prefill_id]
+                entry.prefiller.requests.pop(prefill_id, None)
+                if entry.prefiller.engine is not None:
+                    with suppress(EngineFailedError):
+                        entry.prefiller.engine.cancel(prefill_id)
+
+    def reader_failed(self, replica: Replica) -> None:
+        """The process that reads has ended."""
+        for request_id, read in list(self._parts.items()):
+            if read.reader is replica:
+                self.taken(request_id)
+
+    def is_blocked(self, prefiller: Replica) -> bool:
+        """Whether all its parts are with replicas that do not answer."""
+        region = self.replicas.index(prefiller)
+        stuck = [read for read in self._parts.values() if read.region == region and read.reader.silent]
+        return len(stuck) == PARTS
+
+    def abandon(self, prefiller: Replica) -> list[Routed]:
+        """One that computes does not go on; the requests that it had, which their own replicas compute."""
+        left = [entry.routed for entry in self._open.values() if entry.prefiller is prefiller]
+        for routed in left:
+            self.cancel(routed)
+        return left
+
+    def prefiller_failed(self, replica: Replica) -> list[Routed]:
+        """The same, of one whose process has ended: what it had written and not announced is free."""
+        region = self.replicas.index(replica)
+        reading = {read.part for read in self._parts.values() if read.region == region}
+        for part in set(range(PARTS)) - reading:
+            self._regions[region].free(part)
+        return self.abandon(replica)
