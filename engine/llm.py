@@ -67,8 +67,9 @@ class LLM:
 
     @configured_by(EngineConfig)
     def __init__(self, model: str | Path, config: EngineConfig) -> None:
-        self.config = config
         self.loaded = load_model(model, config, config.progress)
+        ranks = self.loaded.ranks
+        self.config = replace(config, tensor_parallel=1 if ranks is None else ranks.count)
         self.tokenizer = self.loaded.tokenizer
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
         self.chat_template = self.loaded.checkpoint.chat_template(config.chat_template)

@@ -129,7 +129,8 @@ class CudaGraphs:
     def keys(self) -> list[GraphKey]:
         """The steps that ordinary requests come to, largest first."""
         mixed = (MIXED_CHUNK["cuda"],) if self.slots == 1 else (MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
-        return expected_keys(self.slots, self.decoder.chunk_size, *mixed)
+        keys = expected_keys(self.slots, self.decoder.chunk_size, *mixed)
+        return [key for key in keys if self._captures(key)]
 
     @property
     def captured(self) -> list[GraphKey]:
@@ -141,7 +142,7 @@ class CudaGraphs:
         So are decode steps whose logits are wanted: those that choose tokens are run by `launch`.
         """
         key = prefill_key([len(part.ids) for part in rows]) if phase == "prefill" else None
-        if key is None:
+        if key is None or not self._captures(key):
             return None
         self._seen[key] += 1
         return key if key in self._steps or self._seen[key] >= CAPTURED_AT else None
@@ -224,7 +225,7 @@ class CudaGraphs:
     def capture_next(self) -> bool:
         """Capture one more of the steps that rarer requests come to; False where there is none left."""
         keys = rarer_keys(self.slots, self.prefill_tokens) if self.slots > 1 else ()
-        key = next((each for each in keys if each not in self._steps), None)
+        key = next((each for each in keys if each not in self._steps and self._captures(each)), None)
         if key is not None:
             with self.together(Capture(key)):
                 self.capture(key)
@@ -253,6 +254,12 @@ class CudaGraphs:
         history = torch.zeros(inputs.rows, self._history.shape[1], dtype=torch.int32, device=device)
         chosen = ChosenTokens.allocate(self._chosen.tokens.shape[0], inputs.rows, device)
         return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows), chosen)
+
+    def _captures(self, key: GraphKey) -> bool:
+        """Ranks capture a step together, and must drop it together: those with other layers may have other buffers to
+        replace, and so capture what is never dropped."""
+        stays = key.phase == "decode" and key.rows <= UNMOVED_ROWS
+        return stays or self.decoder.config.stage is None
 
     def _run(self, key: GraphKey) -> Tensor:
         if key.sampling is None:

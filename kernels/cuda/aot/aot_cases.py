@@ -132,8 +132,13 @@ def cases() -> list[Case]:
     """All cases, those that take longest first."""
     return [
         *_model_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(),
-        *_sampling_cases(), *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_decode))),
+        *_sampling_cases(),
+        *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_rank_steps()))),
     ]  # fmt: skip
+
+
+def _rank_steps() -> list[ForwardBatch]:
+    return [_decode(1), _decode(16), _prefill(PREFILL_ROWS)]
 
 
 def _model_cases() -> Iterator[Case]:
