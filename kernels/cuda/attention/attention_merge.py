@@ -50,19 +50,19 @@ def _load_splits(
 @gluon.jit
 def merged_splits(
     acc_ptr, state_ptr, head, splits,
-    HEADS: gl.constexpr, SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
+    PARTS: gl.constexpr, HEADS: gl.constexpr, SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """All KV splits of a group's heads: row_sum [HEADS] and acc fp32 [HEADS, HEAD_DIM]."""
+    """All KV splits of a group's heads, PARTS of them at a time: row_sum [HEADS] and acc fp32 [HEADS, HEAD_DIM]."""
     ROWS: gl.constexpr = gl.SliceLayout(0, F)
     STATE: gl.constexpr = gl.SliceLayout(1, ROWS)
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     G: gl.constexpr = gl.BlockedLayout(
-        [2 * F.size_per_thread[0], 1, F.size_per_thread[2]], F.threads_per_warp, F.warps_per_cta, F.order
+        [PARTS, 1, F.size_per_thread[2]], F.threads_per_warp, F.warps_per_cta, F.order
     )
     row_max = gl.full([HEADS], LOWEST, gl.float32, STATE)
     row_sum = gl.zeros([HEADS], gl.float32, STATE)
     acc = gl.zeros([HEADS, HEAD_DIM], gl.float32, ROWS)
-    for s in range(0, splits, G.size_per_thread[0]):
+    for s in range(0, splits, PARTS):
         parts = _load_splits(acc_ptr, state_ptr, head, s, splits, HEADS, SHAPE, SPLITS, G)
         part_max, part_sum, part_acc = merged(parts[0], parts[1], parts[2], G)
         part_max = gl.convert_layout(part_max, STATE, assert_trivial=True)

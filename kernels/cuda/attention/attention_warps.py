@@ -40,6 +40,9 @@ from quengine.kernels.cuda.attention.attention_operands import (
 from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers, q8_0_codes
 from quengine.kernels.cuda.gemm.mma import uses_assembly
 
+_KEYS = gl.constexpr(16)
+"""Keys of a warp at a time: 16 or 32."""
+
 _LOG2_E = gl.constexpr(LOG2_E)
 
 FEW_PROGRAMS = 264
@@ -48,13 +51,11 @@ half of the registers; fewer should not, since they would fill some multiprocess
 
 
 class SplitShape(NamedTuple):
-    """Warps of a program, how many keys a KV split has at least, a multiple of what the warps read at once, and keys of
-    a warp at a time, 16 or 32. early: the consumer's programs start when these do, and not when they have read their
-    keys, beside them where these fill the device."""
+    """Warps of a program, and how many keys a KV split has at least: a multiple of what the warps read at once. early:
+    the consumer's programs start when these do, and not when they have read their keys."""
 
     warps: int
     least: int
-    keys: int = 16
     early: bool = False
 
 
@@ -63,9 +64,6 @@ FINE = SplitShape(8, 128, early=True)
 
 COARSE = SplitShape(4, 512)
 """In batches, where other sequences fill the device: several programs on a multiprocessor, and less to combine."""
-
-FINE_Q8_0 = SplitShape(8, 128, 16)
-"""A q8_0 key has half the bytes, so as many are on their way with twice the keys."""
 
 
 def takes(qkv: Tensor, spec: AttentionSpec) -> bool:
@@ -247,7 +245,13 @@ def _finish(
         last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
         if last:
             gl.store(arrivals, 0)
-            row_sum, out = merged_splits(acc_ptr, state_ptr, head, splits, HEADS, SHAPE, SPLITS, F)
+            MANY: gl.constexpr = 2 * F.size_per_thread[0]
+            if splits > MANY // 2:
+                row_sum, out = merged_splits(acc_ptr, state_ptr, head, splits, MANY, HEADS, SHAPE, SPLITS, F)
+            else:
+                row_sum, out = merged_splits(
+                    acc_ptr, state_ptr, head, splits, MANY // 2, HEADS, SHAPE, SPLITS, F
+                )
     if last:
         out = out / gl.expand_dims(row_sum, 1)
         store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
@@ -291,7 +295,7 @@ def _attention_warps_kernel(
     """Programs (key-value head, KV split, sequence). HEADS: 4 or 8, heads there is room for. sink_ptr: [heads], or
     None."""
     WARPS: gl.constexpr = SPLIT.warps
-    KEYS: gl.constexpr = SPLIT.keys
+    KEYS: gl.constexpr = _KEYS
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     GROUP: gl.constexpr = SHAPE.group
     ALL_HEADS: gl.constexpr = SHAPE.kv_heads * GROUP
@@ -459,7 +463,7 @@ def launch_warps(given: DecodeArguments) -> None:
     sums in fp32, in an order that follows from the position alone. Source: Dao et al. 2023 (Flash-Decoding).
     """
     q8_0 = given.layer.k_scale is not None
-    split = COARSE if given.coarse else FINE_Q8_0 if q8_0 else FINE
+    split = COARSE if given.coarse else FINE
     _attention_warps_kernel[given.grid(split.least, more=1)](
         *given.inputs(), cache_pointers(given.layer), *given.results(), **given.constants(),
         Q8=q8_0, HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,

@@ -25,8 +25,11 @@ from quengine.kernels.cuda.gemm.fragments import (
 )
 from quengine.kernels.cuda.gemm.mma import mma_int8
 
-MOST_UNROLLED = tl.constexpr(4)
-"""Chunks a warp up to which the loop is unrolled: more are no faster, and each takes some seconds to compile."""
+MOST_UNROLLED = tl.constexpr(8)
+"""Chunks a warp up to which the loop may be unrolled: each takes some seconds to compile."""
+
+_FEW = tl.constexpr(4)
+"""More are read one ahead in a loop, which is as fast."""
 
 
 @triton.jit
@@ -217,13 +220,14 @@ def tile_dots(queue, matrix, x, tile, k_warp, lane, P: tl.constexpr):
     used, the first ones by `start_tile`, whose result is `queue`.
     P.early: the activations of the next chunk are loaded before the weights after them. Loads come back in order, so
     near ones issued after far ones wait; but they take 20 registers, which can cost more.
-    More than MOST_UNROLLED chunks a warp run as a loop, one chunk ahead, whatever P.ahead and P.early say.
+    More than MOST_UNROLLED chunks a warp, or than four of which one is read ahead, run as a loop, one chunk ahead,
+    whatever P.early says.
     """
     ROUNDS: tl.constexpr = P.rounds
     plane = tl.where((lane & 4) == 0, x.high.to(tl.int64), x.low.to(tl.int64)).to(tl.pointer_type(tl.int64))
     nothing = (lane & 0).to(tl.float32)
     acc = (nothing, nothing)
-    if ROUNDS > MOST_UNROLLED:
+    if ROUNDS > MOST_UNROLLED or (P.ahead == 1 and ROUNDS > _FEW):
         return _in_a_loop(acc, queue[0], matrix, plane, x, tile, k_warp, lane, P)
     if P.early:
         loaded = _load_activations(plane, x, k_warp, lane, 0, P)

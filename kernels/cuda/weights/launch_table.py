@@ -333,13 +333,13 @@ def default_geometry(part: PackedPart, kind: str) -> Geometry:
 
 def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS) -> Geometry:
     """A tile by up to so many warps, each of which has a chunk or more, and the largest limit on the registers with
-    which programs take the fewest waves. Warps that check for the edge take more than such a limit."""
+    which programs take the fewest waves. Warps that check for the edge of a few chunks take more than such a limit."""
     k_warps = 1
     while k_warps < most_warps and 2 * k_warps <= part.chunks:
         k_warps *= 2
     while k_warps < 32 and part.chunks > _MOST_ROUNDS * k_warps:
         k_warps *= 2
-    if part.chunks % k_warps or part.layout.chunk != 256:
+    if limits is not _LONG_LIMITS and (part.chunks % k_warps or part.layout.chunk != 256):
         return Geometry(1, k_warps, 1, 0, True)
 
     def waves(registers: int) -> int:
