@@ -6,8 +6,8 @@ are a choice of their own), and the program that finishes last combines them in 
 depend on what runs beside it. Positions are read from device memory: one captured launch serves every length. There is
 no mask: a split begins at the first key that the window leaves visible, and table entries before it are not read.
 
-Two kernels: attention_warps.py wins for fp16 caches with heads of 64 or 128 and groups of up to 8, on a GPU;
-attention_tiles.py takes every other head and cache.
+Two kernels: attention_warps.py wins for heads of 64 or 128 and groups of up to 8, on a GPU; attention_tiles.py takes
+every other head.
 """
 
 from typing import TypeVar
@@ -73,7 +73,7 @@ def attention_decode(
     given = DecodeArguments(
         qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride
     )
-    if takes(qkv, spec, layer.k_scale is not None):
+    if takes(qkv, spec):
         launch_warps(given)
     else:
         launch_tiles(given)

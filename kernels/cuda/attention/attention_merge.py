@@ -28,38 +28,46 @@ def merged(row_max, row_sum, acc, F: gl.constexpr):
 @gluon.jit
 def _load_splits(
     acc_ptr, state_ptr, head, first, splits,
-    SHAPE: gl.constexpr, HEADS: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
+    HEADS: gl.constexpr, SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """Splits first, first + 1, ... of a group's heads, which other programs have left: what `merged` takes."""
+    """Splits first, first + 1, ... of a group's heads, which other programs have left: what `merged` takes. Instead of
+    heads and splits that there are none of, the last ones are read again, without weight."""
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     STATES: gl.constexpr = gl.SliceLayout(2, F)
     PARTS: gl.constexpr = F.size_per_thread[0]
     s = gl.expand_dims(first + gl.arange(0, PARTS, layout=gl.SliceLayout(1, STATES)), 1)
     member = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, STATES)), 0)
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, F)))
-    live = (s < splits) & (member < SHAPE.group)
-    at = (head + member) * SPLITS + s
+    at = (head + gl.minimum(member, SHAPE.group - 1)) * SPLITS + gl.minimum(s, splits - 1)
     # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
-    row_max = gl.load(state_ptr + at * 2, mask=live, other=LOWEST, cache_modifier=".cg")
-    row_sum = gl.load(state_ptr + at * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+    state = gl.load(state_ptr.to(gl.pointer_type(gl.int64)) + at, cache_modifier=".cg")
     address = acc_ptr + gl.expand_dims(at, 2) * HEAD_DIM + gl.expand_dims(gl.expand_dims(column, 0), 0)
-    return row_max, row_sum, gl.load(address, mask=gl.expand_dims(live, 2), other=0.0, cache_modifier=".cg")
+    acc = gl.load(address, cache_modifier=".cg")
+    row_max = gl.where(s < splits, state.to(gl.int32).to(gl.float32, bitcast=True), LOWEST)
+    return row_max, (state >> 32).to(gl.int32).to(gl.float32, bitcast=True), acc
 
 
 @gluon.jit
 def merged_splits(
     acc_ptr, state_ptr, head, splits,
-    SHAPE: gl.constexpr, HEADS: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
+    PARTS: gl.constexpr, HEADS: gl.constexpr, SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """All KV splits of a group's heads: row_sum [HEADS] and acc fp32 [HEADS, HEAD_DIM]."""
-    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    """All KV splits of a group's heads, PARTS of them at a time: row_sum [HEADS] and acc fp32 [HEADS, HEAD_DIM]."""
     ROWS: gl.constexpr = gl.SliceLayout(0, F)
-    row_max = gl.full([HEADS], LOWEST, gl.float32, gl.SliceLayout(1, ROWS))
-    row_sum = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, ROWS))
+    STATE: gl.constexpr = gl.SliceLayout(1, ROWS)
+    HEAD_DIM: gl.constexpr = SHAPE.head_dim
+    G: gl.constexpr = gl.BlockedLayout(
+        [PARTS, 1, F.size_per_thread[2]], F.threads_per_warp, F.warps_per_cta, F.order
+    )
+    row_max = gl.full([HEADS], LOWEST, gl.float32, STATE)
+    row_sum = gl.zeros([HEADS], gl.float32, STATE)
     acc = gl.zeros([HEADS, HEAD_DIM], gl.float32, ROWS)
-    for s in range(0, splits, F.size_per_thread[0]):
-        parts = _load_splits(acc_ptr, state_ptr, head, s, splits, SHAPE, HEADS, SPLITS, F)
-        part_max, part_sum, part_acc = merged(parts[0], parts[1], parts[2], F)
+    for s in range(0, splits, PARTS):
+        parts = _load_splits(acc_ptr, state_ptr, head, s, splits, HEADS, SHAPE, SPLITS, G)
+        part_max, part_sum, part_acc = merged(parts[0], parts[1], parts[2], G)
+        part_max = gl.convert_layout(part_max, STATE, assert_trivial=True)
+        part_sum = gl.convert_layout(part_sum, STATE, assert_trivial=True)
+        part_acc = gl.convert_layout(part_acc, ROWS, assert_trivial=True)
         new_max = gl.maximum(row_max, part_max)
         old = gl.exp2(row_max - new_max)
         new = gl.exp2(part_max - new_max)

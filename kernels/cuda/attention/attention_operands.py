@@ -23,26 +23,44 @@ def threads(N: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def key_words(row, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):
-    """Where a thread's words (two columns each) of its warp's KEYS keys lie, and the number of each one's key:
-    [threads, KEYS * HEAD_DIM / 64].
+def key_words(row, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr, Q8: gl.constexpr):
+    """Where a thread's words (two columns each, of q8_0 four codes) of its warp's KEYS keys lie, and the number of each
+    one's key: fp16 [threads, KEYS * HEAD_DIM / 64]; of q8_0 those of the first 32 columns [threads, KEYS / 4], the next
+    32 being 8 words on.
 
-    m = (g, b, e / 2): columns 32 b + 8 c + e of key r + 8 g. row: that of the first key [threads, 1].
+    m = (g, b, e's word): columns 32 b + 8 c + e of key r + 8 g. row: that of the first key [threads, 1].
     """
-    ROW: gl.constexpr = HEAD_DIM // 2
-    _, r, c, m = threads(KEYS * ROW // 32, WARPS)
-    group = m // (ROW // 4)
-    return (row + r) * ROW + 4 * c + (7 * ROW * group + 16 * (m // 4) + m % 4), r + 8 * group
+    ROW: gl.constexpr = HEAD_DIM // 4 if Q8 else HEAD_DIM // 2
+    PART: gl.constexpr = 8 if Q8 else ROW
+    WORDS: gl.constexpr = 2 if Q8 else 4
+    _, r, c, m = threads(KEYS * PART // 32, WARPS)
+    group = m // (PART // 4)
+    at = (8 * ROW - PART) * group + 4 * WORDS * (m // WORDS) + m % WORDS
+    row = gl.convert_layout(row, r.type.layout, assert_trivial=True)
+    return (row + r) * ROW + WORDS * c + at, r + 8 * group
 
 
 @gluon.jit
-def value_words(row, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr):
-    """As `key_words`, for values: m = (g, e, j, i / 2): columns 64 j + 8 r + i of key 8 g + 2 c + e."""
-    ROW: gl.constexpr = HEAD_DIM // 2
-    _, r, c, m = threads(KEYS * ROW // 32, WARPS)
-    part = m // (ROW // 8)
+def value_words(row, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr, Q8: gl.constexpr):
+    """As `key_words`, for values: m = (g, e, j, i's word): columns 64 j + 8 r + i, of q8_0 4 r + i, of key
+    8 g + 2 c + e."""
+    ROW: gl.constexpr = HEAD_DIM // 4 if Q8 else HEAD_DIM // 2
+    PART: gl.constexpr = 8 if Q8 else ROW
+    WORDS: gl.constexpr = 1 if Q8 else 4
+    _, r, c, m = threads(KEYS * PART // 32, WARPS)
+    part = m // (PART // 8)
     key = 8 * (part // 2) + 2 * c + part % 2
-    return (row + key) * ROW + 4 * r + (32 * (m // 4) - ROW * part + m % 4), key
+    row = gl.convert_layout(row, r.type.layout, assert_trivial=True)
+    return (row + key) * ROW + WORDS * r + (8 * WORDS * (m // WORDS) - PART * part + m % WORDS), key
+
+
+@gluon.jit
+def scale_words(row, KEYS: gl.constexpr, WARPS: gl.constexpr):
+    """As `key_words`, for the scales of keys or values in a q8_0 cache, a word of as many bits as a row of them has:
+    [threads, KEYS / 8], that of key r + 8 m."""
+    _, r, _, m = threads(KEYS // 8, WARPS)
+    row = gl.convert_layout(row, r.type.layout, assert_trivial=True)
+    return row + (r + 8 * m), r + 8 * m
 
 
 @gluon.jit
@@ -55,10 +73,34 @@ def _halves(words):
 
 
 @gluon.jit
-def key_operand(k, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr):
-    """What `key_words` names as the left operand [WARPS, KEYS, HEAD_DIM]: columns in the order (b, s, h, c, e)."""
-    k = gl.reshape(_halves(k), [WARPS, 8, 4, KEYS // 8, HEAD_DIM // 32, 2, 2, 2])  # warp, r, c, g, b, s, h, e
-    k = gl.reshape(gl.permute(k, [0, 3, 1, 4, 5, 6, 2, 7]), [WARPS, KEYS, HEAD_DIM])
+def _codes(words):
+    """int32 of four int8 each: fp16, in two new last dimensions of two. 0x6400 is 1024, whose last eight bits count
+    ones, so the byte `code + 128` in its place is 1152 + code."""
+    near, far = tl.inline_asm_elementwise(
+        """{ .reg .b32 t, m;
+        xor.b32 t, $2, 0x80808080;
+        mov.b32 m, 0x64806480;
+        prmt.b32 $0, t, 0x64646464, 0x4140;
+        prmt.b32 $1, t, 0x64646464, 0x4342;
+        sub.rn.f16x2 $0, $0, m;
+        sub.rn.f16x2 $1, $1, m; }""",
+        "=&r,=&r,r",
+        [words],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return _halves(gl.join(near, far))
+
+
+@gluon.jit
+def key_operand(k, KEYS: gl.constexpr, WARPS: gl.constexpr, Q8: gl.constexpr, A: gl.constexpr):
+    """What `key_words` names as the left operand [WARPS, KEYS, WIDTH], WIDTH being a head's columns or 32: columns in
+    the order (b, s, h, c, e)."""
+    WIDTH: gl.constexpr = 32 if Q8 else 64 * k.shape[1] // KEYS
+    k = _codes(k) if Q8 else _halves(k)
+    k = gl.reshape(k, [WARPS, 8, 4, KEYS // 8, WIDTH // 32, 2, 2, 2])  # warp, r, c, g, b, s, h, e
+    k = gl.reshape(gl.permute(k, [0, 3, 1, 4, 5, 6, 2, 7]), [WARPS, KEYS, WIDTH])
     return gl.convert_layout(k, A, assert_trivial=True)
 
 
@@ -74,18 +116,13 @@ def _shared_rows(shared, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def one_key_operand(shared, WARPS: gl.constexpr, A: gl.constexpr):
-    """A key in shared memory, fp16 [1, HEAD_DIM], as each of the rows of a left operand [WARPS, 16, HEAD_DIM]."""
-    k = _shared_rows(shared, WARPS)
-    k = gl.reshape(gl.permute(gl.join(k, k), [0, 3, 1, 2]), [WARPS, 16, shared.shape[1]])
-    return gl.convert_layout(k, A, assert_trivial=True)
-
-
-@gluon.jit
-def value_operand(v, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr, A: gl.constexpr):
-    """What `value_words` names as the left operand [WARPS, HEAD_DIM, KEYS]: columns in the order (j, i, r)."""
-    v = gl.reshape(_halves(v), [WARPS, 8, 4, KEYS // 8, 2, HEAD_DIM // 64, 8])  # warp, r, c, g, e, j, i
-    v = gl.reshape(gl.permute(v, [0, 5, 6, 1, 3, 2, 4]), [WARPS, HEAD_DIM, KEYS])
+def value_operand(v, KEYS: gl.constexpr, WARPS: gl.constexpr, Q8: gl.constexpr, A: gl.constexpr):
+    """What `value_words` names as the left operand [WARPS, WIDTH, KEYS]: columns in the order (j, i, r)."""
+    WIDTH: gl.constexpr = 32 if Q8 else 64 * v.shape[1] // KEYS
+    SIDE: gl.constexpr = 4 if Q8 else 8
+    v = _codes(v) if Q8 else _halves(v)
+    v = gl.reshape(v, [WARPS, 8, 4, KEYS // 8, 2, WIDTH // (8 * SIDE), SIDE])  # warp, r, c, g, e, j, i
+    v = gl.reshape(gl.permute(v, [0, 5, 6, 1, 3, 2, 4]), [WARPS, WIDTH, KEYS])
     return gl.convert_layout(v, A, assert_trivial=True)
 
 
@@ -150,22 +187,27 @@ def weight_operand(p, B: gl.constexpr):
 
 
 @gluon.jit
-def single_value(v, HEAD_DIM: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr, MMA: gl.constexpr):
-    """One value as a sum of values: fp32 [threads, HEAD_DIM / 8], m = (j, i), column 64 j + 8 r + i -> [WARPS,
-    HEAD_DIM, 2 * HEADS] of every head, in its first term."""
-    v = gl.reshape(v, [WARPS, 8, 4, HEAD_DIM // 64, 8])  # warp, r, c, j, i
-    if HEADS == 8:
-        v = gl.join(v, v)
-    v = gl.join(v, v * 0.0)
-    v = gl.reshape(v, [WARPS, 8, 4, HEAD_DIM // 64, 8, HEADS // 4, 2])
-    v = gl.reshape(gl.permute(v, [0, 3, 4, 1, 5, 2, 6]), [WARPS, HEAD_DIM, 2 * HEADS])
-    return gl.convert_layout(v, MMA, assert_trivial=True)
+def scale_of(words, b: gl.constexpr):
+    """Scale b of each of `words`, int64 of four fp16 or int32 of two: fp32."""
+    return (words >> (16 * b)).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
-def columns_in_order(x, HEAD_DIM: gl.constexpr):
-    """[WARPS, HEAD_DIM in the order (j, i, r), HEADS] -> [WARPS, HEADS, HEAD_DIM]."""
+def of_keys(x, KEYS: gl.constexpr, S: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr):
+    """A number of each key, [threads, KEYS / 8], that of key r + 8 g: as scores lie, [WARPS, KEYS, HEADS]."""
+    x = gl.permute(gl.reshape(x, [WARPS, 8, 4, KEYS // 8]), [0, 3, 1, 2])  # warp, g, r, c
+    x = gl.reshape(x, [WARPS, KEYS, 4])
+    if HEADS == 8:
+        x = gl.permute(gl.join(x, x), [0, 1, 3, 2])
+    return gl.convert_layout(gl.reshape(x, [WARPS, KEYS, HEADS]), S, assert_trivial=True)
+
+
+@gluon.jit
+def columns_in_order(x, Q8: gl.constexpr):
+    """[WARPS, WIDTH in the order (j, i, r), HEADS] -> [WARPS, HEADS, WIDTH]."""
     WARPS: gl.constexpr = x.shape[0]
+    WIDTH: gl.constexpr = x.shape[1]
     HEADS: gl.constexpr = x.shape[2]
-    x = gl.reshape(x, [WARPS, HEAD_DIM // 64, 8, 8, HEADS])  # warp, j, i, r, head
-    return gl.reshape(gl.permute(x, [0, 4, 1, 3, 2]), [WARPS, HEADS, HEAD_DIM])
+    SIDE: gl.constexpr = 4 if Q8 else 8
+    x = gl.reshape(x, [WARPS, WIDTH // (8 * SIDE), SIDE, 8, HEADS])  # warp, j, i, r, head
+    return gl.reshape(gl.permute(x, [0, 4, 1, 3, 2]), [WARPS, HEADS, WIDTH])

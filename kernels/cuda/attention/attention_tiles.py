@@ -1,6 +1,6 @@
 """Decode attention by tiles in shared memory: the kernel for every kind of head and cache.
 
-It serves what attention_warps.py does not: q8_0 caches, heads of other sizes than 64 and 128 (256, 96, 80), groups of
+It serves what attention_warps.py does not: heads of other sizes than 64 and 128 (256, 96, 80), groups of
 more than 8, partial rotation in halves, and the interpreter. A program serves one key-value head and one KV split.
 Tiles of keys and values pass through shared memory, some of them ahead of the one that is attended to.
 

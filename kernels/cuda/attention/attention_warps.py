@@ -1,9 +1,12 @@
 """Decode attention in registers: each warp of a program takes keys of its own, and they are combined at the end.
 
-The same work as attention_tiles.py's kernel (one KV split of one key-value head a program), for fp16 caches, heads of
-64 or 128 and groups of up to 8, where it is the faster one. There, tiles pass through shared memory between barriers;
-here a warp loads keys and values as the operands of the matrix instruction (attention_operands.py), and scores and
-weights stay in the registers where that leaves them.
+The same work as attention_tiles.py's kernel (one KV split of one key-value head a program), for heads of 64 or 128 and
+groups of up to 8, where it is the faster one. There, tiles pass through shared memory between barriers; here a warp
+loads keys and values as the operands of the matrix instruction (attention_operands.py), and scores and weights stay in
+the registers where that leaves them. The new key and value join when the warps' parts are combined.
+
+Of a q8_0 cache the codes are multiplied, as fp16. A key's scales multiply the scores of its groups of columns, a
+value's the weights of the softmax, a set of weights for each group.
 """
 
 from typing import NamedTuple
@@ -23,9 +26,10 @@ from quengine.kernels.cuda.attention.attention_operands import (
     key_operand,
     key_words,
     of_both_terms,
-    one_key_operand,
+    of_keys,
     query_operand,
-    single_value,
+    scale_of,
+    scale_words,
     terms_added,
     threads,
     two_terms,
@@ -33,7 +37,7 @@ from quengine.kernels.cuda.attention.attention_operands import (
     value_words,
     weight_operand,
 )
-from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers
+from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers, q8_0_codes
 from quengine.kernels.cuda.gemm.mma import uses_assembly
 
 _KEYS = gl.constexpr(16)
@@ -47,54 +51,82 @@ half of the registers; fewer should not, since they would fill some multiprocess
 
 
 class SplitShape(NamedTuple):
-    """Warps of a program, and how many keys a KV split has at least: a multiple of what the warps read at once."""
+    """Warps of a program, and how many keys a KV split has at least: a multiple of what the warps read at once. early:
+    the consumer's programs start when these do, and not when they have read their keys."""
 
     warps: int
     least: int
+    early: bool = False
 
 
-FINE = SplitShape(8, 128)
+FINE = SplitShape(8, 128, early=True)
 """Of a single sequence. 4 warps are up to 0.5 us faster below 128 keys, and slower above: 25% at 16384."""
 
 COARSE = SplitShape(4, 512)
 """In batches, where other sequences fill the device: several programs on a multiprocessor, and less to combine."""
 
 
-def takes(qkv: Tensor, spec: AttentionSpec, q8_0: bool) -> bool:
+def takes(qkv: Tensor, spec: AttentionSpec) -> bool:
     """Whether this kernel serves such heads, on a GPU: both elements of a rotated pair must lie in one thread."""
     rotates = 2 * spec.cos.shape[1] == spec.head_dim or spec.rope_layout == "pairs"
     aligned = qkv.dtype == torch.float32 and qkv.stride(0) % 4 == 0 and qkv.data_ptr() % 16 == 0
     shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128)
-    return uses_assembly() and shaped and rotates and aligned and not q8_0
+    return uses_assembly() and shaped and rotates and aligned
 
 
 @gluon.jit
-def _load(ptr, words, key, first, begin, end):
-    """Words of cache rows, 0 where a key is not in begin .. end - 1; `first`: the warp's first key."""
-    place = first + key
-    return gl.load(ptr + words, mask=(place >= begin) & (place < end), other=0)
+def _load(ptr, words, key, first, begin, end, PARTS: gl.constexpr = 1):
+    """Words of cache rows, in parts that are 8 words apart, 0 where a key is not in begin .. end - 1; `first`: the
+    warp's first key."""
+    place = gl.convert_layout(first, key.type.layout, assert_trivial=True) + key
+    parts = ()
+    for part in gl.static_range(PARTS):
+        parts = parts + (gl.load(ptr + words + 8 * part, mask=(place >= begin) & (place < end), other=0),)
+    return parts
 
 
 @gluon.jit
-def _rotated(
-    heads, live, cos_ptr, sin_ptr, norm_ptr, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
-):
-    """Heads at pointers `heads` [R, 1], normalized where ROPE.norm, rotated by one position's rows of the angle table:
-    fp32 [R, HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
-    R: gl.constexpr = heads.shape[0]
-    d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
-    x = gl.load(heads + d, mask=live, other=0.0)
-    if ROPE.norm:
-        x *= gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) / HEAD_DIM + eps), 1)
-        x *= gl.load(norm_ptr + d).to(gl.float32)
+def _pairs(x, ROPE: gl.constexpr):
+    """The two elements of each rotated pair of heads [R, HEAD_DIM]: [R, HEAD_DIM / 2] each."""
+    R: gl.constexpr = x.shape[0]
+    HEAD_DIM: gl.constexpr = x.shape[1]
     if ROPE.halves:
         pairs = gl.permute(gl.reshape(x, [R, 2, HEAD_DIM // 2]), [0, 2, 1])
     else:
         pairs = gl.reshape(x, [R, HEAD_DIM // 2, 2])
-    near, far = gl.split(pairs)
+    return gl.split(pairs)
+
+
+@gluon.jit
+def _turn_at(
+    position, rotation, norm_ptr, R: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
+):
+    """What `_rotated` needs for R heads at a position: cosines, sines and the norm's weights. None of it comes from the
+    PDL producer."""
+    near, _ = _pairs(gl.zeros([R, HEAD_DIM], gl.float32, L), ROPE)
     angle = gl.expand_dims(gl.arange(0, HEAD_DIM // 2, layout=gl.SliceLayout(0, near.type.layout)), 0)
-    cos = gl.load(cos_ptr + angle, mask=angle < ROPE.dim // 2, other=1.0)
-    sin = gl.load(sin_ptr + angle, mask=angle < ROPE.dim // 2, other=0.0)
+    row = position.to(gl.int64) * (ROPE.dim // 2)
+    cos = gl.load(rotation.cos + row + angle, mask=angle < ROPE.dim // 2, other=1.0)
+    sin = gl.load(rotation.sin + row + angle, mask=angle < ROPE.dim // 2, other=0.0)
+    norm = cos
+    if ROPE.norm:
+        d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
+        norm = gl.load(norm_ptr + d).to(gl.float32)
+    return cos, sin, norm
+
+
+@gluon.jit
+def _rotated(heads, live, turn, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr):
+    """Heads at pointers `heads` [R, 1], normalized where ROPE.norm and rotated by `turn` (`_turn_at`): fp32 [R,
+    HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
+    R: gl.constexpr = heads.shape[0]
+    d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
+    x = gl.load(heads + d, mask=live, other=0.0)
+    cos, sin, norm = turn
+    if ROPE.norm:
+        x *= gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) / HEAD_DIM + eps), 1)
+        x *= norm
+    near, far = _pairs(x, ROPE)
     turned = gl.join(near * cos - far * sin, far * cos + near * sin)
     if ROPE.halves:
         turned = gl.permute(turned, [0, 2, 1])
@@ -109,9 +141,37 @@ def _cache_row(table_ptr, blocks, position):
 
 
 @gluon.jit
-def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, F: gl.constexpr):
+def _store_new_rows(rows, cache_ptrs, scale_ptrs, row, inside, WARPS: gl.constexpr, Q8: gl.constexpr):
+    """Write a new key and value, fp32 [2, HEAD_DIM] in shared memory, to their cache row if `inside`; the shared ones
+    become what the cache gives back."""
+    HEAD_DIM: gl.constexpr = rows.shape[1]
+    GROUPS: gl.constexpr = HEAD_DIM // 32
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
+    x = rows.load(L)
+    which = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, L)), 1)
+    at = row * HEAD_DIM + 0 * which + gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
+    codes = x.to(gl.float16)
+    read_back = codes.to(gl.float32)
+    if Q8:
+        numbers, scale = q8_0_codes(gl.reshape(x, [2, GROUPS, 32]))
+        stored = scale.to(gl.float16)
+        read_back = gl.reshape(numbers * gl.expand_dims(stored.to(gl.float32), 2), [2, HEAD_DIM])
+        read_back = gl.convert_layout(read_back, L, assert_trivial=True)
+        codes = gl.convert_layout(gl.reshape(numbers, [2, HEAD_DIM]), L, assert_trivial=True).to(gl.int8)
+        S: gl.constexpr = scale.type.layout
+        of = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, S)), 1)
+        group = row * GROUPS + 0 * of + gl.expand_dims(gl.arange(0, GROUPS, layout=gl.SliceLayout(0, S)), 0)
+        gl.store(scale_ptrs[0] + group, stored, mask=inside & (of == 0))
+        gl.store(scale_ptrs[1] + group, stored, mask=inside & (of == 1))
+    gl.store(cache_ptrs[0] + at, codes, mask=inside & (which == 0))
+    gl.store(cache_ptrs[1] + at, codes, mask=inside & (which == 1))
+    rows.store(read_back)
+
+
+@gluon.jit
+def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, Q8: gl.constexpr, F: gl.constexpr):
     """The parts of all warps through shared memory: row_max, row_sum [HEADS], acc fp32 [HEADS, HEAD_DIM]."""
-    WARPS: gl.constexpr = acc.shape[0]
+    WARPS: gl.constexpr = row_max.shape[0]
     HEADS: gl.constexpr = row_max.shape[1]
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     STATES: gl.constexpr = gl.SliceLayout(2, F)
@@ -121,10 +181,34 @@ def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, F: gl.constexpr):
     )
     shared_max = gl.allocate_shared_memory(gl.float32, [WARPS, HEADS], PLAIN)
     shared_sum = gl.allocate_shared_memory(gl.float32, [WARPS, HEADS], PLAIN)
-    shared_acc.store(columns_in_order(terms_added(acc), HEAD_DIM))
+    if Q8:
+        for part in gl.static_range(HEAD_DIM // 32):
+            columns = columns_in_order(terms_added(acc[part]), Q8)
+            shared_acc.slice(32 * part, 32, dim=2).store(columns)
+    else:
+        shared_acc.store(columns_in_order(terms_added(acc[0]), Q8))
     shared_max.store(row_max)
     shared_sum.store(row_sum)
     return merged(shared_max.load(STATES), shared_sum.load(STATES), shared_acc.load(F), F)
+
+
+@gluon.jit
+def _with_new_key(row_max, row_sum, out, queries, rows, scale, sink, SINKS: gl.constexpr, F: gl.constexpr):
+    """The heads of split 0 with the new key and value `rows`, as the cache gives them back, and their sinks. queries:
+    fp32 [HEADS, HEAD_DIM] in shared memory, like `rows`."""
+    ROWS: gl.constexpr = gl.SliceLayout(0, F)
+    key = rows.slice(0, 1).load(ROWS)
+    score = gl.sum(queries.load(ROWS) * key, 1) * scale
+    new_max = gl.maximum(row_max, score)
+    if SINKS:
+        new_max = gl.maximum(new_max, sink)
+    old = gl.exp2(row_max - new_max)
+    new = gl.exp2(score - new_max)
+    row_sum = row_sum * old + new
+    if SINKS:
+        row_sum += gl.exp2(sink - new_max)
+    value = rows.slice(1, 1).load(ROWS)
+    return new_max, row_sum, out * gl.expand_dims(old, 1) + value * gl.expand_dims(new, 1)
 
 
 @gluon.jit
@@ -145,12 +229,10 @@ def _finish(
         outputs.sums + sequence * (ALL_HEADS * HEAD_DIM // 16),
     )  # fmt: skip
     head = kv_head * SHAPE.group
-    if splits == 1:
-        out = out / gl.expand_dims(row_sum, 1)
-        store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
-    else:
-        acc_ptr = workspace.acc + sequence * (ALL_HEADS * SPLITS * HEAD_DIM)
-        state_ptr = workspace.state + sequence * (ALL_HEADS * SPLITS * 2)
+    acc_ptr = workspace.acc + sequence * (ALL_HEADS * SPLITS * HEAD_DIM)
+    state_ptr = workspace.state + sequence * (ALL_HEADS * SPLITS * 2)
+    last = splits == 1
+    if splits > 1:
         member = gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, F)))
         live = member < SHAPE.group
         at = (head + member) * SPLITS + part
@@ -160,149 +242,214 @@ def _finish(
         gl.store(state_ptr + at * 2 + 1, row_sum, mask=live)
         tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
         arrivals = workspace.arrivals + sequence * SHAPE.kv_heads + kv_head
-        if gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
+        if last:
             gl.store(arrivals, 0)
-            row_sum, out = merged_splits(acc_ptr, state_ptr, head, splits, SHAPE, HEADS, SPLITS, F)
-            out = out / gl.expand_dims(row_sum, 1)
-            store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
+            MANY: gl.constexpr = 2 * F.size_per_thread[0]
+            if splits > MANY // 2:
+                row_sum, out = merged_splits(acc_ptr, state_ptr, head, splits, MANY, HEADS, SHAPE, SPLITS, F)
+            else:
+                row_sum, out = merged_splits(
+                    acc_ptr, state_ptr, head, splits, MANY // 2, HEADS, SHAPE, SPLITS, F
+                )
+    if last:
+        out = out / gl.expand_dims(row_sum, 1)
+        store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
+
+
+@gluon.jit
+def _scores(keys, scales, queries, S: gl.constexpr, KEYS: gl.constexpr, Q8: gl.constexpr, MMA: gl.constexpr):
+    """Products of a warp's keys with the queries, [WARPS, KEYS, HEADS]. queries: operands of the parts of a head's
+    columns; scales: words of a key's scales, [threads, KEYS / 8], of a q8_0 cache."""
+    WARPS: gl.constexpr = queries[0].shape[0]
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    nothing = gl.zeros([WARPS, KEYS, queries[0].shape[2]], gl.float32, MMA)
+    s = terms_added(mma_v2(key_operand(keys[0], KEYS, WARPS, Q8, A), queries[0], nothing))
+    if Q8:
+        HEADS: gl.constexpr = s.shape[2]
+        s *= of_keys(scale_of(scales[0], 0), KEYS, S, HEADS, WARPS)
+        for part in gl.static_range(1, len(keys)):
+            more = terms_added(mma_v2(key_operand(keys[part], KEYS, WARPS, Q8, A), queries[part], nothing))
+            s += more * of_keys(scale_of(scales[0], part), KEYS, S, HEADS, WARPS)
+    return s
+
+
+@gluon.jit
+def _headroom(scales, PARTS: gl.constexpr):
+    """Of each of a thread's q8_0 values a power of two, as its exponent, that brings the largest scale to 2^14 or less:
+    taken off the weights' exponents, it keeps weights times scales in the range of fp16."""
+    most = scale_of(scales[0], 0)
+    for part in gl.static_range(1, PARTS):
+        most = gl.maximum(most, scale_of(scales[0], part))
+    exponent = most.to(gl.int32, bitcast=True) >> 23  # of a smaller power, 127 added
+    return (gl.maximum(exponent, 127 - 24) - (126 + 14)).to(gl.float32)
 
 
 @gluon.jit(do_not_specialize=["cache_rows", "blocks"])
 def _attention_warps_kernel(
-    qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, k_ptr, v_ptr, workspace, outputs,
+    qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, cache, workspace, outputs,
     eps, scale, cache_rows, blocks, qkv_stride, out_stride,
-    SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, SPLITS: gl.constexpr, SPLIT: gl.constexpr,
-    HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr,
+    SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, Q8: gl.constexpr, SPLITS: gl.constexpr,
+    SPLIT: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs (key-value head, KV split, sequence). HEADS: 4 or 8, heads there is room for. sink_ptr: [heads], or
     None."""
     WARPS: gl.constexpr = SPLIT.warps
+    KEYS: gl.constexpr = _KEYS
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     GROUP: gl.constexpr = SHAPE.group
     ALL_HEADS: gl.constexpr = SHAPE.kv_heads * GROUP
+    GROUPS: gl.constexpr = HEAD_DIM // 32
+    PARTS: gl.constexpr = GROUPS if Q8 else 1
+    WIDTH: gl.constexpr = HEAD_DIM // PARTS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    S: gl.constexpr = terms_added(gl.zeros([WARPS, _KEYS, 2 * HEADS], gl.float32, MMA)).type.layout
-    STEP: gl.constexpr = WARPS * _KEYS
+    S: gl.constexpr = terms_added(gl.zeros([WARPS, KEYS, 2 * HEADS], gl.float32, MMA)).type.layout
+    # Where parts are combined a thread has all of them, and a warp one head or a part of one.
+    ACROSS: gl.constexpr = WARPS // HEADS if WARPS > HEADS else 1
+    ALONG: gl.constexpr = HEAD_DIM // (32 * ACROSS)
+    F: gl.constexpr = gl.BlockedLayout([WARPS, 1, ALONG], [1, 1, 32], [1, WARPS // ACROSS, ACROSS], [2, 1, 0])
+    STEP: gl.constexpr = WARPS * KEYS
     kv_head = gl.program_id(0)
     part = gl.program_id(1)
     sequence = gl.program_id(2).to(gl.int64)
+    if PDL and SPLIT.early:
+        tl.extra.cuda.gdc_launch_dependents()
     position = gl.load(position_ptr + sequence)
     # Keys before the new one, cut into `splits` splits of `per_split`. A warp's keys lie in one block of the cache, the
     # first of them in that of the oldest visible key.
     oldest = 0
     if WINDOW > 0:
         oldest = gl.maximum(position - (WINDOW - 1), 0)
-    first = oldest // _KEYS * _KEYS
+    first = oldest // KEYS * KEYS
     per_split = gl.maximum(gl.cdiv(gl.cdiv(position - first, SPLITS), STEP) * STEP, SPLIT.least)
     splits = gl.minimum(gl.maximum(gl.cdiv(position - first, per_split), 1), gl.num_programs(1))
     if part < splits:
         head_rows = kv_head.to(gl.int64) * cache_rows
         table_ptr += sequence * blocks
-        k_ptr += head_rows * HEAD_DIM
-        v_ptr += head_rows * HEAD_DIM
+        k_ptr = cache.k + head_rows * HEAD_DIM
+        v_ptr = cache.v + head_rows * HEAD_DIM
         k_words = k_ptr.to(gl.pointer_type(gl.int32))
         v_words = v_ptr.to(gl.pointer_type(gl.int32))
+        k_scale_ptr = cache.k_scale + head_rows * GROUPS
+        v_scale_ptr = cache.v_scale + head_rows * GROUPS
+        SCALES: gl.constexpr = gl.int64 if GROUPS == 4 else gl.int32
+        k_scale_words = k_scale_ptr.to(gl.pointer_type(SCALES))
+        v_scale_words = v_scale_ptr.to(gl.pointer_type(SCALES))
         begin = first + part * per_split
         end = gl.minimum(begin + per_split, position)
         # The first keys and values are fetched before the PDL producer has delivered the queries.
-        own = begin + _KEYS * threads(_KEYS * HEAD_DIM // 64, WARPS)[0]
+        own = begin + KEYS * threads(1, WARPS)[0]
         row = _cache_row(table_ptr, blocks, own)
-        k_at, k_key = key_words(row, _KEYS, HEAD_DIM, WARPS)
-        keys = _load(k_words, k_at, k_key, own, oldest, end)
-        v_at, v_key = value_words(row, _KEYS, HEAD_DIM, WARPS)
-        values = _load(v_words, v_at, v_key, own, oldest, end)
+        k_at, k_key = key_words(row, KEYS, HEAD_DIM, WARPS, Q8)
+        keys = _load(k_words, k_at, k_key, own, oldest, end, PARTS)
+        v_at, v_key = value_words(row, KEYS, HEAD_DIM, WARPS, Q8)
+        values = _load(v_words, v_at, v_key, own, oldest, end, PARTS)
+        k_scales, v_scales = keys, values
+        if Q8:
+            scale_at, scale_key = scale_words(row, KEYS, WARPS)
+            k_scales = _load(k_scale_words, scale_at, scale_key, own, oldest, end)
+            v_scales = _load(v_scale_words, scale_at, scale_key, own, oldest, end)
         row = _cache_row(table_ptr, blocks, own + STEP)
         new_row = _cache_row(table_ptr, blocks, position)
+        member = gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, F)))
+        sink = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, gl.SliceLayout(0, F)))
         if sink_ptr is not None:
-            member = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, gl.SliceLayout(1, S))), 0)
             sink = gl.load(sink_ptr + kv_head * GROUP + member, mask=member < GROUP, other=0.0) * _LOG2_E
+        # Queries and the new key are rotated once, by all threads, and pass to all warps through shared memory.
+        R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
+        turn = _turn_at(position, rotation, rotation.q_norm, HEADS, HEAD_DIM, ROPE, R)
+        turn_new = _turn_at(position, rotation, rotation.k_norm, 1, HEAD_DIM, ROPE, R)
         if PDL:
             tl.extra.cuda.gdc_wait()
 
         qkv_ptr += sequence * qkv_stride
-        angles = position.to(gl.int64) * (ROPE.dim // 2)
-        # Queries and the new key are rotated once, by all threads, and pass to all warps through shared memory.
-        R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
         h = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, R)), 1)
         q = _rotated(
-            qkv_ptr + (kv_head * GROUP + h) * HEAD_DIM, h < GROUP, rotation.cos + angles, rotation.sin + angles,
-            rotation.q_norm, eps, HEAD_DIM, ROPE, R,
+            qkv_ptr + (kv_head * GROUP + h) * HEAD_DIM, h < GROUP, turn, eps, HEAD_DIM, ROPE, R
         )  # fmt: skip
-        # Split 0 writes the new key and value, and its first warp attends to them; they are not read back here.
+        # Split 0 writes the new key and value, and attends to them at its end; they are not read back here.
         one = gl.expand_dims(gl.arange(0, 1, layout=gl.SliceLayout(1, R)), 1)
         owner = one + part == 0
         k_new = _rotated(
-            qkv_ptr + (ALL_HEADS + kv_head + one) * HEAD_DIM, owner, rotation.cos + angles, rotation.sin + angles,
-            rotation.k_norm, eps, HEAD_DIM, ROPE, R,
-        ).to(gl.float16)  # fmt: skip
+            qkv_ptr + (ALL_HEADS + kv_head + one) * HEAD_DIM, owner, turn_new, eps, HEAD_DIM, ROPE, R
+        )  # fmt: skip
+        d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, R)), 0)
+        v_new_ptr = qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head + one) * HEAD_DIM
+        v_new = gl.load(v_new_ptr + d, mask=owner, other=0.0)
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        queries = gl.allocate_shared_memory(gl.float16, [2 * HEADS, HEAD_DIM], PLAIN)
-        new_key = gl.allocate_shared_memory(gl.float16, [1, HEAD_DIM], PLAIN)
-        queries.store(two_terms(q))
-        new_key.store(k_new)
-        operand = query_operand(queries, WARPS, B)
+        terms = gl.allocate_shared_memory(gl.float16, [2 * HEADS, HEAD_DIM], PLAIN)
+        queries = gl.allocate_shared_memory(gl.float32, [HEADS, HEAD_DIM], PLAIN)
+        new_rows = gl.allocate_shared_memory(gl.float32, [2, HEAD_DIM], PLAIN)
+        terms.store(two_terms(q))
+        queries.store(q)
+        new_rows.slice(0, 1).store(k_new)
+        new_rows.slice(1, 1).store(v_new)
         if ROPE.query_scale:
             scale *= gl.load(rotation.query_scale + position)
-        inside = position < blocks * BLOCK
-        d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, R)), 0)
-        gl.store(k_ptr + new_row * HEAD_DIM + d, k_new, mask=owner & inside)
-        nothing = gl.zeros([WARPS, 16, 2 * HEADS], gl.float32, MMA)
-        new_score = terms_added(mma_v2(one_key_operand(new_key, WARPS, A), operand, nothing))
-        new_score = gl.convert_layout(gl.max(new_score, 1), gl.SliceLayout(1, S), assert_trivial=True) * scale
-        warp, r, c, m = threads(HEAD_DIM // 8, WARPS)
-        d = 64 * (m // 8) + 8 * r + m % 8
-        owner = (warp == 0) & (part == 0)
-        v_new = gl.load(
-            qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head) * HEAD_DIM + d, mask=owner, other=0.0
-        )
-        v_new = v_new.to(gl.float16)
-        gl.store(v_ptr + new_row * HEAD_DIM + d, v_new, mask=owner & (c == 0) & inside)
+        if part == 0:
+            inside = position < blocks * BLOCK
+            scale_ptrs = (k_scale_ptr, v_scale_ptr)
+            _store_new_rows(new_rows, (k_ptr, v_ptr), scale_ptrs, new_row, inside, WARPS, Q8)
+        operands = ()
+        for n in gl.static_range(PARTS):
+            operands = operands + (query_operand(terms.slice(WIDTH * n, WIDTH, dim=1), WARPS, B),)
 
-        s_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(1, S)))
-        owner = (gl.expand_dims(s_warp, 1) == 0) & (part == 0)
-        row_max = gl.where(owner, new_score, LOWEST)
-        row_sum = gl.where(owner, 1.0, gl.zeros([WARPS, HEADS], gl.float32, gl.SliceLayout(1, S)))
-        acc = single_value(v_new.to(gl.float32), HEAD_DIM, HEADS, WARPS, MMA)
-        if sink_ptr is not None:  # the owner has the sinks too
-            new_max = gl.maximum(new_score, sink)
-            weight = gl.exp2(new_score - new_max)
-            row_max = gl.where(owner, new_max, LOWEST)
-            row_sum = gl.where(owner, weight + gl.exp2(sink - new_max), 0.0)
-            acc *= of_both_terms(weight, MMA)
+        row_max = gl.full([WARPS, HEADS], LOWEST, gl.float32, gl.SliceLayout(1, S))
+        row_sum = gl.zeros([WARPS, HEADS], gl.float32, gl.SliceLayout(1, S))
+        acc = ()
+        for n in gl.static_range(PARTS):
+            acc = acc + (gl.zeros([WARPS, WIDTH, 2 * HEADS], gl.float32, MMA),)
         s_warp = gl.arange(0, WARPS, layout=gl.SliceLayout(1, gl.SliceLayout(2, S)))
-        s_key = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
-        s_key = _KEYS * gl.expand_dims(s_warp, 1) + gl.expand_dims(s_key, 0)
+        s_key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, S)))
+        s_key = KEYS * gl.expand_dims(s_warp, 1) + gl.expand_dims(s_key, 0)
         s_key = gl.expand_dims(s_key, 2)
         for start in range(begin, end, STEP):
             key = start + s_key
-            none = gl.zeros([WARPS, _KEYS, 2 * HEADS], gl.float32, MMA)
-            s = terms_added(mma_v2(key_operand(keys, _KEYS, HEAD_DIM, WARPS, A), operand, none)) * scale
+            s = _scores(keys, k_scales, operands, S, KEYS, Q8, MMA) * scale
             # The next keys and values are fetched as soon as the registers of these are free.
             own += STEP
-            k_at, k_key = key_words(row, _KEYS, HEAD_DIM, WARPS)
-            keys = _load(k_words, k_at, k_key, own, oldest, end)
+            k_at, k_key = key_words(row, KEYS, HEAD_DIM, WARPS, Q8)
+            keys = _load(k_words, k_at, k_key, own, oldest, end, PARTS)
             s = gl.where((key >= oldest) & (key < end), s, LOWEST)
-            new_max = gl.maximum(row_max, gl.max(s, 1))
+            height = s
+            if Q8:
+                scale_at, scale_key = scale_words(row, KEYS, WARPS)
+                k_scales = _load(k_scale_words, scale_at, scale_key, own, oldest, end)
+                height += of_keys(_headroom(v_scales, PARTS), KEYS, S, HEADS, WARPS)
+            else:
+                k_scales = keys
+            new_max = gl.maximum(row_max, gl.max(height, 1))
             rescale = gl.exp2(row_max - new_max)
             row_max = new_max
             p = gl.exp2(s - gl.expand_dims(row_max, 1))
             row_sum = row_sum * rescale + gl.sum(p, 1)
-            acc *= of_both_terms(rescale, MMA)
-            v = value_operand(values, _KEYS, HEAD_DIM, WARPS, A)
-            acc = mma_v2(v, weight_operand(p, B), acc)
-            v_at, v_key = value_words(row, _KEYS, HEAD_DIM, WARPS)
-            values = _load(v_words, v_at, v_key, own, oldest, end)
+            sums = ()
+            for n in gl.static_range(PARTS):
+                weights = p
+                if Q8:
+                    weights = p * of_keys(scale_of(v_scales[0], n), KEYS, S, HEADS, WARPS)
+                v = value_operand(values[n], KEYS, WARPS, Q8, A)
+                sums = sums + (mma_v2(v, weight_operand(weights, B), acc[n] * of_both_terms(rescale, MMA)),)
+            acc = sums
+            v_at, v_key = value_words(row, KEYS, HEAD_DIM, WARPS, Q8)
+            values = _load(v_words, v_at, v_key, own, oldest, end, PARTS)
+            if Q8:
+                scale_at, scale_key = scale_words(row, KEYS, WARPS)
+                v_scales = _load(v_scale_words, scale_at, scale_key, own, oldest, end)
+            else:
+                v_scales = values
             row = _cache_row(table_ptr, blocks, own + STEP)
-        if PDL:
+        if PDL and not SPLIT.early:
             # Not earlier: consumer blocks beside these would leave the multiprocessors unevenly filled.
             tl.extra.cuda.gdc_launch_dependents()
 
-        F: gl.constexpr = gl.BlockedLayout(
-            [WARPS, 1, 4], [1, 128 // HEAD_DIM, HEAD_DIM // 4], [1, WARPS, 1], [2, 1, 0]
-        )
-        row_max, row_sum, out = _combine_warps(acc, row_max, row_sum, SHAPE, F)
+        row_max, row_sum, out = _combine_warps(acc, row_max, row_sum, SHAPE, Q8, F)
+        if part == 0:
+            row_max, row_sum, out = _with_new_key(
+                row_max, row_sum, out, queries, new_rows, scale, sink, sink_ptr is not None, F
+            )
         _finish(
             row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride,
             SHAPE, SPLITS, HEADS, QUANTIZE, FORM, F,
@@ -315,11 +462,11 @@ def launch_warps(given: DecodeArguments) -> None:
     Numerics: keys and values as they are stored; queries, and the weights of the softmax, in two fp16 terms (22 bits);
     sums in fp32, in an order that follows from the position alone. Source: Dao et al. 2023 (Flash-Decoding).
     """
+    q8_0 = given.layer.k_scale is not None
     split = COARSE if given.coarse else FINE
-    cache = cache_pointers(given.layer)
     _attention_warps_kernel[given.grid(split.least, more=1)](
-        *given.inputs(), cache.k, cache.v, *given.results(), **given.constants(),
-        HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
+        *given.inputs(), cache_pointers(given.layer), *given.results(), **given.constants(),
+        Q8=q8_0, HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
         num_warps=split.warps, maxnreg=_registers(given), launch_pdl=given.pdl,
     )  # fmt: skip
 
@@ -328,7 +475,11 @@ def _registers(given: DecodeArguments) -> int:
     """Registers of a thread, at most; left to itself, ptxas may stop at fewer than it needs, and spill.
 
     Which register holds what does not touch the sums: a row has the same bits either way. 128 are enough on Hopper
-    (where there is PDL), and a few too little before.
+    (where there is PDL) for a cache that is not q8_0, and a few too little before. A single sequence's program then
+    starts beside those of the launch in front.
     """
     programs = given.qkv.shape[0] * given.shape.kv_heads
-    return 128 if given.coarse and given.pdl and given.shape.group <= 4 and programs > FEW_PROGRAMS else 255
+    shares = programs > FEW_PROGRAMS if given.coarse else given.layer.k_scale is None
+    if not (shares and given.pdl and given.shape.group <= 4):
+        return 255
+    return 128 if given.coarse else 168

@@ -76,6 +76,15 @@ def table_rows(table_ptr, blocks, key, ASM: tl.constexpr):
 
 
 @triton.jit
+def q8_0_codes(groups):
+    """fp32 [R, GROUPS, 32] in q8_0: codes, whole numbers in fp32 [R, GROUPS, 32], and scales fp32 [R, GROUPS], which
+    are stored as fp16."""
+    scale = tl.math.div_rn(tl.max(tl.abs(groups), 2), 127.0)
+    divisor = tl.where(scale > 0, scale, 1.0)
+    return round_half_even(tl.math.div_rn(groups, divisor[:, :, None])), scale
+
+
+@triton.jit
 def store_rows(
     values, row, live, cache_ptr, scale_ptr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, Q8: tl.constexpr
 ):
@@ -90,10 +99,7 @@ def store_rows(
     if Q8:
         R: tl.constexpr = values.shape[0]
         GROUPS: tl.constexpr = PADDED // Q8_GROUP
-        groups = tl.reshape(values, [R, GROUPS, Q8_GROUP])
-        scale = tl.math.div_rn(tl.max(tl.abs(groups), 2), 127.0)
-        divisor = tl.where(scale > 0, scale, 1.0)
-        codes = round_half_even(tl.math.div_rn(groups, divisor[:, :, None]))
+        codes, scale = q8_0_codes(tl.reshape(values, [R, GROUPS, Q8_GROUP]))
         tl.store(address, tl.reshape(codes, [R, PADDED]).to(tl.int8), mask=mask)
         g = tl.arange(0, GROUPS)[None, :]
         stored = scale.to(tl.float16)

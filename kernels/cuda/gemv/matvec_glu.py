@@ -21,8 +21,9 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     begin_rows,
     check_row,
     finish_rows,
+    leave_for_last,
     load_squares,
-    quantize_shared_group,
+    quantize_as_last,
     row_arguments,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
@@ -33,11 +34,11 @@ from quengine.kernels.glu import Activation
 
 @triton.jit
 def _glu_kernel(
-    values_ptr, arrivals_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
+    words_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
     low, high, scales, supers, tiles, width, ACTIVATION: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """activation(gate) * up of a paired matrix, quantized. A tile gives 8 outputs and a group has 32: with fewer than 4
-    tiles to a program, its programs leave their values in `values` and the last one to arrive quantizes the group."""
+    tiles to a program, the last one of its programs quantizes it."""
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * P.tiles
@@ -57,10 +58,10 @@ def _glu_kernel(
             out_high, out_low, out_scale, out_sums, group, group < width // 32, high_plane, low_plane, scale, sums
         )  # fmt: skip
     else:
-        column = (tile0 + tl.arange(0, P.tiles)[:, None, None]) * 8 + tl.arange(0, 8)[None, :, None]
-        tl.store(values_ptr + column, value, mask=column < width)
         out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
-        quantize_shared_group(values_ptr, arrivals_ptr, out, tile0 // 4, 4 // P.tiles)
+        value = tl.reshape(value, [8 * P.tiles])
+        leave_for_last(value, words_ptr, tile0 * 8)
+        quantize_as_last(value, words_ptr, out, tile0 * 8)
 
 
 def matvec_glu(
@@ -88,7 +89,7 @@ def matvec_glu(
         return quantize_activations(glu_rows(both, activation, pdl), out=result, pdl=pdl)
     geometry = matvec_geometry([part], "swiglu")
     _glu_kernel[(triton.cdiv(part.tiles, geometry.tiles),)](
-        room.values, room.arrivals, result.high, result.low, result.scale, result.sums, *row_arguments(x),
+        room.words, result.high, result.low, result.scale, result.sums, *row_arguments(x),
         *part.planes, part.tiles, part.rows // 2,
         ACTIVATION=EPILOGUES[activation], P=MatvecProgram.of(part, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,

@@ -27,7 +27,8 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     begin_rows,
     check_row,
     finish_rows,
-    quantize_shared_group,
+    leave_for_last,
+    quantize_as_last,
 )
 from quengine.kernels.cuda.ranks.peers import PeerBuffers, exchange_sum, next_sequence
 from quengine.kernels.cuda.rms_normed import RmsNormed
@@ -37,7 +38,7 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 @triton.jit
 def _norm_kernel(
-    values_ptr, arrivals_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
+    words_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
     x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, peers, tiles, N,
     RANKS: tl.constexpr, CAPACITY: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -68,14 +69,15 @@ def _norm_kernel(
     if bias_ptr is not None:
         product += tl.load(bias_ptr + column, mask=inside, other=0.0)
     hidden = product + residual
-    tl.store(hidden_ptr + column, hidden, mask=inside)
-    tl.store(squares_ptr + tl.arange(0, 1) + tl.program_id(0), tl.sum(hidden * hidden, 1))
     norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     value = hidden * norm
+    if P.tiles == 1:
+        leave_for_last(tl.reshape(value, [16]), words_ptr, tile0 * 16)
+    tl.store(hidden_ptr + column, hidden, mask=inside)
+    tl.store(squares_ptr + tl.arange(0, 1) + tl.program_id(0), tl.sum(hidden * hidden, 1))
     out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
     if P.tiles == 1:
-        tl.store(values_ptr + column, value, mask=inside)
-        quantize_shared_group(values_ptr, arrivals_ptr, out, tile0 // 2, 2)
+        quantize_as_last(tl.reshape(value, [16]), words_ptr, out, tile0 * 16)
     else:
         GROUPS: tl.constexpr = P.tiles // 2
         high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
@@ -130,7 +132,7 @@ def matvec_norm(
     squares = torch.empty(1, programs, dtype=torch.float32, device=residual.device)
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
     _norm_kernel[(programs,)](
-        room.values, room.arrivals, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
+        room.words, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
         x.high, x.low, x.scale, x.sums, *part.planes, bias,
         None if peers is None else peers.pointers, part.tiles, part.rows,
         RANKS=0 if peers is None else peers.ranks, CAPACITY=0 if peers is None else peers.capacity,

@@ -109,28 +109,52 @@ def finish_rows(queue, squares, matrix, x, tile0, P: tl.constexpr):
 
 
 @triton.jit
-def quantize_shared_group(values_ptr, arrivals_ptr, out, group, PROGRAMS: tl.constexpr):
-    """Quantize group `group` of 32 outputs, which PROGRAMS programs share: each has just stored its part of `values`
-    and counts its arrival; the last one quantizes the whole."""
-    tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-    arrived = tl.atomic_add(arrivals_ptr + group, 1, sem="acq_rel", scope="gpu")
-    if arrived == PROGRAMS - 1:
+def _await_words(pointers):
+    """The int32 words at `pointers`, once none of them is -1."""
+    words = tl.load(pointers, volatile=True)
+    while tl.max((words == -1).to(tl.int32), 0) > 0:
+        words = tl.load(pointers, volatile=True)
+    return words
+
+
+@triton.jit
+def leave_for_last(value, words_ptr, first):
+    """Of a group of 32 outputs that programs side by side share, this one has `value` [COUNT], outputs `first` and on.
+    All but the last leave theirs as words for `quantize_as_last`: a word is written whole, so that there is nothing to
+    fence or to count."""
+    COUNT: tl.constexpr = value.shape[0]
+    if first % 32 < 32 - COUNT:
+        tl.store(words_ptr + first + tl.arange(0, COUNT), value.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def quantize_as_last(value, words_ptr, out, first):
+    """The last program of a group awaits what `leave_for_last` leaves and quantizes all 32 outputs. It puts back -1, a
+    NaN that no arithmetic gives. It waits for programs of lower numbers alone, which have begun before it."""
+    COUNT: tl.constexpr = value.shape[0]
+    OTHERS: tl.constexpr = 32 - COUNT
+    if first % 32 >= OTHERS:
+        i = tl.arange(0, 32)
+        group = first // 32
+        words = _await_words(words_ptr + group * 32 + i % OTHERS)
+        own = tl.reshape(tl.broadcast_to(value[None, :], [32 // COUNT, COUNT]), [32])
+        values = tl.where(i < OTHERS, words.to(tl.float32, bitcast=True), own)
+        high, low, scale, sums = quantize_group(values[None, :])
         row = tl.arange(0, 1)
-        at = row[:, None] + group * 32 + tl.arange(0, 32)[None, :]
-        # Other programs wrote these: not from this multiprocessor's own cache.
-        values = tl.load(values_ptr + at, cache_modifier=".cg")
-        high, low, scale, sums = quantize_group(values)
         store_quantized(out.high, out.low, out.scale, out.sums, row + group, row < 1, high, low, scale, sums)
-        tl.store(arrivals_ptr + group, 0)
+        tl.debug_barrier()  # each warp has seen all words
+        tl.store(words_ptr + group * 32 + i, -1, mask=i < OTHERS)
 
 
 @dataclass(frozen=True)
 class QuantizationScratch:
-    """Memory of `quantize_shared_group`, reusable by every call of one stream: values fp32 and an arrival counter,
-    int32, for each 32 outputs. Counters are zero between launches."""
+    """Memory of launches that quantize what they compute, reusable by every call of one stream: values fp32, and words
+    of `leave_for_last`, int32, for each output; an arrival counter, int32, for 32 of them. Between launches counters
+    are zero, and words -1."""
 
     values: Tensor
     arrivals: Tensor
+    words: Tensor
 
     @classmethod
     def empty(cls, width: int, device: torch.device | str) -> "QuantizationScratch":
@@ -138,6 +162,7 @@ class QuantizationScratch:
         return cls(
             torch.empty(width, dtype=torch.float32, device=device),
             torch.zeros(-(-width // 32), dtype=torch.int32, device=device),
+            torch.full((width,), -1, dtype=torch.int32, device=device),
         )
 
     @classmethod

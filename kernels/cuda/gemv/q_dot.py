@@ -26,7 +26,10 @@ from quengine.kernels.cuda.gemm.fragments import (
 from quengine.kernels.cuda.gemm.mma import mma_int8
 
 MOST_UNROLLED = tl.constexpr(8)
-"""Chunks a warp up to which the loop is unrolled: each takes some seconds to compile."""
+"""Chunks a warp up to which the loop may be unrolled: each takes some seconds to compile."""
+
+_FEW = tl.constexpr(4)
+"""More are read one ahead in a loop, which is as fast."""
 
 
 @triton.jit
@@ -217,13 +220,14 @@ def tile_dots(queue, matrix, x, tile, k_warp, lane, P: tl.constexpr):
     used, the first ones by `start_tile`, whose result is `queue`.
     P.early: the activations of the next chunk are loaded before the weights after them. Loads come back in order, so
     near ones issued after far ones wait; but they take 20 registers, which can cost more.
-    More than MOST_UNROLLED chunks a warp run as a loop, one chunk ahead, whatever P.ahead and P.early say.
+    More than MOST_UNROLLED chunks a warp, or than four of which one is read ahead, run as a loop, one chunk ahead,
+    whatever P.early says.
     """
     ROUNDS: tl.constexpr = P.rounds
     plane = tl.where((lane & 4) == 0, x.high.to(tl.int64), x.low.to(tl.int64)).to(tl.pointer_type(tl.int64))
     nothing = (lane & 0).to(tl.float32)
     acc = (nothing, nothing)
-    if ROUNDS > MOST_UNROLLED:
+    if ROUNDS > MOST_UNROLLED or (P.ahead == 1 and ROUNDS > _FEW):
         return _in_a_loop(acc, queue[0], matrix, plane, x, tile, k_warp, lane, P)
     if P.early:
         loaded = _load_activations(plane, x, k_warp, lane, 0, P)
@@ -243,18 +247,27 @@ def tile_dots(queue, matrix, x, tile, k_warp, lane, P: tl.constexpr):
 @triton.jit
 def _in_a_loop(acc, words, matrix, plane, x, tile, k_warp, lane, P: tl.constexpr):
     """`tile_dots` as a loop, one chunk ahead, its first one being `words`: unrolled, ten chunks compile for minutes."""
-    SETS: tl.constexpr = P.layout.sets
-    for i in range(P.rounds):
-        c = k_warp + i * P.k_warps
-        later = _tile_chunk(matrix, tile, c + P.k_warps, 0, lane, False, P)
-        # Past the edge the codes are zero; the activations read there must still exist.
-        inside = tl.minimum(c, P.chunks - 1)
-        loaded = ()
-        for s in tl.static_range(SETS):
-            loaded = loaded + (_load_set(plane, x, inside, 0, lane, s, P),)
+    c = k_warp
+    for _ in range(P.rounds - 1):
+        # Before the weights, which come later: loads come back in order.
+        loaded = _chunk_activations(plane, x, c, lane, P)
+        later = _tile_chunk(matrix, tile, c + P.k_warps, 0, lane, P.even, P)
         acc = _add_chunk(acc, words, loaded, P)
         words = later
-    return acc
+        c += P.k_warps
+    # Past the edge the codes are zero; the activations read there must still exist.
+    loaded = _chunk_activations(plane, x, tl.minimum(c, P.chunks - 1), lane, P)
+    return _add_chunk(acc, words, loaded, P)
+
+
+@triton.jit
+def _chunk_activations(plane, x, c, lane, P: tl.constexpr):
+    """`_load_set` for every set of chunk c."""
+    SETS: tl.constexpr = P.layout.sets
+    loaded = ()
+    for s in tl.static_range(SETS):
+        loaded = loaded + (_load_set(plane, x, c, 0, lane, s, P),)
+    return loaded
 
 
 @triton.jit

@@ -23,7 +23,8 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
     QuantizationScratch,
     QuantizedRow,
-    quantize_shared_group,
+    leave_for_last,
+    quantize_as_last,
 )
 from quengine.kernels.cuda.gemv.q_dot import start_tile, tile_dots
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
@@ -93,18 +94,20 @@ def _bias_sum(row, column, inside, experts_ptr, weights_ptr, bias_ptr, N, USED: 
 
 
 @triton.jit
-def _begin_norm(hidden, row, column, inside, norm_ptr, out, values_ptr, arrivals_ptr, N, TILES: tl.constexpr):
+def _begin_norm(hidden, row, column, inside, norm_ptr, out, words_ptr, N, TILES: tl.constexpr):
     """Store the sum of squares of a program's part of a row, and its part times the norm's weights, quantized."""
+    value = hidden * tl.load(norm_ptr + column, mask=inside, other=0.0)
+    first = row * N + tl.program_id(0) * (16 * TILES)
+    if TILES == 1:
+        leave_for_last(tl.reshape(value, [16]), words_ptr, first)
     tl.store(
         out.squares + row * tl.num_programs(0) + tl.program_id(0) + tl.arange(0, 1),
         tl.sum(hidden * hidden, 1),
     )
-    value = hidden * tl.load(norm_ptr + column, mask=inside, other=0.0)
-    groups = N // 32
     if TILES == 1:
-        tl.store(values_ptr + row * N + column, value, mask=inside)
-        quantize_shared_group(values_ptr, arrivals_ptr, out, row * groups + tl.program_id(0) // 2, 2)
+        quantize_as_last(tl.reshape(value, [16]), words_ptr, out, first)
     else:
+        groups = N // 32
         GROUPS: tl.constexpr = TILES // 2
         high, low, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
         group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -115,7 +118,7 @@ def _begin_norm(hidden, row, column, inside, norm_ptr, out, values_ptr, arrivals
 
 @triton.jit
 def _experts_add_kernel(
-    hidden_ptr, residual_ptr, values_ptr, arrivals_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
+    hidden_ptr, residual_ptr, words_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
     x_high, x_low, t_ptr, sums_ptr, known_experts_ptr, weights_ptr, bias_ptr, low, high, scales, supers,
     expert_tiles, N, USED: tl.constexpr, SLOTS: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +154,7 @@ def _experts_add_kernel(
     tl.store(hidden_ptr + row * N + column, hidden, mask=inside)
     if norm_ptr is not None:
         out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
-        _begin_norm(hidden, row, column, inside, norm_ptr, out, values_ptr, arrivals_ptr, N, P.tiles)
+        _begin_norm(hidden, row, column, inside, norm_ptr, out, words_ptr, N, P.tiles)
 
 
 @triton.jit
@@ -225,21 +228,12 @@ def _launch(
     program = expert_program(part, tiles, geometry, gated, pdl)
     program = replace(program, even=program.even and used % slots == 0)
     out: QuantizedActivations | None = None
-    outputs: tuple[Tensor | None, ...] = (
-        residual,
-        residual,
-        None,
-        residual,
-        residual,
-        residual,
-        residual,
-        residual,
-    )
+    outputs: tuple[Tensor | None, ...] = (residual, None, *(residual,) * 5)
     if begun is not None:
         norm, room = begun
         out = QuantizedActivations.empty(rows, width, device)
         squares = torch.empty(rows, programs, dtype=torch.float32, device=device)
-        outputs = (room.values, room.arrivals, norm.weight, out.high, out.low, out.scale, out.sums, squares)
+        outputs = (room.words, norm.weight, out.high, out.low, out.scale, out.sums, squares)
         out = replace(out, rms=RmsPartials(squares, norm.eps))
     _experts_add_kernel[(programs, rows)](
         hidden, residual, *outputs, gated.high, gated.low, gated.scale, gated.sums, routing.experts, routing.weights,

@@ -19,8 +19,9 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     QuantizedRow,
     begin_rows,
     finish_rows,
+    leave_for_last,
     load_squares,
-    quantize_shared_group,
+    quantize_as_last,
     row_arguments,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
@@ -41,7 +42,7 @@ from quengine.kernels.moe.router import Routing
 
 @triton.jit
 def _experts_glu_kernel(
-    values_ptr, arrivals_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
+    words_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
     chosen_ptr, bias_ptr, expert_low, expert_high, expert_scales, expert_supers, expert_tiles, width,
     ACTIVATION: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
@@ -70,8 +71,8 @@ def _experts_glu_kernel(
         gate += gate_bias
         up += up_bias
     value = gated(gate, up, ACTIVATION)  # [tiles, 8, 1]
-    groups = width // 32
     if P.tiles >= 4:
+        groups = width // 32
         GROUPS: tl.constexpr = P.tiles // 4
         high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
         group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -80,9 +81,10 @@ def _experts_glu_kernel(
             scale, sums,
         )  # fmt: skip
     else:
-        tl.store(values_ptr + pair * width + column, value, mask=inside)
         out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
-        quantize_shared_group(values_ptr, arrivals_ptr, out, pair * groups + first // 4, 4 // P.tiles)
+        value = tl.reshape(value, [8 * P.tiles])
+        leave_for_last(value, words_ptr, pair * width + first * 8)
+        quantize_as_last(value, words_ptr, out, pair * width + first * 8)
 
 
 def matvec_experts_glu(
@@ -127,7 +129,7 @@ def _launch(
     tiles = gate_up.expert_tiles
     geometry = experts_glu_geometry(part, tiles, used)
     _experts_glu_kernel[(triton.cdiv(tiles, geometry.tiles), used, rows)](
-        room.values, room.arrivals, out.high, out.low, out.scale, out.sums, *row_arguments(x), routing.experts,
+        room.words, out.high, out.low, out.scale, out.sums, *row_arguments(x), routing.experts,
         gate_up.bias, *part.planes, tiles, gate_up.expert_rows // 2,
         ACTIVATION=EPILOGUES[activation], P=expert_program(part, tiles, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,

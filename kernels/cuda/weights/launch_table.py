@@ -29,6 +29,9 @@ _REGISTERS = 65536
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 """Shared memory of one, and what each program takes of it beside its own."""
 
+_LIMITS, _LONG_LIMITS = (80, 72, 64), (128, 80)
+"""Registers of a thread that programs of the matvecs may be limited to; of long columns, which 64 make slower."""
+
 _LENGTHS = {(256, 8): 1.0, (128, 8): 0.6, (128, 4): 0.35}
 """Of a program of many rows, by rows of x and warps, beside the longest; one of 4 warps has half a multiprocessor."""
 
@@ -138,7 +141,7 @@ def experts_key(part: PackedPart, kind: str, tiles: int, used: int) -> str:
 def experts_glu_geometry(part: PackedPart, tiles: int, used: int) -> Geometry:
     """Geometry for `used` experts, of `tiles` tiles each, on one row; programs have tiles of one expert."""
     entry = _table().get(device_name(), {}).get("experts", {}).get(experts_key(part, "glu", tiles, used))
-    return Geometry(*entry) if entry else _one_tile(part, 4, 72)
+    return Geometry(*entry) if entry else _one_tile(part, 4, (72,))
 
 
 def experts_add_geometry(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
@@ -315,40 +318,35 @@ def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
 
 
 def default_geometry(part: PackedPart, kind: str) -> Geometry:
-    """One tile a program and a chunk or two a warp, where rows are few; where they are many, programs of 4 warps or
-    fewer with more chunks each."""
+    """One tile a program, by up to 8 warps with a chunk or two each; long columns, which these go through in a loop,
+    may have more registers. Gate and up have 4 warps or fewer with more chunks each: 2 where codes take long to unpack,
+    whose programs are one wave then. So have many rows whose chunks are no multiple of 8."""
     if kind == "swiglu":
-        return _one_tile(part, 4)
-    if kind == "norm" or part.tiles < _MANY_TILES:
-        return _one_tile(part, 16 if part.chunks > 32 else 8)
+        return _one_tile(part, 2 if part.layout.table or part.layout.bits < 4 else 4)
+    if kind == "norm" or part.tiles < _MANY_TILES or part.chunks % 8 == 0:
+        return _one_tile(part, 8, _LONG_LIMITS if part.chunks > 32 else _LIMITS)
     k_warps = 1
     while k_warps < 32 and part.chunks > (8 if k_warps < 8 else _MOST_ROUNDS) * k_warps:
         k_warps *= 2
     return Geometry(max(1, 4 // k_warps), k_warps, 2)
 
 
-def _one_tile(part: PackedPart, most_warps: int, registers: int = 0) -> Geometry:
-    """A tile by up to so many warps, each of which has a chunk or more; registers 0: chosen. Warps that check for the
-    edge take more than the limit with which more programs share a multiprocessor; programs of 16 such warps have one
-    each, and a limit that is all its registers lets the compiler read further ahead than none."""
+def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS) -> Geometry:
+    """A tile by up to so many warps, each of which has a chunk or more, and the largest limit on the registers with
+    which programs take the fewest waves. Warps that check for the edge of a few chunks take more than such a limit."""
     k_warps = 1
     while k_warps < most_warps and 2 * k_warps <= part.chunks:
         k_warps *= 2
     while k_warps < 32 and part.chunks > _MOST_ROUNDS * k_warps:
         k_warps *= 2
-    if part.chunks % k_warps or part.layout.chunk != 256:
-        return Geometry(1, k_warps, 1, 128 if k_warps == 16 else 0, True)
-    return Geometry(1, k_warps, 1, registers or _few_waves(part.tiles, k_warps), True)
-
-
-def _few_waves(programs: int, warps: int) -> int:
-    """The largest limit on the registers with which so many programs take the fewest waves."""
+    if limits is not _LONG_LIMITS and (part.chunks % k_warps or part.layout.chunk != 256):
+        return Geometry(1, k_warps, 1, 0, True)
 
     def waves(registers: int) -> int:
-        resident = _MULTIPROCESSORS * max(1, _REGISTERS // (32 * warps * registers))
-        return -(-programs // resident)
+        resident = _MULTIPROCESSORS * max(1, _REGISTERS // (32 * k_warps * registers))
+        return -(-part.tiles // resident)
 
-    return min((80, 72, 64), key=waves) if warps < 32 else 64
+    return Geometry(1, k_warps, 1, min(limits, key=waves) if k_warps < 32 else 64, True)
 
 
 def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:

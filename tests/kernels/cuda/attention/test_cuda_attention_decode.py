@@ -123,9 +123,38 @@ def test_more_keys_than_one_split_takes(position: int) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 130])
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_q8_0_cache(position: int, head_dim: int) -> None:
     check(spec_of(4, 2, head_dim, "halves"), [position], True)
+
+
+@pytest.mark.parametrize(
+    "heads,kv_heads,head_dim,window,coarse",
+    [(8, 2, 128, None, False), (6, 1, 128, 300, False), (8, 2, 128, None, True), (8, 1, 64, None, True)],
+)
+def test_q8_0_cache_of_many_splits(
+    heads: int, kv_heads: int, head_dim: int, window: int | None, coarse: bool
+) -> None:
+    check(spec_of(heads, kv_heads, head_dim, "pairs", window), [699, 1, 300], True, coarse=coarse)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_q8_0_values_of_any_size(head_dim: int) -> None:
+    """Scales from 1e-7, which fp16 rounds, to 400: where scores are equal, the large values are what is left."""
+    spec, position = spec_of(4, 1, head_dim), 400
+    cache = cache_of(1, 1, head_dim, True)
+    assert cache.layer.v_scale is not None
+    exponents = torch.linspace(-7.0, 2.6, cache.layer.v_scale.numel())
+    order = torch.randperm(exponents.numel(), generator=torch.Generator().manual_seed(3))
+    cache.layer.v_scale.copy_((10.0**exponents)[order].view(cache.layer.v_scale.shape))
+    k_old, v_old = cache.read()
+    qkv = torch.randn(1, 6 * head_dim, generator=torch.Generator().manual_seed(4)).to(DEVICE) * 0.1
+    workspace = DecodeWorkspace.allocate(1, 4, 1, head_dim, DEVICE)
+    at = torch.tensor([position], dtype=torch.int32, device=DEVICE)
+    out = torch.empty(1, 4 * head_dim, device=DEVICE)
+    attention_decode(qkv, spec, cache.layer, at, cache.tables, workspace, out)
+    expected, _, _ = expected_row(qkv[0], spec, k_old[0], v_old[0], position, True)
+    assert (out[0].double() - expected).norm() / expected.norm() < 3e-6
 
 
 @pytest.mark.parametrize("window", [1, 2, 100])
