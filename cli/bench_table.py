@@ -61,7 +61,8 @@ _LEFT = {"model", "type", "device", "test"}
 def _device(row: BenchRow) -> str:
     """The device, and what of the way it computes is not as usual."""
     named = row.device if row.backend in row.device else f"{row.device} {row.backend}"
-    named = named if row.ranks == 1 else f"{named} x {row.ranks}"
+    if row.ranks > 1:
+        named = f"{named} x {row.ranks}" + (" by layer" if row.split == "layer" else "")
     return f"{named} deterministic" if row.deterministic else named
 
 

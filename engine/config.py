@@ -1,9 +1,10 @@
 """How a model is to be run: one frozen record of options, checked once."""
 
+import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec
+from typing import Annotated, Any, Concatenate, Literal, ParamSpec, get_args
 
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
@@ -31,6 +32,10 @@ MOST_RANKS = 64
 MOST_DRAFT_TOKENS = 31
 """With the newest token 32 rows of a step, for one sequence."""
 
+
+Split = Literal["tensor", "layer"]
+"""What of a model each device has that shares it: a part of every layer, or some of the layers."""
+_SHARE = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
 Fields = ParamSpec("Fields")
 
@@ -68,8 +73,14 @@ class EngineConfig:
         cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
             computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
-            (docs/tensor-parallel.md). On the CPU so many processes, which share the threads.
+            (docs/tensor-parallel.md). On the CPU so many processes, which share the threads. None: on CUDA devices the
+            fewest that hold it, or as many as `devices` names; on the CPU one.
+        expert_parallel: of a mixture of experts, each of these devices has some experts whole, in place of a part of
+            all.
         devices: the numbers of the CUDA devices that do, "0,1"; None: the first ones.
+        split: what of the model each of them has: a part of every layer ("tensor"), or some of the layers ("layer"),
+            one device behind the other, for those of unlike size or without fast links.
+        tensor_split: of which so much, "3,1", device by device; None: as much as its free memory is.
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
         make_room: called before anything is allocated, with the bytes that the run needs, those that are free, and the
@@ -164,17 +175,37 @@ class EngineConfig:
         Flag("--n-cpu-moe -ncmoe", "The same for the experts of the first N layers.", RUN_PANEL, "N"),
     ] = 0
     tensor_parallel: Annotated[
-        int,
+        int | None,
         Range(1, MOST_RANKS),
         Flag(
-            "--tensor-parallel -tp", "Devices that share the model (on the CPU: processes).", RUN_PANEL, "N"
+            "--tensor-parallel -tp",
+            "Devices that share the model (on the CPU: processes). (default: the fewest GPUs that hold it)",
+            RUN_PANEL,
+            "N",
         ),
-    ] = 1
+    ] = None
+    expert_parallel: Annotated[
+        bool,
+        Flag("--expert-parallel", "Of experts, each device has some whole, not a part of all.", RUN_PANEL),
+    ] = False
     devices: Annotated[
         str | None,
         Flag(
             "--devices",
             "The CUDA devices that share it, such as 0,1. (default: the first N)",
+            RUN_PANEL,
+            "LIST",
+        ),
+    ] = None
+    split: Annotated[
+        Split,
+        Flag("--split --split-mode -sm", "Each has a part of every layer, or whole layers.", RUN_PANEL),
+    ] = "tensor"
+    tensor_split: Annotated[
+        str | None,
+        Flag(
+            "--tensor-split -ts",
+            "With --split layer: the devices' shares of the layers, such as 3,1. (default: by free memory)",
             RUN_PANEL,
             "LIST",
         ),
@@ -192,6 +223,7 @@ class EngineConfig:
         if self.cache_type not in CACHE_TYPES:
             raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
         check_ranges(self, "{name} {value}")
+        self._check_shares()
         self._check_devices()
         if self.draft_tokens is not None and not self.speculates:
             raise EngineError(
@@ -199,9 +231,38 @@ class EngineConfig:
                 f"(--draft-ngram)"
             )
 
+    def _check_shares(self) -> None:
+        """Of `split`. As many shares as devices, which they count where nothing else does."""
+        if self.split not in get_args(Split):
+            raise EngineError(f"split {self.split!r}: must be {' or '.join(get_args(Split))}")
+        if self.split == "layer" and self.expert_parallel:
+            raise EngineError(
+                "expert_parallel parts the experts of a layer: it does not go with --split layer"
+            )
+        if self.tensor_split is None:
+            return
+        if self.split != "layer":
+            raise EngineError(
+                f"tensor_split {self.tensor_split} shares out whole layers: it goes with --split layer"
+            )
+        texts = self.tensor_split.split(",")
+        if not all(_SHARE.fullmatch(text.strip()) and float(text) > 0 for text in texts):
+            raise EngineError(f"tensor_split {self.tensor_split!r}: must be numbers above 0, such as 3,1")
+        if self.tensor_parallel in (None, 1):
+            object.__setattr__(self, "tensor_parallel", len(texts))
+        if self.tensor_parallel != len(texts):
+            raise EngineError(
+                f"tensor_split {self.tensor_split}: {len(texts)} shares, and tensor_parallel is {self.tensor_parallel}"
+            )
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """Those of `tensor_split`."""
+        return None if self.tensor_split is None else tuple(map(float, self.tensor_split.split(",")))
+
     def _check_devices(self) -> None:
         if self.devices is None:
-            if self.tensor_parallel > 1 and self.device.startswith("cuda:"):
+            if self.ranks > 1 and self.device.startswith("cuda:"):
                 raise EngineError(
                     f"device {self.device} is one device, and tensor_parallel {self.tensor_parallel} takes more; name "
                     f"them with --devices"
@@ -210,16 +271,20 @@ class EngineConfig:
         numbers = self.devices.split(",")
         if not all(number.isdecimal() for number in numbers) or len(set(map(int, numbers))) < len(numbers):
             raise EngineError(f"devices {self.devices!r}: must be different numbers, such as 0,1")
-        if len(numbers) != self.tensor_parallel or self.device == "cpu":
+        if len(numbers) != self.ranks or self.device == "cpu":
             ways = f"--tensor-parallel {len(numbers)} and a CUDA device"
             raise EngineError(
-                f"devices {self.devices}: tensor_parallel is {self.tensor_parallel}, device {self.device}; they go "
-                f"with {ways}"
+                f"devices {self.devices}: tensor_parallel is {self.ranks}, device {self.device}; they go with {ways}"
             )
 
     def device_of(self, rank: int) -> str:
         """The device of a rank, where they are CUDA devices."""
         return f"cuda:{rank if self.devices is None else int(self.devices.split(',')[rank])}"
+
+    @property
+    def ranks(self) -> int:
+        """How many devices share the model, where `tensor_parallel` or `devices` says so; else one."""
+        return self.tensor_parallel or (1 if self.devices is None else len(self.devices.split(",")))
 
     @property
     def speculates(self) -> bool:

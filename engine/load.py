@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,12 +15,14 @@ import torch
 
 from quengine.block_manager import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
+from quengine.errors import EngineError
 from quengine.kernels.backend import Backend
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
 from quengine.memory import (
+    CONTEXT_STEP,
     RANKS_WORKSPACE,
     CacheNeeds,
     DeviceMemory,
@@ -31,8 +34,10 @@ from quengine.memory import (
 )
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.config import Stage
 from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
+from quengine.models.layer_split import layer_bounds, layer_bytes
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank, SplitTensors
 from quengine.models.tokenizer import Tokenizer
@@ -111,20 +116,24 @@ def load_model(
     checkpoint = open_checkpoint(path)
     _log_checkpoint("model", checkpoint)
     tokenizer = _in_thread(checkpoint.tokenizer)
-    part = _part(checkpoint, Rank(0, config.tensor_parallel))
     draft = open_draft(config, checkpoint)
     if draft is not None:
         _log_checkpoint("draft model", draft)
     device, why = choose_device(_of_rank(config, 0))
-    for rank in range(1, config.tensor_parallel):
+    config = replace(config, tensor_parallel=_rank_count(config, checkpoint, draft, device))
+    for rank in range(1, config.ranks):
         choose_device(_of_rank(replace(config, device=device.type), rank))
-    threads = max(1, threads // config.tensor_parallel) if device.type == "cpu" else threads
+    stages = _stages(config, checkpoint, device)
+    part = _part(checkpoint, stages[0] if stages else Rank(0, config.ranks, config.expert_parallel))
+    threads = max(1, threads // config.ranks) if device.type == "cpu" else threads
     torch.set_num_threads(threads)
-    free = _free_memory(device, config.tensor_parallel)
+    free = _free_memory(device, config.ranks)
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
     experts = ExpertPlacement.choose(config, part, device.type)
     experts.check_host_memory(available_memory())
     ctx_size, pools = _choose_cache(config, part, draft, device, free, experts)
+    if stages:
+        ctx_size, pools = _fit_stages(config, checkpoint, draft, device, stages, ctx_size)
     made = _Machine(config, device, threads, free, progress, experts)
     runner = (
         made.runner(part, ctx_size, pools) if part is checkpoint else made.ranks(path, part, ctx_size, pools)
@@ -164,23 +173,73 @@ def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
     """The part of the model of a rank other than rank 0, with its cache. Raises as `load_model`."""
     config = EngineConfig(**plan.options)
     device, _ = choose_device(config)
-    part = _part(open_checkpoint(Path(plan.model)), plan.rank)
+    stage = Stage(plan.number, tuple(plan.bounds)) if plan.bounds else None
+    part = _part(open_checkpoint(Path(plan.model)), stage or plan.rank)
     torch.set_num_threads(plan.threads)
     experts = ExpertPlacement.choose(config, part, device.type)
     made = _Machine(config, device, plan.threads, _free_memory(device, plan.count), None, experts)
     return made.runner(part, plan.ctx_size, [CachePool(*pool) for pool in plan.pools], communicator)
 
 
-def _part(checkpoint: Checkpoint, rank: Rank) -> Checkpoint:
+def _part(checkpoint: Checkpoint, part: Rank | Stage) -> Checkpoint:
     """What a rank has of a model. Raises EngineError where so many ranks cannot share it."""
-    return checkpoint if rank.count == 1 else SplitCheckpoint(checkpoint, rank)
+    return checkpoint if part.count == 1 else SplitCheckpoint(checkpoint, part)
+
+
+def _stages(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> list[Stage]:
+    """Which rank has which layers, by the shares that are asked for or by free memory; empty where none has whole
+    layers. Raises EngineError for more ranks than layers."""
+    if config.split != "layer" or config.ranks == 1:
+        return []
+    count = config.ranks
+    shares = config.shares or [float(free) for free in _free_of_ranks(config, device)]
+    bounds = layer_bounds(layer_bytes(checkpoint.config, checkpoint.tensors), shares)
+    return [Stage(number, bounds) for number in range(count)]
+
+
+def _free_of_ranks(config: EngineConfig, device: torch.device) -> list[int]:
+    """Bytes for each rank. Asking a CUDA device makes its context."""
+    devices = [_of_rank(replace(config, device=device.type), rank) for rank in range(config.ranks)]
+    own = [device, *(torch.device(each.device) for each in devices[1:])]
+    return [_free_memory(each, config.ranks) for each in own]
+
+
+def _fit_stages(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None,
+    device: torch.device,
+    stages: Sequence[Stage],
+    ctx_size: int,
+) -> tuple[int, list[CachePool]]:
+    """The cache that every rank has room for, where `ctx_size` positions fit the first one."""
+    free = _free_of_ranks(config, device)
+    asked = replace(config, make_room=None)
+    parts = [_part(checkpoint, stage) for stage in stages]
+    on = [
+        torch.device(_of_rank(replace(config, device=device.type), stage.number).device) for stage in stages
+    ]
+
+    def choose(positions: int | None) -> list[tuple[int, list[CachePool]]]:
+        return [
+            _choose_cache(
+                *(replace(asked, ctx_size=positions), part, draft, where, room),
+                ExpertPlacement.choose(config, part, device.type),
+            )
+            for part, where, room in zip(parts, on, free, strict=True)
+        ]
+
+    ctx_size = min(ctx_size, *(positions for positions, _ in choose(config.ctx_size)))
+    pools = [chosen for _, chosen in choose(ctx_size)]
+    fewest = [min(pool.num_blocks for pool in group) for group in zip(*pools, strict=True)]
+    return ctx_size, [replace(pool, num_blocks=count) for pool, count in zip(pools[0], fewest, strict=True)]
 
 
 def _of_rank(config: EngineConfig, rank: int) -> EngineConfig:
     """As if the rank were alone: with its own device, where devices are named or it is not rank 0."""
     named = config.devices is not None or (rank > 0 and config.device != "cpu")
     device = config.device_of(rank) if named else config.device
-    return replace(config, device=device, devices=None, tensor_parallel=1)
+    return replace(config, device=device, devices=None, tensor_parallel=1, split="tensor", tensor_split=None)
 
 
 def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:
@@ -237,10 +296,11 @@ class _Machine:
             sizes = tuple((pool.num_blocks, pool.window, pool.chunk) for pool in pools)
             options = _of_rank(replace(self.config, device=self.device.type), number).values()
             options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
-            count = self.config.tensor_parallel
-            return RankPlan(str(path), options, number, count, ctx_size, sizes, self.threads, meeting)
+            count = self.config.ranks
+            bounds = () if part.config.stage is None else part.config.stage.bounds
+            return RankPlan(str(path), options, number, count, ctx_size, sizes, self.threads, meeting, bounds)
 
-        group = RankGroup(self.config.tensor_parallel)
+        group = RankGroup(self.config.ranks)
         try:
             communicator = group.load(plan, self.device, self.config.deterministic)
             runner = self.runner(part, ctx_size, pools, communicator)
@@ -300,6 +360,62 @@ def _free_memory(device: torch.device, ranks: int) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // ranks
 
 
+def _rank_count(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
+) -> int:
+    """How many devices share the model: what the options say, or the fewest CUDA devices that hold it."""
+    told = (
+        config.tensor_parallel is not None or config.devices is not None or config.device.startswith("cuda:")
+    )
+    if told or device.type != "cuda" or config.places_experts or torch.cuda.device_count() <= 1:
+        return config.ranks
+    from quengine.parallel.device_count import USABLE_CONTEXT, fewest_devices
+
+    def needed(count: int, usable: bool) -> int | None:
+        layers = config.split == "layer"
+        try:
+            part = checkpoint if layers else _part(checkpoint, Rank(0, count, config.expert_parallel))
+        except EngineError:
+            return None
+        shared = replace(config, tensor_parallel=count)
+        needs, memory = _memory_needs(shared, part, draft, device, 0, ExpertPlacement())
+        least = min(checkpoint.config.context_length, USABLE_CONTEXT) if usable else CONTEXT_STEP
+        own = memory.weights + needs.nbytes(config.ctx_size or least, config.cache_type)
+        return memory.workspace + (own // count if layers else own)
+
+    # What other models hold can be freed where there is `make_room`. Asking for it makes a device's context.
+    which = 0 if config.make_room is None else 1
+    free = [torch.cuda.mem_get_info(device)[which]]
+    if (needed(1, True) or 0) > free[0]:
+        free += [torch.cuda.mem_get_info(index)[which] for index in range(1, torch.cuda.device_count())]
+    return fewest_devices(free, needed)
+
+
+def _memory_needs(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None,
+    device: torch.device,
+    free: int,
+    experts: ExpertPlacement,
+) -> tuple[CacheNeeds, DeviceMemory]:
+    """What a context takes, and a device with room for one and the padding blocks beside it, and as much again."""
+    shape, cache_type = checkpoint.config, config.cache_type
+    chunk = config.chunk_size or DEFAULT_CHUNK[device.type]
+    if config.parallel == 1:
+        chunk = min(chunk, config.ctx_size or shape.context_length)
+    rows = max(config.parallel, draft_rows(config, device.type))
+    weights = checkpoint.nbytes - sum(experts.host.values())
+    workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
+    workspace += RANKS_WORKSPACE[device.type] if config.ranks > 1 else 0
+    if draft is not None:
+        workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
+        weights += draft.nbytes
+    needs = CacheNeeds(shape, chunk, None if draft is None else draft.config)
+    padding = 2 * sum(needs.block_bytes(cache_type))
+    return needs, DeviceMemory(str(device), free, weights, workspace + padding, experts.device)
+
+
 def _choose_cache(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -309,28 +425,15 @@ def _choose_cache(
     experts: ExpertPlacement,
 ) -> tuple[int, list[CachePool]]:
     """Positions of a sequence, and the pools of the cache's blocks."""
-    shape, cache_type = checkpoint.config, config.cache_type
-    chunk = config.chunk_size or DEFAULT_CHUNK[device.type]
-    if config.parallel == 1:
-        chunk = min(chunk, config.ctx_size or shape.context_length)
-    rows = max(config.parallel, draft_rows(config, device.type))
-    weights = checkpoint.nbytes - sum(experts.host.values())
-    workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
-    workspace += RANKS_WORKSPACE[device.type] if config.tensor_parallel > 1 else 0
-    if draft is not None:
-        workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
-        weights += draft.nbytes
-    needs = CacheNeeds(shape, chunk, None if draft is None else draft.config)
-    memory = DeviceMemory(str(device), free, weights, workspace, experts.device)
-    # Beside the context are the padding blocks, and as much again.
-    padded = replace(memory, workspace=workspace + 2 * sum(needs.block_bytes(cache_type)))
+    needs, memory = _memory_needs(config, checkpoint, draft, device, free, experts)
+    cache_type = config.cache_type
     if config.make_room is not None:
-        wanted = wanted_bytes(needs, padded, config.ctx_size, config.parallel, cache_type)
+        wanted = wanted_bytes(needs, memory, config.ctx_size, config.parallel, cache_type)
         while config.make_room(wanted, memory.free, str(device)):
-            memory = replace(memory, free=_free_memory(device, config.tensor_parallel))
-        padded = replace(padded, free=memory.free)
-    ctx_size = choose_context(needs, config.ctx_size, padded, cache_type)
-    return ctx_size, choose_pools(needs, ctx_size, config.parallel, memory.room, cache_type)
+            memory = replace(memory, free=_free_memory(device, config.ranks))
+    ctx_size = choose_context(needs, config.ctx_size, memory, cache_type)
+    room = memory.room + 2 * sum(needs.block_bytes(cache_type))  # the padding blocks are among those chosen
+    return ctx_size, choose_pools(needs, ctx_size, config.parallel, room, cache_type)
 
 
 def _notes(
@@ -344,7 +447,10 @@ def _notes(
     notes = [_sizes_note(config, checkpoint, runner.cache)]
     if runner.ranks is not None:
         each = f"each with weights of {gib(part.nbytes)}; {runner.ranks.note}"
-        notes.append(f"shared by {config.tensor_parallel} ranks, {each}")
+        if (stage := part.config.stage) is not None:
+            counts = [end - first for first, end in pairwise(stage.bounds)]
+            each = f"with {' + '.join(map(str, counts))} layers, the first with weights of {gib(part.nbytes)}"
+        notes.append(f"shared by {config.ranks} ranks, {each}")
     if config.places_experts:
         notes.append(experts.note())
     if config.draft_ngram:
@@ -430,7 +536,10 @@ def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
     from quengine.kernels.cpu.ops import sampling
     from quengine.runners.cpu_steps import CpuSteps
 
-    if decoder.config.ranks > 1:  # between the kernels of a step it waits for other processes
+    shape = decoder.config
+    if (
+        shape.ranks > 1 or shape.stage is not None
+    ):  # between the kernels of a step it waits for other processes
         return ModelRunner(decoder, cache, choose=sampling.sample, packs_prompts=False)
     # A dozen rows of one prompt keep the processor as busy as those of many.
     return ModelRunner(
@@ -457,11 +566,13 @@ def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
     from quengine.parallel.communicator import CudaCommunicator
     from quengine.runners.cuda_graphs import PENDING, CudaGraphs
     from quengine.runners.device_decode import DeviceDecoder
+    from quengine.runners.graph_keys import UNMOVED_ROWS
 
+    rows = _graph_rows(config, drafts)
     graphs = CudaGraphs(
         decoder,
         cache,
-        _graph_rows(config, drafts),
+        rows if decoder.config.stage is None else min(rows, UNMOVED_ROWS),
         config.chunk_size or DEFAULT_CHUNK["cuda"],
         shares_sequences=config.speculates,
         pending=draft_tokens(config, "cuda") if drafts else PENDING,

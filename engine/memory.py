@@ -21,7 +21,9 @@ RANKS_WORKSPACE = {"cpu": 0, "cuda": 1024 * 2**20}
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """The same for a draft model beside another."""
 
-_STEP = 256
+CONTEXT_STEP = 256
+"""A context that is cut to fit is a multiple of so many tokens."""
+
 _FEW_ROWS = 128  # rows that have buffers of their own: FEW_ROWS of kernels/cuda/gemm/workspace.py
 _EXPERT_PRODUCTS = 64 * 2**20  # of kernels/cuda/moe/grouped.py
 _MOST_DEQUANTIZED = 160 * 2**20  # MAX_DEQUANTIZED weights of kernels/cuda/backend.py, of 2 bytes
@@ -79,8 +81,10 @@ class CacheNeeds:
 
     def fitting(self, room: int, most: int, cache_type: CacheType) -> int:
         """Positions of a sequence that `room` bytes hold, a multiple of the step; not more than make up `most`."""
-        steps = range(_STEP, most + _STEP, _STEP)
-        return _STEP * bisect_right(steps, room, key=lambda positions: self.nbytes(positions, cache_type))
+        steps = range(CONTEXT_STEP, most + CONTEXT_STEP, CONTEXT_STEP)
+        return CONTEXT_STEP * bisect_right(
+            steps, room, key=lambda positions: self.nbytes(positions, cache_type)
+        )
 
     def can_store(self, cache_type: CacheType) -> bool:
         return all(can_store(cache_type, m.head_dim) for m in (self.config, self.draft) if m is not None)
@@ -131,9 +135,9 @@ def choose_context(
     if needs.nbytes(wanted, cache_type) <= memory.room:
         return wanted
     fitting = needs.fitting(memory.room, wanted, cache_type)
-    if requested is None and fitting >= _STEP:
+    if requested is None and fitting >= CONTEXT_STEP:
         return fitting
-    least = wanted if requested is not None else _STEP
+    least = wanted if requested is not None else CONTEXT_STEP
     context = needs.nbytes(least, cache_type)
     ways = _ways(needs, memory, least, fitting, cache_type)
     raise CannotRunError(
@@ -261,12 +265,12 @@ def _ways(
     needs: CacheNeeds, memory: DeviceMemory, wanted: int, fitting: int, cache_type: CacheType
 ) -> list[str]:
     """What would let the run start: fewer positions, a smaller cache type, no draft model, experts in host memory."""
-    ways = [f"-c {fitting}"] if fitting >= _STEP else []
+    ways = [f"-c {fitting}"] if fitting >= CONTEXT_STEP else []
     if cache_type == "f16" and needs.can_store("q8_0"):
         smaller = needs.fitting(memory.room, wanted, "q8_0")
         if needs.nbytes(wanted, "q8_0") <= memory.room:
             ways.append("--cache-type q8_0")
-        elif smaller >= _STEP:
+        elif smaller >= CONTEXT_STEP:
             ways.append(f"--cache-type q8_0 -c {smaller}")
     if needs.draft is not None:
         ways.append("no --draft-model")

@@ -233,6 +233,15 @@ class Backend(Protocol[WeightT]):
         """
         ...
 
+    def flat_hidden(self, x: Hidden) -> Tensor:
+        """What an operation left of x [T, K] for the next layer, for a device that goes on with `hidden_of`: a vector
+        of the backend's dtype. Of several rows that is x alone."""
+        ...
+
+    def hidden_of(self, flat: Tensor, rows: int, norm: RMSNorm | None) -> Hidden:
+        """What another device's `flat_hidden` was given. norm: the one that reads it."""
+        ...
+
     def rms_norm(self, x: Hidden, norm: RMSNorm) -> Tensor:
         """`norm` of x [T, K] as plain rows, which embeddings pool: [T, K] in the backend's dtype."""
         ...

@@ -207,6 +207,12 @@ class ReferenceBackend:
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
 
+    def flat_hidden(self, x: Tensor) -> Tensor:
+        return x.flatten()
+
+    def hidden_of(self, flat: Tensor, rows: int, _norm: RMSNorm | None) -> Tensor:
+        return flat.view(rows, -1)
+
     def rms_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return _normed(x, norm)
 

@@ -4,6 +4,7 @@ What the two sources call things is in `gguf.config_gguf` and `hf.config_hf`, wh
 `architectures`. What values must agree on is checked here, once, for all of them.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite, log, pow, sqrt
@@ -118,6 +119,7 @@ class ExpertConfig:
     feed_forward_length: of an expert; shared_feed_forward_length: of the shared expert, which computes every row; 0:
         there is none.
     dense_layers: those that have a feed-forward of `ModelConfig.feed_forward_length` in place of experts.
+    held: the experts that are here, where other ranks have the others; None: all.
     """
 
     count: int
@@ -125,6 +127,7 @@ class ExpertConfig:
     feed_forward_length: int
     shared_feed_forward_length: int = 0
     dense_layers: tuple[int, ...] = ()
+    held: range | None = None
 
     def expected(self, rows: float) -> float:
         """How many experts of a layer a step of `rows` rows (of steps, their mean) is expected to read:
@@ -142,6 +145,34 @@ class CacheGroup:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Of ranks with whole layers: rank `number` has the layers bounds[number] to bounds[number + 1] - 1."""
+
+    number: int
+    bounds: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def layers(self) -> range:
+        return range(self.bounds[self.number], self.bounds[self.number + 1])
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+    def rank_of(self, layer: int) -> int:
+        """Which rank has a layer."""
+        return bisect_right(self.bounds, layer) - 1
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder's shape.
 
@@ -156,6 +187,7 @@ class ModelConfig:
     embedding. `experts`: the mixture of experts, None in a dense model. `draft_layers`: how many layers the files have
     behind the `block_count`, which draft tokens further ahead; the decoder passes them over. `ranks`: how many
     processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
+    `stage`: which layers this process has, where processes have whole ones (layer_split.py).
     """
 
     architecture: str
@@ -185,6 +217,7 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     draft_layers: int = 0
     ranks: int = 1
+    stage: Stage | None = None
 
     @classmethod
     def from_gguf(cls, file: "GGUFFile") -> "ModelConfig":
@@ -213,12 +246,21 @@ class ModelConfig:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The layers by the positions that they keep; those that keep every position, if any, come first."""
+        """The layers by the positions that they keep; those that keep every position, if any, come first.
+
+        Of a process that has some of the layers, only these; the groups are those of all.
+        """
         groups: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.layer_windows):
             groups.setdefault(window, []).append(layer)
         order = sorted(groups, key=lambda window: (window is not None, window))
-        return tuple(CacheGroup(window, tuple(groups[window])) for window in order)
+        held = self.held_layers
+        return tuple(CacheGroup(window, tuple(i for i in groups[window] if i in held)) for window in order)
+
+    @property
+    def held_layers(self) -> range:
+        """The layers that this process has."""
+        return range(self.block_count) if self.stage is None else self.stage.layers
 
     @property
     def splits_heads(self) -> bool:

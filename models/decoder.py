@@ -14,8 +14,9 @@ from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import rope_table
-from quengine.models.config import ModelConfig
+from quengine.models.config import ModelConfig, Stage
 from quengine.models.experts import MixtureOfExperts
+from quengine.models.handed_rows import HandedRows
 from quengine.models.layers import Attention, FeedForward, LayerTensors
 from quengine.models.tensor_split import token_counts
 
@@ -49,6 +50,9 @@ class Block:
 class Decoder:
     """Token ids in, logits out, over a key/value cache of at most `ctx_size` positions.
 
+    With a stage of a model, its layers in between: rows come from the stage before and go to the one behind, and the
+    last one's logits to all.
+
     Args:
         config: the model's shape.
         tensors: every tensor of the model by its GGUF name.
@@ -72,20 +76,31 @@ class Decoder:
         self.backend = backend
         self.chunk_size = chunk_size
         top = LayerTensors(tensors, "", backend, config.rms_eps)
-        self.token_embd = top.weight("token_embd")
-        self.output_norm = RMSNorm(top.vector("output_norm") * config.logit_scale, config.rms_eps)
-        self.output = top.weight("output") if top.has("output") else self.token_embd
+        self._stage = stage = config.stage or Stage(0, (0, config.block_count))
+        self.token_embd: Any = top.weight("token_embd") if top.has("token_embd") else None
+        self.output: Any = None
+        self.output_norm: RMSNorm | None = None
+        if stage.is_last:
+            self.output_norm = RMSNorm(top.vector("output_norm") * config.logit_scale, config.rms_eps)
+            self.output = top.weight("output") if top.has("output") else self.token_embd
         self._output_rows = token_counts(config.vocab_size, config.ranks)
         specs = _attention_specs(config, backend.device, ctx_size, chunk_size)
         self.blk = [
             self._block(i, LayerTensors(tensors, f"blk.{i}.", backend, config.rms_eps), spec)
-            for i, spec in enumerate(specs)
+            for i, spec in zip(config.held_layers, specs, strict=True)
         ]
-        self._next_norms = [*(block.attention.attn_norm for block in self.blk[1:]), self.output_norm]
+        last_norm = self.output_norm
+        if not stage.is_last:
+            behind = LayerTensors(tensors, f"blk.{stage.layers.stop}.", backend, config.rms_eps)
+            last_norm = behind.norm("attn_norm", config.block.norms != "post")
+        self._next_norms = [*(block.attention.attn_norm for block in self.blk[1:]), last_norm]
+        self._handed = HandedRows(stage, backend, config.embedding_length)
 
     def forward(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all, given the cache before them."""
-        return self._logits(batch, self._layers(batch, cache, batch.logits_rows))
+        rows = batch.logits_rows
+        x = self._layers(batch, cache, rows)
+        return self._logits(batch, x, len(batch) if rows is None else len(rows))
 
     def forward_parts(
         self, batch: ForwardBatch, cache: Sequence[KVLayer], parts: Iterable[Tensor]
@@ -96,30 +111,53 @@ class Decoder:
         """
         x = self._layers(batch, cache, None)
         for rows in parts:
-            yield self._logits(batch, self.backend.gather_rows(x, rows))
+            yield self._logits(batch, self.backend.gather_rows(x, rows), len(rows))
 
     def hidden(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
         """The rows that the output matrix would read, of all tokens: [T, embedding length]."""
         x = self._layers(batch, cache, None)
-        return self.backend.rms_norm(x, self.output_norm) / self.config.logit_scale
+        if self.output_norm is None:
+            return self._of_last_stage(None, len(batch), self.config.embedding_length)
+        hidden = self.backend.rms_norm(x, self.output_norm) / self.config.logit_scale
+        return hidden if self.config.stage is None else self._of_last_stage(hidden, *hidden.shape)
 
-    def _logits(self, batch: ForwardBatch, x: Hidden) -> Tensor:
+    def _logits(self, batch: ForwardBatch, x: Hidden, rows: int) -> Tensor:
+        if self.output_norm is None:
+            return self._of_last_stage(None, rows, self.config.vocab_size)
         logits = self.backend.logits(batch, x, self.output_norm, self.output)
+        if self.config.stage is not None:
+            return self._of_last_stage(logits, *logits.shape)
         return self.backend.communicator.all_gather(logits, self._output_rows)
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[KVLayer], rows: Tensor | None) -> Hidden:
         """`rows`: those gathered behind the last layer's attention; None: all."""
-        last = self.blk[-1]
-        x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
-        for block, layer, next_norm in zip(self.blk, cache, self._next_norms, strict=True):
-            x = block(batch, x, layer, next_norm, rows if block is last else None)
+        last, stage = self.blk[-1], self._stage
+        if stage.is_first:
+            x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
+        else:
+            x = self._handed.receive(len(batch), self.blk[0].attention.attn_norm)
+        held = cache[stage.layers.start : stage.layers.stop]
+        for block, layer, next_norm in zip(self.blk, held, self._next_norms, strict=True):
+            x = block(batch, x, layer, next_norm, rows if stage.is_last and block is last else None)
+        if not stage.is_last:
+            self._handed.send(x, len(batch))
         return x
+
+    def _of_last_stage(self, x: Tensor | None, rows: int, columns: int) -> Tensor:
+        """The last stage's x [rows, columns], on all; None: this is another."""
+        x = self._empty(rows, columns) if x is None else x.contiguous()
+        self.backend.communicator.broadcast(x, self._stage.count - 1)
+        return x
+
+    def _empty(self, rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns, dtype=self.backend.dtype, device=self.backend.device)
 
     @property
     def bytes_per_token(self) -> int:
         """Weight bytes that one decoded token reads: every matrix once, of experts those used, one embedding row."""
         blocks = sum(block.attention.nbytes + block.ffn.nbytes for block in self.blk)
-        return int(blocks + self.output.nbytes + self.token_embd.nbytes // self.token_embd.rows)
+        read = self.token_embd.nbytes // self.token_embd.rows if self._stage.is_first else 0
+        return int(blocks + read + (self.output.nbytes if self._stage.is_last else 0))
 
     def step_bytes(self, rows: int) -> int:
         """Weight bytes that a decode step of `rows` rows reads: every matrix once, and of experts those that the rows
@@ -168,7 +206,7 @@ def _attention_specs(
             cache_group=index,
         )
         specs |= dict.fromkeys(group.layers, spec)
-    return [specs[layer] for layer in range(config.block_count)]
+    return [specs[layer] for layer in config.held_layers]
 
 
 def _query_scale(config: ModelConfig, ctx_size: int, device: torch.device) -> Tensor | None:

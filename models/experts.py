@@ -1,5 +1,7 @@
 """The feed-forward of a mixture of experts: a router, experts that compute the rows it gives them, a shared expert."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ class MixtureOfExperts:
 
     Tensors of experts are `ffn_*_exps`, [E, rows, columns]. `host`: where they stay in host memory.
     `chosen`, int32 [T, k], ascending: the experts of a step's rows, in place of the router's choice.
+
+    Where a rank has some experts alone, the last of its tensors is one of zeros, which stands for all others.
     """
 
     chosen: Tensor | None = None
@@ -29,9 +33,14 @@ class MixtureOfExperts:
         self.partial = config.ranks > 1
         self.activation = config.block.activation
         self.experts = config.experts
-        self.ffn_norm = RMSNorm(tensors.vector(config.block.ffn_norm), tensors.eps)
+        alone = host is None and not config.experts.shared_feed_forward_length
+        self.ffn_norm = RMSNorm(
+            tensors.vector(config.block.ffn_norm), tensors.eps, config.experts.router.used if alone else 0
+        )
         self.router = _router(config, tensors)
-        bias, count = config.block.expert_bias, config.experts.count
+        bias, count, held = config.block.expert_bias, config.experts.count, config.experts.held
+        self.local = None if held is None else _local_numbers(held, count).to(self.backend.device)
+        count = count if held is None else len(held) + 1
         gate, up = _gate_and_up(tensors, count, config.experts.feed_forward_length)
         down = _of_experts(tensors, "down", count)
         gate_up_bias = _bias(tensors, "gate", "up", count=count) if bias else None
@@ -49,6 +58,9 @@ class MixtureOfExperts:
         backend, norm = self.backend, self.ffn_norm
         given = () if self.chosen is None else (self.chosen,)
         routing = backend.route(batch, x, norm, self.router, *given)
+        if self.local is not None:
+            numbers = self.local.index_select(0, routing.experts.flatten())
+            routing = replace(routing, experts=numbers.view_as(routing.experts))
         gated = self.expert_backend.experts_glu(batch, x, norm, routing, self.gate_up, self.activation)
         if self.shared_gate_up is not None:
             shared = backend.norm_glu(batch, x, norm, self.shared_gate_up, self.activation)
@@ -72,6 +84,13 @@ class MixtureOfExperts:
             every += self.shared_gate_up.nbytes + self.shared_down.nbytes
         experts = self.gate_up.nbytes + self.down.nbytes
         return int(every + experts * self.experts.expected(rows) / self.experts.count)
+
+
+def _local_numbers(held: range, count: int) -> Tensor:
+    """What number each of `count` experts has on a rank that holds some: int32 [count]."""
+    numbers = torch.full((count,), len(held), dtype=torch.int32)
+    numbers[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
+    return numbers
 
 
 def _router(config: ModelConfig, tensors: LayerTensors) -> Router:

@@ -1,9 +1,12 @@
 """One rank's part of a checkpoint: a `Checkpoint` of what the rank holds, over the whole one."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quengine.models.checkpoint import Checkpoint
+from quengine.models.config import Stage
+from quengine.models.layer_split import StageTensors
 from quengine.models.tensor_split import ModelSplit, Rank, SplitTensors
 from quengine.models.tokenizer import Tokenizer
 
@@ -12,13 +15,19 @@ if TYPE_CHECKING:
 
 
 class SplitCheckpoint:
-    """See the module docstring. Raises EngineError where that many ranks cannot share the model."""
+    """See the module docstring: a part of every layer, or the layers of a stage. Raises EngineError where that many
+    ranks cannot share the model."""
 
-    def __init__(self, whole: Checkpoint, rank: Rank) -> None:
+    def __init__(self, whole: Checkpoint, part: Rank | Stage) -> None:
         self.whole, self.path = whole, whole.path
-        split = ModelSplit(whole.config, whole.tensors, rank)
-        self.config = split.config
-        self.tensors = SplitTensors(whole.tensors, split)
+        self.tensors: SplitTensors | StageTensors
+        if isinstance(part, Stage):
+            self.config = replace(whole.config, stage=part)
+            self.tensors = StageTensors(whole.tensors, part)
+        else:
+            split = ModelSplit(whole.config, whole.tensors, part)
+            self.config = split.config
+            self.tensors = SplitTensors(whole.tensors, split)
         sizes = list(self.tensors.sizes())
         self.nbytes = sum(nbytes for _, nbytes, _ in sizes)
         self.weights = sum(weights for _, _, weights in sizes)

@@ -2,9 +2,9 @@
 
 Matrices that read the residual stream are cut along their rows (outputs): queries, keys and values by heads, gate and
 up by the feed-forward's columns, the output matrix by tokens. Those that write to it are cut along their columns
-(inputs), in whole blocks of their format, and their products are summed over the ranks. Everything else is on every
-rank. Source: Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-Parallelism", section 3.
+(inputs), in whole blocks of their format, and their products are summed over the ranks. Experts are cut in the same
+way, or, on demand, each rank has some of them whole. Everything else is on every rank. Source: Shoeybi et al. 2019,
+"Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
 """
 
 import re
@@ -30,25 +30,29 @@ _TOKENS = 16
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the processes that hold a model together: number `number` of `count`."""
+    """One of the processes that hold a model together: number `number` of `count`. `by_expert`: each has some experts
+    whole, in place of a part of all."""
 
     number: int = 0
     count: int = 1
+    by_expert: bool = False
 
 
-Axis = Literal["queries", "keys", "heads", "inner", "expert_inner", "shared_inner", "tokens"]
+Axis = Literal["queries", "keys", "heads", "inner", "expert_inner", "experts", "shared_inner", "tokens"]
 """What is divided: elements of all query heads, of all key (or value) heads, query heads by number, the width of a
-feed-forward, of an expert's, of the shared expert's, the vocabulary."""
+feed-forward, of an expert's, experts by number, the width of the shared expert's, the vocabulary."""
 
 
 class Cut(NamedTuple):
     """What a rank has of a tensor: a range of its "rows" (of each matrix, where there are several), of its "columns",
     or all of it on the "first" rank and zeros on the others. `axes`: one for each part that lies one behind the other
-    along the rows or columns.
+    along the rows or columns. `experts`: it has a matrix, or a row, for each expert, of which a rank has a range where
+    experts are shared whole, and zeros behind them, for all experts of the others.
     """
 
-    along: Literal["rows", "columns", "first"]
+    along: Literal["rows", "columns", "first", "experts"]
     axes: tuple[Axis, ...] = ()
+    experts: bool = False
 
 
 TABLE: Mapping[str, Cut] = {
@@ -64,13 +68,13 @@ TABLE: Mapping[str, Cut] = {
     "ffn_gate.weight": Cut("rows", ("inner",)),
     "ffn_up.weight": Cut("rows", ("inner",)),
     "ffn_down.weight": Cut("columns", ("inner",)),
-    "ffn_gate_exps.weight": Cut("rows", ("expert_inner",)),
-    "ffn_up_exps.weight": Cut("rows", ("expert_inner",)),
-    "ffn_gate_up_exps.weight": Cut("rows", ("expert_inner", "expert_inner")),
-    "ffn_down_exps.weight": Cut("columns", ("expert_inner",)),
-    "ffn_gate_exps.bias": Cut("columns", ("expert_inner",)),
-    "ffn_up_exps.bias": Cut("columns", ("expert_inner",)),
-    "ffn_down_exps.bias": Cut("first"),
+    "ffn_gate_exps.weight": Cut("rows", ("expert_inner",), experts=True),
+    "ffn_up_exps.weight": Cut("rows", ("expert_inner",), experts=True),
+    "ffn_gate_up_exps.weight": Cut("rows", ("expert_inner", "expert_inner"), experts=True),
+    "ffn_down_exps.weight": Cut("columns", ("expert_inner",), experts=True),
+    "ffn_gate_exps.bias": Cut("columns", ("expert_inner",), experts=True),
+    "ffn_up_exps.bias": Cut("columns", ("expert_inner",), experts=True),
+    "ffn_down_exps.bias": Cut("first", experts=True),
     "ffn_gate_shexp.weight": Cut("rows", ("shared_inner",)),
     "ffn_up_shexp.weight": Cut("rows", ("shared_inner",)),
     "ffn_down_shexp.weight": Cut("columns", ("shared_inner",)),
@@ -84,8 +88,8 @@ _LAYER = re.compile(r"blk\.\d+\.")
 _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.\d+\.weight")
 
 
-def cut_of(name: str, config: ModelConfig) -> Cut | None:
-    """How the tensor `name` of a model is cut; None: every rank has all of it.
+def cut_of(name: str, config: ModelConfig, by_expert: bool = False) -> Cut | None:
+    """How the tensor `name` of a model is cut; None: every rank has all of it. `by_expert`: see Rank.
 
     A norm of a whole row of queries and keys needs all heads: such an attention is computed by every rank.
     """
@@ -95,7 +99,8 @@ def cut_of(name: str, config: ModelConfig) -> Cut | None:
         return None
     if kind == "ffn_up.weight" and config.block.merged:
         return Cut("rows", ("inner", "inner"))
-    return TABLE.get(kind)
+    cut = TABLE.get(kind)
+    return Cut("experts", ("experts",)) if cut is not None and cut.experts and by_expert else cut
 
 
 def shares(total: int, unit: int, count: int) -> list[range]:
@@ -123,7 +128,7 @@ class ModelSplit:
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, QuantTensor], rank: Rank) -> None:
         self.whole, self.rank = config, rank
-        self._units = _units(config, tensors)
+        self._units = _units(config, tensors, rank.by_expert)
         problem = self._problem(rank.count, tensors)
         if problem is not None:
             fitting = [n for n in range(1, 9) if n != rank.count and self._problem(n, tensors) is None]
@@ -134,7 +139,7 @@ class ModelSplit:
 
     def tensor(self, tensor: QuantTensor) -> QuantTensor:
         """The rank's part of a tensor: a view where it is one piece, else a copy."""
-        cut = cut_of(tensor.name, self.whole)
+        cut = self._cut(tensor)
         if cut is None:
             return tensor
         if cut.along == "first":
@@ -142,7 +147,12 @@ class ModelSplit:
             return replace(tensor, data=data)
         kept = self._kept(cut)
         shape = self.shape(tensor)
-        if cut.along == "columns":
+        if cut.along == "experts":
+            experts = tensor.data.view(tensor.shape[0], -1, tensor.data.shape[1])
+            (held,) = kept
+            parts = [experts[held.start : held.stop], torch.zeros_like(experts[:1])]
+            data = torch.cat(parts).flatten(0, 1)
+        elif cut.along == "columns":
             spans = [[tensor.format.row_bytes(edge) for edge in (part.start, part.stop)] for part in kept]
             data = torch.cat([tensor.data[:, start:stop] for start, stop in spans], dim=1)
         else:
@@ -153,13 +163,18 @@ class ModelSplit:
 
     def shape(self, tensor: QuantTensor) -> tuple[int, ...]:
         """The shape of the rank's part."""
-        cut = cut_of(tensor.name, self.whole)
+        cut = self._cut(tensor)
         if cut is None or cut.along == "first":
             return tensor.shape
         size = sum(map(len, self._kept(cut)))
+        if cut.along == "experts":
+            return (size + 1, *tensor.shape[1:])
         if cut.along == "columns":
             return (*tensor.shape[:-1], size)
         return (*tensor.shape[:-2], size, tensor.shape[-1])
+
+    def _cut(self, tensor: QuantTensor) -> Cut | None:
+        return cut_of(tensor.name, self.whole, self.rank.by_expert)
 
     def _kept(self, cut: Cut) -> list[range]:
         """Which rows or columns the rank has, of each of the parts that lie one behind the other."""
@@ -183,6 +198,8 @@ class ModelSplit:
             "heads": (own, heads),
             "tokens": (shares(config.vocab_size, _TOKENS, count)[number], config.vocab_size),
         }
+        if config.experts is not None:
+            ranges["experts"] = (shares(config.experts.count, 1, count)[number], config.experts.count)
         for axis, (total, unit) in self._units.items():
             ranges[axis] = (shares(total, unit, count)[number], total)
         return ranges
@@ -200,8 +217,9 @@ class ModelSplit:
         if config.experts is not None:
             experts = replace(
                 config.experts,
-                feed_forward_length=widths["expert_inner"],
+                feed_forward_length=widths.get("expert_inner", config.experts.feed_forward_length),
                 shared_feed_forward_length=widths.get("shared_inner", 0),
+                held=self._ranges["experts"][0] if self.rank.by_expert else None,
             )
             made = replace(made, experts=experts)
         return made
@@ -225,9 +243,9 @@ class ModelSplit:
                     return f"{name} ({form}) has {columns} columns a rank, not a multiple of {block}"
         for axis, (total, unit) in self._units.items():
             if total // unit < count:
-                name = _DOWN[axis]
-                return f"{name} has {total} columns, {total // unit} pieces of {unit} for {count} ranks"
-        return None
+                name, way = _DOWN[axis], ", or --expert-parallel" if axis == "expert_inner" else ""
+                return f"{name} has {total} columns, {total // unit} pieces of {unit} for {count} ranks{way}"
+        return _experts_problem(config, tensors, count) if self.rank.by_expert else None
 
 
 _DOWN: Mapping[Axis, str] = {
@@ -237,19 +255,36 @@ _DOWN: Mapping[Axis, str] = {
 }
 
 
-def _units(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> dict[Axis, tuple[int, int]]:
+def _experts_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor], count: int) -> str | None:
+    """Why `count` ranks cannot have some experts each; None: they can."""
+    if config.experts is None:
+        return "--expert-parallel is for models with experts, which this one has not"
+    if config.experts.count < count:
+        return f"{config.experts.count} experts for {count} ranks"
+    alone = next((name for name in tensors if _EXPERT.search(name)), None)
+    return (
+        None
+        if alone is None
+        else f"--expert-parallel takes experts in one tensor, and {alone} is of one expert"
+    )
+
+
+def _units(
+    config: ModelConfig, tensors: Mapping[str, QuantTensor], by_expert: bool
+) -> dict[Axis, tuple[int, int]]:
     """How long each feed-forward axis of the model is, and in what units it is cut: blocks of all matrices along it."""
     sizes: dict[Axis, int] = {}
     experts = config.experts
     if experts is None or experts.dense_layers:
         sizes["inner"] = config.feed_forward_length
     if experts is not None:
-        sizes["expert_inner"] = experts.feed_forward_length
+        if not by_expert:
+            sizes["expert_inner"] = experts.feed_forward_length
         if experts.shared_feed_forward_length:
             sizes["shared_inner"] = experts.shared_feed_forward_length
     units = dict.fromkeys(sizes, _GROUP)
     for name in tensors:
-        cut = cut_of(name, config)
+        cut = cut_of(name, config, by_expert)
         if cut is not None and cut.along == "columns" and cut.axes[0] in units and name.endswith(".weight"):
             units[cut.axes[0]] = lcm(units[cut.axes[0]], tensors[name].format.block)
     return {axis: (size, units[axis]) for axis, size in sizes.items()}

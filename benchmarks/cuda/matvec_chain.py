@@ -18,6 +18,7 @@ from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
+from quengine.kernels.cuda.ranks.peers import PeerBuffers
 from quengine.kernels.cuda.weights.packed import PackedWeight
 
 FLOOR_RATE = 4.3e6  # bytes per microsecond
@@ -39,9 +40,10 @@ def layer(q6: bool) -> dict[str, PackedWeight]:
 
 
 def layer_calls(
-    first: dict[str, PackedWeight], pdl: bool
+    first: dict[str, PackedWeight], pdl: bool, peers: PeerBuffers | None = None
 ) -> dict[str, Callable[[dict[str, PackedWeight]], object]]:
-    """The launches of a layer on given weights, in order; their inputs are any numbers of the sizes of `first`."""
+    """The launches of a layer on given weights, in order; their inputs are any numbers of the sizes of `first`. peers:
+    of ranks that share the layer."""
     width, queries, inner = first["o"].rows, first["o"].cols, first["down"].cols
     hidden, norm = torch.randn(1, width, device="cuda"), torch.ones(width, device="cuda")
     attended, middle = (quantize_activations(torch.randn(1, n, device="cuda")) for n in (queries, inner))
@@ -49,9 +51,9 @@ def layer_calls(
     normed = matvec_norm(attended, first["o"], hidden, norm, 1e-5, scratch).rms_normed
     return {
         "qkv": lambda w: matvec(normed, w["qkv"], pdl=pdl),
-        "o": lambda w: matvec_norm(attended, w["o"], hidden, norm, 1e-5, scratch, pdl),
+        "o": lambda w: matvec_norm(attended, w["o"], hidden, norm, 1e-5, scratch, pdl, peers=peers),
         "gate_up": lambda w: matvec_glu(normed, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
-        "down": lambda w: matvec_norm(middle, w["down"], hidden, norm, 1e-5, scratch, pdl),
+        "down": lambda w: matvec_norm(middle, w["down"], hidden, norm, 1e-5, scratch, pdl, peers=peers),
     }
 
 

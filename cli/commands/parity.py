@@ -40,8 +40,8 @@ class ParityFlags:
         Flag(
             "--a",
             "What the other is measured against: reference, cpu, cuda or cuda:N for --model there (cpu:tp2: "
-            "shared by 2 ranks), FILE for another model, FILE@DEVICE for one there. (default: reference; cpu on a "
-            "machine with a GPU)",
+            "shared by 2 ranks, cpu:layer2: sharing the layers), FILE for another model, FILE@DEVICE for one there. "
+            "(default: reference; cpu on a machine with a GPU)",
             SIDES,
             "SIDE",
         ),

@@ -33,6 +33,9 @@ def serve(
 
     One model (-m), or those of --models-dir and --models-preset, each loaded when a request names it.
     """
+    if settings.ray.used:
+        _serve_on_ray(model, settings, config)
+        return
     from quengine.models.hub.hub import resolve_model
     from quengine.serve.models.preset_file import find_specs
     from quengine.serve.predict import VertexPaths
@@ -54,6 +57,17 @@ def serve(
     else:
         server = Server(settings, lambda _, *calls: _load(given[0], *calls), _print_status)
     server.run_until_stopped()
+
+
+def _serve_on_ray(model: str | None, settings: ServerSettings, config: EngineConfig) -> None:
+    from quengine.serve.models.model_spec import ModelSpec
+    from quengine.serve.models.preset_file import engine_config
+    from quengine.serve.ray.cluster import serve_on_ray
+
+    if model is None:
+        raise EngineError("no model is named: --ray deploys one, give -m MODEL")
+    settings = replace(settings, model_names=settings.model_names or (_name(model),))
+    serve_on_ray(ModelSpec(settings, engine_config(settings, config), model), _print_status)
 
 
 def _spec(model: str, settings: ServerSettings, config: EngineConfig) -> "ModelSpec":

@@ -1,6 +1,7 @@
 """Keys and values of positions in the cache's first blocks, of all heads, whichever rank has them."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,12 +28,15 @@ def write_cached(runner: ModelRunner, start: int, end: int, rows: Sequence[Tenso
 
 
 def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
-    """Each rank's part of `read_cached`: all have the heads of all, those of a rank side by side."""
+    """Each rank's part of `read_cached`: all have the heads of all, those of a rank side by side, of all layers."""
     communicator, config = runner.decoder.backend.communicator, runner.decoder.config
     gathered = []
-    for stored, slots in _stored(runner, start, end):
-        own = stored[slots]
-        if config.ranks > 1 and config.splits_heads:
+    for layer, stored, slots in _stored(runner, start, end):
+        held = layer in config.held_layers
+        own = stored[slots].contiguous() if held else stored.new_empty(end - start, *stored.shape[1:])
+        if config.stage is not None:
+            communicator.broadcast(own, config.stage.rank_of(layer))
+        elif config.ranks > 1 and config.splits_heads:
             count, heads, width = own.shape
             flat = communicator.all_gather(own.reshape(count, -1), [heads * width] * config.ranks)
             own = flat.view(count, config.ranks * heads, width)
@@ -45,23 +49,25 @@ def write_rows(
 ) -> None:
     """Each rank's part of `write_cached`; `rows`: on rank 0."""
     communicator, config = runner.decoder.backend.communicator, runner.decoder.config
-    for index, (stored, slots) in enumerate(_stored(runner, start, end)):
+    for index, (layer, stored, slots) in enumerate(_stored(runner, start, end)):
         heads = stored.shape[1]
         values = stored.new_empty(end - start, kv_heads, stored.shape[2])
         if rows is not None:
             values.copy_(rows[index])
         communicator.broadcast(values)
-        first = communicator.rank * kv_heads // communicator.size if config.splits_heads else 0
-        stored[slots] = values[:, first : first + heads]
+        cut = config.ranks > 1 and config.splits_heads
+        first = communicator.rank * kv_heads // communicator.size if cut else 0
+        if layer in config.held_layers:
+            stored[slots] = values[:, first : first + heads]
 
 
-def _stored(runner: ModelRunner, start: int, end: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every layer's tensors, each with the rows of these positions."""
+def _stored(runner: ModelRunner, start: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Every layer's tensors, each with the layer and the rows of these positions; empty where another rank has it."""
     cache, device = runner.cache, runner.decoder.backend.device
     positions, slots = torch.arange(start, end), dict[int, Tensor]()
-    groups = runner.decoder.config.cache_groups
+    groups = replace(runner.decoder.config, stage=None).cache_groups
     for group, table in zip(groups, cache.whole_tables, strict=True):
         slots |= dict.fromkeys(group.layers, slot_mapping(positions, torch.tensor(table)).to(device))
     for number, layer in enumerate(cache.layers):
         for stored in layer.tensors:
-            yield stored, slots[number]
+            yield number, stored, slots[number]

@@ -1,5 +1,5 @@
-"""What ranks exchange, between processes of a host: over gloo on the CPU; on CUDA devices over peer memory where rows
-are few, and NCCL for the rest. Definition: kernels/ranks/communicator.py.
+"""What ranks exchange, between processes of a host: over gloo on the CPU; on CUDA devices over peer memory, and over
+NCCL what is too large for that. Definition: kernels/ranks/communicator.py.
 """
 
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from quengine.kernels.ranks.communicator import Communicator, side_by_side, sum_
 from quengine.models.tensor_split import Rank
 
 if TYPE_CHECKING:
-    from quengine.kernels.cuda.ranks.push import PeerBuffers
+    from quengine.kernels.cuda.ranks.peers import PeerBuffers
+    from quengine.kernels.cuda.ranks.two_shot import SharedSums
 
 _LOOPBACK = "127.0.0.1"
 _DONE = "rank 0 has compiled"
@@ -68,13 +69,24 @@ class GlooCommunicator:
     def all_reduce(self, x: Tensor) -> Tensor:
         return sum_in_order(self._gathered(x))
 
+    def peers(self, _rows: int, _width: int) -> None:
+        return None
+
+    owners = peers
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         return side_by_side(self._gathered(_widened(x, max(widths))), widths)
 
-    def broadcast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = source
         self._group.broadcast([x], options).wait()
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._group.send([x], to, 0).wait()
+
+    def receive(self, x: Tensor, source: int) -> None:
+        self._group.recv([x], source, 0).wait()
 
     def meet(self) -> None:
         self._gathered(torch.zeros(1))
@@ -89,9 +101,17 @@ class GlooCommunicator:
         return parts
 
 
+class PeerMemory(NamedTuple):
+    """For sums of few values and of many, and for logits."""
+
+    few: "PeerBuffers"
+    many: "SharedSums"
+    logits: "PeerBuffers"
+
+
 class CudaCommunicator:
-    """Few values are pushed to all ranks over peer memory (kernels/cuda/ranks/push.py), where devices have such access;
-    NCCL moves the rest. NVLink multicast is not used.
+    """Few values are pushed to all ranks over peer memory (kernels/cuda/ranks/push.py), those of many rows to their
+    owners (two_shot.py), where devices have such access; NCCL moves the rest. NVLink multicast is not used.
 
     Raises:
         CannotRunError: this process has a process group of torch.distributed already.
@@ -120,32 +140,47 @@ class CudaCommunicator:
 
         self._pdl = has_dependent_launch(device)
         self._starts: dict[tuple[int, ...], Tensor] = {}
-        self._sums, self._logits, self.note = self._peer_buffers()
+        self.memory, self.note = self._peer_memory()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         from quengine.kernels.cuda.ranks.push import push_all_reduce
+        from quengine.kernels.cuda.ranks.two_shot import two_shot_all_reduce
 
-        if self._sums is not None and x.numel() <= self._sums.capacity:
-            return push_all_reduce(x, self._sums, self._pdl)
+        if self.memory is not None and x.numel() <= self.memory.few.capacity:
+            return push_all_reduce(x, self.memory.few, self._pdl)
+        if self.memory is not None and x.numel() <= self.memory.many.capacity:
+            return two_shot_all_reduce(x, self.memory.many, self._pdl)
         if self._deterministic and self.size > 2:
             return sum_in_order(self._gathered(x))
         dist.all_reduce(x)
         return x
 
+    def peers(self, rows: int, width: int) -> "PeerBuffers | None":
+        return None if self.memory is None else self.memory.few.for_rows(rows, width)
+
+    def owners(self, rows: int, width: int) -> "SharedSums | None":
+        if self.memory is None or self.peers(rows, width) is not None:
+            return None
+        return self.memory.many.for_rows(rows, width)
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         from quengine.kernels.cuda.ranks.push import push_all_gather
 
         x, largest = x.contiguous(), max(widths)
-        if (
-            self._logits is not None
-            and x.dtype == torch.float32
-            and len(x) * largest <= self._logits.capacity
-        ):
-            return push_all_gather(x, widths, self._starts_of(widths), self._logits, self._pdl)
+        if self.memory is not None and x.dtype == torch.float32:
+            logits = self.memory.logits
+            if len(x) * largest <= logits.capacity:
+                return push_all_gather(x, widths, self._starts_of(widths), logits, self._pdl)
         return side_by_side(self._gathered(_widened(x, largest)), widths)
 
-    def broadcast(self, x: Tensor) -> None:
-        dist.broadcast(x, 0)
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
+        dist.broadcast(x, source)
+
+    def send(self, x: Tensor, to: int) -> None:
+        dist.send(x, to)
+
+    def receive(self, x: Tensor, source: int) -> None:
+        dist.recv(x, source)
 
     def meet(self) -> None:
         dist.all_reduce(torch.zeros(1, device=self._device))
@@ -160,7 +195,7 @@ class CudaCommunicator:
             self._store.set(_DONE, "1")
 
     def close(self) -> None:
-        self._sums = self._logits = None
+        self.memory = None
         dist.destroy_process_group()
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
@@ -175,38 +210,46 @@ class CudaCommunicator:
             self._starts[key] = torch.tensor([0, *accumulate(widths)], dtype=torch.int32, device=self._device)
         return self._starts[key]
 
-    def _peer_buffers(self) -> "tuple[PeerBuffers | None, PeerBuffers | None, str]":
-        """Those of sums and of logits; None where some device cannot write to another's memory."""
-        from quengine.kernels.cuda.ranks.push import GATHERED_VALUES, pushed_values
-
-        reach = torch.ones(1, device=self._device)
+    def _peer_memory(self) -> "tuple[PeerMemory | None, str]":
+        """None where some device cannot write to another's memory; a line for the user."""
+        reach, reason = torch.ones(1, device=self._device), "another rank has none"
         try:
-            made = [self._shared_buffer(capacity) for capacity in (pushed_values(self.size), GATHERED_VALUES)]
+            memory = self._allocate()
         except RuntimeError as error:
-            made, reason = [], str(error).splitlines()[0][:200]
+            memory, reason = None, str(error).splitlines()[0][:200]
             reach.zero_()
         dist.all_reduce(reach, dist.ReduceOp.MIN)
         if not reach.item():
-            why = reason if not made else "another rank has none"
-            return None, None, f"sums over NCCL: no peer memory ({why})"
-        return made[0], made[1], "sums over peer memory, of many rows over NCCL"
+            return None, f"sums over NCCL: no peer memory ({reason})"
+        return memory, "sums over peer memory"
 
-    def _shared_buffer(self, capacity: int) -> "PeerBuffers":
-        import torch.distributed._symmetric_memory as symmetric
-
-        from quengine.kernels.cuda.ranks.push import peer_buffers, received_buffer_shape
+    def _allocate(self) -> "PeerMemory":
+        from quengine.kernels.cuda.ranks import two_shot
+        from quengine.kernels.cuda.ranks.peers import peer_buffers, received_buffer_shape
+        from quengine.kernels.cuda.ranks.push import GATHERED_VALUES, pushed_values
 
         if not all(torch.cuda.can_device_access_peer(self._device, other) for other in self._others()):
             raise RuntimeError("the devices cannot access each other's memory")
-        shape = received_buffer_shape(self.size, capacity)
-        received: Tensor = symmetric.empty(*shape, dtype=torch.int64, device=self._device)
-        received.zero_()
+        few, logits = (
+            peer_buffers(*self._shared(received_buffer_shape(self.size, values), torch.int64), self.rank)
+            for values in (pushed_values(self.size), GATHERED_VALUES)
+        )
+        words, values = two_shot.shared_words(self.size, two_shot.SUMMED_VALUES), two_shot.SUMMED_VALUES
+        many = two_shot.shared_sums(*self._shared((words,), torch.float32), self.rank, values)
+        return PeerMemory(few, many, logits)
+
+    def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
+        """Zeros that all ranks can write to, and the addresses of those of all ranks."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        shared: Tensor = symmetric.empty(*shape, dtype=dtype, device=self._device)
+        shared.zero_()
         torch.cuda.synchronize(self._device)
         group = dist.group.WORLD
         assert group is not None
-        handle: Any = symmetric.rendezvous(received, group.group_name)
+        handle: Any = symmetric.rendezvous(shared, group.group_name)
         self.meet()  # no rank writes before all have cleared theirs
-        return peer_buffers(received, list(handle.buffer_ptrs), self.rank)
+        return shared, list(handle.buffer_ptrs)
 
     def _others(self) -> list[int]:
         """The numbers of the other ranks' devices."""

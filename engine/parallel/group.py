@@ -54,7 +54,7 @@ class RankFailedError(CannotRunError):
 @dataclass(frozen=True)
 class RankPlan:
     """What a rank loads. `options`: fields of EngineConfig. `pools`: blocks, window and chunk of each group of layers.
-    `meeting`: the file where the ranks meet."""
+    `meeting`: the file where the ranks meet. `bounds`: of `Stage`; empty where ranks have a part of every layer."""
 
     model: str
     options: Mapping[str, Any]
@@ -64,10 +64,11 @@ class RankPlan:
     pools: tuple[tuple[int, int | None, int], ...]
     threads: int
     meeting: str
+    bounds: tuple[int, ...] = ()
 
     @property
     def rank(self) -> Rank:
-        return Rank(self.number, self.count)
+        return Rank(self.number, self.count, bool(self.options["expert_parallel"]))
 
 
 class _Follower:

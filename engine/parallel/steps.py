@@ -64,8 +64,8 @@ def _run_graphs(runner: ModelRunner, message: Launch | Configure | Capture | Pro
 
 def _choose(runner: ModelRunner, experts: Mapping[int, Sequence[Sequence[int]]]) -> None:
     """Give the layers the experts of their rows; those that are not named let their routers choose."""
-    device = runner.decoder.backend.device
-    for layer, block in enumerate(runner.decoder.blk):
+    device, first = runner.decoder.backend.device, runner.decoder.config.held_layers.start
+    for layer, block in enumerate(runner.decoder.blk, first):
         if isinstance(block.ffn, MixtureOfExperts):
             rows = experts.get(layer)
             given = None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)

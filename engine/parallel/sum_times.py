@@ -108,7 +108,7 @@ def main() -> int:
 
     def plan(number: int, meeting: str) -> RankPlan:
         """Of a rank without a model."""
-        options = {"device": _device(kind, number), "deterministic": False}
+        options = {"device": _device(kind, number), "deterministic": False, "expert_parallel": False}
         return RankPlan("", options, number, count, 0, (), 1, meeting)
 
     group = RankGroup(count)

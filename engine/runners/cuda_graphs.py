@@ -15,7 +15,7 @@ from torch import Tensor
 from quengine.config import BACKLOG_CHUNK, MIXED_CHUNK
 from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
 from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
-from quengine.kernels.cuda.sampling.batch_rows import settle_rows
+from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
@@ -47,7 +47,7 @@ _ONE_SEQUENCE = 8
 
 
 class StepTokens:
-    """The tokens that a decode step chooses, on their way to pinned memory."""
+    """The tokens that a decode step chooses and leaves in pinned memory."""
 
     def __init__(self, memory: Tensor, arrived: torch.cuda.Event, logits: Tensor) -> None:
         self._memory = memory
@@ -106,8 +106,7 @@ class CudaGraphs:
         )
         rows = self.inputs.rows
         self._history = torch.zeros(rows, cache.ctx_size, dtype=torch.int32, device=device)
-        self._chosen = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._host = torch.empty(pending, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._chosen = ChosenTokens.allocate(pending, rows, device)
         events = 0 if device.type == "meta" else pending
         self._events = [torch.cuda.Event() for _ in range(events)]  # type: ignore[no-untyped-call]
         self._launched = 0
@@ -130,7 +129,8 @@ class CudaGraphs:
     def keys(self) -> list[GraphKey]:
         """The steps that ordinary requests come to, largest first."""
         mixed = (MIXED_CHUNK["cuda"],) if self.slots == 1 else (MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
-        return expected_keys(self.slots, self.decoder.chunk_size, *mixed)
+        keys = expected_keys(self.slots, self.decoder.chunk_size, *mixed)
+        return [key for key in keys if self._captures(key)]
 
     @property
     def captured(self) -> list[GraphKey]:
@@ -142,7 +142,7 @@ class CudaGraphs:
         So are decode steps whose logits are wanted: those that choose tokens are run by `launch`.
         """
         key = prefill_key([len(part.ids) for part in rows]) if phase == "prefill" else None
-        if key is None:
+        if key is None or not self._captures(key):
             return None
         self._seen[key] += 1
         return key if key in self._steps or self._seen[key] >= CAPTURED_AT else None
@@ -166,9 +166,8 @@ class CudaGraphs:
             step.graph.replay()
         number = self._launched % len(self._events)
         self._launched += 1
-        self._host[number].copy_(self._chosen, non_blocking=True)
         self._events[number].record()
-        return StepTokens(self._host[number], self._events[number], step.logits)
+        return StepTokens(self._chosen.tokens[number], self._events[number], step.logits)
 
     def configure(
         self, slot: int, kind: SamplingKind, params: SamplingParams, sampler: Sampler, ids: list[int]
@@ -194,7 +193,7 @@ class CudaGraphs:
             self._drop_stale()
         step = self._steps.get(key)
         if step is None:
-            if self._pool is None and self._chosen.is_cuda:
+            if self._pool is None and self._history.is_cuda:
                 self._pool = torch.cuda.graph_pool_handle()
             if key.sampling is not None:
                 self._sampling_buffers(
@@ -226,7 +225,7 @@ class CudaGraphs:
     def capture_next(self) -> bool:
         """Capture one more of the steps that rarer requests come to; False where there is none left."""
         keys = rarer_keys(self.slots, self.prefill_tokens) if self.slots > 1 else ()
-        key = next((each for each in keys if each not in self._steps), None)
+        key = next((each for each in keys if each not in self._steps and self._captures(each)), None)
         if key is not None:
             with self.together(Capture(key)):
                 self.capture(key)
@@ -250,27 +249,40 @@ class CudaGraphs:
         if key.sampling is None:
             self.prompts.send(key, [])
             return self._run(key)
-        inputs = DecodeInputs(key.rows, self.inputs.blocks, self.inputs.groups, self._chosen.device)
-        history = torch.zeros(
-            inputs.rows, self._history.shape[1], dtype=torch.int32, device=self._chosen.device
-        )
-        return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows))
+        device = self._history.device
+        inputs = DecodeInputs(key.rows, self.inputs.blocks, self.inputs.groups, device)
+        history = torch.zeros(inputs.rows, self._history.shape[1], dtype=torch.int32, device=device)
+        chosen = ChosenTokens.allocate(self._chosen.tokens.shape[0], inputs.rows, device)
+        return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows), chosen)
+
+    def _captures(self, key: GraphKey) -> bool:
+        """Ranks capture a step together, and must drop it together: those with other layers may have other buffers to
+        replace, and so capture what is never dropped."""
+        stays = key.phase == "decode" and key.rows <= UNMOVED_ROWS
+        return stays or self.decoder.config.stage is None
 
     def _run(self, key: GraphKey) -> Tensor:
         if key.sampling is None:
             return self.decoder.forward(self.prompts.batch(key), self.cache.layers)
-        return self._decode(key, self.inputs, self._history, self._sampling_buffers(key.sampling))
+        buffers = self._sampling_buffers(key.sampling)
+        return self._decode(key, self.inputs, self._history, buffers, self._chosen)
 
     def _decode(
-        self, key: GraphKey, inputs: DecodeInputs, history: Tensor, buffers: SamplingBuffers
+        self,
+        key: GraphKey,
+        inputs: DecodeInputs,
+        history: Tensor,
+        buffers: SamplingBuffers,
+        chosen: ChosenTokens,
     ) -> Tensor:
-        """Logits fp32 [rows, vocab] of the first rows; `_chosen` has the tokens."""
+        """Logits fp32 [rows, vocab] of the first rows; `chosen` has the tokens."""
         rows = key.rows
         batch = inputs.batch(rows, self.shares_sequences and rows > 1)
         logits = self.decoder.forward(batch, self.cache.layers)
         state = DecodeState(batch.token_ids, batch.positions, history[:rows])
-        sample_step(logits, state, buffers, has_dependent_launch(batch.device))
-        settle_rows(batch.token_ids, batch.positions, inputs.live[:rows], self._chosen[:rows])
+        pdl = has_dependent_launch(batch.device)
+        sample_step(logits, state, buffers, pdl)
+        settle_rows(batch.token_ids, batch.positions, inputs.live[:rows], chosen, pdl)
         return logits
 
     def _sampling_buffers(self, kind: SamplingKind) -> SamplingBuffers:
@@ -279,7 +291,7 @@ class CudaGraphs:
         return self._sampling[kind]
 
     def _new_buffers(self, kind: SamplingKind, rows: int) -> SamplingBuffers:
-        vocab, device = self.decoder.config.vocab_size, self._chosen.device
+        vocab, device = self.decoder.config.vocab_size, self._history.device
         return SamplingBuffers.allocate(rows, vocab, kind.top_k, device, kind.bias, kind.penalties)
 
     def _drop_stale(self) -> None:

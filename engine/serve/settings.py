@@ -14,6 +14,7 @@ from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
 from quengine.request.pooling import POOLINGS, Pooling
 from quengine.request.sampling_params import SamplingParams
+from quengine.serve.ray.options import RayOptions
 from quengine.serve.tools.options import ToolsOptions
 
 _ACCESS = "Who may ask"
@@ -187,6 +188,7 @@ class ServerSettings:
     ] = -1.0
     models: ModelsOptions = field(default_factory=ModelsOptions)
     tools: ToolsOptions = field(default_factory=ToolsOptions)
+    ray: RayOptions = field(default_factory=RayOptions)
     limits: Limits = field(default_factory=Limits)
     chat: ChatOptions = field(default_factory=ChatOptions)
     defaults: Annotated[

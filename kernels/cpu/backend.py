@@ -194,6 +194,12 @@ class CpuBackend:
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return x[rows]
 
+    def flat_hidden(self, x: Tensor) -> Tensor:
+        return x.flatten()
+
+    def hidden_of(self, flat: Tensor, rows: int, _norm: RMSNorm | None) -> Hidden:
+        return flat.view(rows, -1)
+
     def rms_norm(self, x: Hidden, norm: RMSNorm) -> Tensor:
         return _normed(x, norm)
 

@@ -3,8 +3,9 @@
 A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
 output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
 also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself, or scales
-of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. The residual
-stream is fp32. Implements kernels.backend.Backend.
+of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. Where ranks share
+a model, the launches of output and down sum over them, too. The residual stream is fp32. Implements
+kernels.backend.Backend.
 
 Which kernels compute a row, and so its last bits, depend on how many rows there are, unless they are
 `batch_invariant`: then one family of kernels computes every number of rows, and a row's bits follow from its own
@@ -13,6 +14,7 @@ sequence alone.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from quengine.kernels.cuda.attention.attention_prefill import (
 from quengine.kernels.cuda.attention.qk_row_norm import has_row_norms, qk_row_norm
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.embedding import embedding
+from quengine.kernels.cuda.flat_rows import flattened, unflattened
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.matmul import (
     matmul,
@@ -46,7 +49,10 @@ from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
+from quengine.kernels.cuda.moe.grouped import norms_in_groups
 from quengine.kernels.cuda.post_norm import post_norm_add
+from quengine.kernels.cuda.ranks.peers import PeerBuffers
+from quengine.kernels.cuda.ranks.row_owners import row_owners_add_norm
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
@@ -109,6 +115,7 @@ class CudaBackend:
         self._widest = 0
         self._largest = 0
         self._packed = False
+        self._has_experts = False
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
@@ -163,22 +170,21 @@ class CudaBackend:
         *,
         partial: bool = False,
     ) -> Residual:
-        stream = _stream(residual)
         rows = self._rounded(x)
         if partial:
-            product = self._summed(self._product(batch, rows, weight))
-            return self._add_product(product, stream, post_norm, next_norm, bias, row_scale)
+            return self._add_partial(batch, rows, weight, residual, next_norm, post_norm, bias, row_scale)
+        stream = self._hidden(residual)
         begins = next_norm is not None and isinstance(rows, QuantizedActivations) and can_begin_norm(weight)
         if post_norm is not None or row_scale is not None or (bias is not None and not begins):
             product = self._product(batch, rows, weight)
             return self._add_product(product, stream, post_norm, next_norm, bias, row_scale)
         if next_norm is None or (isinstance(rows, QuantizedActivations) and not begins):
             return self._matmul(batch, rows, weight, stream)
+        if self._norms_in_groups(next_norm, len(stream)):
+            return self._matmul(batch, rows, weight, stream)
         if isinstance(rows, QuantizedActivations):
-            scratch, (norm, eps) = self._quantization_scratch(), (next_norm.weight, next_norm.eps)
-            return matvec_norm(rows, weight, stream, norm, eps, scratch, self.pdl, bias)
-        normed = matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch))
-        return RmsNormed(*normed)
+            return self._matvec_norm(rows, weight, stream, next_norm, bias)
+        return RmsNormed(*matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch)))
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -191,7 +197,7 @@ class CudaBackend:
     def route(
         self, _batch: ForwardBatch, x: Residual, norm: RMSNorm, router: Router, experts: Tensor | None = None
     ) -> Routing:
-        return self._experts.route(_stream(x), norm, router, experts)
+        return self._experts.route(self._hidden(x), norm, router, experts)
 
     def experts_glu(
         self,
@@ -202,6 +208,8 @@ class CudaBackend:
         gate_up: ExpertWeights,
         activation: Activation = "silu",
     ) -> GatedRows:
+        if norm is not None and isinstance(x, Tensor) and self._norms_in_groups(norm, len(x)):
+            return self._experts.glu(x, routing, gate_up, activation, _exact(batch), norm)
         return self._experts.glu(self._normed(x, norm), routing, gate_up, activation, _exact(batch))
 
     def experts_add(
@@ -216,10 +224,11 @@ class CudaBackend:
         partial: bool = False,
     ) -> Residual:
         if partial:
-            stream = _stream(residual)
+            stream = self._hidden(residual)
             added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, _exact(batch))
-            return self._add_product(self._summed(_stream(added)), stream, None, next_norm, None, None)
-        return self._experts.add(gated, routing, down, _stream(residual), next_norm, _exact(batch))
+            peers = self.communicator.peers(*stream.shape)
+            return self._add_sum(_stream(added), stream, peers, None, next_norm, None, None)
+        return self._experts.add(gated, routing, down, self._hidden(residual), next_norm, _exact(batch))
 
     def attention(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
@@ -240,10 +249,20 @@ class CudaBackend:
         if isinstance(x, Fp16Operand):
             return x.gather(rows)
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
+        if isinstance(x, RmsNormed) and x.scattered:
+            return self._collected(x.hidden[rows], rows)
         return _stream(x)[rows]
 
+    def flat_hidden(self, x: Residual) -> Tensor:
+        return flattened(x)
+
+    def hidden_of(self, flat: Tensor, rows: int, norm: RMSNorm | None) -> Residual:
+        return unflattened(flat, rows, norm)
+
     def rms_norm(self, x: Residual, norm: RMSNorm) -> Tensor:
-        return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
+        return rms_norm(
+            self._hidden(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant
+        )
 
     def logits(self, batch: ForwardBatch, x: Residual, norm: RMSNorm, weight: PackedWeight) -> Tensor:
         return self._matmul(batch, self._normed(x, norm), weight, None)
@@ -253,11 +272,68 @@ class CudaBackend:
             return matvec(x, weight, pdl=self.pdl)
         return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
 
-    def _summed(self, product: Tensor | ScaledProduct) -> Tensor:
-        """The sum of the ranks' products, fp32."""
-        return self.communicator.all_reduce(
-            product.finish() if isinstance(product, ScaledProduct) else product
+    def _hidden(self, x: Residual) -> Tensor:
+        """All rows of the residual stream, fp32."""
+        if isinstance(x, RmsNormed) and x.scattered:
+            return self._collected(x.hidden, torch.arange(len(x.hidden), device=self.device))
+        return _stream(x)
+
+    def _collected(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Rows of the residual stream, of which this rank has its own, on all ranks."""
+        mine = (rows % self.communicator.size == self.communicator.rank).view(-1, 1)
+        return self.communicator.all_reduce(torch.where(mine, hidden, 0.0)).clone()
+
+    def _add_partial(
+        self,
+        batch: ForwardBatch,
+        rows: Rows,
+        weight: PackedWeight,
+        residual: Residual,
+        next_norm: RMSNorm | None,
+        post_norm: RMSNorm | None,
+        bias: Tensor | None,
+        row_scale: Tensor | None,
+    ) -> Residual:
+        """`linear_add` of a part of the columns, summed over the ranks."""
+        shape, own = _stream(residual).shape, post_norm is None and row_scale is None
+        peers = self.communicator.peers(*shape)
+        # That kernel adds up a row's squares in another order than the one that norms few rows does.
+        owned = own and not self._has_experts and not self.batch_invariant
+        owners = self.communicator.owners(*shape) if owned else None
+        if next_norm is not None and owners is not None:
+            product, stream = self._matmul(batch, rows, weight, None), _stream(residual)
+            layout = self._room().layout(len(stream))
+            normed = row_owners_add_norm(product, stream, next_norm, layout, owners, self.pdl, bias)
+            return RmsNormed(stream, normed, scattered=True)
+        stream, begins = self._hidden(residual), own and next_norm is not None and can_begin_norm(weight)
+        if begins and peers is not None and isinstance(rows, QuantizedActivations):
+            assert next_norm is not None
+            return self._matvec_norm(rows, weight, stream, next_norm, bias, peers)
+        part = (
+            self._matmul(batch, rows, weight, None) if peers is None else self._product(batch, rows, weight)
         )
+        return self._add_sum(part, stream, peers, post_norm, next_norm, bias, row_scale)
+
+    def _matvec_norm(
+        self,
+        x: QuantizedActivations,
+        weight: PackedWeight,
+        residual: Tensor,
+        norm: RMSNorm,
+        bias: Tensor | None,
+        peers: PeerBuffers | None = None,
+    ) -> RmsNormed:
+        scratch = self._quantization_scratch()
+        return matvec_norm(x, weight, residual, norm.weight, norm.eps, scratch, self.pdl, bias, peers)
+
+    def _add_sum(
+        self, product: Tensor | ScaledProduct, residual: Tensor, peers: PeerBuffers | None, *others: Any
+    ) -> Residual:
+        """The sum of the ranks' products, added to the residual; others: of `_add_product`."""
+        if peers is None:
+            assert isinstance(product, Tensor)
+            product = self.communicator.all_reduce(product)
+        return self._add_product(product, residual, *others, peers=peers)
 
     def _add_product(
         self,
@@ -267,6 +343,7 @@ class CudaBackend:
         next_norm: RMSNorm | None,
         bias: Tensor | None,
         row_scale: Tensor | None,
+        peers: PeerBuffers | None = None,
     ) -> Residual:
         """What is not the matmul's to add to the residual, with the next norm in the same launch."""
         normed: QuantizedActivations | Fp16Operand | None = None
@@ -274,7 +351,7 @@ class CudaBackend:
             normed = QuantizedActivations.empty(1, residual.shape[1], self.device)
         elif next_norm is not None:
             normed = self._room().fp16_operand(*residual.shape)
-        post_norm_add(product, residual, post_norm, next_norm, normed, self.pdl, bias, row_scale)
+        post_norm_add(product, residual, post_norm, next_norm, normed, self.pdl, bias, row_scale, peers)
         return residual if normed is None else RmsNormed(residual, normed)
 
     def _prefill(
@@ -345,7 +422,7 @@ class CudaBackend:
 
     def _normed(self, x: Residual, norm: RMSNorm | None) -> Rows:
         if norm is None:
-            stream = _stream(x)
+            stream = self._hidden(x)
             return quantize_activations(stream, pdl=self.pdl) if self._takes_q_dot(len(stream)) else stream
         if isinstance(x, RmsNormed):
             return x.rms_normed
@@ -356,6 +433,10 @@ class CudaBackend:
 
     def _rounded(self, x: Rows) -> Rows:
         return quantize_activations(x) if isinstance(x, Tensor) and self._takes_q_dot(x.shape[0]) else x
+
+    def _norms_in_groups(self, norm: RMSNorm, rows: int) -> bool:
+        """Whether so many rows are normed by the launch that copies them to the places of their experts."""
+        return norms_in_groups(rows, norm.experts, self.device) and not self._takes_q_dot(rows)
 
     def _takes_q_dot(self, rows: int) -> bool:
         return not self.batch_invariant and takes_q_dot(rows)
@@ -376,6 +457,7 @@ class CudaBackend:
         return weight
 
     def _noted_experts(self, weights: ExpertWeights) -> ExpertWeights:
+        self._has_experts = True  # routers read all rows of the residual stream
         self._packed |= any(isinstance(part, PackedPart) for part in weights.parts)
         return weights
 

@@ -3,8 +3,9 @@
     residual += rms_norm(row_scale * (product + bias), post_norm);  out = rms_norm(residual, next_norm)
 
 For products with a norm, a bias or row scales, of which those that are absent are left out; a plain one is added to the
-residual by the matmul. Definition: kernels/rms_norm.py. A program takes a row, which stays in fp32 registers, so that a
-row's bits follow from its width alone.
+residual by the matmul. Where ranks share a model, few rows of products are summed over them in the same launch
+(ranks/peers.py). Definition: kernels/rms_norm.py. A program takes a row, which stays in fp32 registers, so that a row's
+bits follow from its width alone.
 """
 
 import torch
@@ -20,6 +21,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
 )
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.ranks.peers import PeerBuffers, exchange_values
 from quengine.kernels.cuda.rms_norm import geometry
 from quengine.kernels.rms_norm import RMSNorm
 
@@ -31,12 +33,12 @@ _SUM, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 @triton.jit
 def _post_norm_add_kernel(
     product_ptr, row_scale_ptr, residual_ptr, weight_ptr, norm_ptr, out_ptr, low_ptr, scale_ptr, sums_ptr,
-    bias_ptr, factor_ptr, out_stride, inverse_weight_scale, eps, next_eps,
+    bias_ptr, factor_ptr, peers, out_stride, inverse_weight_scale, eps, next_eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr, LAYOUT: tl.constexpr,
-    PDL: tl.constexpr,
+    RANKS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """row_scale_ptr: of a `ScaledProduct`. weight_ptr, bias_ptr [WIDTH], factor_ptr [rows]: the post norm's weights,
-    the bias and the row scales, each None where absent."""
+    the bias and the row scales, each None where absent. RANKS: of which `peers` has the product; 0: of none."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -52,6 +54,8 @@ def _post_norm_add_kernel(
     x = tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0)
     if SCALED:
         y *= tl.load(row_scale_ptr + row) * inverse_weight_scale
+    if RANKS > 0:
+        y = exchange_values(peers, y, row * WIDTH, WIDTH, RANKS, CAPACITY)
     if bias_ptr is not None:
         y += bias
     if factor_ptr is not None:
@@ -86,12 +90,14 @@ def post_norm_add(
     pdl: bool = False,
     bias: torch.Tensor | None = None,
     row_scale: torch.Tensor | None = None,
+    peers: PeerBuffers | None = None,
 ) -> None:
     """Add `post_norm(row_scale * (product + bias))` to `residual` in place: product and residual contiguous fp32
     [T, D], bias fp32 [D], row_scale fp32 [T] or [T, 1].
 
     `out`: where `next_norm` of the sum goes. `pdl` (sm_90 and later): may be launched before its predecessor has ended,
     which may produce the product, the residual and row_scale. `product` and `out` may share their row scales.
+    `peers`, which has room for such rows: the product is the sum over the ranks, which all launch this.
     """
     if not isinstance(product, ScaledProduct):
         scaled, y, product_scale, weight_scale = False, product, product, 1.0
@@ -102,6 +108,7 @@ def post_norm_add(
     assert bias is None or (bias.shape == y.shape[1:] and bias.dtype == torch.float32)
     assert row_scale is None or (row_scale.numel() == y.shape[0] and row_scale.dtype == torch.float32)
     assert all(given is None or given.is_contiguous() for given in (bias, row_scale))
+    assert peers is None or peers.for_rows(*y.shape) is peers
     kind, outputs, stride, layout = _SUM, (y, y, y, y), 0, OperandLayout.ROW_MAJOR
     if isinstance(out, QuantizedActivations):
         kind, outputs = _QUANTIZED, (out.high, out.low, out.scale, out.sums)
@@ -112,7 +119,8 @@ def post_norm_add(
     shape = geometry(1, y.shape[1])
     _post_norm_add_kernel[(y.shape[0],)](
         y, product_scale, residual, post_weight, next_weight, *outputs,
-        bias, row_scale, stride, 1.0 / weight_scale, post_eps, next_eps,
-        WIDTH=y.shape[1], BLOCK=max(shape.head, 128), SCALED=scaled, KIND=kind.value, LAYOUT=int(layout), PDL=pdl,
+        bias, row_scale, None if peers is None else peers.pointers, stride, 1.0 / weight_scale, post_eps, next_eps,
+        WIDTH=y.shape[1], BLOCK=max(shape.head, 128), SCALED=scaled, KIND=kind.value, LAYOUT=int(layout),
+        RANKS=0 if peers is None else peers.ranks, CAPACITY=0 if peers is None else peers.capacity, PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip

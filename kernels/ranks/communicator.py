@@ -1,11 +1,11 @@
-"""What the ranks of a tensor-parallel group ask of each other, and the group of one rank, which asks nothing.
+"""What the ranks that share a model ask of each other, and the group of one rank, which asks nothing.
 
 Sums are taken in the order of the ranks on every rank, so that all hold the same bits, and the same for each element
 wherever it lies in the tensor: a row's result does not depend on the rows beside it.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +21,30 @@ class Communicator(Protocol):
         """The sum of x over the ranks, `((x_0 + x_1) + x_2) + ...`; may be written over x, or valid until the next."""
         ...
 
+    def peers(self, rows: int, width: int) -> Any:
+        """What a kernel needs that sums so many values itself (kernels/cuda/ranks/peers.py), in the same order; None:
+        it has to leave them to `all_reduce`."""
+        ...
+
+    def owners(self, rows: int, width: int) -> Any:
+        """What a kernel needs that lets each rank sum and norm its own of many rows (kernels/cuda/ranks/row_owners.py);
+        None: there is none, or the rows are few enough for `peers`."""
+        ...
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns of all ranks side by side: x [T, widths[rank]] of each, [T, sum(widths)] on all."""
         ...
 
-    def broadcast(self, x: Tensor) -> None:
-        """Rank 0's x, on all ranks, in place."""
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
+        """The x of rank `source`, on all ranks, in place."""
+        ...
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Give x to one other rank, which calls `receive`."""
+        ...
+
+    def receive(self, x: Tensor, source: int) -> None:
+        """What rank `source` sends, of x's shape and dtype, into x."""
         ...
 
 
@@ -39,11 +57,22 @@ class OneRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
+    def peers(self, _rows: int, _width: int) -> None:
+        return None
+
+    owners = peers
+
     def all_gather(self, x: Tensor, _widths: Sequence[int]) -> Tensor:
         return x
 
-    def broadcast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
         """It is here already."""
+
+    def send(self, x: Tensor, to: int) -> None:
+        """There is no other rank."""
+
+    def receive(self, x: Tensor, source: int) -> None:
+        """There is no other rank."""
 
 
 ONE_RANK = OneRank()

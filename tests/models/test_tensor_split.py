@@ -44,11 +44,11 @@ def logits_of(checkpoint, communicator: Communicator = ONE_RANK) -> torch.Tensor
     return torch.cat([prompt, forward(decoder, [7], layers, len(IDS))])
 
 
-def check_shared_alike(checkpoint, count: int) -> None:
+def check_shared_alike(checkpoint, count: int, by_expert: bool = False) -> None:
     """The ranks' logits are the same bits, and those of one rank but for the order of fp64 sums."""
     whole = logits_of(checkpoint)
     ranks = as_ranks(
-        count, lambda group: logits_of(SplitCheckpoint(checkpoint, Rank(group.rank, count)), group)
+        count, lambda group: logits_of(SplitCheckpoint(checkpoint, Rank(group.rank, count, by_expert)), group)
     )
     assert all(torch.equal(logits, ranks[0]) for logits in ranks)
     # The cache rounds to fp16: a last bit of fp64 may turn a value there, by 2^-11.
@@ -69,6 +69,44 @@ def test_every_architecture_is_shared_by_ranks(tmp_path: Path, architecture: str
 def test_experts_in_every_form_of_file(tmp_path: Path, form: str) -> None:
     sizes = sized("qwen3moe", **{form: True})
     check_shared_alike(open_checkpoint(write_tiny(tmp_path / "m.gguf", sizes=sizes, kind="Q4_0")), 2)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        sized("qwen3moe", heads=6, kv_heads=6, gate_up=True),
+        sized("qwen2moe", heads=6, kv_heads=6),
+        sized("gpt-oss", heads=6, kv_heads=6),
+    ],
+    ids=["gate and up in one", "shared expert", "biases"],
+)
+def test_experts_that_are_shared_whole(tmp_path: Path, sizes: ModelSizes, count: int) -> None:
+    """Also by three ranks, of which one has more than the others."""
+    checkpoint = open_checkpoint(write_tiny(tmp_path / "m.gguf", sizes=sizes, kind="Q8_0"))
+    check_shared_alike(checkpoint, count, by_expert=True)
+    held = [SplitCheckpoint(checkpoint, Rank(number, count, True)) for number in range(count)]
+    experts = [part.config.experts.held for part in held if part.config.experts is not None]
+    assert [number for some in experts if some is not None for number in some] == list(range(4))
+    for part in held:
+        down = part.tensors["blk.1.ffn_down_exps.weight"]
+        assert not down.matrices()[-1].data.any() and len(down.matrices()) == down.shape[0] < 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count", "message"),
+    [
+        (sized(), 2, "--expert-parallel is for models with experts"),
+        (sized("qwen3moe", heads=8, kv_heads=8), 8, "--tensor-parallel 8: 4 experts for 8 ranks"),
+        (sized("qwen3moe", separate=True), 2, r"blk.0.ffn_\w+.0.weight is of one expert"),
+    ],
+)
+def test_experts_that_cannot_be_shared_whole(
+    tmp_path: Path, sizes: ModelSizes, count: int, message: str
+) -> None:
+    checkpoint = open_checkpoint(write_tiny(tmp_path / "m.gguf", sizes=sizes, kind="Q8_0"))
+    with pytest.raises(EngineError, match=message):
+        SplitCheckpoint(checkpoint, Rank(0, count, True))
 
 
 def test_an_embedding_that_is_the_output_matrix_too(tmp_path: Path) -> None:

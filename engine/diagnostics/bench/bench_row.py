@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean, stdev
 from typing import Any
 
+from quengine.config import Split
 from quengine.diagnostics.bench.bench_plan import BenchTest
 from quengine.diagnostics.bench.profile import Profile
 from quengine.models.config import ExpertConfig
@@ -40,7 +41,7 @@ class BenchRow:
     which weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
     drafts: what was drafted and accepted; None where nothing drafts. host_layers: layers whose experts are in host
     memory beside a CUDA device, where they take host_bytes. placement: a line that says so, where it was requested.
-    ranks: devices that share the model; bytes, operations and memory are then those of one.
+    ranks: devices that share the model; bytes, operations and memory are then those of one. split: what each has of it.
     """
 
     model: ModelFacts
@@ -66,6 +67,7 @@ class BenchRow:
     host_bytes: int = 0
     placement: str = ""
     ranks: int = 1
+    split: Split = "tensor"
 
     @property
     def name(self) -> str:
@@ -129,6 +131,7 @@ class BenchRow:
             **self._experts(),
             "device": self.device,
             "tensor_parallel": self.ranks,
+            "split": self.split,
             "backend": self.backend,
             "threads": self.threads,
             "cache_type": self.cache_type,

@@ -39,7 +39,8 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
         for position in range(depth, depth + prompt)
     )
     attention = 4 * config.head_count * config.head_dim * seen
-    logits = 2 * decoder.output.rows * decoder.output.cols * chunks
+    output = decoder.output  # None where another device has it
+    logits = 0 if output is None else 2 * output.rows * output.cols * chunks
     return int(matrices + attention + logits)
 
 

@@ -240,9 +240,8 @@ Route = Callable[[int, RouteCall], Routing]
 @contextmanager
 def routed(decoder: Decoder, route: Route) -> Iterator[None]:
     """While it lasts, the routing of every layer of `decoder` comes from `route`."""
-    layers = [
-        (i, block.ffn) for i, block in enumerate(decoder.blk) if isinstance(block.ffn, MixtureOfExperts)
-    ]
+    blocks = enumerate(decoder.blk, decoder.config.held_layers.start)
+    layers = [(i, block.ffn) for i, block in blocks if isinstance(block.ffn, MixtureOfExperts)]
     own = [ffn.backend for _, ffn in layers]
     for layer, ffn in layers:
         around: Any = _RoutedBackend(ffn.backend, layer, route)

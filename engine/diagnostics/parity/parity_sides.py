@@ -1,5 +1,6 @@
 """The two runs that parity compares: how they are named, loaded and computed."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from typing import Self
 
 from torch import Tensor
 
-from quengine.config import EngineConfig
+from quengine.config import EngineConfig, Split
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import Phase
 from quengine.llm import LLM
@@ -20,17 +21,19 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners.step_rows import SequenceRows
 
 REFERENCE = "reference"
+_SHARED = re.compile(r"(\w+):(tp|layer)(\d+)")
 
 
 @dataclass(frozen=True)
 class SideSpec:
-    """A side as it is requested: which model, and `reference`, `cpu`, `cuda` or `cuda:N`, shared by so many `ranks`.
-    `name` is for the report."""
+    """A side as it is requested: which model, and `reference`, `cpu`, `cuda` or `cuda:N`, shared by so many `ranks`,
+    which `split` each layer or the layers. `name` is for the report."""
 
     name: str
     model: str | Path
     device: str
     ranks: int = 1
+    split: Split = "tensor"
 
 
 class LLMSide:
@@ -157,15 +160,16 @@ def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSp
 def is_device(text: str) -> bool:
     """Whether it names what a model can run on ("cpu:tp2": two ranks); whether it can here shows when it is loaded."""
     kind, _, index = text.partition(":")
-    if index.removeprefix("tp") != index:  # cuda:tp2
-        return kind in (REFERENCE, "cpu", "cuda") and index[2:].isdecimal()
+    if (shared := _SHARED.fullmatch(text)) is not None:  # cuda:tp2, cuda:layer2
+        return shared[1] in (REFERENCE, "cpu", "cuda")
     return text in (REFERENCE, "cpu", "cuda") or (kind == "cuda" and index.isdecimal())
 
 
 def _on(name: str, model: str | Path, device: str) -> SideSpec:
     """A side on a device as it is written, "cuda:tp2" being two of them."""
-    kind, _, ranks = device.partition(":tp")
-    return SideSpec(name, model, kind, int(ranks or 1))
+    if (shared := _SHARED.fullmatch(device)) is None:
+        return SideSpec(name, model, device)
+    return SideSpec(name, model, shared[1], int(shared[3]), "tensor" if shared[2] == "tp" else "layer")
 
 
 def _parse(flag: str, text: str | None, model: str | None, default: str) -> SideSpec:
@@ -185,7 +189,7 @@ def _parse(flag: str, text: str | None, model: str | None, default: str) -> Side
 
 
 def _load(side: SideSpec, config: EngineConfig) -> LLMSide:
-    config = replace(config, tensor_parallel=side.ranks)
+    config = replace(config, tensor_parallel=side.ranks, split=side.split)
     if side.device == REFERENCE:
         config = replace(config, device="cpu", backend=REFERENCE)
     else:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 
@@ -36,6 +36,9 @@ class Models:
             is loaded at once.
         say: called with lines for the terminal.
         failed: called with what an only model failed of, after which it does not come back.
+
+    Attributes:
+        joined_metrics: of a server that is one of several behind an address, the metrics of all.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Models:
         self.pulls = Pulls(self._link)
         self.created = int(time.time())
         self.draining = False
+        self.joined_metrics: Callable[[], Awaitable[bytes]] | None = None
         self._find = find
         self._say = say
         self._looking = asyncio.Lock()

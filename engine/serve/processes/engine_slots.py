@@ -47,7 +47,7 @@ class EngineSlots:
         """
         if self._llm.loaded.ranks is not None and action.action != "erase":
             raise EngineError(
-                f"slot {action.slot}: keys and values are parted between {self._llm.config.tensor_parallel} ranks, and "
+                f"slot {action.slot}: keys and values are parted between {self._llm.config.ranks} ranks, and "
                 f"can be neither saved nor restored; leave --tensor-parallel out"
             )
         began, path, scheduler = time.perf_counter(), Path(action.path), self._llm.scheduler

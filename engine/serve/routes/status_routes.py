@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_array
+from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import FINGERPRINT
@@ -45,12 +46,16 @@ async def metrics(models: Models, request: Request) -> Response:
         raise switched_off("--no-metrics")
     headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(models.created)}
     entry = models.asked(request.query_params.get("model", ""))
+    joined = models.joined_metrics
+    return Response(metrics_text(models, entry) if joined is None else await joined(), headers=headers)
+
+
+def metrics_text(models: Models, entry: ModelEntry | None) -> bytes:
+    """Prometheus' text of a model, with the server's own where it is the only one; None: of the server and all."""
     if entry is None:
-        text = models.metrics.text({each.name: each.service.metrics for each in models.entries})
-    else:
-        own = models.metrics.text({}) if entry.alone else b""
-        text = own + entry.service.metrics.text(entry.service.worker)
-    return Response(text, headers=headers)
+        return models.metrics.text({each.name: each.service.metrics for each in models.entries})
+    own = models.metrics.text({}) if entry.alone else b""
+    return own + entry.service.metrics.text(entry.service.worker)
 
 
 async def props(models: Models, request: Request) -> Response:

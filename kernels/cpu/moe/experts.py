@@ -251,7 +251,7 @@ def _matrices(part: ExpertPart, source: Tensor, groups: Groups) -> ExpertMatrice
     w, bias = part.first, part.bias
     if w.format.is_quantized:
         one, length = matvec_kernel(w.format.name, False), w.cols // w.format.block
-        many = one if groups.order.shape[0] == 1 else matvec_kernel(w.format.name, True)
+        many = one if groups.single_places else matvec_kernel(w.format.name, True)
     else:
         one = many = float_matvec_kernel(w.format.name)
         length = w.cols

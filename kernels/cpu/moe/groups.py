@@ -97,12 +97,13 @@ class Groups:
     """Where a step's slots lie by expert.
 
     order: int64 [T, k], the slot at each place. places: int64 [T, k], the place of each slot. table: int64, HEAD and
-    GROUP for each group.
+    GROUP for each group. repeats: of a single row, several slots may have one expert.
     """
 
     order: Tensor
     places: Tensor
     table: Tensor
+    repeats: bool = False
 
     @property
     def slots(self) -> int:
@@ -112,11 +113,16 @@ class Groups:
     def used(self) -> int:
         return self.order.shape[1]
 
+    @property
+    def single_places(self) -> bool:
+        """Whether each group has one place: the groups of a single row."""
+        return self.order.shape[0] == 1 and not self.repeats
+
     @classmethod
-    def empty(cls, rows: int, used: int) -> Groups:
+    def empty(cls, rows: int, used: int, repeats: bool = False) -> Groups:
         """For so many rows, each with `used` experts."""
         order, places = torch.empty(2, rows, used, dtype=torch.int64)
-        return cls(order, places, torch.empty(HEAD + GROUP * rows * used, dtype=torch.int64))
+        return cls(order, places, torch.empty(HEAD + GROUP * rows * used, dtype=torch.int64), repeats)
 
     def launch(self, experts: Tensor, count: int, most: int = 1 << 40, block_rows: int = 1) -> Launch:
         """The kernel that fills this in, one task: of experts int32 [T, k], below `count`.

@@ -75,7 +75,8 @@ def experts_glu(
         groups, launches = prompt_expert_launches(x, routing, gate_up.parts, between)
         run(launches)
         return ExpertRows(glu(between, activation), groups)
-    groups = Groups.empty(rows, used)
+    repeats = len(set(routing.experts[0].tolist())) < used  # those of other ranks are one here
+    groups = Groups.empty(rows, used, repeats)
     launches, sources = _sources(x, gate_up.parts, groups)
     out, records = torch.empty(rows * used, width), None
     if width % 32 == 0:
@@ -114,7 +115,7 @@ def _sources(x: Tensor, parts: Sequence[ExpertPart], groups: Groups) -> tuple[li
             source = torch.empty(x.shape[0], quantized_row_bytes(x.shape[1]), dtype=torch.uint8)
             launches.append(quantize_launch(x, source))
         made[quantized] = source
-        if x.shape[0] > 1:
+        if not groups.single_places:
             made[quantized] = torch.empty(groups.slots, source.shape[1], dtype=source.dtype)
             launches.append(spread_launch(source, groups, made[quantized]))
     return launches, [made[part.first.format.is_quantized] for part in parts]

@@ -21,7 +21,7 @@ from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
 from quengine.kernels.cuda.launch.gpu import Gpu, assuming
-from quengine.kernels.cuda.sampling.batch_rows import settle_rows
+from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.forward_batch import ForwardBatch, Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
@@ -132,8 +132,13 @@ def cases() -> list[Case]:
     """All cases, those that take longest first."""
     return [
         *_model_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(),
-        *_sampling_cases(), *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_decode))),
+        *_sampling_cases(),
+        *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_rank_steps()))),
     ]  # fmt: skip
+
+
+def _rank_steps() -> list[ForwardBatch]:
+    return [_decode(1), _decode(16), _prefill(PREFILL_ROWS)]
 
 
 def _model_cases() -> Iterator[Case]:
@@ -363,9 +368,9 @@ def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:
     sample_step(_empty(1, vocab), DecodeState.allocate(1, CONTEXT, META), buffers, backend.pdl)
 
 
-def _settle(_: CudaBackend) -> None:
+def _settle(backend: CudaBackend) -> None:
     tokens, others = _empty(BATCH, dtype=torch.int64), _empty(BATCH, dtype=torch.int32)
-    settle_rows(tokens, others, others, tokens)
+    settle_rows(tokens, others, others, ChosenTokens.allocate(4, BATCH, META), backend.pdl)
 
 
 def _step(rows: int) -> ForwardBatch:

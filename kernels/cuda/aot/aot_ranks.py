@@ -9,15 +9,9 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.cuda.ranks.push import (
-    BLOCK,
-    GATHERED_VALUES,
-    PeerBuffers,
-    push_all_gather,
-    push_all_reduce,
-    pushed_values,
-    received_buffer_shape,
-)
+from quengine.kernels.cuda.ranks import two_shot
+from quengine.kernels.cuda.ranks.peers import UNIT, PeerBuffers, received_buffer_shape
+from quengine.kernels.cuda.ranks.push import GATHERED_VALUES, push_all_gather, push_all_reduce, pushed_values
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -35,9 +29,20 @@ class PushingRanks:
     def __init__(self, size: int, pdl: bool) -> None:
         self.size, self._pdl = size, pdl
         self._sums, self._logits = (_buffers(size, most) for most in (pushed_values(size), GATHERED_VALUES))
+        self._many = _many(size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return x if x.numel() > self._sums.capacity else push_all_reduce(x, self._sums, self._pdl)
+        if x.numel() <= self._sums.capacity:
+            return push_all_reduce(x, self._sums, self._pdl)
+        return (
+            x if x.numel() > self._many.capacity else two_shot.two_shot_all_reduce(x, self._many, self._pdl)
+        )
+
+    def peers(self, rows: int, width: int) -> PeerBuffers | None:
+        return self._sums.for_rows(rows, width)
+
+    def owners(self, rows: int, width: int) -> two_shot.SharedSums | None:
+        return None if self.peers(rows, width) is not None else self._many.for_rows(rows, width)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         if len(x) * max(widths) > self._logits.capacity:
@@ -45,22 +50,35 @@ class PushingRanks:
         starts = _empty(self.size + 1, dtype=torch.int32)
         return push_all_gather(x, widths, starts, self._logits, self._pdl)
 
-    def broadcast(self, x: Tensor) -> None:
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
+        """Nothing is launched."""
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Nothing is launched."""
+
+    def receive(self, x: Tensor, source: int) -> None:
         """Nothing is launched."""
 
 
 def _buffers(ranks: int, capacity: int) -> PeerBuffers:
     received = _empty(*received_buffer_shape(ranks, capacity), dtype=torch.int64)
-    launches = _empty(capacity // BLOCK, dtype=torch.int32)
+    launches = _empty(capacity // UNIT, dtype=torch.int32)
     return PeerBuffers(received, _empty(ranks, dtype=torch.int64), launches)
 
 
-def rank_cases(step: Callable[[int], ForwardBatch]) -> Iterator[Fields]:
-    """The end of a layer's branch and the logits, with 2 to 8 ranks; `step`: a decode step of so many rows."""
+def _many(ranks: int) -> two_shot.SharedSums:
+    values = two_shot.SUMMED_VALUES
+    launches = _empty(two_shot.programs_for(values, ranks), dtype=torch.int32)
+    shared = _empty(two_shot.shared_words(ranks, values))
+    return two_shot.SharedSums(shared, _empty(ranks, dtype=torch.int64), launches, 0)
+
+
+def rank_cases(steps: Sequence[ForwardBatch]) -> Iterator[Fields]:
+    """The end of a layer's branch and the logits, with 2 to 8 ranks."""
     for ranks in (2, 4, 8):
-        for rows in (1, 16):
-            call = partial(_branch_and_logits, ranks, step(rows))
-            yield f"{ranks} ranks, decode of {rows}", rows == 1, (80, 90), call
+        for batch in steps:
+            call = partial(_branch_and_logits, ranks, batch)
+            yield f"{ranks} ranks, {batch.phase} of {len(batch)}", len(batch) == 1, (80, 90), call
 
 
 def _branch_and_logits(ranks: int, batch: ForwardBatch, backend: CudaBackend) -> None:
@@ -68,8 +86,9 @@ def _branch_and_logits(ranks: int, batch: ForwardBatch, backend: CudaBackend) ->
     hidden, inner, norm = 4096, 1792, RMSNorm(_empty(4096), 1e-5)
     stream = _empty(len(batch), hidden)
     weight = backend.weight([_tensor("Q4_K", hidden, inner)])
-    x = backend.linear_add(batch, _empty(len(batch), inner), weight, stream, norm, partial=True)
     output = backend.weight([_tensor("Q6_K", 4096, hidden)])
+    x = backend.linear_add(batch, _empty(len(batch), inner), weight, stream, norm, partial=True)
+    backend.linear_add(batch, _empty(len(batch), inner), weight, x, post_norm=norm, partial=True)
     logits = backend.logits(batch, x, norm, output)
     backend.communicator.all_gather(logits, [4096] * ranks)
 

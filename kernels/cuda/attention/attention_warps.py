@@ -51,13 +51,15 @@ half of the registers; fewer should not, since they would fill some multiprocess
 
 
 class SplitShape(NamedTuple):
-    """Warps of a program, and how many keys a KV split has at least: a multiple of what the warps read at once."""
+    """Warps of a program, and how many keys a KV split has at least: a multiple of what the warps read at once. early:
+    the consumer's programs start when these do, and not when they have read their keys."""
 
     warps: int
     least: int
+    early: bool = False
 
 
-FINE = SplitShape(8, 128)
+FINE = SplitShape(8, 128, early=True)
 """Of a single sequence. 4 warps are up to 0.5 us faster below 128 keys, and slower above: 25% at 16384."""
 
 COARSE = SplitShape(4, 512)
@@ -84,25 +86,47 @@ def _load(ptr, words, key, first, begin, end, PARTS: gl.constexpr = 1):
 
 
 @gluon.jit
-def _rotated(
-    heads, live, cos_ptr, sin_ptr, norm_ptr, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
-):
-    """Heads at pointers `heads` [R, 1], normalized where ROPE.norm, rotated by one position's rows of the angle table:
-    fp32 [R, HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
-    R: gl.constexpr = heads.shape[0]
-    d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
-    x = gl.load(heads + d, mask=live, other=0.0)
-    if ROPE.norm:
-        x *= gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) / HEAD_DIM + eps), 1)
-        x *= gl.load(norm_ptr + d).to(gl.float32)
+def _pairs(x, ROPE: gl.constexpr):
+    """The two elements of each rotated pair of heads [R, HEAD_DIM]: [R, HEAD_DIM / 2] each."""
+    R: gl.constexpr = x.shape[0]
+    HEAD_DIM: gl.constexpr = x.shape[1]
     if ROPE.halves:
         pairs = gl.permute(gl.reshape(x, [R, 2, HEAD_DIM // 2]), [0, 2, 1])
     else:
         pairs = gl.reshape(x, [R, HEAD_DIM // 2, 2])
-    near, far = gl.split(pairs)
+    return gl.split(pairs)
+
+
+@gluon.jit
+def _turn_at(
+    position, rotation, norm_ptr, R: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
+):
+    """What `_rotated` needs for R heads at a position: cosines, sines and the norm's weights. None of it comes from the
+    PDL producer."""
+    near, _ = _pairs(gl.zeros([R, HEAD_DIM], gl.float32, L), ROPE)
     angle = gl.expand_dims(gl.arange(0, HEAD_DIM // 2, layout=gl.SliceLayout(0, near.type.layout)), 0)
-    cos = gl.load(cos_ptr + angle, mask=angle < ROPE.dim // 2, other=1.0)
-    sin = gl.load(sin_ptr + angle, mask=angle < ROPE.dim // 2, other=0.0)
+    row = position.to(gl.int64) * (ROPE.dim // 2)
+    cos = gl.load(rotation.cos + row + angle, mask=angle < ROPE.dim // 2, other=1.0)
+    sin = gl.load(rotation.sin + row + angle, mask=angle < ROPE.dim // 2, other=0.0)
+    norm = cos
+    if ROPE.norm:
+        d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
+        norm = gl.load(norm_ptr + d).to(gl.float32)
+    return cos, sin, norm
+
+
+@gluon.jit
+def _rotated(heads, live, turn, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr):
+    """Heads at pointers `heads` [R, 1], normalized where ROPE.norm and rotated by `turn` (`_turn_at`): fp32 [R,
+    HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
+    R: gl.constexpr = heads.shape[0]
+    d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
+    x = gl.load(heads + d, mask=live, other=0.0)
+    cos, sin, norm = turn
+    if ROPE.norm:
+        x *= gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) / HEAD_DIM + eps), 1)
+        x *= norm
+    near, far = _pairs(x, ROPE)
     turned = gl.join(near * cos - far * sin, far * cos + near * sin)
     if ROPE.halves:
         turned = gl.permute(turned, [0, 2, 1])
@@ -290,6 +314,8 @@ def _attention_warps_kernel(
     kv_head = gl.program_id(0)
     part = gl.program_id(1)
     sequence = gl.program_id(2).to(gl.int64)
+    if PDL and SPLIT.early:
+        tl.extra.cuda.gdc_launch_dependents()
     position = gl.load(position_ptr + sequence)
     # Keys before the new one, cut into `splits` splits of `per_split`. A warp's keys lie in one block of the cache, the
     # first of them in that of the oldest visible key.
@@ -331,24 +357,23 @@ def _attention_warps_kernel(
         sink = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, gl.SliceLayout(0, F)))
         if sink_ptr is not None:
             sink = gl.load(sink_ptr + kv_head * GROUP + member, mask=member < GROUP, other=0.0) * _LOG2_E
+        # Queries and the new key are rotated once, by all threads, and pass to all warps through shared memory.
+        R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
+        turn = _turn_at(position, rotation, rotation.q_norm, HEADS, HEAD_DIM, ROPE, R)
+        turn_new = _turn_at(position, rotation, rotation.k_norm, 1, HEAD_DIM, ROPE, R)
         if PDL:
             tl.extra.cuda.gdc_wait()
 
         qkv_ptr += sequence * qkv_stride
-        angles = position.to(gl.int64) * (ROPE.dim // 2)
-        # Queries and the new key are rotated once, by all threads, and pass to all warps through shared memory.
-        R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
         h = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, R)), 1)
         q = _rotated(
-            qkv_ptr + (kv_head * GROUP + h) * HEAD_DIM, h < GROUP, rotation.cos + angles, rotation.sin + angles,
-            rotation.q_norm, eps, HEAD_DIM, ROPE, R,
+            qkv_ptr + (kv_head * GROUP + h) * HEAD_DIM, h < GROUP, turn, eps, HEAD_DIM, ROPE, R
         )  # fmt: skip
         # Split 0 writes the new key and value, and attends to them at its end; they are not read back here.
         one = gl.expand_dims(gl.arange(0, 1, layout=gl.SliceLayout(1, R)), 1)
         owner = one + part == 0
         k_new = _rotated(
-            qkv_ptr + (ALL_HEADS + kv_head + one) * HEAD_DIM, owner, rotation.cos + angles, rotation.sin + angles,
-            rotation.k_norm, eps, HEAD_DIM, ROPE, R,
+            qkv_ptr + (ALL_HEADS + kv_head + one) * HEAD_DIM, owner, turn_new, eps, HEAD_DIM, ROPE, R
         )  # fmt: skip
         d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, R)), 0)
         v_new_ptr = qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head + one) * HEAD_DIM
@@ -416,7 +441,7 @@ def _attention_warps_kernel(
             else:
                 v_scales = values
             row = _cache_row(table_ptr, blocks, own + STEP)
-        if PDL:
+        if PDL and not SPLIT.early:
             # Not earlier: consumer blocks beside these would leave the multiprocessors unevenly filled.
             tl.extra.cuda.gdc_launch_dependents()
 
@@ -450,7 +475,11 @@ def _registers(given: DecodeArguments) -> int:
     """Registers of a thread, at most; left to itself, ptxas may stop at fewer than it needs, and spill.
 
     Which register holds what does not touch the sums: a row has the same bits either way. 128 are enough on Hopper
-    (where there is PDL), and a few too little before.
+    (where there is PDL) for a cache that is not q8_0, and a few too little before. A single sequence's program then
+    starts beside those of the launch in front.
     """
     programs = given.qkv.shape[0] * given.shape.kv_heads
-    return 128 if given.coarse and given.pdl and given.shape.group <= 4 and programs > FEW_PROGRAMS else 255
+    shares = programs > FEW_PROGRAMS if given.coarse else given.layer.k_scale is None
+    if not (shares and given.pdl and given.shape.group <= 4):
+        return 255
+    return 128 if given.coarse else 168

@@ -30,6 +30,7 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     leave_for_last,
     quantize_as_last,
 )
+from quengine.kernels.cuda.ranks.peers import PeerBuffers, exchange_sum, next_sequence
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
@@ -38,10 +39,11 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 @triton.jit
 def _norm_kernel(
     words_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
-    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, tiles, N, P: tl.constexpr,
+    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, peers, tiles, N,
+    RANKS: tl.constexpr, CAPACITY: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """P.tiles is an even number, so that a program has whole groups of 32 outputs, or one, and two programs share a
-    group. bias_ptr: [N], or None."""
+    group. bias_ptr: [N], or None. RANKS: of which `peers` has the product; 0: of none but this one."""
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * P.tiles
@@ -56,9 +58,14 @@ def _norm_kernel(
     if P.pdl:
         tl.extra.cuda.gdc_wait()
     residual = tl.load(residual_ptr + column, mask=inside, other=0.0)
+    at = tl.minimum(column, N - 1)
+    if RANKS > 0:
+        sequence = next_sequence(peers, at)
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
     y = finish_rows(queue, 0.0, matrix, x, tile0, P)
     product = tl.reshape(tl.permute(y, [3, 0, 2, 1]), [1, 16 * P.tiles])
+    if RANKS > 0:
+        product = exchange_sum(peers, product, at, inside, sequence, RANKS, CAPACITY, P.asm)
     if bias_ptr is not None:
         product += tl.load(bias_ptr + column, mask=inside, other=0.0)
     hidden = product + residual
@@ -99,12 +106,14 @@ def matvec_norm(
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
     bias: Tensor | None = None,
+    peers: PeerBuffers | None = None,
 ) -> RmsNormed:
     """x [1, K] times weight [D, K], plus bias fp32 [D] and residual fp32 [1, D], and its RMSNorm with weights `norm`
     fp32 [D] begun.
 
-    `x` must have its own norm done. `scratch` avoids an allocation; `pdl`: see `matvec`. Raises ValueError on other
-    shapes.
+    `x` must have its own norm done. `scratch` avoids an allocation; `pdl`: see `matvec`.
+    `peers`, of at least D values: the product is the sum over the ranks, which all launch this with their own x and
+    weight. Raises ValueError on other shapes.
     """
     check_row(x, weight)
     part = weight.parts[0]
@@ -114,6 +123,8 @@ def matvec_norm(
         raise ValueError(f"residual must be contiguous {[1, weight.rows]}, not {list(residual.shape)}")
     if bias is not None and (bias.shape != (weight.rows,) or bias.dtype != torch.float32):
         raise ValueError(f"bias must be fp32 {[weight.rows]}, not {bias.dtype} {list(bias.shape)}")
+    if peers is not None and peers.capacity < weight.rows:
+        raise ValueError(f"ranks exchange up to {peers.capacity} values, not {weight.rows}")
     room = QuantizationScratch.of(scratch, weight.rows, residual.device)
     geometry = matvec_geometry([part], "norm")
     programs = triton.cdiv(part.tiles, geometry.tiles)
@@ -122,7 +133,9 @@ def matvec_norm(
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
     _norm_kernel[(programs,)](
         room.words, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
-        x.high, x.low, x.scale, x.sums, *part.planes, bias, part.tiles, part.rows,
+        x.high, x.low, x.scale, x.sums, *part.planes, bias,
+        None if peers is None else peers.pointers, part.tiles, part.rows,
+        RANKS=0 if peers is None else peers.ranks, CAPACITY=0 if peers is None else peers.capacity,
         P=MatvecProgram.of(part, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

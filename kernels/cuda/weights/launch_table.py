@@ -270,7 +270,7 @@ def default_wgmma(shape: Shape, rows: int) -> WgmmaGeometry:
     """About three programs of 4 warps on each multiprocessor, with two chunks each or more; up to `MOST_FEW` rows."""
     splits = _default_splits(shape)
     if rows <= 16:
-        return WgmmaGeometry(4, splits, 2, True, 0, 256)
+        return WgmmaGeometry(4, splits, 2, False, 128, 256)
     return WgmmaGeometry(4, splits, 3, rows > 64, 128 if rows <= 64 else 0)
 
 
@@ -318,12 +318,12 @@ def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
 
 
 def default_geometry(part: PackedPart, kind: str) -> Geometry:
-    """One tile a program. Where that makes few programs, up to 8 warps and a chunk or two each; long columns, which
-    these go through in a loop, may have more registers. Where it makes many, 4 warps or fewer with more chunks each:
-    2 where codes take long to unpack, whose programs are one wave then."""
+    """One tile a program, by up to 8 warps with a chunk or two each; long columns, which these go through in a loop,
+    may have more registers. Gate and up have 4 warps or fewer with more chunks each: 2 where codes take long to unpack,
+    whose programs are one wave then. So have many rows whose chunks are no multiple of 8."""
     if kind == "swiglu":
         return _one_tile(part, 2 if part.layout.table or part.layout.bits < 4 else 4)
-    if kind == "norm" or part.tiles < _MANY_TILES:
+    if kind == "norm" or part.tiles < _MANY_TILES or part.chunks % 8 == 0:
         return _one_tile(part, 8, _LONG_LIMITS if part.chunks > 32 else _LIMITS)
     k_warps = 1
     while k_warps < 32 and part.chunks > (8 if k_warps < 8 else _MOST_ROUNDS) * k_warps:

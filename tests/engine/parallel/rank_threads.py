@@ -5,6 +5,7 @@ One computes at a time, as Triton's interpreter wants it.
 
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -26,6 +27,7 @@ class Meeting:
         self.slots: list[Tensor | None] = [None] * count
         self.barrier = threading.Barrier(count)
         self.turn = threading.Lock()
+        self.sent: defaultdict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
 
 
 class ThreadCommunicator:
@@ -38,12 +40,30 @@ class ThreadCommunicator:
     def all_reduce(self, x: Tensor) -> Tensor:
         return sum_in_order(self._exchange(x))
 
+    def peers(self, _rows: int, _width: int) -> None:
+        return None
+
+    owners = peers
+
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         assert x.shape[1] == widths[self.rank]
         return side_by_side(self._exchange(x), widths)
 
-    def broadcast(self, x: Tensor) -> None:
-        x.copy_(self._exchange(x)[0])
+    def broadcast(self, x: Tensor, source: int = 0) -> None:
+        x.copy_(self._exchange(x)[source])
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._meeting.sent[self.rank, to].put(x.clone())
+
+    def receive(self, x: Tensor, source: int) -> None:
+        sent = self._meeting.sent[source, self.rank]
+        self._meeting.turn.release()
+        try:
+            received = sent.get(timeout=WAIT_SECONDS)
+        finally:
+            self._meeting.turn.acquire()
+        assert (x.shape, x.dtype) == (received.shape, received.dtype)
+        x.copy_(received)
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         meeting = self._meeting

@@ -23,7 +23,7 @@ from quengine.models.tensor_split import Rank
 from quengine.runners.compile_kernels import KernelPlan, run_first
 part = SplitCheckpoint(open_checkpoint(Path(sys.argv[1])), Rank(1, 2))
 plan = KernelPlan(part.config, part.tensors.stored(), 128, [CachePool(4)], 64, "f16", 1, 64)
-note = lambda kernel, *_: print(kernel.__name__)
+note = lambda kernel, grid, args, named: print(kernel.__name__) if named.get("RANKS") else None
 with torch.no_grad(), assuming(Gpu("NVIDIA H200", (9, 0))), launches_handed_to(note):
     run_first(plan.graphs())
 """
@@ -39,9 +39,12 @@ def test_sums_and_logits_are_among_the_kernels_of_a_rank(tmp_path: Path) -> None
     program = [sys.executable, "-c", RECORDED, str(path)]
     ended = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr
-    names = ended.stdout.split()
+    layers, names = 2, ended.stdout.split()
     assert names.count("_all_gather_kernel") == 2  # a decode step, and a prompt
-    assert names.count("_all_reduce_kernel") == 2 * 2 * 3  # layers; attention, the shared expert, experts
+    # Behind the attention of a decode step, and of the prompt's one row that goes on in the last layer.
+    assert names.count("_norm_kernel") == layers + 1
+    # Behind the shared expert and the experts, and the attention of a prompt.
+    assert names.count("_post_norm_add_kernel") == layers * 5 - 1 and len(names) == 2 + layers * 6
 
 
 def test_the_shapes_of_a_part_are_known_before_it_is_read(tmp_path: Path) -> None:

@@ -82,6 +82,20 @@ def test_two_ranks_give_the_tokens_of_one_process(one: LLM, shared: LLM, params:
     assert shared.generate(PROMPTS[0], params)[0].tokens == wanted[0]
 
 
+def test_ranks_that_have_some_experts_each_give_the_tokens_of_one_process(folder: Path) -> None:
+    sizes = ModelSizes("qwen3moe", context=64, head_dim=32, expert_feed_forward=32)  # too narrow to be cut
+    path = write_tiny(folder / "experts.gguf", kind="Q8_0", sizes=sizes)
+    with LLM(path, device="cpu", threads=1) as one:
+        wanted = one.generate(PROMPTS, GREEDY)
+    with LLM(path, device="cpu", threads=2, tensor_parallel=2, expert_parallel=True) as shared:
+        found = shared.generate(PROMPTS, GREEDY)
+    assert [completion.tokens for completion in found] == [completion.tokens for completion in wanted]
+    with pytest.raises(
+        EngineError, match="1 pieces of 32 for 2 ranks, or --expert-parallel; this model takes 1"
+    ):
+        LLM(path, device="cpu", threads=2, tensor_parallel=2)
+
+
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
 def test_logits_are_within_the_budgets(one: LLM, shared: LLM, decode: bool) -> None:
     ids = one.encode("the cat sat on the mat")
@@ -223,7 +237,7 @@ def test_a_rank_that_does_not_begin_is_an_error(folder: Path, monkeypatch: pytes
     [
         ({"tensor_parallel": 65}, "tensor_parallel 65: must be from 1 to 64"),
         ({"device": "cuda:1", "tensor_parallel": 2}, "device cuda:1 is one device"),
-        ({"devices": "0,1"}, "devices 0,1: tensor_parallel is 1"),
+        ({"devices": "0,1", "tensor_parallel": 1}, "devices 0,1: tensor_parallel is 1"),
         ({"devices": "0,0", "tensor_parallel": 2}, "must be different numbers"),
         ({"devices": "0,1", "tensor_parallel": 2, "device": "cpu"}, "they go with"),
     ],
@@ -236,6 +250,7 @@ def test_options_that_do_not_go_together(options: dict, message: str) -> None:
 def test_a_named_device_is_each_ranks_own() -> None:
     config = EngineConfig(device="cuda", tensor_parallel=2, devices="3,1")
     assert [config.device_of(rank) for rank in range(2)] == ["cuda:3", "cuda:1"]
+    assert EngineConfig(devices="3,1").ranks == 2
 
 
 def test_a_server_starts_an_engine_again_that_lost_a_rank(folder: Path) -> None:

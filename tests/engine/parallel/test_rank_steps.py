@@ -20,6 +20,7 @@ from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import open_checkpoint
+from quengine.models.config import Stage
 from quengine.models.decoder import Decoder
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank
@@ -69,10 +70,10 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PREFILL_SEQUENCES", (1, 2))
 
 
-def write_model(folder: Path, architecture: str) -> Path:
+def write_model(folder: Path, architecture: str, blocks: int = 1) -> Path:
     sizes = ModelSizes(
         architecture,
-        blocks=1,
+        blocks=blocks,
         embedding=32,
         feed_forward=64,
         heads=2,
@@ -84,15 +85,23 @@ def write_model(folder: Path, architecture: str) -> Path:
     return write_tiny(folder / "m.gguf", kind="Q8_0", sizes=sizes)
 
 
-def runner_of(path: Path, communicator: Communicator = ONE_RANK) -> ModelRunner:
+def runner_of(
+    path: Path,
+    communicator: Communicator = ONE_RANK,
+    by_expert: bool = False,
+    stage: Stage | None = None,
+) -> ModelRunner:
+    """`stage`: the ranks have whole layers."""
     checkpoint = open_checkpoint(path)
-    if communicator.size > 1:
-        checkpoint = SplitCheckpoint(checkpoint, Rank(communicator.rank, communicator.size))
+    if stage is not None:
+        checkpoint = SplitCheckpoint(checkpoint, stage)
+    elif communicator.size > 1:
+        checkpoint = SplitCheckpoint(checkpoint, Rank(communicator.rank, communicator.size, by_expert))
     backend = CudaBackend(DEVICE)
     backend.communicator = communicator
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, CTX, CTX)
     cache = KVCache.allocate(checkpoint.config, CTX, DEVICE, pools=[CachePool(5)])
-    for tensor in cache.layers[0].tensors:
+    for tensor in (tensor for layer in cache.layers for tensor in layer.tensors):
         tensor.zero_()
 
     def again(_warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any) -> CapturedStep:
@@ -119,24 +128,26 @@ def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "params"),
+    ("architecture", "by_expert", "params"),
     [
-        ("qwen2moe", SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
+        ("qwen2moe", False, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
+        ("qwen2moe", True, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
         (
             "qwen2",
+            False,
             SamplingParams(temperature=0.7, seed=5, presence_penalty=0.5, max_tokens=8, logit_bias={9: 2.0}),
         ),
     ],
-    ids=["greedy", "sampled"],
+    ids=["greedy", "by expert", "sampled"],
 )
 def test_two_ranks_choose_the_tokens_of_one(
-    tmp_path: Path, architecture: str, params: SamplingParams
+    tmp_path: Path, architecture: str, by_expert: bool, params: SamplingParams
 ) -> None:
     path = write_model(tmp_path, architecture)
     one = runner_of(path)
     wanted = tokens_of(one, params)
     meeting = Meeting(2)
-    leader, follower = (runner_of(path, ThreadCommunicator(rank, meeting)) for rank in range(2))
+    leader, follower = (runner_of(path, ThreadCommunicator(rank, meeting), by_expert) for rank in range(2))
     group: Any = ThreadGroup(meeting, partial(run, follower))
     leader.lead(group)
     try:
@@ -149,6 +160,29 @@ def test_two_ranks_choose_the_tokens_of_one(
         assert all(torch.equal(a, b + 1) for a, b in zip(again, stored, strict=True))
     finally:
         group.end()
+    a, b = leader.graphs, follower.graphs
+    assert isinstance(a, CudaGraphs) and isinstance(b, CudaGraphs)
+    assert a.inputs.all.equal(b.inputs.all) and a.captured == b.captured
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen2moe"])
+def test_two_ranks_that_share_the_layers_choose_the_tokens_of_one(tmp_path: Path, architecture: str) -> None:
+    """And have the same bits: a row goes to the next rank with the norm that the launch before has begun."""
+    path = write_model(tmp_path, architecture, blocks=2)
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=8, ignore_eos=True)
+    one = runner_of(path)
+    wanted, meeting = tokens_of(one, params), Meeting(2)
+    leader, follower = (
+        runner_of(path, ThreadCommunicator(rank, meeting), stage=Stage(rank, (0, 1, 2))) for rank in range(2)
+    )
+    group: Any = ThreadGroup(meeting, partial(run, follower))
+    leader.lead(group)
+    try:
+        assert tokens_of(leader, params) == wanted
+        stored, of_one = (read_cached(runner, 0, 5, 1) for runner in (leader, one))
+    finally:
+        group.end()
+    assert len(stored) == 4 and all(map(torch.equal, stored, of_one))
     a, b = leader.graphs, follower.graphs
     assert isinstance(a, CudaGraphs) and isinstance(b, CudaGraphs)
     assert a.inputs.all.equal(b.inputs.all) and a.captured == b.captured

@@ -192,6 +192,18 @@ def test_the_default_limits_registers_so_that_programs_take_few_waves(
     assert launch_table.default_geometry(part, "swiglu") == Geometry(1, 4, 1, registers, True)
 
 
+@pytest.mark.parametrize(
+    ("cols", "tiles", "k_warps"), [(2048, 1, 8), (4096, 1, 8), (2560, 2, 2), (576, 4, 1)]
+)
+def test_an_output_matrix_has_a_tile_a_program_where_its_chunks_are_shared_evenly(
+    cols: int, tiles: int, k_warps: int
+) -> None:
+    layout, plane = packed_layout(FORMATS["Q6_K"], cols), torch.empty(0)
+    part = PackedPart(layout, 128256, cols, plane, plane, plane, plane, 1.0, 1.0)
+    geometry = launch_table.default_geometry(part, "rows")
+    assert (geometry.tiles, geometry.k_warps) == (tiles, k_warps)
+
+
 @pytest.mark.parametrize("geometry", [(1, 2, 1), (2, 1, 1), (4, 1, 2), (8, 2, 1)])
 def test_every_geometry_of_glu_rounds_whole_groups(
     geometry: tuple[int, int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch

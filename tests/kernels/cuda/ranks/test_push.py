@@ -11,37 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quengine.kernels.cuda.ranks.push import (
-    BLOCK,
-    PeerBuffers,
-    peer_buffers,
-    push_all_gather,
-    push_all_reduce,
-    received_buffer_shape,
-)
+from quengine.kernels.cuda.ranks.peers import UNIT
+from quengine.kernels.cuda.ranks.push import BLOCK, push_all_gather, push_all_reduce
 from quengine.kernels.ranks.communicator import side_by_side, sum_in_order
-
-CAPACITY = 1024
-
-
-def buffers_of(ranks: int, device: torch.device) -> list[PeerBuffers]:
-    received = [
-        torch.zeros(received_buffer_shape(ranks, CAPACITY), dtype=torch.int64, device=device)
-        for _ in range(ranks)
-    ]
-    addresses = [buffer.data_ptr() for buffer in received]
-    return [peer_buffers(received[rank], addresses, rank) for rank in range(ranks)]
-
-
-def words(x: Tensor, sequence: int) -> Tensor:
-    """The definition of what a rank writes: int64, as x."""
-    return (sequence << 32) | (x.contiguous().view(torch.int32).long() & 0xFFFFFFFF)
-
-
-def write_ahead(group: list[PeerBuffers], rank: int, x: Tensor, sequence: int) -> None:
-    """What `rank` writes to all ranks in launch number `sequence`."""
-    for buffers in group:
-        buffers.received[sequence % 3, rank, : x.numel()] = words(x.flatten(), sequence)
+from tests.kernels.cuda.ranks.peer_words import CAPACITY, buffers_of, words, write_ahead
 
 
 def padded(x: Tensor, width: int) -> Tensor:
@@ -82,7 +55,8 @@ def test_small_and_large_launches_follow_each_other(device: torch.device) -> Non
             group[0].received[sequence % 3, 1, part] = words(x[1][0, part], sequence)
         assert torch.equal(push_all_reduce(x[0], group[0]), x[0] + x[1])
         assert torch.equal(push_all_reduce(x[1], group[1]), x[0] + x[1])
-    assert group[0].launches.tolist() == count.tolist() == group[1].launches.tolist()
+    units = count.repeat_interleave(BLOCK // UNIT).tolist()
+    assert group[0].launches.tolist() == units == group[1].launches.tolist()
 
 
 def test_a_rank_waits_for_words_that_come_late(device: torch.device) -> None:
@@ -114,3 +88,16 @@ def test_all_ranks_have_the_columns_of_all(widths: tuple[int, ...], device: torc
         for rank in range(len(widths)):
             found = push_all_gather(x[rank], widths, starts.to(device), group[rank])
             assert torch.equal(found, wanted)
+
+
+def test_units_of_a_program_may_have_been_exchanged_more_often_than_others(device: torch.device) -> None:
+    group, counts = buffers_of(2, device), torch.zeros(BLOCK // UNIT, dtype=torch.int64)
+    for values in (96, BLOCK, 32, BLOCK, BLOCK):
+        x = [torch.randn(1, values, device=device) for _ in range(2)]
+        counts[: values // UNIT] += 1
+        for unit in range(values // UNIT):
+            part, sequence = slice(unit * UNIT, (unit + 1) * UNIT), int(counts[unit])
+            group[0].received[sequence % 3, 1, part] = words(x[1][0, part], sequence)
+        assert torch.equal(push_all_reduce(x[0], group[0]), x[0] + x[1])
+        assert torch.equal(push_all_reduce(x[1], group[1]), x[0] + x[1])
+        assert group[0].launches[: len(counts)].tolist() == counts.tolist()

@@ -1,0 +1,210 @@
+"""Sums over ranks inside a kernel: values are pushed to all ranks over peer memory, the flag with the data.
+
+Each rank writes its fp32 values into a buffer of every rank, its own among them, as 8-byte words `sequence << 32 |
+value`, and waits until its own buffer has the words of all ranks. A word is written whole, so that no barrier is
+needed; and sums are taken in the order of the ranks, so that all have the same bits. Each 16 values have a sequence
+number, kept on the device: a CUDA graph can be replayed, and kernels that take the values in programs of any number of
+them share a buffer. Three parts of it are used in turn: who writes one again has had words of a later launch from all
+ranks, which have thus read what was there.
+
+A program waits only for the programs of the other ranks that have the same values, and programs start in their order,
+so that a launch of more programs than fit on a device at once ends, too.
+
+The protocol with a flag in each word is that of NCCL ("LL", https://github.com/NVIDIA/nccl). Definition:
+kernels/ranks/communicator.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TURNS = 3
+"""Parts of a buffer that are used in turn."""
+
+UNIT = 16
+"""Values that share a sequence number: programs of a launch take whole units, and each unit once."""
+
+_UNIT = tl.constexpr(UNIT)
+
+
+@dataclass(frozen=True)
+class PeerBuffers:
+    """What a rank needs to exchange up to `capacity` values.
+
+    received: int64 [TURNS, ranks, capacity], into which all ranks write. targets: int64 [ranks], the address of the
+    place in each rank's `received` where this rank's words of the first turn go. launches: int32 [capacity / UNIT], how
+    often each unit was exchanged. All zero at first, on all ranks, before any launches.
+    """
+
+    received: Tensor
+    targets: Tensor
+    launches: Tensor
+
+    @property
+    def ranks(self) -> int:
+        return self.received.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        return self.received.shape[2]
+
+    def for_rows(self, rows: int, width: int) -> "PeerBuffers | None":
+        """These, where they take so many values, and a row is whole units."""
+        return self if rows * width <= self.capacity and width % UNIT == 0 else None
+
+    @property
+    def pointers(self) -> "Peers":
+        return Peers(self.received, self.targets, self.launches)
+
+
+class Peers(NamedTuple):
+    """The tensors of a PeerBuffers, and in a kernel their addresses."""
+
+    received: Any
+    targets: Any
+    launches: Any
+
+
+def received_buffer_shape(ranks: int, capacity: int) -> tuple[int, int, int]:
+    """Of `PeerBuffers.received`."""
+    return TURNS, ranks, capacity
+
+
+def peer_buffers(received: Tensor, addresses: Sequence[int], rank: int) -> PeerBuffers:
+    """The buffers of a rank, given its own and the addresses of those of all ranks in its address space."""
+    _, _, capacity = received.shape
+    places = [address + 8 * rank * capacity for address in addresses]
+    targets = torch.tensor(places, dtype=torch.int64, device=received.device)
+    launches = torch.zeros(-(-capacity // UNIT), dtype=torch.int32, device=received.device)
+    return PeerBuffers(received, targets, launches)
+
+
+@triton.jit
+def next_sequence(peers, at):
+    """The sequence number of this exchange, of each value."""
+    return tl.load(peers.launches + at // _UNIT) + 1
+
+
+@triton.jit
+def turn(sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
+    """Where the part of the buffers begins whose turn it is."""
+    return (sequence % 3).to(tl.int64) * (RANKS * CAPACITY)
+
+
+@triton.jit
+def push(peers, value, at, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
+    """Write the words of values to all ranks."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    word = (sequence.to(tl.int64) << 32) | bits
+    place = turn(sequence, RANKS, CAPACITY) + at
+    for peer in tl.static_range(RANKS):
+        target = tl.multiple_of(tl.load(peers.targets + peer).to(tl.pointer_type(tl.int64)), 16)
+        tl.store(target + place, word, mask=inside)
+
+
+@triton.jit
+def receive(words_ptr, inside, sequence):
+    """The values of words [N] that carry the sequence number, once all of them do. A thread must not hold a value that
+    another holds as well: the other may see it later."""
+    word = tl.load(words_ptr, mask=inside, other=0, volatile=True)
+    late = tl.max(tl.where(inside, ((word >> 32).to(tl.int32) != sequence).to(tl.int32), 0), 0)
+    while late != 0:
+        word = tl.load(words_ptr, mask=inside, other=0, volatile=True)
+        late = tl.max(tl.where(inside, ((word >> 32).to(tl.int32) != sequence).to(tl.int32), 0), 0)
+    return word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _push_and_receive(peers, value, at, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
+    """The sum over the ranks of values [N]."""
+    push(peers, value, at, inside, sequence, RANKS, CAPACITY)
+    words = peers.received + turn(sequence, RANKS, CAPACITY) + at
+    total = receive(words, inside, sequence)
+    for peer in tl.static_range(1, RANKS):
+        total += receive(words + peer * CAPACITY, inside, sequence)
+    return total
+
+
+@triton.jit
+def exchange_values(peers, value, first, count, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
+    """The sum over the ranks of values [N], of which the first `count` count, from place `first` of the buffers on.
+
+    N and `first` are multiples of UNIT. Where all units have one sequence number, words are written and read two at a
+    time: so they have in a model, whose sums are of rows of one width.
+    """
+    N: tl.constexpr = value.shape[0]
+    unit = tl.arange(0, N // _UNIT)
+    used = unit * _UNIT < count
+    before = tl.load(peers.launches + first // _UNIT + unit, mask=used, other=0)
+    high = tl.max(before, 0)
+    n = tl.arange(0, N)
+    inside = n < count
+    if tl.min(tl.where(used, before, high), 0) == high:
+        total = _push_and_receive(peers, value, first + n, inside, high + 1, RANKS, CAPACITY)
+    else:
+        sequence = tl.load(peers.launches + (first + n) // _UNIT, mask=inside, other=0) + 1
+        total = _push_and_receive(peers, value, first + n, inside, sequence, RANKS, CAPACITY)
+    tl.debug_barrier()  # all threads have read the numbers
+    tl.store(peers.launches + first // _UNIT + unit, before + 1, mask=used)
+    return total
+
+
+@triton.constexpr_function
+def _thread_sum_text(ranks, capacity):
+    """Instructions of a thread that waits for the words of all ranks at once: $0 the sum of their values in order, $1
+    the address of the first rank's word, $2 the sequence number."""
+    numbers = range(ranks)
+    words, values, flags = ([f"{name}{n}" for n in numbers] for name in ("word", "value", "flag"))
+    loads = [f"ld.volatile.global.u64 word{n}, [$1 + {8 * n * capacity}];" for n in numbers]
+    parts = [f"mov.b64 {{value{n}, flag{n}}}, word{n};" for n in numbers]
+    tests = [f"setp.ne.or.s32 late, flag{n}, $2, late;" for n in numbers[1:]]
+    sums = [f"add.rn.f32 total, total, value{n};" for n in numbers[1:]]
+    lines = [
+        ".reg .pred late;",
+        f".reg .b64 {', '.join(words)};",
+        f".reg .b32 {', '.join([*values, *flags])}, total;",
+        "again:",
+        *loads,
+        *parts,
+        "setp.ne.s32 late, flag0, $2;",
+        *tests,
+        "@late bra again;",
+        "mov.b32 total, value0;",
+        *sums,
+        "mov.b32 $0, total;",
+    ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@triton.jit
+def exchange_sum(
+    peers, value, at, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr, ASM: tl.constexpr
+):
+    """The sum over the ranks of values [1, N], at `at` of the buffers, zero where not `inside`; sequence:
+    `next_sequence` of these.
+
+    Where not `inside`, `at` is a place of another value of this program. With ASM each thread waits for its own values:
+    several threads may hold the same ones, and should not hold many.
+    """
+    push(peers, value, at, inside, sequence, RANKS, CAPACITY)
+    words = peers.received + turn(sequence, RANKS, CAPACITY) + at
+    if ASM:
+        text: tl.constexpr = _thread_sum_text(RANKS, CAPACITY)
+        total = tl.inline_asm_elementwise(
+            text, "=f,l,r", [words.to(tl.int64), sequence], dtype=tl.float32, is_pure=False, pack=1
+        )
+    else:
+        N: tl.constexpr = value.shape[1]
+        total = receive(tl.reshape(words, [N]), tl.reshape(inside, [N]), tl.reshape(sequence, [N]))
+        for peer in tl.static_range(1, RANKS):
+            later = tl.reshape(words + peer * CAPACITY, [N])
+            total += receive(later, tl.reshape(inside, [N]), tl.reshape(sequence, [N]))
+        total = total[None, :]
+    tl.debug_barrier()  # all threads have read the numbers
+    tl.store(peers.launches + at // _UNIT, sequence, mask=inside & (at % _UNIT == 0))
+    return tl.where(inside, total, 0.0)

@@ -1,0 +1,168 @@
+"""All-reduce of many rows over peer memory, in one launch of two shots.
+
+    out = ((x_0 + x_1) + x_2) + ...
+
+Values are taken in blocks, of which each rank owns every N-th. First every rank writes its values of a block into its
+owner's memory; the owner adds them up in the order of the ranks, and writes the sum into the memory of all. So a rank
+sends 2 (N - 1) / N of its values, where a single shot sends N - 1 times all. Data is followed by a flag of its program:
+written with release, read with acquire, at the scope of the system. A flag is the number of the launch, which is kept
+on the device: a CUDA graph can be replayed.
+
+A program takes N blocks, one of each owner, and waits for the programs of its own number on the other ranks alone;
+programs start in their order, so that a launch of more programs than fit on a device at once ends, too. No part of the
+memory is written again too early: who writes values for launch n + 1 has the sums of launch n, hence their owners have
+read the values; and who writes sums of launch n + 1 has had values for it from all ranks, whose launches before had
+ended.
+
+Definition: kernels/ranks/communicator.py. Memory order: PTX ISA, "Memory consistency model".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.pdl import launch_then_wait
+
+BLOCK = 2048
+"""Values of a block."""
+
+WARPS = 4
+
+REGISTERS = 64
+"""Of a thread, so that many programs are on a multiprocessor: they wait most of the time."""
+
+SUMMED_VALUES = 9 << 21
+"""Values that are summed at once, at most: 2048 rows of 8192, with what pads them as an operand (row_owners.py)."""
+
+
+@dataclass(frozen=True)
+class SharedSums:
+    """What a rank needs for sums of up to `capacity` values over `ranks` ranks.
+
+    shared: fp32 words that all ranks write into: sums [capacity]; values [ranks, programs, BLOCK] for the blocks that
+    this rank owns; flags int32 [2, ranks, programs], of values and of sums. targets: int64 [ranks], the addresses of
+    all ranks' `shared`. launches: int32 [programs]. Flags and launches are zero at first, on all ranks.
+    """
+
+    shared: Tensor
+    targets: Tensor
+    launches: Tensor
+    rank: int
+
+    @property
+    def ranks(self) -> int:
+        return len(self.targets)
+
+    @property
+    def programs(self) -> int:
+        return len(self.launches)
+
+    @property
+    def capacity(self) -> int:
+        return self.programs * self.ranks * BLOCK
+
+    def for_rows(self, rows: int, width: int) -> "SharedSums | None":
+        """These, where they have room for the products of so many rows, and for them as an operand (row_owners.py)."""
+        fits = -(-rows // self.ranks) <= self.programs and (rows + 64) * (width + 128) <= self.capacity
+        return self if fits else None
+
+
+def programs_for(values: int, ranks: int) -> int:
+    """Programs that take so many values."""
+    return -(-values // (ranks * BLOCK))
+
+
+def shared_words(ranks: int, values: int) -> int:
+    """Words of `SharedSums.shared` for sums of so many values."""
+    return 2 * programs_for(values, ranks) * ranks * (BLOCK + 1)
+
+
+def shared_sums(shared: Tensor, addresses: Sequence[int], rank: int, values: int) -> SharedSums:
+    """Those of a rank, given its own words, of value zero, and the addresses of those of all ranks."""
+    targets = torch.tensor(list(addresses), dtype=torch.int64, device=shared.device)
+    launches = torch.zeros(programs_for(values, len(addresses)), dtype=torch.int32, device=shared.device)
+    return SharedSums(shared, targets, launches, rank)
+
+
+@triton.jit
+def raise_flag(target, at, launch, FLAGS: tl.constexpr):
+    """What all threads of the program have written to a rank's memory is there for who finds the flag."""
+    tl.debug_barrier()
+    flags = (target + FLAGS).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flags + at, launch, sem="release", scope="sys")
+
+
+@triton.jit
+def await_flag(shared_ptr, at, launch, FLAGS: tl.constexpr):
+    flags = (shared_ptr + FLAGS).to(tl.pointer_type(tl.int32))
+    found = tl.atomic_add(flags + at, 0, sem="acquire", scope="sys")
+    while found != launch:
+        found = tl.atomic_add(flags + at, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+
+
+@triton.jit
+def memory_of(targets_ptr, rank):
+    """The words that all ranks write into, of one of them; said to be aligned, so that stores are of 16 bytes."""
+    return tl.multiple_of(tl.load(targets_ptr + rank).to(tl.pointer_type(tl.float32)), 16)
+
+
+@DirectLaunch
+@triton.jit(do_not_specialize=["rank"])  # all ranks run the same code
+def _two_shot_kernel(
+    x_ptr, shared_ptr, targets_ptr, launches_ptr, count, rank,
+    RANKS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    launch_then_wait(PDL)
+    program = tl.program_id(0)
+    launch = tl.load(launches_ptr + program) + 1
+    n = tl.arange(0, BLOCK)
+    first = program.to(tl.int64) * RANKS * BLOCK
+    VALUES: tl.constexpr = RANKS * PROGRAMS * BLOCK  # behind the sums, which are as many
+    FLAGS: tl.constexpr = 2 * VALUES
+    place = VALUES + (rank * PROGRAMS + program).to(tl.int64) * BLOCK
+    for step in tl.static_range(1, RANKS):  # each rank begins with another owner
+        owner = (rank + step) % RANKS
+        target = memory_of(targets_ptr, owner)
+        at = first + owner * BLOCK + n
+        value = tl.load(x_ptr + at, mask=at < count, other=0.0)
+        tl.store(target + place + n, value, mask=at < count)
+        raise_flag(target, rank * PROGRAMS + program, launch, FLAGS)
+    at = first + rank * BLOCK + n
+    for step in tl.static_range(1, RANKS):
+        await_flag(shared_ptr, (rank + step) % RANKS * PROGRAMS + program, launch, FLAGS)
+    total = tl.zeros([BLOCK], tl.float32)
+    for peer in tl.static_range(RANKS):
+        place = VALUES + (peer * PROGRAMS + program).to(tl.int64) * BLOCK
+        values = tl.where(peer == rank, x_ptr + first + rank * BLOCK, shared_ptr + place)
+        # Written by others: not from this multiprocessor's own cache.
+        value = tl.load(values + n, mask=at < count, other=0.0, cache_modifier=".cg")
+        total = value if peer == 0 else total + value
+    tl.store(shared_ptr + at, total, mask=at < count)
+    for step in tl.static_range(1, RANKS):
+        target = memory_of(targets_ptr, (rank + step) % RANKS)
+        tl.store(target + at, total, mask=at < count)
+        raise_flag(target, (RANKS + rank) * PROGRAMS + program, launch, FLAGS)
+    for step in tl.static_range(1, RANKS):
+        await_flag(shared_ptr, (RANKS + (rank + step) % RANKS) * PROGRAMS + program, launch, FLAGS)
+    tl.store(launches_ptr + program, launch)
+
+
+def two_shot_all_reduce(x: Tensor, sums: SharedSums, pdl: bool = False) -> Tensor:
+    """The sum of x over the ranks, which all launch this: fp32, contiguous, at most `sums.capacity` values. It lies in
+    `sums`, until the next launch.
+
+    `pdl` (sm_90 and later): may be launched before its predecessor has ended, which may produce x.
+    """
+    assert x.dtype == torch.float32 and x.is_contiguous() and x.numel() <= sums.capacity
+    _two_shot_kernel[(programs_for(x.numel(), sums.ranks),)](
+        x, sums.shared, sums.targets, sums.launches, x.numel(), sums.rank,
+        RANKS=sums.ranks, PROGRAMS=sums.programs, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, maxnreg=REGISTERS,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return sums.shared[: x.numel()].view_as(x)

@@ -1,0 +1,45 @@
+"""The rows of the residual stream on their way from one stage of a model to the next."""
+
+from typing import Any
+
+import torch
+
+from quengine.kernels.backend import Backend, Hidden
+from quengine.kernels.rms_norm import RMSNorm
+from quengine.models.config import Stage
+
+
+class HandedRows:
+    """Sends the rows of a step to the next stage, and receives those of the one before, with the same bits.
+
+    A single row may come with what has been made of it for the next norm. How long it then is follows from the sender's
+    weights: the first time it goes ahead as a number, before any step is captured.
+    """
+
+    def __init__(self, stage: Stage, backend: Backend[Any], width: int) -> None:
+        self._stage, self._backend, self._width = stage, backend, width
+        self._told = False
+        self._single = 0
+
+    def send(self, x: Hidden, rows: int) -> None:
+        flat, to = self._backend.flat_hidden(x), self._stage.number + 1
+        if rows == 1 and not self._told:
+            self._told = True
+            self._communicator.send(torch.tensor([len(flat)], device=self._backend.device), to)
+        self._communicator.send(flat, to)
+
+    def receive(self, rows: int, norm: RMSNorm | None) -> Hidden:
+        """`norm`: the one that reads them."""
+        source, device = self._stage.number - 1, self._backend.device
+        if rows == 1 and not self._single:
+            length = torch.empty(1, dtype=torch.int64, device=device)
+            self._communicator.receive(length, source)
+            self._single = int(length)
+        count = self._single if rows == 1 else rows * self._width
+        flat = torch.empty(count, dtype=self._backend.dtype, device=device)
+        self._communicator.receive(flat, source)
+        return self._backend.hidden_of(flat, rows, norm)
+
+    @property
+    def _communicator(self) -> Any:
+        return self._backend.communicator

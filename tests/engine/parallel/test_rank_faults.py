@@ -1,0 +1,70 @@
+"""Ranks that begin late, stop, or end under a server: nobody waits longer than seconds, and nothing is left behind."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from quengine import LLM, SamplingParams
+from quengine.serve.processes.server_engine import ProcessEngine
+from tests.engine.serve.serving import serving
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+END_SECONDS = 5.0
+SHARED = {"device": "cpu", "threads": 2, "tensor_parallel": 2}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("faults") / "m.gguf", sizes=ModelSizes(context=64))
+
+
+@pytest.fixture
+def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Processes of ranks that do nothing for a second."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nsleep 1\nexec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    yield
+
+
+@pytest.mark.usefixtures("late")
+def test_a_rank_that_begins_late_is_waited_for(path: Path) -> None:
+    with LLM(path, **SHARED) as shared:  # type: ignore[arg-type]
+        assert len(shared.generate("a", GREEDY)[0].tokens) == 4
+
+
+def test_a_rank_that_has_stopped_for_good_ends_with_the_model(path: Path) -> None:
+    with LLM(path, **SHARED) as shared:  # type: ignore[arg-type]
+        assert shared.loaded.ranks is not None
+        (pid,) = shared.loaded.ranks.pids
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        shared.close()
+        assert time.monotonic() - began < END_SECONDS and not psutil.pid_exists(pid)
+
+
+def test_a_server_that_loses_a_rank_is_unhealthy_at_once_and_serves_again(path: Path) -> None:
+    engines: list[ProcessEngine] = []
+
+    def make_engine() -> ProcessEngine:
+        engines.append(ProcessEngine(str(path), dict(SHARED)))
+        return engines[-1]
+
+    with serving(make_engine) as served, served.http() as client:
+        children = psutil.Process(engines[0].pid).children()
+        (rank,) = [each for each in children if "quengine.parallel.rank_main" in each.cmdline()]
+        rank.kill()
+        assert served.wait_until(lambda: client.get("/health").status_code == 503, END_SECONDS)
+        assert served.wait_until(lambda: client.get("/health").status_code == 200)
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
+        assert len(engines) == 2 and not psutil.pid_exists(rank.pid)

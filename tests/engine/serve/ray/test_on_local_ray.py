@@ -1,0 +1,137 @@
+"""`engine serve --ray` as a program: two replicas of SmolLM2 on the CPU, on a Ray cluster of this machine."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from quengine import LLM, SamplingParams
+from quengine.models.hub.hub import resolve_model
+from quengine.serve.listener import bind
+
+pytest.importorskip("ray")
+
+MODEL, KEY = "smollm2-135m", "test-key"
+PROMPT, TOKENS = "The capital of France is", 12
+START_SECONDS = 120
+
+
+@dataclass
+class Deployed:
+    process: subprocess.Popen[str]
+    url: str
+    said: list[str]
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, headers={"Authorization": f"Bearer {KEY}"})
+
+    def metrics(self, name: str) -> dict[tuple[str, str], float]:
+        """The samples of a metric by replica and its other labels."""
+        with self.http() as client:
+            text = client.get("/metrics").text
+        found = re.findall(rf'^{name}{{replica="(\w+)",?(.*)}} (\S+)$', text, re.MULTILINE)
+        return {(replica, labels): float(value) for replica, labels, value in found}
+
+
+@pytest.fixture(scope="module")
+def deployed() -> Iterator[Deployed]:
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    flags = ["--ray", "--ray-min-replicas", "2", "--device", "cpu", "-t", "1", "-c", "1024", "--api-key", KEY]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quengine.cli.main", "serve", "-m", MODEL, "--port", str(port), *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+    )
+    assert process.stderr is not None
+    said: list[str] = []
+    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+    try:
+        end = time.monotonic() + START_SECONDS
+        reader.start()
+        while not any("2 replicas ready" in line for line in said):
+            assert process.poll() is None and time.monotonic() < end, said
+            time.sleep(0.05)
+        yield Deployed(process, f"http://127.0.0.1:{port}", said)
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()
+        for child in children:
+            child.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    with LLM(resolve_model(MODEL), device="cpu", threads=1, ctx_size=1024) as llm:
+        return llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=TOKENS))[0].text
+
+
+def test_every_replica_answers_as_the_engine_does(deployed: Deployed, expected: str) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": TOKENS}
+    with deployed.http() as client, ThreadPoolExecutor(8) as pool:
+        for _ in range(8):  # Ray sends a request to the less busy of two
+            answers = list(pool.map(lambda _: client.post("/v1/completions", json=body), range(8)))
+            assert {answer.json()["choices"][0]["text"] for answer in answers} == {expected}
+            answered = deployed.metrics("quengine_texts_total")
+            if len({replica for replica, _ in answered}) == 2:
+                break
+    replicas = {replica for replica, _ in deployed.metrics("quengine_slots")}
+    assert replicas == {replica for replica, _ in answered} and len(replicas) == 2
+    tokens = deployed.metrics("quengine_generated_tokens_total")
+    assert sum(tokens.values()) == TOKENS * sum(answered.values())
+
+
+def test_routes_streams_and_errors_are_those_of_the_server(deployed: Deployed, expected: str) -> None:
+    with openai.OpenAI(base_url=f"{deployed.url}/v1", api_key=KEY, max_retries=0) as client:
+        assert [each.id for each in client.models.list()] == [MODEL]
+        parts = client.completions.create(
+            model=MODEL, prompt=PROMPT, temperature=0, max_tokens=TOKENS, stream=True
+        )
+        texts = [part.choices[0].text for part in parts]
+        assert "".join(texts) == expected and len(texts) > 2
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=-5)
+    without_key = httpx.get(f"{deployed.url}/v1/models")
+    assert (without_key.status_code, without_key.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert httpx.get(f"{deployed.url}/health").json() == {"status": "ok"}
+    with deployed.http() as client:
+        assert "there is no GET /nowhere here" in client.get("/nowhere").json()["error"]["message"]
+
+
+def test_a_client_that_leaves_releases_what_it_held(deployed: Deployed) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with deployed.http() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert sum(deployed.metrics("quengine_running").values()) == 1
+    end = time.monotonic() + 30
+    while sum(deployed.metrics("quengine_running").values()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    ended = {labels: value for (_, labels), value in deployed.metrics("quengine_texts_total").items()}
+    assert ended['reason="cancelled"'] == 1
+
+
+def test_sigterm_finishes_what_runs_and_leaves_nothing(deployed: Deployed) -> None:
+    children = psutil.Process(deployed.process.pid).children(recursive=True)
+    body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with deployed.http() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        deployed.process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert deployed.process.wait(30) == 0, deployed.said
+    assert not psutil.wait_procs(children, 5)[1]
