@@ -30,6 +30,7 @@ from quengine.errors import EngineError
 from quengine.load import load_model
 from quengine.memory import attended_bytes
 from quengine.model_runner import LaunchedStep
+from quengine.platform.device import on_device
 from quengine.platform.machine import peak_memory
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
@@ -279,7 +280,8 @@ class LLM:
             if not self._lock.acquire_or_wait():
                 return []
             self._cancel_dropped()
-            return self._compute()
+            with on_device(self.loaded.device):
+                return self._compute()
         finally:
             self._lock.release()
 
@@ -427,15 +429,16 @@ class LLM:
         try:
             self._lock.acquire()
             self._cancel_dropped()
-            while sequences := self.scheduler.sequences:
-                if any(sequence.thread == me for sequence in sequences):
-                    raise EngineError(
-                        "the cache is in use: finish or close the streams that are under way first"
-                    )
-                self._compute()
-                self._lock.step_done()
-                self._cancel_dropped()
-            yield
+            with on_device(self.loaded.device):
+                while sequences := self.scheduler.sequences:
+                    if any(sequence.thread == me for sequence in sequences):
+                        raise EngineError(
+                            "the cache is in use: finish or close the streams that are under way first"
+                        )
+                    self._compute()
+                    self._lock.step_done()
+                    self._cancel_dropped()
+                yield
         finally:
             self._lock.release()
 
