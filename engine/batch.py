@@ -15,9 +15,14 @@ class Chunk:
     start: int
 
     @property
+    def end(self) -> int:
+        """The position behind the last token."""
+        return self.start + len(self.ids)
+
+    @property
     def samples(self) -> bool:
         """Whether the last of these tokens is the sequence's newest, so that a token follows from its logits."""
-        return self.start + len(self.ids) == len(self.sequence.token_ids)
+        return self.end == len(self.sequence.token_ids)
 
     @property
     def scored_rows(self) -> range:
@@ -36,6 +41,11 @@ class Batch:
     phase: Phase
     sequences: list[Sequence]
     chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether no result of it is wanted any more."""
+        return not any(sequence.block_tables for sequence in self.sequences)
 
     @classmethod
     def prefill(cls, chunks: list[Chunk]) -> "Batch":

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from quengine.batch import Batch
 from quengine.completion_stream import ChatStream, CompletionStream
 from quengine.config import (
     BACKLOG_CHUNK,
@@ -28,6 +29,8 @@ from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
 from quengine.load import load_model
 from quengine.memory import attended_bytes
+from quengine.model_runner import LaunchedStep
+from quengine.platform.device import on_device
 from quengine.platform.machine import peak_memory
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
@@ -79,6 +82,7 @@ class LLM:
         self.ctx_size = self.loaded.cache.ctx_size
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
+        self._under_way: LaunchedStep | None = None  # whose results were not taken yet
         self.speculation = Speculation.of(config, self.scheduler, self.loaded.draft, self.loaded.device.type)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
@@ -276,26 +280,41 @@ class LLM:
             if not self._lock.acquire_or_wait():
                 return []
             self._cancel_dropped()
-            return self._compute()
+            with on_device(self.loaded.device):
+                return self._compute()
         finally:
             self._lock.release()
 
     def _compute(self) -> list[tuple[Sequence, str]]:
-        batch = self.scheduler.next_batch()
-        if batch is None:
+        step = self._under_way
+        if step is None or step.batch.cancelled:
+            step = self._launch(self.scheduler.next_batch())
+        if step is None:
             return []
-        if self.speculation is not None:
-            self.speculation.propose(batch)
-        results = list(zip(batch.sequences, self.runner.run(batch), strict=True))
+        # Where launching the next one raises, the results of this one are still to be taken.
+        self._under_way, batch = step, step.batch
+        follows = step.may_follow and self.speculation is None
+        self._under_way = self._launch(self.scheduler.next_behind(batch)) if follows else None
+        self.scheduler.current = batch
+        ahead = self._under_way is None and self.scheduler.repeats(batch)
+        pairs = zip(batch.sequences, step.results(ahead), strict=True)
+        results = [(sequence, result) for sequence, result in pairs if sequence.block_tables]  # not cancelled
         for sequence, result in results:
             if isinstance(result, Exception):
                 sequence.fail(result)
-        self.scheduler.computed()
+        self.scheduler.computed(batch)
         texts = [(sequence, self._take(sequence, result)) for sequence, result in results]
         self.scheduler.release()
         if logger.isEnabledFor(logging.INFO):
             self._log_ends(batch.sequences)
         return texts
+
+    def _launch(self, batch: Batch | None) -> LaunchedStep | None:
+        if batch is None:
+            return None
+        if self.speculation is not None:
+            self.speculation.propose(batch)
+        return self.runner.launch(batch)
 
     def _log_ends(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
@@ -410,15 +429,16 @@ class LLM:
         try:
             self._lock.acquire()
             self._cancel_dropped()
-            while sequences := self.scheduler.sequences:
-                if any(sequence.thread == me for sequence in sequences):
-                    raise EngineError(
-                        "the cache is in use: finish or close the streams that are under way first"
-                    )
-                self._compute()
-                self._lock.step_done()
-                self._cancel_dropped()
-            yield
+            with on_device(self.loaded.device):
+                while sequences := self.scheduler.sequences:
+                    if any(sequence.thread == me for sequence in sequences):
+                        raise EngineError(
+                            "the cache is in use: finish or close the streams that are under way first"
+                        )
+                    self._compute()
+                    self._lock.step_done()
+                    self._cancel_dropped()
+                yield
         finally:
             self._lock.release()
 

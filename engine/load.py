@@ -42,7 +42,7 @@ from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank, SplitTensors
 from quengine.models.tokenizer import Tokenizer
 from quengine.platform import cuda_start
-from quengine.platform.device import choose_device, device_name
+from quengine.platform.device import choose_device, device_name, on_device
 from quengine.platform.host_experts import ExpertPlacement, split_tensors
 from quengine.platform.machine import available_memory, thread_count
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
@@ -135,19 +135,11 @@ def load_model(
     if stages:
         ctx_size, pools = _fit_stages(config, checkpoint, draft, device, stages, ctx_size)
     made = _Machine(config, device, threads, free, progress, experts)
-    runner = (
-        made.runner(part, ctx_size, pools) if part is checkpoint else made.ranks(path, part, ctx_size, pools)
-    )
-    notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts)]
-    drafts = None
-    if draft is not None:
-        try:
-            drafts, note = made.drafts(draft, ctx_size, pools)
-        except BaseException:
-            if runner.ranks is not None:
-                runner.ranks.close()
-            raise
-        notes.append(note)
+    with on_device(device):
+        shared = part is not checkpoint
+        runner = made.ranks(path, part, ctx_size, pools) if shared else made.runner(part, ctx_size, pools)
+        drafts, said = made.drafts_beside(runner, draft, pools)
+    notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts), *said]
     load_s = time.perf_counter() - began
     for note in notes:
         logger.info("%s", note)
@@ -311,15 +303,23 @@ class _Machine:
         runner.lead(group)
         return runner
 
-    def drafts(
-        self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool]
-    ) -> tuple[DraftModel, str]:
-        """A model that drafts for one of such a context and cache, and a line for the user."""
+    def drafts_beside(
+        self, target: ModelRunner, checkpoint: Checkpoint | None, pools: Sequence[CachePool]
+    ) -> tuple[DraftModel | None, list[str]]:
+        """The model that drafts for `target`, and lines for the user. Where it fails, the ranks of `target` end."""
+        if checkpoint is None:
+            return None, []
+        ctx_size = target.cache.ctx_size
         drafts_ctx = min(ctx_size, checkpoint.config.context_length)
         draft_pools = [CachePool(pools[0].num_blocks) for _ in checkpoint.config.cache_groups]
-        runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
-        note = _draft_note(checkpoint, runner.cache, ctx_size)
-        return DraftModel(runner, self.draft_steps(runner)), note
+        try:
+            runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
+            model = DraftModel(runner, self.draft_steps(runner))
+        except BaseException:
+            if target.ranks is not None:
+                target.ranks.close()
+            raise
+        return model, [_draft_note(checkpoint, runner.cache, ctx_size)]
 
     def _compile_ahead(
         self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool

@@ -1,8 +1,9 @@
 """Runs a step: the decoder on a batch, over the cache, and sampling."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.runners.graph_keys import GraphKey
+from quengine.runners.host_copy import HostCopy
 from quengine.runners.step_rows import SequenceRows, decode_rows, forward_batch, prefill_rows
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified, sample_next
 
@@ -61,6 +63,20 @@ class StepGraphs(Protocol):
     def capture_next(self) -> bool:
         """See `ModelRunner.capture_next`."""
         ...
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that is computed, or on its way on a device.
+
+    results(ahead): of each sequence of `batch`, in order, once they are known; None for one that was cancelled
+        meanwhile. ahead: the next step will have just these sequences, and may be launched now.
+    may_follow: another step may be launched before the results are taken.
+    """
+
+    batch: Batch
+    results: Callable[[bool], list[Result]]
+    may_follow: bool = False
 
 
 class ModelRunner:
@@ -104,6 +120,25 @@ class ModelRunner:
         if self.ranks is not None:
             self.ranks.close()
 
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Begin to compute a batch: on a device that chooses tokens itself without waiting for it, else `run` it."""
+        if self.device_decoder is not None and batch.phase == "decode":
+            with Range("launch decode step"):
+                step = self.device_decoder.launch(batch.sequences)
+            if step is not None:
+                decoder, may_follow = self.device_decoder, step.on_device
+                return LaunchedStep(
+                    batch,
+                    lambda ahead: self._explained(step.sequences, decoder.results(step, ahead)),
+                    may_follow,
+                )
+        elif self.device_decoder is not None and _are_only_sampled(batch.chunks):
+            with Range("launch prefill"):
+                logits = HostCopy(self.forward("prefill", prefill_rows(batch.chunks)).float())
+            return LaunchedStep(batch, lambda _: _sampled(batch.chunks, logits.wait()), True)
+        results = self.run(batch)
+        return LaunchedStep(batch, lambda _: results)
+
     def run(self, batch: Batch) -> list[Result]:
         """Compute a batch: a result for each of its sequences, in order. What concerns them all is raised."""
         if batch.phase == "decode":
@@ -132,8 +167,7 @@ class ModelRunner:
             with Range("decode step"):
                 results = self.device_decoder.step(sequences)
             if results is not None:
-                pairs = zip(sequences, results, strict=True)
-                return [self._explain(one) if result is NO_CHOICE else result for one, result in pairs]
+                return self._explained(sequences, results)
         return self._decode_on_host(sequences)
 
     def prefill(self, chunks: Seq[Chunk]) -> list[Result]:
@@ -144,11 +178,7 @@ class ModelRunner:
         """
         with Range("prefill"):
             logits = self.forward("prefill", prefill_rows(chunks)).float().cpu()
-        with Range("sample"):
-            return [
-                sample_next(chunk.sequence, row) if chunk.samples else None
-                for chunk, row in zip(chunks, logits, strict=True)
-            ]
+        return _sampled(chunks, logits)
 
     @torch.no_grad()
     def forward(
@@ -233,6 +263,11 @@ class ModelRunner:
                 start = end
         return results
 
+    def _explained(self, sequences: Seq[Sequence], results: list[Result]) -> list[Result]:
+        """The results of a device, with the reasons for those that have no token."""
+        pairs = zip(sequences, results, strict=True)
+        return [self._explain(s) if result is NO_CHOICE and s.block_tables else result for s, result in pairs]
+
     def _explain(self, sequence: Sequence) -> Result:
         """The result of a sequence of which a device found no token: computed eagerly, to say what is wrong."""
         sequence.draft = []
@@ -272,6 +307,20 @@ class ModelRunner:
         except EngineError as error:
             return error
         return None
+
+
+def _are_only_sampled(chunks: Seq[Chunk]) -> bool:
+    """Whether of these chunks only the last rows are wanted, for the tokens that follow."""
+    return all(chunk.sequence.pool is None and not chunk.scored_rows for chunk in chunks)
+
+
+def _sampled(chunks: Seq[Chunk], logits: Tensor) -> list[Result]:
+    """The tokens behind prompts that end with their chunk, given the logits [chunks, vocab] on the host."""
+    with Range("sample"):
+        return [
+            sample_next(chunk.sequence, row) if chunk.samples and chunk.sequence.block_tables else None
+            for chunk, row in zip(chunks, logits, strict=True)
+        ]
 
 
 def _choose(sequence: Sequence, logits: Tensor) -> Result:

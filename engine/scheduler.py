@@ -5,6 +5,10 @@ whose prompt is done. While there is both, they take turns, and the chunk is a s
 where many prompts wait: a running sequence never waits longer for its next token than one such chunk takes. Sequences
 come in in order of arrival, when there are blocks for them; when blocks run out, the newest one is preempted: it gives
 up its blocks and is computed again later, with what it had generated as part of its prompt.
+
+On a device that computes while the host goes on, a step whose sequences are others than those of the step under way is
+handed out before that one's results are known (`next_behind`), so that the device does not wait for the host between
+them.
 """
 
 import time
@@ -69,6 +73,8 @@ class Scheduler:
         self._token_seconds = 0.0  # of a prompt's token in the last chunk
         self._began = 0.0
         self._decode_is_due = False
+        self._preempts = True
+        self._keeps_all = all(pool.window is None for pool in cache.pools)
         self._alone: deque[Sequence] = deque()
 
     @property
@@ -112,24 +118,50 @@ class Scheduler:
         self._began = time.perf_counter()
         return self.current
 
-    def computed(self) -> None:
-        """Note that the current batch's keys and values are in the cache; call it before tokens are appended.
+    def next_behind(self, batch: Batch) -> Batch | None:
+        """What to compute behind `batch`, while the results of that one alone are not known; None where it follows from
+        them, or no sequence has blocks for it that no other would have to give up.
 
-        Of a sequence that has failed nothing is noted.
+        The prompts' tokens of `batch` count as cached from now on: a device computes its steps in order.
         """
-        batch = self.current
+        if self._alone:
+            return None
+        self._cache_prompts(batch)
+        self._preempts = False
+        try:
+            behind = self._next_behind(batch)
+        finally:
+            self._preempts = True
+        self.current = behind or batch
+        return behind
+
+    def repeats(self, batch: Batch) -> bool:
+        """Whether the next step is likely to be of the same sequences, a token each."""
+        return batch.phase == "decode" and len(batch.sequences) == len(self.decoding)
+
+    def computed(self, batch: Batch | None = None) -> None:
+        """Note that a batch's keys and values are in the cache; call it before tokens are appended.
+
+        batch: the current one if None. Of a sequence that has failed, or has been cancelled, nothing is noted.
+        """
+        batch = batch or self.current
         assert batch is not None
         self._decode_is_due = batch.phase == "prefill"
         if batch.phase == "decode":
-            counts = [1] * len(batch.sequences)
-        else:
-            counts = [len(chunk.ids) for chunk in batch.chunks]
-            self._token_seconds = (time.perf_counter() - self._began) / sum(counts)
-        for sequence, count in zip(batch.sequences, counts, strict=True):
-            if sequence.finished:
-                continue
-            self._cached(sequence, count)
-            if sequence in self.prefilling and sequence.num_cached_tokens >= self._prompt_end(sequence):
+            for sequence in batch.sequences:
+                if not sequence.block_tables or sequence.finished:
+                    continue
+                if (sequence.num_cached_tokens + 1) % BLOCK_SIZE:
+                    sequence.num_cached_tokens += 1
+                else:  # a block is full
+                    self._cached(sequence, 1)
+            return
+        self._token_seconds = (time.perf_counter() - self._began) / sum(len(c.ids) for c in batch.chunks)
+        self._cache_prompts(batch)
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            whole = chunk.end >= self._prompt_end(sequence) and not sequence.finished
+            if whole and sequence in self.prefilling:
                 self.prefilling.remove(sequence)
                 self.decoding.append(sequence)
 
@@ -186,6 +218,13 @@ class Scheduler:
         end = sequence.num_prefill_tokens if self.deterministic else len(sequence.token_ids)
         return end if end > 1 else 0
 
+    def _cache_prompts(self, batch: Batch) -> None:
+        """Note that the tokens of prompts' chunks are in the cache, unless that has been noted."""
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
+                self._cached(sequence, chunk.end - sequence.num_cached_tokens)
+
     def _cached(self, sequence: Sequence, count: int) -> None:
         """So many tokens more are in the cache: blocks that they fill can be shared."""
         before = sequence.num_cached_tokens
@@ -206,34 +245,49 @@ class Scheduler:
             if sequence in self.decoding:
                 return Batch.decode([sequence])
             if sequence in self.prefilling:
-                return Batch.prefill([self._chunk(sequence, self._chunk_size())])
+                return Batch.prefill([self._chunk(sequence, self._chunk_size(bool(self.decoding)))])
         return None
 
     def _next(self) -> Batch | None:
         while not self.prefilling and self._admit():
             pass
         if self.prefilling and not (self.decoding and self._decode_is_due):
-            chunks = self._prompt_step()
+            chunks = self._prompt_step(self._chunk_size(bool(self.decoding)))
             if chunks:
                 return Batch.prefill(chunks)
         return self._decode_step() if self.decoding else None
 
-    def _prompt_step(self) -> list[Chunk]:
-        """Chunks of the prompts under way, and of those that wait, as far as there are tokens left in the step.
+    def _next_behind(self, batch: Batch) -> Batch | None:
+        """See `next_behind`. Sequences whose prompts end in `batch` are left out: their tokens are not known."""
+        if batch.phase == "prefill" and self.decoding:
+            step = self._decode_step()
+            return step if len(step.sequences) == len(self.decoding) else None
+        beside = bool(self.decoding) or any(chunk.samples for chunk in batch.chunks)
+        chunks = self._prompt_step(self._chunk_size(beside))
+        return Batch.prefill(chunks) if chunks else None
+
+    def _prompt_step(self, left: int) -> list[Chunk]:
+        """Chunks of the prompts under way, and of those that wait, as far as there are tokens `left` in the step.
 
         Empty where the one prompt under way was preempted.
         """
-        left, chunks = self._chunk_size(), list[Chunk]()
+        chunks, under_way = list[Chunk](), self._under_way()
         while not chunks or (self.packed and left >= LEAST_CHUNK):
-            if len(chunks) < len(self.prefilling):
-                sequence = self.prefilling[len(chunks)]
+            if len(chunks) < len(under_way):
+                sequence = under_way[len(chunks)]
                 if not self._has_room(sequence, len(sequence.token_ids)):
                     break
                 chunks.append(self._chunk(sequence, left))
                 left -= len(chunks[-1].ids)
-            elif not (self._can_join() and self._admit()):
+            elif self._can_join() and self._admit():
+                under_way = self._under_way()
+            else:
                 break
         return chunks
+
+    def _under_way(self) -> list[Sequence]:
+        """Those with tokens of the prompt that no step has taken yet, in order of arrival."""
+        return [each for each in self.prefilling if each.num_cached_tokens < self._prompt_end(each)]
 
     def _can_join(self) -> bool:
         """Whether the first one that waits gains nothing by waiting until the prompts under way are computed.
@@ -297,9 +351,9 @@ class Scheduler:
         end = min(start + most, self._prompt_end(sequence))
         return Chunk(sequence, sequence.token_ids[start:end], start)
 
-    def _chunk_size(self) -> int:
-        """Tokens of prompts in a step at most."""
-        if not self.decoding:
+    def _chunk_size(self, beside: bool) -> int:
+        """Tokens of prompts in a step at most. beside: sequences wait for their next token meanwhile."""
+        if not beside:
             return self.chunk_size
         if self._mixed_seconds is None or not self._token_seconds:
             return self.backlog_chunk if self._has_backlog() else self.mixed_chunk
@@ -319,18 +373,22 @@ class Scheduler:
         """A token of every sequence that has blocks for it; the oldest one always gets them."""
         ready = []
         for sequence in list(self.decoding):
-            preempted = not sequence.block_tables
-            if not preempted and self._has_room(sequence, sequence.num_cached_tokens + 1):
+            tables, positions = sequence.block_tables, sequence.num_cached_tokens + 1
+            # Nearly always its blocks reach far enough; without a window none is to be released either.
+            reach = self._keeps_all and tables and len(tables[0]) * BLOCK_SIZE >= positions + LOOKAHEAD
+            if reach or (tables and self._has_room(sequence, positions)):
                 ready.append(sequence)
         return Batch.decode(ready)
 
     def _has_room(self, sequence: Sequence, positions: int) -> bool:
         """Give a sequence the blocks for its next step towards `positions`, by preempting the newest ones if need be.
 
-        False where it is the newest itself.
+        False where it is the newest itself, or none may be preempted now.
         """
         end = self._end(sequence, positions)
         while not self.blocks.grow(sequence.block_tables, sequence.num_cached_tokens, end):
+            if not self._preempts:
+                return False
             newest = self._running[-1]
             self._preempt(newest)
             if newest is sequence:

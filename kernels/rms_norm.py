@@ -7,10 +7,14 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class RMSNorm:
-    """The weights of a norm, [D] on the device, and what is added to the mean square."""
+    """The weights of a norm, [D] on the device, and what is added to the mean square.
+
+    experts: how many experts of each row read its result, if nothing else but their router does; 0: others.
+    """
 
     weight: torch.Tensor
     eps: float
+    experts: int = 0
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -33,7 +33,10 @@ class MixtureOfExperts:
         self.partial = config.ranks > 1
         self.activation = config.block.activation
         self.experts = config.experts
-        self.ffn_norm = RMSNorm(tensors.vector(config.block.ffn_norm), tensors.eps)
+        alone = host is None and not config.experts.shared_feed_forward_length
+        self.ffn_norm = RMSNorm(
+            tensors.vector(config.block.ffn_norm), tensors.eps, config.experts.router.used if alone else 0
+        )
         self.router = _router(config, tensors)
         bias, count, held = config.block.expert_bias, config.experts.count, config.experts.held
         self.local = None if held is None else _local_numbers(held, count).to(self.backend.device)

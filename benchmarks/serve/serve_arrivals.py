@@ -163,6 +163,7 @@ def main() -> int:
         ours, theirs = context.Pipe()
         server = context.Process(target=serve_requests, args=(theirs, given))
         server.start()
+        theirs.close()  # else a server that ends would be waited for
         address = "127.0.0.1", int(ours.recv())
     else:
         parts = urlsplit(given.url)

@@ -1,6 +1,7 @@
 """Which device a model runs on, and why not on another."""
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -51,6 +52,12 @@ def _cuda_problem(device: str) -> str | None:
         name = torch.cuda.get_device_name(index)
         return f"{name} has compute capability {major}.{minor}, and the kernels need 8.0"
     return None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, what this thread launches goes to `device`: CUDA's current device is each thread's own, at first the
+    first, whatever device the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def device_name(device: torch.device) -> str:

@@ -2,7 +2,8 @@
 
 These modules take a third of the time of the import. In the processes of the `engine` program they are put off until an
 attribute of one of them is used, and registrations that they make as they are imported (`torch._meta_registrations`:
-shapes of operations, for the compiler of torch) are not made before that. In other programs torch is left as it is.
+shapes of operations, for the compiler of torch) are not made before that. `torch.compiler` is none of them: capturing a
+CUDA graph asks for it. In other programs torch is left as it is.
 """
 
 import importlib.util
@@ -21,7 +22,6 @@ from quengine.kernels.private_folder import check_private, user_cache
 DEFERRED = frozenset(
     {
         "torch._meta_registrations",
-        "torch.compiler",
         "torch.distributions",
         "torch.export",
         "torch.masked",

@@ -36,8 +36,15 @@ multiples of _TILE_ROWS, since the number of tiles of rows chooses among kernels
 _EAGER_SEQUENCES = (2, 12, 24, 40, 100)
 """Numbers of prompts in a step: behind the last layer's attention each is a row."""
 
+COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.prepare()"
+"""The process that records kernels imports torch without what it does not need either: of the modules put off,
+registrations of shapes would have operations on the meta device computed in Python, which imports torch's compiler."""
+
 _ANY_TOP_K = SamplingKind(0, bias=False, penalties=False)
 _DEFAULT = SamplingKind(64, bias=False, penalties=False)
+
+_FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
+"""The steps of a first short request; decode's kernels take longest to compile."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,8 @@ def compile_ahead(
     done = marker(gpu, *plan.marks())
     if done.is_file():
         return None
-    return CompilePool(partial(stages_of, plan), gpu, compilers(), progress, marker=done)
+    task = partial(stages_of, plan)
+    return CompilePool(task, gpu, compilers(), progress, marker=done, prelude=COMPILER_PRELUDE)
 
 
 def compilers() -> int:
@@ -107,25 +115,28 @@ def compilers() -> int:
 
 
 def stages_of(*plans: KernelPlan) -> list[Callable[[], None]]:
-    """What a first short request runs, then everything."""
+    """What a first short request runs, step by step, then everything."""
     made: list[CudaGraphs] = []
 
-    def first() -> None:
-        made.extend(plan.graphs() for plan in plans)
+    @torch.no_grad()
+    def first(key: GraphKey) -> None:
+        if not made:
+            made.extend(plan.graphs() for plan in plans)
         for graphs in made:
-            run_first(graphs)
+            graphs.run_padding(key)
 
+    @torch.no_grad()
     def rest() -> None:
         for graphs in made:
             run_all(graphs)
 
-    return [torch.no_grad()(first), torch.no_grad()(rest)]
+    return [*(partial(first, key) for key in _FIRST), rest]
 
 
 def run_first(graphs: CudaGraphs) -> None:
-    """A decode step of one sequence and a short prompt's."""
-    graphs.run_padding(decode_key(1, _DEFAULT))
-    graphs.run_padding(GraphKey("prefill", PREFILL_ROWS[0], 1))
+    """What a first short request runs."""
+    for key in _FIRST:
+        graphs.run_padding(key)
 
 
 def run_all(graphs: CudaGraphs) -> None:

@@ -101,6 +101,14 @@ class DecodeSlots:
             slot.ready.append((step, slot.index))
             slot.position += 1
 
+    def extend(self, slot: Slot) -> None:
+        """Send the blocks that have been appended to a slot's tables."""
+        for group, table in enumerate(slot.block_tables):
+            first, end = slot.written[group], min(len(table), self._inputs.blocks)
+            if end > first:
+                self._inputs.extend(slot.index, group, first, table[first:end])
+                slot.written[group] = end
+
     def keep(self, slots: Seq[Slot]) -> None:
         """Release all others; the next steps are as small as these slots allow."""
         for place, slot in list(self._slots.items()):
@@ -162,11 +170,7 @@ class DecodeSlots:
 
     def _update(self, row: DecodeRow, slot: Slot) -> None:
         """Send what the device does not have of a row."""
-        for group, table in enumerate(slot.block_tables):
-            first, end = slot.written[group], min(len(table), self._inputs.blocks)
-            if end > first:
-                self._inputs.extend(slot.index, group, first, table[first:end])
-                slot.written[group] = end
+        self.extend(slot)
         if slot.token != row.token or slot.position != row.position + len(slot.ready):
             slot.ready.clear()
             slot.token, slot.position = row.token, row.position

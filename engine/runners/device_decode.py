@@ -7,9 +7,13 @@ once more, and all are a step ahead again.
 
 Rows whose settings the device cannot sample (log-probabilities, a constraint, penalties behind a draft) are sampled on
 the host from their logits. While there are such rows, or drafts, no step is launched ahead.
+
+Most steps are of the sequences of the one before, with the tokens that the device has chosen: then nothing is looked at
+but whether a block was appended to a table, since the host's time is that of Python for each row.
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
@@ -24,6 +28,20 @@ _PATIENCE = 4
 """Steps in which slots are not equally far ahead, and the device waits for the host, before one is spent on it."""
 
 
+@dataclass(frozen=True)
+class DecodeStep:
+    """A step that was launched: the rows of `sequences` in their order, with their slots."""
+
+    sequences: list[Sequence]
+    rows: list[DecodeRow]
+    slots: list[Slot]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device chooses all tokens, so that no logits must be read before another step is launched."""
+        return all(row.kind is not None for row in self.rows)
+
+
 class DeviceDecoder:
     """See the module docstring. With `graphs.shares_sequences` sequences may have drafts."""
 
@@ -32,10 +50,21 @@ class DeviceDecoder:
         self._drafts = graphs.shares_sequences
         self._slots = DecodeSlots(graphs)
         self._uneven = 0
+        self._last: DecodeStep | None = None  # the device goes on from its results, if all were taken
         self._kinds: WeakKeyDictionary[Sequence, SamplingKind | None] = WeakKeyDictionary()
 
     def step(self, sequences: Seq[Sequence]) -> list[Result] | None:
         """`ModelRunner.decode`; NO_CHOICE where the device found no token to choose. None: these are too many rows."""
+        step = self.launch(sequences)
+        return None if step is None else self.results(step, ahead=True)
+
+    def launch(self, sequences: Seq[Sequence]) -> DecodeStep | None:
+        """Start a step unless it was launched ahead, and wait for nothing. None: these are too many rows."""
+        last, self._last = self._last, None
+        if last is not None and self._goes_on_from(last, sequences):
+            if not last.slots[0].ready:
+                self._slots.launch(last.slots)
+            return last
         rows = [row for sequence in sequences for row in self._rows_of(sequence)]
         if len(rows) > self._most_rows:
             self._slots.place([])  # releases all
@@ -45,10 +74,45 @@ class DeviceDecoder:
             self._uneven = 0
         if not all(slot.ready for slot in slots):
             self._slots.launch(slots)
-        if not self._drafts and all(row.kind is not None for row in rows) and any(map(_goes_on, sequences)):
-            self._launch_ahead(rows, slots)
-        placed = iter(zip(rows, slots, strict=True))
-        return [self._result(s, [next(placed) for _ in range(1 + len(s.draft))]) for s in sequences]
+        return DecodeStep(list(sequences), rows, slots)
+
+    def results(self, step: DecodeStep, ahead: bool) -> list[Result]:
+        """The tokens of a step, in order. ahead: the next step will have these sequences, and may be launched now."""
+        if ahead and not self._drafts and step.on_device and any(map(_goes_on, step.sequences)):
+            self._launch_ahead(step.rows, step.slots)
+        if step.on_device and not self._drafts:
+            return self._tokens(step)
+        placed = iter(zip(step.rows, step.slots, strict=True))
+        return [self._result(s, [next(placed) for _ in range(1 + len(s.draft))]) for s in step.sequences]
+
+    def _goes_on_from(self, last: DecodeStep, sequences: Seq[Sequence]) -> bool:
+        """Whether a step is of the rows of the last one, each behind the token chosen there; sends blocks that were
+        appended."""
+        if sequences != last.sequences or len(sequences) > self._most_rows:
+            return False
+        if len({len(slot.ready) for slot in last.slots}) > 1:
+            return False
+        for sequence, slot in zip(sequences, last.slots, strict=True):
+            tables = sequence.block_tables
+            if tables[0] is not slot.block_tables[0] or sequence.token_ids[-1] != slot.token:
+                return False
+            if len(tables[0]) != slot.written[0] or len(tables) > 1:
+                self._slots.extend(slot)
+        return True
+
+    def _tokens(self, step: DecodeStep) -> list[Result]:
+        """The results of rows whose tokens the device chooses, one a sequence."""
+        found, waited, tokens = list[Result](), None, list[int]()
+        for sequence, slot in zip(step.sequences, step.slots, strict=True):
+            launched, index = slot.ready.popleft()
+            if launched is not waited:
+                waited, tokens = launched, launched.wait()
+            slot.token = tokens[index]
+            found.append(Sample(slot.token) if slot.token != NO_TOKEN else NO_CHOICE)
+            if slot.token == NO_TOKEN:
+                self._slots.release(sequence, 0)
+        self._last = None if NO_CHOICE in found else step
+        return found
 
     def _rows_of(self, sequence: Sequence) -> list[DecodeRow]:
         start, params = sequence.num_cached_tokens, sequence.params

@@ -22,7 +22,13 @@ from quengine.models.hub.hub import resolve_model
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.type_mix import tensor_type
 from quengine.models.tensor_table import required_tensors
-from quengine.runners.compile_kernels import KernelPlan, compilers, stages_of, stored_tensors
+from quengine.runners.compile_kernels import (
+    COMPILER_PRELUDE,
+    KernelPlan,
+    compilers,
+    stages_of,
+    stored_tensors,
+)
 from quengine.runners.graph_keys import DECODE_ROWS, padded_rows
 
 CATALOGUE = "catalogue"
@@ -55,7 +61,8 @@ def build_pack(plan: PackPlan, path: Path, progress: Callable[[str], None] | Non
     shapes = [_shape(name) for name in names]
     for gpu in gpus(plan.archs):
         plans = [each for shape in shapes for each in _plans(shape, plan)]
-        pool = CompilePool(partial(stages_of, *plans), gpu, compilers(), progress, every=True)
+        task = partial(stages_of, *plans)
+        pool = CompilePool(task, gpu, compilers(), progress, every=True, prelude=COMPILER_PRELUDE)
         found = pool.finish()
         failed = [kernel for kernel in found if kernel.error]
         if failed:

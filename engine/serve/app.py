@@ -179,6 +179,7 @@ def make_app(models: Models) -> Starlette:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     access_log.current().error = error.message
+    error.__traceback__ = None  # with the body in its frames, which would wait for a collection of cycles
     return error_response(error, request.url.path)
 
 

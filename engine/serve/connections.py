@@ -28,7 +28,9 @@ LINGER_SECONDS = 1.0
 Phase = Literal["idle", "partial", "busy"]
 """Nothing received; a part of a request; a request that is being answered."""
 
-_open: dict[tuple[str, int], asyncio.Transport] = {}
+DIRECT = "quengine.connection"
+"""The key of a scope under which its `Connection` is, where parts of the body may be written to it directly."""
+_open: "dict[tuple[str, int], Connection]" = {}
 
 
 class Connections:
@@ -104,7 +106,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.client is not None:
-            _open[self.client] = transport
+            _open[self.client] = self
         logger.debug("connection from %s, %d open", self.address, len(self._all) + 1)
         if self._all.admit(self):
             self._enter("idle")
@@ -130,6 +132,27 @@ class Connection(H11Protocol):
     @property
     def address(self) -> str:
         return f"{self.client[0]}:{self.client[1]}" if self.client else "an unknown address"
+
+    @property
+    def writable(self) -> bool:
+        """Whether a part of the current answer can be written, its reader having taken all before it."""
+        cycle = self.cycle
+        return not (
+            self.transport.get_write_buffer_size()
+            or self.transport.is_closing()
+            or cycle is None
+            or cycle.disconnected
+            or cycle.response_complete
+        )
+
+    def write_part(self, part: bytes) -> None:
+        """Write a part of a body without a length that has begun and goes on, as `send` of ASGI does."""
+        if (
+            self.conn.their_http_version == b"1.1"
+        ):  # in chunks; h11 takes longer for the same bytes than the rest of it
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        else:
+            self.transport.write(self.conn.send(h11.Data(data=part)))
 
     def drop(self) -> None:
         """Close now, in favour of another connection."""
@@ -237,7 +260,9 @@ class WriteDeadline:
             return
 
         client = scope.get("client")
-        transport = _open.get(tuple(client)) if client else None
+        connection = _open.get(tuple(client)) if client else None
+        transport = None if connection is None else connection.transport
+        scope[DIRECT] = connection
 
         async def timed_send(message: Message) -> None:
             if transport is not None and not transport.get_write_buffer_size():

@@ -16,7 +16,7 @@ from quengine.errors import EngineError
 from quengine.platform import collector
 from quengine.platform.log_lines import one_line
 from quengine.serve import access_log
-from quengine.serve.connections import SlowReaderError
+from quengine.serve.connections import DIRECT, Connection, SlowReaderError
 from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.fields import Body
@@ -140,25 +140,37 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Events of `media_type`. `chunks` are whole events; closing the generator frees what it holds."""
+    """Events of `media_type`. `chunks` are whole events; closing the generator frees what it holds.
 
-    def __init__(self, first: bytes, chunks: AsyncGenerator[bytes, None], media_type: str) -> None:
+    began: called with the connection once the first part has been sent; parts may from then on be written to it too,
+        while the next of `chunks` is waited for.
+    """
+
+    def __init__(
+        self,
+        first: bytes,
+        chunks: AsyncGenerator[bytes, None],
+        media_type: str,
+        began: Callable[[Connection], None] = lambda _: None,
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
+        self._began = began
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
         try:
-            await unless_gone(receive, self._write(send))
+            await unless_gone(receive, self._write(send, scope.get(DIRECT)))
         finally:
             await self._chunks.aclose()
 
-    async def _write(self, send: Send) -> None:
+    async def _write(self, send: Send, connection: Connection | None) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        if connection is not None:
+            self._began(connection)
         async for chunk in self._chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -218,6 +230,9 @@ class Catch:
         finally:
             record.write(status)
             self.done(scope["path"], status)
+            # What still refers to the scope is in cycles, which are collected late: a body may be large.
+            scope.pop(BODY_KEY, None)
+            scope.pop(DIRECT, None)
 
 
 def _internal(error: Exception, scope: Scope) -> ApiError:

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quengine.serve.connections import DIRECT
 from quengine.serve.http import read_raw, unless_gone
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.settings import Limits
@@ -53,7 +54,7 @@ class KeptStream:
     async def run(self, app: ASGIApp, scope: Scope) -> None:
         """Have the request answered. Nobody waits for what it raises but a connection that is still there."""
         try:
-            await app(scope, self._never, self._keep)
+            await app({**scope, DIRECT: None}, self._never, self._keep)
         finally:
             self.ended_at = time.time()
             self._notify()

@@ -10,8 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from quengine.serve import access_log
 from quengine.serve.metrics import Metrics
+from quengine.serve.processes.server_handle import Handle, joined
 from quengine.serve.processes.server_text import TextPool
-from quengine.serve.processes.server_thread import Handle, NotServingError, QueueFullError, Worker
+from quengine.serve.processes.server_thread import NotServingError, QueueFullError, Worker
 from quengine.serve.processes.shared_engine import (
     Event,
     Failed,
@@ -180,13 +181,10 @@ class Service:
         What has gathered since the last write is one piece. Closing it early cancels. Raises ApiError when a completion
         fails; the others of the request are then cancelled too.
         """
-        left, record, first = len(handle.requests), access_log.current(), handle.requests[0]
-        # A scored token has an event of its own.
-        scored = isinstance(first, GenerationRequest) and first.params.logprobs is not None
+        left, record = len(handle.requests), access_log.current()
         try:
             while left:
-                events = await handle.events()
-                for choice, event in events if len(events) == 1 or scored else _joined(events):
+                for choice, event in await handle.events():
                     if isinstance(event, Failed):
                         record.error = event.message
                         raise _failure(event)
@@ -201,7 +199,17 @@ class Service:
 
     async def outputs(self, handle: Handle) -> list[tuple[Piece, Finished]]:
         """The pieces of each request as one, and its end, in the order of the requests."""
-        events = _joined([each async for each in self.events(handle)])
+        record, arrived = access_log.current(), list[tuple[int, Event]]()
+
+        def keep(choice: int, piece: Piece) -> bool:
+            record.event(piece)
+            arrived.append((choice, piece))
+            return True
+
+        handle.writer = keep  # the coroutine has its turn at the end
+        async for each in self.events(handle):
+            arrived.append(each)
+        events = joined(arrived)
         pieces = {choice: event for choice, event in events if isinstance(event, Piece)}
         ends = {choice: event for choice, event in events if isinstance(event, Finished)}
         return [
@@ -215,29 +223,3 @@ def _failure(event: Failed) -> ApiError:
         return bad_request(event.message)
     logger.error("a request failed: %s", event.message)
     return ApiError(500, event.message)
-
-
-def _joined(events: Sequence[tuple[int, Event]]) -> list[tuple[int, Event]]:
-    """The events, with the pieces of each completion joined."""
-    pieces: dict[int, list[Piece]] = {}
-    ends: list[tuple[int, Event]] = []
-    for choice, event in events:
-        if isinstance(event, Piece):
-            pieces.setdefault(choice, []).append(event)
-        else:
-            ends.append((choice, event))
-    joined: list[tuple[int, Event]] = [
-        (choice, group[0] if len(group) == 1 else _join(group)) for choice, group in pieces.items()
-    ]
-    return joined + ends
-
-
-def _join(group: list[Piece]) -> Piece:
-    return Piece(
-        group[0].request_id,
-        tuple(token for piece in group for token in piece.tokens),
-        "".join(piece.text for piece in group),
-        tuple(entry for piece in group for entry in piece.logprobs),
-        tuple(entry for piece in group for entry in piece.prompt_logprobs),
-        tuple(entry for piece in group for entry in piece.progress),
-    )

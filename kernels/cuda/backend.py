@@ -49,6 +49,7 @@ from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
+from quengine.kernels.cuda.moe.grouped import norms_in_groups
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.peers import PeerBuffers
 from quengine.kernels.cuda.ranks.row_owners import row_owners_add_norm
@@ -179,6 +180,8 @@ class CudaBackend:
             return self._add_product(product, stream, post_norm, next_norm, bias, row_scale)
         if next_norm is None or (isinstance(rows, QuantizedActivations) and not begins):
             return self._matmul(batch, rows, weight, stream)
+        if self._norms_in_groups(next_norm, len(stream)):
+            return self._matmul(batch, rows, weight, stream)
         if isinstance(rows, QuantizedActivations):
             return self._matvec_norm(rows, weight, stream, next_norm, bias)
         return RmsNormed(*matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch)))
@@ -205,6 +208,8 @@ class CudaBackend:
         gate_up: ExpertWeights,
         activation: Activation = "silu",
     ) -> GatedRows:
+        if norm is not None and isinstance(x, Tensor) and self._norms_in_groups(norm, len(x)):
+            return self._experts.glu(x, routing, gate_up, activation, _exact(batch), norm)
         return self._experts.glu(self._normed(x, norm), routing, gate_up, activation, _exact(batch))
 
     def experts_add(
@@ -428,6 +433,10 @@ class CudaBackend:
 
     def _rounded(self, x: Rows) -> Rows:
         return quantize_activations(x) if isinstance(x, Tensor) and self._takes_q_dot(x.shape[0]) else x
+
+    def _norms_in_groups(self, norm: RMSNorm, rows: int) -> bool:
+        """Whether so many rows are normed by the launch that copies them to the places of their experts."""
+        return norms_in_groups(rows, norm.experts, self.device) and not self._takes_q_dot(rows)
 
     def _takes_q_dot(self, rows: int) -> bool:
         return not self.batch_invariant and takes_q_dot(rows)

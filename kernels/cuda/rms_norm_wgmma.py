@@ -20,17 +20,11 @@ def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
     return sum_a + sum_b, gl.maximum(largest_a, largest_b)
 
 
-@DirectLaunch
 @gluon.jit
-def _norm_wgmma_kernel(
-    x_ptr, weight_ptr, out_ptr, row_scale_ptr, x_stride, eps,
-    WIDTH: gl.constexpr, BLOCKS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    # [block of 128 columns, bits 1 to 3 of a column, bits 4 to 6, bit 0]
+def row_columns(PADDED: gl.constexpr, WARPS: gl.constexpr):
+    """The columns of a row of PADDED blocks of 128 as a program holds them: [block, bits 1 to 3 of a column, bits 4 to
+    6, bit 0]."""
     L: gl.constexpr = gl.BlockedLayout([1, 1, 8, 2], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    row = gl.program_id(0).to(gl.int64)
     B: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
     P: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
     H: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L)))
@@ -40,11 +34,13 @@ def _norm_wgmma_kernel(
     column += (
         gl.arange(0, 8, layout=H)[None, None, :, None] * 16 + gl.arange(0, 2, layout=E)[None, None, None, :]
     )
-    live = column < WIDTH
-    weight = gl.load(weight_ptr + column, mask=live, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    x = gl.load(x_ptr + row * x_stride + column, mask=live, other=0.0)
+    return column
+
+
+@gluon.jit
+def normed_row(x, weight, eps, WIDTH: gl.constexpr, PADDED: gl.constexpr):
+    """The norm of a row, zeros behind column WIDTH, with columns as `row_columns` has them: scaled fp16, and the row's
+    scale."""
     y = x * weight
     size = y.to(gl.int32, bitcast=True) & 0x7FFFFFFF
     squares, largest = gl.reduce(
@@ -53,13 +49,31 @@ def _norm_wgmma_kernel(
     inverse_rms = gl.rsqrt(squares / WIDTH + eps)
     largest = (largest.to(gl.float32, bitcast=True) * inverse_rms).to(gl.int32, bitcast=True)
     scale, row_scale = fp16_row_scale(largest)
+    return (y * inverse_rms * scale).to(gl.float16), row_scale
+
+
+@DirectLaunch
+@gluon.jit
+def _norm_wgmma_kernel(
+    x_ptr, weight_ptr, out_ptr, row_scale_ptr, x_stride, eps,
+    WIDTH: gl.constexpr, BLOCKS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = gl.program_id(0).to(gl.int64)
+    column = row_columns(PADDED, WARPS)
+    live = column < WIDTH
+    weight = gl.load(weight_ptr + column, mask=live, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    x = gl.load(x_ptr + row * x_stride + column, mask=live, other=0.0)
+    y, row_scale = normed_row(x, weight, eps, WIDTH, PADDED)
     gl.store(row_scale_ptr + row, row_scale)
-    y = (y * inverse_rms * scale).to(gl.float16)
-    _store_wgmma_layout(out_ptr + row * (BLOCKS * 128), y, BLOCKS, WARPS)
+    store_wgmma_layout(out_ptr + row * (BLOCKS * 128), y, BLOCKS, WARPS)
 
 
 @gluon.jit
-def _store_wgmma_layout(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
+def store_wgmma_layout(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
     """Store a row, y fp16 [block, 8 (bits 3, 2, 1 of a column), 8 (bits 6, 5, 4), 2 (bit 0)] (`operand_offset`):
     8 values side by side are bits 6, 5 and 0, and bit 1 says which of two eights."""
     PADDED: gl.constexpr = y.shape[0]
@@ -78,13 +92,18 @@ def _store_wgmma_layout(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
     gl.store(out_ptr + place, y, mask=block < BLOCKS)
 
 
+def row_geometry(width: int) -> tuple[int, int, int]:
+    """Of a row: its blocks of 128 columns, those that a program has, a power of two, and its warps."""
+    blocks = -(-width // 128)
+    padded = max(4, int(triton.next_power_of_2(blocks)))
+    return blocks, padded, min(32, padded // 4)
+
+
 def launch_norm_wgmma(
     x: torch.Tensor, weight: torch.Tensor, eps: float, out: Fp16Operand, pdl: bool = False
 ) -> None:
     """RMSNorm of fp32 rows x [T, D] with fp32 weights [D], to the WGMMA layout, padded with zeros."""
-    blocks = -(-x.shape[1] // 128)
-    padded = max(4, triton.next_power_of_2(blocks))
-    warps = min(32, padded // 4)
+    blocks, padded, warps = row_geometry(x.shape[1])
     assert out.is_wgmma and x.dtype == weight.dtype == torch.float32
     _norm_wgmma_kernel[(x.shape[0],)](
         x, weight, out.values, out.row_scale, x.stride(0), eps,

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from quengine.errors import CannotRunError
+from quengine.serve.processes.server_handle import Handle
 from quengine.serve.processes.server_slots import SlotTable
 from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
@@ -53,30 +54,6 @@ class NotServingError(Exception):
         self.state = state
 
 
-class Handle:
-    """The events of one HTTP request's completions, in order, each with the position of its completion."""
-
-    def __init__(self, requests: Sequence[Work]) -> None:
-        self.requests = tuple(requests)
-        self.cancelled = False
-        self._choice = {request.id: choice for choice, request in enumerate(requests)}
-        self._events: list[tuple[int, Event]] = []
-        self._arrived = asyncio.Event()
-
-    async def events(self) -> list[tuple[int, Event]]:
-        """The events since the last call, at least one; (position among the requests, event)."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        events, self._events = self._events, []
-        return events
-
-    def put(self, event: Event) -> None:
-        """Called in the event loop."""
-        if not self.cancelled:
-            self._events.append((self._choice[event.request_id], event))
-            self._arrived.set()
-
-
 class Worker:
     """Runs an engine in a thread of its own and hands its events to the event loop.
 
@@ -116,6 +93,7 @@ class Worker:
         self._slots = SlotTable()
         self._running: dict[int, Handle] = {}
         self._cancels: list[int] = []
+        self._delivered: list[tuple[Handle, Event]] = []
         self._stopping = False
         self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -332,8 +310,8 @@ class Worker:
 
     def _deliver(self, events: list[Event]) -> None:
         """Hand a step's events to the event loop in one call, and free the slots of what has ended."""
-        pairs = []
         with self._wake:
+            idle = not self._delivered
             for event in events:
                 handle = self._running.get(event.request_id)
                 if handle is None:  # cancelled
@@ -341,14 +319,21 @@ class Worker:
                 if not isinstance(event, Piece):
                     del self._running[event.request_id]
                     self._slots.release(event.request_id)
-                pairs.append((handle, event))
-        if pairs:
-            self._call(lambda: self._distribute(pairs))
+                self._delivered.append((handle, event))
+            begun = idle and bool(self._delivered)
+        if begun:
+            self._call(self._distribute)
 
-    def _distribute(self, pairs: list[tuple[Handle, Event]]) -> None:
+    def _distribute(self) -> None:
+        """Give the events of all steps since the last call to those who asked for them."""
+        with self._wake:
+            pairs, self._delivered = self._delivered, []
         self._observe([event for _, event in pairs])
+        events: dict[Handle, list[Event]] = {}
         for handle, event in pairs:
-            handle.put(event)
+            events.setdefault(handle, []).append(event)
+        for handle, of_handle in events.items():
+            handle.put(of_handle)
 
     def _fail_running(self, message: str) -> None:
         """Fail what was running; what waits stays."""

@@ -8,6 +8,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.serve import access_log
+from quengine.serve.connections import Connection
 from quengine.serve.http import EventStream, to_json, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.schemas.errors import ApiError
@@ -81,7 +83,20 @@ async def stream_answer(
         service.worker.cancel(handle)
         await chunks.aclose()
         raise
-    return EventStream(first, chunks, form.media_type)
+    record = access_log.current()
+
+    def began(connection: Connection) -> None:
+        def write(choice: int, piece: Piece) -> bool:
+            if not connection.writable:
+                return False
+            record.event(piece)
+            if part := form.piece(choice, piece):
+                connection.write_part(part)
+            return True
+
+        handle.writer = write
+
+    return EventStream(first, chunks, form.media_type, began)
 
 
 async def _chunks(

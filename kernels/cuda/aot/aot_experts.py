@@ -56,8 +56,8 @@ _TYPES = {"qwen3-30b-a3b": ("Q4_K", "Q6_K"), "gpt-oss-20b": ("MXFP4",)}
 longest to compile, and fewer registers than these.)"""
 
 _TYPES_WIDTH = 1024
-_BATCHED = ("qwen3-30b-a3b", "deepseek-v3")
-"""The routers, of few and of many experts, that are compiled for more than a row."""
+_BATCHED = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
+"""The routers, of few, of many and of very many experts, that are compiled for more than a row."""
 
 
 def expert_cases() -> Iterator[ExpertCase]:

@@ -13,7 +13,7 @@ from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
-from quengine.kernels.cuda.moe.grouped import grouped_add, grouped_glu
+from quengine.kernels.cuda.moe.grouped import grouped_add, grouped_glu, norms_in_groups
 from quengine.kernels.cuda.weights.layout import packed_layout
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart
 from quengine.kernels.glu import Activation
@@ -93,7 +93,10 @@ def _layer(experts: Experts, rows: int, exact: bool, backend: CudaBackend) -> No
     room = MatmulWorkspace(1 << 16, _META)
     x: Fp16Operand = room.fp16_operand(rows, hidden)
     gated = grouped_glu(x, routing, gate_up, room, experts.activation, backend.pdl, exact)
-    norm = RMSNorm(_empty(hidden), 1e-5)
+    norm = RMSNorm(_empty(hidden), 1e-5, experts.used)
+    if norms_in_groups(rows, experts.used, backend.device):
+        rows_of_x, activation = _empty(rows, hidden), experts.activation
+        grouped_glu(rows_of_x, routing, gate_up, room, activation, backend.pdl, exact, norm)
     for next_norm in (norm, None):
         grouped_add(gated, routing, down_weights, room, _empty(rows, hidden), next_norm, backend.pdl, exact)
 

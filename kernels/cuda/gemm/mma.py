@@ -133,6 +133,29 @@ def in_register(constant, ASM: tl.constexpr):
     return constant
 
 
+@triton.constexpr_function
+def _zeros_assembly(count: int) -> str:
+    """`count` zeros that follow from all of as many values, as far as the assembler sees."""
+    lines = ["{ .reg .b32 zero, all; mov.u32 zero, %laneid; mul.hi.u32 zero, zero, 196611; mov.b32 all, 0;"]
+    lines += [f"or.b32 all, all, ${count + i};" for i in range(count)]
+    lines += ["and.b32 all, all, zero;", *(f"mov.b32 ${i}, all;" for i in range(count)), "}"]
+    return " ".join(lines)
+
+
+@triton.jit
+def zeros_behind(values, ASM: tl.constexpr):
+    """Zeros, fp32, that are there once 16 of a thread's fp32 `values` are. What begins with them waits for all volatile
+    loads up to those of the values; the assembler else has few on their way at a time, to save registers."""
+    if ASM:
+        OPERANDS: tl.constexpr = "=f," * 16 + "f," * 15 + "f"
+        zeros = tl.inline_asm_elementwise(
+            _zeros_assembly(16), OPERANDS, [values], dtype=tl.float32, is_pure=True, pack=16
+        )
+    else:
+        zeros = tl.zeros(values.shape, tl.float32)
+    return zeros
+
+
 @triton.jit
 def _half_pair(word):
     """The two fp16 of each int32 along a new last axis, as fp32."""

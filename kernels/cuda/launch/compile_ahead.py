@@ -41,6 +41,7 @@ class CompilePool:
         progress: called with a line for the user while one waits for kernels; "": no more.
         every: also pass kernels that are in the cache already; `finish` returns what has been passed.
         marker: a file to make when all are there.
+        prelude: Python statements that the process begins with, before it imports torch.
 
     Attributes:
         complete: every kernel has been passed.
@@ -54,6 +55,7 @@ class CompilePool:
         progress: Callable[[str], None] | None = None,
         every: bool = False,
         marker: Path | None = None,
+        prelude: str = "",
     ) -> None:
         self.gpu, self.processes = gpu, min(processes, MOST_PROCESSES)
         self._progress = progress or (lambda _: None)
@@ -65,7 +67,7 @@ class CompilePool:
         self._built: list[Built] = []
         self._told_at = logging.INFO if every else logging.WARNING
         triton_cache.use_private_cache()
-        self._process, self._pipe = _start_process()
+        self._process, self._pipe = _start_process(prelude)
         self._pipe.send(Order(task, gpu, self.processes, every, marker))
         triton_cache.when_missing.append(self.wait)
 
@@ -146,7 +148,7 @@ def finish_compiling() -> None:
             pool.finish()
 
 
-def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
+def _start_process(prelude: str) -> tuple[subprocess.Popen[bytes], Connection]:
     """The process that leads the others, and an end of a pipe to it. It knows of no GPU."""
     ours, theirs = Pipe()
     environment = {
@@ -155,7 +157,9 @@ def _start_process() -> tuple[subprocess.Popen[bytes], Connection]:
         "TRITON_CACHE_DIR": str(triton.knobs.cache.dir),
         "CUDA_VISIBLE_DEVICES": "",
     }
-    program = f"from quengine.kernels.cuda.launch.compile_processes import lead; lead({theirs.fileno()})"
+    program = (
+        f"{prelude}\nfrom quengine.kernels.cuda.launch.compile_processes import lead; lead({theirs.fileno()})"
+    )
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", program], env=environment, pass_fds=[theirs.fileno()], start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -13,9 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from threading import Thread
 
 import torch
 import triton
+from triton.runtime.cache import triton_key
 
 from quengine.kernels.cuda.launch import triton_cache
 from quengine.kernels.cuda.launch.gpu import Gpu
@@ -60,8 +62,12 @@ def lead(descriptor: int) -> None:
     os.nice(_NICENESS)
     torch.set_num_threads(1)  # it is forked
     triton_cache.use_private_cache()
+    # Triton hashes its compiler library of some 400 MB, while the order's modules are imported.
+    hashing = Thread(target=triton_key)
+    hashing.start()
     try:
         order: Order = pipe.recv()
+        hashing.join()
         whole = _Leader(pipe, order).run()
     except (EOFError, BrokenPipeError):
         return

@@ -15,6 +15,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
     padded_cols,
     store_row,
 )
+from quengine.kernels.cuda.gemm.mma import uses_assembly, zeros_behind
 from quengine.kernels.cuda.glu import EPILOGUES, gated
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.grouped_program import Blocks
@@ -23,6 +24,9 @@ from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.rms_norm import geometry
 from quengine.kernels.glu import Activation
 from quengine.kernels.rms_norm import RMSNorm
+
+_AT_ONCE = tl.constexpr(8)
+"""Experts of a row whose products are read at a time: 16 registers each."""
 
 
 @triton.jit
@@ -74,7 +78,7 @@ def grouped_glu_rows(
 def _combine_kernel(
     product_ptr, known_positions_ptr, known_weight_ptr, residual_ptr, norm_ptr, out_ptr, row_scale_ptr, out_stride, eps,
     USED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, LAYOUT: tl.constexpr,
-    PDL: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -92,10 +96,18 @@ def _combine_kernel(
         weights = weights + (tl.load(known_weight_ptr + row * USED + slot, cache_modifier=".cg"),)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    residual = tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0, volatile=True)
     total = tl.zeros([BLOCK], tl.float32)
-    for slot in tl.static_range(USED):
-        total += weights[slot] * tl.load(product_ptr + places[slot] * WIDTH + column, mask=inside, other=0.0)
-    x = total + tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0)
+    for first in tl.static_range(0, USED, _AT_ONCE):
+        END: tl.constexpr = min(USED, first + _AT_ONCE)
+        products = ()
+        for slot in tl.static_range(first, END):
+            at = product_ptr + places[slot] * WIDTH + column
+            products = products + (tl.load(at, mask=inside, other=0.0, volatile=True),)
+        total += zeros_behind(products[END - 1 - first], ASM)
+        for slot in tl.static_range(first, END):
+            total += weights[slot] * products[slot - first]
+    x = total + residual
     tl.store(residual_ptr + row * WIDTH + column, x, mask=inside)
     if NORM:
         z = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * norm
@@ -124,5 +136,6 @@ def combine_experts(
         residual if out is None else out.values, residual if out is None else out.row_scale,
         0 if out is None else out.stride, 0.0 if norm is None else norm.eps,
         USED=weights.shape[1], WIDTH=width, BLOCK=max(shape.head, 128), NORM=norm is not None,
-        LAYOUT=0 if out is None else int(out.layout), PDL=pdl, num_warps=shape.warps, launch_pdl=pdl,
+        LAYOUT=0 if out is None else int(out.layout), ASM=uses_assembly(), PDL=pdl, num_warps=shape.warps,
+        launch_pdl=pdl,
     )  # fmt: skip

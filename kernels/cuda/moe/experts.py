@@ -52,10 +52,11 @@ class ExpertOperations:
         gate_up: ExpertWeights,
         activation: Activation,
         exact: bool,
+        norm: RMSNorm | None = None,
     ) -> GatedRows:
-        """activation(gate) * up of rows x [T, K], behind the norm, by each row's experts."""
+        """activation(gate) * up of rows x [T, K] by each row's experts; `norm`: see `grouped_glu`."""
         if not isinstance(x, QuantizedActivations):
-            return grouped_glu(x, routing, gate_up, self.workspace(), activation, self.pdl, exact)
+            return grouped_glu(x, routing, gate_up, self.workspace(), activation, self.pdl, exact, norm)
         scratch = self._room(routing.experts.numel() * gate_up.expert_rows // 2)
         return matvec_experts_glu(x, routing, gate_up, activation, scratch, self.pdl)
 

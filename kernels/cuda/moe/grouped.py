@@ -1,9 +1,9 @@
 """The experts of more than one row: the rows grouped by expert, two matmuls over the groups, and their weighted sum.
 
-Five launches: the grouping with the copy of the rows (two where there are many), gate and up with their activation,
-down, and the sum with the residual and the norm that reads it. Where gate and up share no tiles (matrices of two
-formats, plain floats, biases before an activation without a clamp), products are written and their unit is a launch
-more. gemm/workspace.py has the table of which kernel takes what.
+Four launches: the grouping with the copy of the rows (two where there are many; on Hopper that of few rows norms them
+too), gate and up with their activation, down, and the sum with the residual and the norm that reads it. Where gate and
+up share no tiles (matrices of two formats, plain floats, biases before an activation without a clamp), products are
+written and their unit is a launch more. gemm/workspace.py has the table of which kernel takes what.
 
 Definition: kernels/moe/experts.py. No row's bits depend on the other rows, on the block it is in or on how many there
 are, but that up to FEW_ROWS rows of a batch, which are not `exact`, have a weight's scale and minimum rounded too, as
@@ -33,6 +33,7 @@ from quengine.kernels.cuda.moe.grouped_mma import launch_grouped_mma, launch_gro
 from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput
 from quengine.kernels.cuda.moe.grouped_wgmma import launch_grouped_wgmma, launch_grouped_wgmma_glu
 from quengine.kernels.cuda.moe.groups import Groups, group_rows
+from quengine.kernels.cuda.rms_norm_grouped import group_normed_rows
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import grouped_block
 from quengine.kernels.cuda.weights.packed import FloatPart
@@ -43,6 +44,9 @@ from quengine.kernels.rms_norm import RMSNorm
 
 _MOST_MMA_ROWS = 64
 """Rows of a block on m16n8k16, whose sums a warp holds in registers."""
+
+_MOST_NORMED = 256
+"""Pairs of a row and an expert up to which norming each pair's row takes less than a launch."""
 
 _MOST_PRODUCTS = 1 << 24
 """Products of gate and up that are held at a time where no matmul applies their activation: 64 MiB."""
@@ -70,19 +74,26 @@ def grouped_glu(
     activation: Activation,
     pdl: bool,
     exact: bool,
+    norm: RMSNorm | None = None,
 ) -> GroupedRows:
-    """activation(gate) * up of rows x [T, K], behind the norm, for each row's k experts.
+    """activation(gate) * up of rows x [T, K] for each row's k experts.
 
-    x is fp32 or scaled fp16 in any layout, and stays as it is. `exact`, `pdl`: see `MatmulMode`. Raises ValueError on
-    rows of another width.
+    x is fp32 or scaled fp16 in any layout, and stays as it is; `norm`: of fp32 rows, where these are not behind it yet
+    and `norms_in_groups`. `exact`, `pdl`: see `MatmulMode`. Raises ValueError on rows of another width.
     """
-    if isinstance(x, Tensor):
+    tokens = routing.experts.shape[0]
+    if isinstance(x, Tensor) and norm is None:
         x = to_fp16_operand(x.contiguous(), pdl=pdl)
-    if not x.fits(gate_up.cols):
-        raise ValueError(f"rows of {list(x.values.shape)} for experts of {gate_up.cols} columns")
-    grouped, gated = _buffers(x.rows, routing.experts.shape[1], gate_up, workspace)
-    group_rows(x, gate_up.cols, routing.experts, gated.groups, grouped, pdl)
-    mode = _mode(x.rows, workspace, pdl, exact)
+    if not (x.shape[1] == gate_up.cols if isinstance(x, Tensor) else x.fits(gate_up.cols)):
+        shape = x.shape if isinstance(x, Tensor) else x.values.shape
+        raise ValueError(f"rows of {list(shape)} for experts of {gate_up.cols} columns")
+    grouped, gated = _buffers(tokens, routing.experts.shape[1], gate_up, workspace)
+    if isinstance(x, Tensor):
+        assert norm is not None
+        group_normed_rows(x, norm, routing.experts, gated.groups, grouped, pdl)
+    else:
+        group_rows(x, gate_up.cols, routing.experts, gated.groups, grouped, pdl)
+    mode = _mode(tokens, workspace, pdl, exact)
     clamped = activation == "clamped_swish"
     if gate_up.paired and (gate_up.bias is None or clamped):
         launch = launch_grouped_wgmma_glu if grouped.is_wgmma else launch_grouped_mma_glu
@@ -90,6 +101,11 @@ def grouped_glu(
     else:
         _glu_of_products(grouped, gate_up, gated, activation, mode)
     return gated
+
+
+def norms_in_groups(rows: int, used: int, device: torch.device) -> bool:
+    """Whether the launch that groups so many rows for `used` experts each norms them too, each row once an expert."""
+    return is_hopper(device) and 0 < rows * used <= _MOST_NORMED
 
 
 def grouped_add(

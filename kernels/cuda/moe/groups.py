@@ -123,6 +123,30 @@ def _number_pair(
     return position
 
 
+@triton.jit
+def _row_part(
+    x_ptr, row, column, stride, K, PADDED: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr
+):  # fmt: skip
+    """Columns of a row, zeros from K on; as they lie where both operands are in the WGMMA layout."""
+    if FROM == LAYOUT and FROM == _WGMMA:  # their columns are whole blocks
+        return tl.load(x_ptr + row * stride + column, mask=column < PADDED, other=0.0)
+    else:
+        return tl.load(x_ptr + operand_offset(row, column, stride, FROM), mask=column < K, other=0.0)
+
+
+@triton.jit
+def _store_part(
+    out_ptr, row, column, stride, values, PADDED: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr
+):  # fmt: skip
+    """Store what `_row_part` gave."""
+    if LAYOUT == _WGMMA:
+        if FROM != _WGMMA:
+            values = wgmma_order(values)
+        tl.store(out_ptr + row * stride + column, values, mask=column < PADDED)
+    else:
+        tl.store(out_ptr + operand_offset(row, column, stride, LAYOUT), values, mask=column < PADDED)
+
+
 @DirectLaunch
 @triton.jit
 def _group_rows_kernel(
@@ -137,26 +161,20 @@ def _group_rows_kernel(
     """
     launch_then_wait(PDL)
     pair = tl.program_id(0)
+    row = (pair // USED).to(tl.int64)
+    first = _row_part(x_ptr, row, tl.arange(0, COLUMNS), x_stride, K, PADDED, FROM, LAYOUT)
+    row_scale = tl.load(row_scale_ptr + row)
     if COUNTED > 0:
         place = _number_pair(experts_ptr, blocks_ptr, positions_ptr, pair, pairs, E, BINS, BLOCK, COUNTED)
     else:
         place = tl.load(positions_ptr + pair)
-    row = (pair // USED).to(tl.int64)
     place = place.to(tl.int64)
-    tl.store(out_row_scale_ptr + place, tl.load(row_scale_ptr + row))
-    for start in range(0, PADDED, COLUMNS):
+    tl.store(out_row_scale_ptr + place, row_scale)
+    _store_part(out_ptr, place, tl.arange(0, COLUMNS), stride, first, PADDED, FROM, LAYOUT)
+    for start in range(COLUMNS, PADDED, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        inside = column < PADDED
-        if FROM == LAYOUT and FROM == _WGMMA:  # as they lie: their columns are whole blocks
-            values = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
-            tl.store(out_ptr + place * stride + column, values, mask=inside)
-        else:
-            at = operand_offset(row, column, x_stride, FROM)
-            values = tl.load(x_ptr + at, mask=column < K, other=0.0)
-            if LAYOUT == _WGMMA:
-                tl.store(out_ptr + place * stride + column, wgmma_order(values), mask=inside)
-            else:
-                tl.store(out_ptr + operand_offset(place, column, stride, LAYOUT), values, mask=inside)
+        values = _row_part(x_ptr, row, column, x_stride, K, PADDED, FROM, LAYOUT)
+        _store_part(out_ptr, place, column, stride, values, PADDED, FROM, LAYOUT)
 
 
 def number_pairs(experts: Tensor, groups: Groups, pdl: bool = False) -> None:
@@ -165,7 +183,7 @@ def number_pairs(experts: Tensor, groups: Groups, pdl: bool = False) -> None:
     chunk = min(_NUMBERED, max(_COUNTED.value, int(triton.next_power_of_2(pairs))))
     _number_pairs_kernel[(groups.experts,)](
         experts, groups.blocks, groups.positions, pairs,
-        E=groups.experts, BINS=_bins(groups.experts), BLOCK=groups.block, CHUNK=chunk, PDL=pdl,
+        E=groups.experts, BINS=bins(groups.experts), BLOCK=groups.block, CHUNK=chunk, PDL=pdl,
         num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -177,24 +195,24 @@ def group_rows(
     columns are padded to 128 with zeros, its rows with anything."""
     assert experts.is_contiguous() and experts.dtype == torch.int32 and x.fits(cols)
     pairs, used = experts.numel(), experts.shape[1]
-    counted = _counted(pairs)
-    if not counted:
+    most = counted(pairs)
+    if not most:
         number_pairs(experts, groups, pdl)
     padded = padded_cols(cols)
     _group_rows_kernel[(pairs,)](
         experts, groups.blocks, groups.positions, x.values, x.row_scale, out.values, out.row_scale, pairs, cols,
         x.stride, out.stride,
-        E=groups.experts, USED=used, BINS=_bins(groups.experts), BLOCK=groups.block, COUNTED=counted, PADDED=padded,
+        E=groups.experts, USED=used, BINS=bins(groups.experts), BLOCK=groups.block, COUNTED=most, PADDED=padded,
         COLUMNS=min(2048, int(triton.next_power_of_2(padded))), FROM=int(x.layout), LAYOUT=int(out.layout), PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _counted(pairs: int) -> int:
+def counted(pairs: int) -> int:
     """How many pairs every program of the copy counts at most, 0: none."""
     return 0 if pairs > _MOST_COUNTED else next(size for size in (128, 512, 1024) if pairs <= size)
 
 
-def _bins(experts: int) -> int:
+def bins(experts: int) -> int:
     """One for every expert and one for what is past the last pair; a power of two."""
     return max(64, int(triton.next_power_of_2(experts + 1)))

@@ -1,9 +1,9 @@
 """The router of a mixture of experts: norm, router matmul, choice and weights, all fp32, for few rows in one launch.
 
-Programs share the experts of some rows: each gives the logits of a few experts. The last one of a block of rows to
-arrive chooses; where rows are many, that is a launch of its own, in which all rows are chosen for at once.
-A logit is added up over 512 lanes, lane j taking columns j, j + 512, ..., then over the lanes: in an order that the
-width alone decides, so that a row's bits are the same among any number of rows.
+Programs share the experts of some rows: each gives the logits of a few experts, row after row. Where rows are few, the
+last one of a row to arrive chooses; where they are many, that is a launch of its own, in which all rows are chosen for
+at once. A logit is added up over 512 lanes, lane j taking columns j, j + 512, ..., then over the lanes: in an order
+that the width alone decides, so that a row's bits are the same among any number of rows.
 Definition: kernels/moe/router.py, kernels/rms_norm.py.
 """
 
@@ -28,18 +28,27 @@ _AHEAD = 16
 """Steps of 512 columns whose weights the program of one logit holds before it waits: 4 registers each, and as many for
 the row."""
 
+_HELD = 16384
+"""Weights that a program of many rows holds, 128 registers a thread."""
+
 _MANY_EXPERTS = 64
 """More of them than this are shared by fewer programs."""
 
-_FEW_ROWS = 64
-"""Rows up to which there are programs of few logits, for latency, and one launch; of more, programs that read less."""
+_FEW_LOGITS = 1024
+"""Up to here programs of 4 logits all run at a time, whatever registers they take."""
+
+_AT_A_TIME = 256
+"""Programs of a row each that are not too many. Of more rows a program takes several, and reads its weights once."""
+
+_MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
 class RouterProgram:
     """A compile-time constant of the kernel: logits of `rows` rows by `experts` experts of `cols` columns a program.
     gate: there is a shared expert's gate, whose logit stands behind those of the `count` experts. chooses: the last
-    program of a block of rows does. ahead: steps of 512 columns of the weights that are held before the rows come."""
+    program of a row does, of which there is one then. ahead: steps of 512 columns of the weights that are held before
+    the rows come; all of them, where there are several rows."""
 
     rows: int
     experts: int
@@ -48,7 +57,7 @@ class RouterProgram:
     gate: bool
     chooses: bool
     pdl: bool
-    ahead: int = 1
+    ahead: int
 
     @property
     def steps(self) -> int:
@@ -67,13 +76,13 @@ class RouterProgram:
 
 @triton.jit
 def _columns(step, P: tl.constexpr):
-    column = step * _LANES + tl.arange(0, _LANES)[None, None, :]
+    column = step * _LANES + tl.arange(0, _LANES)[None, :]
     return column, column < P.cols
 
 
 @triton.jit
 def _weight_step(w_ptr, norm_ptr, line, live, step, P: tl.constexpr):
-    """Weights times the norm's, [1, experts, 512], columns of number `step`."""
+    """Weights times the norm's, [experts, 512], columns of number `step`."""
     column, inside = _columns(step, P)
     norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     return tl.load(w_ptr + line * P.cols + column, mask=live & inside, other=0.0) * norm
@@ -86,30 +95,31 @@ def _row_step(x_ptr, row, live, step, P: tl.constexpr):
 
 
 @triton.jit
-def _logits(x_ptr, w_ptr, norm_ptr, line, live, row, rows, eps, P: tl.constexpr):
-    """Logits [rows, experts] of rows x, normed, by lines `line` [1, experts, 1] of w."""
-    EARLY: tl.constexpr = min(P.steps, P.ahead)
-    STEPS: tl.constexpr = P.steps
-    weights = ()
-    for step in tl.static_range(EARLY):
-        weights = weights + (_weight_step(w_ptr, norm_ptr, line, live, step, P),)
-    if P.pdl:
-        tl.extra.cuda.gdc_wait()
-    inside = row < rows
+def _row_steps(x_ptr, row, rows, P: tl.constexpr):
+    """The first columns of a row, those whose weights are held."""
+    HELD: tl.constexpr = min(P.steps, P.ahead)
     x = ()
-    for step in tl.static_range(EARLY):
-        x = x + (_row_step(x_ptr, row, inside, step, P),)
+    for step in tl.static_range(HELD):
+        x = x + (_row_step(x_ptr, row, row < rows, step, P),)
+    return x
+
+
+@triton.jit
+def _logits(x_ptr, w_ptr, norm_ptr, line, live, weights, x, row, eps, P: tl.constexpr):
+    """Logits [experts] of a row, normed, by lines `line` [experts, 1] of w. weights, x: what is held of them."""
+    HELD: tl.constexpr = min(P.steps, P.ahead)
+    STEPS: tl.constexpr = P.steps
     acc = x[0] * weights[0]
     squares = x[0] * x[0]
-    for step in tl.static_range(1, EARLY):
-        acc = tl.fma(tl.broadcast_to(x[step], acc.shape), tl.broadcast_to(weights[step], acc.shape), acc)
+    for step in tl.static_range(1, HELD):
+        acc = tl.fma(tl.broadcast_to(x[step], acc.shape), weights[step], acc)
         squares = tl.fma(x[step], x[step], squares)
-    for step in range(EARLY, STEPS):
-        more = _row_step(x_ptr, row, inside, step, P)
+    for step in range(HELD, STEPS):
+        more = _row_step(x_ptr, row, True, step, P)
         weight = _weight_step(w_ptr, norm_ptr, line, live, step, P)
-        acc = tl.fma(tl.broadcast_to(more, acc.shape), tl.broadcast_to(weight, acc.shape), acc)
+        acc = tl.fma(tl.broadcast_to(more, acc.shape), weight, acc)
         squares = tl.fma(more, more, squares)
-    return tl.sum(acc, axis=2) * tl.rsqrt(tl.sum(squares, axis=2) / P.cols + eps)
+    return tl.sum(acc, axis=1) * tl.rsqrt(tl.sum(squares, axis=1) / P.cols + eps)
 
 
 @DirectLaunch
@@ -118,37 +128,47 @@ def _route_kernel(
     x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, logits_ptr, arrivals_ptr,
     experts_ptr, weights_ptr, shared_ptr, rows, eps, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of rows, block of experts): those that run at a time share weights, which the L1 cache keeps."""
+    """Program (block of rows, block of experts)."""
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     ROWS: tl.constexpr = P.rows
     EXPERTS: tl.constexpr = P.experts
     LOGITS: tl.constexpr = P.logits
+    HELD: tl.constexpr = min(P.steps, P.ahead)
     block = tl.program_id(1)
     of_gate = block < 0
     if P.gate:
         of_gate = block == P.blocks - 1
         if of_gate:
             w_ptr = gate_ptr
-    row0 = tl.program_id(0) * ROWS
-    row = row0 + tl.arange(0, ROWS)[:, None, None]
     first = tl.where(of_gate, 0, block * EXPERTS)
     end = tl.where(of_gate, 1, P.count)
-    line = first + tl.arange(0, EXPERTS)
-    y = _logits(x_ptr, w_ptr, norm_ptr, line[None, :, None], (line < end)[None, :, None], row, rows, eps, P)
-    column = (tl.where(of_gate, P.count, 0) + line)[None, :]
-    at = row0 + tl.arange(0, ROWS)[:, None]
-    tl.store(logits_ptr + at * LOGITS + column, y, mask=(at < rows) & (line < end)[None, :])
+    number = first + tl.arange(0, EXPERTS)
+    column = tl.where(of_gate, P.count, 0) + number
+    line, live = number[:, None], (number < end)[:, None]
+    weights = ()
+    for step in tl.static_range(HELD):
+        weights = weights + (_weight_step(w_ptr, norm_ptr, line, live, step, P),)
+    if P.pdl:
+        tl.extra.cuda.gdc_wait()
+    row0 = tl.program_id(0) * ROWS
+    x = _row_steps(x_ptr, row0, rows, P)
+    for row in range(row0, tl.minimum(row0 + ROWS, rows)):
+        later = x
+        if ROWS > 1:
+            later = _row_steps(x_ptr, row + 1, rows, P)
+        y = _logits(x_ptr, w_ptr, norm_ptr, line, live, weights, x, row, eps, P)
+        tl.store(logits_ptr + row * LOGITS + column, y, mask=number < end)
+        x = later
     if P.chooses:
         tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-        arrived = tl.atomic_add(arrivals_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(arrivals_ptr + row0, 1, sem="acq_rel", scope="gpu")
         if arrived == P.blocks - 1:
-            for number in range(tl.minimum(ROWS, rows - row0)):
-                choose(
-                    logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr,
-                    row0 + number, LOGITS, P.gate, C,
-                )  # fmt: skip
-            tl.store(arrivals_ptr + tl.program_id(0), 0)
+            choose(
+                logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr, row0, LOGITS,
+                P.gate, C,
+            )  # fmt: skip
+            tl.store(arrivals_ptr + row0, 0)
 
 
 @DirectLaunch
@@ -208,14 +228,18 @@ def scratch_width(rows: int, router: Router) -> int:
 
 def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:
     count, cols = router.weight.shape
-    gate, few = router.shared_gate is not None, rows <= _FEW_ROWS
+    gate = router.shared_gate is not None
     if rows == 1:
-        tile, ahead = (1, 1), _AHEAD
-    elif few:
-        tile, ahead = (1, 8 if count > _MANY_EXPERTS else 4), 4 if rows <= 16 else 2
-    else:
-        tile, ahead = (4, 8), 1
-    return RouterProgram(*tile, cols, count, gate, few, pdl, ahead)
+        return RouterProgram(1, 1, cols, count, gate, True, pdl, _AHEAD)
+    experts = 8 if count > _MANY_EXPERTS else 4
+    if rows * -(-count // experts) <= _AT_A_TIME:
+        ahead = 8 if rows * count <= _FEW_LOGITS else 4 if rows <= 16 else 2
+        return RouterProgram(1, experts, cols, count, gate, True, pdl, ahead)
+    experts = min(8, 1 << max(0, (_HELD // cols).bit_length() - 1))
+    together = 1
+    while together < _MOST_ROWS and rows // together * -(-count // experts) >= _AT_A_TIME:
+        together *= 2
+    return RouterProgram(together, experts, cols, count, gate, False, pdl, -(-cols // int(_LANES.value)))
 
 
 def _check(x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None) -> None:

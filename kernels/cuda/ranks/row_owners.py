@@ -31,7 +31,6 @@ from quengine.kernels.cuda.ranks.two_shot import (
     REGISTERS,
     SharedSums,
     await_flag,
-    await_sums,
     memory_of,
     raise_flag,
 )
@@ -48,59 +47,56 @@ def _row_owners_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, LAYOUT: tl.constexpr, RANKS: tl.constexpr, PROGRAMS: tl.constexpr,
     VALUES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program number p of each kind takes RANKS rows, one of each owner. VALUES: words of the sums in `shared`, whose
-    first half has the operand here, the second its row scales."""
+    """A program takes RANKS rows, one of each owner. VALUES: words of the sums in `shared`, whose first half has the
+    operand here, the second its row scales."""
     launch_then_wait(PDL)
-    numbers = tl.num_programs(0) // 3
-    number = tl.program_id(0) % numbers
-    kind = tl.program_id(0) // numbers
-    launch = tl.load(launches_ptr + number) + 1
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    launch = tl.load(launches_ptr + program) + 1
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     FLAGS: tl.constexpr = 2 * VALUES
-    if kind == 0:
-        place = VALUES + (rank * numbers + number).to(tl.int64) * WIDTH
-        for step in tl.static_range(1, RANKS):  # each rank begins with another owner
-            owner = (rank + step) % RANKS
-            row = (number * RANKS + owner).to(tl.int64)
-            target = memory_of(targets_ptr, owner)
-            value = tl.load(x_ptr + row * WIDTH + column, mask=inside & (row < rows), other=0.0)
-            tl.store(target + place + column, value, mask=inside & (row < rows))
-            raise_flag(target, rank * PROGRAMS + number, launch, FLAGS)
-        raise_flag(shared_ptr, rank * PROGRAMS + number, launch, FLAGS)
-    elif kind == 1:
-        row = (number * RANKS + rank).to(tl.int64)
-        live = inside & (row < rows)
-        for step in tl.static_range(1, RANKS):
-            await_flag(shared_ptr, (rank + step) % RANKS * PROGRAMS + number, launch, FLAGS)
-        y = tl.zeros([BLOCK], tl.float32)
-        for peer in tl.static_range(RANKS):
-            place = VALUES + (peer * numbers + number).to(tl.int64) * WIDTH
-            products = tl.where(peer == rank, x_ptr + row * WIDTH, shared_ptr + place)
-            # Written by others: not from this multiprocessor's own cache.
-            value = tl.load(products + column, mask=live, other=0.0, cache_modifier=".cg")
-            y = value if peer == 0 else y + value
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + column, mask=inside, other=0.0)
-        x = tl.load(residual_ptr + row * WIDTH + column, mask=live, other=0.0) + y
-        tl.store(residual_ptr + row * WIDTH + column, x, mask=live)
-        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-        z = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * norm
-        scale, row_scale = fp16_row_scale(tl.max(z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
-        z *= scale
+    place = VALUES + (rank * programs + program).to(tl.int64) * WIDTH
+    for step in tl.static_range(1, RANKS):  # each rank begins with another owner
+        owner = (rank + step) % RANKS
+        row = (program * RANKS + owner).to(tl.int64)
+        target = memory_of(targets_ptr, owner)
+        value = tl.load(x_ptr + row * WIDTH + column, mask=inside & (row < rows), other=0.0)
+        tl.store(target + place + column, value, mask=inside & (row < rows))
+        raise_flag(target, rank * PROGRAMS + program, launch, FLAGS)
+    row = (program * RANKS + rank).to(tl.int64)
+    live = inside & (row < rows)
+    for step in tl.static_range(1, RANKS):
+        await_flag(shared_ptr, (rank + step) % RANKS * PROGRAMS + program, launch, FLAGS)
+    y = tl.zeros([BLOCK], tl.float32)
+    for peer in tl.static_range(RANKS):
+        place = VALUES + (peer * programs + program).to(tl.int64) * WIDTH
+        products = tl.where(peer == rank, x_ptr + row * WIDTH, shared_ptr + place)
+        # Written by others: not from this multiprocessor's own cache.
+        value = tl.load(products + column, mask=live, other=0.0, cache_modifier=".cg")
+        y = value if peer == 0 else y + value
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, mask=inside, other=0.0)
+    x = tl.load(residual_ptr + row * WIDTH + column, mask=live, other=0.0) + y
+    tl.store(residual_ptr + row * WIDTH + column, x, mask=live)
+    norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
+    z = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * norm
+    scale, row_scale = fp16_row_scale(tl.max(z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
+    z *= scale
+    if LAYOUT == _WGMMA:
+        z = wgmma_order(z.to(tl.float16))
+    for step in tl.static_range(1, RANKS + 1):
+        target = memory_of(targets_ptr, (rank + step) % RANKS)
+        out = target.to(tl.pointer_type(tl.float16))
         if LAYOUT == _WGMMA:
-            z = wgmma_order(z.to(tl.float16))
-        for step in tl.static_range(1, RANKS + 1):
-            target = memory_of(targets_ptr, (rank + step) % RANKS)
-            out = target.to(tl.pointer_type(tl.float16))
-            if LAYOUT == _WGMMA:
-                tl.store(out + row * stride + column, z, mask=(column < stride) & (row < rows))
-            else:
-                store_operand(out, row, column, stride, z, live, LAYOUT)
-            tl.store(target + VALUES // 2 + row, row_scale, mask=row < rows)
-            raise_flag(target, (RANKS + rank) * PROGRAMS + number, launch, FLAGS)
-    else:
-        await_sums(shared_ptr, launches_ptr, number, launch, rank, RANKS, PROGRAMS, FLAGS)
+            tl.store(out + row * stride + column, z, mask=(column < stride) & (row < rows))
+        else:
+            store_operand(out, row, column, stride, z, live, LAYOUT)
+        tl.store(target + VALUES // 2 + row, row_scale, mask=row < rows)
+        if step < RANKS:
+            raise_flag(target, (RANKS + rank) * PROGRAMS + program, launch, FLAGS)
+    for step in tl.static_range(1, RANKS):
+        await_flag(shared_ptr, (RANKS + (rank + step) % RANKS) * PROGRAMS + program, launch, FLAGS)
+    tl.store(launches_ptr + program, launch)
 
 
 def row_owners_add_norm(
@@ -128,7 +124,7 @@ def row_owners_add_norm(
         layout,
     )
     tile = geometry(1, width)
-    _row_owners_kernel[(3 * -(-rows // sums.ranks),)](
+    _row_owners_kernel[(-(-rows // sums.ranks),)](
         x, residual, norm.weight, bias, sums.shared, sums.targets, sums.launches, rows, operand.stride, sums.rank,
         norm.eps,
         WIDTH=width, BLOCK=max(tile.head, 128), LAYOUT=int(layout), RANKS=sums.ranks, PROGRAMS=sums.programs,

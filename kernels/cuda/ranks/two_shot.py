@@ -8,11 +8,11 @@ sends 2 (N - 1) / N of its values, where a single shot sends N - 1 times all. Da
 written with release, read with acquire, at the scope of the system. A flag is the number of the launch, which is kept
 on the device: a CUDA graph can be replayed.
 
-The programs of a launch write values first, then come those that add up, and last those that wait for the sums of the
-others. Each waits for programs of its own number on the other ranks alone, of the kind before its own; programs start
-in their order, so that a launch of more programs than fit on a device at once ends, too. No part of the memory is
-written again too early: who writes values for launch n + 1 has the sums of launch n, hence their owners have read the
-values; and who writes sums of launch n + 1 has had values for it from all ranks, whose launches before had ended.
+A program takes N blocks, one of each owner, and waits for the programs of its own number on the other ranks alone;
+programs start in their order, so that a launch of more programs than fit on a device at once ends, too. No part of the
+memory is written again too early: who writes values for launch n + 1 has the sums of launch n, hence their owners have
+read the values; and who writes sums of launch n + 1 has had values for it from all ranks, whose launches before had
+ended.
 
 Definition: kernels/ranks/communicator.py. Memory order: PTX ISA, "Memory consistency model".
 """
@@ -112,67 +112,45 @@ def memory_of(targets_ptr, rank):
     return tl.multiple_of(tl.load(targets_ptr + rank).to(tl.pointer_type(tl.float32)), 16)
 
 
-@triton.jit
-def await_sums(
-    shared_ptr,
-    launches_ptr,
-    number,
-    launch,
-    rank,
-    RANKS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    FLAGS: tl.constexpr,
-):
-    """Wait for the sums of all ranks, and keep the launch number, which this rank's other programs have read then."""
-    await_flag(shared_ptr, rank * PROGRAMS + number, launch, FLAGS)
-    for owner in tl.static_range(RANKS):
-        await_flag(shared_ptr, (RANKS + owner) * PROGRAMS + number, launch, FLAGS)
-    tl.store(launches_ptr + number, launch)
-
-
 @DirectLaunch
 @triton.jit(do_not_specialize=["rank"])  # all ranks run the same code
 def _two_shot_kernel(
     x_ptr, shared_ptr, targets_ptr, launches_ptr, count, rank,
     RANKS: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program number p of each kind takes RANKS blocks, one of each owner."""
     launch_then_wait(PDL)
-    numbers = tl.num_programs(0) // 3
-    number = tl.program_id(0) % numbers
-    kind = tl.program_id(0) // numbers
-    launch = tl.load(launches_ptr + number) + 1
+    program = tl.program_id(0)
+    launch = tl.load(launches_ptr + program) + 1
     n = tl.arange(0, BLOCK)
-    first = number.to(tl.int64) * RANKS * BLOCK
+    first = program.to(tl.int64) * RANKS * BLOCK
     VALUES: tl.constexpr = RANKS * PROGRAMS * BLOCK  # behind the sums, which are as many
     FLAGS: tl.constexpr = 2 * VALUES
-    if kind == 0:
-        place = VALUES + (rank * PROGRAMS + number).to(tl.int64) * BLOCK
-        for step in tl.static_range(1, RANKS):  # each rank begins with another owner
-            owner = (rank + step) % RANKS
-            target = memory_of(targets_ptr, owner)
-            at = first + owner * BLOCK + n
-            value = tl.load(x_ptr + at, mask=at < count, other=0.0)
-            tl.store(target + place + n, value, mask=at < count)
-            raise_flag(target, rank * PROGRAMS + number, launch, FLAGS)
-        raise_flag(shared_ptr, rank * PROGRAMS + number, launch, FLAGS)
-    elif kind == 1:
-        at = first + rank * BLOCK + n
-        for step in tl.static_range(1, RANKS):
-            await_flag(shared_ptr, (rank + step) % RANKS * PROGRAMS + number, launch, FLAGS)
-        total = tl.zeros([BLOCK], tl.float32)
-        for peer in tl.static_range(RANKS):
-            place = VALUES + (peer * PROGRAMS + number).to(tl.int64) * BLOCK
-            values = tl.where(peer == rank, x_ptr + first + rank * BLOCK, shared_ptr + place)
-            # Written by others: not from this multiprocessor's own cache.
-            value = tl.load(values + n, mask=at < count, other=0.0, cache_modifier=".cg")
-            total = value if peer == 0 else total + value
-        for step in tl.static_range(1, RANKS + 1):
-            target = memory_of(targets_ptr, (rank + step) % RANKS)
-            tl.store(target + at, total, mask=at < count)
-            raise_flag(target, (RANKS + rank) * PROGRAMS + number, launch, FLAGS)
-    else:
-        await_sums(shared_ptr, launches_ptr, number, launch, rank, RANKS, PROGRAMS, FLAGS)
+    place = VALUES + (rank * PROGRAMS + program).to(tl.int64) * BLOCK
+    for step in tl.static_range(1, RANKS):  # each rank begins with another owner
+        owner = (rank + step) % RANKS
+        target = memory_of(targets_ptr, owner)
+        at = first + owner * BLOCK + n
+        value = tl.load(x_ptr + at, mask=at < count, other=0.0)
+        tl.store(target + place + n, value, mask=at < count)
+        raise_flag(target, rank * PROGRAMS + program, launch, FLAGS)
+    at = first + rank * BLOCK + n
+    for step in tl.static_range(1, RANKS):
+        await_flag(shared_ptr, (rank + step) % RANKS * PROGRAMS + program, launch, FLAGS)
+    total = tl.zeros([BLOCK], tl.float32)
+    for peer in tl.static_range(RANKS):
+        place = VALUES + (peer * PROGRAMS + program).to(tl.int64) * BLOCK
+        values = tl.where(peer == rank, x_ptr + first + rank * BLOCK, shared_ptr + place)
+        # Written by others: not from this multiprocessor's own cache.
+        value = tl.load(values + n, mask=at < count, other=0.0, cache_modifier=".cg")
+        total = value if peer == 0 else total + value
+    tl.store(shared_ptr + at, total, mask=at < count)
+    for step in tl.static_range(1, RANKS):
+        target = memory_of(targets_ptr, (rank + step) % RANKS)
+        tl.store(target + at, total, mask=at < count)
+        raise_flag(target, (RANKS + rank) * PROGRAMS + program, launch, FLAGS)
+    for step in tl.static_range(1, RANKS):
+        await_flag(shared_ptr, (RANKS + (rank + step) % RANKS) * PROGRAMS + program, launch, FLAGS)
+    tl.store(launches_ptr + program, launch)
 
 
 def two_shot_all_reduce(x: Tensor, sums: SharedSums, pdl: bool = False) -> Tensor:
@@ -182,7 +160,7 @@ def two_shot_all_reduce(x: Tensor, sums: SharedSums, pdl: bool = False) -> Tenso
     `pdl` (sm_90 and later): may be launched before its predecessor has ended, which may produce x.
     """
     assert x.dtype == torch.float32 and x.is_contiguous() and x.numel() <= sums.capacity
-    _two_shot_kernel[(3 * programs_for(x.numel(), sums.ranks),)](
+    _two_shot_kernel[(programs_for(x.numel(), sums.ranks),)](
         x, sums.shared, sums.targets, sums.launches, x.numel(), sums.rank,
         RANKS=sums.ranks, PROGRAMS=sums.programs, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, maxnreg=REGISTERS,
         launch_pdl=pdl,

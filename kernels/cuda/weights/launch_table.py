@@ -270,7 +270,7 @@ def default_wgmma(shape: Shape, rows: int) -> WgmmaGeometry:
     """About three programs of 4 warps on each multiprocessor, with two chunks each or more; up to `MOST_FEW` rows."""
     splits = _default_splits(shape)
     if rows <= 16:
-        return WgmmaGeometry(4, splits, 2, True, 0, 256)
+        return WgmmaGeometry(4, splits, 2, False, 128, 256)
     return WgmmaGeometry(4, splits, 3, rows > 64, 128 if rows <= 64 else 0)
 
 

@@ -22,8 +22,9 @@ from quengine.kernels.cuda.weights.layout import (
 )
 from quengine.kernels.quant_tensor import QuantTensor
 
-_WEIGHTS_AT_A_TIME = 1 << 24
-"""Repacked in one go: more takes fewer launches, and several bytes a weight while it lasts."""
+_WEIGHTS_AT_A_TIME = 1 << 25
+"""Repacked in one go, a hundred operations of torch: more takes fewer of them, and four bytes a weight while it
+lasts."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -178,7 +179,8 @@ def rows_at_a_time(cols: int) -> int:
 
 def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
     """Blocks of `count` rows, a multiple of 16, from tensors that lie one below the other; the last may be short."""
-    if len(data) > 1 and any(len(block) % TILE_ROWS for block in data[:-1]):
+    together = sum(map(len, data)) <= count
+    if len(data) > 1 and (together or any(len(block) % TILE_ROWS for block in data[:-1])):
         data = [torch.cat(list(data))]
     return [block[row : row + count] for block in data for row in range(0, len(block), count)]
 
@@ -241,7 +243,7 @@ class _Planes:
         )
         fragments = _to_fragments(_padded(codes, layout.chunk), layout)
         high = _high_plane(fragments >> layout.low, layout) if layout.high else None
-        low = _low_plane(fragments & ((1 << layout.low) - 1) if layout.low < 8 else fragments, layout)
+        low = _low_plane(fragments & ((1 << layout.low) - 1) if layout.high else fragments, layout)
         return low, high, _scale_plane(groups, layout), _super_plane(groups, layout)
 
 
@@ -264,15 +266,20 @@ def _weight_scale(peak: float) -> float:
 def _padded(values: Tensor, width: int) -> Tensor:
     """Zeros below to whole tiles and to the right to a multiple of `width`: [16*tiles, n*width]."""
     rows, cols = values.shape
+    if cols % width == 0 and rows % TILE_ROWS == 0:
+        return values
     return torch.nn.functional.pad(values, (0, -cols % width, 0, -rows % TILE_ROWS))
 
 
 def _to_fragments(codes: Tensor, layout: PackedLayout) -> Tensor:
     """uint8 [rows, cols] -> [tiles, chunks, steps, 32 lanes, 2 halves, 2 rh, 4 columns]."""
-    shape = (-1, 2, 8, codes.shape[1] // layout.chunk, layout.blocks, 4, 4, 2, 4)
-    order = (0, 3, 4, 6, 2, 5, 7, 1, 8)  # tile, chunk, block, step, r, q, half, rh, column
-    fragments = codes.view(shape).permute(order)
-    return fragments.reshape(fragments.shape[0], fragments.shape[1], layout.steps, 32, 2, 2, 4)
+    columns = codes.contiguous().view(torch.int32)  # four at a time
+    shape = (-1, 2, 8, codes.shape[1] // layout.chunk, layout.blocks, 4, 4, 2)
+    order = (0, 3, 4, 6, 2, 5, 7, 1)  # tile, chunk, block, step, r, q, half, rh
+    fragments = columns.view(shape).permute(order)
+    tiles, chunks = fragments.shape[:2]
+    fragments = fragments.reshape(tiles, chunks, layout.steps, 32, 2, 2, 1).contiguous()
+    return fragments.view(torch.uint8)
 
 
 def _low_plane(codes: Tensor, layout: PackedLayout) -> Tensor:

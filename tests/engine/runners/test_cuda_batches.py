@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from quengine import LLM, SamplingParams
-from quengine.batch import Chunk
+from quengine.batch import Batch
 from quengine.errors import EngineError
+from quengine.model_runner import LaunchedStep
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.sampler import Result, Sample
 
@@ -79,13 +80,20 @@ def test_streams_that_end_early_leave_the_others_alone(llm: LLM) -> None:
 
 
 def test_a_row_with_every_token_banned_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = llm.runner.prefill
+    launch = llm.runner.launch
 
-    def choosing(chunks: list[Chunk]) -> list[Result]:
+    def choosing(batch: Batch) -> LaunchedStep:
         # So that the next token is chosen in the captured step.
-        return [Sample(5) if isinstance(r, EngineError) else r for r in prefill(chunks)]
+        step = launch(batch)
 
-    monkeypatch.setattr(llm.runner, "prefill", choosing)
+        def results(ahead: bool) -> list[Result]:
+            found = step.results(ahead)
+            first = batch.phase == "prefill"
+            return [Sample(5) if first and isinstance(each, EngineError) else each for each in found]
+
+        return LaunchedStep(batch, results, step.may_follow)
+
+    monkeypatch.setattr(llm.runner, "launch", choosing)
     nothing = dict.fromkeys(range(llm.model_config.vocab_size), -float("inf"))
     good = llm.stream([8, 9], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
     bad = llm.stream([5, 6], SamplingParams(temperature=0, max_tokens=5, logit_bias=nothing))

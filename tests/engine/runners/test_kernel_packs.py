@@ -1,6 +1,9 @@
 """What a pack covers: kernels for fewer requests too, at other contexts, of a file as of a name."""
 
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from quengine.errors import EngineError
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.models.synthetic.presets import PRESETS
+from quengine.runners.compile_kernels import COMPILER_PRELUDE
 from quengine.runners.kernel_packs import PackPlan, _named, _plans, _shape, arch_of, gpus
 from tests.fork_server import without_interpreter
 
@@ -71,3 +75,25 @@ def test_kernels_are_for_any_gpu_of_an_architecture_and_for_the_measured_one() -
 def test_more_requests_than_a_step_has_rows_take_the_largest_step() -> None:
     assert [plan.slots for plan in _plans(_shape("tiny"), PackPlan(["tiny"], [90], 100))] == [1, 128]
     assert [plan.slots for plan in _plans(_shape("tiny"), PackPlan(["tiny"], [90], 1))] == [1]
+
+
+RECORDED = """
+import sys
+from quengine.kernels.cuda.launch.gpu import Gpu
+from quengine.kernels.cuda.launch.record_kernels import record_kernels
+from quengine.runners.compile_kernels import stages_of
+from quengine.runners.kernel_packs import PackPlan, _plans, _shape
+for name in ("tiny", "gpt-oss-tiny"):
+    plan = _plans(_shape(name), PackPlan([name], [90]))[-1]
+    print(name, *sorted(record_kernels(stages_of(plan), Gpu("NVIDIA H200", (9, 0)))))
+"""
+
+
+def test_the_compiling_process_records_the_same_kernels_without_torchs_compiler() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    code = f"{COMPILER_PRELUDE}\n{RECORDED}\nassert 'torch._dynamo' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == without_interpreter(RECORDED) and len(done.stdout.split()) > 100

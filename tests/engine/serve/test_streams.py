@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from quengine.serve.connections import Connection
+from quengine.serve.processes import server_handle
 from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FakeEngine, FakeModel, expected_tokens
 from tests.engine.serve.serving import Served, serving
@@ -199,3 +202,100 @@ def raw_bytes(request: httpx.Request) -> bytes:
     headers = b"".join(b"%b: %b\r\n" % pair for pair in request.headers.raw)
     close = b"" if b"connection" in dict(request.headers.raw) else b"Connection: close\r\n"
     return b"POST %b HTTP/1.1\r\n" % path + headers + close + b"\r\n" + request.content
+
+
+STREAMED = (
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 40}),
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 9, "n": 3, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", {"prompt": "hi", "max_tokens": 9, "logprobs": 2, "echo": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 9}),
+    ("/completion", {"prompt": "hi", "n_predict": 9, "n_probs": 1, "return_tokens": True}),
+    ("/api/generate", {"prompt": "hi", "raw": True, "options": {"num_predict": 9, "seed": 5}}),
+)
+_VARIES = re.compile(
+    rb'("(?:id|item_id|created|created_at|completed_at|id_slot|\w+_(?:ms|s|second|duration))":)("[^"]*"|[\d.]+)'
+)
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMED, ids=str)
+def test_what_is_written_directly_has_the_same_bytes(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object]
+) -> None:
+    def answer(version: bytes) -> bytes:
+        with raw_connection(served) as connection:
+            sent = json.dumps({"stream": True, "seed": 5, **body}).encode()
+            head = b"POST %b HTTP/%b\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+            connection.sendall(head % (path.encode(), version, len(sent)) + sent)
+            received = b""
+            while part := connection.recv(1 << 16):
+                received += part
+        head_of_answer, _, rest = received.partition(b"\r\n\r\n")
+        assert b" 200 " in head_of_answer
+        assert (b"chunked" in head_of_answer.lower()) == (version == b"1.1")
+        return _VARIES.sub(rb"\1X", unchunked(rest) if version == b"1.1" else rest)
+
+    monkeypatch.setattr(server_handle, "joined", list)  # a busy machine has none of the chunks joined either
+    written = count_writes(monkeypatch)
+    direct = answer(b"1.1")
+    assert len(written) > 2
+    assert answer(b"1.0") == direct and len(written) > 4
+    written.clear()
+    monkeypatch.setattr(Connection, "writable", False)
+    assert answer(b"1.1") == direct and not written
+
+
+def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The parts that are written directly from now on."""
+    written: list[bytes] = []
+    write_part = Connection.write_part
+
+    def counting(connection: Connection, part: bytes) -> None:
+        written.append(part)
+        write_part(connection, part)
+
+    monkeypatch.setattr(Connection, "write_part", counting)
+    return written
+
+
+def unchunked(body: bytes) -> bytes:
+    """The body of an answer in chunks, whole to its end."""
+    joined = b""
+    while True:
+        size, _, body = body.partition(b"\r\n")
+        count = int(size, 16)
+        joined, end, body = joined + body[:count], body[count : count + 2], body[count + 2 :]
+        assert end == b"\r\n"
+        if not count:
+            assert not body
+            return joined
+
+
+def test_an_answer_that_cannot_be_written_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_part = Connection.write_part
+
+    def failing(connection: Connection, part: bytes) -> None:
+        if (b"x-broken", b"1") in connection.scope["headers"]:
+            raise ValueError("no form for this")
+        write_part(connection, part)
+
+    monkeypatch.setattr(Connection, "write_part", failing)
+    with serving(lambda: FakeEngine(step_s=0.004)) as served, served.http() as http:
+        body = {"prompt": "hi", "seed": 1, "max_tokens": 30, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as whole:
+            lines = whole.iter_lines()
+            next(lines)
+            with raw_connection(served) as broken:
+                sent = json.dumps(body).encode()
+                broken.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Broken: 1\r\nContent-Length: %d\r\n\r\n"
+                    % len(sent)
+                    + sent
+                )
+                answer = b""
+                while part := broken.recv(1 << 16):
+                    answer += part
+            assert not answer.endswith(b"0\r\n\r\n")
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert served.wait_until(lambda: idle(served))

@@ -44,7 +44,7 @@ class Forked:
         os.waitpid(self.pid, 0)
 
 
-def fork_process() -> tuple[Forked, Connection]:
+def fork_process(_prelude: str) -> tuple[Forked, Connection]:
     """As `compile_ahead._start_process`."""
     ours, theirs = Pipe()
     if pid := os.fork():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quengine.kernels.cuda import backend as cuda_backend
+from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
@@ -44,14 +45,17 @@ def two_layers(
     bias: bool,
     shared: bool,
     chosen: list[torch.Tensor] | None,
+    experts_alone: bool = True,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A dense projection that begins the norm, then the same experts twice: the stream, and each choice."""
+    """A dense projection that begins the norm, then the same experts twice: the stream, and each choice.
+    experts_alone: the norm says so where there is no shared expert."""
     batch, like = (
         make_batch(phase, len(x), backend.device),
         {"dtype": backend.dtype, "device": backend.device},
     )
     random = torch.Generator().manual_seed(5)
-    norm = RMSNorm((torch.rand(HIDDEN, generator=random) + 0.5).to(**like), EPS)
+    of_experts = KIND.used if experts_alone and not shared else 0
+    norm = RMSNorm((torch.rand(HIDDEN, generator=random) + 0.5).to(**like), EPS, of_experts)
     gate, up, down = (
         experts_of(name, COUNT, *shape, seed)
         for seed, (name, shape) in enumerate(zip(formats, [(FFN, HIDDEN)] * 2 + [(HIDDEN, FFN)], strict=True))
@@ -108,6 +112,22 @@ def test_experts_are_the_reference(
     _, free = two_layers(REFERENCE, phase, x.double(), *CASES[case], None)
     assert torch.equal(choices[0], free[0])
     assert nmse(ours, wanted) < (Q_DOT if rows == 1 and not batch_invariant else FP16)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_norm_that_experts_alone_read_has_the_same_bits(
+    batch_invariant: bool, backend: CudaBackend
+) -> None:
+    """On Hopper the launch that groups a batch's rows norms them."""
+    if not is_hopper(backend.device):
+        pytest.skip("needs a Hopper GPU")
+    backend.batch_invariant = batch_invariant
+    for rows in (1, 3, 20):
+        x = ordinary_activations(rows, HIDDEN) * 0.1
+        alone, other = (
+            two_layers(backend, "decode", x, *CASES["paired"], None, flag)[0] for flag in (True, False)
+        )
+        assert torch.equal(alone, other)
 
 
 def test_what_one_row_has_gated_outlives_the_shared_expert(backend: CudaBackend) -> None:

@@ -153,6 +153,20 @@ def test_a_rows_bits_are_its_own(device: torch.device) -> None:
         assert torch.equal(few.shared, many.shared[:rows])
 
 
+def test_many_rows_have_the_bits_of_few(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs take some rows one after the other, the last of them fewer, and a launch of its own chooses."""
+    monkeypatch.setattr(module, "_AT_A_TIME", 24)
+    router, cols = random_router(RouterKind(5), 24, 1056, device, "shared_gate"), 1056
+    x, norm = rows_of(13, cols), random_norm(cols, device)
+    many = route(x.to(device), norm, router)
+    assert_routing(many, expected(x, norm, router))
+    for rows in (slice(0, 1), slice(3, 6), slice(12, 13)):
+        few = route(x[rows].to(device), norm, router)
+        assert torch.equal(few.experts, many.experts[rows]) and torch.equal(few.weights, many.weights[rows])
+        assert few.shared is not None and many.shared is not None
+        assert torch.equal(few.shared, many.shared[rows])
+
+
 def test_arrival_counters_are_zero_between_launches(device: torch.device) -> None:
     router = random_router(KINDS["qwen3"], 24, 64, device)
     x, norm = rows_of(5, 64).to(device), random_norm(64, device)

@@ -1,0 +1,280 @@
+"""Steps that are launched before the results of the one before are known, on a device that computes on the host.
+
+The device of these tests computes a step when it is launched, and says its tokens when they are waited for.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quengine import LLM, EngineError, SamplingParams
+from quengine.batch import Batch
+from quengine.block_manager import CachePool
+from quengine.kernels.kv.cache_types import blocks_for
+from quengine.request.output import Completion
+from quengine.request.sequence import Sequence
+from quengine.runners.device_decode import DeviceDecoder
+from quengine.runners.graph_keys import GraphKey, padded_rows
+from quengine.runners.static_inputs import DecodeInputs
+from quengine.sampler import Sample, Sampler
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.2, top_k=0, top_p=1, min_p=0, seed=5, max_tokens=20, ignore_eos=True)
+SHARED = list(range(5, 75))
+PROMPTS = [
+    [7, 8],
+    SHARED,
+    list(range(100, 163)),
+    [*SHARED, 9, 9, 9],
+    [11],
+    [3, 1, 4, 1, 5, 9, 2, 6] * 11,
+    [*SHARED[:33], 200],
+    list(range(30, 90)),
+]
+
+
+class Tokens:
+    """`StepTokens` of a step whose end is noted when its tokens are waited for."""
+
+    def __init__(self, log: list[str], number: int, tokens: list[int], logits: Tensor) -> None:
+        self._log, self._number, self._tokens, self._logits = log, number, tokens, logits
+
+    def wait(self) -> list[int]:
+        if (entry := f"read {self._number}") not in self._log:
+            self._log.append(entry)
+        return self._tokens
+
+    def logits(self, row: int) -> Tensor:
+        return self._logits[row]
+
+
+class Device:
+    """`CudaGraphs` over the reference backend. `log`: launches, and when the host has read the tokens of each."""
+
+    shares_sequences = False
+
+    def __init__(self, llm: LLM) -> None:
+        self._decoder, self._cache = llm.loaded.decoder, llm.loaded.cache
+        self.slots = padded_rows(llm.config.parallel)
+        pools = len(self._cache.pools)
+        self.inputs = DecodeInputs(self.slots, blocks_for(llm.ctx_size), pools, torch.device("cpu"))
+        self._samplers: dict[int, Sampler] = {}
+        self.log: list[str] = []
+
+    def configure(self, slot: int, _kind: Any, _params: Any, sampler: Sampler, _ids: Any) -> None:
+        self._samplers[slot] = sampler
+
+    @torch.no_grad()
+    def launch(self, key: GraphKey) -> Tokens:
+        self.inputs.send()
+        logits = self._decoder.forward(self.inputs.batch(key.rows, False), self._cache.layers).float()
+        tokens = [self._choose(row, logits[row]) for row in range(key.rows)]
+        live = self.inputs.live[: key.rows] != 0
+        self.inputs.positions[: key.rows] += live
+        self.inputs.tokens[: key.rows] = torch.where(live, torch.tensor(tokens), 0)
+        self.log.append(f"decode {sum(live.tolist())}")
+        return Tokens(self.log, len(self.log), tokens, logits)
+
+    def _choose(self, row: int, logits: Tensor) -> int:
+        if not self.inputs.live[row]:
+            return 0
+        position = int(self.inputs.positions[row]) + 1
+        return int(self._samplers[row].sample(logits, (), position).token)
+
+
+def load(model: Path, parallel: int = 4, **options: object) -> LLM:
+    return LLM(model, device="cpu", backend="reference", parallel=parallel, threads=1, **options)  # type: ignore[arg-type]
+
+
+def on_device(llm: LLM) -> Device:
+    """Have a model's tokens chosen by a device."""
+    device = Device(llm)
+    llm.runner.device_decoder = DeviceDecoder(device)  # type: ignore[arg-type]
+    launch = llm.runner.launch
+
+    def noted(batch: Batch) -> Any:
+        if batch.phase == "prefill":
+            device.log.append(f"prompts {sum(len(chunk.ids) for chunk in batch.chunks)}")
+        step = launch(batch)
+
+        def results(ahead: bool) -> list[Any]:
+            found = step.results(ahead)
+            if batch.phase == "prefill":
+                device.log.append("first tokens")
+            return found
+
+        return type(step)(batch, results, step.may_follow)
+
+    llm.runner.launch = noted  # type: ignore[method-assign]
+    return device
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=192)
+    return write_tiny(tmp_path_factory.mktemp("ahead") / "tiny.gguf", kind="Q8_0", sizes=sizes)
+
+
+@pytest.fixture(scope="module", params=[GREEDY, SEEDED], ids=["greedy", "seeded"])
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    given: SamplingParams = request.param
+    return given
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, params: SamplingParams) -> Iterator[list[Completion]]:
+    with load(model, 1) as llm:
+        yield llm.generate(PROMPTS, params)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 24}, {"chunk_size": 24, "deterministic": True}])
+@pytest.mark.parametrize("blocks", [24, 7])
+def test_every_sequence_has_its_own_tokens_whatever_is_launched_ahead(
+    model: Path, params: SamplingParams, expected: list[Completion], options: dict[str, object], blocks: int
+) -> None:
+    with load(model, **options) as llm:
+        llm.loaded.cache.pools = (CachePool(blocks),)
+        llm.scheduler = llm._make_scheduler()
+        on_device(llm)
+        got = llm.generate(PROMPTS, params)
+        assert [c.tokens for c in got] == [c.tokens for c in expected]
+        assert llm.scheduler.blocks.num_used == 0
+
+
+def test_prompts_and_decode_steps_take_turns_and_none_waits_for_the_results_of_the_last(model: Path) -> None:
+    with load(model, chunk_size=32) as llm:
+        device = on_device(llm)
+        streams = [llm.stream([*range(n, n + 60)], GREEDY) for n in range(3)]
+        streams[0].start()
+        while not streams[0].sequence.generated:
+            llm.step()
+        for stream in streams[1:]:
+            stream.start()
+        device.log.clear()
+        while not all(stream.sequence.generated for stream in streams):
+            llm.step()
+        prompts = [number for number, entry in enumerate(device.log) if entry.startswith("prompts")]
+        assert len(prompts) == 4
+        # Of each chunk but the last one the results are read behind the launch of the decode step that follows.
+        for number in prompts[1:-1]:
+            assert device.log[number + 1].startswith(("decode", "read"))
+            behind = device.log[number:]
+            decode = next(n for n, entry in enumerate(behind) if entry.startswith("decode"))
+            assert decode < behind.index("first tokens")
+        for stream in streams:
+            stream.close()
+
+
+def test_a_burst_of_prompts_is_computed_without_a_wait_for_first_tokens(model: Path) -> None:
+    with load(model, 8, chunk_size=64) as llm:
+        device = on_device(llm)
+        streams = [llm.stream([*range(n, n + 60)], GREEDY) for n in range(4)]
+        for stream in streams:
+            stream.start()
+        llm.step()
+        assert device.log[:3] == ["prompts 60", "prompts 60", "first tokens"]
+        for stream in streams:
+            stream.close()
+
+
+@pytest.mark.parametrize("after", range(1, 12))
+def test_what_is_cancelled_while_it_is_under_way_changes_nothing_else(
+    model: Path, params: SamplingParams, expected: list[Completion], after: int
+) -> None:
+    with load(model, chunk_size=24) as llm:
+        on_device(llm)
+        streams = [llm.stream(prompt, params) for prompt in PROMPTS]
+        for stream in streams:
+            stream.start()
+        for _ in range(after):
+            llm.step()
+        gone = [*llm.scheduler.prefilling[:1], *llm.scheduler.decoding[:1]]
+        if llm._under_way is not None:
+            gone += [s for s in llm._under_way.batch.sequences if s not in gone][:1]
+        left = [number for number, stream in enumerate(streams) if stream.sequence not in gone]
+        for number, stream in enumerate(streams):
+            if number not in left:
+                stream.close()
+        assert [streams[number].finish().tokens for number in left] == [expected[n].tokens for n in left]
+        assert llm.scheduler.blocks.num_used == 0
+
+
+def test_all_are_cancelled_and_others_come(
+    model: Path, params: SamplingParams, expected: list[Completion]
+) -> None:
+    with load(model, chunk_size=24) as llm:
+        on_device(llm)
+        for after in range(1, 6):
+            streams = [llm.stream(prompt, params) for prompt in PROMPTS[:4]]
+            for stream in streams:
+                stream.start()
+            for _ in range(after):
+                llm.step()
+            for stream in streams:
+                stream.close()
+            assert llm.scheduler.blocks.num_used == 0
+            assert llm.generate(PROMPTS[5], params)[0].tokens == expected[5].tokens
+
+
+def test_a_prompt_that_fails_under_way_fails_alone(model: Path) -> None:
+    with load(model, chunk_size=24) as llm:
+        on_device(llm)
+        streams = [llm.stream(prompt, GREEDY) for prompt in (PROMPTS[0], PROMPTS[2], PROMPTS[5])]
+
+        def poisoned(_logits: Tensor, _history: list[int], position: int) -> Sample:
+            raise EngineError(f"token {position} is not finite")
+
+        streams[1].sequence.sampler.sample = poisoned  # type: ignore[method-assign,assignment]
+        for stream in streams:
+            stream.start()
+        with pytest.raises(EngineError, match="token 63 is not finite"):
+            streams[1].finish()
+        assert all(len(streams[n].finish().tokens) == GREEDY.max_tokens for n in (0, 2))
+        assert llm.scheduler.blocks.num_used == 0
+
+
+def test_a_step_that_cannot_be_launched_leaves_the_results_of_the_one_before(model: Path) -> None:
+    with load(model, chunk_size=24) as llm:
+        on_device(llm)
+        first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[2], GREEDY)
+        alone = [llm.generate(prompt, GREEDY)[0].tokens for prompt in (PROMPTS[0], PROMPTS[2])]
+        first.start()
+        while len(first.sequence.generated) < 4:
+            llm.step()
+        second.start()
+        launch, failed = llm.runner.launch, list[Batch]()
+
+        def fails_once(batch: Batch) -> Any:
+            if llm._under_way is not None and not failed:
+                failed.append(batch)
+                raise MemoryError
+            return launch(batch)
+
+        llm.runner.launch = fails_once  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            while True:
+                llm.step()
+        assert llm.scheduler.current is failed[0]
+        llm.scheduler.retry_alone()
+        assert [first.finish().tokens, second.finish().tokens] == alone
+
+
+def test_embeddings_and_scored_prompts_between_others_are_waited_for(model: Path) -> None:
+    with load(model, chunk_size=24) as llm:
+        alone = llm.embed(PROMPTS[2])
+        tokens = llm.generate(PROMPTS[5], GREEDY)[0].tokens
+        on_device(llm)
+        stream = llm.stream(PROMPTS[5], GREEDY)
+        stream.start()
+        sequence: Sequence = llm.embedding_sequence(PROMPTS[2], "mean")
+        llm.scheduler.add(sequence)
+        while not sequence.finished:
+            llm.step()
+        assert [sequence.embedding()] == alone
+        assert stream.finish().tokens == tokens
