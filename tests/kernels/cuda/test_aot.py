@@ -247,7 +247,7 @@ def test_what_batches_launch_is_compiled() -> None:
     assert met("attention_prefill_kernel", "Q8", "OUT") == {(q8, *out) for q8 in truths for out in outs}
     assert met("attention_tiles_kernel", "Q8", "PDL") == both
     assert ("416",) in met("attention_tiles_kernel", "LEAST")
-    assert met("attention_warps_kernel", "PDL") == {(pdl,) for pdl in truths}
+    assert met("attention_warps_kernel", "Q8", "PDL") == both
     assert met("attention_warps_kernel", "QUANTIZE", "FORM") >= {("True", "-1"), ("False", "2")}
     assert ("1",) in met("attention_warps_kernel", "WINDOW")
     assert met("qk_row_norm_kernel", "PDL") == {("True",)}
