@@ -474,9 +474,9 @@ def launch_warps(given: DecodeArguments) -> None:
 def _registers(given: DecodeArguments) -> int:
     """Registers of a thread, at most; left to itself, ptxas may stop at fewer than it needs, and spill.
 
-    Which register holds what does not touch the sums: a row has the same bits either way. 128 are enough on Hopper
-    (where there is PDL) for a cache that is not q8_0, and a few too little before. A single sequence's program then
-    starts beside those of the launch in front.
+    Which register holds what does not touch the sums: a row has the same bits either way. 128 are enough for a batch on
+    Hopper (where there is PDL), and a few too little before. With 168 for a single sequence's program one of a
+    projection, of 8 warps with 80, fits beside it: of the launch in front, and of the one behind, which starts early.
     """
     programs = given.qkv.shape[0] * given.shape.kv_heads
     shares = programs > FEW_PROGRAMS if given.coarse else given.layer.k_scale is None
