@@ -6,6 +6,7 @@ Reference: CUDA driver API, "Graph Management" (cuGraphGetNodes, cuGraphNodeGetT
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -55,10 +56,17 @@ def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: A
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device())):
         logits = step()
     graph.instantiate()
     return CapturedStep(graph, logits, count_nodes(graph.raw_cuda_graph()))
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all graphs of a device, which share memory only if they were captured on the same stream; torch's own is
+    on the device that was current at its first use."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def count_nodes(graph: int) -> GraphNodes:

@@ -39,8 +39,8 @@ def test_a_step_is_one_launch_of_a_graph(decode: Profile) -> None:
     assert decode.graph_launches == STEPS
 
 
-def test_nothing_is_copied_to_the_device_and_one_token_back(decode: Profile) -> None:
-    assert decode.copies == {"DtoH": STEPS}
+def test_nothing_is_copied_to_the_device_or_back(decode: Profile) -> None:
+    assert decode.copies == {}  # a step's last launch writes its token to the host's memory
 
 
 def test_every_step_runs_the_kernels_of_the_graph_and_no_more_than_documented(
