@@ -21,7 +21,14 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
 )
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.cuda.ranks.peers import PeerBuffers, exchange_values
+from quengine.kernels.cuda.ranks.peers import (
+    PeerBuffers,
+    finish_exchange,
+    next_sequence,
+    push,
+    receive_sum,
+    turn,
+)
 from quengine.kernels.cuda.rms_norm import geometry
 from quengine.kernels.rms_norm import RMSNorm
 
@@ -55,7 +62,12 @@ def _post_norm_add_kernel(
     if SCALED:
         y *= tl.load(row_scale_ptr + row) * inverse_weight_scale
     if RANKS > 0:
-        y = exchange_values(peers, y, row * WIDTH, WIDTH, RANKS, CAPACITY)
+        at = row * WIDTH + tl.minimum(column, WIDTH - 1)
+        sequence = next_sequence(peers, at)
+        push(peers, y, at, inside, sequence, RANKS, CAPACITY)
+        words = peers.received + turn(sequence, RANKS, CAPACITY) + at
+        y = receive_sum(words, inside, sequence, RANKS, CAPACITY)
+        finish_exchange(peers, at, inside, sequence)
     if bias_ptr is not None:
         y += bias
     if factor_ptr is not None:

@@ -120,37 +120,11 @@ def receive(words_ptr, inside, sequence):
 
 
 @triton.jit
-def _push_and_receive(peers, value, at, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
-    """The sum over the ranks of values [N]."""
-    push(peers, value, at, inside, sequence, RANKS, CAPACITY)
-    words = peers.received + turn(sequence, RANKS, CAPACITY) + at
-    total = receive(words, inside, sequence)
+def receive_sum(words_ptr, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
+    """The sum over the ranks of what `receive` gives, words_ptr [N]: those of the first rank."""
+    total = receive(words_ptr, inside, sequence)
     for peer in tl.static_range(1, RANKS):
-        total += receive(words + peer * CAPACITY, inside, sequence)
-    return total
-
-
-@triton.jit
-def exchange_values(peers, value, first, count, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
-    """The sum over the ranks of values [N], of which the first `count` count, from place `first` of the buffers on.
-
-    N and `first` are multiples of UNIT. Where all units have one sequence number, words are written and read two at a
-    time: so they have in a model, whose sums are of rows of one width.
-    """
-    N: tl.constexpr = value.shape[0]
-    unit = tl.arange(0, N // _UNIT)
-    used = unit * _UNIT < count
-    before = tl.load(peers.launches + first // _UNIT + unit, mask=used, other=0)
-    high = tl.max(before, 0)
-    n = tl.arange(0, N)
-    inside = n < count
-    if tl.min(tl.where(used, before, high), 0) == high:
-        total = _push_and_receive(peers, value, first + n, inside, high + 1, RANKS, CAPACITY)
-    else:
-        sequence = tl.load(peers.launches + (first + n) // _UNIT, mask=inside, other=0) + 1
-        total = _push_and_receive(peers, value, first + n, inside, sequence, RANKS, CAPACITY)
-    tl.debug_barrier()  # all threads have read the numbers
-    tl.store(peers.launches + first // _UNIT + unit, before + 1, mask=used)
+        total += receive(words_ptr + peer * CAPACITY, inside, sequence)
     return total
 
 
@@ -200,11 +174,16 @@ def exchange_sum(
         )
     else:
         N: tl.constexpr = value.shape[1]
-        total = receive(tl.reshape(words, [N]), tl.reshape(inside, [N]), tl.reshape(sequence, [N]))
-        for peer in tl.static_range(1, RANKS):
-            later = tl.reshape(words + peer * CAPACITY, [N])
-            total += receive(later, tl.reshape(inside, [N]), tl.reshape(sequence, [N]))
+        total = receive_sum(
+            tl.reshape(words, [N]), tl.reshape(inside, [N]), tl.reshape(sequence, [N]), RANKS, CAPACITY
+        )
         total = total[None, :]
-    tl.debug_barrier()  # all threads have read the numbers
-    tl.store(peers.launches + at // _UNIT, sequence, mask=inside & (at % _UNIT == 0))
+    finish_exchange(peers, at, inside, sequence)
     return tl.where(inside, total, 0.0)
+
+
+@triton.jit
+def finish_exchange(peers, at, inside, sequence):
+    """Keep the sequence numbers, once all threads have read those before."""
+    tl.debug_barrier()
+    tl.store(peers.launches + at // _UNIT, sequence, mask=inside & (at % _UNIT == 0))

@@ -17,12 +17,12 @@ from torch import Tensor
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.ranks.peers import (
-    UNIT,
     PeerBuffers,
-    exchange_values,
+    finish_exchange,
     next_sequence,
     push,
     receive,
+    receive_sum,
     turn,
 )
 
@@ -48,27 +48,29 @@ def _all_reduce_kernel(
     RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_then_wait(PDL)
-    first = tl.program_id(0) * BLOCK
-    at = first + tl.arange(0, BLOCK)
-    value = tl.load(x_ptr + at, mask=at < count, other=0.0)
-    total = exchange_values(peers, value, first, count - first, RANKS, CAPACITY)
-    tl.store(out_ptr + at, total, mask=at < count)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    sequence = next_sequence(peers, at)
+    value = tl.load(x_ptr + at, mask=inside, other=0.0)
+    push(peers, value, at, inside, sequence, RANKS, CAPACITY)
+    words = peers.received + turn(sequence, RANKS, CAPACITY) + at
+    tl.store(out_ptr + at, receive_sum(words, inside, sequence, RANKS, CAPACITY), mask=inside)
+    finish_exchange(peers, at, inside, sequence)
 
 
 @DirectLaunch
 @triton.jit
 def _all_gather_kernel(
     x_ptr, out_ptr, peers, starts_ptr, rows, own, widest, width,
-    RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [rows, own], in the buffers [rows, widest]; starts [RANKS + 1]: the first column of each rank in out [rows,
     width], and the width."""
     launch_then_wait(PDL)
-    first = tl.program_id(0) * BLOCK
-    at = first + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, column = at // widest, at % widest
     inside = row < rows
-    sequence = next_sequence(peers, first)  # of the program's first unit, and of its others
+    sequence = next_sequence(peers, at)
     mine = inside & (column < own)
     value = tl.load(x_ptr + row * own + column, mask=mine, other=0.0)
     push(peers, value, at, inside, sequence, RANKS, CAPACITY)
@@ -78,8 +80,7 @@ def _all_gather_kernel(
         value = receive(words + peer * CAPACITY, inside, sequence)
         there = inside & (column < end - start)
         tl.store(out_ptr + row.to(tl.int64) * width + start + column, value, mask=there)
-    tl.debug_barrier()  # all threads have read the number
-    tl.store(peers.launches + first // UNIT + tl.arange(0, BLOCK // UNIT), sequence)
+    finish_exchange(peers, at, inside, sequence)
 
 
 def push_all_reduce(x: Tensor, buffers: PeerBuffers, pdl: bool = False) -> Tensor:
@@ -108,7 +109,6 @@ def push_all_gather(
     out = torch.empty(rows, width, dtype=torch.float32, device=x.device)
     _all_gather_kernel[(triton.cdiv(rows * max(widths), BLOCK),)](
         x, out, buffers.pointers, starts, rows, own, max(widths), width,
-        RANKS=buffers.ranks, CAPACITY=buffers.capacity, BLOCK=BLOCK, UNIT=UNIT, PDL=pdl,
-        num_warps=WARPS, launch_pdl=pdl,
+        RANKS=buffers.ranks, CAPACITY=buffers.capacity, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -88,16 +88,3 @@ def test_all_ranks_have_the_columns_of_all(widths: tuple[int, ...], device: torc
         for rank in range(len(widths)):
             found = push_all_gather(x[rank], widths, starts.to(device), group[rank])
             assert torch.equal(found, wanted)
-
-
-def test_units_of_a_program_may_have_been_exchanged_more_often_than_others(device: torch.device) -> None:
-    group, counts = buffers_of(2, device), torch.zeros(BLOCK // UNIT, dtype=torch.int64)
-    for values in (96, BLOCK, 32, BLOCK, BLOCK):
-        x = [torch.randn(1, values, device=device) for _ in range(2)]
-        counts[: values // UNIT] += 1
-        for unit in range(values // UNIT):
-            part, sequence = slice(unit * UNIT, (unit + 1) * UNIT), int(counts[unit])
-            group[0].received[sequence % 3, 1, part] = words(x[1][0, part], sequence)
-        assert torch.equal(push_all_reduce(x[0], group[0]), x[0] + x[1])
-        assert torch.equal(push_all_reduce(x[1], group[1]), x[0] + x[1])
-        assert group[0].launches[: len(counts)].tolist() == counts.tolist()
