@@ -26,7 +26,6 @@ from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.peers import PeerBuffers, peer_buffers
 from quengine.kernels.cuda.ranks.push import push_all_reduce
-from quengine.kernels.cuda.ranks.row_owners import row_owners_add_norm
 from quengine.kernels.cuda.ranks.two_shot import two_shot_all_reduce
 from quengine.kernels.cuda.weights.packed import PackedWeight
 from quengine.kernels.rms_norm import RMSNorm
@@ -90,7 +89,7 @@ def sum_times(communicator: CudaCommunicator, pdl: bool) -> Iterator[Times]:
 
 
 def normed(x: torch.Tensor, memory: PeerMemory, pdl: bool) -> dict[str, Callable[[torch.Tensor], Any]]:
-    """The sum, the residual and the norm that reads it: by all ranks, and each row by its owner."""
+    """The sum, the residual and the norm that reads it."""
     norm, stream = RMSNorm(torch.ones(x.shape[1], device="cuda"), 1e-5), torch.zeros_like(x)
     out = Fp16Operand.empty(*x.shape, "cuda", OperandLayout.WGMMA)
 
@@ -99,10 +98,7 @@ def normed(x: torch.Tensor, memory: PeerMemory, pdl: bool) -> dict[str, Callable
         product = x if few is not None else two_shot_all_reduce(x, memory.many, pdl)
         post_norm_add(product, stream, None, norm, out, pdl, peers=few)
 
-    def by_owners(x: torch.Tensor) -> None:
-        row_owners_add_norm(x, stream, norm, OperandLayout.WGMMA, memory.many, pdl)
-
-    return {"normed by all": by_all, "by owners": by_owners}
+    return {"normed": by_all}
 
 
 def with_itself(ranks: int, capacity: int) -> PeerBuffers:

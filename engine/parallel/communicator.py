@@ -72,8 +72,6 @@ class GlooCommunicator:
     def peers(self, _rows: int, _width: int) -> None:
         return None
 
-    owners = peers
-
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         return side_by_side(self._gathered(_widened(x, max(widths))), widths)
 
@@ -157,11 +155,6 @@ class CudaCommunicator:
 
     def peers(self, rows: int, width: int) -> "PeerBuffers | None":
         return None if self.memory is None else self.memory.few.for_rows(rows, width)
-
-    def owners(self, rows: int, width: int) -> "SharedSums | None":
-        if self.memory is None or self.peers(rows, width) is not None:
-            return None
-        return self.memory.many.for_rows(rows, width)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         from quengine.kernels.cuda.ranks.push import push_all_gather

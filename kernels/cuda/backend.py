@@ -52,7 +52,6 @@ from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.moe.grouped import norms_in_groups
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.peers import PeerBuffers
-from quengine.kernels.cuda.ranks.row_owners import row_owners_add_norm
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
@@ -115,7 +114,6 @@ class CudaBackend:
         self._widest = 0
         self._largest = 0
         self._packed = False
-        self._has_experts = False
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
@@ -173,7 +171,7 @@ class CudaBackend:
         rows = self._rounded(x)
         if partial:
             return self._add_partial(batch, rows, weight, residual, next_norm, post_norm, bias, row_scale)
-        stream = self._hidden(residual)
+        stream = _stream(residual)
         begins = next_norm is not None and isinstance(rows, QuantizedActivations) and can_begin_norm(weight)
         if post_norm is not None or row_scale is not None or (bias is not None and not begins):
             product = self._product(batch, rows, weight)
@@ -197,7 +195,7 @@ class CudaBackend:
     def route(
         self, _batch: ForwardBatch, x: Residual, norm: RMSNorm, router: Router, experts: Tensor | None = None
     ) -> Routing:
-        return self._experts.route(self._hidden(x), norm, router, experts)
+        return self._experts.route(_stream(x), norm, router, experts)
 
     def experts_glu(
         self,
@@ -224,11 +222,11 @@ class CudaBackend:
         partial: bool = False,
     ) -> Residual:
         if partial:
-            stream = self._hidden(residual)
+            stream = _stream(residual)
             added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, _exact(batch))
             peers = self.communicator.peers(*stream.shape)
             return self._add_sum(_stream(added), stream, peers, None, next_norm, None, None)
-        return self._experts.add(gated, routing, down, self._hidden(residual), next_norm, _exact(batch))
+        return self._experts.add(gated, routing, down, _stream(residual), next_norm, _exact(batch))
 
     def attention(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
@@ -249,8 +247,6 @@ class CudaBackend:
         if isinstance(x, Fp16Operand):
             return x.gather(rows)
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
-        if isinstance(x, RmsNormed) and x.scattered:
-            return self._collected(x.hidden[rows], rows)
         return _stream(x)[rows]
 
     def flat_hidden(self, x: Residual) -> Tensor:
@@ -260,9 +256,7 @@ class CudaBackend:
         return unflattened(flat, rows, norm)
 
     def rms_norm(self, x: Residual, norm: RMSNorm) -> Tensor:
-        return rms_norm(
-            self._hidden(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant
-        )
+        return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
 
     def logits(self, batch: ForwardBatch, x: Residual, norm: RMSNorm, weight: PackedWeight) -> Tensor:
         return self._matmul(batch, self._normed(x, norm), weight, None)
@@ -271,17 +265,6 @@ class CudaBackend:
         if isinstance(x, QuantizedActivations):
             return matvec(x, weight, pdl=self.pdl)
         return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
-
-    def _hidden(self, x: Residual) -> Tensor:
-        """All rows of the residual stream, fp32."""
-        if isinstance(x, RmsNormed) and x.scattered:
-            return self._collected(x.hidden, torch.arange(len(x.hidden), device=self.device))
-        return _stream(x)
-
-    def _collected(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Rows of the residual stream, of which this rank has its own, on all ranks."""
-        mine = (rows % self.communicator.size == self.communicator.rank).view(-1, 1)
-        return self.communicator.all_reduce(torch.where(mine, hidden, 0.0)).clone()
 
     def _add_partial(
         self,
@@ -297,15 +280,7 @@ class CudaBackend:
         """`linear_add` of a part of the columns, summed over the ranks."""
         shape, own = _stream(residual).shape, post_norm is None and row_scale is None
         peers = self.communicator.peers(*shape)
-        # That kernel adds up a row's squares in another order than the one that norms few rows does.
-        owned = own and not self._has_experts and not self.batch_invariant
-        owners = self.communicator.owners(*shape) if owned else None
-        if next_norm is not None and owners is not None:
-            product, stream = self._matmul(batch, rows, weight, None), _stream(residual)
-            layout = self._room().layout(len(stream))
-            normed = row_owners_add_norm(product, stream, next_norm, layout, owners, self.pdl, bias)
-            return RmsNormed(stream, normed, scattered=True)
-        stream, begins = self._hidden(residual), own and next_norm is not None and can_begin_norm(weight)
+        stream, begins = _stream(residual), own and next_norm is not None and can_begin_norm(weight)
         if begins and peers is not None and isinstance(rows, QuantizedActivations):
             assert next_norm is not None
             return self._matvec_norm(rows, weight, stream, next_norm, bias, peers)
@@ -422,7 +397,7 @@ class CudaBackend:
 
     def _normed(self, x: Residual, norm: RMSNorm | None) -> Rows:
         if norm is None:
-            stream = self._hidden(x)
+            stream = _stream(x)
             return quantize_activations(stream, pdl=self.pdl) if self._takes_q_dot(len(stream)) else stream
         if isinstance(x, RmsNormed):
             return x.rms_normed
@@ -457,7 +432,6 @@ class CudaBackend:
         return weight
 
     def _noted_experts(self, weights: ExpertWeights) -> ExpertWeights:
-        self._has_experts = True  # routers read all rows of the residual stream
         self._packed |= any(isinstance(part, PackedPart) for part in weights.parts)
         return weights
 

@@ -11,9 +11,7 @@ from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 @dataclass(frozen=True)
 class RmsNormed:
     """hidden: rows of the residual stream, fp32 [T, D]. rms_normed: the same after the RMSNorm that reads them,
-    quantized for the q-dot, with the norm's last step left to do, or as the fp16 operand of a matmul. scattered: of
-    `hidden` each rank has its own rows alone (ranks/row_owners.py)."""
+    quantized for the q-dot, with the norm's last step left to do, or as the fp16 operand of a matmul."""
 
     hidden: Tensor
     rms_normed: QuantizedActivations | Fp16Operand
-    scattered: bool = False

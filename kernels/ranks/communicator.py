@@ -26,11 +26,6 @@ class Communicator(Protocol):
         it has to leave them to `all_reduce`."""
         ...
 
-    def owners(self, rows: int, width: int) -> Any:
-        """What a kernel needs that lets each rank sum and norm its own of many rows (kernels/cuda/ranks/row_owners.py);
-        None: there is none, or the rows are few enough for `peers`."""
-        ...
-
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """The columns of all ranks side by side: x [T, widths[rank]] of each, [T, sum(widths)] on all."""
         ...
@@ -59,8 +54,6 @@ class OneRank:
 
     def peers(self, _rows: int, _width: int) -> None:
         return None
-
-    owners = peers
 
     def all_gather(self, x: Tensor, _widths: Sequence[int]) -> Tensor:
         return x

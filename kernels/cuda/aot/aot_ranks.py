@@ -41,9 +41,6 @@ class PushingRanks:
     def peers(self, rows: int, width: int) -> PeerBuffers | None:
         return self._sums.for_rows(rows, width)
 
-    def owners(self, rows: int, width: int) -> two_shot.SharedSums | None:
-        return None if self.peers(rows, width) is not None else self._many.for_rows(rows, width)
-
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         if len(x) * max(widths) > self._logits.capacity:
             return _empty(len(x), sum(widths))

@@ -103,7 +103,7 @@ def push(peers, value, at, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.c
     word = (sequence.to(tl.int64) << 32) | bits
     place = turn(sequence, RANKS, CAPACITY) + at
     for peer in tl.static_range(RANKS):
-        target = tl.multiple_of(tl.load(peers.targets + peer).to(tl.pointer_type(tl.int64)), 16)
+        target = tl.load(peers.targets + peer).to(tl.pointer_type(tl.int64))
         tl.store(target + place, word, mask=inside)
 
 

@@ -33,11 +33,8 @@ BLOCK = 2048
 
 WARPS = 4
 
-REGISTERS = 64
-"""Of a thread, so that many programs are on a multiprocessor: they wait most of the time."""
-
-SUMMED_VALUES = 9 << 21
-"""Values that are summed at once, at most: 2048 rows of 8192, with what pads them as an operand (row_owners.py)."""
+SUMMED_VALUES = 1 << 24
+"""Values that are summed at once, at most: 2048 rows of 8192."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,6 @@ class SharedSums:
     def capacity(self) -> int:
         return self.programs * self.ranks * BLOCK
 
-    def for_rows(self, rows: int, width: int) -> "SharedSums | None":
-        """These, where they have room for the products of so many rows, and for them as an operand (row_owners.py)."""
-        fits = -(-rows // self.ranks) <= self.programs and (rows + 64) * (width + 128) <= self.capacity
-        return self if fits else None
-
 
 def programs_for(values: int, ranks: int) -> int:
     """Programs that take so many values."""
@@ -90,26 +82,18 @@ def shared_sums(shared: Tensor, addresses: Sequence[int], rank: int, values: int
 
 
 @triton.jit
-def raise_flag(target, at, launch, FLAGS: tl.constexpr):
-    """What all threads of the program have written to a rank's memory is there for who finds the flag."""
+def _raise_flag(flags, at, launch):
+    """What all threads of the program have written is there for who finds the flag."""
     tl.debug_barrier()
-    flags = (target + FLAGS).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(flags + at, launch, sem="release", scope="sys")
 
 
 @triton.jit
-def await_flag(shared_ptr, at, launch, FLAGS: tl.constexpr):
-    flags = (shared_ptr + FLAGS).to(tl.pointer_type(tl.int32))
+def _await_flag(flags, at, launch):
     found = tl.atomic_add(flags + at, 0, sem="acquire", scope="sys")
     while found != launch:
         found = tl.atomic_add(flags + at, 0, sem="acquire", scope="sys")
     tl.debug_barrier()
-
-
-@triton.jit
-def memory_of(targets_ptr, rank):
-    """The words that all ranks write into, of one of them; said to be aligned, so that stores are of 16 bytes."""
-    return tl.multiple_of(tl.load(targets_ptr + rank).to(tl.pointer_type(tl.float32)), 16)
 
 
 @DirectLaunch
@@ -122,34 +106,41 @@ def _two_shot_kernel(
     program = tl.program_id(0)
     launch = tl.load(launches_ptr + program) + 1
     n = tl.arange(0, BLOCK)
-    first = program.to(tl.int64) * RANKS * BLOCK
     VALUES: tl.constexpr = RANKS * PROGRAMS * BLOCK  # behind the sums, which are as many
     FLAGS: tl.constexpr = 2 * VALUES
-    place = VALUES + (rank * PROGRAMS + program).to(tl.int64) * BLOCK
+    first = program.to(tl.int64) * RANKS * BLOCK
     for step in tl.static_range(1, RANKS):  # each rank begins with another owner
         owner = (rank + step) % RANKS
-        target = memory_of(targets_ptr, owner)
+        target = tl.load(targets_ptr + owner).to(tl.pointer_type(tl.float32))
         at = first + owner * BLOCK + n
         value = tl.load(x_ptr + at, mask=at < count, other=0.0)
+        place = VALUES + (rank * PROGRAMS + program).to(tl.int64) * BLOCK
         tl.store(target + place + n, value, mask=at < count)
-        raise_flag(target, rank * PROGRAMS + program, launch, FLAGS)
+        flags = (target + FLAGS).to(tl.pointer_type(tl.int32))
+        _raise_flag(flags, rank * PROGRAMS + program, launch)
+    own = (shared_ptr + FLAGS).to(tl.pointer_type(tl.int32))
     at = first + rank * BLOCK + n
+    mine = tl.load(x_ptr + at, mask=at < count, other=0.0)
     for step in tl.static_range(1, RANKS):
-        await_flag(shared_ptr, (rank + step) % RANKS * PROGRAMS + program, launch, FLAGS)
-    total = tl.zeros([BLOCK], tl.float32)
+        _await_flag(own, (rank + step) % RANKS * PROGRAMS + program, launch)
+    total = mine
     for peer in tl.static_range(RANKS):
         place = VALUES + (peer * PROGRAMS + program).to(tl.int64) * BLOCK
-        values = tl.where(peer == rank, x_ptr + first + rank * BLOCK, shared_ptr + place)
         # Written by others: not from this multiprocessor's own cache.
-        value = tl.load(values + n, mask=at < count, other=0.0, cache_modifier=".cg")
+        value = tl.load(
+            shared_ptr + place + n, mask=(at < count) & (peer != rank), other=0.0, cache_modifier=".cg"
+        )
+        value = tl.where(peer == rank, mine, value)
         total = value if peer == 0 else total + value
-    tl.store(shared_ptr + at, total, mask=at < count)
-    for step in tl.static_range(1, RANKS):
-        target = memory_of(targets_ptr, (rank + step) % RANKS)
+    for step in tl.static_range(RANKS):
+        peer = (rank + step) % RANKS
+        target = tl.load(targets_ptr + peer).to(tl.pointer_type(tl.float32))
         tl.store(target + at, total, mask=at < count)
-        raise_flag(target, (RANKS + rank) * PROGRAMS + program, launch, FLAGS)
+        if step > 0:
+            flags = (target + FLAGS).to(tl.pointer_type(tl.int32))
+            _raise_flag(flags, (RANKS + rank) * PROGRAMS + program, launch)
     for step in tl.static_range(1, RANKS):
-        await_flag(shared_ptr, (RANKS + (rank + step) % RANKS) * PROGRAMS + program, launch, FLAGS)
+        _await_flag(own, (RANKS + (rank + step) % RANKS) * PROGRAMS + program, launch)
     tl.store(launches_ptr + program, launch)
 
 
@@ -162,7 +153,6 @@ def two_shot_all_reduce(x: Tensor, sums: SharedSums, pdl: bool = False) -> Tenso
     assert x.dtype == torch.float32 and x.is_contiguous() and x.numel() <= sums.capacity
     _two_shot_kernel[(programs_for(x.numel(), sums.ranks),)](
         x, sums.shared, sums.targets, sums.launches, x.numel(), sums.rank,
-        RANKS=sums.ranks, PROGRAMS=sums.programs, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, maxnreg=REGISTERS,
-        launch_pdl=pdl,
+        RANKS=sums.ranks, PROGRAMS=sums.programs, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return sums.shared[: x.numel()].view_as(x)

@@ -1,6 +1,6 @@
 """The CUDA backend on two ranks that are processes of Triton's interpreter, over memory that they share.
 
-Their kernels wait for each other as those of two GPUs do: sums in the launches that multiply, rows with owners.
+Their kernels wait for each other as those of two GPUs do: sums in the launches that multiply, and in two shots.
 """
 
 import os
@@ -16,7 +16,7 @@ from quengine.block_manager import CachePool
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.ranks.peers import PeerBuffers, peer_buffers, received_buffer_shape
 from quengine.kernels.cuda.ranks.push import push_all_gather, push_all_reduce
-from quengine.kernels.cuda.ranks.two_shot import SharedSums, shared_sums, shared_words, two_shot_all_reduce
+from quengine.kernels.cuda.ranks.two_shot import shared_sums, shared_words, two_shot_all_reduce
 from quengine.kernels.forward_batch import ForwardBatch, Phase
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
@@ -73,9 +73,6 @@ class SharedMemoryRanks:
 
     def peers(self, rows: int, width: int) -> PeerBuffers | None:
         return self._few.for_rows(rows, width)
-
-    def owners(self, rows: int, width: int) -> SharedSums | None:
-        return None if self.peers(rows, width) is not None else self._many.for_rows(rows, width)
 
     def all_gather(self, x: Tensor, widths: list[int]) -> Tensor:  # type: ignore[override]
         starts = torch.tensor([sum(widths[:rank]) for rank in range(RANKS + 1)], dtype=torch.int32)

@@ -18,7 +18,8 @@ def settle(size: int) -> Callable[[], None]:
     def call() -> None:
         batch_rows._BLOCK = size
         wide, narrow = (torch.zeros(4, dtype=kind, device="meta") for kind in (torch.int64, torch.int32))
-        batch_rows.settle_rows(wide, narrow, narrow, wide)
+        chosen = batch_rows.ChosenTokens(wide.view(1, -1), narrow)
+        batch_rows.settle_rows(wide, narrow, narrow, chosen)
 
     return call
 

@@ -209,9 +209,9 @@ misses = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: misses.append(not cache_hit)
 tokens = torch.tensor([3, -1, 5], device=device)
 live = torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
-chosen = torch.zeros_like(tokens)
+chosen = batch_rows.ChosenTokens(torch.zeros_like(tokens).view(1, -1), torch.zeros_like(live[:1]))
 batch_rows.settle_rows(tokens, torch.ones_like(live), live, chosen)
-assert misses == [False] and chosen.tolist() == [3, -1, 5] and tokens.tolist() == [3, 0, 0]
+assert misses == [False] and chosen.tokens.tolist() == [[3, -1, 5]] and tokens.tolist() == [3, 0, 0]
 """,
         tmp_path / "cache",
     )

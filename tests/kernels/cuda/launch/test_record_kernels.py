@@ -11,11 +11,11 @@ from pathlib import Path
 from quengine.kernels.cuda.launch.gpu import Gpu, current_gpu, gpu_of
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
 from quengine.kernels.cuda.sampling import batch_rows
-from quengine.kernels.cuda.sampling.batch_rows import settle_rows
+from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, settle_rows
 
 def settle(rows):
     wide, narrow = (torch.zeros(rows, dtype=kind, device="meta") for kind in (torch.int64, torch.int32))
-    settle_rows(wide, narrow, narrow, wide)
+    settle_rows(wide, narrow, narrow, ChosenTokens(wide.view(1, -1), narrow))
 
 def block(size):
     def call():
@@ -35,7 +35,7 @@ one = record_kernels([lambda: settle(4)], hopper)
 assert [kernel.name for kernel in one.values()] == ["settle_kernel"]
 assert record_kernels([lambda: settle(4), lambda: settle(5), lambda: settle(400)], hopper).keys() == one.keys()
 assert record_kernels([lambda: settle(4)], ampere).keys().isdisjoint(one)
-two = record_kernels([block(32), block(64), block(32)], hopper)
+two = record_kernels([block(512), block(64), block(512)], hopper)
 assert len(two) == 2 and one.keys() < two.keys()
 assert current_gpu() == before and gpu_of(torch.device("meta")) is None
 """
