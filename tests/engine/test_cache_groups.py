@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from quengine import load as load_module
 from quengine.block_manager import CachePool
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
 from quengine.llm import LLM
+from quengine.loading import placement
 from quengine.models.config import CacheGroup, ModelConfig
 from quengine.models.decoder import Block, Decoder
 from quengine.models.layers import LayerTensors
@@ -152,7 +152,7 @@ def test_a_gpu_reads_nothing_behind_the_window_of_a_single_group(
     found = []
     for num_blocks in (4, CTX // BLOCK_SIZE):
         if num_blocks > 4:
-            monkeypatch.setattr(load_module, "choose_pools", lambda *_: [CachePool(CTX // BLOCK_SIZE)])
+            monkeypatch.setattr(placement, "choose_pools", lambda *_: [CachePool(CTX // BLOCK_SIZE)])
         with LLM(path, "cuda", CTX, chunk_size=CHUNK, cache_type=cache_type) as llm:
             assert llm.loaded.cache.pools[0].num_blocks == num_blocks
             found.append([llm.generate(prompt, PARAMS)[0] for prompt in PROMPTS])

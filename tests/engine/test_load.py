@@ -11,7 +11,9 @@ from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.launch.gpu import Gpu
-from quengine.load import _choose_cache, _Machine, _make_backend, load_model
+from quengine.load import load_model
+from quengine.loading.machine import Machine, make_backend
+from quengine.loading.placement import choose_cache
 from quengine.memory import WORKSPACE, workspace_bytes
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
@@ -52,7 +54,7 @@ def test_a_deterministic_run_has_batch_invariant_kernels(
     config = EngineConfig(device="cuda", deterministic=deterministic)
     device, _ = choose_device(config)
     checkpoint: Any = None  # a GPU's backend looks at no weights yet
-    backend = _make_backend(config, checkpoint, device, 1, 0)
+    backend = make_backend(config, checkpoint, device, 1, 0)
     assert isinstance(backend, CudaBackend) and backend.batch_invariant == deterministic
 
 
@@ -106,7 +108,7 @@ def test_a_cache_for_many_takes_what_memory_holds_and_says_so(
     cache = checkpoint.config.kv_cache_bytes(cached_blocks * 32)
     free = checkpoint.nbytes + WORKSPACE["cpu"] + cache + 64 * 4 * checkpoint.config.rope_dim
     checkpoint.close()
-    monkeypatch.setattr("quengine.load.available_memory", lambda: free)
+    monkeypatch.setattr("quengine.loading.placement.available_memory", lambda: free)
     loaded = load_model(path, EngineConfig("cpu", 64, 1, parallel=8))
     blocks = min(16, cached_blocks - 1)
     assert loaded.cache.pools[0].num_blocks == blocks and loaded.cache.nbytes <= cache
@@ -124,7 +126,7 @@ def test_a_cache_for_many_holds_one_of_them_whole_and_a_padding_block_or_is_refu
     context = checkpoint.config.kv_cache_bytes(128 + 2 * 32) + 128 * 4 * checkpoint.config.rope_dim
     free = checkpoint.nbytes + WORKSPACE["cpu"] + context
     checkpoint.close()
-    monkeypatch.setattr("quengine.load.available_memory", lambda: free - missing)
+    monkeypatch.setattr("quengine.loading.placement.available_memory", lambda: free - missing)
     config = EngineConfig("cpu", 128, 1, parallel=4)
     if not missing:
         load_model(path, config).checkpoint.close()
@@ -150,7 +152,7 @@ def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(tm
     def choose(config: EngineConfig, missing: int) -> int:
         experts = ExpertPlacement.choose(config, checkpoint, "cuda")
         free = checkpoint.nbytes + workspace + context - missing
-        return _choose_cache(config, checkpoint, None, device, free, experts)[0]
+        return choose_cache(config, checkpoint, None, device, free, experts)[0]
 
     first = ExpertPlacement.choose(EngineConfig(), checkpoint, "cuda").sizes[0]
     assert choose(EngineConfig(ctx_size=64), 0) == 64
@@ -166,7 +168,7 @@ def test_room_is_asked_for_until_nothing_more_is_freed_and_the_context_takes_wha
 ) -> None:
     path = write_synthetic(tmp_path / "m.gguf", "tiny")
     free = [2**28 + 2**20, 2**29, 2**30]
-    monkeypatch.setattr("quengine.load.available_memory", lambda: free[0])
+    monkeypatch.setattr("quengine.loading.placement.available_memory", lambda: free[0])
     asked: list[tuple[int, int, str]] = []
 
     def make_room(needed: int, there: int, device: str) -> bool:
@@ -206,7 +208,7 @@ def test_kernels_are_compiled_for_the_steps_that_will_be_captured(
     )
     checkpoint = open_checkpoint(write_tiny(tmp_path / "tiny.gguf", kind="Q8_0"))
     config = EngineConfig("cuda", 64, parallel=parallel, cache_type="q8_0", deterministic=True)
-    machine = _Machine(config, torch.device("cuda"), 1, 0, None, ExpertPlacement())
+    machine = Machine(config, torch.device("cuda"), 1, 0, None, ExpertPlacement())
     machine._compile_ahead(checkpoint, 64, [CachePool(8)], 64, drafts=False)
     ((plan, told),) = plans
     assert told is gpu and plan.config == checkpoint.config

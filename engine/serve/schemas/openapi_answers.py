@@ -138,11 +138,31 @@ def _generation_settings() -> Schema:
     )
 
 
-def _status() -> dict[str, Schema]:
-    limits = ("body", "prompt_tokens", "n", "stop", "logit_bias", "queue")
+def _slots() -> dict[str, Schema]:
     slot = {"id": COUNT, "n_ctx": COUNT}
     slot_file = {"id_slot": COUNT, "filename": STRING}
     busy = dict.fromkeys(("id_task", "n_prompt_tokens", "n_computed", "n_decoded"), COUNT)
+    return {
+        "Slots": array(
+            {
+                "anyOf": [
+                    record(**slot, **busy, is_processing=const(True)),
+                    record(**slot, id_task=const(-1), is_processing=const(False)),
+                ]
+            }
+        ),
+        "SlotAction": {
+            "anyOf": [
+                record(**slot_file, n_saved=COUNT, n_written=COUNT, timings=record(save_ms=NUMBER)),
+                record(**slot_file, n_restored=COUNT, n_read=COUNT, timings=record(restore_ms=NUMBER)),
+                record(id_slot=COUNT, n_erased=COUNT),
+            ]
+        },
+    }
+
+
+def _status() -> dict[str, Schema]:
+    limits = ("body", "prompt_tokens", "n", "stop", "logit_bias", "queue")
     model = record(
         id=STRING,
         object=const("model"),
@@ -165,21 +185,7 @@ def _status() -> dict[str, Schema]:
         "Health": record({"is_sleeping": const(True)}, status=const("ok")),
         "Model": model,
         "ModelList": record(object=const("list"), data=array(ref("Model"))),
-        "Slots": array(
-            {
-                "anyOf": [
-                    record(**slot, **busy, is_processing=const(True)),
-                    record(**slot, id_task=const(-1), is_processing=const(False)),
-                ]
-            }
-        ),
-        "SlotAction": {
-            "anyOf": [
-                record(**slot_file, n_saved=COUNT, n_written=COUNT, timings=record(save_ms=NUMBER)),
-                record(**slot_file, n_restored=COUNT, n_read=COUNT, timings=record(restore_ms=NUMBER)),
-                record(id_slot=COUNT, n_erased=COUNT),
-            ]
-        },
+        **_slots(),
         "LoraAdapters": {"type": "array", "maxItems": 0},
         "Success": record(success=const(True)),
         "Predictions": record(predictions={"type": "array"}),

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from quengine import load
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.loading import placement
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.type_mix import tensor_type
 from quengine.models.tensor_table import required_tensors
@@ -81,7 +81,7 @@ def count_on(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gib))
     monkeypatch.setattr(torch.cuda, "mem_get_info", info)
     config = EngineConfig(**options)
-    return load._rank_count(config, checkpoint, None, torch.device("cuda", 0)), asked
+    return placement.rank_count(config, checkpoint, None, torch.device("cuda", 0)), asked
 
 
 @pytest.mark.parametrize(

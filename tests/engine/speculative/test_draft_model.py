@@ -233,7 +233,9 @@ def test_weights_and_caches_of_both_models_are_counted_before_anything_is_alloca
     needed += sum(4 * c.config.rope_dim * min(256, c.config.context_length) for c in checkpoints)
     needed += WORKSPACE["cpu"] + DRAFT_WORKSPACE["cpu"]
     for path, enough in ((draft, True), (draft, False), (None, True)):
-        monkeypatch.setattr("quengine.load.available_memory", lambda enough=enough: needed - (not enough))
+        monkeypatch.setattr(
+            "quengine.loading.placement.available_memory", lambda enough=enough: needed - (not enough)
+        )
         config = EngineConfig("cpu", 256, 1, draft_model=path, draft_ngram=2)
         if not enough:
             with pytest.raises(CannotRunError, match=r"not enough memory .* no --draft-model"):

@@ -1,0 +1,258 @@
+"""A model's weights on a device, and the runner of its steps."""
+
+import logging
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quengine.block_manager import CachePool
+from quengine.config import DEFAULT_CHUNK, EngineConfig
+from quengine.kernels.backend import Backend
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
+from quengine.kv_cache import KVCache
+from quengine.loading.placement import of_rank
+from quengine.memory import gib
+from quengine.model_runner import ModelRunner
+from quengine.models.checkpoint import Checkpoint
+from quengine.models.decoder import Decoder
+from quengine.models.tensor_split import SplitTensors
+from quengine.platform import cuda_start
+from quengine.platform.host_experts import ExpertPlacement, split_tensors
+from quengine.platform.weight_loader import CudaTransfer, WeightLoader
+from quengine.speculative.draft_length import draft_rows, draft_tokens
+from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
+
+logger = logging.getLogger("quengine.load")
+
+REFERENCE_BYTES_A_WEIGHT = 8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The device that models are loaded onto, and how. experts: where those of the model lie."""
+
+    config: EngineConfig
+    device: torch.device
+    threads: int
+    free: int
+    progress: Callable[[str], None] | None
+    experts: ExpertPlacement
+
+    def runner(
+        self,
+        checkpoint: Checkpoint,
+        ctx_size: int,
+        pools: Sequence[CachePool],
+        communicator: Communicator = ONE_RANK,
+        drafts: bool = False,
+    ) -> ModelRunner:
+        """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
+        config, device = self.config, self.device
+        backend = make_backend(config, checkpoint, device, self.threads, self.free)
+        backend.communicator = communicator
+        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
+        chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
+        if backend.name == "cuda" and communicator.rank == 0 and (drafts or not self.experts.layers):
+            self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
+        experts = ExpertPlacement() if drafts else self.experts
+        with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
+            host = experts.operations(backend, self.threads)
+            decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
+        logger.debug("weights loaded")
+        if self.experts.layers:
+            return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
+        return _make_runner(config, decoder, cache, drafts)
+
+    def ranks(self, path: Path, part: Checkpoint, ctx_size: int, pools: Sequence[CachePool]) -> ModelRunner:
+        """Rank 0 of a group, whose other ranks load their parts meanwhile."""
+        from quengine.parallel.group import RankGroup, RankPlan
+
+        def plan(number: int, meeting: str) -> RankPlan:
+            sizes = tuple((pool.num_blocks, pool.window, pool.chunk) for pool in pools)
+            options = of_rank(replace(self.config, device=self.device.type), number).values()
+            options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
+            count = self.config.ranks
+            bounds = () if part.config.stage is None else part.config.stage.bounds
+            return RankPlan(str(path), options, number, count, ctx_size, sizes, self.threads, meeting, bounds)
+
+        group = RankGroup(self.config.ranks)
+        try:
+            communicator = group.load(plan, self.device, self.config.deterministic)
+            runner = self.runner(part, ctx_size, pools, communicator)
+            group.wait_until_loaded()
+        except BaseException:
+            group.close()
+            raise
+        runner.lead(group)
+        return runner
+
+    def drafts_beside(
+        self, target: ModelRunner, checkpoint: Checkpoint | None, pools: Sequence[CachePool]
+    ) -> tuple[DraftModel | None, list[str]]:
+        """The model that drafts for `target`, and lines for the user. Where it fails, the ranks of `target` end."""
+        if checkpoint is None:
+            return None, []
+        ctx_size = target.cache.ctx_size
+        drafts_ctx = min(ctx_size, checkpoint.config.context_length)
+        draft_pools = [CachePool(pools[0].num_blocks) for _ in checkpoint.config.cache_groups]
+        try:
+            runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
+            model = DraftModel(runner, self.draft_steps(runner))
+        except BaseException:
+            if target.ranks is not None:
+                target.ranks.close()
+            raise
+        return model, [_draft_note(checkpoint, runner.cache, ctx_size)]
+
+    def _compile_ahead(
+        self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool
+    ) -> None:
+        """Begin to compile kernels that are not there yet; who launches one waits for it."""
+        from quengine.kernels.cuda.launch.gpu import gpu_of
+        from quengine.runners.compile_kernels import KernelPlan, compile_ahead, stored_tensors
+
+        config, gpu, tensors = self.config, gpu_of(self.device), checkpoint.tensors
+        assert gpu is not None
+        plan = KernelPlan(
+            checkpoint.config,
+            tensors.stored() if isinstance(tensors, SplitTensors) else stored_tensors(tensors),
+            ctx_size,
+            pools,
+            chunk_size,
+            config.cache_type,
+            _graph_rows(config, drafts),
+            config.chunk_size or DEFAULT_CHUNK["cuda"],
+            config.speculates,
+            config.deterministic,
+        )
+        compile_ahead(plan, gpu, self.progress)
+
+    def draft_steps(self, runner: ModelRunner) -> DraftSteps:
+        """Runs the decode steps of a draft model."""
+        if self.device.type != "cuda" or self.experts.layers:
+            return HostDraftSteps(runner)
+        from quengine.runners.cuda_graphs import CudaGraphs
+        from quengine.speculative.device_drafts import DeviceDraftSteps
+
+        assert isinstance(runner.graphs, CudaGraphs)
+        return DeviceDraftSteps(runner.graphs)
+
+
+def _draft_note(draft: Checkpoint, cache: KVCache, ctx_size: int) -> str:
+    """What the draft model takes, and where it ends before the other does."""
+    short = "" if cache.ctx_size == ctx_size else f", up to position {cache.ctx_size} only, its own context"
+    return f"drafts by {draft.path.name}: weights {gib(draft.nbytes)}, cache {gib(cache.nbytes)}{short}"
+
+
+@contextmanager
+def _weights(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    mapped: bool,
+    progress: Callable[[str], None] | None,
+    host_layers: int,
+) -> Iterator[Mapping[str, QuantTensor]]:
+    """The tensors as the decoder takes them: on the CPU the mapped file's, or copies; read ahead for a CUDA device, but
+    for the experts of the first `host_layers` layers."""
+    if device.type != "cuda":
+        yield checkpoint.tensors if mapped else _copied(checkpoint, progress)
+        return
+    host, rest = split_tensors(checkpoint.tensors, host_layers) if host_layers else ({}, checkpoint.tensors)
+    nbytes = checkpoint.nbytes - sum(tensor.nbytes for tensor in host.values())
+    with WeightLoader(rest, CudaTransfer(device), nbytes, progress) as tensors:
+        yield ChainMap(host, tensors) if host else tensors  # type: ignore[arg-type]  # it is not written to
+    if progress is not None:
+        progress("")  # the next output begins a line of its own
+    # What lay there before it was repacked is not needed again.
+    torch.cuda.empty_cache()
+
+
+def _copied(checkpoint: Checkpoint, progress: Callable[[str], None] | None) -> Mapping[str, QuantTensor]:
+    from quengine.platform.weight_copy import copy_weights
+
+    try:
+        return copy_weights(checkpoint.tensors, checkpoint.release_pages, progress)
+    finally:
+        if progress is not None:
+            progress("")
+
+
+def make_backend(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, threads: int, free: int
+) -> Backend[Any]:
+    if config.backend == "reference":
+        from quengine.kernels.reference import ReferenceBackend
+
+        return ReferenceBackend(keep=REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2)
+    if device.type == "cuda":
+        from quengine.kernels.cuda.backend import CudaBackend
+        from quengine.platform.compile_notice import announce_compilation
+
+        cuda_start.wait()
+        announce_compilation(torch.cuda.get_device_name(device))
+        return CudaBackend(device, batch_invariant=config.deterministic)
+    from quengine.kernels.cpu.backend import CpuBackend
+
+    return CpuBackend(threads)
+
+
+def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+    device = decoder.backend.device
+    if config.backend == "reference":
+        return ModelRunner(decoder, cache)
+    if device.type == "cuda":
+        return _cuda_runner(config, decoder, cache, drafts)
+    from quengine.kernels.cpu.ops import sampling
+    from quengine.runners.cpu_steps import CpuSteps
+
+    shape = decoder.config
+    if (
+        shape.ranks > 1 or shape.stage is not None
+    ):  # between the kernels of a step it waits for other processes
+        return ModelRunner(decoder, cache, choose=sampling.sample, packs_prompts=False)
+    # A dozen rows of one prompt keep the processor as busy as those of many.
+    return ModelRunner(
+        decoder,
+        cache,
+        CpuSteps(decoder, cache, max(config.parallel, draft_rows(config, device.type))),
+        choose=sampling.sample,
+        packs_prompts=False,
+    )
+
+
+def _graph_rows(config: EngineConfig, drafts: bool) -> int:
+    """Rows of a captured decode step at most; `drafts`: of the model that drafts."""
+    from quengine.runners.graph_keys import DECODE_ROWS
+
+    rows = draft_rows(config, "cuda")
+    # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
+    rows = MOST_ROWS * min(config.parallel, rows) if drafts else max(config.parallel, rows)
+    return min(DECODE_ROWS[-1], rows)
+
+
+def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+    from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
+    from quengine.parallel.communicator import CudaCommunicator
+    from quengine.runners.cuda_graphs import PENDING, CudaGraphs
+    from quengine.runners.device_decode import DeviceDecoder
+    from quengine.runners.graph_keys import UNMOVED_ROWS
+
+    rows = _graph_rows(config, drafts)
+    graphs = CudaGraphs(
+        decoder,
+        cache,
+        rows if decoder.config.stage is None else min(rows, UNMOVED_ROWS),
+        config.chunk_size or DEFAULT_CHUNK["cuda"],
+        shares_sequences=config.speculates,
+        pending=draft_tokens(config, "cuda") if drafts else PENDING,
+    )
+    communicator = decoder.backend.communicator
+    if isinstance(communicator, CudaCommunicator):
+        communicator.one_first(finish_compiling)
+    return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))

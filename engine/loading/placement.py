@@ -1,0 +1,168 @@
+"""Which part of a model each rank holds, and the context and cache that fit beside it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from quengine.block_manager import CachePool
+from quengine.config import DEFAULT_CHUNK, EngineConfig
+from quengine.errors import EngineError
+from quengine.memory import (
+    CONTEXT_STEP,
+    RANKS_WORKSPACE,
+    CacheNeeds,
+    DeviceMemory,
+    choose_context,
+    choose_pools,
+    wanted_bytes,
+    workspace_bytes,
+)
+from quengine.models.checkpoint import Checkpoint
+from quengine.models.config import Stage
+from quengine.models.layer_split import layer_bounds, layer_bytes
+from quengine.models.split_checkpoint import SplitCheckpoint
+from quengine.models.tensor_split import Rank
+from quengine.platform.host_experts import ExpertPlacement
+from quengine.platform.machine import available_memory
+from quengine.speculative.draft_length import draft_rows
+
+
+def part_of(checkpoint: Checkpoint, part: Rank | Stage) -> Checkpoint:
+    """What a rank has of a model. Raises EngineError where so many ranks cannot share it."""
+    return checkpoint if part.count == 1 else SplitCheckpoint(checkpoint, part)
+
+
+def stages_of(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> list[Stage]:
+    """Which rank has which layers, by the shares that are asked for or by free memory; empty where none has whole
+    layers. Raises EngineError for more ranks than layers."""
+    if config.split != "layer" or config.ranks == 1:
+        return []
+    count = config.ranks
+    shares = config.shares or [float(free) for free in _free_of_ranks(config, device)]
+    bounds = layer_bounds(layer_bytes(checkpoint.config, checkpoint.tensors), shares)
+    return [Stage(number, bounds) for number in range(count)]
+
+
+def _free_of_ranks(config: EngineConfig, device: torch.device) -> list[int]:
+    """Bytes for each rank. Asking a CUDA device makes its context."""
+    devices = [of_rank(replace(config, device=device.type), rank) for rank in range(config.ranks)]
+    own = [device, *(torch.device(each.device) for each in devices[1:])]
+    return [free_memory(each, config.ranks) for each in own]
+
+
+def fit_stages(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None,
+    device: torch.device,
+    stages: Sequence[Stage],
+    ctx_size: int,
+) -> tuple[int, list[CachePool]]:
+    """The cache that every rank has room for, where `ctx_size` positions fit the first one."""
+    free = _free_of_ranks(config, device)
+    asked = replace(config, make_room=None)
+    parts = [part_of(checkpoint, stage) for stage in stages]
+    on = [torch.device(of_rank(replace(config, device=device.type), stage.number).device) for stage in stages]
+
+    def choose(positions: int | None) -> list[tuple[int, list[CachePool]]]:
+        return [
+            choose_cache(
+                *(replace(asked, ctx_size=positions), part, draft, where, room),
+                ExpertPlacement.choose(config, part, device.type),
+            )
+            for part, where, room in zip(parts, on, free, strict=True)
+        ]
+
+    ctx_size = min(ctx_size, *(positions for positions, _ in choose(config.ctx_size)))
+    pools = [chosen for _, chosen in choose(ctx_size)]
+    fewest = [min(pool.num_blocks for pool in group) for group in zip(*pools, strict=True)]
+    return ctx_size, [replace(pool, num_blocks=count) for pool, count in zip(pools[0], fewest, strict=True)]
+
+
+def of_rank(config: EngineConfig, rank: int) -> EngineConfig:
+    """As if the rank were alone: with its own device, where devices are named or it is not rank 0."""
+    named = config.devices is not None or (rank > 0 and config.device != "cpu")
+    device = config.device_of(rank) if named else config.device
+    return replace(config, device=device, devices=None, tensor_parallel=1, split="tensor", tensor_split=None)
+
+
+def free_memory(device: torch.device, ranks: int) -> int:
+    """Bytes for one rank: of a device of its own, or of the host's memory, which they share."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // ranks
+
+
+def rank_count(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
+) -> int:
+    """How many devices share the model: what the options say, or the fewest CUDA devices that hold it."""
+    told = (
+        config.tensor_parallel is not None or config.devices is not None or config.device.startswith("cuda:")
+    )
+    if told or device.type != "cuda" or config.places_experts or torch.cuda.device_count() <= 1:
+        return config.ranks
+    from quengine.parallel.device_count import USABLE_CONTEXT, fewest_devices
+
+    def needed(count: int, usable: bool) -> int | None:
+        layers = config.split == "layer"
+        try:
+            part = checkpoint if layers else part_of(checkpoint, Rank(0, count, config.expert_parallel))
+        except EngineError:
+            return None
+        shared = replace(config, tensor_parallel=count)
+        needs, memory = _memory_needs(shared, part, draft, device, 0, ExpertPlacement())
+        least = min(checkpoint.config.context_length, USABLE_CONTEXT) if usable else CONTEXT_STEP
+        own = memory.weights + needs.nbytes(config.ctx_size or least, config.cache_type)
+        return memory.workspace + (own // count if layers else own)
+
+    # What other models hold can be freed where there is `make_room`. Asking for it makes a device's context.
+    which = 0 if config.make_room is None else 1
+    free = [torch.cuda.mem_get_info(device)[which]]
+    if (needed(1, True) or 0) > free[0]:
+        free += [torch.cuda.mem_get_info(index)[which] for index in range(1, torch.cuda.device_count())]
+    return fewest_devices(free, needed)
+
+
+def _memory_needs(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None,
+    device: torch.device,
+    free: int,
+    experts: ExpertPlacement,
+) -> tuple[CacheNeeds, DeviceMemory]:
+    """What a context takes, and a device with room for one and the padding blocks beside it, and as much again."""
+    shape, cache_type = checkpoint.config, config.cache_type
+    chunk = config.chunk_size or DEFAULT_CHUNK[device.type]
+    if config.parallel == 1:
+        chunk = min(chunk, config.ctx_size or shape.context_length)
+    rows = max(config.parallel, draft_rows(config, device.type))
+    weights = checkpoint.nbytes - sum(experts.host.values())
+    workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
+    workspace += RANKS_WORKSPACE[device.type] if config.ranks > 1 else 0
+    if draft is not None:
+        workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
+        weights += draft.nbytes
+    needs = CacheNeeds(shape, chunk, None if draft is None else draft.config)
+    padding = 2 * sum(needs.block_bytes(cache_type))
+    return needs, DeviceMemory(str(device), free, weights, workspace + padding, experts.device)
+
+
+def choose_cache(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None,
+    device: torch.device,
+    free: int,
+    experts: ExpertPlacement,
+) -> tuple[int, list[CachePool]]:
+    """Positions of a sequence, and the pools of the cache's blocks."""
+    needs, memory = _memory_needs(config, checkpoint, draft, device, free, experts)
+    cache_type = config.cache_type
+    if config.make_room is not None:
+        wanted = wanted_bytes(needs, memory, config.ctx_size, config.parallel, cache_type)
+        while config.make_room(wanted, memory.free, str(device)):
+            memory = replace(memory, free=free_memory(device, config.ranks))
+    ctx_size = choose_context(needs, config.ctx_size, memory, cache_type)
+    room = memory.room + 2 * sum(needs.block_bytes(cache_type))  # the padding blocks are among those chosen
+    return ctx_size, choose_pools(needs, ctx_size, config.parallel, room, cache_type)
