@@ -139,7 +139,9 @@ class SamplingParams:
     min_p: Annotated[
         float, Range(0, 1), Flag("--min-p", "Drop those under P times the likeliest.", PANEL)
     ] = 0.05
-    typical_p: Annotated[float, Range(0, 1), Flag("--typical --typical-p", "Locally typical mass; 1: off.", PANEL)] = 1.0
+    typical_p: Annotated[
+        float, Range(0, 1), Flag("--typical --typical-p", "Locally typical mass; 1: off.", PANEL)
+    ] = 1.0
     repeat_penalty: Annotated[
         float, Range(above=0, high=MAX_PENALTY), Flag("--repeat-penalty", "Of recent tokens; 1: off.", PANEL)
     ] = 1.0
