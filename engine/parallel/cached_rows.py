@@ -61,7 +61,7 @@ def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
             communicator.broadcast(own, config.stage.rank_of(group[0].layer))
         elif ranks > 1:
             own = communicator.all_gather(own, [sum(sizes)] * ranks)
-        parts = own.view(end - start, ranks, -1).cpu().split(sizes, dim=2)
+        parts = torch.split(own.view(end - start, ranks, -1).cpu(), sizes, dim=2)
         for one, part in zip(group, parts, strict=True):
             shape = (end - start, ranks * one.tensor.shape[1], one.tensor.shape[2])
             rows.append(part.contiguous().view(one.tensor.dtype).view(shape))
@@ -82,7 +82,7 @@ def write_rows(
             values.copy_(torch.cat([_bytes(each) for each in rows[done : done + len(group)]], dim=1))
         done += len(group)
         communicator.broadcast(values)
-        for one, part in zip(group, values.split(sizes, dim=1), strict=True):
+        for one, part in zip(group, torch.split(values, sizes, dim=1), strict=True):
             if one.held:
                 given = part.contiguous().view(one.tensor.dtype).view(end - start, kv_heads, -1)
                 one.tensor[one.slots] = given[:, first : first + one.tensor.shape[1]]
