@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from quengine.kernels.cuda.launch.source_lines import use_quick_source_lines
 from quengine.kernels.private_folder import check_private, user_cache
 
 DEFERRED = frozenset(
@@ -36,9 +37,10 @@ VERSIONS = ("2.11.", "2.13.")
 
 
 def prepare() -> None:
-    """For the import of torch in a process of the program that computes."""
+    """For the imports of torch, and of kernels, in a process of the program that computes."""
     keep_bytecode()
     defer_modules()
+    use_quick_source_lines()
 
 
 def keep_bytecode() -> None:
