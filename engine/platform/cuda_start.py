@@ -10,11 +10,16 @@ import logging
 import os
 import threading
 
+from quengine.platform.machine import usable_cpus
+
 logger = logging.getLogger("quengine.start")
 
 _DRIVER = "libcuda.so.1"
 _MAJOR, _MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
+
+_PROCESSORS = 4
+"""With fewer, a process that is started early takes as long from this one as it saves."""
 
 _threads: list[threading.Thread] = []
 
@@ -75,7 +80,12 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _start_compiler() -> None:
-    """In the first run of all: the process that leads those which compile is up when this one has imported torch."""
+    """In the first run of all: the process that leads those which compile is up when this one has imported torch.
+
+    It is as much work beside that, so it needs processors of its own.
+    """
+    if len(usable_cpus()) < _PROCESSORS:
+        return
     from quengine.kernels.cuda.launch.compiler_process import start_early
     from quengine.platform.torch_import import COMPILER_PRELUDE
 

@@ -75,8 +75,8 @@ class Built:
 
 def lead(descriptor: int, module: str = "") -> None:
     """The first process, which imports `module` before it looks for an order. Its end of a pipe gets an Order, then
-    keys of kernels that are wanted next; from it come the keys of kernels that are compiled, a list for each computation,
-    None, and a Built for each kernel."""
+    keys of kernels that are wanted next; from it come the keys of kernels that are compiled, a list for each
+    computation, None, and a Built for each kernel."""
     pipe = Connection(descriptor)
     os.nice(_NICENESS)
     torch.set_num_threads(1)  # it is forked

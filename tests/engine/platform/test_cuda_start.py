@@ -78,6 +78,10 @@ def test_the_process_started_early_imports_what_its_order_needs(monkeypatch: pyt
 
     started = list[tuple[str, str]]()
     monkeypatch.setattr(compiler_process, "start_early", lambda *given: started.append(given))
+    monkeypatch.setattr(cuda_start, "usable_cpus", lambda: set(range(2)))
+    cuda_start._start_compiler()
+    assert not started, "it would take turns with this one"
+    monkeypatch.setattr(cuda_start, "usable_cpus", lambda: set(range(4)))
     cuda_start._start_compiler()
     assert started == [(compile_kernels.COMPILER_PRELUDE, compile_kernels.stages_of.__module__)]
 
