@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from quengine.errors import EngineError
 from quengine.models.architectures import ARCHITECTURES, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.config import LIMITS, ModelConfig, RopeScaling, RopeScalingKind, yarn_attention_factor
@@ -75,8 +76,22 @@ _REFUSED = (
 )
 
 
+# GGUF files that hold no language model: `general.type`, or where a file has none, the architecture.
+_OTHER_FILES: Mapping[str, str] = {
+    "adapter": "a LoRA adapter, not a model; merge it into its model and convert the result",
+    "mmproj": "the vision or audio part of a model; give the model's own GGUF file, which runs without it",
+    "imatrix": "an importance matrix, from which a model was quantized; give the model's own GGUF file",
+    "controlvector": "a control vector, not a model; control vectors are not supported",
+}
+_OLD_VISION = "clip"
+
+
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
     """See ModelConfig.from_gguf."""
+    kind, named = file.metadata.get("general.type"), file.metadata.get("general.architecture")
+    for given in (kind, "mmproj" if named == _OLD_VISION else named):
+        if isinstance(given, str) and given in _OTHER_FILES:
+            raise EngineError(f"{file.path}: {_OTHER_FILES[given]}")
     declared = ARCHITECTURES.get(file.require_str("general.architecture"))
     if declared is None:
         raise unsupported_architecture(file.require_str("general.architecture"))

@@ -203,14 +203,19 @@ TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "p
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
-@pytest.mark.parametrize("default", ["a", "  {%- if 1 %}a{% endif %}\n\n", "\n {% if 1 %} a\n{% endif %}\n  ", ""])
+@pytest.mark.parametrize(
+    "default", ["a", "  {%- if 1 %}a{% endif %}\n\n", "\n {% if 1 %} a\n{% endif %}\n  ", ""]
+)
 def test_a_template_for_tools_is_used_where_there_are_tools(
     tmp_path: Path, default: str, tools: list[dict[str, object]] | None
 ) -> None:
     """As transformers chooses, white space included, from a folder with a list of templates and from a GGUF file."""
     from transformers import PreTrainedTokenizerFast
 
-    named = {"default": default, "tool_use": " {% for t in tools %}\n  {{ t.function.name }}\n{% endfor %} \n"}
+    named = {
+        "default": default,
+        "tool_use": " {% for t in tools %}\n  {{ t.function.name }}\n{% endfor %} \n",
+    }
     write_tokenizer(tmp_path)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=named)
     expected = theirs.apply_chat_template(USER, tools=tools, tokenize=False)
