@@ -51,6 +51,7 @@ KEYS: Mapping[str, str] = {
 ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
 )
+_QKV_BIASES = frozenset({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
 _GGUF_SCALINGS = frozenset({"linear", "yarn", "longrope"})  # llama3 has no name, but a tensor
 
 # Keys whose presence with another value than the neutral one means a computation that the decoder lacks.
@@ -112,7 +113,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     config = ModelConfig(
         architecture=architecture,
         name=_name(file, architecture),
-        block=replace(block, qkv_bias=block.qkv_bias or "blk.0.attn_q.bias" in file.tensors),
+        block=replace(block, qkv_bias=block.qkv_bias or not _QKV_BIASES.isdisjoint(file.tensors)),
         vocab_size=_vocab_size(file, architecture),
         context_length=context,
         embedding_length=embedding,
