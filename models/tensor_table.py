@@ -145,8 +145,9 @@ def draft_note(names: Sized) -> list[str]:
 def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     """Checks that `file` has the tensors of `config`, each of its shape and a type that can be computed with.
 
-    Query, key and value rows are in three tensors or in one (`attn_qkv`). A layer's experts are in one tensor for each kind of matrix (`ffn_up_exps`), in one for gate and up together
-    (`ffn_gate_up_exps`), or, in old files, in one each (`ffn_up.0`) of a common type.
+    Query, key and value rows are in three tensors or in one (`attn_qkv`). A layer's experts are in one tensor for each
+    kind of matrix (`ffn_up_exps`), in one for gate and up together (`ffn_gate_up_exps`), or, in old files, in one each
+    (`ffn_up.0`) of a common type.
     Extra tensors that nothing uses are named in one warning of this module's logger; extra ones that would
     change the result are refused.
 

@@ -35,6 +35,19 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return read_json(folder / "config.json")
 
 
+def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
+    """The parsed tokenizer_config.json, empty where there is none. Raises EngineError.
+
+    Where it does not list the added tokens, as older releases of transformers wrote it, those of
+    special_tokens_map.json are among its keys, and come first.
+    """
+    path, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    config = read_json(path) if path.is_file() else {}
+    if "added_tokens_decoder" in config or not older.is_file():
+        return config
+    return {**config, **read_json(older)}
+
+
 def read_templates(folder: Path) -> dict[str, str]:
     """The checkpoint's chat templates by name. Raises EngineError.
 

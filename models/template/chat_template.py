@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
-from quengine.models.hf.hf_headers import DEFAULT_TEMPLATE, read_templates
-from quengine.models.hf.json_file import read_json
+from quengine.models.hf.hf_headers import DEFAULT_TEMPLATE, read_templates, read_tokenizer_config
 from quengine.models.template.limited_process import LimitedProcess, Limits, ProcessStoppedError
 from quengine.models.template.named_templates import NAMED_TEMPLATES, program_of
 
@@ -85,8 +84,7 @@ class ChatTemplate:
     @classmethod
     def from_hf(cls, folder: Path, name: str | None = None) -> "ChatTemplate | None":
         """As `from_gguf`, of a Hugging Face checkpoint folder."""
-        path = folder / "tokenizer_config.json"
-        config = read_json(path) if path.is_file() else {}
+        config = read_tokenizer_config(folder)
         found = read_templates(folder)
         given = _given_program(name, found)
         source = _choose(found, name, str(folder)) if given is None else given

@@ -32,7 +32,9 @@ WITHOUT_MAMBA = {
     "shared_intermediate_size": 96,
     "layer_types": ["attention"] * 2,
     "position_embedding_type": "rope",
-    **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1},
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
 }
 
 
