@@ -77,25 +77,27 @@ _REFUSED = (
 )
 
 
-# GGUF files that hold no language model: `general.type`, or where a file has none, the architecture.
+_PROJECTOR = "the vision or audio part of a model; give the model's own GGUF file, which runs without it"
 _OTHER_FILES: Mapping[str, str] = {
     "adapter": "a LoRA adapter, not a model; merge it into its model and convert the result",
-    "mmproj": "the vision or audio part of a model; give the model's own GGUF file, which runs without it",
+    "mmproj": _PROJECTOR,
+    "clip": _PROJECTOR,
     "imatrix": "an importance matrix, from which a model was quantized; give the model's own GGUF file",
     "controlvector": "a control vector, not a model; control vectors are not supported",
 }
-_OLD_VISION = "clip"
+"""What GGUF files are that hold no language model, by their `general.type`, or else by their architecture."""
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
     """See ModelConfig.from_gguf."""
-    kind, named = file.metadata.get("general.type"), file.metadata.get("general.architecture")
-    for given in (kind, "mmproj" if named == _OLD_VISION else named):
-        if isinstance(given, str) and given in _OTHER_FILES:
-            raise EngineError(f"{file.path}: {_OTHER_FILES[given]}")
-    declared = ARCHITECTURES.get(file.require_str("general.architecture"))
+    kind = file.metadata.get("general.type")
+    if isinstance(kind, str) and kind in _OTHER_FILES:
+        raise EngineError(f"{file.path}: {_OTHER_FILES[kind]}")
+    named = file.require_str("general.architecture")
+    declared = ARCHITECTURES.get(named)
     if declared is None:
-        raise unsupported_architecture(file.require_str("general.architecture"))
+        what = _OTHER_FILES.get(named)
+        raise unsupported_architecture(named, f"is {what}" if what else "is not supported")
     architecture = declared.name
     _refuse_unimplemented(file, declared)
     check_chat_templates(file)

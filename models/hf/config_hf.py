@@ -81,7 +81,7 @@ def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Map
     """The architecture, model type and configuration with the type's defaults of the text model in config.json."""
     outer = config.get("model_type")
     if outer is None:
-        raise config_error("model_type", "missing: this is no config.json of a transformers model")
+        raise unsupported_architecture("None", "(config.json has no model_type) is not supported")
     if not isinstance(outer, str) or outer not in MODEL_TYPES:
         raise unsupported_architecture(str(outer))
     architecture, model_type = MODEL_TYPES[outer]
