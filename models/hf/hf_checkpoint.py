@@ -140,7 +140,8 @@ class HFTensors(Mapping[str, QuantTensor]):
         self._names = HFNames(declared, shards.files.keys())
         self._output = f"{self._names.head}lm_head.weight"
         for name, shape in required_tensors(config).items():
-            if part := declared.hf_parts.get(name.split(".", 2)[-1]):
+            part = declared.hf_parts.get(name.split(".", 2)[-1])
+            if part is not None and not self._has_own(name):
                 self._take_part(name, shape, part)
             elif name.endswith("_exps.weight"):
                 self._take_experts(name, shape)
@@ -159,6 +160,10 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.stored[name] = self._shards.stored(hf_name, _ROW.get(tensor, ()) + shape)
         if tensor in HEADS and config.block.rope_layout == "pairs":
             self.heads[name] = getattr(config, HEADS[tensor])
+
+    def _has_own(self, name: str) -> bool:
+        """Whether a tensor that lies within another in some folders of the architecture has one of its own here."""
+        return not name.endswith(("_exps.weight", "_exps.bias")) and self._names(name) in self._shards.files
 
     def _take_part(self, name: str, shape: tuple[int, ...], part: HFPart) -> None:
         of_layer = f"{self._names.body}.layers.{name.split('.')[1]}."
