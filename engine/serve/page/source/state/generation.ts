@@ -116,7 +116,7 @@ async function fillAll(chat: Chat, first: Message): Promise<void> {
 async function fill(chat: Chat, message: Message): Promise<void> {
   const run: Run = { chat, message, control: new AbortController(), progress: 0 };
   runs.set(message.id, run);
-  answering.add(chat.id);
+  answering.set(chat.id, message);
   message.state = "running";
   delete message.error;
   keep(chat);
