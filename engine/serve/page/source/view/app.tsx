@@ -39,7 +39,7 @@ function Empty(): JSX.Element {
       <p class="hint">
         {modelOf(state.chat)
           ? `${modelOf(state.chat)} answers; chats stay in this browser.`
-          : "Connecting to the server"}
+          : "Not connected to the server; chats stay in this browser."}
       </p>
       <div class="suggestions">
         {SUGGESTIONS.map(([title, text]) => (
@@ -71,7 +71,7 @@ function Log(): JSX.Element {
   const path = pathTo(chat, chat.leaf);
   const running = runningIn(chat) !== undefined;
   const toEnd = (): void =>
-    void (low.current && log.current && (log.current.scrollTop = log.current.scrollHeight));
+    void (low.current && path.length && log.current && (log.current.scrollTop = log.current.scrollHeight));
   useLayoutEffect(() => {
     low.current = running; // another branch leaves what is above it where it is
   }, [chat.leaf]);

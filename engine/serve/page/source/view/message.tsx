@@ -200,20 +200,23 @@ function Actions({ chat, message, edit, scored, toggleScored }: ActionsProps): J
   const assistant = message.role === "assistant";
   const last = chat.leaf === message.id;
   const busy = runningIn(chat) !== undefined;
-  const nothing = assistant && !message.content; // an error alone, or calls
+  const nothing = assistant && !message.content; // but thoughts, calls or an error
+  const failed = nothing && message.error && !message.thought && !message.calls; // which has its own button
   const copyText = (): void => void copy(message.content).then(() => notify("Copied"));
   return (
     <div class="actions" role="group" aria-label="Actions on this message">
       <Branches chat={chat} message={message} />
       {!nothing && <IconButton icon={Copy} label="Copy" onClick={copyText} />}
       {!nothing && <IconButton icon={Pencil} label="Edit" onClick={edit} />}
-      <IconButton
-        icon={RotateCcw}
-        label={assistant ? "Regenerate" : "Answer again"}
-        disabled={busy}
-        onClick={() => regenerate(chat, message)}
-      />
-      {assistant && last && !(message.error && nothing && !message.thought && !message.calls) && (
+      {!failed && (
+        <IconButton
+          icon={RotateCcw}
+          label={assistant ? "Regenerate" : "Answer again"}
+          disabled={busy}
+          onClick={() => regenerate(chat, message)}
+        />
+      )}
+      {assistant && last && !failed && (
         <IconButton icon={Play} label="Continue" disabled={busy} onClick={() => void resume(chat, message)} />
       )}
       {message.tokens && (
