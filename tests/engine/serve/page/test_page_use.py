@@ -208,17 +208,14 @@ def test_two_tabs_that_are_answered_in_one_chat_keep_both_answers(page: Any) -> 
     for tab in (page, other):
         choose(tab, max_tokens=250)
     ask(page, "from here")
-    wait_for_text(page.locator(".assistant .markdown").last, PARTIAL)
-    ask(other, "from there")
-    answered(page, 2)
-    answered(other, 2)
-    page.wait_for_timeout(800)
-    page.reload()
-    page.locator(".message").first.wait_for()
-    page.get_by_label("Search chats").fill("from here")
-    assert page.locator(".chats .title").count() == 1
-    page.get_by_label("Search chats").fill("from there")
-    assert page.locator(".chats .title").count() == 1
+    wait_for_text(other.locator(".assistant .markdown").nth(1), PARTIAL)
+    ask(other, "from there")  # after what has come of the first tab's answer
+    answered(other, 3)
+    for tab in (page, other):
+        tab.reload()
+        answered(tab, 3)
+        texts = tab.locator(".assistant .markdown").all_inner_texts()
+        assert [len(text.split()) for text in texts] == [12, 250, 250]
 
 
 def test_another_branch_leaves_what_is_above_it_in_its_place(page: Any) -> None:

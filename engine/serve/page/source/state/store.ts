@@ -5,7 +5,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { ApiError, keyKept, request } from "./api";
 import { type Chat, type Message, newChat, removeMessage } from "./chats";
-import { loadChat, loadChats, removeChat, saveChat, watchDatabase } from "./database";
+import { loadChats, removeChat, saveChat, watchDatabase } from "./database";
 import type { Defaults, Settings } from "./options";
 import { type Tool, findTools } from "./tools";
 
@@ -138,7 +138,7 @@ export function keepDefaults(chat: Chat): void {
 export async function start(): Promise<void> {
   watchDatabase(
     error => notify(`This chat cannot be kept: ${(error as Error).message}`),
-    id => void otherTab(id),
+    otherTab,
   );
   try {
     const loaded = await loadChats();
@@ -157,8 +157,8 @@ function interrupt(chat: Chat): void {
     if (message.state === "running") message.state = "interrupted";
 }
 
-async function otherTab(id: string): Promise<void> {
-  const written = await loadChat(id);
+/** What another tab has written or, without a chat, removed. */
+function otherTab(id: string, written?: Chat): void {
   const here = state.chats.find(chat => chat.id === id);
   const mine = answering.get(id);
   if (mine) {
