@@ -120,7 +120,7 @@ export function LiveButton(): JSX.Element {
       title="This server, all users together"
       onClick={() => show(problem === NO_KEY ? "key" : "live")}
     >
-      {!problem && samples.length > 1 && (
+      {!problem && speeds.some(speed => speed > 0) && (
         <Plot values={speeds} top={Math.max(1, ...speeds)} width={64} height={20} />
       )}
       <span role="status" aria-live={problem ? "polite" : "off"}>

@@ -85,7 +85,7 @@ function codeBlock(code: string, info: string): string {
   return (
     `<div class="code" dir="ltr"><div class="code-bar"><span>${escape(language || "text")}</span>` +
     `<button type="button" data-copy="" class="quiet">Copy</button></div>` +
-    `<pre tabindex="0" role="region" aria-label="Code"><code>${highlighted(code, language.toLowerCase())}</code></pre></div>`
+    `<pre tabindex="0" role="group" aria-label="Code"><code>${highlighted(code, language.toLowerCase())}</code></pre></div>`
   );
 }
 
@@ -95,7 +95,7 @@ const attribute = (token: Token | undefined, name: string): string =>
 const { rules } = md.renderer;
 rules.fence = (tokens, index) => codeBlock(tokens[index]?.content ?? "", tokens[index]?.info ?? "");
 rules.code_block = (tokens, index) => codeBlock(tokens[index]?.content ?? "", "");
-rules.table_open = () => '<div class="table" tabindex="0" role="region" aria-label="Table"><table>';
+rules.table_open = () => '<div class="table" tabindex="0" role="group" aria-label="Table"><table>';
 rules.table_close = () => "</table></div>";
 rules.th_open = (tokens, index) => cell("th", tokens[index]);
 rules.td_open = (tokens, index) => cell("td", tokens[index]);
@@ -206,5 +206,6 @@ export async function typeset(root: HTMLElement): Promise<void> {
     } catch {
       span.textContent = tex;
     }
+    if (span.scrollWidth > span.clientWidth && displayMode) span.tabIndex = 0; // arrow keys scroll it
   }
 }

@@ -202,9 +202,13 @@ export function download(name: string, text: string): void {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** Copy text, also where the page has no secure origin and so no clipboard interface. */
+/** Copy text, also where the page has no secure origin and so no clipboard interface, or may not use it. */
 export async function copy(text: string): Promise<void> {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  try {
+    if (navigator.clipboard) return await navigator.clipboard.writeText(text);
+  } catch {
+    // The older way is left.
+  }
   const area = document.createElement("textarea");
   area.value = text;
   document.body.append(area);
