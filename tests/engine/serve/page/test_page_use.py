@@ -323,6 +323,20 @@ def test_an_answer_that_failed_before_it_began_can_be_tried_again_or_deleted(pag
     assert names == ["Try again", "Delete"]
 
 
+def test_an_answer_that_is_continued_counts_all_its_tokens_and_says_when_none_came(page: Any) -> None:
+    answer_with(page, stream("abcdef", size=1))
+    ask(page, "hi")
+    answered(page)
+    answer_with(page, stream("ghi", size=1))
+    act(page, "assistant", "Continue")
+    wait_for_text(page.locator(".costs"), "9 tokens")
+    answer_with(page, stream(""))
+    act(page, "assistant", "Continue")
+    wait_for_text(page.locator(".notice"), "The model adds nothing to this answer")
+    assert "9 tokens" in page.locator(".costs").inner_text()
+    assert page.locator(".assistant .markdown").inner_text() == "abcdefghi"
+
+
 def test_the_key_is_asked_for_once_and_again_when_it_is_wanted(browser: Any) -> None:
     with serving(settings={"api_keys": ("right",)}) as served, opened(browser, served.url) as page:
         page.locator("dialog").wait_for()

@@ -83,6 +83,7 @@ export function Sidebar(): JSX.Element {
         placeholder="Search chats"
         aria-label="Search chats"
         value={words}
+        onKeyDown={event => event.key === "Escape" && words && event.stopPropagation()} // which empties it
         onInput={event => setWords(event.currentTarget.value)}
       />
       <div class="chats">
