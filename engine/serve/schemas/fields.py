@@ -275,7 +275,7 @@ class Generation(Sampling, frozen=True):
     guided_whitespace_pattern: Annotated[Any, only()] = None
     guided_decoding_backend: Annotated[Any, only()] = None
     structured_outputs: Annotated[Any, only()] = None
-    grammar_triggers: Annotated[Any, only()] = None
+    grammar_triggers: Annotated[Any, only([])] = None
     grammar_lazy: Annotated[Any, only(False)] = None
 
     @property
@@ -313,6 +313,7 @@ class Tools(Generation, frozen=True):
     enable_thinking: Thinking | None = None
     reasoning_budget: Budget | None = None
     thinking_budget_tokens: Budget | None = None
+    reasoning_budget_tokens: Budget | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     documents: Annotated[Any, only([])] = None
     mm_processor_kwargs: Annotated[Any, only()] = None
