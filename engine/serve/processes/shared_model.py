@@ -77,6 +77,7 @@ class ServedModel:
         self.template = self._chat.source
         self.notes = notes
         self.bos_id: int | None = text.tokenizer.bos_id
+        self.eos_id: int | None = text.tokenizer.eos_id
         self.eos_ids = text.tokenizer.eos_ids
         self.token_length = text.tokenizer.token_length
         self.source: TextSource | None = TextSource(text.checkpoint.path, text.given_template)
