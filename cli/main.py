@@ -5,11 +5,13 @@ process that a signal ends before it can handle it has 128 plus the signal's num
 """
 
 import contextlib
+import inspect
 import logging
 import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -91,8 +93,15 @@ def register_commands(args: list[str]) -> None:
             app.command(
                 name,
                 cls=getattr(file, "Command", ExampleCommand),
+                help=_unwrapped(made),
                 rich_help_panel=entry.panel,
             )(made)
+
+
+def _unwrapped(command: Callable[..., None]) -> str:
+    """A command's docstring with a line for each paragraph, which the help wraps itself."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(each.split()) for each in paragraphs)
 
 
 def _show_warning(
@@ -133,11 +142,11 @@ def _print_error(message: str, hint: str = "") -> None:
 def _usage_hint(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "engine"
-    names = (
-        "`engine list --all` shows names of models. "
-        if getattr(error, "param", None) in _models(context)
-        else ""
-    )
+    names = ""
+    if getattr(error, "param", None) in _models(context):
+        names = "`engine list --all` shows names of models. "
+    elif "extra argument" in str(error) and any("-m" in each.opts for each in context.command.params):
+        names = "A model is named with -m. "
     return f"{names}Try `{command} --help`."
 
 

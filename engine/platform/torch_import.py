@@ -111,6 +111,8 @@ class _DeferredLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Later: `_Deferred` does it."""
+        if module.__name__ == "torch._meta_registrations":
+            _allow_generators()
 
 
 class _Deferred(ModuleType):
@@ -129,6 +131,18 @@ def _execute(module: ModuleType) -> None:
     module.__class__ = ModuleType
     spec.loader = module.__loader__ = spec.loader.inner
     spec.loader.exec_module(module)
+
+
+def _allow_generators() -> None:
+    """Give `torch.Generator` its metaclass, without which torch 2.13 refuses to make one.
+
+    `torch._prims.rng_prims` does it, which `torch._meta_registrations` imports. torch 2.11 has no metaclass to set.
+    """
+    set_metaclass = getattr(sys.modules["torch._C"], "_set_generator_metaclass", None)
+    if set_metaclass is not None:
+        from torch._opaque_base import OpaqueBaseMeta  # type: ignore[import-not-found, unused-ignore]
+
+        set_metaclass(OpaqueBaseMeta)
 
 
 _executing = threading.RLock()

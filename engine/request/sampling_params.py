@@ -121,14 +121,14 @@ class SamplingParams:
         int | None,
         Range(0, MAX_COUNT),
         Flag(
-            "-n --max-tokens --n-predict",
+            "-n --max-tokens --n-predict --predict",
             "Most tokens to generate; 0: none, -1: until the context is full.",
             none=-1,
         ),
     ] = None
     min_tokens: Annotated[int, Range(0, MAX_COUNT)] = 0
     temperature: Annotated[
-        float, Range(0, MAX_PENALTY), Flag("--temp", "0 takes the most likely token.", PANEL)
+        float, Range(0, MAX_PENALTY), Flag("--temp --temperature", "0 takes the most likely token.", PANEL)
     ] = 0.8
     top_k: Annotated[int, Range(-1, MAX_COUNT), Flag("--top-k", "Keep the K most likely; 0: all.", PANEL)] = (
         40
@@ -139,7 +139,9 @@ class SamplingParams:
     min_p: Annotated[
         float, Range(0, 1), Flag("--min-p", "Drop those under P times the likeliest.", PANEL)
     ] = 0.05
-    typical_p: Annotated[float, Range(0, 1), Flag("--typical", "Locally typical mass; 1: off.", PANEL)] = 1.0
+    typical_p: Annotated[
+        float, Range(0, 1), Flag("--typical --typical-p", "Locally typical mass; 1: off.", PANEL)
+    ] = 1.0
     repeat_penalty: Annotated[
         float, Range(above=0, high=MAX_PENALTY), Flag("--repeat-penalty", "Of recent tokens; 1: off.", PANEL)
     ] = 1.0

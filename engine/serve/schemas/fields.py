@@ -235,6 +235,20 @@ class Sampling(Accepted, frozen=True):
     n_discard: Annotated[int, in_range("n_discard")] | None = None
 
 
+class StructuredOutputs(Fields, frozen=True):
+    """What vLLM takes in place of guided_*."""
+
+    json: JSONSchema = None
+    regex: str = ""
+    grammar: str = ""
+    choice: Annotated[list[SomeText], Meta(min_length=1)] | None = None
+    json_object: bool = False
+    disable_any_whitespace: Annotated[Any, only(False)] = None
+    disable_additional_properties: Annotated[Any, only(False)] = None
+    whitespace_pattern: Annotated[Any, only()] = None
+    structural_tag: Annotated[Any, only()] = None
+
+
 class Generation(Sampling, frozen=True):
     """What every generating route takes. At most one of the constraints may be given."""
 
@@ -269,10 +283,10 @@ class Generation(Sampling, frozen=True):
     guided_regex: str = ""
     guided_grammar: str = ""
     guided_choice: Annotated[list[SomeText], Meta(min_length=1)] | None = None
-    guided_json_object: Annotated[Any, only(False)] = None
+    guided_json_object: bool = False
     guided_whitespace_pattern: Annotated[Any, only()] = None
     guided_decoding_backend: Annotated[Any, only()] = None
-    structured_outputs: Annotated[Any, only()] = None
+    structured_outputs: StructuredOutputs | None = None
     grammar_triggers: Annotated[Any, only()] = None
     grammar_lazy: Annotated[Any, only(False)] = None
 
