@@ -70,7 +70,7 @@ class ServedModel:
     ) -> None:
         self._text = text
         config = text.checkpoint.config
-        missing = f"{text.checkpoint.path.name} has no chat template; use /v1/completions"
+        missing = f"{text.checkpoint.path.name} has no chat template; use /v1/completions, or --chat-template chatml"
         self._chat = ChatFormat(text.tokenizer, text.chat_template, missing)
         self.ctx_size = ctx_size
         self.vocab_size = config.vocab_size
