@@ -185,7 +185,8 @@ class ModelConfig:
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
     embedding. `experts`: the mixture of experts, None in a dense model. `draft_layers`: how many layers the files have
-    behind the `block_count`, which draft tokens further ahead; the decoder passes them over. `ranks`: how many
+    behind the `block_count`, which draft tokens further ahead; the decoder passes them over. `pooling`: what a model
+    that was made for embeddings makes of a text's hidden rows; None: the files do not say. `ranks`: how many
     processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
     `stage`: which layers this process has, where processes have whole ones (layer_split.py).
     """
@@ -216,6 +217,7 @@ class ModelConfig:
     attention_temperature_length: int = 0
     experts: ExpertConfig | None = None
     draft_layers: int = 0
+    pooling: Literal["mean", "cls", "last", "rank"] | None = None
     ranks: int = 1
     stage: Stage | None = None
 

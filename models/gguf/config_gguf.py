@@ -7,6 +7,7 @@ the computation in a way the decoder lacks are refused, never ignored.
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -52,6 +53,7 @@ ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
 )
 _QKV_BIASES = frozenset({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
+_POOLINGS: Mapping[int, Literal["mean", "cls", "last", "rank"]] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _GGUF_SCALINGS = frozenset({"linear", "yarn", "longrope"})  # llama3 has no name, but a tensor
 
 # Keys whose presence with another value than the neutral one means a computation that the decoder lacks.
@@ -134,6 +136,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         attention_temperature_scale=temperature,
         attention_temperature_length=scaling.original_context_length if temperature else 0,
         experts=read_experts(file, declared, feed_forward, blocks),
+        pooling=_POOLINGS.get(file.get_int(f"{architecture}.pooling_type") or 0),
     )
     config = replace(config, **declared.size_fields(config))
     config = replace(config, **declared.gguf_fields(file, config))
