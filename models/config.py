@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
 
 RopeLayout = Literal["pairs", "halves"]
+Pooling = Literal["mean", "cls", "last", "rank"]
 RopeScalingKind = Literal["none", "linear", "yarn", "llama3", "longrope"]
 
 # Limits far above any model of these architectures, below what would overflow or exhaust memory.
@@ -217,7 +218,7 @@ class ModelConfig:
     attention_temperature_length: int = 0
     experts: ExpertConfig | None = None
     draft_layers: int = 0
-    pooling: Literal["mean", "cls", "last", "rank"] | None = None
+    pooling: Pooling | None = None
     ranks: int = 1
     stage: Stage | None = None
 

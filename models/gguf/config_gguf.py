@@ -7,14 +7,20 @@ the computation in a way the decoder lacks are refused, never ignored.
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
 from quengine.errors import EngineError
 from quengine.models.architectures import ARCHITECTURES, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture
-from quengine.models.config import LIMITS, ModelConfig, RopeScaling, RopeScalingKind, yarn_attention_factor
+from quengine.models.config import (
+    LIMITS,
+    ModelConfig,
+    Pooling,
+    RopeScaling,
+    RopeScalingKind,
+    yarn_attention_factor,
+)
 from quengine.models.gguf import GGUFError, GGUFFile
 from quengine.models.gguf.config_experts import EXPERT_KEYS, read_experts
 from quengine.models.gguf.layer_values import uniform_int
@@ -53,7 +59,7 @@ ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
 )
 _QKV_BIASES = frozenset({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
-_POOLINGS: Mapping[int, Literal["mean", "cls", "last", "rank"]] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
+_POOLINGS: Mapping[int, Pooling] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _GGUF_SCALINGS = frozenset({"linear", "yarn", "longrope"})  # llama3 has no name, but a tensor
 
 # Keys whose presence with another value than the neutral one means a computation that the decoder lacks.
