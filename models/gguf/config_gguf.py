@@ -13,7 +13,14 @@ import numpy as np
 from quengine.errors import EngineError
 from quengine.models.architectures import ARCHITECTURES, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture
-from quengine.models.config import LIMITS, ModelConfig, RopeScaling, RopeScalingKind, yarn_attention_factor
+from quengine.models.config import (
+    LIMITS,
+    ModelConfig,
+    Pooling,
+    RopeScaling,
+    RopeScalingKind,
+    yarn_attention_factor,
+)
 from quengine.models.gguf import GGUFError, GGUFFile
 from quengine.models.gguf.config_experts import EXPERT_KEYS, read_experts
 from quengine.models.gguf.layer_values import uniform_int
@@ -52,6 +59,7 @@ ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
 )
 _QKV_BIASES = frozenset({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
+_POOLINGS: Mapping[int, Pooling] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _GGUF_SCALINGS = frozenset({"linear", "yarn", "longrope"})  # llama3 has no name, but a tensor
 
 # Keys whose presence with another value than the neutral one means a computation that the decoder lacks.
@@ -134,6 +142,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         attention_temperature_scale=temperature,
         attention_temperature_length=scaling.original_context_length if temperature else 0,
         experts=read_experts(file, declared, feed_forward, blocks),
+        pooling=_POOLINGS.get(file.get_int(f"{architecture}.pooling_type") or 0),
     )
     config = replace(config, **declared.size_fields(config))
     config = replace(config, **declared.gguf_fields(file, config))

@@ -52,7 +52,7 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
         types=types,
         named_ids=named,
         add_bos=_adds_bos(described, config, named.get("bos")),
-        add_eos=bool(config.get("add_eos_token")),
+        add_eos=_adds_eos(described, config, named.get("eos")),
         to_bytes=byte_level_bytes if byte_level else scored_bytes,
         eos_ids=ends,
         lstrip_ids=_stripping(parts, "lstrip"),
@@ -118,6 +118,14 @@ def _adds_bos(described: Described, config: Mapping[str, Any], bos: int | None) 
     if bos is None or isinstance(said, bool):
         return bool(said) and bos is not None
     return list(described.empty[:1]) == [bos]
+
+
+def _adds_eos(described: Described, config: Mapping[str, Any], eos: int | None) -> bool:
+    """The same of the end token: whether it follows a text."""
+    said = config.get("add_eos_token")
+    if eos is None or isinstance(said, bool):
+        return bool(said)
+    return list(described.empty[-1:]) == [eos]
 
 
 def _generation_ends(folder: Path, size: int) -> frozenset[int]:
