@@ -76,6 +76,11 @@ class Tokenizer:
         return self._vocabulary.named_ids.get("bos")
 
     @property
+    def eos_id(self) -> int | None:
+        """The one end token that the file names; `eos_ids` has all."""
+        return self._vocabulary.named_ids.get("eos")
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """All ids that end a generation: the file's eos, eot and eom, and well-known ones found by text."""
         return self._vocabulary.eos_ids
@@ -89,6 +94,11 @@ class Tokenizer:
     def add_eos(self) -> bool:
         """Whether the file asks for EOS after a text. `encode` leaves that to the caller: a prompt goes on."""
         return self._vocabulary.add_eos
+
+    @property
+    def end_of_text(self) -> int | None:
+        """EOS, where the file asks for it after a text (`add_eos`): the last token of a text to be embedded."""
+        return self._vocabulary.named_ids.get("eos") if self.add_eos else None
 
     @property
     def control_texts(self) -> list[str]:

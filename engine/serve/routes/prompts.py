@@ -9,6 +9,7 @@ from typing import Any
 
 from quengine.errors import EngineError
 from quengine.request.chat_format import Ending
+from quengine.request.pooling import with_end
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
@@ -25,14 +26,24 @@ NOTHING: Mapping[str, Any] = {}
 
 
 async def read_prompts(
-    service: Service, given: str | list[Any] | dict[str, Any], key: str, parse_special: bool
+    service: Service,
+    given: str | list[Any] | dict[str, Any],
+    key: str,
+    parse_special: bool,
+    ended: bool = False,
 ) -> list[list[int]]:
-    """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError."""
+    """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError.
+
+    ended: those that end with text are whole texts, which end with EOS where the model wants it.
+    """
     values = _separate(given, key)
     service.check_count(len(values))
     prompts = [_parts(value, service, key) for value in values]
     job = TextJob("encode", prompts, special=parse_special, most_tokens=service.most_prompt_tokens)
-    return await _ids(service, job, key)
+    end = service.model.end_of_text if ended else None
+    found = await _ids(service, job, key)
+    ends = [end if parts and isinstance(parts[-1], str) else None for parts in prompts]
+    return [with_end(ids, last) for ids, last in zip(found, ends, strict=True)]
 
 
 async def chat_ids(
@@ -94,7 +105,10 @@ def reasoning_wanted(
     """
     options = service.settings.chat
     switched = body.reasoning.enabled if body.enable_thinking is None else body.enable_thinking
-    given = (body.reasoning_budget, body.thinking_budget_tokens, body.reasoning.max_tokens)
+    given = (
+        *(body.reasoning_budget, body.thinking_budget_tokens, body.reasoning_budget_tokens),
+        body.reasoning.max_tokens,
+    )
     default = options.reasoning_budget if switched is None and effort is None else -1
     budget = next((each for each in given if each is not None), default)
     if switched is False or effort == "none":
@@ -160,7 +174,7 @@ def _parts(value: Any, service: Service, key: str) -> list[str | int]:
         raise service.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
     if are_token_ids(given, model.vocab_size):
         return given
-    return [part if isinstance(part, str) else _token_id(part, model.vocab_size, key) for part in given]
+    return [part if isinstance(part, str) else token_id(part, model.vocab_size, key) for part in given]
 
 
 def _object_text(value: dict[str, Any], key: str) -> str:
@@ -176,7 +190,7 @@ def _object_text(value: dict[str, Any], key: str) -> str:
     raise bad_request(f"{key} = {shown(value)}: {rule}", key, "invalid_value")
 
 
-def _token_id(part: Any, vocab_size: int, key: str) -> int:
+def token_id(part: Any, vocab_size: int, key: str) -> int:
     if whole_number(part) is None:
         raise bad_request(f"{key}: {json.dumps(part)[:40]} is neither text nor a token id", key)
     return token_ids([part], key, vocab_size)[0]
