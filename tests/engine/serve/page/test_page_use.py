@@ -106,6 +106,18 @@ def test_enter_during_an_answer_leaves_the_next_message_as_it_is(page: Any) -> N
     assert box(page).input_value() == "the next"
 
 
+def test_escape_in_the_search_empties_it_and_stops_no_answer(page: Any) -> None:
+    choose(page, max_tokens=3000)
+    ask(page, "a long one")
+    wait_for_text(page.locator(".assistant .markdown"), PARTIAL)
+    search = page.get_by_label("Search chats")
+    search.fill("long")
+    search.press("Escape")
+    assert search.input_value() == "" and page.get_by_role("button", name="Stop").is_visible()
+    search.press("Escape")
+    wait_for_text(page.locator(".assistant"), "Stopped")
+
+
 def test_a_draft_stays_with_its_chat_and_that_of_a_new_chat_with_any_new_one(page: Any) -> None:
     ask(page, "first chat")
     answered(page)
