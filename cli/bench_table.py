@@ -28,7 +28,7 @@ _COLUMNS: tuple[_Column, ...] = (
     ("type", 13, lambda row: row.model.types),
     ("device", 9, lambda row: _device(row)),
     ("threads", 7, lambda row: str(row.threads)),
-    ("test", 14, lambda row: row.name),
+    ("test", 20, lambda row: row.name),
     ("t/s", 19, lambda row: f"{row.tok_s:.2f} ± {row.deviation:.2f}"),
     ("GB/s", 7, lambda row: _number(row.gb_s, 1)),
     ("% of bandwidth", 14, lambda row: _number(row.bandwidth_percent, 0)),

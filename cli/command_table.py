@@ -1,9 +1,13 @@
-"""The commands of `engine`: where each is, the heading it stands under in the help, and examples of it."""
+"""The commands of `engine`: where each is, the heading it stands under in the help, examples of it, and what is
+written in place of flags that other programs have."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from quengine.errors import EngineError
 
 RUN, MODELS, MEASURE = "Run a model", "Models on this machine", "Measure and check"
 
@@ -26,7 +30,27 @@ class Entry:
 
 
 class ExampleCommand(TyperCommand):
-    """A command whose help ends with its examples."""
+    """A command whose help ends with its examples, and that says what to write in place of other programs' flags."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if instead := list(self._foreign(args)):
+            raise EngineError(f"no such option: {'; '.join(dict.fromkeys(instead))}")
+        return super().parse_args(ctx, args)  # type: ignore[arg-type]
+
+    def _foreign(self, args: list[str]) -> Iterator[str]:
+        """The flags among `args` that are in `FOREIGN` and not this command's, with what to write instead.
+
+        Some would be read as others: -ngl as -n gl, -fa as -f a, -hf as -h.
+        """
+        own = {name: each for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        takes_value = False
+        for arg in args:
+            if arg == "--":
+                return
+            name = arg.partition("=")[0]
+            if not takes_value and name not in own and name in FOREIGN:
+                yield f"{name} ({FOREIGN[name]})"
+            takes_value = arg in own and not getattr(own[arg], "is_flag", False)
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
         return _with_examples(super().get_help(ctx), self.name)
@@ -114,3 +138,33 @@ COMMANDS = {
     ),
     "doctor": Entry("doctor", MEASURE, ("engine doctor --json",)),
 }
+
+
+_ALWAYS, _OF_FILE, _OF_TEMPLATE = "always on", "the file says it", "found by the chat template"
+_FOREIGN_FLAGS = {
+    "-ngl --gpu-layers --n-gpu-layers": "all layers are on the --device; cpu for none, --n-cpu-moe for experts",
+    "-fa --flash-attn -cb --cont-batching --jinja --embedding --embeddings --enable-prefix-caching": _ALWAYS,
+    "--enable-chunked-prefill --enable-auto-tool-choice --props --no-warmup": _ALWAYS,
+    "-ctk --cache-type-k -ctv --cache-type-v --kv-cache-dtype": "--cache-type f16 or q8_0, for both",
+    "-hf -hfr --hf-repo": "-m hf:user/repo:QUANT",
+    "-b --batch-size --max-num-batched-tokens": "--ubatch-size N",
+    "--mlock": "--no-mmap copies the weights into memory",
+    "-cnv --conversation -i --interactive": "engine chat",
+    "-no-cnv --no-conversation": "--raw",
+    "--color": "by itself on a terminal; NO_COLOR=1 for none",
+    "-e --escape": "prompts are taken as they are; $'...' of the shell has escapes",
+    "--no-display-prompt": "--show-prompt alone shows it",
+    "-v --verbose --log-verbose": "before the command: engine -v ...",
+    "--lora --lora-adapters --enable-lora": "there are no adapters",
+    "--mmproj": "models here read text",
+    "--no-webui": "--no-ui",
+    "--max-model-len": "-c N",
+    "--max-num-seqs": "--parallel N",
+    "--tensor-parallel-size": "--tensor-parallel N",
+    "--served-model-name": "--alias NAME",
+    "--gpu-memory-utilization": "-c and --parallel say how large the cache is",
+    "--dtype --quantization -q --load-format --trust-remote-code": _OF_FILE,
+    "--tool-call-parser --reasoning-parser": _OF_TEMPLATE,
+}
+FOREIGN = {name: instead for names, instead in _FOREIGN_FLAGS.items() for name in names.split()}
+"""Flags of llama.cpp, Ollama and vLLM that no command has, and what is written here in their place."""

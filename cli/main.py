@@ -5,11 +5,13 @@ process that a signal ends before it can handle it has 128 plus the signal's num
 """
 
 import contextlib
+import inspect
 import logging
 import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -91,8 +93,15 @@ def register_commands(args: list[str]) -> None:
             app.command(
                 name,
                 cls=getattr(file, "Command", ExampleCommand),
+                help=_unwrapped(made),
                 rich_help_panel=entry.panel,
             )(made)
+
+
+def _unwrapped(command: Callable[..., None]) -> str:
+    """A command's docstring with a line for each paragraph, which the help wraps itself."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(each.split()) for each in paragraphs)
 
 
 def _show_warning(
@@ -133,17 +142,13 @@ def _print_error(message: str, hint: str = "") -> None:
 def _usage_hint(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "engine"
-    names = (
-        "`engine list --all` shows names of models. "
-        if getattr(error, "param", None) in _models(context)
-        else ""
-    )
+    params: list[Any] = [] if context is None else context.command.params
+    param, names = getattr(error, "param", None), ""
+    if param is not None and param.name == "model":
+        names = "`engine list --all` shows names of models. "
+    elif "extra argument" in str(error) and any("-m" in each.opts for each in params):
+        names = "A model is named with -m. "
     return f"{names}Try `{command} --help`."
-
-
-def _models(context: Any) -> list[Any]:
-    """The parameters of a command that name a model."""
-    return [] if context is None else [each for each in context.command.params if each.name == "model"]
 
 
 def _report(error: BaseException) -> int:

@@ -41,6 +41,20 @@ def print_report(completion: "Completion", llm: "LLM") -> None:
     print("\n" + "\n".join(f"  {visible(line)}" for line in lines), file=sys.stderr)
 
 
+def print_logprobs(completion: "Completion", llm: "LLM") -> None:
+    """Print a line for each token to standard error: its log-probability, and the likeliest tokens with theirs."""
+
+    def shown(token: int, logprob: float) -> str:
+        return f"{logprob:8.4f} {llm.tokenizer.decode([token], skip_special=False)!r}"
+
+    print("\n  logprobs   token, then the likeliest", file=sys.stderr)
+    for entry in completion.logprobs or ():
+        line = f"{shown(entry.token, entry.logprob):28}" + "".join(
+            f" {shown(*each):22}" for each in entry.top
+        )
+        print(f"  {line.rstrip()}", file=sys.stderr)
+
+
 def _drafts(t: "Timings") -> list[str]:
     """What became of drafted tokens, if any were."""
     if not t.drafts:

@@ -96,7 +96,7 @@ class EngineConfig:
     ctx_size: Annotated[
         int | None,
         Range(1),
-        Flag("-c --ctx-size", "Context in tokens. (default: the model's, cut to fit)", RUN_PANEL),
+        Flag("-c --ctx-size", "Context in tokens; 0: the model's, cut to fit.", RUN_PANEL, none=0),
     ] = None
     threads: Annotated[
         int | None, Range(1), Flag("-t --threads", "CPU threads. (default: physical cores)", RUN_PANEL)

@@ -76,7 +76,7 @@ class LLM:
         self.tokenizer = self.loaded.tokenizer
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
         self.chat_template = self.loaded.checkpoint.chat_template(config.chat_template)
-        missing = f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)"
+        missing = f"{self.loaded.path.name} has no chat template; use --raw, or --chat-template chatml"
         self._chat = ChatFormat(self.tokenizer, self.chat_template, missing)
         self.model_config = self.loaded.checkpoint.config
         self.ctx_size = self.loaded.cache.ctx_size

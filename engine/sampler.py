@@ -18,6 +18,7 @@ from quengine.kernels.sampling import Choose, Logits
 from quengine.request.sampling_params import SamplingParams
 from quengine.sampling_chain.chain import Choice, SamplerChain
 from quengine.sampling_chain.dry import Breakers
+from quengine.sampling_chain.infill import Infill
 from quengine.structured.constraint import Mask
 from quengine.structured.token_mask import TokenMask
 
@@ -82,6 +83,7 @@ class Sampler:
         constraint: masks the tokens; the sequence advances it.
         choose: `kernels.sampling.sample`, or what gives the same tokens sooner.
         breakers: of `params.dry_sequence_breakers`, where DRY is among the samplers.
+        infill: for the sampler of this name, where it is among them.
 
     Raises:
         EngineError: `logit_bias` or `stop_token_ids` names a token outside the vocabulary.
@@ -96,6 +98,7 @@ class Sampler:
         constraint: TokenMask | None = None,
         choose: Choose = sampling.sample,
         breakers: Breakers | None = None,
+        infill: Infill | None = None,
     ) -> None:
         if params.seed is None:
             raise ValueError("the parameters have no seed: call with_seed() first")
@@ -109,7 +112,9 @@ class Sampler:
         self.stream = stream
         self.constraint = constraint
         self._choose = choose
-        self._chain = SamplerChain(params, vocab_size, self._penalized, breakers) if params.chained else None
+        self._chain = (
+            SamplerChain(params, vocab_size, self._penalized, breakers, infill) if params.chained else None
+        )
         self._recent = RecentTokens(params.repeat_last_n)
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)

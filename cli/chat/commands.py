@@ -18,10 +18,13 @@ from quengine.errors import EngineError, nearest
 if TYPE_CHECKING:
     from quengine.cli.chat.repl import Repl
 
-KEYS = '''\
-  Ctrl-C stops an answer. Alt-Enter, or lines between """ and """, make a message of several lines; Ctrl-X Ctrl-E opens
-  $EDITOR. A message that begins with / is typed with //.
-'''
+KEYS = (
+    'Ctrl-C stops an answer. Alt-Enter, or lines between """ and """, make a message of several lines; '
+    "Ctrl-X Ctrl-E opens $EDITOR. A message that begins with / is typed with //."
+)
+
+OLLAMA = {"bye": "exit", "clear": "reset", "?": "help"}
+"""Commands of `ollama run` that have another name here."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Command:
 def run_command(repl: "Repl", line: str) -> None:
     """Run the command that `line`, without its slash, names. Raises EngineError for an unknown one."""
     name, _, rest = line.partition(" ")
-    command = COMMANDS.get(name.strip())
+    command = COMMANDS.get(OLLAMA.get(name.strip(), name.strip()))
     if command is None:
         near = nearest(name.strip(), COMMANDS, "/")
         raise EngineError(f"no command /{name.strip()}{near}; /help lists them (// sends a message with /)")
@@ -51,8 +54,7 @@ def _help(repl: "Repl", _: str) -> None:
     del repl
     for name, command in COMMANDS.items():
         note(f"{f'/{name} {command.argument}':18} {command.help}")
-    for line in KEYS.splitlines():
-        note(line.strip())
+    note(KEYS)
 
 
 def _reset(repl: "Repl", _: str) -> None:
@@ -170,7 +172,7 @@ COMMANDS = {
     "regen": Command("", "another answer to the last message", _regen),
     "edit": Command("[TEXT]", "change the last message, or replace it with TEXT, and ask again", _edit),
     "undo": Command("", "drop the last message and its answer", _undo),
-    "reset": Command("", "clear the conversation, keep the system message", _reset),
+    "reset": Command("", "clear the conversation (also /clear), keep the system message", _reset),
     "system": Command("[TEXT]", 'set the system message; without TEXT show it, with "" remove it', _system),
     "set": Command(
         "[NAME VALUE]", "change how tokens are chosen; alone it lists the settings", _set, "setting"
@@ -185,6 +187,6 @@ COMMANDS = {
     "load": Command("NAME|FILE", "go on with a saved conversation", _load, "session"),
     "sessions": Command("", "the conversations saved by name", _sessions),
     "stats": Command("", "what the last answer cost, and how full the context is", _stats),
-    "exit": Command("", "leave (also /quit and Ctrl-D)", _exit),
+    "exit": Command("", "leave (also /quit, /bye and Ctrl-D)", _exit),
     "quit": Command("", "leave", _exit),
 }

@@ -13,7 +13,7 @@ import typer
 from quengine.cli.flags import ConstraintFlags, Effort, Model, takes_options
 from quengine.cli.loading import load_llm
 from quengine.cli.progress import PromptProgress
-from quengine.cli.report import completion_json, print_report
+from quengine.cli.report import completion_json, print_logprobs, print_report
 from quengine.cli.terminal import AnswerPrinter, json_line, write_text
 from quengine.config import EngineConfig
 from quengine.errors import EngineError, visible
@@ -48,7 +48,8 @@ class PromptFlags:
         bool, Flag("--show-prompt", "Print the exact prompt first, to standard error.", OUTPUT)
     ] = False
     logprobs: Annotated[
-        int | None, Flag("--logprobs", "Report log-probabilities of K tokens.", OUTPUT, "K")
+        int | None,
+        Flag("--logprobs", "Report each token's log-probability, and the K likeliest.", OUTPUT, "K"),
     ] = None
     stats: Annotated[bool, Flag("--stats/--no-stats", "Print the report at the end.", OUTPUT)] = True
     as_json: Annotated[bool, Flag("--json", "Print one JSON object instead of text.", OUTPUT)] = False
@@ -88,8 +89,11 @@ def generate(
             completion = stream.completion
             if flags.as_json:
                 print(json_line(completion_json(completion, llm)))
-            elif flags.stats and completion.tokens:
-                print_report(completion, llm)
+            elif completion.tokens:
+                if flags.logprobs is not None:
+                    print_logprobs(completion, llm)
+                if flags.stats:
+                    print_report(completion, llm)
 
 
 def _prompt_text(text: str | None, flags: PromptFlags) -> str:

@@ -1,7 +1,12 @@
-"""Keys and values of positions in the cache's first blocks, of all heads, whichever rank has them."""
+"""Keys and values of positions in the cache's first blocks, of all heads, whichever rank has them.
+
+Of many layers at a time: what is exchanged and copied between host and device is one array of bytes, a row for each
+position, with the tensors of the layers one beside the other.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,10 +15,25 @@ from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.model_runner import ModelRunner
 from quengine.parallel.wire import ReadCache, WriteCache
 
+_MOST_BYTES = 32 << 20
+"""Bytes of a rank that are exchanged at a time, if more than one tensor."""
+
+
+class _Stored(NamedTuple):
+    """A tensor of a layer, [slots, heads, width], and the slots of the positions, [n]; empty if not `held`."""
+
+    layer: int
+    held: bool
+    tensor: Tensor
+    slots: Tensor
+
+    def row_bytes(self, heads: int) -> int:
+        return heads * self.tensor.shape[2] * self.tensor.itemsize
+
 
 def read_cached(runner: ModelRunner, start: int, end: int, kv_heads: int) -> list[Tensor]:
-    """A copy of what every layer stores of positions start .. end - 1, [n, kv_heads, width] each: keys and values, or
-    in q8_0 their codes and scales. On rank 0."""
+    """A copy, on the host, of what every layer stores of positions start .. end - 1, [n, kv_heads, width] each: keys
+    and values, or in q8_0 their codes and scales. On rank 0."""
     with runner.together(ReadCache(start, end)):
         rows = read_rows(runner, start, end)
     # Where there are fewer key/value heads than ranks, some ranks have the same.
@@ -30,44 +50,69 @@ def write_cached(runner: ModelRunner, start: int, end: int, rows: Sequence[Tenso
 def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
     """Each rank's part of `read_cached`: all have the heads of all, those of a rank side by side, of all layers."""
     communicator, config = runner.decoder.backend.communicator, runner.decoder.config
-    gathered = []
-    for layer, stored, slots in _stored(runner, start, end):
-        held = layer in config.held_layers
-        own = stored[slots].contiguous() if held else stored.new_empty(end - start, *stored.shape[1:])
+    ranks, rows = config.ranks if config.splits_heads else 1, list[Tensor]()
+    for group in _groups(runner, start, end):
+        sizes = [one.row_bytes(one.tensor.shape[1]) for one in group]
+        if group[0].held:
+            own = torch.cat([_bytes(one.tensor[one.slots]) for one in group], dim=1)
+        else:
+            own = torch.empty(end - start, sum(sizes), dtype=torch.uint8, device=group[0].tensor.device)
         if config.stage is not None:
-            communicator.broadcast(own, config.stage.rank_of(layer))
-        elif config.ranks > 1 and config.splits_heads:
-            count, heads, width = own.shape
-            flat = communicator.all_gather(own.reshape(count, -1), [heads * width] * config.ranks)
-            own = flat.view(count, config.ranks * heads, width)
-        gathered.append(own)
-    return gathered
+            communicator.broadcast(own, config.stage.rank_of(group[0].layer))
+        elif ranks > 1:
+            own = communicator.all_gather(own, [sum(sizes)] * ranks)
+        parts = torch.split(own.view(end - start, ranks, -1).cpu(), sizes, dim=2)
+        for one, part in zip(group, parts, strict=True):
+            shape = (end - start, ranks * one.tensor.shape[1], one.tensor.shape[2])
+            rows.append(part.contiguous().view(one.tensor.dtype).view(shape))
+    return rows
 
 
 def write_rows(
     runner: ModelRunner, start: int, end: int, kv_heads: int, rows: Sequence[Tensor] | None
 ) -> None:
     """Each rank's part of `write_cached`; `rows`: on rank 0."""
-    communicator, config = runner.decoder.backend.communicator, runner.decoder.config
-    for index, (layer, stored, slots) in enumerate(_stored(runner, start, end)):
-        heads = stored.shape[1]
-        values = stored.new_empty(end - start, kv_heads, stored.shape[2])
+    communicator, config, done = runner.decoder.backend.communicator, runner.decoder.config, 0
+    cut = config.ranks > 1 and config.splits_heads
+    first = communicator.rank * kv_heads // communicator.size if cut else 0
+    for group in _groups(runner, start, end):
+        sizes = [one.row_bytes(kv_heads) for one in group]
+        values = torch.empty(end - start, sum(sizes), dtype=torch.uint8, device=group[0].tensor.device)
         if rows is not None:
-            values.copy_(rows[index])
+            values.copy_(torch.cat([_bytes(each) for each in rows[done : done + len(group)]], dim=1))
+        done += len(group)
         communicator.broadcast(values)
-        cut = config.ranks > 1 and config.splits_heads
-        first = communicator.rank * kv_heads // communicator.size if cut else 0
-        if layer in config.held_layers:
-            stored[slots] = values[:, first : first + heads]
+        for one, part in zip(group, torch.split(values, sizes, dim=1), strict=True):
+            if one.held:
+                given = part.contiguous().view(one.tensor.dtype).view(end - start, kv_heads, -1)
+                one.tensor[one.slots] = given[:, first : first + one.tensor.shape[1]]
 
 
-def _stored(runner: ModelRunner, start: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Every layer's tensors, each with the layer and the rows of these positions; empty where another rank has it."""
-    cache, device = runner.cache, runner.decoder.backend.device
+def _bytes(rows: Tensor) -> Tensor:
+    """[n, heads, width] of any type as uint8 [n, bytes]."""
+    return rows.contiguous().flatten(1).view(torch.uint8)
+
+
+def _groups(runner: ModelRunner, start: int, end: int) -> Iterator[list[_Stored]]:
+    """Every layer's tensors, in groups that are exchanged at once; where layers are shared out, those of one rank."""
+    stage, group, size = runner.decoder.config.stage, list[_Stored](), 0
+    for one in _stored(runner, start, end):
+        more = (end - start) * one.row_bytes(one.tensor.shape[1])
+        moves = group and stage is not None and stage.rank_of(one.layer) != stage.rank_of(group[0].layer)
+        if group and (moves or size + more > _MOST_BYTES):
+            yield group
+            group, size = [], 0
+        group.append(one)
+        size += more
+    yield group
+
+
+def _stored(runner: ModelRunner, start: int, end: int) -> Iterator[_Stored]:
+    cache, device, config = runner.cache, runner.decoder.backend.device, runner.decoder.config
     positions, slots = torch.arange(start, end), dict[int, Tensor]()
-    groups = replace(runner.decoder.config, stage=None).cache_groups
+    groups = replace(config, stage=None).cache_groups
     for group, table in zip(groups, cache.whole_tables, strict=True):
         slots |= dict.fromkeys(group.layers, slot_mapping(positions, torch.tensor(table)).to(device))
     for number, layer in enumerate(cache.layers):
         for stored in layer.tensors:
-            yield number, stored, slots[number]
+            yield _Stored(number, number in config.held_layers, stored, slots[number])

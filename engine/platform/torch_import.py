@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from quengine.kernels.cuda.launch.source_lines import use_quick_source_lines
 from quengine.kernels.private_folder import check_private, user_cache
 
 DEFERRED = frozenset(
@@ -34,11 +35,16 @@ DEFERRED = frozenset(
 VERSIONS = ("2.11.", "2.13.")
 """Releases of torch that were tried; another may import these modules for what it needs of them."""
 
+COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.prepare()"
+"""The process that records kernels imports torch without what it does not need either: of the modules put off,
+registrations of shapes would have operations on the meta device computed in Python, which imports torch's compiler."""
+
 
 def prepare() -> None:
-    """For the import of torch in a process of the program that computes."""
+    """For the imports of torch, and of kernels, in a process of the program that computes."""
     keep_bytecode()
     defer_modules()
+    use_quick_source_lines()
 
 
 def keep_bytecode() -> None:
@@ -105,6 +111,8 @@ class _DeferredLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Later: `_Deferred` does it."""
+        if module.__name__ == "torch._meta_registrations":
+            _allow_generators()
 
 
 class _Deferred(ModuleType):
@@ -123,6 +131,18 @@ def _execute(module: ModuleType) -> None:
     module.__class__ = ModuleType
     spec.loader = module.__loader__ = spec.loader.inner
     spec.loader.exec_module(module)
+
+
+def _allow_generators() -> None:
+    """Give `torch.Generator` its metaclass, without which torch 2.13 refuses to make one.
+
+    `torch._prims.rng_prims` does it, which `torch._meta_registrations` imports. torch 2.11 has no metaclass to set.
+    """
+    set_metaclass = getattr(sys.modules["torch._C"], "_set_generator_metaclass", None)
+    if set_metaclass is not None:
+        from torch._opaque_base import OpaqueBaseMeta  # type: ignore[import-not-found, unused-ignore]
+
+        set_metaclass(OpaqueBaseMeta)
 
 
 _executing = threading.RLock()

@@ -57,8 +57,15 @@ def check_text(text: str, what: str) -> None:
 
 
 def check_messages(messages: Seq[Message]) -> None:
-    """`check_text` for every string in a conversation; the error says in which message."""
+    """`check_text` for every string in a conversation; the error says in which message.
+
+    Raises EngineError for a message that is no mapping too, such as a text in place of the conversation.
+    """
     for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise EngineError(
+                f'a conversation is a list of {{"role": ..., "content": ...}}; message {number} is {_shown(message)}'
+            )
         for text in _strings(message):
             check_text(text, f"message {number}")
 

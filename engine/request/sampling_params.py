@@ -36,6 +36,7 @@ _BIAS = Range(-MAX_BIAS, MAX_BIAS)
 _INTEGERS = (
     *("max_tokens", "min_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n"),
     *("dry_allowed_length", "dry_penalty_last_n", "mirostat", "n_keep", "n_discard"),
+    *("n_indent", "t_max_predict_ms"),
 )
 _FIXED = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
 """The order of the samplers that a CUDA graph has, beside bias."""
@@ -111,6 +112,8 @@ class SamplingParams:
         post_sampling_probs: `logprobs` are those after the samplers, of what the token was drawn from.
         context_shift: where the context is full, discard tokens behind the first `n_keep` (-1: the prompt) and go on:
             `n_discard` of them, 0: half (context/context_shift.py).
+        n_indent: a line, but the first, that begins with fewer spaces and tabs ends the text before what else it has.
+        t_max_predict_ms: so long after the first token the next line end ends the text; 0 or -1: never.
         n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
 
     Raises:
@@ -121,14 +124,14 @@ class SamplingParams:
         int | None,
         Range(0, MAX_COUNT),
         Flag(
-            "-n --max-tokens --n-predict",
+            "-n --max-tokens --n-predict --predict",
             "Most tokens to generate; 0: none, -1: until the context is full.",
             none=-1,
         ),
     ] = None
     min_tokens: Annotated[int, Range(0, MAX_COUNT)] = 0
     temperature: Annotated[
-        float, Range(0, MAX_PENALTY), Flag("--temp", "0 takes the most likely token.", PANEL)
+        float, Range(0, MAX_PENALTY), Flag("--temp --temperature", "0 takes the most likely token.", PANEL)
     ] = 0.8
     top_k: Annotated[int, Range(-1, MAX_COUNT), Flag("--top-k", "Keep the K most likely; 0: all.", PANEL)] = (
         40
@@ -139,7 +142,9 @@ class SamplingParams:
     min_p: Annotated[
         float, Range(0, 1), Flag("--min-p", "Drop those under P times the likeliest.", PANEL)
     ] = 0.05
-    typical_p: Annotated[float, Range(0, 1), Flag("--typical", "Locally typical mass; 1: off.", PANEL)] = 1.0
+    typical_p: Annotated[
+        float, Range(0, 1), Flag("--typical --typical-p", "Locally typical mass; 1: off.", PANEL)
+    ] = 1.0
     repeat_penalty: Annotated[
         float, Range(above=0, high=MAX_PENALTY), Flag("--repeat-penalty", "Of recent tokens; 1: off.", PANEL)
     ] = 1.0
@@ -242,6 +247,8 @@ class SamplingParams:
         int, Range(-1, MAX_COUNT), Flag("--keep", "First tokens that a context shift keeps; -1: the prompt.")
     ] = 0
     n_discard: Annotated[int, Range(0, MAX_COUNT)] = 0
+    n_indent: Annotated[int, Range(0, MAX_COUNT)] = 0
+    t_max_predict_ms: Annotated[int, Range(-1, MAX_COUNT)] = 0
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -284,6 +291,7 @@ class SamplingParams:
             "min_p": self.min_p > 0,
             "xtc": self.xtc_probability > 0 and self.xtc_threshold <= 0.5,
             "temperature": self.temperature != 1 or self.dynatemp_range > 0,
+            "infill": True,
         }
         return frozenset(name for name, is_on in active.items() if is_on)
 

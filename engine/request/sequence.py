@@ -135,9 +135,20 @@ class Sequence:
             self.finish_reason = "stop"
         elif constraint is not None and constraint.finished:
             text += self._finish("stop")
-        elif len(self.generated) == self.params.max_tokens or (self.context_full and not self._discarded):
+        elif (
+            len(self.generated) == self.params.max_tokens
+            or (self.context_full and not self._discarded)
+            or self.stream.dedented
+            or ("\n" in text and self._late)
+        ):
             text += self._finish("length")
         return text
+
+    @property
+    def _late(self) -> bool:
+        """Whether its time is over, so that the text ends with its line."""
+        allowed = self.params.t_max_predict_ms
+        return allowed > 0 and 1e3 * (self.last_token - self.first_token) > allowed
 
     @property
     def _discarded(self) -> range:

@@ -15,6 +15,7 @@ from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.sampler import Sampler
 from quengine.sampling_chain.dry import BreakerFinder
+from quengine.sampling_chain.infill import Infill
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.token_mask import MinTokens, TokenMask
 
@@ -50,8 +51,9 @@ class SequenceFactory:
         if params.min_tokens:
             mask = MinTokens(params.min_tokens, end_ids, self.config.vocab_size, constraint)
         breakers = self._breakers.find(params.dry_sequence_breakers) if "dry" in params.order else None
-        sampler = Sampler(params, self.config.vocab_size, index, mask, self.choose, breakers)
-        stream = TextStream(self._shown_bytes(show_special), params.stop)
+        infill = Infill(self.tokenizer.eos_ids, self._bytes.__getitem__) if "infill" in params.order else None
+        sampler = Sampler(params, self.config.vocab_size, index, mask, self.choose, breakers, infill)
+        stream = TextStream(self._shown_bytes(show_special), params.stop, params.n_indent)
         shift = ContextShift.of(params, len(ids), self.tokenizer.add_bos)
         return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size, shift=shift)
 
@@ -64,7 +66,9 @@ class SequenceFactory:
         params = params.with_seed()
         if not params.ignore_eos:
             return params
-        banned = dict.fromkeys(self.tokenizer.eos_ids, -math.inf)
+        # Some tokenizers have more tokens than the model's embedding has rows.
+        ends = [token for token in self.tokenizer.eos_ids if token < self.config.vocab_size]
+        banned = dict.fromkeys(ends, -math.inf)
         return replace(params, logit_bias={**params.logit_bias, **banned})
 
     def checked(self, ids: list[int]) -> list[int]:

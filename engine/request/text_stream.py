@@ -1,4 +1,4 @@
-"""Text from tokens as they come: whole characters only, and never a stop string."""
+"""Text from tokens as they come: whole characters only, never a stop string, and no line of too little indentation."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -17,13 +17,19 @@ class TextStream:
 
     token_bytes: the bytes of a token id, empty for one that shows nothing.
     stop: strings that end the text and are not shown.
+    indent: a line, but the first, that begins with fewer spaces and tabs ends the text behind them (`dedented`).
     Raises EngineError for an empty stop string.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], stop: Sequence[str] = (), indent: int = 0
+    ) -> None:
         if "" in stop:
             raise EngineError("a stop string must have at least one character")
         self.stopped: str | None = None
+        self.dedented = False
+        self._indent = indent
+        self._spaces: int | None = None  # of a line that has nothing else yet
         self._token_bytes = token_bytes
         self._stop = sorted(stop, key=len, reverse=True)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -44,8 +50,8 @@ class TextStream:
         return "".join(new)
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain; nothing more after a stop string."""
-        if self.stopped is not None:
+        """The text that this token makes certain; nothing more after the end."""
+        if self._ended:
             return ""
         raw = self._token_bytes(token_id)
         if raw.isascii() and not self._partial:
@@ -56,15 +62,36 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back, once there are no more tokens."""
-        if self.stopped is not None:
+        if self._ended:
             return ""
         return self._show(self._decoder.decode(b"", final=True), final=True)
 
+    @property
+    def _ended(self) -> bool:
+        return self.stopped is not None or self.dedented
+
     def _show(self, text: str, final: bool) -> str:
-        if not self._stop:
-            if text:
-                self._shown.append(text)
-            return text
+        shown = self._certain(text, final) if self._stop else text
+        if self._indent:
+            shown = self._indented(shown)
+        if shown:
+            self._shown.append(shown)
+        return shown
+
+    def _indented(self, text: str) -> str:
+        """The text, up to the first character of a line that is not indented enough."""
+        for at, char in enumerate(text):
+            if self._spaces is not None:
+                if char in " \t":
+                    self._spaces += 1
+                    continue
+                if self._spaces < self._indent:
+                    self.dedented, self.stopped = True, None
+                    return text[:at]
+            self._spaces = 0 if char == "\n" else None
+        return text
+
+    def _certain(self, text: str, final: bool) -> str:
         pending = self._held + text
         end, stop = min(
             ((at + len(stop), stop) for stop in self._stop if (at := pending.find(stop)) >= 0),
@@ -78,10 +105,7 @@ class TextStream:
         else:
             certain = len(pending) - (0 if final else self._undecided(pending))
             self._held = pending[certain:]
-        shown = pending[:certain]
-        if shown:
-            self._shown.append(shown)
-        return shown
+        return pending[:certain]
 
     def _undecided(self, pending: str) -> int:
         """How many characters at the end may be the beginning of a stop string."""

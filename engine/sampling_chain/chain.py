@@ -8,6 +8,7 @@ from quengine.kernels import sampling
 from quengine.kernels.sampling import Ids, Logits
 from quengine.request.sampling_params import SamplingParams
 from quengine.sampling_chain.dry import Breakers, Dry
+from quengine.sampling_chain.infill import Infill
 from quengine.sampling_chain.mirostat import Mirostat
 from quengine.sampling_chain.pool import LEAST_TEMPERATURE, Pool
 
@@ -29,15 +30,23 @@ class SamplerChain:
         params: see `SamplingParams.order`; bias has been applied.
         penalize: applies the penalties to logits [V], given a history.
         breakers: DRY's; None where it is off.
+        infill: what the sampler of this name knows of the vocabulary; None where it is off.
     """
 
     def __init__(
-        self, params: SamplingParams, vocab_size: int, penalize: Penalize, breakers: Breakers | None
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        penalize: Penalize,
+        breakers: Breakers | None,
+        infill: Infill | None,
     ) -> None:
         assert breakers is not None or "dry" not in params.order
+        assert infill is not None or "infill" not in params.order
         self._params = params
         self._penalize = penalize
         self._dry = None if breakers is None else Dry(params, breakers)
+        self._infill = infill
         self._mirostat = Mirostat(params, vocab_size) if params.mirostat else None
 
     def reset_history(self) -> None:
@@ -92,6 +101,8 @@ class SamplerChain:
                 pool.cut(sampling.keep_min_p, params.min_p)
             case "xtc" if chance <= params.xtc_probability:
                 pool.xtc(params.xtc_threshold)
+            case "infill" if self._infill is not None:
+                pool.infill(self._infill)
             case "temperature":
                 spread = 0.0 if params.mirostat else params.dynatemp_range
                 pool.set_temperature(params.temperature, spread, params.dynatemp_exponent)

@@ -14,9 +14,10 @@ LETTERS = {
     "min_p": "m",
     "xtc": "x",
     "temperature": "t",
+    "infill": "i",
 }
-"""The letter of each sampler, in the default order."""
-DEFAULT_ORDER = tuple(LETTERS)
+"""The letter of each sampler, in the default order; `infill` is not among the default ones."""
+DEFAULT_ORDER = tuple(name for name in LETTERS if name != "infill")
 MAX_SAMPLERS = 32
 """Of an order; one may be there several times."""
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from quengine.kernels import sampling
 from quengine.kernels.sampling import Candidates, Ids, Logits, NoCandidateError
+from quengine.sampling_chain.infill import Infill
 
 LEAST_TEMPERATURE = 1e-30
 """A lower one, but 0, divides as this does."""
@@ -26,7 +27,7 @@ class Pool:
         """`logits` [V]: finite, or -inf."""
         self.count = len(logits)
         self.temperature = 1.0
-        self._logits = logits
+        self._given = self._logits = logits
         self._ranked: Candidates | None = None
 
     def at_temperature(self) -> Candidates:
@@ -72,6 +73,11 @@ class Pool:
     def cut(self, keep: Callable[[Candidates, float], Candidates], p: float) -> None:
         """`keep` some of the candidates, by one of the samplers of `kernels.sampling`."""
         self._ranked = keep(self.at_temperature(), p)
+        self.count = len(self._ranked.ids)
+
+    def infill(self, infill: Infill) -> None:
+        """Keep what may stand in a gap."""
+        self._ranked = infill.kept(self.at_temperature(), self.count, self._given)
         self.count = len(self._ranked.ids)
 
     def top_n_sigma(self, n: float) -> None:

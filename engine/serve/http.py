@@ -82,6 +82,8 @@ async def read_raw(request: Request, limits: Limits) -> bytes:
     read: bytes | None = request.scope.get(BODY_KEY)
     if read is not None:
         return read
+    if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise ApiError(415, f"Content-Encoding {coding[:80]!r} is not supported: send the body as it is")
     declared = request.headers.get("content-length", "")
     body = bytearray()
     try:

@@ -130,9 +130,8 @@ class Server(uvicorn.Server):
         if self._drain_until is None:
             left = self.models.requests
             if left:
-                self.say(
-                    f"{signal.Signals(sig).name}: {left} requests are finished first; once more stops now"
-                )
+                requests = "one request is" if left == 1 else f"{left} requests are"
+                self.say(f"{signal.Signals(sig).name}: {requests} finished first; once more stops now")
             self.drain()
         else:
             self.should_exit = self.force_exit = True

@@ -78,6 +78,10 @@ def _resolved(name: str) -> Path:
                 raise ModelNameError(
                     f"{name}: no model, but TOML; a preset is made of it with: engine create NAME -f {name}"
                 )
+            if path.suffix == ".safetensors":
+                raise ModelNameError(
+                    f"{name}: a part of a checkpoint; name its folder, which has config.json: {path.parent}"
+                )
             return path
         if name.lower() not in catalogue():
             raise _no_path(name, path) if path.exists() or _is_like_path(name) else _unknown(name)

@@ -76,6 +76,11 @@ class Tokenizer:
         return self._vocabulary.named_ids.get("bos")
 
     @property
+    def eos_id(self) -> int | None:
+        """The one end token that the file names; `eos_ids` has all."""
+        return self._vocabulary.named_ids.get("eos")
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """All ids that end a generation: the file's eos, eot and eom, and well-known ones found by text."""
         return self._vocabulary.eos_ids

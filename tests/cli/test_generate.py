@@ -100,6 +100,18 @@ def test_no_stats_leaves_stderr_empty(model: str, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
 
 
+def test_logprobs_are_a_line_for_each_token(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = as_json(capsys, "-m", model, "the", "--logprobs", "2")["logprobs"]
+    assert isinstance(tokens, list)
+    assert run(["generate", "-m", model, "the", *COMMON, "--logprobs", "2", "--no-stats"]) == 0
+    title, *lines = capsys.readouterr().err.strip().splitlines()
+    assert title.startswith("logprobs")
+    numbers = [[float(part) for part in re.findall(r"(-?\d+\.\d{4}) '", line)] for line in lines]
+    assert numbers == [
+        [round(each["logprob"], 4), *(round(top["logprob"], 4) for top in each["top"])] for each in tokens
+    ]
+
+
 def test_json_has_every_documented_field_and_the_same_text(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,43 @@ def test_a_wrong_command_line_is_a_user_error_with_a_hint(capsys, args, says, hi
     assert second == hint
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (
+            "generate -ngl 99 -fa on --jinja -ngl 1 -m x p",
+            "-ngl (all layers are on the --device; cpu for none, "
+            "--n-cpu-moe for experts); -fa (always on); --jinja (always on)",
+        ),
+        ("serve --max-model-len=4096 -m x", "--max-model-len (-c N)"),
+        ("chat -hf user/repo", "-hf (-m hf:user/repo:QUANT)"),
+        ("run x -v why", "-v (before the command: engine -v ...)"),
+    ],
+)
+def test_flags_of_other_programs_are_answered_with_what_is_written_here(capsys, args, says):
+    assert main.run(args.split()) == 1
+    assert capsys.readouterr().err == f"engine: error: no such option: {says}\n"
+
+
+@pytest.mark.parametrize(
+    "args", ["generate --stop -ngl -m /nope p", "generate -m /nope -- -ngl", "bench -b 1 -m /nope"]
+)
+def test_a_value_a_prompt_and_a_flag_of_the_command_are_none_of_these(capsys, args):
+    assert main.run(args.split()) == 1
+    assert "/nope: no such file" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_named_by_its_flag_gets_that_hint(capsys):
+    assert main.run(["bench", "smollm2-135m"]) == 1
+    assert capsys.readouterr().err.splitlines()[1] == "A model is named with -m. Try `engine bench --help`."
+
+
+def test_the_help_wraps_its_paragraphs_itself(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main.run(["pull", "--help"]) == 0
+    assert "their digests are checked. Prints the path of each model." in capsys.readouterr().out
+
+
 def test_the_readme_has_every_exit_code():
     readme = Path(__file__).parents[2] / "README.md"
     (listed,) = re.findall(r"^Exit codes: (.*?)\.\n", readme.read_text(), re.MULTILINE | re.DOTALL)

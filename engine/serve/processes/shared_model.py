@@ -75,7 +75,7 @@ class ServedModel:
     ) -> None:
         self._text = text
         config = text.checkpoint.config
-        missing = f"{text.checkpoint.path.name} has no chat template; use /v1/completions"
+        missing = f"{text.checkpoint.path.name} has no chat template; use /v1/completions, or --chat-template chatml"
         self._chat = ChatFormat(text.tokenizer, text.chat_template, missing)
         self.ctx_size = ctx_size
         self.vocab_size = config.vocab_size
@@ -83,6 +83,7 @@ class ServedModel:
         self.template = self._chat.source
         self.notes = notes
         self.bos_id: int | None = text.tokenizer.bos_id
+        self.eos_id: int | None = text.tokenizer.eos_id
         self.eos_ids = text.tokenizer.eos_ids
         self.end_of_text = text.tokenizer.end_of_text
         self.token_length = text.tokenizer.token_length

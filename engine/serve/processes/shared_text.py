@@ -21,7 +21,7 @@ class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         kind: encode `prompts`, or `messages` through the chat template; only render these; or answer /tokenize for
-            the one text in `prompts`.
+            the one of `prompts`.
         prompts: each of texts and token ids, in order; checked.
         bos: begin a text with BOS where the model asks for it.
         special: text may spell control tokens.
@@ -88,16 +88,17 @@ def unpacked(ids: bytes) -> list[int]:
     return packed.tolist()
 
 
+def _ids(model: ServedModel, job: TextJob, prompt: Sequence[str | int]) -> list[int]:
+    ids: list[int] = []
+    for position, part in enumerate(prompt):
+        ids += [part] if isinstance(part, int) else model.encode(part, job.bos and position == 0, job.special)
+    return ids
+
+
 def _encode(model: ServedModel, job: TextJob) -> TextResult:
     packed = []
     for prompt in job.prompts:
-        ids = array("i")
-        for position, part in enumerate(prompt):
-            ids.extend(
-                [part]
-                if isinstance(part, int)
-                else model.encode(part, job.bos and position == 0, job.special)
-            )
+        ids = array("i", _ids(model, job, prompt))
         if job.most_tokens is not None and len(ids) > job.most_tokens:
             return TextResult(tokens=len(ids))
         packed.append(ids.tobytes())
@@ -121,9 +122,7 @@ def _render_chat(model: ServedModel, job: TextJob) -> TextResult:
 
 
 def _tokenize(model: ServedModel, job: TextJob) -> TextResult:
-    ((content,),) = job.prompts
-    assert isinstance(content, str)
-    ids = model.encode(content, job.bos, job.special)
+    ids = [token for prompt in job.prompts for token in _ids(model, job, prompt)]
     tokens = (
         [{"id": token, "piece": _piece(model.token_bytes(token))} for token in ids] if job.pieces else ids
     )

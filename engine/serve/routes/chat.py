@@ -11,7 +11,14 @@ from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
-from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end, token_count
+from quengine.serve.routes.answers import (
+    LiveTimings,
+    answer_head,
+    answer_tail,
+    stream_end,
+    timings_body,
+    token_count,
+)
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
@@ -21,7 +28,7 @@ from quengine.serve.routes.prompts import (
     read_messages,
     reasoning_wanted,
 )
-from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
+from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import ChatRequest
@@ -78,8 +85,10 @@ async def prepare_chat(
         constraint=answer_constraint(use, model, text, prompt.end, prompt.budget),
     )
     special = not body.skip_special_tokens or form.shown(use)
-    answers = [ChatAnswer(model, form, use, prompt.end) for _ in range(body.n)]
-    return requests_of([prompt.ids], body.n, params, special, False, body.reports, body.id_slot), answers
+    answers = [ChatAnswer(model, form, use, prompt.end) for _ in range(completions_of(body))]
+    return requests_of(
+        [prompt.ids], completions_of(body), params, special, False, body.reports, body.id_slot
+    ), answers
 
 
 def _form(service: Service, body: ChatRequest) -> AnswerFormat:
@@ -236,7 +245,9 @@ class _Chunks(ChunkForm):
     def finished(self, choice: int, end: Finished) -> bytes:
         answer = self.answers[choice]
         held = b"".join(self._chunk(choice, delta, None) for delta in answer.finish())
-        more = verbose_chunk(self.service, choice, self.requests[choice], end) if self.verbose else None
+        more = {} if self.include_usage else {"timings": timings_body(end.timings)}
+        if self.verbose:
+            more |= verbose_chunk(self.service, choice, self.requests[choice], end)
         return held + self._chunk(choice, {}, answer.reason(end), more=more)
 
     def end(self, ends: Sequence[Finished]) -> bytes:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
-from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end
+from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end, timings_body
 from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.infill import suffix_prompt
 from quengine.serve.routes.logprob_forms import (
@@ -21,7 +21,7 @@ from quengine.serve.routes.logprob_forms import (
 )
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import read_prompts
-from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
+from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.openai import CompletionRequest
 from quengine.serve.service import Service
@@ -65,7 +65,7 @@ async def prepare_completions(service: Service, body: CompletionRequest) -> list
     prompts = await read_prompts(service, given, "prompt", special)
     scored = body.echo and body.logprobs is not None and not params.post_sampling_probs
     shown = not body.skip_special_tokens
-    return requests_of(prompts, body.n, params, shown, scored, body.reports, body.id_slot)
+    return requests_of(prompts, completions_of(body), params, shown, scored, body.reports, body.id_slot)
 
 
 def _body(
@@ -151,7 +151,9 @@ class _Chunks(ChunkForm):
         return echoed + self._chunk(choice, piece.text, logprobs, None, more)
 
     def finished(self, choice: int, end: Finished) -> bytes:
-        more = verbose_chunk(self.service, choice, self.requests[choice], end) if self.verbose else None
+        more = {} if self.include_usage else {"timings": timings_body(end.timings)}
+        if self.verbose:
+            more |= verbose_chunk(self.service, choice, self.requests[choice], end)
         return self._chunk(choice, "", None, end.reason, more)
 
     def end(self, ends: Sequence[Finished]) -> bytes:

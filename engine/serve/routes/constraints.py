@@ -17,27 +17,38 @@ from quengine.structured.answer_format import NO_CALLS
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import ToolUse
 
-# llama-server's and vLLM's other names.
 CONSTRAINTS: Mapping[str, Callable[[Any], ConstraintSpec | None]] = {
     "response_format": ConstraintSpec.from_response_format,
     "json_schema": ConstraintSpec.json_schema,
     "grammar": ConstraintSpec.grammar,
-    "guided_json": ConstraintSpec.json_schema,
-    "guided_regex": ConstraintSpec.regex,
-    "guided_grammar": ConstraintSpec.grammar,
 }
+"""OpenAI's field, and llama-server's."""
+
+GUIDED: Mapping[str, Callable[[Any], ConstraintSpec | None]] = {
+    "json": ConstraintSpec.json_schema,
+    "regex": ConstraintSpec.regex,
+    "grammar": ConstraintSpec.grammar,
+    "choice": lambda texts: ConstraintSpec.regex("|".join(map(re.escape, texts))),
+    "json_object": lambda wanted: ConstraintSpec.json_object() if wanted else None,
+}
+"""vLLM's: guided_NAME, or NAME in structured_outputs."""
 
 
 def read_constraint(body: Generation) -> ConstraintSpec | None:
-    """response_format, json_schema, grammar, or vLLM's guided_*; at most one of them. Raises ApiError."""
+    """The one constraint of a request, by whichever of its names. Raises ApiError where there are several."""
+    fields: list[tuple[str, object, str, Callable[[Any], ConstraintSpec | None]]]
+    fields = [(key, body, key, make) for key, make in CONSTRAINTS.items()]
+    fields += [(f"guided_{key}", body, f"guided_{key}", make) for key, make in GUIDED.items()]
+    if body.structured_outputs is not None:
+        fields += [
+            (f"structured_outputs.{key}", body.structured_outputs, key, make) for key, make in GUIDED.items()
+        ]
     found: dict[str, ConstraintSpec] = {}
     try:
-        for key, make in CONSTRAINTS.items():
-            value = getattr(body, key)
+        for name, holder, key, make in fields:
+            value = getattr(holder, key)
             if value not in (None, "") and (spec := make(value)) is not None:
-                found[key] = spec
-        if body.guided_choice is not None:
-            found["guided_choice"] = ConstraintSpec.regex("|".join(map(re.escape, body.guided_choice)))
+                found[name] = spec
     except EngineError as error:
         raise bad_request(str(error)) from None
     if len(found) > 1:

@@ -2,7 +2,7 @@
 llama-server's names, where they are those after the samplers (`SamplingParams.post_sampling_probs`)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quengine.sampler import TokenLogprobs
@@ -12,26 +12,26 @@ from quengine.serve.processes.shared_model import ServedModel
 def chat_logprobs(
     entries: Sequence[TokenLogprobs], model: ServedModel, sampled: bool = False
 ) -> dict[str, Any]:
-    """As in chat completions: each token with its text and bytes, and the likeliest; `sampled`: as probabilities."""
-    return {"content": [_entry(entry, model, _chat_token, sampled) for entry in entries], "refusal": None}
+    """As in chat completions; `sampled`: as probabilities."""
+    return {"content": native_probabilities(entries, model, sampled), "refusal": None}
 
 
-def _entry(
-    entry: TokenLogprobs,
-    model: ServedModel,
-    form: Callable[[int, ServedModel], dict[str, Any]],
-    sampled: bool,
-) -> dict[str, Any]:
+def native_probabilities(
+    entries: Sequence[TokenLogprobs], model: ServedModel, sampled: bool
+) -> list[dict[str, Any]]:
+    """As llama-server's `completion_probabilities`: each token with its id, text and bytes, and the likeliest;
+    `sampled`: as probabilities."""
+    return [_entry(entry, model, sampled) for entry in entries]
+
+
+def _entry(entry: TokenLogprobs, model: ServedModel, sampled: bool) -> dict[str, Any]:
     def likely(token: int, logprob: float) -> dict[str, Any]:
-        return form(token, model) | ({"prob": math.exp(logprob)} if sampled else {"logprob": logprob})
+        raw = model.token_bytes(token)
+        value = {"prob": math.exp(logprob)} if sampled else {"logprob": logprob}
+        return {"id": token, "token": raw.decode(errors="replace"), "bytes": list(raw), **value}
 
     top = [likely(token, logprob) for token, logprob in entry.top]
     return likely(entry.token, entry.logprob) | {"top_probs" if sampled else "top_logprobs": top}
-
-
-def _chat_token(token: int, model: ServedModel) -> dict[str, Any]:
-    raw = model.token_bytes(token)
-    return {"token": raw.decode(errors="replace"), "bytes": list(raw)}
 
 
 def completion_logprobs(
@@ -86,14 +86,3 @@ def _name(token: int, model: ServedModel) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-def native_probabilities(
-    entries: Sequence[TokenLogprobs], model: ServedModel, sampled: bool
-) -> list[dict[str, Any]]:
-    """As llama-server's `completion_probabilities`; `sampled`: as probabilities."""
-    return [_entry(entry, model, _native_token, sampled) for entry in entries]
-
-
-def _native_token(token: int, model: ServedModel) -> dict[str, Any]:
-    return {"id": token} | _chat_token(token, model)

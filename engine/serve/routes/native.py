@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.request.sampling_params import RANGES, SamplingParams
+from quengine.request.sampling_params import MAX_COUNT, RANGES, SamplingParams
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
@@ -15,7 +15,7 @@ from quengine.serve.routes.answers import LiveTimings, timings_body
 from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
-from quengine.serve.routes.sampling import check_choices, requests_of, sampling_params
+from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.requests import Native, NativeRequest
 from quengine.serve.service import Service
@@ -53,7 +53,7 @@ async def _prepared(
         service, body, logprobs=body.n_probs or None, constraint=read_constraint(body)
     )
     prompts = await read_prompts(service, prompt, "prompt", parse_special)
-    return requests_of(prompts, body.n, params, progress=body.reports, slot=body.id_slot)
+    return requests_of(prompts, completions_of(body), params, progress=body.reports, slot=body.id_slot)
 
 
 def native_result(
@@ -63,8 +63,9 @@ def native_result(
     shifted; no prompt is ever cut."""
     model = service.model
     prompt, generated = len(request.prompt), end.timings.generated_tokens
-    cached = prompt + generated - end.timings.discarded_tokens
+    held = prompt + generated - end.timings.discarded_tokens
     word = end.stop_text
+    kind = "word" if word is not None else "limit" if end.reason == "length" else "eos"
     return {
         "index": index,
         "content": text,
@@ -74,12 +75,12 @@ def native_result(
         "model": service.model_name,
         "tokens_predicted": generated,
         "tokens_evaluated": prompt,
-        "tokens_cached": cached,
+        "tokens_cached": held,
         "generation_settings": generation_settings(request.params, model) | {"seed": end.seed},
         "prompt": b"".join(map(model.token_bytes, request.prompt)).decode(errors="replace"),
         "has_new_line": "\n" in text,
-        "truncated": end.timings.shifts > 0 or (end.reason == "length" and cached >= model.ctx_size),
-        "stop_type": "word" if word is not None else "limit" if end.reason == "length" else "eos",
+        "truncated": end.timings.shifts > 0 or (end.reason == "length" and held >= model.ctx_size),
+        "stop_type": kind,
         "stopping_word": word or "",
         "timings": timings_body(end.timings),
     }
@@ -163,7 +164,8 @@ class _Form(ChunkForm):
 
 def generation_settings(params: SamplingParams, model: ServedModel | None) -> dict[str, Any]:
     """The sampling parameters as llama-server names them; a bias of null bans a token. Without a model: of several."""
-    max_tokens = -1 if params.max_tokens is None else params.max_tokens
+    unlimited = (None, MAX_COUNT, None if model is None else model.ctx_size)
+    max_tokens = -1 if params.max_tokens in unlimited else params.max_tokens
     seed = -1 if params.seed is None else params.seed
     banned = float("-inf")
     biases = [
@@ -187,4 +189,6 @@ def generation_settings(params: SamplingParams, model: ServedModel | None) -> di
         "post_sampling_probs": params.post_sampling_probs,
         "adaptive_target": -1.0,
         "adaptive_decay": 0.9,
+        "min_keep": 0,
+        "lora": [],
     }

@@ -105,7 +105,10 @@ def reasoning_wanted(
     """
     options = service.settings.chat
     switched = body.reasoning.enabled if body.enable_thinking is None else body.enable_thinking
-    given = (body.reasoning_budget, body.thinking_budget_tokens, body.reasoning.max_tokens)
+    given = (
+        *(body.reasoning_budget, body.thinking_budget_tokens, body.reasoning_budget_tokens),
+        body.reasoning.max_tokens,
+    )
     default = options.reasoning_budget if switched is None and effort is None else -1
     budget = next((each for each in given if each is not None), default)
     if switched is False or effort == "none":
@@ -171,7 +174,7 @@ def _parts(value: Any, service: Service, key: str) -> list[str | int]:
         raise service.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
     if are_token_ids(given, model.vocab_size):
         return given
-    return [part if isinstance(part, str) else _token_id(part, model.vocab_size, key) for part in given]
+    return [part if isinstance(part, str) else token_id(part, model.vocab_size, key) for part in given]
 
 
 def _object_text(value: dict[str, Any], key: str) -> str:
@@ -187,7 +190,7 @@ def _object_text(value: dict[str, Any], key: str) -> str:
     raise bad_request(f"{key} = {shown(value)}: {rule}", key, "invalid_value")
 
 
-def _token_id(part: Any, vocab_size: int, key: str) -> int:
+def token_id(part: Any, vocab_size: int, key: str) -> int:
     if whole_number(part) is None:
         raise bad_request(f"{key}: {json.dumps(part)[:40]} is neither text nor a token id", key)
     return token_ids([part], key, vocab_size)[0]

@@ -71,10 +71,16 @@ async def sampling_params(
 
 def check_choices(body: ChatRequest | CompletionRequest | Native, limits: Limits) -> None:
     """Raises ApiError for more completions of a prompt than the server takes, or stream options without a stream."""
-    if body.n > limits.n:
-        raise _too_many("n", body.n, limits.n, "--max-n")
+    for name, count in (("n", body.n), ("n_cmpl", body.n_cmpl or 1)):
+        if count > limits.n:
+            raise _too_many(name, count, limits.n, "--max-n")
     if not isinstance(body, Native) and body.stream_options.include_usage and not body.stream:
         raise bad_request("stream_options is for streams: set stream to true", "stream_options")
+
+
+def completions_of(body: ChatRequest | CompletionRequest | Native) -> int:
+    """How many completions of each prompt are wanted."""
+    return body.n_cmpl or body.n
 
 
 def requests_of(

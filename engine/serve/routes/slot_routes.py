@@ -18,13 +18,18 @@ _ACTIONS = get_args(SlotActionKind)
 
 
 async def slots(models: Models, request: Request) -> Response:
-    """One entry a slot, as llama-server's; at most a tenth of a second old. Of several models each names its own."""
+    """One entry a slot, as llama-server's; at most a tenth of a second old. Of several models each names its own.
+    With `?fail_on_no_slot=1` a 503 where none is free."""
     if not models.settings.slots:
         raise switched_off("--no-slots")
     if (asked := models.asked(request.query_params.get("model", ""))) is not None:
-        return json_response(_slots(asked.service))
-    loaded = [each for each in models.entries if each.loaded]
-    return json_response([slot | {"model": each.name} for each in loaded for slot in _slots(each.service)])
+        entries = _slots(asked.service)
+    else:
+        loaded = [each for each in models.entries if each.loaded]
+        entries = [slot | {"model": each.name} for each in loaded for slot in _slots(each.service)]
+    if request.query_params.get("fail_on_no_slot") and all(each["is_processing"] for each in entries):
+        raise ApiError(503, "no slot is free", code="no_free_slot", retry_after=1)
+    return json_response(entries)
 
 
 def _slots(service: Service) -> list[dict[str, Any]]:

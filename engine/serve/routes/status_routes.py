@@ -6,6 +6,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.models.hub.hub_name import quant_of
 from quengine.serve.http import json_response, read_array
 from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.registry import Models
@@ -70,7 +71,10 @@ async def props(models: Models, request: Request) -> Response:
         }
         return json_response(_settings(models.settings, None) | router)
     served, service = entry.service.model, entry.service
-    bos = served.bos_id
+
+    def text_of(token: int | None) -> str:
+        return "" if token is None else served.token_bytes(token).decode(errors="replace")
+
     return json_response(
         _settings(entry.spec.settings, served)
         | {
@@ -78,8 +82,10 @@ async def props(models: Models, request: Request) -> Response:
             "model_alias": service.model_name,
             "model_path": served.facts.get("path", ""),
             "chat_template": served.template or "",
-            "bos_token": "" if bos is None else served.token_bytes(bos).decode(errors="replace"),
-            "eos_tokens": [served.token_bytes(t).decode(errors="replace") for t in sorted(served.eos_ids)],
+            "model_ftype": quant_of(str(served.facts.get("path", ""))),
+            "bos_token": text_of(served.bos_id),
+            "eos_token": text_of(served.eos_id),
+            "eos_tokens": [text_of(token) for token in sorted(served.eos_ids)],
             "is_sleeping": entry.state == "sleeping",
         }
     )
@@ -99,7 +105,12 @@ def _settings(settings: ServerSettings, model: ServedModel | None) -> dict[str, 
     params = generation_settings(settings.defaults, model)
     return {
         "default_generation_settings": {"n_ctx": ctx_size, "params": params},
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": False, "audio": False, "video": False},
+        "endpoint_slots": settings.slots,
+        "endpoint_props": False,
+        "endpoint_metrics": settings.metrics,
+        "ui": settings.ui,
+        "cors_proxy_enabled": settings.tools.proxy,
         "build_info": FINGERPRINT,
         "limits": limits,
         "tools": bool(settings.tools.names or settings.tools.mcp),

@@ -1,8 +1,10 @@
 """From a request's events to those of its answer; the form of a chunk is each route's own."""
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -51,6 +53,10 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b":\n\n"
+COMMENT_SECONDS = 15.0
+"""Until a stream begins whose first token is not there yet, and between two comments: clients and proxies give up a
+connection on which nothing comes."""
 
 
 async def whole_answer(
@@ -71,17 +77,21 @@ async def whole_answer(
 async def stream_answer(
     service: Service, request: Request, requests: Sequence[GenerationRequest], form: ChunkForm
 ) -> Response:
-    """Stream the requests. The answer begins with the first token, so that what fails before has a status of its own.
+    """Stream the requests. The answer begins with the first token, so that what fails before has a status of its own;
+    where that takes long, with comments.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
     handle = service.submit(requests)
     chunks = _chunks(service.events(handle), form, len(requests))
+    first = asyncio.ensure_future(anext(chunks))
+    seconds = COMMENT_SECONDS if form.media_type == ChunkForm.media_type else None
     try:
-        first = await unless_gone(request.receive, anext(chunks))
+        there, _ = await unless_gone(request.receive, asyncio.wait((first,), timeout=seconds))
+        begin = first.result() if there else COMMENT
     except BaseException:
         service.worker.cancel(handle)
-        await chunks.aclose()
+        await _left(first, chunks)
         raise
     record = access_log.current()
 
@@ -96,7 +106,48 @@ async def stream_answer(
 
         handle.writer = write
 
-    return EventStream(first, chunks, form.media_type, began)
+    if there:
+        return EventStream(begin, chunks, form.media_type, began)
+    late = _Late(first, chunks, form, began)
+    return EventStream(begin, late.parts(), form.media_type, late.connected)
+
+
+@dataclass
+class _Late:
+    """A stream that has begun with a comment. Its parts are written directly (`began`) once the first one has been."""
+
+    first: asyncio.Future[bytes]
+    chunks: AsyncGenerator[bytes, None]
+    form: ChunkForm
+    began: Callable[[Connection], None]
+    connection: Connection | None = None
+
+    def connected(self, connection: Connection) -> None:
+        self.connection = connection
+
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        try:
+            while not (await asyncio.wait((self.first,), timeout=COMMENT_SECONDS))[0]:
+                yield COMMENT
+            try:
+                yield self.first.result()
+            except ApiError as error:
+                access_log.current().error = error.message
+                yield self.form.failed(error)
+                return
+            if self.connection is not None:
+                self.began(self.connection)
+            async for chunk in self.chunks:
+                yield chunk
+        finally:
+            await _left(self.first, self.chunks)
+
+
+async def _left(first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes, None]) -> None:
+    """Free what a stream holds, also while its first part is waited for."""
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await chunks.aclose()
 
 
 async def _chunks(

@@ -6,7 +6,7 @@ from starlette.responses import Response
 from quengine.serve.http import json_response, off_loop, read_request, unless_gone
 from quengine.serve.processes.shared_text import TextJob
 from quengine.serve.routes.constraints import read_tools
-from quengine.serve.routes.prompts import read_messages, template_variables
+from quengine.serve.routes.prompts import read_messages, template_variables, token_id
 from quengine.serve.schemas.reading import token_ids
 from quengine.serve.schemas.requests import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from quengine.serve.service import Service
@@ -15,9 +15,11 @@ from quengine.serve.service import Service
 async def tokenize(service: Service, request: Request) -> Response:
     body = await read_request(request, TokenizeRequest, service.limits)
     service.check_model_name(body.model)
+    size = service.model.vocab_size
+    parts = [body.content] if isinstance(body.content, str) else body.content
     job = TextJob(
         "tokenize",
-        [[body.content]],
+        [[part if isinstance(part, str) else token_id(part, size, "content") for part in parts]],
         bos=body.add_special,
         special=body.parse_special,
         pieces=body.with_pieces,

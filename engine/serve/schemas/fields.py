@@ -61,6 +61,8 @@ _ABOUT = {
     "top_n_sigma": "Drop logits so many standard deviations below the largest; 0 or -1: none.",
     "n_keep": "First tokens that a context shift keeps; -1: the prompt.",
     "n_discard": "Tokens that it discards; 0: half of the others.",
+    "n_indent": "A line, but the first, that is indented by fewer spaces and tabs ends the text.",
+    "t_max_predict_ms": "So long after the first token the next line end ends the text; 0 or -1: never.",
 }
 _UNTIL_FULL = f"must be a whole number {RANGES['max_tokens']}, or -1 for until the context is full"
 UntilFull = Annotated[
@@ -152,8 +154,6 @@ class Accepted(Body, frozen=True):
     min_keep: Annotated[Any, only(0, 1)] = None
     best_of: Annotated[Any, only(1)] = None
     use_beam_search: Annotated[Any, only(False)] = None
-    t_max_predict_ms: Annotated[Any, only(-1, 0)] = None
-    n_indent: Annotated[Any, only(0)] = None
     bad_words: Annotated[Any, only([])] = None
     lora: list[LoraAdapter] | None = None
     logits_processors: Annotated[Any, only()] = None
@@ -233,6 +233,22 @@ class Sampling(Accepted, frozen=True):
     ) = None
     n_keep: Annotated[int, in_range("n_keep")] | None = None
     n_discard: Annotated[int, in_range("n_discard")] | None = None
+    n_indent: Annotated[int, in_range("n_indent")] | None = None
+    t_max_predict_ms: Annotated[int, in_range("t_max_predict_ms")] | None = None
+
+
+class StructuredOutputs(Fields, frozen=True):
+    """What vLLM takes in place of guided_*."""
+
+    json: JSONSchema = None
+    regex: str = ""
+    grammar: str = ""
+    choice: Annotated[list[SomeText], Meta(min_length=1)] | None = None
+    json_object: bool = False
+    disable_any_whitespace: Annotated[Any, only(False)] = None
+    disable_additional_properties: Annotated[Any, only(False)] = None
+    whitespace_pattern: Annotated[Any, only()] = None
+    structural_tag: Annotated[Any, only()] = None
 
 
 class Generation(Sampling, frozen=True):
@@ -269,11 +285,11 @@ class Generation(Sampling, frozen=True):
     guided_regex: str = ""
     guided_grammar: str = ""
     guided_choice: Annotated[list[SomeText], Meta(min_length=1)] | None = None
-    guided_json_object: Annotated[Any, only(False)] = None
+    guided_json_object: bool = False
     guided_whitespace_pattern: Annotated[Any, only()] = None
     guided_decoding_backend: Annotated[Any, only()] = None
-    structured_outputs: Annotated[Any, only()] = None
-    grammar_triggers: Annotated[Any, only()] = None
+    structured_outputs: StructuredOutputs | None = None
+    grammar_triggers: Annotated[Any, only([])] = None
     grammar_lazy: Annotated[Any, only(False)] = None
 
     @property
@@ -311,6 +327,7 @@ class Tools(Generation, frozen=True):
     enable_thinking: Thinking | None = None
     reasoning_budget: Budget | None = None
     thinking_budget_tokens: Budget | None = None
+    reasoning_budget_tokens: Budget | None = None
     reasoning: ReasoningOptions = ReasoningOptions()
     documents: Annotated[Any, only([])] = None
     mm_processor_kwargs: Annotated[Any, only()] = None

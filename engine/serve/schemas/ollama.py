@@ -261,7 +261,7 @@ def ollama_answers() -> dict[str, Schema]:
 
 def _ollama_answer(optional: dict[str, Schema], given: dict[str, Schema]) -> tuple[Schema, Schema]:
     """The whole answer (or the last line), or that to an empty request; and a line of a stream."""
-    token = {"token": STRING, "logprob": NUMBER, "bytes": array(COUNT)}
+    token = {"id": COUNT, "token": STRING, "logprob": NUMBER, "bytes": array(COUNT)}
     logprobs = {"logprobs": array(record(**token, top_logprobs=array(record(**token))))}
     head = {"model": STRING, "created_at": STRING, **given}
     durations = [f"{what}_duration" for what in ("total", "load", "prompt_eval", "eval")]

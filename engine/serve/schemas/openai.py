@@ -41,7 +41,6 @@ from quengine.serve.schemas.openapi_parts import (
     or_null,
     record,
     ref,
-    scored,
 )
 from quengine.structured.tool_calls import MAX_TOOLS
 
@@ -56,6 +55,7 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
 
     messages: Messages
     n: Annotated[int, Meta(ge=1)] = 1
+    n_cmpl: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: UntilFull | None = None
     max_tokens: UntilFull | None = None
     n_predict: UntilFull | None = None
@@ -89,6 +89,7 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
 
     prompt: Prompt
     n: Annotated[int, Meta(ge=1)] = 1
+    n_cmpl: Annotated[int, Meta(ge=1)] | None = None
     max_tokens: UntilFull | None = None
     max_completion_tokens: UntilFull | None = None
     n_predict: UntilFull | None = None
@@ -231,7 +232,7 @@ def _head(kind: str) -> dict[str, Schema]:
 
 
 def _chat() -> dict[str, Schema]:
-    entry = scored(token=STRING, bytes=array(COUNT))
+    entry = native_token()
     function = {"name": STRING, "arguments": STRING}
     call = record(id=STRING, type=const("function"), function=record(**function))
     part = record(

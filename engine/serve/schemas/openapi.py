@@ -31,6 +31,7 @@ _MEANINGS = {
     404: "Not here: another model than the one served, or a response that is not stored.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body is packed (Content-Encoding).",
     429: "The queue is full.",
     500: "This request failed; others go on.",
     501: "The model has no tokens for this, or the server was not started with the flag for it.",
@@ -43,9 +44,9 @@ _MEANINGS = {
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
 _PART: Schema = {"type": "string", "minLength": 1}
 _SLOT: Schema = {"type": "integer", "minimum": 0, "maximum": 10**9 - 1}
-_READS = (400, 404, 408, 413, 503)
+_READS = (400, 404, 408, 413, 415, 503)
 _COMPUTES = (*_READS, 429, 500)
-_ANTHROPICS = (400, 404, 408, 413, 500, 529)
+_ANTHROPICS = (400, 404, 408, 413, 415, 500, 529)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ _CONVERSATION: tuple[tuple[str, Schema], ...] = (("conv_id", _PART),)
 _PROXY = Operation(
     "The answer of another host.",
     "*/*",
-    errors=(400, 408, 413, 502, 504),
+    errors=(400, 408, 413, 415, 502, 504),
     query=(("url", {"type": "string", "format": "uri"}),),
 )
 
@@ -131,7 +132,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/lora-adapters"): Operation("The adapters: none.", ref("LoraAdapters")),
     ("POST", "/lora-adapters"): Operation(
-        "Switch adapters off.", ref("Success"), "LoraScales", errors=(400, 408, 413)
+        "Switch adapters off.", ref("Success"), "LoraScales", errors=(400, 408, 413, 415)
     ),
     ("GET", "/models"): _MODELS,
     ("GET", "/v1/models"): _MODELS,
@@ -140,16 +141,16 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Answer requests of other routes, in Vertex AI's form.",
         ref("Predictions"),
         "PredictRequest",
-        errors=(400, 408, 413),
+        errors=(400, 408, 413, 415),
     ),
     ("POST", "/models/load"): Operation(
-        "Begin to load a model.", ref("Success"), "ModelRequest", errors=(400, 404, 408, 413, 503)
+        "Begin to load a model.", ref("Success"), "ModelRequest", errors=(400, 404, 408, 413, 415, 503)
     ),
     ("POST", "/models/unload"): Operation(
         "Unload a model after its running answers.",
         ref("Success"),
         "ModelRequest",
-        errors=(400, 404, 408, 413),
+        errors=(400, 404, 408, 413, 415),
     ),
     ("GET", "/v1/stream"): Operation(
         "A conversation's stream again, from a byte on.", EVENTS, errors=(400, 404, 503), query=_CONVERSATION
@@ -158,11 +159,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "End a conversation's stream.", NOTHING, errors=(400,), query=_CONVERSATION
     ),
     ("POST", "/v1/streams/lookup"): Operation(
-        "Which conversations have streams.", ref("Streams"), "StreamsRequest", errors=(400, 408, 413)
+        "Which conversations have streams.", ref("Streams"), "StreamsRequest", errors=(400, 408, 413, 415)
     ),
     ("GET", "/tools"): Operation("The tools that may be called here.", ref("Tools")),
     ("POST", "/tools"): Operation(
-        "Call a tool.", OBJECT, "ToolRequest", "ToolEvent", (400, 404, 408, 413, 500, 501)
+        "Call a tool.", OBJECT, "ToolRequest", "ToolEvent", (400, 404, 408, 413, 415, 500, 501)
     ),
     ("GET", "/cors-proxy"): _PROXY,
     ("POST", "/cors-proxy"): _PROXY,

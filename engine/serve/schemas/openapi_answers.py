@@ -124,7 +124,7 @@ def _native() -> dict[str, Schema]:
 def _generation_settings() -> Schema:
     numbers = {key: NUMBER for key in RANGES if key not in ("max_tokens", "logprobs", "n")}
     numbers |= dict.fromkeys(("adaptive_target", "adaptive_decay"), NUMBER)
-    whole = ["n_predict", "max_tokens", "seed", "n_probs", "n_ctx"]
+    whole = ["n_predict", "max_tokens", "seed", "n_probs", "n_ctx", "min_keep"]
     bias = record(token=TOKEN, bias=or_null(NUMBER))
     return record(
         **numbers | dict.fromkeys(whole, WHOLE),
@@ -135,6 +135,7 @@ def _generation_settings() -> Schema:
         dry_sequence_breakers=array(STRING),
         samplers=array(STRING),
         post_sampling_probs=BOOLEAN,
+        lora={"type": "array", "maxItems": 0},
     )
 
 
@@ -170,6 +171,7 @@ def _status() -> dict[str, Schema]:
         owned_by=const("quengine"),
         aliases=array(STRING),
         tags=array(STRING),
+        architecture=record(input_modalities=array(STRING), output_modalities=array(STRING)),
         meta=OBJECT,
         status=record(
             {
@@ -197,8 +199,12 @@ def _status() -> dict[str, Schema]:
             model_path=STRING,
             chat_template=STRING,
             bos_token=STRING,
+            eos_token=STRING,
             eos_tokens=array(STRING),
-            modalities=record(vision=BOOLEAN, audio=BOOLEAN),
+            model_ftype=STRING,
+            modalities=record(vision=BOOLEAN, audio=BOOLEAN, video=BOOLEAN),
+            **dict.fromkeys(("endpoint_slots", "endpoint_props", "endpoint_metrics", "ui"), BOOLEAN),
+            cors_proxy_enabled=BOOLEAN,
             is_sleeping=BOOLEAN,
             build_info=STRING,
             limits=record(**dict.fromkeys(limits, COUNT)),

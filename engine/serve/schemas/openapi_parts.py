@@ -64,15 +64,12 @@ def error_schema() -> Schema:
     return record(error=inner)
 
 
-def scored(**token: Schema) -> Schema:
+def native_token() -> Schema:
     """A token with its log-probability, and the likeliest ones; as probabilities with post_sampling_probs."""
+    token: dict[str, Schema] = {"id": TOKEN, "token": STRING, "bytes": array(COUNT)}
     logs, sampled = {**token, "logprob": NUMBER}, {**token, "prob": NUMBER}
     forms = [
         record(**logs, top_logprobs=array(record(**logs))),
         record(**sampled, top_probs=array(record(**sampled))),
     ]
     return {"anyOf": forms}
-
-
-def native_token() -> Schema:
-    return scored(id=TOKEN, token=STRING, bytes=array(COUNT))

@@ -79,8 +79,9 @@ def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ..
             "enum": [None, *model_names, ""],
             "description": fields["model"]["description"],
         }
-    if "n" in fields:
-        fields["n"]["maximum"] = limits.n
+    for name in ("n", "n_cmpl"):
+        if "minimum" in fields.get(name, {}):
+            fields[name]["maximum"] = limits.n
     if "stop" in fields:
         fields["stop"]["anyOf"][-1]["maxItems"] = limits.stops
     for name in ("stop_token_ids", "stop_sequences", "dry_sequence_breakers"):

@@ -15,7 +15,6 @@ from quengine.serve.schemas.fields import (
     Body,
     Effort,
     Generation,
-    Logprobs,
     Messages,
     PoolingField,
     Prompt,
@@ -40,9 +39,10 @@ class Native(Generation, frozen=True, kw_only=True):
 
     stop: str | list[str] | None = None
     n: Annotated[int, Meta(ge=1)] = 1
+    n_cmpl: Annotated[int, Meta(ge=1)] | None = None
     n_predict: UntilFull | None = None
     max_tokens: UntilFull | None = None
-    n_probs: Logprobs = 0
+    n_probs: Annotated[int, Meta(ge=0, le=100)] = 0
     return_tokens: bool = False
     parse_special: bool = True
     image_data: Annotated[Any, only([])] = None
@@ -104,7 +104,10 @@ class RerankRequest(Body, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(Body, frozen=True, kw_only=True):
-    content: Annotated[str, Meta(extra={"rule": "must be a string"})]
+    content: Annotated[
+        str | list[str | Token],
+        Meta(extra={"rule": "must be a string, or an array of strings and token ids"}),
+    ]
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False

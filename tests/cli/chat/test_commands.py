@@ -64,6 +64,15 @@ def test_undo_drops_the_last_exchange(talk, capsys: Captured) -> None:
     assert "dropped: two" in capsys.readouterr().err
 
 
+def test_commands_of_ollama_have_their_names_too(
+    talk, model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    assert talk("/?", "one", "/clear", "two") == talk("two")
+    assert "/regen" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/bye\n/not reached\n"))
+    assert run(["chat", "-m", model, *COMMON]) == 0
+
+
 def test_set_changes_the_next_answer(talk, capsys: Captured) -> None:
     assert talk("/set n 2", "/set temp 0", "hello") == talk("hello", flags=("-n", "2"))
     assert "max_tokens" in capsys.readouterr().err

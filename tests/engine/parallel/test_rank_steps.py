@@ -24,6 +24,7 @@ from quengine.models.config import Stage
 from quengine.models.decoder import Decoder
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank
+from quengine.parallel import cached_rows
 from quengine.parallel.cached_rows import read_cached, write_cached
 from quengine.parallel.steps import run
 from quengine.request.sampling_params import SamplingParams
@@ -141,7 +142,11 @@ def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[int]:
     ids=["greedy", "by expert", "sampled"],
 )
 def test_two_ranks_choose_the_tokens_of_one(
-    tmp_path: Path, architecture: str, by_expert: bool, params: SamplingParams
+    tmp_path: Path,
+    architecture: str,
+    by_expert: bool,
+    params: SamplingParams,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = write_model(tmp_path, architecture)
     one = runner_of(path)
@@ -158,6 +163,9 @@ def test_two_ranks_choose_the_tokens_of_one(
         write_cached(leader, 0, 4, [rows + 1 for rows in stored])
         again = read_cached(leader, 0, 4, 1)
         assert all(torch.equal(a, b + 1) for a, b in zip(again, stored, strict=True))
+        monkeypatch.setattr(cached_rows, "_MOST_BYTES", 1)  # one tensor at a time, where it was all at once
+        write_cached(leader, 0, 4, stored)
+        assert all(map(torch.equal, read_cached(leader, 0, 4, 1), stored))
     finally:
         group.end()
     a, b = leader.graphs, follower.graphs

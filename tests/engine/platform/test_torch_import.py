@@ -40,7 +40,17 @@ from torch.utils.data import *
 assert DataLoader([1, 2, 3], batch_size=3).__iter__().__next__().tolist() == [1, 2, 3]
 """
 
-
+GENERATORS = """
+import sys
+from quengine.platform import torch_import
+torch_import.defer_modules()
+import torch
+first = torch.rand(3, generator=torch.Generator().manual_seed(1))
+assert type(torch.export) is torch_import._Deferred
+import torch._prims.rng_prims
+torch.export.export
+assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(1)))
+"""
 BYTECODE = """
 import importlib.machinery, importlib.util, sys
 from pathlib import Path
@@ -70,6 +80,10 @@ def test_a_model_runs_without_any_of_the_modules(tmp_path: Path) -> None:
 
 def test_a_module_that_is_used_is_what_it_always_is() -> None:
     python(USED)
+
+
+def test_generators_of_random_numbers_need_none_of_the_modules() -> None:
+    python(GENERATORS)
 
 
 def test_the_installed_torch_has_all_modules_and_is_one_that_was_tried() -> None:

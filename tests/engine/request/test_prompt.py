@@ -81,6 +81,14 @@ def test_half_a_surrogate_pair_is_refused_with_its_position(llm: LLM, text: str,
             llm.chat([{"role": "system", "content": "be kind"}, given])
 
 
+@pytest.mark.parametrize(
+    ("given", "named"), [("hello", "message 0 is 'h'"), ([{"role": "user"}, 5], "message 1 is 5")]
+)
+def test_a_text_in_place_of_a_conversation_is_refused(llm: LLM, given: Any, named: str) -> None:
+    with pytest.raises(EngineError, match=f"a conversation is a list of .*; {named}"):
+        llm.chat(given)
+
+
 def test_a_whole_pair_is_its_character(llm: LLM) -> None:
     pair = "\ud83d\ude00"
     assert llm.encode(f"a {pair}") == llm.encode("a \U0001f600")

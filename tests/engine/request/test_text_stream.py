@@ -51,6 +51,24 @@ def test_a_stop_string_across_tokens_is_not_shown_and_ends_the_text() -> None:
     assert (stream.push(0), stream.finish(), stream.text) == ("", "", "Answer")
 
 
+@pytest.mark.parametrize(
+    ("pieces", "shown"),
+    [
+        ([b"if x:\n", b"    ", b"a()\n  b()\n"], "if x:\n    a()\n  "),
+        ([b"a\n\t\t\t\tb\n", b"\nc"], "a\n\t\t\t\tb\n"),
+        ([b"a\n", b"  ", b"  b\n   ", b"\n"], "a\n    b\n   "),
+        ([b"one line"], "one line"),
+        ([b"\n    ", b"x"], "\n    x"),
+    ],
+)
+def test_a_line_that_is_indented_too_little_ends_the_text(pieces: list[bytes], shown: str) -> None:
+    stream = TextStream(pieces.__getitem__, ["STOP"], indent=4)
+    text = "".join(map(stream.push, range(len(pieces)))) + stream.finish()
+    assert text == stream.text == shown
+    assert stream.dedented == (shown != b"".join(pieces).decode()) and stream.stopped is None
+    assert not stream.dedented or stream.push(0) == ""
+
+
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     _, shown = feed([b"hello <", b"b", b"> and <|", b"en", b"d of it"], ["<|end|>"])
     assert shown == ["hello ", "<b", "> and ", "", "<|end of it", ""]

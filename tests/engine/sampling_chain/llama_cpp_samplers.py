@@ -36,6 +36,7 @@ _ARGUMENTS = {
     "mirostat_v2": (ctypes.c_uint32, _FLOAT, _FLOAT),
     "penalties": (_INT, _INT, _FLOAT, _FLOAT, _FLOAT),
     "dist": (ctypes.c_uint32,),
+    "infill": (ctypes.c_void_p,),
     "dry": (ctypes.c_void_p, _FLOAT, _FLOAT, _INT, _INT, ctypes.POINTER(ctypes.c_char_p), _SIZE),
 }
 """Of llama_sampler_init_NAME."""

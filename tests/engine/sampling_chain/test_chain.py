@@ -165,10 +165,11 @@ def test_a_chain_that_leaves_nothing_says_so() -> None:
 def test_names_and_letters() -> None:
     assert SamplingParams(samplers="kt").samplers == read_flags(["kt"]) == ("top_k", "temperature")
     assert read_flags(["top-k;nucleus,temp"]) == ("top_k", "top_p", "temperature")
+    assert read_flags(["kpi"]) == read_flags(["top_k,top_p,infill"]) == ("top_k", "top_p", "infill")
     assert read_flags(["temp"]) == ("temperature",) and read_flags(["ttemp"]) == (
         *("temperature", "temperature", "penalties", "min_p", "top_p"),
     )
-    for wrong in ("kq", ["infill"], ["top_k", 3], 5, "k" * 33):
+    for wrong in ("kq", ["adaptive_p"], ["top_k", 3], 5, "k" * 33):
         with pytest.raises(EngineError, match="samplers"):
             SamplingParams(samplers=wrong)  # type: ignore[arg-type]
     for breakers in ([""], [3], ["x" * 41], ["\ud800"], 4):

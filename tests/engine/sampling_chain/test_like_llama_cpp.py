@@ -14,6 +14,7 @@ from quengine.models.tokenizer import Tokenizer
 from quengine.request.sampling_params import SamplingParams
 from quengine.sampler import Sampler
 from quengine.sampling_chain.dry import BreakerFinder, Breakers, Dry
+from quengine.sampling_chain.infill import Infill
 from quengine.sampling_chain.mirostat import Mirostat
 from tests.engine.sampling_chain.llama_cpp_samplers import LlamaCppSampler, LlamaCppTokens
 from tests.llama_cpp_source import llama_cpp_source
@@ -188,6 +189,33 @@ def vocab(request: pytest.FixtureRequest) -> Iterator[tuple[LlamaCppVocab, Token
     path = llama_cpp_source() / "models" / f"ggml-vocab-{request.param}.gguf"
     with LlamaCppVocab(path) as theirs:
         yield theirs, Tokenizer.from_gguf(path)
+
+
+def test_infill_keeps_the_same_for_a_gap(vocab: tuple[LlamaCppVocab, Tokenizer]) -> None:
+    """Candidates that begin alike, with end tokens of all sizes among them."""
+    theirs, tokenizer = vocab
+    peer, rng = LlamaCppSampler("infill", theirs.pointer), np.random.default_rng(4)
+    texts = " return returned re r ret result x xs\n\n\n\t )) ) ():\n def define defined"
+    words = sorted({*tokenizer.encode(texts), *range(300, 340)} - tokenizer.eos_ids)
+    shown = {token: tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)}
+    infill = Infill(tokenizer.eos_ids, lambda token: b"" if tokenizer.is_control(token) else shown[token])
+    params = replace(SamplingParams(**OFF), samplers=("infill",), post_sampling_probs=True, seed=1)
+    ended = 0
+    for step in range(300):
+        logits = np.full(tokenizer.vocab_size, -1000, dtype=np.float32)
+        some = rng.choice(words, 1 + step % 40, replace=False)
+        logits[some] = rng.standard_normal(len(some)) * (1 + step % 5)
+        ids = [*some.tolist(), *sorted(tokenizer.eos_ids)]
+        logits[sorted(tokenizer.eos_ids)] = rng.standard_normal(len(tokenizer.eos_ids)) * 3 - step % 12
+        tokens = LlamaCppTokens(logits[ids], ids).apply(peer)
+        given = replace(params, logprobs=len(ids), top_k=len(ids), samplers=("top_k", "infill"))
+        sampler = Sampler(given, len(logits), infill=infill)
+        sample = sampler.sample(torch.from_numpy(logits), [], step)
+        assert sample.logprobs is not None
+        ours = {token: math.exp(value) for token, value in sample.logprobs.top}
+        ended += ours.keys() <= tokenizer.eos_ids
+        assert ours == pytest.approx(tokens.probabilities(), rel=1e-4), (step, ids)
+    assert 20 < ended < 280
 
 
 DRY: list[tuple[tuple[str, ...], float, float, int, int]] = [

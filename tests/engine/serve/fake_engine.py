@@ -68,7 +68,7 @@ class FakeModel(ServedModel):
         self.ctx_size = ctx_size
         self.template = "the messages as role: content, a line each"
         self.notes = ("a fake engine: tokens are hashes",)
-        self.bos_id = None
+        self.bos_id = self.eos_id = None
         self.eos_ids = frozenset()
         self.token_length = TokenLength(1)
         self.source = None

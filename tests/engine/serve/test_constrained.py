@@ -54,6 +54,28 @@ def test_responses_and_native_completions_are_held_too(served: Served, client: o
         assert guided["choices"][0]["text"] in ("a.b", "c d")
 
 
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"json": SCHEMA}, r"\{.*\}"),
+        ({"regex": "[ab]{3}"}, "[ab]{3}"),
+        ({"choice": ["a.b", "c d"]}, r"a\.b|c d"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+        ({"json_object": True}, r"\{.*\}"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_structured_outputs_and_guided_fields_hold_the_answer_as_with_vllm(
+    served: Served, wanted: dict[str, object], pattern: str
+) -> None:
+    ((name, value),) = wanted.items()
+    with served.http() as http:
+        for fields in ({"structured_outputs": wanted}, {f"guided_{name}": value}):
+            body = {"prompt": "the", "seed": 1, "max_tokens": 200, **fields}
+            said = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+            assert re.fullmatch(pattern, said, re.DOTALL), (fields, said)
+
+
 def llama_servers_cases(test: str) -> list[tuple[object, ...]]:
     """What a test of llama-server's own is parametrized with."""
     file = llama_cpp_source() / "tools/server/tests/unit/test_chat_completion.py"
@@ -105,6 +127,9 @@ def test_the_schema_beside_json_object_holds_the_answer(served: Served, schema: 
         {"grammar": "root ::= ("},
         {"guided_regex": "(?=a)b"},
         {"guided_choice": []},
+        {"structured_outputs": {"choice": []}},
+        {"structured_outputs": {"structural_tag": "{}"}},
+        {"structured_outputs": {"regex": "a"}, "guided_regex": "a"},
         {"grammar": 'root ::= "a"', "response_format": {"type": "json_object"}},
         {"tools": [TOOL], "tool_choice": "required", "grammar": 'root ::= "a"'},
         {"tools": [{"type": "function"}]},

@@ -1,5 +1,8 @@
 """Who may ask: keys, Host headers, pages of other origins; and on which addresses the server lets itself be bound."""
 
+import socket
+from urllib.parse import urlsplit
+
 import pytest
 
 from quengine.errors import EngineError
@@ -68,6 +71,13 @@ def test_cors_is_on_for_the_origins_of_the_settings() -> None:
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://app.example"
         assert client.get("/health", headers={"origin": "https://evil.example"}).status_code == 403
+
+
+def test_a_health_check_without_a_host_header_is_answered() -> None:
+    """HTTP/1.0, as of load balancers; browsers always name a host."""
+    with serving() as served, socket.create_connection(("127.0.0.1", urlsplit(served.url).port or 0)) as made:
+        made.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert made.recv(100).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])

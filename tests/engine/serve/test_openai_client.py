@@ -195,7 +195,7 @@ def test_a_completion_that_fails_is_a_500_of_its_own(client: OpenAI) -> None:
         {"grammar": 'root ::= "a"'},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tfs_z": 0.5},
-        {"samplers": ["top_k", "infill"]},
+        {"samplers": ["top_k", "adaptive_p"]},
         {"dry_sequence_breakers": ["a" * 41]},
         {"dry_sequence_breakers": ["a"] * 17},
         {"temperature": -1},

@@ -13,8 +13,9 @@ import pytest
 
 from quengine.serve.connections import Connection
 from quengine.serve.processes import server_handle
+from quengine.serve.routes import streaming
 from quengine.serve.settings import Limits
-from tests.engine.serve.fake_engine import FakeEngine, FakeModel, expected_tokens
+from tests.engine.serve.fake_engine import FAILING_PROMPT, FakeEngine, FakeModel, expected_tokens
 from tests.engine.serve.serving import Served, serving
 
 MODEL = FakeModel(4096)
@@ -299,3 +300,40 @@ def test_an_answer_that_cannot_be_written_fails_alone(monkeypatch: pytest.Monkey
             assert not answer.endswith(b"0\r\n\r\n")
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert served.wait_until(lambda: idle(served))
+
+
+STREAMED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * 800}], "max_tokens": 20},
+    "/v1/completions": {"prompt": "x" * 800, "max_tokens": 20},
+    "/completion": {"prompt": "x" * 800, "n_predict": 20},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x" * 800}], "max_tokens": 20},
+    "/v1/responses": {"input": "x" * 800, "max_output_tokens": 20},
+}
+_DRAWN = re.compile(
+    rb'"(id|[a-z_]*_id|created(_at)?|completed_at|id_slot|[a-z_]+_(ms|second))":("[^"]*"|[0-9.e+-]+)'
+)
+
+
+@pytest.mark.parametrize("path", STREAMED)
+def test_a_stream_that_waits_long_for_its_first_token_begins_with_comments(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = STREAMED[path] | {"seed": 3, "stream": True}
+    with serving(lambda: FakeEngine(step_s=0.05, chunk=200)) as served, served.http() as client:
+        plain = client.post(path, json=body).content
+        monkeypatch.setattr(streaming, "COMMENT_SECONDS", 0.04)
+        late = client.post(path, json=body)
+        assert late.status_code == 200 and late.content.count(b":\n\n") >= 2
+        rest = late.content.lstrip(b":\n")
+        assert _DRAWN.sub(b"", rest) == _DRAWN.sub(b"", plain)
+        failing = client.post(
+            "/completion", json=STREAMED["/completion"] | body | {"prompt": "x" * 800 + FAILING_PROMPT}
+        )
+        assert failing.status_code == 200
+        *_, last = failing.text.removesuffix("\n\n").split("\n\n")
+        assert "not finite" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        with client.stream("POST", path, json=body) as leaving:
+            next(leaving.iter_bytes())
+        assert served.wait_until(lambda: idle(served), 5)
+        lines = client.post("/api/generate", json={"prompt": "x" * 800, "options": {"num_predict": 2}}).text
+        assert all(json.loads(line) for line in lines.splitlines())

@@ -1,6 +1,7 @@
 """What model names mean: paths, aliases, hf: names, and the cache's layout, all without a network."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -169,6 +170,13 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
     assert resolve_model("~/x.gguf") == tmp_path / "x.gguf"
+
+
+def test_a_file_of_a_checkpoint_names_its_folder(tmp_path):
+    file = tmp_path / "model-00001-of-00002.safetensors"
+    file.touch()
+    with pytest.raises(ModelNameError, match=rf"name its folder, .*: {re.escape(str(tmp_path))}$"):
+        resolve_model(str(file))
 
 
 def test_a_folder_that_is_no_checkpoint_names_the_files_it_has(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.models.hub.hub_name import quant_of
 from quengine.serve.http import json_response, read_request
 from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.registry import Models
@@ -61,7 +62,7 @@ def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
     if entry.loaded or entry.alone:
         served = entry.service.model
         shown = {key: value for key, value in served.facts.items() if key != "path"}
-        meta = shown | {"n_ctx": served.ctx_size}
+        meta = shown | {"n_ctx": served.ctx_size, "ftype": quant_of(str(served.facts.get("path", "")))}
     return {
         "id": name,
         "object": "model",
@@ -69,6 +70,7 @@ def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
         "owned_by": "quengine",
         "aliases": entry.spec.settings.model_names,
         "tags": entry.spec.settings.model_tags,
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "meta": meta,
         "status": _status(entry),
     }

@@ -73,7 +73,8 @@ def test_empty_stop_strings_of_llama_servers_route_are_passed_over(client: httpx
 
 
 @pytest.mark.parametrize(
-    "field", [{"tfs_z": 0.5}, {"max_new_tokens": 5}, {"adaptive_target": 0.5}, {"regex": "a"}, {"n_cmpl": 2}]
+    "field",
+    [{"tfs_z": 0.5}, {"max_new_tokens": 5}, {"adaptive_target": 0.5}, {"regex": "a"}, {"min_keep": 2}],
 )
 def test_known_fields_that_would_change_the_text_are_refused(
     client: httpx.Client, field: dict[str, object]
@@ -259,7 +260,7 @@ def test_probabilities_after_the_samplers_have_llama_servers_names(client: httpx
         answer = client.post("/v1/chat/completions", json=chat | {"stream": stream})
         answers = events(answer.text) if stream else [answer.json()]
         scored = [each["choices"][0]["logprobs"] for each in answers if each["choices"][0]["logprobs"]]
-        assert scored[0]["content"][0].keys() == SAMPLED - {"id"}
+        assert scored[0]["content"][0].keys() == SAMPLED
     for asked in ({}, {"stream": True}, {"echo": True}, {"echo": True, "stream": True}):
         answer = client.post("/v1/completions", json=body | {"prompt": "a", "logprobs": 1} | asked)
         answers = events(answer.text) if "stream" in asked else [answer.json()]

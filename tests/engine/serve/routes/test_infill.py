@@ -58,6 +58,31 @@ def test_a_file_without_text_is_a_400(client: httpx.Client, extra: object) -> No
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("input_extra[0]")
 
 
+def test_what_editors_send_is_taken(client: httpx.Client) -> None:
+    """llama.vim's and llama.vscode's requests: one for a completion, one that only computes what surrounds it."""
+    body = BODY | {
+        "id_slot": 0,
+        "stop": [],
+        "n_indent": 4,
+        "top_k": 40,
+        "top_p": 0.9,
+        "stream": False,
+        "samplers": ["top_k", "top_p", "infill"],
+        "cache_prompt": True,
+        "t_max_prompt_ms": 500,
+        "t_max_predict_ms": 1000,
+        "input_extra": [],
+        "response_fields": ["content", "timings/prompt_n", "tokens_cached", "truncated"],
+    }
+    answer = post(client, "/infill", body)
+    assert answer.keys() == set(body["response_fields"])
+    settings = post(client, "/infill", body | {"response_fields": []})["generation_settings"]
+    assert settings["samplers"] == body["samplers"]
+    assert (settings["n_indent"], settings["t_max_predict_ms"]) == (4, 1000)
+    ring = {"n_predict": 0, "samplers": [], "t_max_predict_ms": 1, "response_fields": [""]}
+    assert post(client, "/infill", body | ring) == {}
+
+
 def test_a_suffix_is_what_follows_the_gap(client: httpx.Client) -> None:
     body = {"prompt": "abcd", "suffix": "ef", "max_tokens": 3, "seed": 1}
     assert (

@@ -1,5 +1,6 @@
 """Forms of answers, errors and headers that llama-server's clients rely on."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from quengine.errors import EngineError
 from quengine.serve.routes.answers import FINGERPRINT
 from quengine.serve.settings import ServerSettings
-from tests.engine.serve.fake_engine import FakeModel
+from tests.engine.serve.fake_engine import FakeEngine, FakeModel
 from tests.engine.serve.serving import Served, serving
 
 CHAT, TEXT = (
@@ -81,6 +82,95 @@ def test_events_have_timings_where_they_are_wanted(
     assert all(value >= 0 for event in timed for value in event["timings"].values())
     silent = events(client, path, body | {"timings_per_token": True})
     assert not any("prompt_progress" in event for event in silent)
+
+
+@pytest.mark.parametrize("path, body", PATHS)
+def test_the_last_event_of_a_stream_has_timings(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    *others, last = events(client, path, body)
+    assert last["timings"]["predicted_n"] == 3 and not any("timings" in each for each in others)
+    if path == "/completion":
+        return
+    *others, last = events(client, path, body | {"stream_options": {"include_usage": True}})
+    assert last["timings"] and last["usage"] and not any("timings" in each for each in others)
+
+
+def test_probabilities_name_the_ids_of_tokens(client: httpx.Client) -> None:
+    chat = client.post("/v1/chat/completions", json=CHAT | {"logprobs": True, "top_logprobs": 2}).json()
+    native = client.post("/completion", json=TEXT | {"n_probs": 2, "return_tokens": True}).json()
+    for entries in (chat["choices"][0]["logprobs"]["content"], native["completion_probabilities"]):
+        assert all(
+            entry["id"] >= 0 and all(top["id"] >= 0 for top in entry["top_logprobs"]) for entry in entries
+        )
+    assert [each["id"] for each in native["completion_probabilities"]] == native["tokens"]
+    many = client.post("/completion", json=TEXT | {"n_probs": 100}).json()["completion_probabilities"]
+    assert len(many) == 3
+
+
+@pytest.mark.parametrize("path, body", PATHS)
+def test_the_number_of_completions_has_two_names(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    answer = client.post(path, json=body | {"n_cmpl": 2}).json()
+    assert len(answer if path == "/completion" else answer["choices"]) == 2
+    assert client.post(path, json=body | {"n_cmpl": 17}).status_code == 400
+
+
+@pytest.mark.parametrize("limit", [-1, None, 5])
+def test_no_limit_is_shown_as_minus_one(client: httpx.Client, limit: int | None) -> None:
+    body = {"prompt": "hi", "stop": ["w"], "n_predict": limit}
+    settings = client.post("/completion", json=body).json()["generation_settings"]
+    assert settings["n_predict"] == settings["max_tokens"] == {None: 8}.get(limit, limit)  # the server's -n
+    assert settings["min_keep"] == 0 and settings["lora"] == []
+
+
+def test_properties_name_what_there_is(client: httpx.Client, bare: httpx.Client) -> None:
+    shown, off = client.get("/props").json(), bare.get("/props").json()
+    names = ("endpoint_slots", "endpoint_metrics", "ui")
+    assert [shown[name] for name in names] == [True] * 3 and [off[name] for name in names] == [False] * 3
+    assert not shown["endpoint_props"] and not shown["cors_proxy_enabled"]
+    assert shown["eos_token"] == "" and shown["model_ftype"] == "" and not shown["modalities"]["video"]
+
+
+def test_models_name_what_they_read_and_write(client: httpx.Client) -> None:
+    (model,) = client.get("/models").json()["data"]
+    assert model["architecture"] == {"input_modalities": ["text"], "output_modalities": ["text"]}
+    assert model["meta"]["ftype"] == "" and model["meta"]["n_ctx"] > 0
+
+
+def test_texts_and_ids_are_tokenized_together(client: httpx.Client) -> None:
+    def tokens(content: object, **more: object) -> Any:
+        return client.post("/tokenize", json={"content": content, **more})
+
+    text = tokens("ab").json()["tokens"]
+    assert tokens(["ab", 7, "ab"]).json()["tokens"] == [*text, 7, *text]
+    assert tokens([7], with_pieces=True).json()["tokens"] == [{"id": 7, "piece": "w7 "}]
+    assert tokens([]).json()["tokens"] == tokens("").json()["tokens"] == []
+    for wrong in ([1.5], [-1], [10**9], [["a"]], [None], 5, {}):
+        assert tokens(wrong).status_code == 400, wrong
+
+
+def test_where_no_slot_is_free_slots_may_say_so_by_their_status() -> None:
+    with (
+        serving(lambda: FakeEngine(step_s=0.01), settings={"parallel": 2}) as served,
+        served.http() as client,
+    ):
+        path = "/slots?fail_on_no_slot=1"
+        assert client.get(path).json() == client.get("/slots").json()
+        body = {"prompt": "hi", "n_predict": 1500, "n": 2, "stream": True}
+        with client.stream("POST", "/completion", json=body) as answer:
+            next(answer.iter_lines())
+            assert served.wait_until(lambda: client.get(path).status_code == 503)
+            assert client.get("/slots").status_code == 200
+        assert served.wait_until(lambda: client.get(path).status_code == 200)
+
+
+def test_a_body_that_is_packed_is_refused_as_such(client: httpx.Client) -> None:
+    raw = gzip.compress(json.dumps(TEXT).encode())
+    answer = client.post("/completion", content=raw, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 415 and "gzip" in answer.json()["error"]["message"]
+    assert client.post("/completion", json=TEXT, headers={"Content-Encoding": "identity"}).status_code == 200
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])

@@ -54,13 +54,13 @@ def chat(**fields: Any) -> ChatRequest:
         (
             "samplers",
             "kq",
-            'samplers = "kq": must be a string of the letters edskypmxt, or an array of names',
+            'samplers = "kq": must be a string of the letters edskypmxti, or an array of names',
             None,
         ),
         (
             "samplers",
             3,
-            "samplers = 3: must be a string of the letters edskypmxt, or an array of names",
+            "samplers = 3: must be a string of the letters edskypmxti, or an array of names",
             None,
         ),
         ("use_beam_search", 0, "use_beam_search is not supported; only false is accepted", "unsupported"),
