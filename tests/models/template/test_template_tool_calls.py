@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from quengine.models.gguf import open_gguf
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.chat_format import ChatFormat
 from tests.gguf_builder import GGUFBuilder, bpe_vocabulary
 from tests.llama_cpp_source import llama_cpp_source
+from tests.tiny_models import CHATML
 
 CITY = {
     "type": "object",
@@ -107,3 +110,20 @@ def test_a_template_that_refuses_a_conversation_for_another_reason_says_so() -> 
     messages = [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]
     with pytest.raises(ChatTemplateError, match="can only concatenate str"):
         ChatTemplate(source).render(messages)
+
+
+@pytest.mark.parametrize("name", ["NousResearch-Hermes-3-Llama-3.1-8B", "CohereForAI-c4ai-command-r-plus"])
+def test_a_template_for_tools_beside_a_default_is_as_good_as_alone(tmp_path: Path, name: str) -> None:
+    """Its prompts, and the form of calls that is found by rendering it."""
+    path = llama_cpp_source() / "models" / "templates" / f"{name}-tool_use.jinja"
+    words = bpe_vocabulary()
+    default, with_tools = "tokenizer.chat_template", "tokenizer.chat_template.tool_use"
+    forms = []
+    for keys in ({default: path.read_text()}, {default: CHATML, with_tools: path.read_text()}):
+        file = open_gguf(GGUFBuilder().kvs({**words, **keys}).write(tmp_path / f"{len(keys)}.gguf"))
+        chat = ChatFormat(Tokenizer.from_gguf(file), ChatTemplate.from_gguf(file), "")
+        messages = conversation(None, {"city": "Paris"})
+        calls = chat.answers.calls
+        assert chat.answers.calls_tools
+        forms.append((calls.form, chat.render(messages, TOOLS, {}), chat.render(messages[:1], TOOLS, {})))
+    assert forms[0] == forms[1]
