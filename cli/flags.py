@@ -158,7 +158,7 @@ _COMPLETERS = {"model": complete_models, "device": _complete_devices}
 
 
 def _completer(kind: Any, flag: Flag) -> Callable[[str], list[str]] | None:
-    values = (flag.completes or "").split() or (get_args(kind) if get_origin(kind) is Literal else ())
+    values = (flag.completes or "").split() or _choices(kind)
     named = _COMPLETERS.get(flag.completes or "")
     if named is not None or not values:
         return named
@@ -180,8 +180,8 @@ def _value(name: str, annotation: Any, given: _Given) -> Any:
         return value
     if _repeats(kind):
         return MISSING if not value else flag.read(value) if flag.read else tuple(value)
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        raise EngineError(f"{flag.names.split()[0]} {value!r}: must be {' or '.join(get_args(kind))}")
+    if (choices := _choices(kind)) and value not in (*choices, None):
+        raise EngineError(f"{flag.names.split()[0]} {value!r}: must be {' or '.join(choices)}")
     return None if flag.none is not None and value == flag.none else value
 
 
@@ -216,12 +216,18 @@ def _repeats(kind: Any) -> bool:
     return get_origin(kind) in (tuple, Mapping)
 
 
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The values of a Literal, or of one or None; of other types none."""
+    kinds = (kind,) if get_origin(kind) is Literal else get_args(kind)
+    return next((get_args(each) for each in kinds if get_origin(each) is Literal), ())
+
+
 def _typed(kind: Any, flag: Flag) -> Any:
     """The type as typer reads it from the command line."""
     if _repeats(kind):
         return list[get_args(kind)[0] if flag.read is None else str] | None  # type: ignore[misc]
     if flag.none is not None:
         return int
-    if get_origin(kind) is Literal:
-        return str
+    if _choices(kind):
+        return str if get_origin(kind) is Literal else str | None
     return str | None if kind == str | Path | None else kind

@@ -142,17 +142,13 @@ def _print_error(message: str, hint: str = "") -> None:
 def _usage_hint(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "engine"
-    names = ""
-    if getattr(error, "param", None) in _models(context):
+    params: list[Any] = [] if context is None else context.command.params
+    param, names = getattr(error, "param", None), ""
+    if param is not None and param.name == "model":
         names = "`engine list --all` shows names of models. "
-    elif "extra argument" in str(error) and any("-m" in each.opts for each in context.command.params):
+    elif "extra argument" in str(error) and any("-m" in each.opts for each in params):
         names = "A model is named with -m. "
     return f"{names}Try `{command} --help`."
-
-
-def _models(context: Any) -> list[Any]:
-    """The parameters of a command that name a model."""
-    return [] if context is None else [each for each in context.command.params if each.name == "model"]
 
 
 def _report(error: BaseException) -> int:

@@ -35,7 +35,7 @@ from quengine.platform.machine import peak_memory
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
 from quengine.request.output import Completion
-from quengine.request.pooling import Pool, Pooling
+from quengine.request.pooling import Pool, Pooling, default_pooling, with_end
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
@@ -76,7 +76,7 @@ class LLM:
         self.tokenizer = self.loaded.tokenizer
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
         self.chat_template = self.loaded.checkpoint.chat_template(config.chat_template)
-        missing = f"{self.loaded.path.name} has no chat template; use a raw prompt (--raw)"
+        missing = f"{self.loaded.path.name} has no chat template; use --raw, or --chat-template chatml"
         self._chat = ChatFormat(self.tokenizer, self.chat_template, missing)
         self.model_config = self.loaded.checkpoint.config
         self.ctx_size = self.loaded.cache.ctx_size
@@ -202,17 +202,21 @@ class LLM:
             starts = range(0, len(ids), size)
             return torch.cat([self.runner.logits(ids[s : s + size], s, "prefill").float() for s in starts])
 
-    def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling = "mean") -> list[list[float]]:
+    def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling | None = None) -> list[list[float]]:
         """A vector of unit length for each prompt (text, or token ids): its hidden rows behind the last norm, pooled.
 
-        With pooling "none" the rows themselves, one behind the other.
+        pooling: with "none" the rows themselves, one behind the other; None: the model's own, or the mean. Text ends
+        with the end token where the model's file asks for it.
 
         Raises:
-            EngineError: a prompt does not fit the context, or hidden values were not finite.
+            EngineError: a prompt does not fit the context, or hidden values were not finite; the model's own pooling is
+                not supported.
         """
-        sequences = [
-            self.embedding_sequence(self._prompt_ids(prompt), pooling) for prompt in as_prompts(prompts)
-        ]
+        pooling = pooling or default_pooling(self.model_config.pooling)
+        given = [(self._prompt_ids(prompt), isinstance(prompt, str)) for prompt in as_prompts(prompts)]
+        end = self.tokenizer.end_of_text
+        texts = [with_end(ids, end) if is_text else ids for ids, is_text in given]
+        sequences = [self.embedding_sequence(ids, pooling) for ids in texts]
         try:
             for sequence in sequences:
                 self._add(sequence)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
 
 RopeLayout = Literal["pairs", "halves"]
+Pooling = Literal["mean", "cls", "last", "rank"]
 RopeScalingKind = Literal["none", "linear", "yarn", "llama3", "longrope"]
 
 # Limits far above any model of these architectures, below what would overflow or exhaust memory.
@@ -185,7 +186,8 @@ class ModelConfig:
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
     embedding. `experts`: the mixture of experts, None in a dense model. `draft_layers`: how many layers the files have
-    behind the `block_count`, which draft tokens further ahead; the decoder passes them over. `ranks`: how many
+    behind the `block_count`, which draft tokens further ahead; the decoder passes them over. `pooling`: what a model
+    that was made for embeddings makes of a text's hidden rows; None: the files do not say. `ranks`: how many
     processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
     `stage`: which layers this process has, where processes have whole ones (layer_split.py).
     """
@@ -216,6 +218,7 @@ class ModelConfig:
     attention_temperature_length: int = 0
     experts: ExpertConfig | None = None
     draft_layers: int = 0
+    pooling: Pooling | None = None
     ranks: int = 1
     stage: Stage | None = None
 

@@ -53,10 +53,9 @@ class Attention:
         self.backend = tensors.backend
         self.partial = config.ranks > 1 and config.splits_heads
         self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if block.sinks else spec
-        parts = ["attn_q", "attn_k", "attn_v"]
         self.attn_norm = tensors.norm("attn_norm", block.norms != "post")
-        self.attn_qkv = tensors.weight("attn_qkv") if block.merged else tensors.weight(*parts)
-        self.attn_qkv_bias = tensors.vector(*parts, kind="bias") if block.qkv_bias else None
+        self.attn_qkv = tensors.weight(*_qkv(tensors, "weight"))
+        self.attn_qkv_bias = tensors.vector(*_qkv(tensors, "bias"), kind="bias") if block.qkv_bias else None
         self.attn_output = tensors.weight("attn_output")
         self.attn_output_bias = tensors.vector("attn_output", kind="bias") if block.output_bias else None
         self.post_norm = tensors.norm("post_attention_norm", block.norms != "pre")
@@ -82,6 +81,11 @@ class Attention:
     @property
     def nbytes(self) -> int:
         return int(self.attn_qkv.nbytes + self.attn_output.nbytes)
+
+
+def _qkv(tensors: LayerTensors, kind: str) -> list[str]:
+    """The tensor that holds query, key and value rows, where there is such a one, or the three."""
+    return ["attn_qkv"] if tensors.has("attn_qkv", kind) else ["attn_q", "attn_k", "attn_v"]
 
 
 class FeedForward:

@@ -190,7 +190,7 @@ def _templates(file: GGUFFile) -> dict[str, str]:
 
 
 def _summarize_folder(path: Path) -> ModelSummary:
-    from quengine.models.hf.hf_headers import read_config, read_template, safetensors_rows
+    from quengine.models.hf.hf_headers import read_config, read_templates, safetensors_rows
 
     raw = read_config(path)
     config, problem = None, None
@@ -199,7 +199,6 @@ def _summarize_folder(path: Path) -> ModelSummary:
     except EngineError as error:
         problem = str(error)
     files, rows = safetensors_rows(path)
-    template = read_template(path)
     return ModelSummary(
         path=path,
         files=files,
@@ -210,7 +209,7 @@ def _summarize_folder(path: Path) -> ModelSummary:
         config=config,
         tensors=tuple(TensorRow(*row) for row in rows),
         tokenizer=None,
-        templates={} if template is None else {"default": template},
+        templates=read_templates(path),
         problem=problem,
         drafts=draft_tensors(config, [row[0] for row in rows], "model.layers.") if config else frozenset(),
     )

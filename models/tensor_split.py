@@ -60,6 +60,7 @@ TABLE: Mapping[str, Cut] = {
     "attn_k.weight": Cut("rows", ("keys",)),
     "attn_v.weight": Cut("rows", ("keys",)),
     "attn_qkv.weight": Cut("rows", ("queries", "keys", "keys")),
+    "attn_qkv.bias": Cut("columns", ("queries", "keys", "keys")),
     "attn_q.bias": Cut("columns", ("queries",)),
     "attn_k.bias": Cut("columns", ("keys",)),
     "attn_v.bias": Cut("columns", ("keys",)),

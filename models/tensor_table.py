@@ -145,8 +145,9 @@ def draft_note(names: Sized) -> list[str]:
 def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     """Checks that `file` has the tensors of `config`, each of its shape and a type that can be computed with.
 
-    A layer's experts are in one tensor for each kind of matrix (`ffn_up_exps`), in one for gate and up together
-    (`ffn_gate_up_exps`), or, in old files, in one each (`ffn_up.0`) of a common type.
+    Query, key and value rows are in three tensors or in one (`attn_qkv`). A layer's experts are in one tensor for each
+    kind of matrix (`ffn_up_exps`), in one for gate and up together (`ffn_gate_up_exps`), or, in old files, in one each
+    (`ffn_up.0`) of a common type.
     Extra tensors that nothing uses are named in one warning of this module's logger; extra ones that would
     change the result are refused.
 
@@ -155,7 +156,7 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     """
     required: dict[str, Shape] = {}
     for name, shape in required_tensors(config).items():
-        stored = _stored_form(file, name, shape)
+        stored = _stored_form(file, config, name, shape)
         required |= stored
         _check_same_type(file, list(stored))
     for name, shape in required.items():
@@ -181,10 +182,21 @@ def _check_extra(file: GGUFFile, config: ModelConfig, extra: list[str]) -> None:
         log.warning("%s: %d tensors that nothing uses: %s", file.path, len(extra), names)
 
 
-def _stored_form(file: GGUFFile, name: str, shape: Shape) -> dict[str, Shape]:
+def _stored_form(file: GGUFFile, config: ModelConfig, name: str, shape: Shape) -> dict[str, Shape]:
     """The tensors that hold `name` in the file, or must hold it there: for most `name` itself."""
-    forms = (_gate_and_up(name, shape), {name: shape}, _of_each_expert(name, shape))
+    joined = (_query_key_value(config, name, shape), _gate_and_up(name, shape))
+    forms = (*joined, {name: shape}, _of_each_expert(name, shape))
     return next((form for form in forms if any(one in file.tensors for one in form)), {name: shape})
+
+
+def _query_key_value(config: ModelConfig, name: str, shape: Shape) -> dict[str, Shape]:
+    """Name and shape of the tensor that has query, key and value rows, or their biases; none for other tensors."""
+    layer, _, kind = name.rpartition(".attn_")
+    part, _, ending = kind.partition(".")
+    if part not in ("q", "k", "v"):
+        return {}
+    rows = (config.head_count + 2 * config.head_count_kv) * config.head_dim
+    return {f"{layer}.attn_qkv.{ending}": (rows, *shape[1:])}
 
 
 def _gate_and_up(name: str, shape: Shape) -> dict[str, Shape]:

@@ -24,7 +24,7 @@ class Conversion:
     pre: the pre-tokenizer it is to name for a byte-level tokenizer.json. It recognizes tokenizers by a hash of what
         they make of a text, and so only those of released models.
     mistral: the folder is in Mistral's own format (params.json, consolidated.safetensors, tekken.json).
-    gate_up: gate and up of all experts of a layer in one tensor.
+    gate_up, qkv: gate and up of all experts of a layer, query, key and value rows, in one tensor.
     """
 
     folder: Path
@@ -32,11 +32,13 @@ class Conversion:
     pre: str
     mistral: bool = False
     gate_up: bool = False
+    qkv: bool = False
 
     @property
     def arguments(self) -> list[str]:
         flags = ["--mistral-format"] if self.mistral else []
         flags += ["--fuse-gate-up-exps"] if self.gate_up else []
+        flags += ["--fuse-qkv"] if self.qkv else []
         return [str(self.folder), "--outfile", str(self.output), "--outtype", "f32", *flags]
 
 

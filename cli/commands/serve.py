@@ -101,6 +101,8 @@ def _load(spec: "ModelSpec", make_room: "MakeRoom", check: Callable[[], None]) -
 
 
 def _print_status(line: str) -> None:
+    if ProgressLine.on_screen:
+        ProgressLine().clear()
     print(f"engine: {line}", file=sys.stderr, flush=True)
 
 

@@ -61,7 +61,7 @@ def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
             communicator.broadcast(own, config.stage.rank_of(group[0].layer))
         elif ranks > 1:
             own = communicator.all_gather(own, [sum(sizes)] * ranks)
-        parts = torch.split(own.view(end - start, ranks, -1).cpu(), sizes, dim=2)
+        parts = torch.split(own.view(end - start, ranks, sum(sizes)).cpu(), sizes, dim=2)
         for one, part in zip(group, parts, strict=True):
             shape = (end - start, ranks * one.tensor.shape[1], one.tensor.shape[2])
             rows.append(part.contiguous().view(one.tensor.dtype).view(shape))
@@ -84,7 +84,9 @@ def write_rows(
         communicator.broadcast(values)
         for one, part in zip(group, torch.split(values, sizes, dim=1), strict=True):
             if one.held:
-                given = part.contiguous().view(one.tensor.dtype).view(end - start, kv_heads, -1)
+                given = (
+                    part.contiguous().view(one.tensor.dtype).view(end - start, kv_heads, one.tensor.shape[2])
+                )
                 one.tensor[one.slots] = given[:, first : first + one.tensor.shape[1]]
 
 

@@ -1,8 +1,7 @@
 """What a process with a CUDA device needs beside torch, made in a thread while torch is imported.
 
-That is the device's context, the primary one, which the CUDA runtime and so torch use as well; in the first run of all
-the process that will lead the compiling ones; Triton; and the key of its cache, for which Triton hashes its compiler
-library of some 400 MB.
+That is the device's context, the primary one, which the CUDA runtime and so torch use as well; Triton; and the key of
+its cache, for which Triton hashes its compiler library of some 400 MB.
 """
 
 import ctypes
@@ -10,16 +9,11 @@ import logging
 import os
 import threading
 
-from quengine.platform.machine import usable_cpus
-
 logger = logging.getLogger("quengine.start")
 
 _DRIVER = "libcuda.so.1"
 _MAJOR, _MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR."""
-
-_PROCESSORS = 4
-"""With fewer, a process that is started early takes as long from this one as it saves."""
 
 _threads: list[threading.Thread] = []
 
@@ -49,7 +43,6 @@ def _run(index: int) -> None:
     try:
         capability = _make_context(index)
         if capability is not None:
-            _start_compiler()
             _read_triton(capability)
     except Exception as error:  # it is tried again where it is needed
         logger.debug("the start of the CUDA device is left for later: %s", error)
@@ -77,19 +70,6 @@ def _driver() -> ctypes.CDLL | None:
         return ctypes.CDLL(_DRIVER)
     except OSError:
         return None
-
-
-def _start_compiler() -> None:
-    """In the first run of all: the process that leads those which compile is up when this one has imported torch.
-
-    It is as much work beside that, so it needs processors of its own.
-    """
-    if len(usable_cpus()) < _PROCESSORS:
-        return
-    from quengine.kernels.cuda.launch.compiler_process import start_early
-    from quengine.platform.torch_import import COMPILER_PRELUDE
-
-    start_early(COMPILER_PRELUDE, "quengine.runners.compile_kernels")
 
 
 def _read_triton(capability: int) -> None:

@@ -78,11 +78,15 @@ def host_layers(config: EngineConfig, model: ModelConfig) -> int:
 
     Raises EngineError where the model has no experts.
     """
-    asked = model.block_count if config.cpu_moe else config.n_cpu_moe
-    if asked and model.experts is None:
-        flag = "--cpu-moe" if config.cpu_moe else f"--n-cpu-moe {config.n_cpu_moe}"
-        raise EngineError(f"{flag}: {model.architecture} model {model.name!r} has no experts; leave it out")
-    return min(asked, model.block_count)
+    flags = {
+        "--cpu-moe": config.cpu_moe,
+        f"--n-cpu-moe {config.n_cpu_moe}": config.n_cpu_moe,
+        "--expert-parallel": config.expert_parallel,
+    }
+    given = next((flag for flag, value in flags.items() if value), None)
+    if given is not None and model.experts is None:
+        raise EngineError(f"{given}: {model.architecture} model {model.name!r} has no experts; leave it out")
+    return min(model.block_count if config.cpu_moe else config.n_cpu_moe, model.block_count)
 
 
 def expert_bytes(tensors: Mapping[str, QuantTensor]) -> dict[int, int]:

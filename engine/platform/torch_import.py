@@ -35,10 +35,6 @@ DEFERRED = frozenset(
 VERSIONS = ("2.11.", "2.13.")
 """Releases of torch that were tried; another may import these modules for what it needs of them."""
 
-COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.prepare()"
-"""The process that records kernels imports torch without what it does not need either: of the modules put off,
-registrations of shapes would have operations on the meta device computed in Python, which imports torch's compiler."""
-
 
 def prepare() -> None:
     """For the imports of torch, and of kernels, in a process of the program that computes."""

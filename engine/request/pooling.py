@@ -11,6 +11,25 @@ Pooling = Literal["mean", "last", "none"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
+def default_pooling(own: str | None) -> Pooling:
+    """How texts are pooled where nobody says: as the model was made for (`ModelConfig.pooling`), or by their mean.
+
+    Raises:
+        EngineError: its own is one that there is not.
+    """
+    found = next((pooling for pooling in POOLINGS if pooling == (own or "mean")), None)
+    if found is None:
+        raise EngineError(
+            f"pooling: this model was made for {own!r}, which is not supported; ask for mean or last"
+        )
+    return found
+
+
+def with_end(ids: list[int], end: int | None) -> list[int]:
+    """A text's ids with the end token, where the model wants one (`Tokenizer.end_of_text`) and they have it not."""
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
 _STEPS = 2.0**40
 """Rows are summed in steps of 2^-40, and hold numbers below 2^40: both sums of 2^20 of them fit 64 bits."""
 

@@ -66,7 +66,9 @@ class SequenceFactory:
         params = params.with_seed()
         if not params.ignore_eos:
             return params
-        banned = dict.fromkeys(self.tokenizer.eos_ids, -math.inf)
+        # Some tokenizers have more tokens than the model's embedding has rows.
+        ends = [token for token in self.tokenizer.eos_ids if token < self.config.vocab_size]
+        banned = dict.fromkeys(ends, -math.inf)
         return replace(params, logit_bias={**params.logit_bias, **banned})
 
     def checked(self, ids: list[int]) -> list[int]:

@@ -15,8 +15,7 @@ from quengine.block_manager import CachePool
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_ranks import PushingRanks
 from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
-from quengine.kernels.cuda.launch.compile_ahead import CompilePool
-from quengine.kernels.cuda.launch.compiler_process import marker
+from quengine.kernels.cuda.launch.compile_ahead import CompilePool, marker
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.quant_tensor import QuantTensor
@@ -24,7 +23,6 @@ from quengine.kv_cache import KVCache
 from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.platform.machine import cpu_quota, usable_cpus
-from quengine.platform.torch_import import COMPILER_PRELUDE
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, biased_keys, decode_key
 
@@ -37,6 +35,10 @@ multiples of _TILE_ROWS, since the number of tiles of rows chooses among kernels
 
 _EAGER_SEQUENCES = (2, 12, 24, 40, 100)
 """Numbers of prompts in a step: behind the last layer's attention each is a row."""
+
+COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.prepare()"
+"""The process that records kernels imports torch without what it does not need either: of the modules put off,
+registrations of shapes would have operations on the meta device computed in Python, which imports torch's compiler."""
 
 _ANY_TOP_K = SamplingKind(0, bias=False, penalties=False)
 _DEFAULT = SamplingKind(64, bias=False, penalties=False)

@@ -22,8 +22,13 @@ from quengine.models.hub.hub import resolve_model
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.type_mix import tensor_type
 from quengine.models.tensor_table import required_tensors
-from quengine.platform.torch_import import COMPILER_PRELUDE
-from quengine.runners.compile_kernels import KernelPlan, compilers, stages_of, stored_tensors
+from quengine.runners.compile_kernels import (
+    COMPILER_PRELUDE,
+    KernelPlan,
+    compilers,
+    stages_of,
+    stored_tensors,
+)
 from quengine.runners.graph_keys import DECODE_ROWS, padded_rows
 
 CATALOGUE = "catalogue"

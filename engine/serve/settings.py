@@ -162,7 +162,10 @@ class ServerSettings:
     slot_save_path: Annotated[
         Path | None, Flag("--slot-save-path", "Let /slots save prompts' keys and values here.", metavar="DIR")
     ] = None
-    pooling: Annotated[Pooling, Flag("--pooling", "Of embeddings: mean, last or none.")] = "mean"
+    pooling: Annotated[
+        Pooling | None,
+        Flag("--pooling", "Of embeddings: mean, last or none; by default the model's own, or the mean."),
+    ] = None
     ui: Annotated[bool, Flag("--ui/--no-ui", "Serve the chat page at /.")] = True
     slots: Annotated[bool, Flag("--slots/--no-slots", "Show the slots, with GET /slots.")] = True
     metrics: Annotated[bool, Flag("--metrics/--no-metrics", "Give metrics, with GET /metrics.")] = True
@@ -207,7 +210,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.hosts:
             raise EngineError("--host: there is no address in it")
-        if self.pooling not in POOLINGS:
+        if self.pooling is not None and self.pooling not in POOLINGS:
             raise EngineError(f"--pooling {self.pooling!r}: must be {' or '.join(POOLINGS)}")
         if self.slot_save_path is not None and not self.slot_save_path.is_dir():
             raise EngineError(f"--slot-save-path {self.slot_save_path}: there is no such folder")

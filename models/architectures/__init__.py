@@ -34,6 +34,4 @@ MODEL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
 
 def unsupported_architecture(name: str, why: str = "is not supported") -> EngineError:
     """The error for a model that this engine has no decoder for."""
-    if name == "clip":
-        why = "is a projector of images (mmproj): name the model's own file"
     return EngineError(f"architecture {name!r} {why}; supported are {', '.join(ARCHITECTURES)}")

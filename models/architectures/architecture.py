@@ -86,7 +86,8 @@ class Architecture:
     rope_scalings: the kinds of rotary scaling that it has.
     hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, where others have another; a key with .weight
         or .bias -> the whole name there (`hf.hf_names`).
-    hf_parts: GGUF tensor of a block, with .weight or .bias -> the tensor that holds it there.
+    hf_parts: GGUF tensor of a block, with .weight or .bias -> the tensor that holds it there, in folders where it has
+        none of its own.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
     vocabulary: of synthetic models, byte-level BPE or SentencePiece.
     synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the

@@ -12,25 +12,25 @@ from math import sqrt
 import numpy as np
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
+from quengine.models.architectures.windows import (
+    LOCAL_BASE,
+    PATTERN,
+    full_layers,
+    full_layers_of_gguf,
+    rope_of_kinds,
+)
 from quengine.models.config import LIMITS, BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
 _PERIOD = 6
 _LOCAL_BASE = 1e4
-_PATTERN = "attention.sliding_window_pattern"
-_LOCAL_BASE_KEY = "rope.freq_base_swa"
 _LAYERS_OF_27B = 62
-
-
-def _full_layers(blocks: int, period: int) -> tuple[int, ...]:
-    """Every `period`th layer sees every position."""
-    return tuple(range(period - 1, blocks, period))
 
 
 def _layer_kinds(keys: Keys, blocks: int) -> Sequence[LayerKind]:
     period = integer(keys, "sliding_window_pattern", *LIMITS["block_count"], default=_PERIOD)
-    full = _full_layers(blocks, period)
+    full = full_layers(blocks, period)
     return ["full_attention" if i in full else "sliding_attention" for i in range(blocks)]
 
 
@@ -40,9 +40,7 @@ def _common_keys(keys: Keys) -> Keys:
             raise config_error(key, f"{keys[key]!r} is not implemented")
     if keys.get("sliding_window") is None:
         raise config_error("sliding_window", "missing: layers of this model have one")
-    full, local = _rope_parameters(keys)
-    if (kind := local.get("rope_type", local.get("type", "default"))) != "default":
-        raise config_error("rope_parameters", f"{kind!r} for layers with a window is not implemented")
+    full, local = rope_of_kinds(keys)
     return {
         **keys,
         "rope_scaling": None,
@@ -50,17 +48,6 @@ def _common_keys(keys: Keys) -> Keys:
         "rope_local_base_freq": local.get("rope_theta", keys.get("rope_local_base_freq")),
         "hidden_act": keys.get("hidden_activation", "gelu_pytorch_tanh"),
     }
-
-
-def _rope_parameters(keys: Keys) -> tuple[Keys, Keys]:
-    """Those of layers without a window, to which `rope_scaling` belongs, and of layers with one."""
-    given, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
-    if isinstance(given, dict) and isinstance(scaling, dict):
-        kinds = [given.get("full_attention"), given.get("sliding_attention")]
-        full, local = ({"rope_type": "default"} if kind is None else kind for kind in kinds)
-        if isinstance(full, dict) and isinstance(local, dict):
-            return {**full, **scaling}, local
-    raise config_error("rope_parameters", "is not an object for each kind of layer")
 
 
 def _fields(keys: Keys, _config: ModelConfig) -> Fields:
@@ -79,26 +66,21 @@ def _size_fields(config: ModelConfig) -> Fields:
     return {
         "attention_scale": max(scalar, 1) ** -0.5,
         "embedding_scale": float(np.float32(sqrt(config.embedding_length))),
-        "full_attention_layers": _full_layers(config.block_count, _PERIOD) if windowed else (),
+        "full_attention_layers": full_layers(config.block_count, _PERIOD) if windowed else (),
         "rope_freq_base_swa": _LOCAL_BASE if windowed else None,
     }
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """The pattern is the period of layers without a window, or for each layer whether it has one."""
     if "gemma3.rope.freq_base" not in file.metadata:  # some files have keys of another name, and another base
         raise file.error("gemma3.rope.freq_base", "missing from the metadata")
     if config.sliding_window is None:
         return {}
-    key, base = f"gemma3.{_PATTERN}", file.get_float(f"gemma3.{_LOCAL_BASE_KEY}")
-    fields = {"rope_freq_base_swa": config.rope_freq_base_swa if base is None else base}
-    pattern = file.metadata.get(key)
-    if isinstance(pattern, np.ndarray):
-        if pattern.dtype.kind not in "biu" or len(pattern) != config.block_count:
-            raise file.error(key, f"is not a flag for each of {config.block_count} layers")
-        return {**fields, "full_attention_layers": tuple(np.flatnonzero(pattern == 0).tolist())}
-    period = file.get_int(key, *LIMITS["block_count"]) or _PERIOD
-    return {**fields, "full_attention_layers": _full_layers(config.block_count, period)}
+    base = file.get_float(f"gemma3.{LOCAL_BASE}")
+    return {
+        "rope_freq_base_swa": config.rope_freq_base_swa if base is None else base,
+        "full_attention_layers": full_layers_of_gguf(file, config, _PERIOD),
+    }
 
 
 _TEXT = ModelType(
@@ -132,7 +114,7 @@ GEMMA3 = Architecture(
     hf_norm_offset=1.0,
     vocabulary="spm",
     size_fields=_size_fields,
-    gguf_keys=(_PATTERN, _LOCAL_BASE_KEY),
+    gguf_keys=(PATTERN, LOCAL_BASE),
     gguf_fields=_gguf_fields,
     synthetic={
         "gemma3-4b": {

@@ -31,7 +31,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     """Biases and norms are told by their tensors; the layers counted include those that draft."""
     kinds = {name.split(".", 2)[-1] for name in file.tensors}
     norms = kinds & {"attn_q_norm.weight", "attn_k_norm.weight"}
-    biases = kinds & {"attn_q.bias", "attn_k.bias", "attn_v.bias"}
+    biases = kinds & {"attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"}
     drafts = file.get_int(f"glm4moe.{_DRAFTS}", 0, config.block_count - 1) or 0
     return {
         "block": replace(config.block, qkv_bias=bool(biases), qk_norm="head" if norms else None),

@@ -1,4 +1,4 @@
-"""Granite 3, dense and as a mixture of experts: llama with four multipliers.
+"""Granite 3 and 4, dense and as a mixture of experts: llama with four multipliers.
 
 They multiply the embedding, the attention's scores and what each attention and feed-forward adds to the residual stream
 (r, the residual multiplier), and divide the logits. The decoder has no multiplier of the residual: it computes the
@@ -67,10 +67,32 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     return fields if given[_ATTENTION] else {**fields, "attention_scale": None}
 
 
+def _attention_alone(keys: Keys) -> Keys:
+    """Granite 4.0 without recurrent layers and experts (350M, 1B, Micro): its feed-forward is the shared expert's."""
+    kinds = keys.get("layer_types")
+    if not isinstance(kinds, list) or any(kind not in ("attention", "full_attention") for kind in kinds):
+        raise config_error("layer_types", f"{str(kinds)[:40]}: recurrent layers (mamba) are not implemented")
+    if (position := keys.get("position_embedding_type")) != "rope":
+        raise config_error("position_embedding_type", f"{position!r} is not implemented, only 'rope' is")
+    return {**keys, "intermediate_size": keys.get("shared_intermediate_size")}
+
+
 GRANITE = Architecture(
     name="granite",
     block=BlockKind(rope_layout="pairs"),
-    model_types={"granite": ModelType({"max_position_embeddings": 2048}, fields=_fields)},
+    model_types={
+        "granite": ModelType({"max_position_embeddings": 2048}, fields=_fields),
+        "granitemoehybrid": ModelType(
+            {"max_position_embeddings": 2048, "num_local_experts": 8, "shared_intermediate_size": 1024},
+            common_keys=_attention_alone,
+            fields=_fields,
+        ),
+    },
+    hf_modules={"ffn_down": "shared_mlp.output_linear"},
+    hf_parts={
+        "ffn_gate.weight": HFPart("shared_mlp.input_linear.weight", "first half"),
+        "ffn_up.weight": HFPart("shared_mlp.input_linear.weight", "second half"),
+    },
     gguf_keys=(*_HF_KEYS, _FINETUNED),
     gguf_fields=_gguf_fields,
 )

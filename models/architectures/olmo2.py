@@ -1,26 +1,74 @@
-"""OLMo 2: norms behind attention and feed-forward only, and norms of whole query and key rows."""
+"""OLMo 2 and 3: norms behind attention and feed-forward only, and norms of whole query and key rows.
 
-from quengine.models.architectures.architecture import Architecture, Fields, ModelType
+OLMo 3, which goes by OLMo 2's name in GGUF, has a window in three of four layers, whose rotation no scaling applies to.
+"""
+
+from collections.abc import Sequence
+
+from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
+from quengine.models.architectures.windows import (
+    LOCAL_BASE,
+    PATTERN,
+    full_layers,
+    full_layers_of_gguf,
+    rope_of_kinds,
+)
 from quengine.models.config import BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
+from quengine.models.hf.hf_keys import number
+
+_PERIOD = 4
+_BASE = 5e5
+
+
+def _layer_kinds(_keys: Keys, blocks: int) -> Sequence[LayerKind]:
+    full = full_layers(blocks, _PERIOD)
+    return ["full_attention" if i in full else "sliding_attention" for i in range(blocks)]
+
+
+def _common_keys(keys: Keys) -> Keys:
+    full, local = rope_of_kinds(keys)
+    base = keys.get("rope_theta", _BASE)
+    return {
+        **keys,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_theta": base, **full},
+        "rope_local_base_freq": local.get("rope_theta", base),
+    }
+
+
+def _fields(keys: Keys, _config: ModelConfig) -> Fields:
+    return {"rope_freq_base_swa": number(keys, "rope_local_base_freq", _BASE)}
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """OLMo 3 goes by the same name there, and is told by its windows."""
-    if config.sliding_window is not None:
-        problem = f"{config.sliding_window}: windowed layers (OLMo 3) are not implemented"
-        raise file.error("olmo2.attention.sliding_window", problem)
-    return {}
+    if config.sliding_window is None:
+        return {}
+    base = file.get_float(f"olmo2.{LOCAL_BASE}")
+    return {
+        "rope_freq_base_swa": config.rope_freq_base if base is None else base,
+        "full_attention_layers": full_layers_of_gguf(file, config, _PERIOD),
+    }
 
 
 OLMO2 = Architecture(
     name="olmo2",
     block=BlockKind(norms="post", qk_norm="row"),
-    model_types={"olmo2": ModelType({"max_position_embeddings": 2048, "rms_norm_eps": 1e-5})},
+    model_types={
+        "olmo2": ModelType({"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
+        "olmo3": ModelType(
+            {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+            layer_kinds=_layer_kinds,
+            reads_layer_types=True,
+            common_keys=_common_keys,
+            fields=_fields,
+        ),
+    },
     hf_modules={
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    gguf_keys=(PATTERN, LOCAL_BASE),
     gguf_fields=_gguf_fields,
     synthetic={
         "olmo2-7b": {

@@ -10,9 +10,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from quengine.errors import EngineError
 from quengine.models.architectures import ARCHITECTURES, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture
-from quengine.models.config import LIMITS, ModelConfig, RopeScaling, RopeScalingKind, yarn_attention_factor
+from quengine.models.config import (
+    LIMITS,
+    ModelConfig,
+    Pooling,
+    RopeScaling,
+    RopeScalingKind,
+    yarn_attention_factor,
+)
 from quengine.models.gguf import GGUFError, GGUFFile
 from quengine.models.gguf.config_experts import EXPERT_KEYS, read_experts
 from quengine.models.gguf.layer_values import uniform_int
@@ -50,6 +58,8 @@ KEYS: Mapping[str, str] = {
 ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
 )
+_QKV_BIASES = frozenset({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
+_POOLINGS: Mapping[int, Pooling] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _GGUF_SCALINGS = frozenset({"linear", "yarn", "longrope"})  # llama3 has no name, but a tensor
 
 # Keys whose presence with another value than the neutral one means a computation that the decoder lacks.
@@ -75,11 +85,27 @@ _REFUSED = (
 )
 
 
+_PROJECTOR = "the vision or audio part of a model; give the model's own GGUF file, which runs without it"
+_OTHER_FILES: Mapping[str, str] = {
+    "adapter": "a LoRA adapter, not a model; merge it into its model and convert the result",
+    "mmproj": _PROJECTOR,
+    "clip": _PROJECTOR,
+    "imatrix": "an importance matrix, from which a model was quantized; give the model's own GGUF file",
+    "controlvector": "a control vector, not a model; control vectors are not supported",
+}
+"""What GGUF files are that hold no language model, by their `general.type`, or else by their architecture."""
+
+
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
     """See ModelConfig.from_gguf."""
-    declared = ARCHITECTURES.get(file.require_str("general.architecture"))
+    kind = file.metadata.get("general.type")
+    if isinstance(kind, str) and kind in _OTHER_FILES:
+        raise EngineError(f"{file.path}: {_OTHER_FILES[kind]}")
+    named = file.require_str("general.architecture")
+    declared = ARCHITECTURES.get(named)
     if declared is None:
-        raise unsupported_architecture(file.require_str("general.architecture"))
+        what = _OTHER_FILES.get(named)
+        raise unsupported_architecture(named, f"is {what}" if what else "is not supported")
     architecture = declared.name
     _refuse_unimplemented(file, declared)
     check_chat_templates(file)
@@ -97,7 +123,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     config = ModelConfig(
         architecture=architecture,
         name=_name(file, architecture),
-        block=replace(block, qkv_bias=block.qkv_bias or "blk.0.attn_q.bias" in file.tensors),
+        block=replace(block, qkv_bias=block.qkv_bias or not _QKV_BIASES.isdisjoint(file.tensors)),
         vocab_size=_vocab_size(file, architecture),
         context_length=context,
         embedding_length=embedding,
@@ -116,6 +142,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         attention_temperature_scale=temperature,
         attention_temperature_length=scaling.original_context_length if temperature else 0,
         experts=read_experts(file, declared, feed_forward, blocks),
+        pooling=_POOLINGS.get(file.get_int(f"{architecture}.pooling_type") or 0),
     )
     config = replace(config, **declared.size_fields(config))
     config = replace(config, **declared.gguf_fields(file, config))

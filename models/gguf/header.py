@@ -27,6 +27,11 @@ TYPE_NAMES = {number: kind.name for number, kind in SCALAR_TYPES.items()} | {STR
 MAX_KEY_BYTES = 65535
 MAX_NAME_BYTES = 64
 MAX_ALIGNMENT = 1 << 20
+_BEFORE_GGUF = "a file of ggml before GGUF, which must be converted anew"
+_OTHER_MAGIC = {
+    b"vers": "a pointer of Git LFS, if not damaged; fetch the file with: git lfs pull",
+    **dict.fromkeys((b"lmgg", b"fmgg", b"tjgg"), _BEFORE_GGUF),
+}
 # The shortest possible entries: key "k" with an u8 value; tensor "t" of one dimension.
 _MIN_ENTRY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
@@ -130,7 +135,8 @@ def read_shard(path: Path) -> Shard:
 def _read_version(cursor: Cursor) -> int:
     magic = cursor.buffer[:4]
     if magic != b"GGUF":
-        raise cursor.error("magic", f"{magic!r}, not b'GGUF': this is not a GGUF file", 0)
+        what = _OTHER_MAGIC.get(magic, "this is not a GGUF file")
+        raise cursor.error("magic", f"{magic!r}, not b'GGUF': {what}", 0)
     cursor.pos = 4
     version = cursor.unsigned(4, "version")
     if version in (2, 3):

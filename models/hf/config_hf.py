@@ -80,6 +80,8 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
 def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Mapping[str, Any]]:
     """The architecture, model type and configuration with the type's defaults of the text model in config.json."""
     outer = config.get("model_type")
+    if outer is None:
+        raise unsupported_architecture("None", "(config.json has no model_type) is not supported")
     if not isinstance(outer, str) or outer not in MODEL_TYPES:
         raise unsupported_architecture(str(outer))
     architecture, model_type = MODEL_TYPES[outer]
@@ -105,12 +107,13 @@ def _tied(config: Mapping[str, Any]) -> bool:
 def _refuse_unimplemented(
     outer: Mapping[str, Any], text: Mapping[str, Any], block: BlockKind, model_type: ModelType
 ) -> None:
-    quantization = outer.get("quantization_config") or text.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    if quantization and (method is None or method != model_type.quantization):
-        raise config_error(
-            "quantization_config", f"{method}: this loads unquantized checkpoints and GGUF files"
-        )
+    # MLX writes both keys, and names no method.
+    found = [keys.get(key) for keys in (outer, text) for key in ("quantization_config", "quantization")]
+    quantization = next((value for value in found if value), None)
+    method = quantization.get("quant_method", "mlx") if isinstance(quantization, Mapping) else quantization
+    if quantization and method != model_type.quantization:
+        problem = f"{method}: such folders are not read; take the unquantized model, or a GGUF file of it"
+        raise config_error("quantization_config", problem)
     names = ACTIVATIONS[block.activation]
     activation = text.get("hidden_act", names[0])
     if activation not in names:

@@ -22,7 +22,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import HFPart
 from quengine.models.config import ModelConfig
-from quengine.models.hf.hf_headers import read_config
+from quengine.models.hf.hf_headers import read_config, read_pooling
 from quengine.models.hf.hf_names import HFNames, prefix
 from quengine.models.hf.hf_parts import StoredPart
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
@@ -57,7 +57,7 @@ class HFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        declared = ModelConfig.from_hf(read_config(path))
+        declared = replace(ModelConfig.from_hf(read_config(path)), pooling=read_pooling(path))
         self._shards = HFShards(path)
         self.config = _with_own_output(declared, self._shards)
         self._untied = self.config is not declared
@@ -140,7 +140,8 @@ class HFTensors(Mapping[str, QuantTensor]):
         self._names = HFNames(declared, shards.files.keys())
         self._output = f"{self._names.head}lm_head.weight"
         for name, shape in required_tensors(config).items():
-            if part := declared.hf_parts.get(name.split(".", 2)[-1]):
+            part = declared.hf_parts.get(name.split(".", 2)[-1])
+            if part is not None and not self._has_own(name):
                 self._take_part(name, shape, part)
             elif name.endswith("_exps.weight"):
                 self._take_experts(name, shape)
@@ -148,7 +149,7 @@ class HFTensors(Mapping[str, QuantTensor]):
                 self._take(name, shape, config)
             if declared.hf_norm_offset and name.endswith("norm.weight"):
                 self.offsets[name] = declared.hf_norm_offset
-        self.drafts = draft_tensors(config, shards.files, f"{self._names.body}.layers.")
+        self.drafts = draft_tensors(config, shards.files, f"{self._names.body}layers.")
         self.unused = self._unused()
 
     def _take(self, name: str, shape: tuple[int, ...], config: ModelConfig) -> None:
@@ -160,8 +161,12 @@ class HFTensors(Mapping[str, QuantTensor]):
         if tensor in HEADS and config.block.rope_layout == "pairs":
             self.heads[name] = getattr(config, HEADS[tensor])
 
+    def _has_own(self, name: str) -> bool:
+        """Whether a tensor that lies within another in some folders of the architecture has one of its own here."""
+        return not name.endswith(("_exps.weight", "_exps.bias")) and self._names(name) in self._shards.files
+
     def _take_part(self, name: str, shape: tuple[int, ...], part: HFPart) -> None:
-        of_layer = f"{self._names.body}.layers.{name.split('.')[1]}."
+        of_layer = f"{self._names.body}layers.{name.split('.')[1]}."
         self.within[name] = StoredPart(self._shards, of_layer, part, shape, bias=name.endswith(".bias"))
         self.stored[name] = self.within[name].header
 
@@ -192,7 +197,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         known = {stored.name for stored in self.stored.values()} | {output} | self.drafts
         known |= {name for part in self.within.values() for name in part.names}
         rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
-        ignored = [name for name in rest if name.startswith((f"{body}.", output.removesuffix("weight")))]
+        ignored = [name for name in rest if name.startswith((body, output.removesuffix("weight")))]
         if ignored:
             raise self._shards.error(
                 f"{len(ignored)} tensors that this decoder does not apply: {listed(ignored)}"
@@ -244,7 +249,7 @@ def _with_own_output(config: ModelConfig, shards: HFShards) -> ModelConfig:
     So does `transformers`: a checkpoint that holds two different matrices was not trained with one.
     """
     body, head = prefix(shards.files)
-    embedding, output = f"{body}.embed_tokens.weight", f"{head}lm_head.weight"
+    embedding, output = f"{body}embed_tokens.weight", f"{head}lm_head.weight"
     if not config.tied_output or not {embedding, output} <= shards.files.keys():
         return config
     shape = (config.vocab_size, config.embedding_length)

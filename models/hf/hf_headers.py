@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quengine.errors import EngineError
+from quengine.models.config import Pooling
 from quengine.models.hf.json_file import read_json, read_text
 
 _ITEM_BYTES = {
@@ -24,6 +25,9 @@ _ITEM_BYTES = {
     "U16": 2,
 }
 
+DEFAULT_TEMPLATE = "default"
+"""What a model's chat template is called among several."""
+
 Row: TypeAlias = tuple[str, str, tuple[int, ...], int]
 
 
@@ -32,15 +36,47 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return read_json(folder / "config.json")
 
 
-def read_template(folder: Path) -> str | None:
-    """The checkpoint's chat template (its own file, else tokenizer_config.json), or None."""
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return read_text(own)
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
-    return template if isinstance(template, str) else None
+def read_pooling(folder: Path) -> Pooling | None:
+    """What the model makes of a text's rows, as sentence-transformers saves it; None where it has not.
+
+    Raises EngineError for a file that is no JSON.
+    """
+    path = folder / "1_Pooling" / "config.json"
+    given = read_json(path) if path.is_file() else {}
+    flags: dict[str, Pooling] = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+    return next((kind for flag, kind in flags.items() if given.get(f"pooling_mode_{flag}") is True), None)
+
+
+def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
+    """The parsed tokenizer_config.json, empty where there is none. Raises EngineError.
+
+    Where it does not list the added tokens, as older releases of transformers wrote it, those of
+    special_tokens_map.json are among its keys, and come first.
+    """
+    path, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    config = read_json(path) if path.is_file() else {}
+    if "added_tokens_decoder" in config or not older.is_file():
+        return config
+    return {**config, **read_json(older)}
+
+
+def read_templates(folder: Path) -> dict[str, str]:
+    """The checkpoint's chat templates by name. Raises EngineError.
+
+    Those of tokenizer_config.json, one or a list of {"name", "template"}, or where it has none that of
+    chat_template.json, which is for models with vision; files with the names of templates come before them.
+    """
+    found: dict[str, str] = {}
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        path = folder / name
+        value = read_json(path).get("chat_template") if not found and path.is_file() else None
+        entries = [{"name": DEFAULT_TEMPLATE, "template": value}] if isinstance(value, str) else value
+        for entry in entries if isinstance(entries, list) else []:
+            if isinstance(entry, dict) and {"name", "template"} <= entry.keys():
+                found[str(entry["name"])] = str(entry["template"])
+    files = {DEFAULT_TEMPLATE: folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    return found | {name: read_text(file) for name, file in files.items() if file.is_file()}
 
 
 def safetensors_rows(folder: Path) -> tuple[tuple[Path, ...], list[Row]]:

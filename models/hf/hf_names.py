@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from quengine.models.architectures.architecture import Architecture
 
 TOP_MODULES: Mapping[str, str] = {
-    "token_embd": "{body}.embed_tokens",
-    "output_norm": "{body}.norm",
+    "token_embd": "{body}embed_tokens",
+    "output_norm": "{body}norm",
     "output": "{head}lm_head",
 }
 """GGUF tensor (without .weight or .bias) -> module."""
@@ -38,12 +38,17 @@ LAYER_MODULES: Mapping[str, str] = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-"""The same of a layer, below {body}.layers.{i}, or the whole name there of a tensor with .weight; architectures declare
+"""The same of a layer, below {body}layers.{i}, or the whole name there of a tensor with .weight; architectures declare
 others. Tensors of one expert have a number."""
 
-PREFIXES = (("model", ""), ("language_model.model", "language_model."), ("model.language_model", ""))
+PREFIXES = (
+    ("model.", ""),
+    ("language_model.model.", "language_model."),
+    ("model.language_model.", ""),
+    ("", ""),
+)
 """(body, head) of names: a text model; the text part of a model with vision as it was released, and as newer releases
-of transformers save it."""
+of transformers save it; a model without an output matrix, which makes embeddings."""
 
 
 class HFNames:
@@ -74,9 +79,9 @@ class HFNames:
     def _in_layer(self, modules: Mapping[str, str], layer: str, key: str, kind: str, expert: str = "") -> str:
         whole = modules.get(f"{key}.{kind}")
         name = f"{modules[key]}.{kind}" if whole is None else whole
-        return f"{self.body}.layers.{layer}.{name.format(expert=expert)}"
+        return f"{self.body}layers.{layer}.{name.format(expert=expert)}"
 
 
 def prefix(held: Collection[str]) -> tuple[str, str]:
     """Which of PREFIXES the names `held` have; where none, the missing tensor is named as a text model's."""
-    return next((found for found in PREFIXES if f"{found[0]}.norm.weight" in held), PREFIXES[0])
+    return next((found for found in PREFIXES if f"{found[0]}norm.weight" in held), PREFIXES[0])

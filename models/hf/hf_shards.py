@@ -15,6 +15,7 @@ from quengine.models.hf.json_file import read_json
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_NAME_BYTES = 255  # of a file's, on every system
+LFS = b"version https://git-lfs"  # the first line of what Git checks out in place of a large file
 FLOAT_TYPES = ("F32", "F16", "BF16")  # named in safetensors as in GGUF
 
 
@@ -82,7 +83,7 @@ class HFShards:
         if not index.is_file():
             if (self.folder / SINGLE).is_file():
                 return {}
-            raise self.error(f"holds neither {SINGLE} nor {INDEX}; weights of other kinds are not read")
+            raise self.error(self._instead())
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise EngineError(f"{index}: has no weight_map")
@@ -97,13 +98,32 @@ class HFShards:
             raise self.error(f"{len(missing)} of {len(shards)} shards are missing: {listed(missing)}")
         return weight_map
 
+    def _instead(self) -> str:
+        """What is wrong with a folder without the files that are read, and what to do."""
+        what = "fetch it again, or take a GGUF file"
+        if next(self.folder.glob("pytorch_model*.bin"), None):
+            what = "save its pytorch_model*.bin as safetensors (save_pretrained of transformers)"
+        elif next(self.folder.glob("*.safetensors"), None):
+            what = "without the index its safetensors files may be incomplete; fetch it again"
+        return f"holds neither {SINGLE} nor {INDEX}: {what}"
+
     def _mapped(self, file: str) -> Any:
         try:
             return safe_open(self.folder / file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise EngineError(f"{self.folder / file}: {error}") from None
+            pointer = _begins_with(self.folder / file, LFS)
+            problem = "a pointer of Git LFS, not the file; fetch it with: git lfs pull" if pointer else error
+            raise EngineError(f"{self.folder / file}: {problem}") from None
 
 
 def listed(names: list[str]) -> str:
     """The first few of `names`, for an error of one line."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _begins_with(path: Path, text: bytes) -> bool:
+    """Whether there is a regular file at `path` that begins with `text`."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(text)) == text

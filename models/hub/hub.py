@@ -31,6 +31,14 @@ def packaged_file(entry: CatalogueEntry) -> Path | None:
     return None
 
 
+_OTHER_FOLDERS = {
+    "adapter_config.json": "a LoRA adapter, not a model; merge it into its model and save that",
+    "params.json": "a folder in Mistral's own format, without config.json; take one in Hugging Face's, or a GGUF file",
+    "model_index.json": "a folder of a diffusion model, which is not supported",
+}
+"""File of a folder without config.json -> what such a folder is."""
+
+
 def hub_name(name: str) -> HubName:
     """What an alias or an `hf:` name means. Raises ModelNameError for anything else."""
     if name.startswith("hf:"):
@@ -90,6 +98,9 @@ def _is_like_path(name: str) -> bool:
 
 def _no_path(name: str, path: Path) -> ModelNameError:
     if path.is_dir():
+        for file, problem in _OTHER_FOLDERS.items():
+            if (path / file).is_file():
+                return ModelNameError(f"{name}: {problem}")
         inside = ", ".join(sorted(child.name for child in path.glob("*.gguf")))
         having = f"; it has {inside}: name that file" if inside else " and without .gguf files"
         return ModelNameError(f"{name}: a folder without config.json{having}")

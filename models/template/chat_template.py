@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
-from quengine.models.hf.json_file import read_json, read_text
+from quengine.models.hf.hf_headers import DEFAULT_TEMPLATE, read_templates, read_tokenizer_config
 from quengine.models.template.limited_process import LimitedProcess, Limits, ProcessStoppedError
 from quengine.models.template.named_templates import NAMED_TEMPLATES, program_of
 
@@ -28,8 +28,8 @@ _KEY = "tokenizer.chat_template"
 _NAME = re.compile(r"[^\W\d]\w*")
 _TEXT = re.compile(r"[{\s]")
 """What a template has, and no name."""
-# A template's name of its own in place of the default one, as transformers and GGUF files have it.
-_DEFAULT = "default"
+# The template for conversations with tools, by the name that transformers and GGUF files have for it.
+_TOOL_USE = "tool_use"
 _WORKER = Path(__file__).with_name("template_worker.py")
 _LIMITS = Limits(cpu_seconds=2.0, memory_bytes=512 << 20)
 # What jinja2 and Python say where a template takes a null or missing content for text.
@@ -65,7 +65,7 @@ class ChatTemplate:
         """
         keys = {key.removeprefix(_KEY + "."): key for key in file.metadata if key.startswith(_KEY + ".")}
         if _KEY in file.metadata:
-            keys[_DEFAULT] = _KEY
+            keys[DEFAULT_TEMPLATE] = _KEY
         tokens = file.get_strings("tokenizer.ggml.tokens") or ()
 
         def token(role: str) -> str:
@@ -75,20 +75,17 @@ class ChatTemplate:
         given = _given_program(name, keys)
         if given is not None:
             return cls(given, token("bos"), token("eos"))
-        key = _choose(keys, name, str(file.path))
-        if key is None:
+        found = {key: program_of(file.require_str(keys[key])) for key in keys}
+        source = _choose(found, name, str(file.path))
+        if source is None:
             return None
-        return cls(program_of(file.require_str(key)), token("bos"), token("eos"), f"{file.path}: {key}")
+        return cls(source, token("bos"), token("eos"), f"{file.path}: {keys[name or DEFAULT_TEMPLATE]}")
 
     @classmethod
     def from_hf(cls, folder: Path, name: str | None = None) -> "ChatTemplate | None":
-        """As `from_gguf`, of a Hugging Face checkpoint folder (chat_template.jinja, tokenizer_config.json)."""
-        path = folder / "tokenizer_config.json"
-        config = read_json(path) if path.is_file() else {}
-        found = _templates_of(config.get("chat_template"))
-        files = {_DEFAULT: folder / "chat_template.jinja"}
-        files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-        found |= {key: read_text(file) for key, file in files.items() if file.is_file()}
+        """As `from_gguf`, of a Hugging Face checkpoint folder."""
+        config = read_tokenizer_config(folder)
+        found = read_templates(folder)
         given = _given_program(name, found)
         source = _choose(found, name, str(folder)) if given is None else given
         if source is None:
@@ -171,23 +168,23 @@ def _given_program(name: str | None, found: Mapping[str, str]) -> str | None:
 
 def _choose(found: Mapping[str, str], name: str | None, origin: str) -> str | None:
     if name is None:
-        return found.get(_DEFAULT)
+        return _default(found)
     if name not in found:
         known = ", ".join([*sorted(found), *sorted(NAMED_TEMPLATES.keys() - found)])
         raise ChatTemplateError(origin, f"no chat template is named {name!r}; there: {known}")
     return found[name]
 
 
-def _templates_of(value: Any) -> dict[str, str]:
-    """`chat_template` of tokenizer_config.json: one template, or a list of {"name", "template"}."""
-    if isinstance(value, str):
-        return {_DEFAULT: value}
-    entries = value if isinstance(value, list) else []
-    return {
-        str(e["name"]): str(e["template"])
-        for e in entries
-        if isinstance(e, dict) and {"name", "template"} <= e.keys()
-    }
+def _default(found: Mapping[str, str]) -> str | None:
+    """The default template. With one for tools beside it, the program of both: the latter where tools are given, as
+    transformers and llama.cpp choose."""
+    default, with_tools = found.get(DEFAULT_TEMPLATE), found.get(_TOOL_USE)
+    if default is None or with_tools is None:
+        return default
+    # jinja2 drops a newline at a template's end, and blanks between a line's beginning and a block: each begins a line,
+    # and the empty text keeps blanks at its end.
+    first, second = (text.removesuffix("\n") + "{{ '' }}" for text in (default, with_tools))
+    return "{% if not tools %}\n" + first + "{% else %}\n" + second + "{% endif %}"
 
 
 def _token(config: Mapping[str, Any], role: str) -> str:

@@ -96,6 +96,11 @@ class Tokenizer:
         return self._vocabulary.add_eos
 
     @property
+    def end_of_text(self) -> int | None:
+        """EOS, where the file asks for it after a text (`add_eos`): the last token of a text to be embedded."""
+        return self._vocabulary.named_ids.get("eos") if self.add_eos else None
+
+    @property
     def control_texts(self) -> list[str]:
         """What `encode` turns into control tokens if asked, longest first."""
         return list(self._vocabulary.control_tokens)

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from quengine.cli import main
+from quengine.cli.command_table import FOREIGN
 from quengine.errors import CannotRunError, EngineError
 
 RUN = "import sys; from quengine.cli.main import run; sys.exit(run(sys.argv[1:]))"
@@ -133,6 +134,7 @@ def test_a_wrong_command_line_is_a_user_error_with_a_hint(capsys, args, says, hi
         ),
         ("serve --max-model-len=4096 -m x", "--max-model-len (-c N)"),
         ("chat -hf user/repo", "-hf (-m hf:user/repo:QUANT)"),
+        ("run x --format json p", "--format (--json-schema {} for any JSON)"),
         ("run x -v why", "-v (before the command: engine -v ...)"),
     ],
 )
@@ -147,6 +149,18 @@ def test_flags_of_other_programs_are_answered_with_what_is_written_here(capsys, 
 def test_a_value_a_prompt_and_a_flag_of_the_command_are_none_of_these(capsys, args):
     assert main.run(args.split()) == 1
     assert "/nope: no such file" in capsys.readouterr().err
+
+
+def test_what_is_written_instead_names_flags_that_there_are(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # else long names are cut
+    shown = ""
+    for command in ("generate", "chat", "serve"):
+        assert main.run([command, "--help"]) == 0
+        shown += capsys.readouterr().out
+    named = {flag for text in FOREIGN.values() for flag in re.findall(r"(?<!\S)--?[a-z][a-z-]*", text)}
+    assert len(named) > 10
+    for flag in named - {"-v"}:  # the program's own
+        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", shown), flag
 
 
 def test_a_model_that_is_not_named_by_its_flag_gets_that_hint(capsys):

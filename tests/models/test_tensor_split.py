@@ -2,12 +2,14 @@
 
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from quengine.errors import EngineError
+from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
@@ -116,13 +118,24 @@ def test_an_embedding_that_is_the_output_matrix_too(tmp_path: Path) -> None:
 def test_sinks_and_biases_of_the_output_projection(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny(tmp_path / "m.gguf", sizes=sized()))
     config, tensors, _ = with_sinks_and_output_biases(checkpoint.config, checkpoint.tensors)
+    check_shared_alike(SimpleNamespace(path=checkpoint.path, config=config, tensors=tensors), 2)
 
-    class Changed:
-        path, notes, types = checkpoint.path, [], {}
 
-    changed = Changed()
-    changed.config, changed.tensors = config, tensors
-    check_shared_alike(changed, 2)
+@pytest.mark.parametrize("count", [2, 4])
+def test_query_key_and_value_rows_in_one_tensor(tmp_path: Path, count: int) -> None:
+    """With their biases; the logits are those of three tensors, to the bit."""
+    checkpoint = open_checkpoint(write_tiny(tmp_path / "m.gguf", "qwen2", "Q8_0", sizes=sized("qwen2")))
+    tensors = dict(checkpoint.tensors)
+    for kind, dim in (("weight", 0), ("bias", 1)):
+        for layer in range(checkpoint.config.block_count):
+            parts = [tensors.pop(f"blk.{layer}.attn_{part}.{kind}") for part in "qkv"]
+            rows = sum(part.shape[0] for part in parts)
+            data = torch.cat([part.data for part in parts], dim)
+            name = f"blk.{layer}.attn_qkv.{kind}"
+            tensors[name] = QuantTensor(name, parts[0].format, (rows, *parts[0].shape[1:]), data)
+    joined = SimpleNamespace(path=checkpoint.path, config=checkpoint.config, tensors=tensors)
+    assert torch.equal(logits_of(joined), logits_of(checkpoint))
+    check_shared_alike(joined, count)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "phi3", "qwen2moe", "gpt-oss"])

@@ -40,6 +40,8 @@ from quengine.serve.processes.shared_wire import (
 
 logger = logging.getLogger("quengine.serve")
 
+PROGRESS_SECONDS = 0.25
+"""How often a wait for the model is reported."""
 END_SECONDS = 5.0
 """How long the process may take to end by itself."""
 
@@ -70,7 +72,8 @@ class ProcessEngine:
     Args:
         model: as `LLM` takes it.
         options: what else `LLM` is given, by name; numbers, strings, booleans and None.
-        progress: called with a line that says how far the weights are loaded.
+        progress: called with a line that says how far the weights are loaded, and with the last one every
+            PROGRESS_SECONDS until there is another; what it raises ends the engine's process.
         make_room: called with the bytes that the model needs, those that are free and the device, until it returns
             false: nothing has left the device since.
         place: its part, where it is one of several.
@@ -184,10 +187,14 @@ class ProcessEngine:
         atexit.unregister(self._process.kill)
 
     def _loaded(self, progress: Callable[[str], None], make_room: Callable[[int, int, str], bool]) -> Ready:
+        text = "starting the engine's process"
         while True:
+            while not self._connection.poll(PROGRESS_SECONDS):
+                progress(text)
             message = self._receive()
             if isinstance(message, Progress):
-                progress(message.text)
+                text = message.text
+                progress(text)
             elif isinstance(message, Room):
                 self._send(RoomMade(make_room(message.needed, message.free, message.device)))
             elif isinstance(message, Ready):

@@ -57,7 +57,12 @@ class ServedModel:
         notes: lines for the terminal: device, context, memory.
         token_length: how much of a text one token can stand for; None where that has no bound.
         source: from what another process makes the same; None where there is none.
+        pooling: what the model was made for, of embeddings; None where nothing says so.
+        end_of_text: the token that a text to be embedded ends with; None for no such token.
     """
+
+    pooling: str | None = None
+    end_of_text: int | None = None
 
     def __init__(
         self,
@@ -70,15 +75,17 @@ class ServedModel:
     ) -> None:
         self._text = text
         config = text.checkpoint.config
-        missing = f"{text.checkpoint.path.name} has no chat template; use /v1/completions"
+        missing = f"{text.checkpoint.path.name} has no chat template; use /v1/completions, or --chat-template chatml"
         self._chat = ChatFormat(text.tokenizer, text.chat_template, missing)
         self.ctx_size = ctx_size
         self.vocab_size = config.vocab_size
+        self.pooling = config.pooling
         self.template = self._chat.source
         self.notes = notes
         self.bos_id: int | None = text.tokenizer.bos_id
         self.eos_id: int | None = text.tokenizer.eos_id
         self.eos_ids = text.tokenizer.eos_ids
+        self.end_of_text = text.tokenizer.end_of_text
         self.token_length = text.tokenizer.token_length
         self.source: TextSource | None = TextSource(text.checkpoint.path, text.given_template)
         self.facts: Mapping[str, Any] = {

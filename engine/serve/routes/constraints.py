@@ -36,6 +36,7 @@ GUIDED: Mapping[str, Callable[[Any], ConstraintSpec | None]] = {
 
 def read_constraint(body: Generation) -> ConstraintSpec | None:
     """The one constraint of a request, by whichever of its names. Raises ApiError where there are several."""
+    fields: list[tuple[str, object, str, Callable[[Any], ConstraintSpec | None]]]
     fields = [(key, body, key, make) for key, make in CONSTRAINTS.items()]
     fields += [(f"guided_{key}", body, f"guided_{key}", make) for key, make in GUIDED.items()]
     if body.structured_outputs is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from quengine.errors import EngineError
 from quengine.request.chat_format import Ending
+from quengine.request.pooling import with_end
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
 from quengine.serve.schemas.errors import bad_request
@@ -25,14 +26,24 @@ NOTHING: Mapping[str, Any] = {}
 
 
 async def read_prompts(
-    service: Service, given: str | list[Any] | dict[str, Any], key: str, parse_special: bool
+    service: Service,
+    given: str | list[Any] | dict[str, Any],
+    key: str,
+    parse_special: bool,
+    ended: bool = False,
 ) -> list[list[int]]:
-    """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError."""
+    """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError.
+
+    ended: those that end with text are whole texts, which end with EOS where the model wants it.
+    """
     values = _separate(given, key)
     service.check_count(len(values))
     prompts = [_parts(value, service, key) for value in values]
     job = TextJob("encode", prompts, special=parse_special, most_tokens=service.most_prompt_tokens)
-    return await _ids(service, job, key)
+    end = service.model.end_of_text if ended else None
+    found = await _ids(service, job, key)
+    ends = [end if parts and isinstance(parts[-1], str) else None for parts in prompts]
+    return [with_end(ids, last) for ids, last in zip(found, ends, strict=True)]
 
 
 async def chat_ids(

@@ -5,15 +5,21 @@ Half of Triton's work is Python, so threads of one process keep two or three cor
 """
 
 import logging
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import sha256
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+
+import triton
 
 from quengine.kernels.cuda.launch import triton_cache
 from quengine.kernels.cuda.launch.compile_processes import Built, Order, Stages
-from quengine.kernels.cuda.launch.compiler_process import start_process
 from quengine.kernels.cuda.launch.gpu import Gpu
 
 _log = logging.getLogger(__name__)
@@ -61,9 +67,8 @@ class CompilePool:
         self._built: list[Built] = []
         self._told_at = logging.INFO if every else logging.WARNING
         triton_cache.use_private_cache()
-        self._process, self._pipe = start_process(prelude)
-        with suppress(OSError):  # it has ended, as the next look for a report finds out
-            self._pipe.send(Order(task, gpu, self.processes, every, marker))
+        self._process, self._pipe = _start_process(prelude)
+        self._pipe.send(Order(task, gpu, self.processes, every, marker))
         triton_cache.when_missing.append(self.wait)
 
     def wait(self, key: str) -> None:
@@ -141,3 +146,41 @@ def finish_compiling() -> None:
         pool = getattr(call, "__self__", None)
         if isinstance(pool, CompilePool):
             pool.finish()
+
+
+def _start_process(prelude: str) -> tuple[subprocess.Popen[bytes], Connection]:
+    """The process that leads the others, and an end of a pipe to it. It knows of no GPU."""
+    ours, theirs = Pipe()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TRITON_CACHE_DIR": str(triton.knobs.cache.dir),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    program = (
+        f"{prelude}\nfrom quengine.kernels.cuda.launch.compile_processes import lead; lead({theirs.fileno()})"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", program], env=environment, pass_fds=[theirs.fileno()], start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    theirs.close()
+    return process, ours
+
+
+def marker(*what: object) -> Path:
+    """The file in Triton's cache that says: this version of the kernels was compiled for `what` (GPU, model, ...).
+
+    It goes with the cache it speaks of. A wrong one does no harm: a kernel that is missing is compiled at its launch.
+    """
+    digest = sha256(repr((triton.__version__, *what)).encode())
+    digest.update(source_stamp())
+    return Path(triton.knobs.cache.dir) / f"quengine-{digest.hexdigest()[:32]}"
+
+
+def source_stamp() -> bytes:
+    """Names this version of the modules that kernels are in."""
+    digest = sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()

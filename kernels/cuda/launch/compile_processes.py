@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from threading import Thread
@@ -21,7 +20,6 @@ import triton
 from triton.runtime.cache import triton_key
 
 from quengine.kernels.cuda.launch import triton_cache
-from quengine.kernels.cuda.launch.compiler_process import mark
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.launcher import LauncherSpec, build_launcher, build_utilities, launcher_of
 from quengine.kernels.cuda.launch.record_kernels import Kernel, record_kernels
@@ -43,12 +41,8 @@ _SLOW = (
     "experts_glu_kernel",
 )
 """Kernels that may take half a second or more to compile, the longest first; the others take less."""
-
 _NICENESS = 5
 """Reading the weights comes first."""
-
-_MOST_IDLE = 120.0
-"""Seconds that a process which was started early waits for its order: a model may not need one after all."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +67,9 @@ class Built:
     error: str = ""
 
 
-def lead(descriptor: int, module: str = "") -> None:
-    """The first process, which imports `module` before it looks for an order. Its end of a pipe gets an Order, then
-    keys of kernels that are wanted next; from it come the keys of kernels that are compiled, a list for each
-    computation, None, and a Built for each kernel."""
+def lead(descriptor: int) -> None:
+    """The first process. Its end of a pipe gets an Order, then keys of kernels that are wanted next; from it come the
+    keys of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
     pipe = Connection(descriptor)
     os.nice(_NICENESS)
     torch.set_num_threads(1)  # it is forked
@@ -84,11 +77,7 @@ def lead(descriptor: int, module: str = "") -> None:
     # Triton hashes its compiler library of some 400 MB, while the order's modules are imported.
     hashing = Thread(target=triton_key)
     hashing.start()
-    if module:
-        import_module(module)
     try:
-        if not pipe.poll(_MOST_IDLE):
-            return
         order: Order = pipe.recv()
         hashing.join()
         whole = _Leader(pipe, order).run()
@@ -98,7 +87,8 @@ def lead(descriptor: int, module: str = "") -> None:
         pipe.send(Built("", "the model", None, f"{type(error).__name__}: {error}"))
         return
     if whole and order.marker is not None:
-        mark(order.marker)
+        with suppress(OSError):  # a cache that cannot be written: looked for again next time
+            order.marker.touch(mode=0o600)
 
 
 class _Leader:

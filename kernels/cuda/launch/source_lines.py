@@ -16,7 +16,7 @@ def use_quick_source_lines() -> None:
     inspect.getblock = block
 
 
-def block(lines: Sequence[str]) -> list[str]:
+def block(lines: Sequence[str]) -> Sequence[str]:
     """As `inspect.getblock`: those of `lines` that belong to the definition on the first ones."""
     if lines[0][0].isspace():
         return _tokenized(lines)

@@ -5,11 +5,12 @@ stand for and which have a role. Does not read tokenizer.model or tekken.json, w
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from quengine.models.gguf.vocab_checks import MAX_VOCABULARY
+from quengine.models.hf.hf_headers import read_tokenizer_config
 from quengine.models.hf.json_file import read_json
 from quengine.models.tokenizer.byte_level import byte_level_bytes
 from quengine.models.tokenizer.errors import TokenizerError
@@ -17,7 +18,12 @@ from quengine.models.tokenizer.hf.hf_engine import Described, WholeTextEncoder, 
 from quengine.models.tokenizer.scored_bpe import SPACE, scored_bytes
 from quengine.models.tokenizer.token_length import of_pipeline
 from quengine.models.tokenizer.tokenizer import Tokenizer
-from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary, with_roles_by_text
+from quengine.models.tokenizer.vocabulary import (
+    END_OF_GENERATION,
+    TokenType,
+    Vocabulary,
+    with_roles_by_text,
+)
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
@@ -30,22 +36,25 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     parts = read_json(path)
     engine = engine_for(path, parts)
     described = describe(path, engine)
-    config_path = folder / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
+    config = read_tokenizer_config(folder)
     texts, types = _tokens(described, parts, _rows(folder))
     ids = {text: i for i, text in enumerate(texts)}
     named = {
         role: ids[text] for role in ("bos", "eos", "unk", "pad") if (text := _role_text(config, role)) in ids
     }
+    ends = _generation_ends(folder, len(texts))
+    first = _first_of_all(described, texts, ends | {named.get("eos", -1)})
+    if "bos" not in named and first is not None:
+        named["bos"] = first
     byte_level = _find(parts.get("decoder"), "ByteLevel") is not None
     vocabulary = Vocabulary(
         texts=texts,
         types=types,
         named_ids=named,
         add_bos=_adds_bos(described, config, named.get("bos")),
-        add_eos=bool(config.get("add_eos_token")),
+        add_eos=_adds_eos(described, config, named.get("eos")),
         to_bytes=byte_level_bytes if byte_level else scored_bytes,
-        eos_ids=_generation_ends(folder, len(texts)),
+        eos_ids=ends,
         lstrip_ids=_stripping(parts, "lstrip"),
         rstrip_ids=_stripping(parts, "rstrip"),
     )
@@ -97,12 +106,26 @@ def _role_text(config: Mapping[str, Any], role: str) -> str | None:
     return content if isinstance(content, str) else None
 
 
+def _first_of_all(described: Described, texts: Sequence[str], ends: Set[int]) -> int | None:
+    """The token that the post-processor puts in front of a text, for folders that give no name to it."""
+    first = next(iter(described.empty), None)
+    return None if first is None or first in ends or texts[first] in END_OF_GENERATION else first
+
+
 def _adds_bos(described: Described, config: Mapping[str, Any], bos: int | None) -> bool:
     """As the configuration says, else as the post-processor does with an empty text."""
     said = config.get("add_bos_token")
     if bos is None or isinstance(said, bool):
         return bool(said) and bos is not None
     return list(described.empty[:1]) == [bos]
+
+
+def _adds_eos(described: Described, config: Mapping[str, Any], eos: int | None) -> bool:
+    """The same of the end token: whether it follows a text."""
+    said = config.get("add_eos_token")
+    if eos is None or isinstance(said, bool):
+        return bool(said)
+    return list(described.empty[-1:]) == [eos]
 
 
 def _generation_ends(folder: Path, size: int) -> frozenset[int]:

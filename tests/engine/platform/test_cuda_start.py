@@ -39,12 +39,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(device: str, devices: int = 1) -> tuple[list[int], list[int]]:
         retained, read = list[int](), list[int]()
         monkeypatch.setattr(cuda_start, "_driver", lambda: fake_driver(devices, retained))
-        compiler = list[bool]()
-        monkeypatch.setattr(cuda_start, "_start_compiler", lambda: compiler.append(not read))
         monkeypatch.setattr(cuda_start, "_read_triton", read.append)
         cuda_start.begin(device)
         cuda_start.wait()
-        assert compiler == [True] * len(read), "a compiling process is started first, where there is a device"
         return retained, read
 
     return run
@@ -70,20 +67,6 @@ def test_what_fails_in_the_thread_is_left_for_later(started: Any, monkeypatch: p
 
     monkeypatch.setattr(cuda_start, "_make_context", broken)
     assert started("cuda") == ([], [])
-
-
-def test_the_process_started_early_imports_what_its_order_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quengine.kernels.cuda.launch import compiler_process
-    from quengine.runners import compile_kernels
-
-    started = list[tuple[str, str]]()
-    monkeypatch.setattr(compiler_process, "start_early", lambda *given: started.append(given))
-    monkeypatch.setattr(cuda_start, "usable_cpus", lambda: set(range(2)))
-    cuda_start._start_compiler()
-    assert not started, "it would take turns with this one"
-    monkeypatch.setattr(cuda_start, "usable_cpus", lambda: set(range(4)))
-    cuda_start._start_compiler()
-    assert started == [(compile_kernels.COMPILER_PRELUDE, compile_kernels.stages_of.__module__)]
 
 
 def test_the_key_of_triton_s_cache_is_there_afterwards() -> None:

@@ -71,6 +71,9 @@ def test_layers_follow_the_flags(dense: ModelConfig) -> None:
         host_layers(EngineConfig(n_cpu_moe=3), dense)
     with pytest.raises(EngineError, match="--cpu-moe: "):
         host_layers(EngineConfig(cpu_moe=True), dense)
+    with pytest.raises(EngineError, match=r"--expert-parallel: llama model .* has no experts"):
+        host_layers(EngineConfig(expert_parallel=True), dense)
+    assert host_layers(EngineConfig(expert_parallel=True), mixture) == 0
 
 
 def test_host_memory_that_is_too_small_is_refused_with_numbers() -> None:

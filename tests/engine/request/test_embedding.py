@@ -1,5 +1,6 @@
 """Embeddings: the pooled hidden rows of a prompt, however it was chunked, beside whatever else is computed."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
 from quengine.request.pooling import Pool, Pooling
 from tests.forward import one_sequence
+from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
 from tests.tiny_models import write_tiny
+from tests.transformers_models import edit_tensors, write_model
 
 PROMPTS = [[5, 17, 250, 3, 99, 42, 42, 8, 120, 77, 1], [9], list(range(30, 75))]
 
@@ -118,3 +121,56 @@ def test_without_pooling_the_rows_are_given_as_they_are(model: Path, chunk: int)
     mean, last = rows.mean(0), rows[-1]
     torch.testing.assert_close(mean / mean.norm(), by_hand(model, PROMPTS[0], "mean"), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(last / last.norm(), by_hand(model, PROMPTS[0], "last"), rtol=1e-3, atol=1e-3)
+
+
+TEXT = "the cat sat on that mat"
+
+
+@pytest.fixture(scope="module")
+def for_embeddings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as Qwen3-Embedding's: pooling by the last token, EOS behind a text, no output matrix; a GGUF of it."""
+    from tokenizers import Tokenizer, processors
+
+    root = tmp_path_factory.mktemp("for embeddings")
+    folder = write_model(root / "folder", "qwen3", vocab=VOCAB, tie_word_embeddings=True)
+    write_tokenizer(folder)
+    engine = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = [("</s>", engine.token_to_id("</s>"))]
+    engine.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=ends)
+    engine.save(str(folder / "tokenizer.json"))
+    module = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+    (folder / "modules.json").write_text(json.dumps([module]))
+    (folder / "1_Pooling").mkdir()
+    flags = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))
+    convert([Conversion(folder, root / "m.gguf", "qwen2")])
+    edit_tensors(folder, lambda t: [t.__setitem__(n.removeprefix("model."), t.pop(n)) for n in list(t)])
+    return root
+
+
+@pytest.mark.parametrize("kind", ["folder", "m.gguf"])
+def test_a_model_for_embeddings_pools_as_it_was_made_to(for_embeddings: Path, kind: str) -> None:
+    import transformers
+
+    folder = for_embeddings / "folder"
+    theirs = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
+    ids = transformers.AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")
+    with torch.no_grad():
+        last = theirs(**ids).last_hidden_state[0, -1]
+    with LLM(for_embeddings / kind, "cpu", 64) as llm:
+        asked = llm.embed(ids.input_ids[0].tolist(), "mean")
+        (vector,) = llm.embed(TEXT)
+    assert (
+        torch.cosine_similarity(torch.tensor(vector, dtype=torch.float64), last / last.norm(), 0) > 1 - 1e-6
+    )
+    assert asked != [vector]
+
+
+def test_a_models_own_pooling_that_is_not_supported_has_to_be_replaced(tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf", changes={"llama.pooling_type": 4})
+    with LLM(path, "cpu", 64) as llm:
+        with pytest.raises(
+            EngineError, match="made for 'rank', which is not supported; ask for mean or last"
+        ):
+            llm.embed([PROMPTS[0]])
+        assert llm.embed([PROMPTS[0]], "last") != llm.embed([PROMPTS[0]], "mean")

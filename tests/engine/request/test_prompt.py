@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from quengine import LLM, EngineError, SamplingParams
+from tests.llama_cpp_convert import VOCAB, write_tokenizer
 from tests.tiny_models import write_tiny
+from tests.transformers_models import write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 BYTES: list[Any] = [b"the cat", bytearray(b"the cat"), memoryview(b"the cat")]
@@ -94,3 +97,15 @@ def test_a_whole_pair_is_its_character(llm: LLM) -> None:
     assert llm.encode(f"a {pair}") == llm.encode("a \U0001f600")
     chats = [llm.encode_chat([{"role": "user", "content": text}]) for text in (pair, "\U0001f600")]
     assert chats[0] == chats[1]
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None:
+    """As Gemma 3 1B's has, whose embedding has no row for images; here even the end token is one of those."""
+    folder = write_model(tmp_path, "llama", vocab=VOCAB - 4)
+    write_tokenizer(folder)
+    ends = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<unused9>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(ends))
+    with LLM(folder, "cpu", 64) as llm:
+        assert VOCAB - 1 in llm.tokenizer.eos_ids and len(llm.generate("the cat", GREEDY)[0].tokens) == 4
+        with pytest.raises(EngineError, match=f"token id {VOCAB - 1} at position 1 is not in the vocabulary"):
+            llm.generate([[5, VOCAB - 1]], GREEDY)

@@ -17,7 +17,7 @@ from tests.forward import one_sequence
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config
 from tests.models.architectures.both_files import Case, SameLogits, opened
-from tests.transformers_models import nmse, token_ids
+from tests.transformers_models import DROP, edit, nmse, token_ids
 
 SCALES = {
     "embedding_multiplier": 12.0,
@@ -25,11 +25,30 @@ SCALES = {
     "residual_multiplier": 0.22,
     "logits_scaling": 6.0,
 }
+WITHOUT_MAMBA = {
+    **SCALES,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 96,
+    "layer_types": ["attention"] * 2,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+}
+
+
+def as_released(folder: Path) -> None:
+    """Newer releases of `transformers` save the kinds of layers by other names, and sizes that files had not."""
+    edit(folder, layer_types=["attention"] * 2, head_dim=DROP)
+
+
 CASES = {
     "plain": Case("granite", SCALES),
     "tied": Case("granite", {**SCALES, "tie_word_embeddings": True}),
     "a large epsilon": Case("granite", {**SCALES, "rms_norm_eps": 1e-2}),
     "without multipliers": Case("granite"),
+    "attention alone": Case("granitemoehybrid", WITHOUT_MAMBA, edit=as_released),
     "experts": Case("granitemoe", SCALES, gate_up=True),
     "all experts, tied": Case(
         "granitemoe", {**SCALES, "num_experts_per_tok": 8, "tie_word_embeddings": True}
@@ -52,6 +71,23 @@ def test_embeddings_are_not_divided_as_logits_are(root: Path) -> None:
     cache = KVCache.allocate(checkpoint.config, 64, torch.device("cpu")).layers
     ours = decoder.hidden(one_sequence(ids, blocks=2), cache)
     assert nmse(ours, expected) < 1e-5  # the cache is fp16
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"layer_types": ["mamba", "attention"]}, "layer_types: .*mamba.* are not implemented"),
+        ({"layer_types": None}, "layer_types: None: .* are not implemented"),
+        ({"position_embedding_type": "nope"}, "position_embedding_type: 'nope' is not implemented"),
+        ({"num_local_experts": 64}, "'granitemoehybrid' with a mixture of experts is not supported"),
+    ],
+)
+def test_other_models_of_granite_4_are_refused_by_name(changes: dict[str, Any], problem: str) -> None:
+    released = {"model_type": "granitemoehybrid", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
+    config = {**released, "num_attention_heads": 4, **WITHOUT_MAMBA}
+    assert ModelConfig.from_hf(config).feed_forward_length == 96
+    with pytest.raises(EngineError, match=problem):
+        ModelConfig.from_hf(config | changes)
 
 
 def test_the_shared_experts_halves_are_views_on_the_file(root: Path) -> None:

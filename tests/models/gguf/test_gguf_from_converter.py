@@ -35,10 +35,19 @@ LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_fact
 MINISTRAL = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 LONGROPE = {**YARN, "rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8}
 
+GLM = {
+    "attention_bias": True,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "num_nextn_predict_layers": 0,
+}
+
 
 @dataclass(frozen=True)
 class Case:
-    """A model for `write_model`; `native` names the tokenizer where Mistral's own format is converted."""
+    """A model for `write_model`; `native` names the tokenizer where Mistral's own format is converted, `qkv` asks for
+    query, key and value rows in one tensor."""
 
     model_type: str
     config: dict[str, Any]
@@ -46,6 +55,7 @@ class Case:
     native: str = ""
     params: Any = ()
     vocab: int = VOCAB
+    qkv: bool = False
 
 
 def _from_folders() -> dict[str, Case]:
@@ -58,6 +68,8 @@ def _from_folders() -> dict[str, Case]:
         for kind, rope in ROPE_KINDS.items():
             cases[f"{model_type}, {kind}"] = Case(model_type, {"rope_parameters": rope})
         cases[f"{model_type}, tied"] = Case(model_type, {"tie_word_embeddings": True})
+    for model_type, sizes in {"llama": {}, "qwen2": {}, "qwen3": {}, "olmo2": {}, "glm4_moe": GLM}.items():
+        cases[f"{model_type}, joined rows"] = Case(model_type, sizes, qkv=True)
     for model_type in ("llama", "mistral"):
         cases[f"{model_type}, llama3"] = Case(model_type, {"rope_parameters": LLAMA3})
     for tied in (False, True):
@@ -130,7 +142,7 @@ def _write_all(root: Path) -> None:
         else:
             write_tokenizer(folder)
         pre = "qwen2" if case.model_type.startswith("qwen") else "llama-bpe"
-        jobs.append(Conversion(folder, root / f"{name}.gguf", pre, bool(case.native)))
+        jobs.append(Conversion(folder, root / f"{name}.gguf", pre, bool(case.native), qkv=case.qkv))
         (root / f"{name}.folder").symlink_to(folder)
     convert(jobs)
 
@@ -163,6 +175,14 @@ def test_a_converted_model_gives_the_logits_of_transformers(converted: Path, nam
     checkpoint = GGUFCheckpoint(converted / f"{name}.gguf")
     ours = our_logits(checkpoint, CASES[name].vocab)
     assert nmse(ours, torch.load(converted / f"{name}.pt")) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.qkv])
+def test_joined_rows_are_in_one_tensor(converted: Path, name: str) -> None:
+    tensors = open_gguf(converted / f"{name}.gguf").tensors
+    assert "blk.0.attn_qkv.weight" in tensors and "blk.0.attn_q.weight" not in tensors
+    biased = CASES[name].model_type in ("qwen2", "glm4_moe")
+    assert ("blk.0.attn_qkv.bias" in tensors) is biased
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,6 +14,7 @@ from quengine.models.template.chat_template import ChatTemplate, ChatTemplateErr
 from quengine.models.template.limited_process import PATIENCE_SECONDS
 from quengine.models.tokenizer import Tokenizer
 from tests.gguf_builder import GGUFBuilder, bpe_vocabulary, spm_vocabulary
+from tests.llama_cpp_convert import write_tokenizer
 from tests.llama_cpp_vocab import LlamaCppVocab
 
 CHATML = (
@@ -198,6 +199,33 @@ def test_named_templates_are_there_by_name(tmp_path: Path) -> None:
         ChatTemplate.from_gguf(file, "rag")
 
 
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize(
+    "default", ["a", "  {%- if 1 %}a{% endif %}\n\n", "\n {% if 1 %} a\n{% endif %}\n  ", ""]
+)
+def test_a_template_for_tools_is_used_where_there_are_tools(
+    tmp_path: Path, default: str, tools: list[dict[str, object]] | None
+) -> None:
+    """As transformers chooses, white space included, from a folder with a list of templates and from a GGUF file."""
+    from transformers import PreTrainedTokenizerFast
+
+    named = {
+        "default": default,
+        "tool_use": " {% for t in tools %}\n  {{ t.function.name }}\n{% endfor %} \n",
+    }
+    write_tokenizer(tmp_path)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=named)
+    expected = theirs.apply_chat_template(USER, tools=tools, tokenize=False)
+    listed = [{"name": name, "template": text} for name, text in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    file = open_gguf(gguf(tmp_path, chat_template=default, chat_template__tool_use=named["tool_use"]))
+    for template in (ChatTemplate.from_hf(tmp_path), ChatTemplate.from_gguf(file)):
+        assert template is not None and template.render(USER, False, tools) == expected
+
+
 def test_a_template_of_the_wrong_type_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(GGUFError, match=r"chat_template.*must be a string"):
         ChatTemplate.from_gguf(open_gguf(gguf(tmp_path, chat_template=3)))
@@ -210,7 +238,7 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
         template.render(USER)
 
 
-def test_a_folder_keeps_its_template_in_one_of_three_places(tmp_path: Path) -> None:
+def test_a_folder_keeps_its_template_in_one_of_four_places(tmp_path: Path) -> None:
     assert ChatTemplate.from_hf(tmp_path) is None
 
     def text_of(name: str | None = None) -> str:
@@ -218,6 +246,8 @@ def test_a_folder_keeps_its_template_in_one_of_three_places(tmp_path: Path) -> N
         assert template is not None
         return template.render(USER)
 
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "0"}')
+    assert text_of() == "0"
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": "{{ bos_token }}1", "bos_token": {"content": "<s>"}}))
     assert text_of() == "<s>1"

@@ -116,6 +116,37 @@ def test_bos_is_added_as_the_configuration_says_or_the_post_processor_does(
     assert tokenizer.encode("x", bos=True)[:-1] == ([tokenizer.bos_id] if expected else [])
 
 
+@pytest.mark.parametrize(
+    ("post", "config", "older"),
+    [
+        ("<s>", {}, {"bos_token": "<s>", "eos_token": {"content": "</s>"}}),
+        ("<s>", {"added_tokens_decoder": {}}, {"bos_token": "<s>", "eos_token": "</s>"}),
+        ("<s>", {"bos_token": "<x>"}, {"bos_token": "<s>"}),
+        ("<s>", {}, None),
+        (None, {}, {"bos_token": "<s>"}),
+        ("</s>", {"eos_token": "</s>"}, None),
+    ],
+    ids=["older file", "ignored", "both", "no name", "not added", "an end token"],
+)
+def test_bos_of_older_folders_and_without_a_name_is_that_of_transformers(
+    tmp_path: Path, post: str | None, config: dict[str, Any], older: dict[str, Any] | None
+) -> None:
+    """But for a post-processor that puts the end token in front, which `encode` leaves out as it does behind a text."""
+    from transformers import AutoTokenizer
+
+    added = [special(text) for text in ("<x>", "<s>", "</s>")]
+    folder = byte_level(tmp_path, added, post, tokenizer_class="PreTrainedTokenizerFast", **config)
+    if older is not None:
+        (folder / "special_tokens_map.json").write_text(json.dumps(older))
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.from_hf(folder)
+    expected = theirs("the").input_ids
+    assert ours.encode("the", bos=True) == expected[expected[:1] == [ours.encode("</s>", special=True)[0]] :]
+    if theirs.bos_token is not None:
+        assert ours.bos_id == theirs.bos_token_id
+    if theirs.eos_token is not None:
+        assert theirs.eos_token_id in ours.eos_ids
+
+
 def test_ends_of_generation_come_from_generation_config_too(tmp_path: Path) -> None:
     folder = byte_level(tmp_path, [special("<a>"), special("<b>")], eos_token="<a>")
     ids = [Tokenizer.from_hf(folder).encode(text, special=True)[0] for text in ("<a>", "<b>")]

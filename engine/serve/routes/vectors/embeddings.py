@@ -9,7 +9,8 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.request.pooling import Pooling
+from quengine.errors import EngineError
+from quengine.request.pooling import Pooling, default_pooling
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import GenerationRequest
@@ -46,7 +47,7 @@ async def embed(
 ) -> tuple[list[Sequence[float]], int]:
     """The vector of each prompt of a body, and how many tokens the prompts have. Raises ApiError."""
     service.check_model_name(body.model)
-    pooling, width = body.pooling or service.settings.pooling, service.model.facts["n_embd"]
+    pooling, width = chosen_pooling(service, body.pooling), service.model.facts["n_embd"]
     if pooling == "none":
         raise bad_request(
             "pooling none gives a row for each token: POST /embeddings", "pooling", "unsupported"
@@ -54,7 +55,7 @@ async def embed(
     if body.dimensions is not None and body.dimensions > width:
         raise wrong_value(EmbeddingRequest, "dimensions", body.dimensions, f"must be at most {width}")
     prompts = await unless_gone(
-        request.receive, read_prompts(service, body.input, "input", body.parse_special)
+        request.receive, read_prompts(service, body.input, "input", body.parse_special, ended=True)
     )
     vectors = await embedded(service, request, prompts, pooling)
     return [_shortened(vector, body.dimensions) for vector in vectors], sum(map(len, prompts))
@@ -64,13 +65,15 @@ async def native_embeddings(service: Service, request: Request) -> Response:
     """An array of rows for each text: one row of unit length, or with pooling `none` one of each token, as it is."""
     body = await read_request(request, NativeEmbeddingRequest, service.limits)
     service.check_model_name(body.model)
-    pooling = body.pooling or service.settings.pooling
+    pooling = chosen_pooling(service, body.pooling)
     key, given = ("content", body.content) if body.input is None else ("input", body.input)
     if body.input is not None and body.content is not None:
         raise bad_request("input and content: only one of them can hold", "content", "invalid_value")
     if given is None:
         raise wrong_value(NativeEmbeddingRequest, "input", None)
-    prompts = await unless_gone(request.receive, read_prompts(service, given, key, body.parse_special))
+    prompts = await unless_gone(
+        request.receive, read_prompts(service, given, key, body.parse_special, ended=True)
+    )
     width, tokens = service.model.facts["n_embd"], sum(map(len, prompts))
     if pooling == "none" and tokens * width > MAX_NUMBERS:
         raise bad_request(
@@ -88,6 +91,14 @@ async def native_embeddings(service: Service, request: Request) -> Response:
             for index, vector in enumerate(vectors)
         ]
     )
+
+
+def chosen_pooling(service: Service, asked: Pooling | None) -> Pooling:
+    """The request's, the server's, or the model's own. Raises ApiError where the last is not supported."""
+    try:
+        return asked or service.settings.pooling or default_pooling(service.model.pooling)
+    except EngineError as failure:
+        raise bad_request(str(failure), "pooling", "unsupported") from None
 
 
 async def embedded(

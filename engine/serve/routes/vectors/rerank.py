@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.routes.prompts import read_prompts
-from quengine.serve.routes.vectors.embeddings import embedded
+from quengine.serve.routes.vectors.embeddings import chosen_pooling, embedded
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.reading import wrong_value
 from quengine.serve.schemas.requests import RerankRequest
@@ -32,8 +32,11 @@ async def rerank(service: Service, request: Request) -> Response:
     if documents is None:
         raise wrong_value(RerankRequest, "documents", None)
     given = [body.query, *documents]
-    prompts = await unless_gone(request.receive, read_prompts(service, given, key, parse_special=False))
-    pooling = "mean" if service.settings.pooling == "none" else service.settings.pooling
+    prompts = await unless_gone(
+        request.receive, read_prompts(service, given, key, parse_special=False, ended=True)
+    )
+    chosen = chosen_pooling(service, None)
+    pooling = "mean" if chosen == "none" else chosen
     vectors = np.array(await embedded(service, request, prompts, pooling))
     scores = (vectors[1:] @ vectors[0]).tolist()
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[: body.top_n]

@@ -351,7 +351,7 @@ def test_what_a_model_thinks_is_folded_and_is_not_sent_back(browser: Any) -> Non
     ):
         ask(page, "one")
         assert answered(page).inner_text() == "Hello."
-        thought = page.locator(".thought div")
+        thought = page.locator(".thought .markdown")
         assert not thought.is_visible()
         page.locator(".thought summary").click()
         assert thought.inner_text() == "Hm."

@@ -156,6 +156,22 @@ def test_a_model_that_cannot_be_loaded_is_its_own_error(path: str, tmp_path: Pat
         ProcessEngine(path, OPTIONS | {"device": "cuda:77"})
 
 
+def test_progress_is_called_while_the_process_is_silent_and_what_it_raises_ends_it(path: str) -> None:
+    class UnwantedError(Exception):
+        pass
+
+    said, before = list[str](), set(psutil.Process().children())
+
+    def progress(line: str) -> None:
+        said.append(line)
+        raise UnwantedError
+
+    with pytest.raises(UnwantedError):
+        ProcessEngine(path, OPTIONS, progress)
+    assert said == ["starting the engine's process"]
+    assert set(psutil.Process().children()) <= before
+
+
 def test_an_engine_that_is_killed_says_by_what_and_ends_with_the_server(path: str) -> None:
     engine = ProcessEngine(path, OPTIONS)
     engine.add(request(1, [1], SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)))

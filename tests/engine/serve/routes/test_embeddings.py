@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from quengine.serve.routes.vectors import embeddings
-from tests.engine.serve.fake_engine import EMBEDDING, FIRST_BYTE, expected_embedding
+from tests.engine.serve.fake_engine import EMBEDDING, FIRST_BYTE, FakeModel, expected_embedding
 from tests.engine.serve.serving import serving
 
 IDS = [FIRST_BYTE + byte for byte in b"abc"]
@@ -97,3 +97,27 @@ def test_the_servers_pooling_may_be_none() -> None:
 )
 def test_what_the_native_form_does_not_have_is_a_400(client: httpx.Client, body: dict[str, object]) -> None:
     assert client.post("/embeddings", json=body).status_code == 400
+
+
+def test_without_a_pooling_it_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a text, though not ids, ends with the token that its file asks for."""
+    monkeypatch.setattr(FakeModel, "pooling", "last")
+    monkeypatch.setattr(FakeModel, "end_of_text", 7)
+    with serving() as served, served.http() as client:
+        for given, ids in (
+            ("abc", [*IDS, 7]),
+            ([*IDS, "c"], [*IDS, IDS[2], 7]),
+            (IDS, IDS),
+            ([*IDS, 7], [*IDS, 7]),
+        ):
+            (entry,) = post(client, "/v1/embeddings", input=given)["data"]
+            assert entry["embedding"] == pytest.approx(list(expected_embedding(ids, "last"))), given
+        (entry,) = post(client, "/embeddings", input=IDS, pooling="mean")
+        assert entry["embedding"] == [pytest.approx(list(expected_embedding(IDS, "mean")))]
+        monkeypatch.setattr(FakeModel, "pooling", "rank")
+        for path, body in (
+            ("/v1/embeddings", {"input": "a"}),
+            ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 400 and "made for 'rank'" in answer.json()["error"]["message"]

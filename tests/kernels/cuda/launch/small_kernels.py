@@ -38,9 +38,6 @@ class Forked:
     def __init__(self, pid: int) -> None:
         self.pid = pid
 
-    def poll(self) -> int | None:
-        return os.waitpid(self.pid, os.WNOHANG)[0] or None
-
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
 
@@ -49,7 +46,7 @@ class Forked:
 
 
 def fork_process(_prelude: str) -> tuple[Forked, Connection]:
-    """As `compiler_process.start_process`."""
+    """As `compile_ahead._start_process`."""
     ours, theirs = Pipe()
     if pid := os.fork():
         theirs.close()

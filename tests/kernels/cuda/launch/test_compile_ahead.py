@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quengine.kernels.cuda.launch.compiler_process import marker
+from quengine.kernels.cuda.launch.compile_ahead import marker
 from tests.fork_server import without_interpreter
 
 POOL = (
@@ -18,14 +18,14 @@ os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
 import torch, triton
 from functools import partial
 from pathlib import Path
-from quengine.kernels.cuda.launch import compile_ahead, compiler_process, triton_cache
+from quengine.kernels.cuda.launch import compile_ahead, triton_cache
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool, finish_compiling
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
 from quengine.kernels.cuda.sampling import batch_rows
 from tests.kernels.cuda.launch.small_kernels import broken, fork_process, stages
 
-start, compile_ahead.start_process = compile_ahead.start_process, fork_process
+start, compile_ahead._start_process = compile_ahead._start_process, fork_process
 
 GPU = Gpu("GPU X", (9, 0))
 SIZES = (1, 2, 4)
@@ -52,72 +52,16 @@ def test_a_process_compiles_nothing_that_others_have_compiled(tmp_path: Path) ->
         + """
 lines = []
 done = ROOT / "marker"
-compile_ahead.start_process = start  # once as it is
-compiler_process.start_early("", "quengine.kernels.cuda.launch.record_kernels")
-(early, _), = compiler_process._early
+compile_ahead._start_process = start  # once as it is
 first = pool(progress=lines.append, marker=done)
-assert first._process is early
 built = first.finish()
 assert sorted(kernel.name for kernel in built) == ["settle_kernel"] * 3 and not any(kernel.error for kernel in built)
 assert done.is_file() and first.complete
-compile_ahead.start_process = fork_process
+compile_ahead._start_process = fork_process
 assert compilations() == 0 and compilations((8,)) == 1
 assert pool().finish() == [], "nothing is missing"
 assert len(pool(every=True).finish()) == 3
 assert not triton_cache.when_missing
-""",
-        tmp_path / "cache",
-    )
-
-
-EARLY = (
-    POOL
-    + """
-started = []
-def start_fork(prelude, module):
-    started.append(module)
-    return fork_process(prelude)
-compiler_process._start, compile_ahead.start_process = start_fork, start
-"""
-)
-
-
-def test_a_process_is_started_early_until_this_version_has_compiled_for_some_model(tmp_path: Path) -> None:
-    without_interpreter(
-        EARLY
-        + """
-compiler_process.start_early("", "json")
-assert len(pool().finish()) == 3 and started == ["json"], "without a model's marker"
-compiler_process.start_early("", "json")
-assert pool(marker=ROOT / "marker").finish() == [] and started == ["json"] * 2
-compiler_process.start_early("", "json")
-assert started == ["json"] * 2
-assert len(pool((8,)).finish()) == 1 and started == ["json", "json", ""]
-""",
-        tmp_path / "cache",
-    )
-
-
-def test_an_early_process_that_has_ended_is_replaced_and_one_without_an_order_ends(tmp_path: Path) -> None:
-    without_interpreter(
-        EARLY
-        + """
-from quengine.kernels.cuda.launch import compile_processes
-compiler_process.start_early("", "json")
-(process, pipe), = compiler_process._early
-process.kill()
-process.wait()
-process.poll = lambda: -9
-assert len(pool().finish()) == 3 and started == ["json", ""]
-compiler_process.start_early("", "json")
-(process, pipe), = compiler_process._early
-pipe.close()  # as at the end of the program
-process.wait()
-compile_processes._MOST_IDLE = 0.1
-compiler_process._early.clear()
-compiler_process.start_early("", "json")
-compiler_process._early[0][0].wait()
-assert started == ["json", "", "json", "json"]
 """,
         tmp_path / "cache",
     )

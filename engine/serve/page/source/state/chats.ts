@@ -177,33 +177,62 @@ export function imported(text: string): Chat[] {
   return chats.map(checked);
 }
 
-/** What must be text in the calls of an imported message. */
-const callTexts = (calls: unknown): unknown[] =>
-  (Array.isArray(calls) ? calls : calls === undefined ? [] : [null]).flatMap((call: Partial<ToolCall> | null) => [
-    call?.id,
-    call?.name,
-    call?.arguments,
-    call?.result ?? "",
-  ]);
+/** The form of a value: a type's name, a list of a form, or an object's fields, with ? after those that may be absent. */
+type Form = string | [Form] | { [key: string]: Form };
+
+const FILE_OF_TEXT: Form = { name: "string", text: "string" };
+const SCORED: Form = { text: "string", logprob: "number" };
+const MESSAGE: Form = {
+  id: "string",
+  role: "string",
+  content: "string",
+  "thought?": "string",
+  "thoughtSeconds?": "number",
+  "attachments?": [FILE_OF_TEXT],
+  "tokens?": [{ text: "string", logprob: "number", top: [SCORED] }],
+  "calls?": [{ id: "string", name: "string", arguments: "string", "result?": "string" }],
+  "costs?": { tokens: "number", perSecond: "number", prompt: "number", cached: "number", promptSeconds: "number", end: "string" },
+  "model?": "string",
+  "error?": "string",
+  "state?": "string",
+};
+const TEXTS_OF_SETTINGS: Form = {
+  "system?": "string",
+  "stop?": "string",
+  "schema?": "string",
+  "effort?": "string",
+  "tools?": ["string"],
+};
+
+function fits(value: unknown, form: Form): boolean {
+  if (typeof form === "string") return typeof value === form;
+  if (Array.isArray(form)) return Array.isArray(value) && value.every(each => fits(each, form[0]));
+  if (typeof value !== "object" || value === null) return false;
+  return Object.entries(form).every(([key, inner]) => {
+    const field = (value as Record<string, unknown>)[key.replace("?", "")];
+    return (key.endsWith("?") && field === undefined) || fits(field, inner);
+  });
+}
 
 function checked(value: unknown): Chat {
   const chat = (value ?? {}) as Partial<Chat>;
   const messages: Record<string, Message> = {};
   for (const message of Object.values(chat.messages ?? {})) {
-    const texts = [message?.id, message?.content, ...callTexts(message?.calls)];
-    const whole = texts.every(text => typeof text === "string");
-    if (!whole || !["user", "assistant"].includes(message.role))
+    if (!fits(message, MESSAGE) || !["user", "assistant"].includes(message.role))
       throw new Error("a message of the file is damaged");
     if (message.state === "running") message.state = "interrupted";
     messages[message.id] = { ...message, parent: message.parent ?? null, time: Number(message.time) || 0 };
   }
-  const leaf = typeof chat.leaf === "string" && chat.leaf in messages ? chat.leaf : null;
-  const settings = chat.settings && typeof chat.settings === "object" ? chat.settings : {};
-  return {
-    ...newChat(settings, chat.model),
+  const leaf = typeof chat.leaf === "string" && chat.leaf in messages ? chat.leaf : Object.keys(messages).at(-1);
+  const { settings, model, updated } = chat;
+  const made: Chat = {
+    ...newChat(fits(settings, TEXTS_OF_SETTINGS) ? (settings as Settings) : {}, fits(model, "string") ? model : undefined),
     title: String(chat.title ?? "Imported chat"),
     named: true,
     messages,
-    leaf,
+    leaf: leaf ?? null,
   };
+  if (Object.keys(messages).some(id => (pathTo(made, id)[0]?.parent ?? "") in messages))
+    throw new Error("messages of the file follow each other in a circle");
+  return updated && fits(updated, "number") ? { ...made, updated } : made;
 }

@@ -31,12 +31,11 @@ async function run<T>(mode: IDBTransactionMode, work: (store: IDBObjectStore) =>
 }
 
 export const loadChats = (): Promise<Chat[]> => run("readonly", store => store.getAll());
-export const loadChat = (id: string): Promise<Chat | undefined> => run("readonly", store => store.get(id));
 
 export async function removeChat(id: string): Promise<void> {
   cancel(id);
   await run("readwrite", store => store.delete(id));
-  tabs.postMessage(id);
+  tabs.postMessage({ id });
 }
 
 /** Write a chat, now or soon. */
@@ -51,9 +50,12 @@ export function saveChat(chat: Chat, soon: boolean): void {
 let failed: (error: unknown) => void = () => undefined;
 
 /** What to do when a chat cannot be kept, and when another tab has written or removed one. */
-export function watchDatabase(onFailure: (error: unknown) => void, onChange: (id: string) => void): void {
+export function watchDatabase(
+  onFailure: (error: unknown) => void,
+  onChange: (id: string, chat?: Chat) => void,
+): void {
   failed = onFailure;
-  tabs.onmessage = event => onChange(String(event.data));
+  tabs.onmessage = ({ data: { id, chat } }: MessageEvent<{ id: string; chat?: Chat }>) => onChange(id, chat);
   addEventListener("pagehide", flush);
   document.addEventListener("visibilitychange", () => document.hidden && flush());
 }
@@ -71,7 +73,7 @@ async function write(chat: Chat): Promise<void> {
   cancel(chat.id);
   try {
     await run("readwrite", store => store.put(chat));
-    tabs.postMessage(chat.id);
+    tabs.postMessage({ id: chat.id, chat }); // and not only its id: by now its record may be another tab's
   } catch (error) {
     failed(error);
   }

@@ -116,7 +116,7 @@ async function fillAll(chat: Chat, first: Message): Promise<void> {
 async function fill(chat: Chat, message: Message): Promise<void> {
   const run: Run = { chat, message, control: new AbortController(), progress: 0 };
   runs.set(message.id, run);
-  answering.add(chat.id);
+  answering.set(chat.id, message);
   message.state = "running";
   delete message.error;
   keep(chat);
@@ -202,7 +202,8 @@ async function stream(chat: Chat, message: Message, run: Run): Promise<void> {
   const response = await request("v1/chat/completions", bodyOf(chat, message), run.control.signal);
   let end = "";
   let thinkingSince = 0;
-  const scored = !message.content || message.tokens !== undefined; // else those before are missing
+  const begun = { length: message.content.length, tokens: message.costs?.tokens ?? 0 };
+  const scored = !begun.length || message.tokens !== undefined; // else those before are missing
   for await (const event of events(response)) {
     if (!(message.id in chat.messages) || !state.chats.includes(chat)) return run.control.abort(); // deleted meanwhile
     const chunk = event as Chunk;
@@ -221,10 +222,12 @@ async function stream(chat: Chat, message: Message, run: Run): Promise<void> {
     if (chunk.prompt_progress)
       run.progress = chunk.prompt_progress.processed / Math.max(1, chunk.prompt_progress.total);
     end = choice?.finish_reason ?? end;
-    if (chunk.usage) message.costs = costsOf(chunk, end);
+    const added = chunk.usage?.completion_tokens;
+    if (added || (chunk.usage && !message.costs)) message.costs = costsOf(chunk, end, begun.tokens);
     keep(chat, true);
   }
   if (!end) throw new ApiError("The connection ended before the answer did.");
+  if (begun.length && begun.length === message.content.length) notify("The model adds nothing to this answer");
 }
 
 /** A call comes in parts: its name, then its arguments bit by bit. */
@@ -240,8 +243,9 @@ const tokenOf = (scored: Scored & { top_logprobs?: Scored[] }): Token => ({
   top: (scored.top_logprobs ?? []).map(({ token, logprob }) => ({ text: token, logprob })),
 });
 
-const costsOf = (chunk: Chunk, end: string): Costs => ({
-  tokens: chunk.usage?.completion_tokens ?? 0,
+/** `before`: tokens of the answer that is continued. */
+const costsOf = (chunk: Chunk, end: string, before: number): Costs => ({
+  tokens: before + (chunk.usage?.completion_tokens ?? 0),
   perSecond: chunk.timings?.predicted_per_second ?? 0,
   prompt: chunk.usage?.prompt_tokens ?? 0,
   cached: chunk.timings?.cache_n ?? 0,

@@ -1,10 +1,11 @@
 // What the page shows, and how it changes: all chats, the open one, the server's models, and short notices. Views call
-// `useStore` and are drawn again after `changed`, or after `growing` at most once a frame.
+// `useStore` and are drawn again after `changed`. An answer that grows draws its own message only, which calls
+// `useGrowth`, at most once a frame: a chat may have hundreds of others.
 
 import { useEffect, useState } from "preact/hooks";
 import { ApiError, keyKept, request } from "./api";
 import { type Chat, type Message, newChat, removeMessage } from "./chats";
-import { loadChat, loadChats, removeChat, saveChat, watchDatabase } from "./database";
+import { loadChats, removeChat, saveChat, watchDatabase } from "./database";
 import type { Defaults, Settings } from "./options";
 import { type Tool, findTools } from "./tools";
 
@@ -45,9 +46,10 @@ export const state = {
   spoken: "",
 };
 
-/** Ids of the chats that this tab has answers under way for. */
-export const answering = new Set<string>();
+/** By a chat's id, the answer that this tab has under way in it. */
+export const answering = new Map<string, Message>();
 const watchers = new Set<() => void>();
+const growers = new Set<() => void>();
 let drawn = true;
 
 export function changed(): void {
@@ -58,21 +60,32 @@ export function changed(): void {
 function growing(): void {
   if (!drawn) return;
   drawn = false;
-  const draw = (): void => void (drawn || changed());
+  const draw = (): void => {
+    drawn = true;
+    for (const grower of growers) grower();
+  };
   if (document.hidden)
     setTimeout(draw, 200); // no frames are drawn then
   else requestAnimationFrame(draw);
 }
 
-export function useStore(): typeof state {
+function useDrawing(set: Set<() => void>, on: boolean): void {
   const [, draw] = useState(0);
   useEffect(() => {
+    if (!on) return;
     const watcher = (): void => draw(count => count + 1);
-    watchers.add(watcher);
-    return () => void watchers.delete(watcher);
-  }, []);
+    set.add(watcher);
+    return () => void set.delete(watcher);
+  }, [on]);
+}
+
+export function useStore(): typeof state {
+  useDrawing(watchers, true);
   return state;
 }
+
+/** Be drawn again while an answer grows, if `on`. */
+export const useGrowth = (on: boolean): void => useDrawing(growers, on);
 
 export const isNarrow = (): boolean => !matchMedia("(min-width: 800px)").matches;
 
@@ -125,7 +138,7 @@ export function keepDefaults(chat: Chat): void {
 export async function start(): Promise<void> {
   watchDatabase(
     error => notify(`This chat cannot be kept: ${(error as Error).message}`),
-    id => void otherTab(id),
+    otherTab,
   );
   try {
     const loaded = await loadChats();
@@ -144,10 +157,16 @@ function interrupt(chat: Chat): void {
     if (message.state === "running") message.state = "interrupted";
 }
 
-async function otherTab(id: string): Promise<void> {
-  const written = await loadChat(id);
+/** What another tab has written or, without a chat, removed. */
+function otherTab(id: string, written?: Chat): void {
   const here = state.chats.find(chat => chat.id === id);
-  if (answering.has(id) || (here && written && written.saved <= here.saved)) return;
+  const mine = answering.get(id);
+  if (mine) {
+    // Both tabs write in it: what the other has, and the answer that is under way here.
+    if (here && written) here.messages = { ...here.messages, ...written.messages, [mine.id]: mine };
+    return;
+  }
+  if (here && written && written.saved <= here.saved) return;
   state.chats = state.chats.filter(chat => chat.id !== id);
   if (written) {
     state.chats.push(written);

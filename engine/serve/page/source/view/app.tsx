@@ -1,6 +1,6 @@
 // The page: header, list of chats, the open chat, the box to write in, and whatever is open over them.
 
-import { PanelLeft, Settings2, X } from "lucide-preact";
+import { PanelLeft, Settings2 } from "lucide-preact";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { keepKey, keyKept } from "../state/api";
@@ -10,7 +10,6 @@ import {
   beginChat,
   changed,
   describe,
-  dismiss,
   isNarrow,
   modelOf,
   show,
@@ -24,7 +23,7 @@ import { About, ModelPicker } from "./models";
 import { SettingsDialog } from "./settings";
 import { Sidebar } from "./sidebar";
 import { ToolsDialog } from "./tools";
-import { Dialog, IconButton, copy } from "./widgets";
+import { Dialog, IconButton, Notice, copy } from "./widgets";
 
 const SUGGESTIONS = [
   ["Explain an idea", "Explain how a hash table works, with an example."],
@@ -40,7 +39,7 @@ function Empty(): JSX.Element {
       <p class="hint">
         {modelOf(state.chat)
           ? `${modelOf(state.chat)} answers; chats stay in this browser.`
-          : "Connecting to the server"}
+          : "Not connected to the server; chats stay in this browser."}
       </p>
       <div class="suggestions">
         {SUGGESTIONS.map(([title, text]) => (
@@ -70,12 +69,18 @@ function Log(): JSX.Element {
   const log = useRef<HTMLDivElement>(null);
   const low = useRef(true);
   const path = pathTo(chat, chat.leaf);
+  const running = runningIn(chat) !== undefined;
   const toEnd = (): void =>
-    void (low.current && log.current && (log.current.scrollTop = log.current.scrollHeight));
+    void (low.current && path.length && log.current && (log.current.scrollTop = log.current.scrollHeight));
+  useLayoutEffect(() => {
+    low.current = running; // another branch leaves what is above it where it is
+  }, [chat.leaf]);
   useLayoutEffect(() => {
     low.current = true;
-    toEnd();
-  }, [chat.id, path.length]);
+  }, [chat.id]);
+  useLayoutEffect(() => {
+    low.current ||= running;
+  }, [running]);
   useLayoutEffect(toEnd);
   useEffect(() => {
     // What is drawn later (formulas, the box below growing) keeps the end in view too.
@@ -143,31 +148,9 @@ function KeyDialog(): JSX.Element {
   );
 }
 
-function Notice(): JSX.Element | null {
-  const { notice } = useStore();
-  const undo = (): void => {
-    notice?.undo?.();
-    dismiss();
-  };
-  return (
-    <div class="notices" role="status">
-      {notice && (
-        <div class="notice">
-          <span class="grow">{notice.text}</span>
-          {notice.undo && (
-            <button type="button" class="quiet" onClick={undo}>
-              Undo
-            </button>
-          )}
-          <IconButton icon={X} label="Dismiss" onClick={dismiss} />
-        </div>
-      )}
-    </div>
-  );
-}
-
 function shortcuts(event: KeyboardEvent): void {
   const { chat } = state;
+  if (event.isComposing) return; // Escape and others belong to the input method
   if (event.key === "Escape") {
     if (state.sidebar && isNarrow()) toggleSidebar();
     else if (!state.panel) stop(chat);
@@ -186,13 +169,24 @@ function toggleSidebar(): void {
   else document.getElementById("menu")?.focus();
 }
 
+/** A window that gets narrow, or is zoomed, has no room for the chats beside the open one. */
+function fitSidebar(): void {
+  state.sidebar = !isNarrow();
+  changed();
+}
+
 const PANELS = { settings: SettingsDialog, tools: ToolsDialog, live: LiveDialog, key: KeyDialog, about: About };
 
 export function App(): JSX.Element {
   const { sidebar, panel, spoken } = useStore();
   useLayoutEffect(() => {
+    const wide = matchMedia("(min-width: 800px)");
     document.addEventListener("keydown", shortcuts);
-    return () => document.removeEventListener("keydown", shortcuts);
+    wide.addEventListener("change", fitSidebar);
+    return () => {
+      document.removeEventListener("keydown", shortcuts);
+      wide.removeEventListener("change", fitSidebar);
+    };
   }, []);
   const drawer = sidebar && isNarrow();
   const Panel = panel ? PANELS[panel] : null;
@@ -218,8 +212,7 @@ export function App(): JSX.Element {
           <Composer chat={state.chat} />
         </main>
       </div>
-      {Panel && <Panel />}
-      <Notice />
+      {Panel ? <Panel /> : <Notice />}
       <div class="hidden" role="status">
         {spoken}
       </div>

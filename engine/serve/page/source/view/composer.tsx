@@ -6,7 +6,7 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { attach } from "../state/attachments";
 import type { Attachment, Chat } from "../state/chats";
 import { runningIn, send, stop } from "../state/generation";
-import { notify } from "../state/store";
+import { notify, state } from "../state/store";
 import { sizeOf } from "./message";
 import { ToolsButton } from "./tools";
 import { IconButton } from "./widgets";
@@ -18,14 +18,24 @@ interface Draft {
 
 const drafts = new Map<string, Draft>();
 
+/** Of a chat without messages, any new one has the draft. */
+const keyOf = (chat: Chat): string => (state.chats.includes(chat) ? chat.id : "");
+const draftOf = (chat: Chat): Draft => drafts.get(keyOf(chat)) ?? { text: "", files: [] };
+
+/** Whether a key sends the message; on a touch screen, whose keyboard has no Shift+Enter, Enter breaks the line. */
+function sends(event: KeyboardEvent): boolean {
+  if (event.key !== "Enter" || event.isComposing || event.keyCode === 229) return false; // 229: of an input method
+  return event.ctrlKey || event.metaKey || !(event.shiftKey || matchMedia("(pointer: coarse)").matches);
+}
+
 export function Composer({ chat }: { chat: Chat }): JSX.Element {
-  const draft = drafts.get(chat.id) ?? { text: "", files: [] };
+  const draft = draftOf(chat);
   const [, draw] = useState(0);
   const area = useRef<HTMLTextAreaElement>(null);
   const picker = useRef<HTMLInputElement>(null);
   const running = runningIn(chat) !== undefined;
   const set = (next: Partial<Draft>): void => {
-    drafts.set(chat.id, { ...(drafts.get(chat.id) ?? draft), ...next });
+    drafts.set(keyOf(chat), { ...draftOf(chat), ...next });
     draw(count => count + 1);
   };
   useLayoutEffect(() => grow(area.current), [draft.text, chat.id]);
@@ -35,7 +45,7 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
     for (const file of files) {
       try {
         const attachment = await attach(file);
-        set({ files: [...(drafts.get(chat.id)?.files ?? []), attachment] });
+        set({ files: [...draftOf(chat).files, attachment] });
       } catch (error) {
         problems.push((error as Error).message);
       }
@@ -49,12 +59,14 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
     if (running) return stop(chat);
     const text = draft.text.trim();
     if (!text && !draft.files.length) return;
-    drafts.delete(chat.id);
+    drafts.delete(keyOf(chat));
     send(chat, chat.leaf, text, draft.files);
     draw(count => count + 1);
   };
   const onKey = (event: KeyboardEvent): void => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !running) submit(event);
+    if (!sends(event)) return;
+    event.preventDefault();
+    if (!running) submit(event);
   };
   const onPaste = (event: ClipboardEvent): void => {
     const files = [...(event.clipboardData?.files ?? [])];
@@ -75,6 +87,7 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
         value={draft.text}
         placeholder="Message"
         aria-label="Message"
+        dir="auto"
         onInput={event => set({ text: event.currentTarget.value })}
         onKeyDown={onKey}
         onPaste={onPaste}

@@ -20,6 +20,7 @@ interface Sample {
 let samples: Sample[] = [];
 let sizes = { slots: 0, cache: 0 };
 const CONNECTING = "Connecting";
+const NO_KEY = "A key is needed";
 let problem = CONNECTING;
 let before: { tokens: number; at: number } | undefined;
 let redraw: () => void = () => undefined;
@@ -40,7 +41,7 @@ function total(metrics: string, name: string): number {
 
 async function sample(): Promise<void> {
   if (state.panel === "key") return;
-  const lost = problem !== "";
+  const was = problem;
   try {
     const text = await (await request("metrics")).text();
     const value = (name: string): number => total(text, name);
@@ -53,7 +54,7 @@ async function sample(): Promise<void> {
       { speed, running: value("running"), waiting: value("waiting"), cache: value("cache_used_tokens") },
     ].slice(-SAMPLES);
     problem = "";
-    if (lost || !state.props) await describe();
+    if (was || !state.props) await describe();
   } catch (error) {
     before = undefined;
     problem =
@@ -61,8 +62,8 @@ async function sample(): Promise<void> {
         ? "The model is being loaded"
         : (error as Error).message;
     if (error instanceof ApiError && error.status === 401) {
-      problem = "A key is needed";
-      if (!lost || !state.props) await describe();
+      problem = NO_KEY;
+      if (was !== NO_KEY) await describe(); // asks for it, once
     }
   }
   redraw();
@@ -117,9 +118,9 @@ export function LiveButton(): JSX.Element {
       id="live"
       class={problem && problem !== CONNECTING ? "lost" : ""}
       title="This server, all users together"
-      onClick={() => show("live")}
+      onClick={() => show(problem === NO_KEY ? "key" : "live")}
     >
-      {!problem && samples.length > 1 && (
+      {!problem && speeds.some(speed => speed > 0) && (
         <Plot values={speeds} top={Math.max(1, ...speeds)} width={64} height={20} />
       )}
       <span role="status" aria-live={problem ? "polite" : "off"}>
@@ -138,7 +139,9 @@ export function LiveDialog(): JSX.Element {
     ["Queue", `${now.waiting} waiting`, of("waiting"), Math.max(4, ...of("waiting"))],
     [
       "KV cache",
-      `${sizes.cache ? Math.round((100 * now.cache) / sizes.cache) : 0}% of ${sizes.cache.toLocaleString("en")} tokens`,
+      sizes.cache
+        ? `${Math.round((100 * now.cache) / sizes.cache)}% of ${sizes.cache.toLocaleString("en")} tokens`
+        : "unused so far",
       of("cache"),
       sizes.cache,
     ],

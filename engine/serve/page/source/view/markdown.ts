@@ -21,6 +21,7 @@ const ALLOWED_ATTR = [
   "data-copy",
   "data-tex",
   "data-display",
+  "dir",
   "tabindex",
   "type",
   "start",
@@ -82,9 +83,9 @@ function highlighted(code: string, language: string): string {
 function codeBlock(code: string, info: string): string {
   const language = info.trim().split(/\s+/)[0] ?? "";
   return (
-    `<div class="code"><div class="code-bar"><span>${escape(language || "text")}</span>` +
+    `<div class="code" dir="ltr"><div class="code-bar"><span>${escape(language || "text")}</span>` +
     `<button type="button" data-copy="" class="quiet">Copy</button></div>` +
-    `<pre tabindex="0" role="region" aria-label="Code"><code>${highlighted(code, language.toLowerCase())}</code></pre></div>`
+    `<pre tabindex="0" role="group" aria-label="Code"><code>${highlighted(code, language.toLowerCase())}</code></pre></div>`
   );
 }
 
@@ -94,7 +95,7 @@ const attribute = (token: Token | undefined, name: string): string =>
 const { rules } = md.renderer;
 rules.fence = (tokens, index) => codeBlock(tokens[index]?.content ?? "", tokens[index]?.info ?? "");
 rules.code_block = (tokens, index) => codeBlock(tokens[index]?.content ?? "", "");
-rules.table_open = () => '<div class="table" tabindex="0" role="region" aria-label="Table"><table>';
+rules.table_open = () => '<div class="table" tabindex="0" role="group" aria-label="Table"><table>';
 rules.table_close = () => "</table></div>";
 rules.th_open = (tokens, index) => cell("th", tokens[index]);
 rules.td_open = (tokens, index) => cell("td", tokens[index]);
@@ -172,6 +173,15 @@ function pushMath(token: Token, tex: string, display: boolean): void {
 
 addMath(md);
 
+/** Items that begin with [ ] or [x] are tasks. */
+md.core.ruler.after("inline", "tasks", ({ tokens }) => {
+  tokens.forEach((token, index) => {
+    const first = token.children?.[0];
+    if (token.type !== "inline" || !first || tokens[index - 2]?.type !== "list_item_open") return;
+    first.content = first.content.replace(/^\[([ xX])\] /, (_, mark: string) => (mark === " " ? "☐ " : "☑ "));
+  });
+});
+
 /**
  * Typeset the formulas of an element, of which those that KaTeX does not understand stay as they are. It is loaded for the
  * first one, and sets styles through the DOM, as the page's policy wants it.
@@ -196,5 +206,6 @@ export async function typeset(root: HTMLElement): Promise<void> {
     } catch {
       span.textContent = tex;
     }
+    if (span.scrollWidth > span.clientWidth && displayMode) span.tabIndex = 0; // arrow keys scroll it
   }
 }

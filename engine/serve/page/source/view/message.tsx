@@ -14,8 +14,8 @@ import {
 import type { JSX } from "preact";
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { type Chat, type Costs, type Message, showBranch, siblings } from "../state/chats";
-import { regenerate, resume, runOf, send } from "../state/generation";
-import { deleteMessage, keep, notify, statusOf } from "../state/store";
+import { regenerate, resume, runOf, runningIn, send } from "../state/generation";
+import { deleteMessage, keep, notify, statusOf, useGrowth } from "../state/store";
 import { type Block, blocksOf, typeset } from "./markdown";
 import { Tokens } from "./tokens";
 import { Calls } from "./tools";
@@ -48,29 +48,30 @@ export function Markdown({ text, live }: { text: string; live: boolean }): JSX.E
 function Html({ html }: { html: string }): JSX.Element {
   const element = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => void (element.current && typeset(element.current)), [html]);
-  return <div ref={element} dangerouslySetInnerHTML={{ __html: html }} />;
+  return <div ref={element} dir="auto" dangerouslySetInnerHTML={{ __html: html }} />;
 }
 
-function Text({ message }: { message: Message }): JSX.Element {
-  if (message.content.length > MAX_MARKDOWN) return <pre class="plain">{message.content}</pre>;
-  return <Markdown text={message.content} live={message.state === "running"} />;
+function Text({ text, live }: { text: string; live: boolean }): JSX.Element {
+  if (text.length > MAX_MARKDOWN) return <pre class="plain">{text}</pre>;
+  return <Markdown text={text} live={live} />;
 }
 
 function Thought({ message }: { message: Message }): JSX.Element | null {
+  const [open, setOpen] = useState(false);
   if (!message.thought) return null;
   const running = message.state === "running" && !message.content;
   const seconds = message.thoughtSeconds ?? 0;
   const length = seconds < 1 ? "less than a second" : `${seconds.toFixed(0)} s`;
   return (
-    <details class="thought">
+    <details class={`thought ${running ? "live" : ""}`} onToggle={event => setOpen(event.currentTarget.open)}>
       <summary class={running ? "busy" : ""}>{running ? "Thinking" : `Thought for ${length}`}</summary>
-      <div>{message.thought}</div>
+      <div>{open && <Text text={message.thought} live={running} />}</div>
     </details>
   );
 }
 
 const ENDS: Record<string, string> = {
-  stop: "its end",
+  stop: "a stop token or string",
   length: "the limit of tokens",
   content_filter: "a filter",
   tool_calls: "calls of tools",
@@ -148,7 +149,9 @@ function Editor({ chat, message, close }: { chat: Chat; message: Message; close:
   const area = useRef<HTMLTextAreaElement>(null);
   useLayoutEffect(() => area.current?.focus(), []);
   const user = message.role === "user";
+  const wait = user && runningIn(chat) !== undefined;
   const save = (): void => {
+    if (wait) return;
     const text = area.current?.value ?? "";
     close();
     if (user) return send(chat, message.parent, text, message.attachments ?? []);
@@ -167,6 +170,7 @@ function Editor({ chat, message, close }: { chat: Chat; message: Message; close:
       <textarea
         ref={area}
         aria-label="Edit the message"
+        dir="auto"
         rows={Math.min(16, message.content.split("\n").length + 2)}
         onKeyDown={onKey}
       >
@@ -176,7 +180,7 @@ function Editor({ chat, message, close }: { chat: Chat; message: Message; close:
         <button type="button" onClick={close}>
           Cancel
         </button>
-        <button type="button" class="primary" onClick={save}>
+        <button type="button" class="primary" disabled={wait} onClick={save}>
           {user ? "Send" : "Save"}
         </button>
       </div>
@@ -195,19 +199,25 @@ interface ActionsProps {
 function Actions({ chat, message, edit, scored, toggleScored }: ActionsProps): JSX.Element {
   const assistant = message.role === "assistant";
   const last = chat.leaf === message.id;
+  const busy = runningIn(chat) !== undefined;
+  const nothing = assistant && !message.content; // but thoughts, calls or an error
+  const failed = nothing && message.error && !message.thought && !message.calls; // which has its own button
   const copyText = (): void => void copy(message.content).then(() => notify("Copied"));
   return (
     <div class="actions" role="group" aria-label="Actions on this message">
       <Branches chat={chat} message={message} />
-      <IconButton icon={Copy} label="Copy" onClick={copyText} />
-      <IconButton icon={Pencil} label="Edit" onClick={edit} />
-      <IconButton
-        icon={RotateCcw}
-        label={assistant ? "Regenerate" : "Answer again"}
-        onClick={() => regenerate(chat, message)}
-      />
-      {assistant && last && (
-        <IconButton icon={Play} label="Continue" onClick={() => void resume(chat, message)} />
+      {!nothing && <IconButton icon={Copy} label="Copy" onClick={copyText} />}
+      {!nothing && <IconButton icon={Pencil} label="Edit" onClick={edit} />}
+      {!failed && (
+        <IconButton
+          icon={RotateCcw}
+          label={assistant ? "Regenerate" : "Answer again"}
+          disabled={busy}
+          onClick={() => regenerate(chat, message)}
+        />
+      )}
+      {assistant && last && !failed && (
+        <IconButton icon={Play} label="Continue" disabled={busy} onClick={() => void resume(chat, message)} />
       )}
       {message.tokens && (
         <IconButton icon={Activity} label="Token probabilities" pressed={scored} onClick={toggleScored} />
@@ -223,7 +233,7 @@ function State({ chat, message }: { chat: Chat; message: Message }): JSX.Element
     return (
       <div class="error" role="alert">
         <span class="grow">{message.error}</span>
-        <button type="button" onClick={() => regenerate(chat, message)}>
+        <button type="button" disabled={runningIn(chat) !== undefined} onClick={() => regenerate(chat, message)}>
           Try again
         </button>
       </div>
@@ -239,7 +249,7 @@ function Waiting({ message }: { message: Message }): JSX.Element | null {
   if (!run || message.content || message.thought || message.calls) return null;
   const part = run.progress > 0 && run.progress < 1 ? ` ${Math.round(100 * run.progress)}%` : "";
   const loading = (statusOf(message.model ?? "") ?? "loaded") !== "loaded";
-  return <p class="hint busy">{loading ? `Loading ${message.model}` : `Reading${part}`}</p>;
+  return <p class="hint busy">{loading ? `Loading ${message.model}` : `Processing the prompt${part}`}</p>;
 }
 
 export function MessageView({ chat, message }: { chat: Chat; message: Message }): JSX.Element {
@@ -247,13 +257,16 @@ export function MessageView({ chat, message }: { chat: Chat; message: Message })
   const [scored, setScored] = useState(false);
   const user = message.role === "user";
   const running = runOf(message) !== undefined;
+  useGrowth(running);
   const body =
     scored && message.tokens ? (
       <Tokens tokens={message.tokens} />
     ) : user ? (
-      <div class="plain">{message.content}</div>
+      <div class="plain" dir="auto">
+        {message.content}
+      </div>
     ) : (
-      <Text message={message} />
+      <Text text={message.content} live={message.state === "running"} />
     );
   return (
     <article

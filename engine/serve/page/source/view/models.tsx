@@ -68,17 +68,22 @@ export function ModelPicker(): JSX.Element {
 const NAMES: Record<string, string> = {
   architecture: "Architecture",
   n_params: "Parameters",
-  size: "Bytes of weights",
+  size: "Weights",
+  memory: "Memory",
   n_ctx: "Context",
   n_ctx_train: "Context in training",
   n_vocab: "Vocabulary",
   n_embd: "Embedding",
   device: "Device",
-  cache_type: "Cache",
+  cache_type: "KV cache",
 };
 
-const shownValue = (value: unknown): string =>
-  typeof value === "number" ? value.toLocaleString("en") : String(value);
+const BYTES = ["size", "memory"];
+
+function shownValue(key: string, value: unknown): string {
+  if (typeof value !== "number") return String(value);
+  return BYTES.includes(key) ? `${(value / 2 ** 20).toFixed(1)} MiB` : value.toLocaleString("en");
+}
 
 export function About(): JSX.Element {
   useStore();
@@ -96,7 +101,7 @@ export function About(): JSX.Element {
           {facts.map(([key, value]) => (
             <tr key={key}>
               <th scope="row">{NAMES[key] ?? key}</th>
-              <td>{shownValue(value)}</td>
+              <td>{shownValue(key, value)}</td>
             </tr>
           ))}
         </tbody>

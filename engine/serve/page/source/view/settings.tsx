@@ -1,6 +1,7 @@
 // The settings of the open chat: what it says to the model, how long it reasons, and every sampler that the server has.
 
 import type { JSX } from "preact";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import {
   EFFORTS,
   GROUPS,
@@ -54,8 +55,19 @@ function TextField({ name, label, help, rows, problem }: TextProps): JSX.Element
   );
 }
 
+/** What is wrong with a number, in the browser's words. Only a step of 1 is a rule: others are for the arrows. */
+function problemOf(field: HTMLInputElement | null): string {
+  if (!field) return "";
+  const { rangeUnderflow, rangeOverflow, badInput, stepMismatch } = field.validity;
+  const wrong = rangeUnderflow || rangeOverflow || badInput || (stepMismatch && field.step === "1");
+  return wrong ? field.validationMessage : "";
+}
+
 function OptionField({ option }: { option: Option }): JSX.Element {
   const { key, label, help, kind } = option;
+  const field = useRef<HTMLInputElement>(null);
+  const [problem, setProblem] = useState("");
+  useLayoutEffect(() => setProblem(problemOf(field.current)), []);
   const value = state.chat.settings.values?.[key];
   const defaults = state.props?.default_generation_settings.params ?? {};
   if (kind === "switch") {
@@ -73,6 +85,7 @@ function OptionField({ option }: { option: Option }): JSX.Element {
   }
   const placeholder = defaultText(option, defaults);
   const onInput = ({ currentTarget: { value: text } }: { currentTarget: HTMLInputElement }): void => {
+    setProblem(problemOf(field.current));
     if (kind === "list") return setValue(key, text.trim() ? partsOf(text, ",") : undefined);
     setValue(key, text === "" ? undefined : Number(text));
   };
@@ -84,14 +97,18 @@ function OptionField({ option }: { option: Option }): JSX.Element {
     <label class={kind === "list" ? "field tall" : "field"}>
       <span>{label}</span>
       <input
+        ref={field}
         id={key}
         {...range}
         defaultValue={Array.isArray(value) ? textOf(value) : value?.toString()}
         placeholder={placeholder}
         aria-describedby={`${key}-help`}
+        aria-invalid={Boolean(problem)}
         onInput={onInput}
       />
-      <small id={`${key}-help`}>{help}</small>
+      <small id={`${key}-help`} class={problem ? "problem" : ""}>
+        {problem || help}
+      </small>
     </label>
   );
 }
@@ -120,10 +137,14 @@ export function SettingsDialog(): JSX.Element {
   const { chat, props } = useStore();
   const defaults = props?.default_generation_settings.params ?? {};
   const reset = (): void => {
+    const before = chat.settings;
     chat.settings = {};
     keep(chat);
     show("");
-    notify("This chat has the server's settings");
+    notify("This chat has the server's settings", () => {
+      chat.settings = before;
+      keep(chat);
+    });
   };
   const keepAll = (): void => {
     keepDefaults(chat);

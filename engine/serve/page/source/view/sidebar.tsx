@@ -13,7 +13,7 @@ import {
   Upload,
 } from "lucide-preact";
 import type { JSX } from "preact";
-import { useMemo, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { type Chat, exported, imported, search } from "../state/chats";
 import { runningIn } from "../state/generation";
 import { beginChat, deleteChat, keep, notify, openChat, show, state, useStore } from "../state/store";
@@ -32,7 +32,7 @@ export function applyTheme(theme = localStorage.getItem(THEME) ?? THEMES[0]): vo
 function themeEntries(): Entry[] {
   const now = localStorage.getItem(THEME);
   const icons = [SunMoon, Sun, Moon];
-  return ["Theme of the system", "Light theme", "Dark theme"].map((label, at) => ({
+  return ["System theme", "Light theme", "Dark theme"].map((label, at) => ({
     label,
     icon: icons[at] ?? Sun,
     checked: now === THEMES[at],
@@ -83,6 +83,7 @@ export function Sidebar(): JSX.Element {
         placeholder="Search chats"
         aria-label="Search chats"
         value={words}
+        onKeyDown={event => event.key === "Escape" && words && event.stopPropagation()} // which empties it
         onInput={event => setWords(event.currentTarget.value)}
       />
       <div class="chats">
@@ -135,6 +136,12 @@ function ChatList({ chats }: { chats: Chat[] }): JSX.Element {
 
 function Row({ chat }: { chat: Chat }): JSX.Element {
   const [naming, setNaming] = useState(false);
+  const button = useRef<HTMLButtonElement>(null);
+  const named = useRef(false);
+  useLayoutEffect(() => {
+    if (named.current) button.current?.focus();
+    named.current = naming;
+  }, [naming]);
   const rename = (title: string): void => {
     setNaming(false);
     if (!title.trim() || title === chat.title) return;
@@ -155,7 +162,9 @@ function Row({ chat }: { chat: Chat }): JSX.Element {
   return (
     <li class={chat === state.chat ? "open" : ""}>
       <button
+        ref={button}
         type="button"
+        dir="auto"
         class={`title ${runningIn(chat) ? "busy" : ""}`}
         aria-current={chat === state.chat ? "page" : undefined}
         title={chat.title}
@@ -173,19 +182,29 @@ function Row({ chat }: { chat: Chat }): JSX.Element {
 }
 
 function NameField({ title, done }: { title: string; done: (title: string) => void }): JSX.Element {
+  const field = useRef<HTMLInputElement>(null);
+  const ended = useRef(false);
+  useLayoutEffect(() => field.current?.select(), []);
+  const end = (name: string): void => {
+    if (ended.current) return; // a field that is removed is left, too
+    ended.current = true;
+    done(name);
+  };
   const onKey = (event: KeyboardEvent & { currentTarget: HTMLInputElement }): void => {
-    if (event.key === "Enter") done(event.currentTarget.value);
-    else if (event.key === "Escape") done("");
+    if (event.isComposing) return;
+    if (event.key === "Enter") end(event.currentTarget.value);
+    else if (event.key === "Escape") end("");
     else return;
     event.stopPropagation();
   };
   return (
     <input
-      ref={field => field?.select()}
+      ref={field}
+      dir="auto"
       aria-label="Name of the chat"
       defaultValue={title}
       onKeyDown={onKey}
-      onBlur={event => done(event.currentTarget.value)}
+      onBlur={event => end(event.currentTarget.value)}
     />
   );
 }

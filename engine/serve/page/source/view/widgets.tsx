@@ -1,8 +1,9 @@
-// Small parts that several views share: icon buttons, menus, dialogs.
+// Small parts that several views share: icon buttons, menus, dialogs, notices.
 
-import type { LucideIcon } from "lucide-preact";
+import { type LucideIcon, X } from "lucide-preact";
 import type { ComponentChildren, JSX } from "preact";
 import { useLayoutEffect, useId, useRef, useState } from "preact/hooks";
+import { dismiss, useStore } from "../state/store";
 
 export interface IconButtonProps {
   icon: LucideIcon;
@@ -70,6 +71,7 @@ export function Menu({ label, entries, button, class: name, onOpen }: MenuProps)
   };
   useLayoutEffect(() => {
     if (!open) return;
+    box.current?.querySelector(".menu-list")?.scrollIntoView({ block: "nearest" }); // in a list that scrolls
     (items().find(item => item.ariaChecked === "true") ?? items()[0])?.focus();
     const outside = (event: Event): void =>
       void (box.current?.contains(event.target as Node) || setOpen(false));
@@ -162,7 +164,32 @@ export function Dialog({ title, class: name, onClose, children }: DialogProps): 
         </header>
         {children}
       </div>
+      <Notice />
     </dialog>
+  );
+}
+
+/** The newest notice. A modal dialog has one of its own, as what is outside of it is covered and inert. */
+export function Notice(): JSX.Element {
+  const { notice } = useStore();
+  const undo = (): void => {
+    notice?.undo?.();
+    dismiss();
+  };
+  return (
+    <div class="notices" role="status">
+      {notice && (
+        <div class="notice">
+          <span class="grow">{notice.text}</span>
+          {notice.undo && (
+            <button type="button" class="quiet" onClick={undo}>
+              Undo
+            </button>
+          )}
+          <IconButton icon={X} label="Dismiss" onClick={dismiss} />
+        </div>
+      )}
+    </div>
   );
 }
 
@@ -175,9 +202,13 @@ export function download(name: string, text: string): void {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** Copy text, also where the page has no secure origin and so no clipboard interface. */
+/** Copy text, also where the page has no secure origin and so no clipboard interface, or may not use it. */
 export async function copy(text: string): Promise<void> {
-  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  try {
+    if (navigator.clipboard) return await navigator.clipboard.writeText(text);
+  } catch {
+    // The older way is left.
+  }
   const area = document.createElement("textarea");
   area.value = text;
   document.body.append(area);

@@ -1,0 +1,48 @@
+"""Models with a sliding window in some layers: which layers have it, and the rotary parameters of either kind."""
+
+import numpy as np
+
+from quengine.models.architectures.architecture import Keys
+from quengine.models.config import LIMITS, ModelConfig
+from quengine.models.gguf import GGUFFile
+from quengine.models.hf.hf_keys import config_error
+
+PATTERN = "attention.sliding_window_pattern"
+LOCAL_BASE = "rope.freq_base_swa"
+"""Keys of GGUF, the latter the rotary base of layers with a window."""
+
+
+def full_layers(blocks: int, period: int) -> tuple[int, ...]:
+    """The layers without a window, where that is every `period`th."""
+    return tuple(range(period - 1, blocks, period))
+
+
+def full_layers_of_gguf(file: GGUFFile, config: ModelConfig, period: int) -> tuple[int, ...]:
+    """The layers without a window: the file has their period, or for each layer whether it has a window, or neither.
+
+    Raises GGUFError for another value.
+    """
+    key = f"{config.architecture}.{PATTERN}"
+    pattern = file.metadata.get(key)
+    if not isinstance(pattern, np.ndarray):
+        return full_layers(config.block_count, file.get_int(key, *LIMITS["block_count"]) or period)
+    if pattern.dtype.kind not in "biu" or len(pattern) != config.block_count:
+        raise file.error(key, f"is not a flag for each of {config.block_count} layers")
+    return tuple(np.flatnonzero(pattern == 0).tolist())
+
+
+def rope_of_kinds(keys: Keys) -> tuple[Keys, Keys]:
+    """Those of layers without a window, to which `rope_scaling` belongs, and of layers with one, which are not scaled.
+
+    Raises EngineError for other values in config.json.
+    """
+    given, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
+    if isinstance(given, dict) and isinstance(scaling, dict):
+        kinds = [given.get("full_attention"), given.get("sliding_attention")]
+        full, local = ({"rope_type": "default"} if kind is None else kind for kind in kinds)
+        if isinstance(full, dict) and isinstance(local, dict):
+            if (kind := local.get("rope_type", local.get("type", "default"))) != "default":
+                problem = f"{kind!r} for layers with a window is not implemented"
+                raise config_error("rope_parameters", problem)
+            return {**full, **scaling}, local
+    raise config_error("rope_parameters", "is not an object for each kind of layer")
