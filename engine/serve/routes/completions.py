@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
-from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end, timings_body
+from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end
 from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.infill import suffix_prompt
 from quengine.serve.routes.logprob_forms import (
@@ -151,7 +151,7 @@ class _Chunks(ChunkForm):
         return echoed + self._chunk(choice, piece.text, logprobs, None, more)
 
     def finished(self, choice: int, end: Finished) -> bytes:
-        more = {} if self.include_usage else {"timings": timings_body(end.timings)}
+        more = {} if self.include_usage else answer_tail([self.requests[choice]], [end])
         if self.verbose:
             more |= verbose_chunk(self.service, choice, self.requests[choice], end)
         return self._chunk(choice, "", None, end.reason, more)

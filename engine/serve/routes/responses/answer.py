@@ -76,8 +76,8 @@ class ResponseForm(ChunkForm):
         del choice
         events = self._output.finish(end.reason == "length")
         response = self._whole(end)
-        timings = {"timings": timings_body(end.timings)} if self._body.timings_per_token else {}
-        return self._events([*events, (response["status"], {"response": response, **timings})])
+        last = {"response": response, "timings": timings_body(end.timings)}
+        return self._events([*events, (response["status"], last)])
 
     def failed(self, error: ApiError) -> bytes:
         failure = {"code": error.code or "server_error", "message": error.message}

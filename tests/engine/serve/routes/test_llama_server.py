@@ -84,13 +84,15 @@ def test_events_have_timings_where_they_are_wanted(
     assert not any("prompt_progress" in event for event in silent)
 
 
-@pytest.mark.parametrize("path, body", PATHS)
+@pytest.mark.parametrize("path, body", [*PATHS, ("/v1/responses", {"input": "hi", "max_output_tokens": 3})])
 def test_the_last_event_of_a_stream_has_timings(
     client: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
     *others, last = events(client, path, body)
     assert last["timings"]["predicted_n"] == 3 and not any("timings" in each for each in others)
-    if path == "/completion":
+    if path == "/v1/completions":
+        assert last["usage"]["completion_tokens"] == 3
+    if path in ("/completion", "/v1/responses"):
         return
     *others, last = events(client, path, body | {"stream_options": {"include_usage": True}})
     assert last["timings"] and last["usage"] and not any("timings" in each for each in others)
