@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from quengine.errors import EngineError, shown
 from quengine.platform import strict_json
+from quengine.structured.schema_formats import without_annotated_formats
 
 MAX_CHARACTERS = 128 * 1024
 """Compiling takes time that grows with the square of a schema's properties: about 5 s at this size."""
@@ -168,7 +169,8 @@ def inline_json(schema: Mapping[str, Any] | bool) -> str:
     if "x-guidance" in schema:
         raise EngineError('JSON schema: "x-guidance" is no keyword of JSON schema; leave it out')
     try:
-        text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, allow_nan=False)
+        enforced = without_annotated_formats(dict(schema))
+        text = json.dumps({**enforced, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise EngineError(f"JSON schema: it is no JSON value: {error}") from None
     return f"%json {text}"
