@@ -232,9 +232,9 @@ def test_two_tabs_that_are_answered_in_one_chat_keep_both_answers(page: Any) -> 
 
 def test_another_branch_leaves_what_is_above_it_in_its_place(page: Any) -> None:
     answer_with(page, stream("line\n\n" * 40))
-    for text in ("one", "two"):
+    for count, text in enumerate(("one", "two"), 1):
         ask(page, text)
-    answered(page, 2)
+        answered(page, count)
     first = page.locator(".user").first
     first.hover()
     first.get_by_role("button", name="Edit").click()

@@ -63,7 +63,7 @@ async function sample(): Promise<void> {
         : (error as Error).message;
     if (error instanceof ApiError && error.status === 401) {
       problem = NO_KEY;
-      if (was !== NO_KEY) await describe(); // asks for it, once
+      if (samples.length && was !== NO_KEY) await describe(); // asks for it, once; the page's start does, too
     }
   }
   redraw();
