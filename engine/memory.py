@@ -11,12 +11,16 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.config import ModelConfig
 
-WORKSPACE = {"cpu": 256 * 2**20, "cuda": 384 * 2**20}
+WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes set aside by kind of device for what does not grow with the model: the program, kernels, libraries, graphs, the
 logits that a prompt is scored with (prompt_scores.MAX_LOGITS_BYTES). On the CPU that is also for a prompt's chunk."""
 
 RANKS_WORKSPACE = {"cpu": 0, "cuda": 1024 * 2**20}
 """The same for what ranks that share a model exchange: NCCL's buffers, peer memory."""
+
+LOGIT_BYTES = 104
+"""Of each logit of a decode step: it in fp32, and what sampling makes of it, for every kind of sampling that steps are
+captured for, on a CUDA device. Measured, with all captured: see tests/engine/test_memory.py."""
 
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """The same for a draft model beside another."""
@@ -202,7 +206,7 @@ def workspace_bytes(
     largest = width * max(inner, qkv)
     # fp32: the stream between layers, products of qkv; fp16: normed rows, then queries or SwiGLU's rows.
     activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, inner))
-    logits = 12 * rows * config.vocab_size  # fp32, and what sampling makes of them
+    logits = (12 if draft else LOGIT_BYTES) * rows * config.vocab_size
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
     dequantized = min(2 * largest, _MOST_DEQUANTIZED)
     return fixed + packed + dequantized + activations + logits + expert_bytes(config, chunk)

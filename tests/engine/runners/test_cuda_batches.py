@@ -120,6 +120,6 @@ def test_a_step_is_one_graph_and_nothing_is_sent_to_the_device(llm: LLM) -> None
     names = {event.key: event.count for event in profile.key_averages()}
     sent = sum(count for name, count in names.items() if "HtoD" in name)
     assert sent <= 2
-    assert sum(count for name, count in names.items() if "DtoH" in name) in range(steps - 1, steps + 2)
+    assert not any("DtoH" in name for name in names), "a step's last launch writes to the host's memory"
     for stream in streams:
         stream.close()
