@@ -26,6 +26,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
     CAPTURED_AT,
+    LARGER_STEPS,
     UNMOVED_ROWS,
     GraphKey,
     SamplingKind,
@@ -158,6 +159,7 @@ class CudaGraphs:
     def launch(self, key: GraphKey) -> StepTokens:
         """Start a decode step on the slots as `inputs` and `configure` have them; returns at once."""
         with self.together(Launch(key, self.inputs.changes)):
+            key = self._or_larger(key)
             step = self._steps.get(key)
             if step is None or key.rows > UNMOVED_ROWS:
                 step = self.capture(key)
@@ -254,6 +256,16 @@ class CudaGraphs:
         history = torch.zeros(inputs.rows, self._history.shape[1], dtype=torch.int32, device=device)
         chosen = ChosenTokens.allocate(self._chosen.tokens.shape[0], inputs.rows, device)
         return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows), chosen)
+
+    def _or_larger(self, key: GraphKey) -> GraphKey:
+        """The decode step to launch for `key`: for the first times a captured one of more rows, where there is one."""
+        if key in self._steps:
+            return key
+        larger = [each for each in self._steps if each.sampling == key.sampling and each.rows > key.rows]
+        self._seen[key] += 1
+        if self._seen[key] > LARGER_STEPS:
+            return key
+        return min(filter(self._captures, larger), key=lambda each: each.rows, default=key)
 
     def _captures(self, key: GraphKey) -> bool:
         """Ranks capture a step together, and must drop it together: those with other layers may have other buffers to

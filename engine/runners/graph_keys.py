@@ -20,6 +20,10 @@ PREFILL_SEQUENCES = (1, 4, 16)
 CAPTURED_AT = 2
 """A prompt's step of some size is captured when it comes for this time, unless it was captured ahead."""
 
+LARGER_STEPS = 8
+"""How often a decode step that is not captured is computed in a captured one of more rows, which costs less than
+capturing: while sequences come one behind the other, most sizes come for a step or two."""
+
 EXACT_CPU_ROWS = 16
 """On a CPU, decode steps of up to so many rows have a step list each; beyond it the multiples of 4."""
 
@@ -93,14 +97,15 @@ def prefill_key(lengths: list[int]) -> GraphKey | None:
 def expected_keys(most_decode_rows: int, chunk_size: int, *mixed_rows: int) -> list[GraphKey]:
     """The keys that ordinary requests come to, largest first.
 
-    Decode steps of up to `most_decode_rows`, greedy and with the default settings; chunks of one prompt of up to
-    `chunk_size` tokens, and of several in steps of `mixed_rows`.
+    Decode steps of up to `most_decode_rows`, greedy and with the default settings, and of so many rows with a bias;
+    chunks of one prompt of up to `chunk_size` tokens, and of several in steps of `mixed_rows`.
     """
     keys = [GraphKey("prefill", rows, 1) for rows in PREFILL_ROWS if rows <= chunk_size]
     mixed = [rows for rows in mixed_rows if rows in PREFILL_ROWS]
     keys += [GraphKey("prefill", rows, sequences) for rows in mixed for sequences in PREFILL_SEQUENCES[1:]]
     keys.reverse()
-    return keys + decode_keys(most_decode_rows, SamplingParams(temperature=0), SamplingParams())
+    keys += decode_keys(most_decode_rows, SamplingParams(temperature=0), SamplingParams())
+    return keys + [key for key in biased_keys(most_decode_rows) if key.rows == padded_rows(most_decode_rows)]
 
 
 def rarer_keys(most_decode_rows: int, prefill_tokens: int) -> list[GraphKey]:

@@ -259,7 +259,8 @@ def test_expected_keys_are_those_that_a_server_comes_to() -> None:
         GraphKey("prefill", *size) for size in ((512, 16), (512, 4), (64, 1), (32, 1), (16, 1))
     ]
     assert decode == [
-        decode_key(rows, kind) for kind in (GREEDY, SamplingKind(64, False, False)) for rows in (4, 2, 1)
+        *(decode_key(rows, kind) for kind in (GREEDY, SamplingKind(64, False, False)) for rows in (4, 2, 1)),
+        *(decode_key(4, kind) for kind in (SamplingKind(64, True, False), SamplingKind(1, True, False))),
     ]
 
 
@@ -281,15 +282,22 @@ def test_rarer_keys_are_captured_one_by_one_until_all_are_there(make_rig: Callab
 
 
 @pytest.mark.cuda_kernel
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(
+    ("drafts", "captured", "sizes"),
+    [(False, [], {1, 2}), (True, [], {1, 4}), (False, [4], {4}), (True, [4], {4})],
+    ids=["their own", "drafts", "larger", "larger, drafts"],
+)
 def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
-    drafts: bool, make_rig: Callable[[int], Rig]
+    drafts: bool, captured: list[int], sizes: set[int], make_rig: Callable[[int], Rig]
 ) -> None:
-    """Two sequences in blocks of any order, one of which comes later; with drafts that are right, and that are not."""
+    """Two sequences in blocks of any order, one of which comes later; with drafts that are right, and that are not. A
+    captured step of more rows serves them too."""
     rig = make_rig(5)
     rig.graphs = CudaGraphs(
         rig.decoder, rig.cache, 4, shares_sequences=drafts, capture=capture_step if ON_GPU else rig.again
     )
+    for rows in captured:
+        rig.graphs.capture(decode_key(rows, GREEDY))
     runner = ModelRunner(rig.decoder, rig.cache, rig.graphs, DeviceDecoder(rig.graphs))
     eager = ModelRunner(rig.decoder, rig.other)
     for cache in (rig.cache, rig.other):
@@ -328,4 +336,27 @@ def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
         texts.append((first.token_ids, second.token_ids))
     for ours, expected in zip(*reversed(texts), strict=True):
         assert ours[: len(expected)] == expected
-    assert {key.sampling for key in rig.graphs.captured} == {GREEDY}
+    assert set(rig.graphs.captured) == {decode_key(rows, GREEDY) for rows in sizes}
+
+
+def test_a_decode_step_that_comes_often_is_captured_though_a_larger_one_is_there(
+    make_rig: Callable[[int], Rig],
+) -> None:
+    rig, replayed = make_rig(4), list[int]()
+
+    def noted(_warm: Any, _step: Any, _pool: Any) -> CapturedStep:
+        logits, number = torch.ones(4, 8), len(rig.graphs.captured)
+        return CapturedStep(
+            Again(lambda: replayed.append(number) or logits, logits), logits, GraphNodes(0, 0, 0, 0)
+        )
+
+    rig.graphs = CudaGraphs(rig.decoder, rig.cache, 64, capture=noted)
+    for rows, kind in ((64, GREEDY), (16, GREEDY), (8, SamplingKind(1, True, False))):
+        rig.graphs.capture(decode_key(rows, kind))
+    for _ in range(graph_keys.LARGER_STEPS + 2):
+        rig.graphs.launch(decode_key(8, GREEDY))
+    assert replayed == [1] * graph_keys.LARGER_STEPS + [3, 3], (
+        "first by that of 16 rows, of the same sampling"
+    )
+    rig.graphs.launch(decode_key(32, SamplingKind(1, True, False)))
+    assert replayed[-1] == 4, "there is none of more rows"
