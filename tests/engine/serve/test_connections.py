@@ -1,5 +1,7 @@
-"""Connections that send little or nothing: time limits, a limit on their number, and descriptors that run out."""
+"""Connections that send little or nothing: time limits, a limit on their number, and descriptors that run out; work
+for clients that leave."""
 
+import asyncio
 import os
 import re
 import resource
@@ -13,7 +15,9 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import openai
 import pytest
+from starlette.types import Message
 
+from quengine.serve.http import ClientGoneError, unless_gone
 from quengine.serve.listener import OTHER_DESCRIPTORS, connection_limit
 from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FakeEngine
@@ -194,3 +198,71 @@ def test_a_request_after_the_flood_is_served_as_before(served: Served) -> None:
 def served() -> Iterator[Served]:
     with serving() as running:
         yield running
+
+
+def test_what_waits_for_nothing_is_done_before_others_have_their_turn() -> None:
+    done: list[int] = []
+
+    async def stays() -> Message:
+        return await asyncio.Future()
+
+    async def work(number: int) -> int:
+        done.append(number)
+        return number
+
+    async def request(number: int) -> None:
+        for step in range(2):
+            assert await unless_gone(stays, work(10 * number + step)) == 10 * number + step
+
+    async def requests() -> None:
+        await asyncio.gather(*(request(number) for number in range(3)))
+
+    asyncio.run(requests())
+    assert done == [0, 1, 10, 11, 20, 21]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_of_a_client_that_leaves_is_cancelled_and_its_task_goes_on(fails: bool) -> None:
+    freed = False
+
+    async def receive() -> Message:
+        await asyncio.sleep(0)
+        if fails:
+            raise OSError("reset")
+        return {"type": "http.disconnect"}
+
+    async def work() -> None:
+        nonlocal freed
+        try:
+            await asyncio.sleep(60)
+        finally:
+            freed = True
+
+    async def request() -> None:
+        task = asyncio.current_task()
+        with pytest.raises(ClientGoneError):
+            await unless_gone(receive, work())
+        assert freed and task is not None and not task.cancelling()
+        async with asyncio.timeout(5):  # counts what has cancelled its task
+            await asyncio.sleep(0)
+
+    asyncio.run(request())
+
+
+def test_a_task_that_is_cancelled_while_its_client_leaves_is_cancelled() -> None:
+    leaving = asyncio.Event()
+
+    async def receive() -> Message:
+        await leaving.wait()
+        return {"type": "http.disconnect"}
+
+    async def requests() -> None:
+        task = asyncio.create_task(unless_gone(receive, asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        leaving.set()
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(requests())
