@@ -145,8 +145,8 @@ class CudaGraphs:
         key = prefill_key([len(part.ids) for part in rows]) if phase == "prefill" else None
         if key is None or not self._captures(key):
             return None
-        self._seen[key] += 1
-        return key if key in self._steps or self._seen[key] >= CAPTURED_AT else None
+        step = self._or_larger(key)
+        return step if step in self._steps or self._seen[key] >= CAPTURED_AT else None
 
     def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
         """Logits fp32 [sequences, vocab] after the last row of each of these sequences."""
@@ -258,14 +258,13 @@ class CudaGraphs:
         return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows), chosen)
 
     def _or_larger(self, key: GraphKey) -> GraphKey:
-        """The decode step to launch for `key`: for the first times a captured one of more rows, where there is one."""
+        """The step to run for `key`: for the first times a captured one that holds as much, where there is one."""
         if key in self._steps:
             return key
-        larger = [each for each in self._steps if each.sampling == key.sampling and each.rows > key.rows]
         self._seen[key] += 1
         if self._seen[key] > LARGER_STEPS:
             return key
-        return min(filter(self._captures, larger), key=lambda each: each.rows, default=key)
+        return min((each for each in self._steps if each.holds(key) and self._captures(each)), default=key)
 
     def _captures(self, key: GraphKey) -> bool:
         """Ranks capture a step together, and must drop it together: those with other layers may have other buffers to

@@ -18,11 +18,11 @@ PREFILL_SEQUENCES = (1, 4, 16)
 """Numbers of sequences of a prompt's step."""
 
 CAPTURED_AT = 2
-"""A prompt's step of some size is captured when it comes for this time, unless it was captured ahead."""
+"""A prompt's step of some size is captured when it comes for this time, unless one that holds it was captured ahead."""
 
 LARGER_STEPS = 8
-"""How often a decode step that is not captured is computed in a captured one of more rows, which costs less than
-capturing: while sequences come one behind the other, most sizes come for a step or two."""
+"""How often a step that is not captured is computed in a captured one that holds more, which costs less than capturing:
+while sequences come one behind the other, most sizes come for a step or two."""
 
 EXACT_CPU_ROWS = 16
 """On a CPU, decode steps of up to so many rows have a step list each; beyond it the multiples of 4."""
@@ -73,6 +73,11 @@ class GraphKey(NamedTuple):
     rows: int
     sequences: int
     sampling: SamplingKind | None = None
+
+    def holds(self, other: "GraphKey") -> bool:
+        """Whether what takes a step of the other key may take one of this."""
+        same = (self.phase, self.sampling) == (other.phase, other.sampling)
+        return same and self.rows >= other.rows and self.sequences >= other.sequences
 
 
 def decode_key(rows: int, sampling: SamplingKind | None = None) -> GraphKey:

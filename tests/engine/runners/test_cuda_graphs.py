@@ -137,6 +137,18 @@ def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Call
     assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
 
 
+@pytest.mark.cuda_kernel
+@pytest.mark.usefixtures("small_steps")
+def test_a_captured_step_that_holds_more_serves_fewer_chunks(make_rig: Callable[[int], Rig]) -> None:
+    rig, larger = make_rig(5), GraphKey("prefill", *((32, 16) if ON_GPU else (8, 2)))
+    rig.hold(4 * BLOCK_SIZE, 3)
+    rig.graphs.capture(larger)
+    ours = rig.compute([chunk := SequenceRows(ids_of(3, 4), 3, [[4]])])
+    assert ours is not None and rig.graphs.captured == [larger]
+    assert torch.equal(ours, rig.eagerly([chunk]))
+    assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("way", ["this GPU's", "expanded weights"])
@@ -339,24 +351,30 @@ def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
     assert set(rig.graphs.captured) == {decode_key(rows, GREEDY) for rows in sizes}
 
 
-def test_a_decode_step_that_comes_often_is_captured_though_a_larger_one_is_there(
+def test_a_step_that_comes_often_is_captured_though_a_larger_one_is_there(
     make_rig: Callable[[int], Rig],
 ) -> None:
-    rig, replayed = make_rig(4), list[int]()
+    rig, often = make_rig(4), graph_keys.LARGER_STEPS
+    replayed = list[GraphKey]()
 
     def noted(_warm: Any, _step: Any, _pool: Any) -> CapturedStep:
-        logits, number = torch.ones(4, 8), len(rig.graphs.captured)
+        logits, key = torch.ones(4, 8), captured[len(rig.graphs.captured)]
         return CapturedStep(
-            Again(lambda: replayed.append(number) or logits, logits), logits, GraphNodes(0, 0, 0, 0)
+            Again(lambda: replayed.append(key) or logits, logits), logits, GraphNodes(0, 0, 0, 0)
         )
 
+    biased = SamplingKind(1, True, False)
+    captured = [decode_key(64, GREEDY), decode_key(16, GREEDY), decode_key(8, biased)]
+    captured += [GraphKey("prefill", 512, 16), GraphKey("prefill", 512, 4), GraphKey("prefill", 64, 1)]
     rig.graphs = CudaGraphs(rig.decoder, rig.cache, 64, capture=noted)
-    for rows, kind in ((64, GREEDY), (16, GREEDY), (8, SamplingKind(1, True, False))):
-        rig.graphs.capture(decode_key(rows, kind))
-    for _ in range(graph_keys.LARGER_STEPS + 2):
-        rig.graphs.launch(decode_key(8, GREEDY))
-    assert replayed == [1] * graph_keys.LARGER_STEPS + [3, 3], (
-        "first by that of 16 rows, of the same sampling"
-    )
-    rig.graphs.launch(decode_key(32, SamplingKind(1, True, False)))
-    assert replayed[-1] == 4, "there is none of more rows"
+    for key in captured[:]:
+        rig.graphs.capture(key)
+    captured += [(small := decode_key(8, GREEDY)), (other := decode_key(32, biased))]
+    for _ in range(often + 2):
+        rig.graphs.launch(small)
+    assert replayed == [captured[1]] * often + [small] * 2, "first by that of 16 rows, of the same sampling"
+    rig.graphs.launch(other)
+    assert replayed[-1] == other, "there is none of more rows"
+    chunks = [SequenceRows([1] * count, 0, [[1, 2, 3]]) for count in (60, 60, 9)]
+    found = [rig.graphs.lookup("prefill", chunks) for _ in range(often + 1)]
+    assert found == [captured[4]] * often + [GraphKey("prefill", 256, 4)]
