@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import openai
@@ -148,8 +149,8 @@ Server(settings, lambda *_: FakeEngine(), lambda line: print(line, file=sys.stde
 
 
 @contextmanager
-def server_with_files(files: int, others: int) -> Iterator[tuple[str, list[str]]]:
-    """A server in a process that may open so many files; its address, and, after the block, its lines."""
+def server_with_files(files: int, others: int) -> Iterator[tuple[str, list[str], int]]:
+    """A server in a process that may open so many files; its address, after the block its lines, and its number."""
     command = [sys.executable, "-c", SERVER, str(files), str(others)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
     lines: list[str] = []
@@ -160,7 +161,7 @@ def server_with_files(files: int, others: int) -> Iterator[tuple[str, list[str]]
             url = (re.findall(r"http://\S+[0-9]", line) or [url])[0]
             if "ready" in line:
                 break
-        yield url, lines
+        yield url, lines, process.pid
     finally:
         process.terminate()
         lines += (process.communicate(timeout=30)[1] or "").splitlines()
@@ -172,7 +173,7 @@ def server_with_files(files: int, others: int) -> Iterator[tuple[str, list[str]]
 def test_more_idle_connections_than_files_leave_the_server_answering_and_the_log_short(
     files: int, others: int
 ) -> None:
-    with server_with_files(files, others) as (url, lines), ExitStack() as stack:
+    with server_with_files(files, others) as (url, lines, _), ExitStack() as stack:
         host, port = url.removeprefix("http://").split(":")
         for _ in range(200):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=A_LONG_TIME))
@@ -198,6 +199,12 @@ def test_a_request_after_the_flood_is_served_as_before(served: Served) -> None:
 def served() -> Iterator[Served]:
     with serving() as running:
         yield running
+
+
+def test_a_server_that_is_ready_has_room_for_the_descriptors_of_its_connections() -> None:
+    with server_with_files(700, OTHER_DESCRIPTORS) as (_, _, pid):
+        status = Path(f"/proc/{pid}/status").read_text()
+    assert int(re.findall(r"FDSize:\s+(\d+)", status)[0]) >= 700
 
 
 def test_what_waits_for_nothing_is_done_before_others_have_their_turn() -> None:
