@@ -26,7 +26,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
     CAPTURED_AT,
-    LARGER_STEPS,
+    MOST_PADDING,
     UNMOVED_ROWS,
     GraphKey,
     SamplingKind,
@@ -114,6 +114,7 @@ class CudaGraphs:
         self._sampling: dict[SamplingKind, SamplingBuffers] = {}
         self._steps: dict[GraphKey, CapturedStep] = {}
         self._seen: Counter[GraphKey] = Counter()
+        self._padding: Counter[GraphKey] = Counter()
         self._capture_step = capture
         self._pool: Any = None
         self._backend = decoder.backend
@@ -258,13 +259,13 @@ class CudaGraphs:
         return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows), chosen)
 
     def _or_larger(self, key: GraphKey) -> GraphKey:
-        """The step to run for `key`: for the first times a captured one that holds as much, where there is one."""
+        """The step to run for `key`: for some rows of padding a captured one that holds as much, where there is one."""
         if key in self._steps:
             return key
         self._seen[key] += 1
-        if self._seen[key] > LARGER_STEPS:
-            return key
-        return min((each for each in self._steps if each.holds(key) and self._captures(each)), default=key)
+        larger = min((each for each in self._steps if each.holds(key) and self._captures(each)), default=key)
+        self._padding[key] += larger.rows - key.rows
+        return larger if self._padding[key] <= MOST_PADDING else key
 
     def _captures(self, key: GraphKey) -> bool:
         """Ranks capture a step together, and must drop it together: those with other layers may have other buffers to

@@ -354,7 +354,7 @@ def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
 def test_a_step_that_comes_often_is_captured_though_a_larger_one_is_there(
     make_rig: Callable[[int], Rig],
 ) -> None:
-    rig, often = make_rig(4), graph_keys.LARGER_STEPS
+    rig, most = make_rig(4), graph_keys.MOST_PADDING
     replayed = list[GraphKey]()
 
     def noted(_warm: Any, _step: Any, _pool: Any) -> CapturedStep:
@@ -370,11 +370,13 @@ def test_a_step_that_comes_often_is_captured_though_a_larger_one_is_there(
     for key in captured[:]:
         rig.graphs.capture(key)
     captured += [(small := decode_key(8, GREEDY)), (other := decode_key(32, biased))]
-    for _ in range(often + 2):
+    for _ in range(most // 8 + 2):
         rig.graphs.launch(small)
-    assert replayed == [captured[1]] * often + [small] * 2, "first by that of 16 rows, of the same sampling"
+    assert replayed == [captured[1]] * (most // 8) + [small] * 2, (
+        "first by that of 16 rows, of the same sampling"
+    )
     rig.graphs.launch(other)
     assert replayed[-1] == other, "there is none of more rows"
     chunks = [SequenceRows([1] * count, 0, [[1, 2, 3]]) for count in (60, 60, 9)]
-    found = [rig.graphs.lookup("prefill", chunks) for _ in range(often + 1)]
-    assert found == [captured[4]] * often + [GraphKey("prefill", 256, 4)]
+    found = [rig.graphs.lookup("prefill", chunks) for _ in range(most // 256 + 1)]
+    assert found == [captured[4]] * (most // 256) + [GraphKey("prefill", 256, 4)]
