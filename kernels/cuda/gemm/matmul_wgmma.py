@@ -7,9 +7,9 @@ in an instruction; rows come in the WGMMA layout (fp16_operand.py).
 
 Programs take 16 rows of weights a warp and up to 128 rows of x; where such programs are too few, `splits` of them
 share the columns (split-K, wgmma_program.py). A matrix of two parts is one launch then. More than 128 rows are cut into
-blocks of 128 or 256, and a program takes all columns, but of blocks that would leave multiprocessors without work, which
-several programs share. Where a row's sums must have the bits that they have among few rows, a program takes one split
-after the other, added up in the same order.
+blocks of 128 or 256. A program takes all columns of a block, or several share those that would leave multiprocessors
+without work. Where a row's sums must have the bits that they have among few rows, a program takes one split after the
+other, added up in the same order.
 """
 
 from collections.abc import Sequence

@@ -181,6 +181,8 @@ def consumer_group(
     block = 2 * share.block + group
     tile = gl.minimum(tile_of(block, thread >> 5, P), matrix.tiles - 1)  # what is beyond is not stored
     words = load_turn(matrix.planes, tile, share.begin, share.end, lane, P)
+    if P.flags.pdl and not P.flags.consumer:
+        tl.extra.cuda.gdc_wait()
     acc = multiply_alone(
         matrix.planes, words, stages, ready, free, tile, lane, share.begin, share.end, matrix.weight_scale, P, MMA, A
     )  # fmt: skip

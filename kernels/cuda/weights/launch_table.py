@@ -87,7 +87,7 @@ class WgmmaGeometry:
     where these are many (0: see `wgmma_block`). `ring`: weights come through so many slots in shared memory, each of
     `columns` columns (0: through registers). `whole`: of blocks of many rows, so many are a program's each, and
     `splits` programs share each of the others (None: of each block a program takes one split after the other).
-    `groups`: of 8 warps, two groups of 4 dequantize and multiply each at its own pace."""
+    `groups`: of 8 warps, two groups of 4 dequantize and multiply without waiting for each other."""
 
     warps: int
     splits: int = 1
