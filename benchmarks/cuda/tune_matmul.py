@@ -142,7 +142,7 @@ def main() -> None:
             measure(shape, arguments.keep_splits, (part, parts))
         return
     given = ["--only", arguments.only, *(["--keep-splits"] if arguments.keep_splits else [])]
-    compile_ahead("tune_matmul", given, [f"{i}/{arguments.workers}" for i in range(arguments.workers)])
+    compile_ahead("cuda.tune_matmul", given, [f"{i}/{arguments.workers}" for i in range(arguments.workers)])
     table = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     entries = table.setdefault(launch_table.device_name(), {}).setdefault("wgmma", {})
     times = []

@@ -7,8 +7,9 @@ in an instruction; rows come in the WGMMA layout (fp16_operand.py).
 
 Programs take 16 rows of weights a warp and up to 128 rows of x; where such programs are too few, `splits` of them
 share the columns (split-K, wgmma_program.py). A matrix of two parts is one launch then. More than 128 rows are cut into
-blocks of 128 or 256, and a program takes all columns: at once, or, where a row's sums must have the bits that they have
-among few rows, one split after the other, added up in the same order.
+blocks of 128 or 256. A program takes all columns of a block, or several share those that would leave multiprocessors
+without work. Where a row's sums must have the bits that they have among few rows, a program takes one split after the
+other, added up in the same order.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,22 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan, wgmma_plan_two_parts
-from quengine.kernels.cuda.gemm.wgmma_program import Matrix, begin_block, few_rows_program
+from quengine.kernels.cuda.gemm.wgmma_program import (
+    Matrix,
+    allocate_stages,
+    begin_block,
+    consumer_group,
+    few_rows_program,
+    finish_share,
+    producer_warp,
+    share_of,
+)
 from quengine.kernels.cuda.gemm.wgmma_store import Output, store_block
 from quengine.kernels.cuda.glu import EPILOGUES, ROWS, SILU, epilogue_adding, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
@@ -79,23 +90,29 @@ def _wgmma_two_parts_kernel(
 
 
 @partial(DirectLaunch, layout=STAGED)
-@gluon.jit(do_not_specialize=["T"])
+@gluon.jit(do_not_specialize=["T", "whole", "splits", "split_chunks"])
 def _wgmma_blocks_kernel(
-    low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, tiles, rows, first, N,
-    T, weight_scale, bound, P: gl.constexpr,
+    low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, partial_ptr,
+    arrivals_ptr, whole, splits, split_chunks, tiles, rows, first, N, T, weight_scale, bound, P: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of rows of x, blocks of weight rows). All columns are a program's own, in P.splits passes."""
+    """Grid: (blocks of rows of x, blocks of weight rows); a program takes all columns, in P.splits passes. Or, with
+    P.shared, so many blocks as one dimension: of the first `whole` a program each, of the others `splits` programs
+    each, with `split_chunks` chunks of the columns."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     if P.flags.pdl and not P.flags.producer:
         tl.extra.cuda.gdc_launch_dependents()
-    token0 = gl.program_id(0) * P.block
-    block = gl.program_id(1)
     matrix = Matrix((low, high, scales, supers), tiles, rows, weight_scale)
-    words, stages, ready, tile, lane = begin_block(matrix, x_rows, block, 0, P.chunks, token0, P)
-    if P.splits == 1:
+    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
+    if P.shared:
+        share = share_of(gl.program_id(0), whole, splits, split_chunks, tiles, T, P.warps, P)
+        token0, block, begin, end = share.token0, share.block, share.begin, share.end
+    else:
+        token0, block, begin, end = gl.program_id(0) * P.block, gl.program_id(1), 0, P.chunks
+    words, stages, ready, tile, lane = begin_block(matrix, x_rows, block, begin, end, token0, P)
+    if P.splits == 1 or P.shared:
         acc, words = multiply(
-            matrix.planes, words, x_rows, stages, ready, tile, lane, 0, 0, P.chunks, P.chunks, token0, weight_scale,
+            matrix.planes, words, x_rows, stages, ready, tile, lane, begin, begin, end, end, token0, weight_scale,
             P, MMA, A,
         )  # fmt: skip
     else:
@@ -111,11 +128,46 @@ def _wgmma_blocks_kernel(
             acc += one
     if P.flags.pdl and P.flags.consumer:
         tl.extra.cuda.gdc_wait()
+    if P.shared:
+        finish_share(
+            acc, share, block, share.place, share.places, output, rows, weight_scale, partial_ptr, arrivals_ptr, MMA, P
+        )  # fmt: skip
+    else:
+        store_block(
+            acc, block * (16 * P.warps), token0, output, rows, weight_scale, P, P.block,
+            64 if P.flags.epilogue >= SILU else 32,
+        )  # fmt: skip
+
+
+@partial(DirectLaunch, layout=STAGED)
+@gluon.jit(do_not_specialize=["T", "whole", "splits", "split_chunks"])
+def _wgmma_groups_kernel(
+    low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, partial_ptr,
+    arrivals_ptr, whole, splits, split_chunks, tiles, rows, first, N, T, weight_scale, bound, P: gl.constexpr,
+):  # fmt: skip
+    """The shared form of `_wgmma_blocks_kernel` for two warp groups of P.warps warps each and a producer warp: one
+    group multiplies while the other dequantizes."""
+    if P.flags.pdl and not P.flags.producer:
+        tl.extra.cuda.gdc_launch_dependents()
+    stages, ready = allocate_stages(x_rows, P)
+    free = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
+    STAGES: gl.constexpr = P.stages
+    for i in gl.static_range(STAGES):
+        mbarrier.init(free.index(i), count=2)
+    fence_async_shared()
+    share = share_of(gl.program_id(0), whole, splits, split_chunks, tiles, T, 2 * P.warps, P)
+    matrix = Matrix((low, high, scales, supers), tiles, rows, weight_scale)
     output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
-    store_block(
-        acc, block * (16 * P.warps), token0, output, rows, weight_scale, P, P.block,
-        64 if P.flags.epilogue >= SILU else 32,
-    )  # fmt: skip
+    # Written out: constants in a variable would no longer be constants.
+    gl.warp_specialize(
+        [
+            (consumer_group, (0, matrix, output, share, stages, ready, free, partial_ptr, arrivals_ptr, P)),
+            (consumer_group, (1, matrix, output, share, stages, ready, free, partial_ptr, arrivals_ptr, P)),
+            (producer_warp, (x_rows, share, stages, ready, free, P)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
 
 
 def subnormal_weight_scale(part: PackedPart) -> float:
@@ -185,7 +237,7 @@ def launch_wgmma_two_parts(
         geometry, (one.layout, two.layout), (one.rows, two.rows), x.values.shape[1], x.rows, flags
     )
     assert x.rows * out.shape[1] < 2**31, "the kernel counts results in 32 bits"
-    partials, arrivals = scratch.take(plan.partial, plan.grid[0])
+    partials, arrivals = scratch.take(plan.partial, plan.blocks)
     scales = [part.weight_scale if mode.exact else subnormal_weight_scale(part) for part in parts]
     _wgmma_two_parts_kernel.launch(
         plan.grid,
@@ -217,8 +269,10 @@ def _launch(
     weight_scale = part.weight_scale if flags.exact else subnormal_weight_scale(part)
     pointers = (*part.planes, Copied(x.values, plan.tma_block), x.row_scale, *outputs)
     sizes = (part.tiles, part.rows, *columns, x.rows, weight_scale, product_bound(part))
-    if x.rows > MOST_FEW:
-        _wgmma_blocks_kernel.launch(plan.grid, pointers + sizes, plan.constants)
+    shared = scratch.take(plan.partial, plan.blocks)
+    if geometry.groups:
+        _wgmma_groups_kernel.launch(plan.grid, pointers + shared + plan.sharing + sizes, plan.constants)
+    elif x.rows > MOST_FEW:
+        _wgmma_blocks_kernel.launch(plan.grid, pointers + shared + plan.sharing + sizes, plan.constants)
     else:
-        shared = scratch.take(plan.partial, plan.grid[0])
         _wgmma_kernel.launch(plan.grid, pointers + shared + sizes, plan.constants)

@@ -85,7 +85,9 @@ class WgmmaGeometry:
     no more than a chunk) of the rows are in shared memory; `overlap`: the matrix units work on 128 columns while the
     next ones are dequantized. `registers` is a limit per thread (0: none). `block`: rows of x a program, up to 256,
     where these are many (0: see `wgmma_block`). `ring`: weights come through so many slots in shared memory, each of
-    `columns` columns (0: through registers)."""
+    `columns` columns (0: through registers). `whole`: of blocks of many rows, so many are a program's each, and
+    `splits` programs share each of the others (None: of each block a program takes one split after the other).
+    `groups`: of 8 warps, two groups of 4 dequantize and multiply without waiting for each other."""
 
     warps: int
     splits: int = 1
@@ -95,6 +97,8 @@ class WgmmaGeometry:
     columns: int = 128
     ring: int = 0
     block: int = 0
+    whole: int | None = None
+    groups: bool = False
 
 
 class Shape(NamedTuple):

@@ -272,6 +272,10 @@ def test_hopper_shares_a_product_too(
         WgmmaGeometry(8, 1, 3, True, block=128),
         WgmmaGeometry(4, 1, 3, True, block=128),
         WgmmaGeometry(8, 3, 3, True, block=128),
+        WgmmaGeometry(8, 1, 3, block=256, whole=1 << 16, groups=True),
+        WgmmaGeometry(8, 2, 3, block=256, whole=1, groups=True),
+        WgmmaGeometry(8, 3, 3, block=256, whole=0),
+        WgmmaGeometry(4, 2, 3, block=128, whole=3),
     ],
     ids=str,
 )
@@ -332,14 +336,19 @@ def test_on_hopper_glu_of_few_rows(
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("warps", [4, 8])
-@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        *(WgmmaGeometry(warps, 1, 3, True, block=block) for warps in (4, 8) for block in (128, 256)),
+        WgmmaGeometry(8, 2, 3, block=256, whole=5, groups=True),
+    ],
+    ids=str,
+)
 def test_on_hopper_glu_of_many_rows(
-    block: int, warps: int, activation: Activation, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    geometry: WgmmaGeometry, activation: Activation, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
-    geometry = WgmmaGeometry(warps, 1, 3, True, block=block)
     monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
     for rows, width in ((130, 384), (1000, 3328)):
         gate, up = ordinary_weight("Q4_K", width, 256), ordinary_weight("Q4_K", width, 256, 1)
@@ -361,8 +370,11 @@ def test_on_hopper_blocks_of_rows_have_the_same_bits(
         pytest.skip("needs a Hopper GPU")
     weight, x = pack(ordinary_weight("Q6_K", 3000, 2048), device), ordinary_activations(700, 2048).to(device)
     made = []
-    for warps, block in ((8, 256), (8, 128), (4, 128)):
-        geometry = WgmmaGeometry(warps, 1, 3, True, block=block)
+    geometries = [
+        *(WgmmaGeometry(warps, 1, 3, True, block=block) for warps, block in ((8, 256), (8, 128), (4, 128))),
+        WgmmaGeometry(8, 2, 3, block=256, whole=1 << 16, groups=True),
+    ]
+    for geometry in geometries:
         monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_, g=geometry: g)
         made += [matmul(x, weight, workspace(device), pdl=True) for _ in range(5)]
     assert all(torch.equal(each, made[0]) for each in made)
