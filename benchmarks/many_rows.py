@@ -10,8 +10,9 @@ nvidia-smi then reports. Kernels are compiled by several processes first.
 
 import argparse
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -24,40 +25,44 @@ from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_g
 from quengine.kernels.cuda.weights.launch_table import WgmmaGeometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
-# Mistral-7B and Llama-3-70B: kind ("added": rows with a residual), type, rows and columns of the weight, rows of x.
+# Mistral-7B, Llama-3-70B and Llama-3.2-1B: kind ("added": rows with a residual), type, rows and columns of the weight,
+# rows of x.
+_ALL = (192, 256, 384, 512, 768, 1024, 2048)
 SHAPES = (
-    ("qkv", "rows", "Q4_K", 6144, 4096, (256, 512, 1024, 2048)),
-    ("o", "added", "Q4_K", 4096, 4096, (256, 512, 1024, 2048)),
-    ("gate+up", "swiglu", "Q4_K", 28672, 4096, (256, 512, 1024, 2048)),
-    ("down", "added", "Q4_K", 4096, 14336, (256, 512, 1024, 2048)),
-    ("down", "added", "Q6_K", 4096, 14336, (256, 512, 1024, 2048)),
-    ("70B qkv", "rows", "Q4_K", 10240, 8192, (512, 2048)),
-    ("70B o", "added", "Q4_K", 8192, 8192, (512, 2048)),
-    ("70B gate+up", "swiglu", "Q4_K", 57344, 8192, (512, 2048)),
-    ("70B down", "added", "Q4_K", 8192, 28672, (512, 2048)),
+    ("qkv", "rows", "Q4_K", 6144, 4096, _ALL),
+    ("o", "added", "Q4_K", 4096, 4096, _ALL),
+    ("gate+up", "swiglu", "Q4_K", 28672, 4096, _ALL),
+    ("down", "added", "Q4_K", 4096, 14336, _ALL),
+    ("down", "added", "Q6_K", 4096, 14336, _ALL),
+    ("70B qkv", "rows", "Q4_K", 10240, 8192, (256, 512, 2048)),
+    ("70B o", "added", "Q4_K", 8192, 8192, (256, 512, 2048)),
+    ("70B gate+up", "swiglu", "Q4_K", 57344, 8192, (256, 512, 2048)),
+    ("70B down", "added", "Q4_K", 8192, 28672, (256, 512, 2048)),
+    ("1B qkv", "rows", "Q4_K", 3072, 2048, (256, 512, 2048)),
+    ("1B gate+up", "swiglu", "Q4_K", 16384, 2048, (256, 512, 2048)),
+    ("1B down", "added", "Q6_K", 2048, 8192, (256, 512, 2048)),
 )
 Shape = tuple[str, str, str, int, int, tuple[int, ...]]
-_PLACES = 132
-"""Programs of 8 warps that run at a time on an H200; of 4 warps twice as many."""
+_MULTIPROCESSORS = 132
+PROGRAMS = {
+    "8x256": WgmmaGeometry(8, 1, 3, block=256),
+    "groups": WgmmaGeometry(8, 1, 3, block=256, groups=True),
+    "8x128": WgmmaGeometry(8, 1, 3, block=128),
+    "4x128": WgmmaGeometry(4, 1, 3, block=128),
+}
 
 
 def variants(rows: int, tokens: int) -> Iterator[tuple[str, WgmmaGeometry | None]]:
     """The table's choice (None), and others by name, for weights of so many rows."""
     yield "table", None
-    for name, geometry, places in (
-        ("groups", WgmmaGeometry(8, 1, 3, block=256, groups=True), _PLACES),
-        ("4x128", WgmmaGeometry(4, 1, 3, block=128), 2 * _PLACES),
-    ):
-        blocks = -(-rows // (16 * geometry.warps)) * -(-tokens // geometry.block)
+    for name, program in PROGRAMS.items():
+        places = _MULTIPROCESSORS * (2 if program.warps == 4 else 1)
+        blocks = -(-rows // (16 * program.warps)) * -(-tokens // program.block)
+        yield name, replace(program, whole=blocks)
         whole = blocks // places * places
-        if geometry.groups:
-            yield name, WgmmaGeometry(**{**vars(geometry), "whole": blocks})
-        for splits in (2, 3, 4, 6):
-            if 0 < (blocks - whole) * splits <= 2 * _PLACES:
-                yield (
-                    f"{name}/{splits}",
-                    WgmmaGeometry(**{**vars(geometry), "whole": whole, "splits": splits}),
-                )
+        for splits in (2, 3, 4):
+            if 0 < (blocks - whole) * splits <= 2.2 * places:
+                yield f"{name}/{splits}", replace(program, whole=whole, splits=splits)
 
 
 def chosen(geometry: WgmmaGeometry | None) -> AbstractContextManager[object]:
@@ -82,23 +87,36 @@ def launcher(
     return lambda: launch_wgmma(x, part, False, out, 0, scratch, mode, residual), out
 
 
-def measure(shape: Shape, compile_only: tuple[int, int] | None) -> None:
-    """Print the times of a shape; with compile_only (i, n), launch every n-th variant once."""
+def compile_kernels(shapes: Sequence[Shape], share: int, shares: int) -> None:
+    """Launch, once, every `shares`-th of the kernels that `measure` takes."""
+    scratch, seen, number = SplitScratch("cuda"), set[tuple[object, ...]](), 0
+    for shape in shapes:
+        _, kind, kept, rows, cols, tokens = shape
+        weight = random_weights([(kept, rows)], cols, kind == "swiglu", 1)[0]
+        for count in tokens:
+            x = to_fp16_operand(torch.randn(count, cols, device="cuda")).as_wgmma()
+            for label, geometry in variants(rows, count):
+                key = (shape, label.split("/")[0] if geometry else count)
+                if key in seen:
+                    continue
+                seen.add(key)
+                number += 1
+                if number % shares == share:
+                    with chosen(geometry):
+                        launcher(shape, weight, x, scratch)[0]()
+
+
+def measure(shape: Shape) -> None:
+    """Print the times of a shape."""
     name, kind, kept, rows, cols, tokens = shape
-    weights = random_weights([(kept, rows)], cols, kind == "swiglu", 1 if compile_only else None)
-    scratch, number = SplitScratch("cuda"), 0
+    weights = random_weights([(kept, rows)], cols, kind == "swiglu")
+    scratch = SplitScratch("cuda")
     for count in tokens:
         x = to_fp16_operand(torch.randn(count, cols, device="cuda")).as_wgmma()
         line, expected = [], None
         for label, geometry in variants(rows, count):
-            number += 1
-            if compile_only and number % compile_only[1] != compile_only[0]:
-                continue
             with chosen(geometry):
                 launches = [launcher(shape, weight, x, scratch) for weight in weights]
-                if compile_only:
-                    launches[0][0]()
-                    continue
                 us = graph_time([launch for launch, _ in launches]) / len(launches)
             y = launches[0][1].float()
             expected = y if expected is None else expected
@@ -106,8 +124,7 @@ def measure(shape: Shape, compile_only: tuple[int, int] | None) -> None:
                 "=" if torch.equal(y, expected) else f"~{float((y - expected).norm() / expected.norm()):.0e}"
             )
             line.append(f"{label} {us:.1f}{off}")
-        if not compile_only:
-            print(f"{name} {kept} {rows} x {cols} by {count}: {'  '.join(line)}", flush=True)
+        print(f"{name} {kept} {rows} x {cols} by {count}: {'  '.join(line)}", flush=True)
 
 
 def measure_hot(shape: Shape, seconds: float = 1.2) -> None:
@@ -116,7 +133,8 @@ def measure_hot(shape: Shape, seconds: float = 1.2) -> None:
     weight = random_weights([(kept, rows)], cols, kind == "swiglu", 1)[0]
     x = to_fp16_operand(torch.randn(tokens[-1], cols, device="cuda")).as_wgmma()
     scratch, operations = SplitScratch("cuda"), 2 * rows * cols * tokens[-1]
-    for label, geometry in [*list(variants(rows, tokens[-1]))[:2]] * 2:
+    whole = {label: geometry for label, geometry in variants(rows, tokens[-1]) if "/" not in label}
+    for label, geometry in 2 * list(whole.items()):
         with chosen(geometry):
             launch, _ = launcher(shape, weight, x, scratch)
             began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -144,9 +162,8 @@ def main() -> None:
     arguments = parser.parse_args()
     shapes = [shape for shape in SHAPES if arguments.only in f"{shape[0]} {shape[2]}"]
     if arguments.compile:
-        part, parts = map(int, arguments.compile.split("/"))
-        for shape in shapes:
-            measure(shape, (part, parts))
+        share, number = map(int, arguments.compile.split("/"))
+        compile_kernels(shapes, share, number)
         return
     shares = [f"{i}/{arguments.workers}" for i in range(arguments.workers)]
     compile_ahead("many_rows", ["--only", arguments.only], shares)
@@ -154,7 +171,7 @@ def main() -> None:
         if arguments.hot:
             measure_hot(shape)
         else:
-            measure(shape, None)
+            measure(shape)
 
 
 if __name__ == "__main__":
