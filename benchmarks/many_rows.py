@@ -22,7 +22,7 @@ from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, random_weight
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
 from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_glu
-from quengine.kernels.cuda.weights.launch_table import WgmmaGeometry
+from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 # Mistral-7B, Llama-3-70B and Llama-3.2-1B: kind ("added": rows with a residual), type, rows and columns of the weight,

@@ -7,9 +7,9 @@ in an instruction; rows come in the WGMMA layout (fp16_operand.py).
 
 Programs take 16 rows of weights a warp and up to 128 rows of x; where such programs are too few, `splits` of them
 share the columns (split-K, wgmma_program.py). A matrix of two parts is one launch then. More than 128 rows are cut into
-blocks of 128 or 256. A program takes all columns of a block, or several share those that would leave multiprocessors
-without work. Where a row's sums must have the bits that they have among few rows, a program takes one split after the
-other, added up in the same order.
+blocks of 128 or 256. A program takes all columns of a block, or several share those of the blocks behind the last whole
+wave (weights/many_rows.py). Where a row's sums must have the bits that they have among few rows, a program takes one
+split after the other, added up in the same order.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,11 @@ from quengine.kernels.cuda.gemm.wgmma_program import (
     producer_warp,
     share_of,
 )
-from quengine.kernels.cuda.gemm.wgmma_store import Output, store_block
-from quengine.kernels.cuda.glu import EPILOGUES, ROWS, SILU, epilogue_adding, product_bound
+from quengine.kernels.cuda.gemm.wgmma_store import Output
+from quengine.kernels.cuda.glu import EPILOGUES, ROWS, epilogue_adding, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
-from quengine.kernels.cuda.weights.launch_table import MOST_FEW, WgmmaGeometry, wgmma_geometry
+from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
+from quengine.kernels.cuda.weights.launch_table import MOST_FEW, wgmma_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.glu import Activation
 
@@ -95,25 +96,23 @@ def _wgmma_blocks_kernel(
     low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, partial_ptr,
     arrivals_ptr, whole, splits, split_chunks, tiles, rows, first, N, T, weight_scale, bound, P: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of rows of x, blocks of weight rows); a program takes all columns, in P.splits passes. Or, with
-    P.shared, so many blocks as one dimension: of the first `whole` a program each, of the others `splits` programs
-    each, with `split_chunks` chunks of the columns."""
+    """Grid: a program for each of the first `whole` blocks of weight rows and rows of x, `splits` for each of the
+    others, with `split_chunks` chunks of the columns. Or all blocks are whole, in P.splits splits one after the
+    other."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     if P.flags.pdl and not P.flags.producer:
         tl.extra.cuda.gdc_launch_dependents()
+    share = share_of(gl.program_id(0), whole, splits, split_chunks, tiles, T, P.warps, P)
     matrix = Matrix((low, high, scales, supers), tiles, rows, weight_scale)
     output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
-    if P.shared:
-        share = share_of(gl.program_id(0), whole, splits, split_chunks, tiles, T, P.warps, P)
-        token0, block, begin, end = share.token0, share.block, share.begin, share.end
-    else:
-        token0, block, begin, end = gl.program_id(0) * P.block, gl.program_id(1), 0, P.chunks
-    words, stages, ready, tile, lane = begin_block(matrix, x_rows, block, begin, end, token0, P)
-    if P.splits == 1 or P.shared:
+    words, stages, ready, tile, lane = begin_block(
+        matrix, x_rows, share.block, share.begin, share.end, share.token0, P
+    )
+    if P.splits == 1:
         acc, words = multiply(
-            matrix.planes, words, x_rows, stages, ready, tile, lane, begin, begin, end, end, token0, weight_scale,
-            P, MMA, A,
+            matrix.planes, words, x_rows, stages, ready, tile, lane, share.begin, share.begin, share.end, share.end,
+            share.token0, weight_scale, P, MMA, A,
         )  # fmt: skip
     else:
         WARPS: gl.constexpr = P.warps
@@ -123,20 +122,15 @@ def _wgmma_blocks_kernel(
             last = gl.minimum((split + 1) * P.split_chunks, P.chunks)
             one, words = multiply(
                 matrix.planes, words, x_rows, stages, ready, tile, lane, 0, split * P.split_chunks, last, P.chunks,
-                token0, weight_scale, P, MMA, A,
+                share.token0, weight_scale, P, MMA, A,
             )  # fmt: skip
             acc += one
     if P.flags.pdl and P.flags.consumer:
         tl.extra.cuda.gdc_wait()
-    if P.shared:
-        finish_share(
-            acc, share, block, share.place, share.places, output, rows, weight_scale, partial_ptr, arrivals_ptr, MMA, P
-        )  # fmt: skip
-    else:
-        store_block(
-            acc, block * (16 * P.warps), token0, output, rows, weight_scale, P, P.block,
-            64 if P.flags.epilogue >= SILU else 32,
-        )  # fmt: skip
+    finish_share(
+        acc, share, share.block, share.place, share.places, output, rows, weight_scale, partial_ptr, arrivals_ptr,
+        MMA, P,
+    )  # fmt: skip
 
 
 @partial(DirectLaunch, layout=STAGED)
@@ -145,8 +139,8 @@ def _wgmma_groups_kernel(
     low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, partial_ptr,
     arrivals_ptr, whole, splits, split_chunks, tiles, rows, first, N, T, weight_scale, bound, P: gl.constexpr,
 ):  # fmt: skip
-    """The shared form of `_wgmma_blocks_kernel` for two warp groups of P.warps warps each and a producer warp: one
-    group multiplies while the other dequantizes."""
+    """`_wgmma_blocks_kernel` for two warp groups of P.warps warps each and a producer warp: one group multiplies while
+    the other dequantizes."""
     if P.flags.pdl and not P.flags.producer:
         tl.extra.cuda.gdc_launch_dependents()
     stages, ready = allocate_stages(x_rows, P)
@@ -270,9 +264,8 @@ def _launch(
     pointers = (*part.planes, Copied(x.values, plan.tma_block), x.row_scale, *outputs)
     sizes = (part.tiles, part.rows, *columns, x.rows, weight_scale, product_bound(part))
     shared = scratch.take(plan.partial, plan.blocks)
-    if geometry.groups:
-        _wgmma_groups_kernel.launch(plan.grid, pointers + shared + plan.sharing + sizes, plan.constants)
-    elif x.rows > MOST_FEW:
-        _wgmma_blocks_kernel.launch(plan.grid, pointers + shared + plan.sharing + sizes, plan.constants)
-    else:
+    if x.rows <= MOST_FEW:
         _wgmma_kernel.launch(plan.grid, pointers + shared + sizes, plan.constants)
+        return
+    kernel = _wgmma_groups_kernel if geometry.groups else _wgmma_blocks_kernel
+    kernel.launch(plan.grid, pointers + shared + plan.sharing + sizes, plan.constants)

@@ -6,7 +6,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from quengine.kernels.cuda.launch.kernel import Constants
-from quengine.kernels.cuda.weights.launch_table import MOST_FEW, WgmmaGeometry, wgmma_block
+from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
+from quengine.kernels.cuda.weights.launch_table import MOST_FEW, wgmma_block
 from quengine.kernels.cuda.weights.layout import PackedLayout
 
 
@@ -30,9 +31,10 @@ class WgmmaProgram:
     """A program: the one compile-time constant of the kernels.
 
     It takes 16 * `warps` rows of a weight of `cols` columns and `block` rows of x, of which `stages` sets of `columns`
-    columns are in shared memory. `splits` programs (or, for many rows, passes of one program) share the columns;
-    `at_once` of their sums are read at a time. `shared`: programs share the columns of some blocks of many rows; how
-    many is an argument. `overlap`: the matrix units multiply while weights are dequantized.
+    columns are in shared memory. `splits` programs share the columns; of many rows, so many splits are one program's,
+    one after the other, and how many programs share the columns of a block is an argument. `at_once` of their sums are
+    read at a time. `overlap`: the matrix units multiply while weights are dequantized. `groups`: see WgmmaGeometry,
+    and `warps` are those of one group.
     """
 
     layout: PackedLayout
@@ -45,7 +47,6 @@ class WgmmaProgram:
     columns: int
     overlap: bool
     flags: WgmmaFlags
-    shared: bool = False
     groups: bool = False
 
     @property
@@ -88,15 +89,15 @@ def wgmma_plan(
 ) -> WgmmaPlan:
     """One part of a weight times `rows` rows."""
     blocks = -(-weight_rows // (16 * geometry.warps))
-    if rows > MOST_FEW and geometry.whole is not None:
-        program = replace(_program(replace(geometry, splits=1), layout, cols, rows, flags), shared=True)
-        if geometry.groups:
-            program = replace(program, groups=True, warps=4, overlap=False)
-        return _plan_shared(geometry, program, -(-rows // program.block) * blocks)
-    program = _program(geometry, layout, cols, rows, flags)
-    if rows > MOST_FEW:
-        return _plan(geometry, program, (-(-rows // program.block), blocks), 0)
-    return _plan(geometry, program, (blocks, program.splits), _partial(program, blocks))
+    if rows <= MOST_FEW:
+        program = _program(geometry, layout, cols, rows, flags)
+        return _plan(geometry, program, (blocks, program.splits), _partial(program, blocks))
+    program = _program(
+        geometry if geometry.in_turn else replace(geometry, splits=1), layout, cols, rows, flags
+    )
+    if geometry.groups:
+        program = replace(program, groups=True, warps=geometry.warps // 2, overlap=False)
+    return _plan_many(geometry, program, -(-rows // program.block) * blocks)
 
 
 @lru_cache(1024)
@@ -135,17 +136,18 @@ def wgmma_plan_grouped(
     return _plan(geometry, program, grid, 0, more={"EARLY": early, "SLOTS": min(geometry.ring, turns + 1)})
 
 
-def _plan_shared(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> WgmmaPlan:
+def _plan_many(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> WgmmaPlan:
     """Of `blocks` blocks of many rows the first `geometry.whole` have one program, the others `geometry.splits`. One
     compiled kernel, `program`, takes any number of both."""
-    assert geometry.whole is not None
-    whole = min(geometry.whole, blocks)
     split_chunks = -(-program.chunks // geometry.splits)
     splits = -(-program.chunks // split_chunks)  # each has some chunks
-    partial = splits * (blocks - whole) * 16 * geometry.warps * program.block
-    plan = _plan(geometry, program, (whole + (blocks - whole) * splits,), partial)
-    shared = (blocks - whole) * (2 if program.groups else 1)
-    return replace(plan, blocks=shared, sharing=(whole, splits, split_chunks))
+    whole = blocks if geometry.in_turn or splits == 1 else min(geometry.whole, blocks)
+    shared = blocks - whole
+    plan = _plan(
+        geometry, program, (whole + shared * splits,), splits * shared * 16 * geometry.warps * program.block
+    )
+    counters = shared * (geometry.warps // program.warps)
+    return replace(plan, blocks=counters, sharing=(whole, splits, split_chunks))
 
 
 def _program(

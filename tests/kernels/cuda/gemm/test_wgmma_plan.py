@@ -5,7 +5,7 @@ import pytest
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan
 from quengine.kernels.cuda.glu import ROWS
-from quengine.kernels.cuda.weights.launch_table import WgmmaGeometry
+from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
 from quengine.kernels.cuda.weights.layout import packed_layout
 
 FLAGS = WgmmaFlags(ROWS.value, False, True, False)
@@ -14,10 +14,11 @@ FLAGS = WgmmaFlags(ROWS.value, False, True, False)
 @pytest.mark.parametrize(
     ("geometry", "grid", "sharing", "counters"),
     [
-        (WgmmaGeometry(8, 1, 3, block=256), (2, 56), (0, 1, 1), 2),
+        (WgmmaGeometry(8, 1, 3, block=256), (112,), (112, 1, 16), 0),
         (WgmmaGeometry(8, 3, 3, block=256, whole=100), (100 + 12 * 3,), (100, 3, 6), 12),
+        (WgmmaGeometry(8, 3, 3, block=256, in_turn=True), (112,), (112, 3, 6), 0),
         (
-            WgmmaGeometry(8, 5, 3, block=256, whole=0),
+            WgmmaGeometry(8, 5, 3, block=256),
             (112 * 4,),
             (0, 4, 4),
             112,
@@ -30,11 +31,10 @@ FLAGS = WgmmaFlags(ROWS.value, False, True, False)
 def test_blocks_behind_the_whole_ones_are_shared(
     geometry: WgmmaGeometry, grid: tuple[int, ...], sharing: tuple[int, int, int], counters: int
 ) -> None:
-    """7168 x 4096 by 300 rows: 56 blocks of 128 weight rows, 2 of 256 rows of x."""
+    """7168 x 4096 by 300 rows: 56 blocks of 128 weight rows, 2 of 256 rows of x. Two groups count arrivals each."""
     plan = wgmma_plan(geometry, packed_layout(FORMATS["Q4_K"], 4096), 7168, 4096, 300, FLAGS)
     assert (plan.grid, plan.sharing, plan.blocks) == (grid, sharing, counters)
-    shared = grid[0] - sharing[0] if geometry.whole is not None else 0
-    assert plan.partial == shared * 128 * 256
+    assert plan.partial == (grid[0] - sharing[0]) * 128 * 256
 
 
 def test_one_compiled_kernel_takes_any_number_of_shares() -> None:
