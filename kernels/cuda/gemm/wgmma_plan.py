@@ -9,6 +9,7 @@ from quengine.kernels.cuda.launch.kernel import Constants
 from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
 from quengine.kernels.cuda.weights.launch_table import MOST_FEW, wgmma_block
 from quengine.kernels.cuda.weights.layout import PackedLayout
+from quengine.kernels.cuda.weights.many_rows import MOST_SHARES
 
 
 class WgmmaFlags(NamedTuple):
@@ -141,6 +142,7 @@ def _plan_many(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> W
     compiled kernel, `program`, takes any number of both."""
     split_chunks = -(-program.chunks // geometry.splits)
     splits = -(-program.chunks // split_chunks)  # each has some chunks
+    assert geometry.in_turn or splits <= MOST_SHARES
     whole = blocks if geometry.in_turn or splits == 1 else min(geometry.whole, blocks)
     shared = blocks - whole
     plan = _plan(

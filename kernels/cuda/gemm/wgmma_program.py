@@ -15,6 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from quengine.kernels.cuda.gemm.wgmma_loop import copy_set, copy_sets, load_turn, multiply, multiply_alone
 from quengine.kernels.cuda.gemm.wgmma_store import store_block, store_sums, tile_of
 from quengine.kernels.cuda.glu import SILU
+from quengine.kernels.cuda.weights.many_rows import MOST_SHARES
+
+_MOST_SHARES = gl.constexpr(MOST_SHARES)
 
 
 class Matrix(NamedTuple):
@@ -27,13 +30,13 @@ class Matrix(NamedTuple):
 
 
 @gluon.jit
-def _partial_offsets(MMA: gl.constexpr, P: gl.constexpr):
-    """Offsets of fp32 [16*P.warps, P.block] that programs leave for each other: as the threads hold it, two values of
-    each side by side, so that a warp writes 256 bytes in a row."""
-    row = gl.arange(0, 16 * P.warps, layout=gl.SliceLayout(1, MMA))
-    token = gl.arange(0, P.block, layout=gl.SliceLayout(0, MMA))
-    of_row = ((row // 8) % 2) * (64 * P.warps) + (row // 16) * 64 + (row % 8) * 8
-    return gl.expand_dims(of_row, 1) + gl.expand_dims(token // 8 * (128 * P.warps) + token % 8, 0)
+def _partial_offsets(MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr):
+    """Offsets of fp32 [16*WARPS, TB] that programs leave for each other: as the threads hold it, two values of each
+    side by side, so that a warp writes 256 bytes in a row. Sums of fewer rows of x are the first so many of these."""
+    row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA))
+    token = gl.arange(0, TB, layout=gl.SliceLayout(0, MMA))
+    of_row = ((row // 8) % 2) * (64 * WARPS) + (row // 16) * 64 + (row % 8) * 8
+    return gl.expand_dims(of_row, 1) + gl.expand_dims(token // 8 * (128 * WARPS) + token % 8, 0)
 
 
 @gluon.jit
@@ -76,7 +79,7 @@ def add_splits(
     splits added up, and True."""
     SIZE: gl.constexpr = 16 * P.warps * P.block
     AT_ONCE: gl.constexpr = P.at_once
-    spread = _partial_offsets(MMA, P)
+    spread = _partial_offsets(MMA, P.warps, P.block)
     gl.store(partial_ptr + (split * places + place) * SIZE + spread, acc)
     tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
     arrived = gl.atomic_add(arrivals_ptr + place, 1, sem="acq_rel", scope="gpu")
@@ -156,17 +159,33 @@ def finish_share(
     acc, share, block, place, places, output, rows, weight_scale, partial_ptr, arrivals_ptr,
     MMA: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Store the sums of a share, or leave them for the last of those of the same block, which adds them up."""
-    finished = share.shared == 0
+    """Store the sums of a program's own block; of a shared one, leave them for the program that arrives last, which
+    adds up those of all splits, from memory, some rows of x at a time: all at once, beside the sums that it has, would
+    be twice the instructions."""
+    WARPS: gl.constexpr = P.warps
+    TB: gl.constexpr = P.block
+    SIZE: gl.constexpr = 16 * WARPS * TB
+    PART: gl.constexpr = 64
+    AT_ONCE: gl.constexpr = PART if P.flags.epilogue >= SILU else 32
     if share.shared:
-        acc, finished = add_splits(
-            acc, share.split, share.splits, place, places, partial_ptr, arrivals_ptr, MMA, P
-        )
-    if finished:
-        store_block(
-            acc, block * (16 * P.warps), share.token0, output, rows, weight_scale, P, P.block,
-            64 if P.flags.epilogue >= SILU else 32,
-        )  # fmt: skip
+        own = partial_ptr + (share.split * places + place) * SIZE
+        gl.store(own + _partial_offsets(MMA, WARPS, TB), acc)
+        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+        arrived = gl.atomic_add(arrivals_ptr + place, 1, sem="acq_rel", scope="gpu")
+        if arrived == share.splits - 1:
+            gl.store(arrivals_ptr + place, 0)
+            OF_PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
+            at = partial_ptr + place * SIZE + _partial_offsets(OF_PART, WARPS, PART)
+            for part in range(TB // PART):
+                y = gl.zeros([16 * WARPS, PART], gl.float32, OF_PART)
+                for i in gl.static_range(_MOST_SHARES):
+                    split = at + i * (places * SIZE) + part * (16 * WARPS * PART)
+                    y += gl.load(split, mask=i < share.splits, other=0.0, cache_modifier=".cg")
+                store_block(
+                    y, block * (16 * WARPS), share.token0 + part * PART, output, rows, weight_scale, P, PART, AT_ONCE
+                )  # fmt: skip
+    else:
+        store_block(acc, block * (16 * WARPS), share.token0, output, rows, weight_scale, P, TB, AT_ONCE)
 
 
 @gluon.jit

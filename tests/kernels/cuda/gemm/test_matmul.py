@@ -336,6 +336,16 @@ def test_on_hopper_glu_of_few_rows(
         assert nmse(made.dequantize(width), glu(expected(x, [gate, up]), activation)) < 4 * FP16_ROUNDING
 
 
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_two_groups_of_warps_take_every_type(
+    name: str, device: torch.device, hopper_takes: Callable[[WgmmaGeometry], None]
+) -> None:
+    hopper_takes(WgmmaGeometry(8, 2, 3, block=256, whole=3, groups=True))
+    weight, x = ordinary_weight(name, 520, 1024), ordinary_activations(300, 1024)
+    y = matmul(x.to(device), pack(weight, device), workspace(device, 1 << 20), pdl=True)
+    assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     "geometry",
