@@ -21,13 +21,15 @@ _TIMED_COLUMNS = 256
 @dataclass(frozen=True)
 class _Program:
     """A program, `places` of which run at a time; microseconds in which each takes 256 columns where half of the places
-    or fewer are taken (`few`) and where all are (`all`), and what sharing columns adds to a launch."""
+    or fewer are taken (`few`) and where all are (`all`), and those that sharing columns adds to a launch, and to it for
+    each program that shares (`each`)."""
 
     geometry: WgmmaGeometry
     places: int
     few: float
     all: float
     sharing: float
+    each: float
 
     def blocks(self, shape: Shape, rows: int) -> int:
         return -(-shape.tiles // self.geometry.warps) * -(-rows // self.geometry.block)
@@ -44,14 +46,15 @@ class _Program:
         time = waves * chunks * self.all + (chunks * self.rate(rest) if rest else 0)
         if whole == blocks:
             return columns * time
-        waves, rest = divmod((blocks - whole) * splits, self.places)
+        sharing = (blocks - whole) * splits
+        waves, rest = divmod(sharing, self.places)
         time += -(-chunks // splits) * (waves * self.all + (self.rate(rest) if rest else 0))
-        return columns * time + self.sharing
+        return columns * time + self.sharing + sharing * self.each
 
 
 _PROGRAMS = (
-    _Program(WgmmaGeometry(8, 1, 3, block=256, groups=True), MULTIPROCESSORS, 2.45, 3.0, 13),
-    _Program(WgmmaGeometry(4, 1, 3, block=128), 2 * MULTIPROCESSORS, 1.45, 1.95, 4),
+    _Program(WgmmaGeometry(8, 1, 3, block=256, groups=True), MULTIPROCESSORS, 2.6, 3.05, 8, 0.06),
+    _Program(WgmmaGeometry(4, 1, 3, block=128), 2 * MULTIPROCESSORS, 1.45, 1.9, 0.5, 0.024),
 )
 
 
