@@ -22,7 +22,7 @@ CAPTURED_AT = 2
 
 MOST_PADDING = 1024
 """Rows of padding, over all times that it comes, for which a step that is not captured is computed in a captured one
-that holds more: a row takes some 0.03 ms, capturing 30, and while sequences come or end a size comes for a step or two."""
+that holds more: a row takes some 0.03 ms, capturing 30. While sequences come or end a size comes for a step or two."""
 
 EXACT_CPU_ROWS = 16
 """On a CPU, decode steps of up to so many rows have a step list each; beyond it the multiples of 4."""
