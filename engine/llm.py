@@ -82,9 +82,7 @@ class LLM:
         self.ctx_size = self.loaded.cache.ctx_size
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
-        self._launched: deque[LaunchedStep] = (
-            deque()
-        )  # whose results were not taken yet, in the order of the device
+        self._launched = deque[LaunchedStep]()  # whose results were not taken yet, in the device's order
         self.speculation = Speculation.of(config, self.scheduler, self.loaded.draft, self.loaded.device.type)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
