@@ -24,15 +24,18 @@ def print_report(completion: "Completion", llm: "LLM") -> None:
 
     t = completion.timings
     cached = f" ({t.cached_tokens} from the cache)" if t.cached_tokens else ""
-    per_token = 1e3 / t.decode_tok_s if t.decode_tok_s else 0.0
+    speed, read = "", ""
+    if t.decode_tok_s:  # two tokens or more
+        speed = f", {t.decode_tok_s:.1f} tok/s, {1e3 / t.decode_tok_s:.1f} ms/token"
+        read = f", {t.gb_s:.1f} GB/s"
     lines = [
         f"prompt     {t.prompt_tokens} tokens{cached} in {t.prompt_s:.2f} s, {t.prompt_tok_s:.1f} tok/s; "
         f"first token after {t.ttft_s:.2f} s",
-        f"generated  {t.generated_tokens} tokens in {t.decode_s:.2f} s, {t.decode_tok_s:.1f} tok/s, "
-        f"{per_token:.1f} ms/token; ended by {completion.finish_reason}, seed {completion.seed}",
+        f"generated  {t.generated_tokens} tokens in {t.decode_s:.2f} s{speed}; "
+        f"ended by {completion.finish_reason}, seed {completion.seed}",
         *_drafts(t),
         *_shifts(t),
-        f"read       {gib(t.bytes_per_token)} a token, {t.gb_s:.1f} GB/s",
+        f"read       {gib(t.bytes_per_token)} a token{read}",
         f"load       {t.load_s:.2f} s; peak memory {gib(t.peak_bytes)}; {llm.loaded.device}, "
         f"{llm.loaded.threads} threads, {llm.loaded.decoder.backend.name} backend",
         *_experts(llm),
