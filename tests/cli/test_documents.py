@@ -85,6 +85,16 @@ def command_lines(text: str) -> Iterator[list[str]]:
                 yield shlex.split(re.split(r" [<>|] ", part)[0], comments=True)
 
 
+def test_the_servers_limits_have_the_defaults_that_are_shown() -> None:
+    main.register_commands([])
+    group: Any = typer.main.get_command(main.app)
+    defaults = {flag: each.default for each in group.commands["serve"].params for flag in each.opts}
+    rows = re.findall(r"^\| `(--[\w-]+)` \| (\d+)(?: s)? \|", (ROOT / "docs/server.md").read_text(), re.M)
+    assert len(rows) > 10
+    for flag, default in rows:
+        assert defaults[flag] == float(default), flag
+
+
 @pytest.fixture(scope="module")
 def known() -> dict[str, set[str]]:
     """The flags of every command, and of those below it."""
