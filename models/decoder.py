@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -93,6 +94,7 @@ class Decoder:
         if not stage.is_last:
             behind = LayerTensors(tensors, f"blk.{stage.layers.stop}.", backend, config.rms_eps)
             last_norm = behind.norm("attn_norm", config.block.norms != "post")
+        self._step_bytes: dict[int, int] = {}
         self._next_norms = [*(block.attention.attn_norm for block in self.blk[1:]), last_norm]
         self._handed = HandedRows(stage, backend, config.embedding_length)
 
@@ -152,7 +154,7 @@ class Decoder:
     def _empty(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=self.backend.dtype, device=self.backend.device)
 
-    @property
+    @cached_property
     def bytes_per_token(self) -> int:
         """Weight bytes that one decoded token reads: every matrix once, of experts those used, one embedding row."""
         blocks = sum(block.attention.nbytes + block.ffn.nbytes for block in self.blk)
@@ -161,10 +163,13 @@ class Decoder:
 
     def step_bytes(self, rows: int) -> int:
         """Weight bytes that a decode step of `rows` rows reads: every matrix once, and of experts those that the rows
-        are expected to choose.
+        are expected to choose. Counted once for a number of rows: every request asks for it at its end.
         """
-        experts = [block.ffn for block in self.blk if isinstance(block.ffn, MixtureOfExperts)]
-        return self.bytes_per_token + sum(ffn.step_bytes(rows) - ffn.nbytes for ffn in experts)
+        if rows not in self._step_bytes:
+            experts = [block.ffn for block in self.blk if isinstance(block.ffn, MixtureOfExperts)]
+            more = sum(ffn.step_bytes(rows) - ffn.nbytes for ffn in experts)
+            self._step_bytes[rows] = self.bytes_per_token + more
+        return self._step_bytes[rows]
 
     def _block(self, layer: int, tensors: LayerTensors, spec: AttentionSpec) -> Block:
         if self.config.block.qk_norm:

@@ -47,9 +47,9 @@ def launch_time(launches: Sequence[Callable[[], object]]) -> float:
 
 
 def compile_ahead(benchmark: str, arguments: Sequence[str], shares: Sequence[str]) -> None:
-    """Run a module of this folder once for each share with `--compile SHARE`, all at a time: compiling takes long, and
+    """Run a module of benchmarks once for each share with `--compile SHARE`, all at a time: compiling takes long, and
     timing does not wait for it then. Raises SystemExit where one fails."""
-    command = [sys.executable, "-m", f"benchmarks.cuda.{benchmark}", *arguments, "--compile"]
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", *arguments, "--compile"]
     running = [subprocess.Popen([*command, share]) for share in shares]
     codes = [process.wait() for process in running]
     if any(codes):

@@ -186,7 +186,7 @@ def main() -> None:
     if arguments.compile is not None:
         compile_share(arguments.model, arguments.compile)
         return
-    compile_ahead("grouped_blocks", ["-m", *arguments.model], [str(i) for i in range(WORKERS)])
+    compile_ahead("cuda.grouped_blocks", ["-m", *arguments.model], [str(i) for i in range(WORKERS)])
     found = tune_geometries(arguments.model) if is_hopper(torch.device("cuda")) else {}
     print(json.dumps({"grouped_wgmma": found}), flush=True)
     launch_table._table().setdefault(launch_table.device_name(), {})["grouped_wgmma"] = found

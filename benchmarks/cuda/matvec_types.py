@@ -184,7 +184,7 @@ def main() -> None:
         compile_share(jobs, arguments.compile, arguments.tune, entries)
         return
     flags = [*listed, *([] if arguments.tune is None else [f"--tune={arguments.tune}"])]
-    compile_ahead("matvec_types", flags, [str(i) for i in range(WORKERS)])
+    compile_ahead("cuda.matvec_types", flags, [str(i) for i in range(WORKERS)])
     for title, (model, name) in zip(listed, jobs, strict=True):
         first = layer_of(model, name, 0)
         count = 2 * copies_past_l2(2 * sum(weight.nbytes for weight in first.values()))

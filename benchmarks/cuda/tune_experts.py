@@ -278,7 +278,7 @@ def main() -> None:
         for name in arguments.model:
             compile_share(name, arguments.compile)
         return
-    compile_ahead("tune_experts", ["-m", *arguments.model], [str(i) for i in range(WORKERS)])
+    compile_ahead("cuda.tune_experts", ["-m", *arguments.model], [str(i) for i in range(WORKERS)])
     found = [tune(name, arguments.depth) for name in arguments.model]
     print(json.dumps(found))
     if arguments.write:

@@ -21,7 +21,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, 
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
 from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_glu
 from quengine.kernels.cuda.weights import launch_table
-from quengine.kernels.cuda.weights.launch_table import WgmmaGeometry
+from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 # Mistral-7B: merged QKV (attn_v is Q6_K in half of the layers), attn_output, ffn_gate + ffn_up, ffn_down, output. The
@@ -142,7 +142,7 @@ def main() -> None:
             measure(shape, arguments.keep_splits, (part, parts))
         return
     given = ["--only", arguments.only, *(["--keep-splits"] if arguments.keep_splits else [])]
-    compile_ahead("tune_matmul", given, [f"{i}/{arguments.workers}" for i in range(arguments.workers)])
+    compile_ahead("cuda.tune_matmul", given, [f"{i}/{arguments.workers}" for i in range(arguments.workers)])
     table = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     entries = table.setdefault(launch_table.device_name(), {}).setdefault("wgmma", {})
     times = []

@@ -107,7 +107,7 @@ def main() -> None:
     if arguments.compile is not None:
         compile_share(entries, arguments.compile, pdl)
         return
-    compile_ahead("tune_matvec_chain", [], [str(i) for i in range(WORKERS)])
+    compile_ahead("cuda.tune_matvec_chain", [], [str(i) for i in range(WORKERS)])
     chain = Chain(LAYERS, arguments.depth, pdl)
     print(f"{launch_table.device_name()}: {chain.time():.1f} us for {LAYERS} layers before", flush=True)
     for _ in range(ROUNDS):

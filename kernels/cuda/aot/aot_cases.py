@@ -115,8 +115,9 @@ _EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
 COMMON_TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
 """The types compiled for every GPU. The others leave out sm_89, whose instructions and registers are sm_80's."""
 
-ALL_TYPES_WIDTH = 1024
-"""Width and depth of the matrices that stand for all types: as many chunks as there is reading ahead for."""
+ALL_TYPES_WIDTH, _WIDE = 1024, 4096
+"""Width and depth of the matrices that stand for all types: as many chunks as there is reading ahead for, and as many
+as make two groups of warps worth their while."""
 
 
 @contextmanager
@@ -193,6 +194,8 @@ def _type_cases() -> Iterator[Case]:
         prefill = ARCHS if name in COMMON_TYPES else (90,)
         prompt = partial(layer, _prefill(PREFILL_ROWS))
         yield Case(f"{name}, layer, {PREFILL_ROWS} rows", False, prefill, prompt)
+        wide = partial(_matmul, name, _WIDE, _prefill(LONG_CHUNK))
+        yield Case(f"{name}, wide matmul, {LONG_CHUNK} rows", False, (90,), wide)
     for name in ("Q4_K", "Q6_K"):
         for rows in FEW_ROWS:
             layer = partial(_layer, name, name, name, size, size, SMALL, _decode(rows))

@@ -7,8 +7,9 @@ in an instruction; rows come in the WGMMA layout (fp16_operand.py).
 
 Programs take 16 rows of weights a warp and up to 128 rows of x; where such programs are too few, `splits` of them
 share the columns (split-K, wgmma_program.py). A matrix of two parts is one launch then. More than 128 rows are cut into
-blocks of 128 or 256, and a program takes all columns: at once, or, where a row's sums must have the bits that they have
-among few rows, one split after the other, added up in the same order.
+blocks of 128 or 256. A program takes all columns of a block, or several share those of the blocks behind the last whole
+wave (weights/many_rows.py). Where a row's sums must have the bits that they have among few rows, a program takes one
+split after the other, added up in the same order.
 """
 
 from collections.abc import Sequence
@@ -18,16 +19,27 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan, wgmma_plan_two_parts
-from quengine.kernels.cuda.gemm.wgmma_program import Matrix, begin_block, few_rows_program
-from quengine.kernels.cuda.gemm.wgmma_store import Output, store_block
-from quengine.kernels.cuda.glu import EPILOGUES, ROWS, SILU, epilogue_adding, product_bound
+from quengine.kernels.cuda.gemm.wgmma_program import (
+    Matrix,
+    allocate_stages,
+    begin_block,
+    consumer_group,
+    few_rows_program,
+    finish_share,
+    producer_warp,
+    share_of,
+)
+from quengine.kernels.cuda.gemm.wgmma_store import Output
+from quengine.kernels.cuda.glu import EPILOGUES, ROWS, epilogue_adding, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
-from quengine.kernels.cuda.weights.launch_table import MOST_FEW, WgmmaGeometry, wgmma_geometry
+from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
+from quengine.kernels.cuda.weights.launch_table import MOST_FEW, wgmma_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.glu import Activation
 
@@ -79,24 +91,28 @@ def _wgmma_two_parts_kernel(
 
 
 @partial(DirectLaunch, layout=STAGED)
-@gluon.jit(do_not_specialize=["T"])
+@gluon.jit(do_not_specialize=["T", "whole", "splits", "split_chunks"])
 def _wgmma_blocks_kernel(
-    low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, tiles, rows, first, N,
-    T, weight_scale, bound, P: gl.constexpr,
+    low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, partial_ptr,
+    arrivals_ptr, whole, splits, split_chunks, tiles, rows, first, N, T, weight_scale, bound, P: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of rows of x, blocks of weight rows). All columns are a program's own, in P.splits passes."""
+    """Grid: a program for each of the first `whole` blocks of weight rows and rows of x, `splits` for each of the
+    others, with `split_chunks` chunks of the columns. Or all blocks are whole, in P.splits splits one after the
+    other."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     if P.flags.pdl and not P.flags.producer:
         tl.extra.cuda.gdc_launch_dependents()
-    token0 = gl.program_id(0) * P.block
-    block = gl.program_id(1)
+    share = share_of(gl.program_id(0), whole, splits, split_chunks, tiles, T, P.warps, P)
     matrix = Matrix((low, high, scales, supers), tiles, rows, weight_scale)
-    words, stages, ready, tile, lane = begin_block(matrix, x_rows, block, 0, P.chunks, token0, P)
+    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
+    words, stages, ready, tile, lane = begin_block(
+        matrix, x_rows, share.block, share.begin, share.end, share.token0, P
+    )
     if P.splits == 1:
         acc, words = multiply(
-            matrix.planes, words, x_rows, stages, ready, tile, lane, 0, 0, P.chunks, P.chunks, token0, weight_scale,
-            P, MMA, A,
+            matrix.planes, words, x_rows, stages, ready, tile, lane, share.begin, share.begin, share.end, share.end,
+            share.token0, weight_scale, P, MMA, A,
         )  # fmt: skip
     else:
         WARPS: gl.constexpr = P.warps
@@ -106,16 +122,46 @@ def _wgmma_blocks_kernel(
             last = gl.minimum((split + 1) * P.split_chunks, P.chunks)
             one, words = multiply(
                 matrix.planes, words, x_rows, stages, ready, tile, lane, 0, split * P.split_chunks, last, P.chunks,
-                token0, weight_scale, P, MMA, A,
+                share.token0, weight_scale, P, MMA, A,
             )  # fmt: skip
             acc += one
     if P.flags.pdl and P.flags.consumer:
         tl.extra.cuda.gdc_wait()
-    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
-    store_block(
-        acc, block * (16 * P.warps), token0, output, rows, weight_scale, P, P.block,
-        64 if P.flags.epilogue >= SILU else 32,
+    finish_share(
+        acc, share, share.block, share.place, share.places, output, rows, weight_scale, partial_ptr, arrivals_ptr,
+        MMA, P,
     )  # fmt: skip
+
+
+@partial(DirectLaunch, layout=STAGED)
+@gluon.jit(do_not_specialize=["T", "whole", "splits", "split_chunks"])
+def _wgmma_groups_kernel(
+    low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, partial_ptr,
+    arrivals_ptr, whole, splits, split_chunks, tiles, rows, first, N, T, weight_scale, bound, P: gl.constexpr,
+):  # fmt: skip
+    """`_wgmma_blocks_kernel` for two warp groups of P.warps warps each and a producer warp: one group multiplies while
+    the other dequantizes."""
+    if P.flags.pdl and not P.flags.producer:
+        tl.extra.cuda.gdc_launch_dependents()
+    stages, ready = allocate_stages(x_rows, P)
+    free = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
+    STAGES: gl.constexpr = P.stages
+    for i in gl.static_range(STAGES):
+        mbarrier.init(free.index(i), count=2)
+    fence_async_shared()
+    share = share_of(gl.program_id(0), whole, splits, split_chunks, tiles, T, 2 * P.warps, P)
+    matrix = Matrix((low, high, scales, supers), tiles, rows, weight_scale)
+    output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
+    # Written out: constants in a variable would no longer be constants.
+    gl.warp_specialize(
+        [
+            (consumer_group, (0, matrix, output, share, stages, ready, free, partial_ptr, arrivals_ptr, P)),
+            (consumer_group, (1, matrix, output, share, stages, ready, free, partial_ptr, arrivals_ptr, P)),
+            (producer_warp, (x_rows, share, stages, ready, free, P)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
 
 
 def subnormal_weight_scale(part: PackedPart) -> float:
@@ -185,7 +231,7 @@ def launch_wgmma_two_parts(
         geometry, (one.layout, two.layout), (one.rows, two.rows), x.values.shape[1], x.rows, flags
     )
     assert x.rows * out.shape[1] < 2**31, "the kernel counts results in 32 bits"
-    partials, arrivals = scratch.take(plan.partial, plan.grid[0])
+    partials, arrivals = scratch.take(plan.partial, plan.blocks)
     scales = [part.weight_scale if mode.exact else subnormal_weight_scale(part) for part in parts]
     _wgmma_two_parts_kernel.launch(
         plan.grid,
@@ -217,8 +263,9 @@ def _launch(
     weight_scale = part.weight_scale if flags.exact else subnormal_weight_scale(part)
     pointers = (*part.planes, Copied(x.values, plan.tma_block), x.row_scale, *outputs)
     sizes = (part.tiles, part.rows, *columns, x.rows, weight_scale, product_bound(part))
-    if x.rows > MOST_FEW:
-        _wgmma_blocks_kernel.launch(plan.grid, pointers + sizes, plan.constants)
-    else:
-        shared = scratch.take(plan.partial, plan.grid[0])
+    shared = scratch.take(plan.partial, plan.blocks)
+    if x.rows <= MOST_FEW:
         _wgmma_kernel.launch(plan.grid, pointers + shared + sizes, plan.constants)
+        return
+    kernel = _wgmma_groups_kernel if geometry.groups else _wgmma_blocks_kernel
+    kernel.launch(plan.grid, pointers + shared + plan.sharing + sizes, plan.constants)

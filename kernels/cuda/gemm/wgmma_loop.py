@@ -108,3 +108,43 @@ def multiply(
     if P.overlap:
         acc = warpgroup_mma_wait(0, deps=[acc])
     return acc, words
+
+
+@gluon.jit
+def copy_sets(x_rows, stages, ready, free, begin, end, token0, P: gl.constexpr):
+    """The producer warp of `multiply_alone`: all sets of chunks begin .. end - 1, each when its slot is free."""
+    for n in range((end - begin) * P.sets):
+        slot = n % P.stages
+        mbarrier.wait(free.index(slot), ((n // P.stages) & 1) ^ 1)
+        copy_set(x_rows, stages, ready, n, slot, begin * P.sets, (end - begin) * P.sets, token0, P)
+
+
+@gluon.jit
+def multiply_alone(
+    planes, words, stages, ready, free, tile, lane, begin, end, weight_scale,
+    P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """Chunks begin .. end - 1 of a warp group's weights: fp32 [16*P.warps, P.block]. It does not multiply while it
+    dequantizes: another warp group of the program does, which shares the sets of x."""
+    SETS: gl.constexpr = P.sets
+    HALVES: gl.constexpr = P.columns // 128
+    WARPS: gl.constexpr = P.warps
+    TB: gl.constexpr = P.block
+    acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
+    slot, turn = begin * 0, begin * 0
+    for c in range(begin, end):
+        later = load_turn(planes, tile, c + 1, end, lane, P)
+        for number in gl.static_range(SETS):
+            rows = stages.index(slot)
+            for half in gl.static_range(HALVES):
+                a = weights_operand(words, number * HALVES + half, weight_scale, P, A)
+                if half == 0:
+                    mbarrier.wait(ready.index(slot), turn)
+                x = rows if HALVES == 1 else rows.slice(half * 128, 128, 1)
+                acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(free.index(slot), count=1)
+            turn = gl.where(slot == P.stages - 1, turn ^ 1, turn)
+            slot = gl.where(slot == P.stages - 1, 0, slot + 1)
+        words = later
+    return acc

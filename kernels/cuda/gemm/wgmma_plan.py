@@ -6,8 +6,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from quengine.kernels.cuda.launch.kernel import Constants
-from quengine.kernels.cuda.weights.launch_table import MOST_FEW, WgmmaGeometry, wgmma_block
+from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
+from quengine.kernels.cuda.weights.launch_table import MOST_FEW, wgmma_block
 from quengine.kernels.cuda.weights.layout import PackedLayout
+from quengine.kernels.cuda.weights.many_rows import MOST_SHARES
 
 
 class WgmmaFlags(NamedTuple):
@@ -30,8 +32,10 @@ class WgmmaProgram:
     """A program: the one compile-time constant of the kernels.
 
     It takes 16 * `warps` rows of a weight of `cols` columns and `block` rows of x, of which `stages` sets of `columns`
-    columns are in shared memory. `splits` programs (or, for many rows, passes of one program) share the columns;
-    `at_once` of their sums are read at a time. `overlap`: the matrix units multiply while weights are dequantized.
+    columns are in shared memory. `splits` programs share the columns; of many rows, so many splits are one program's,
+    one after the other, and how many programs share the columns of a block is an argument. `at_once` of their sums are
+    read at a time. `overlap`: the matrix units multiply while weights are dequantized. `groups`: see WgmmaGeometry,
+    and `warps` are those of one group.
     """
 
     layout: PackedLayout
@@ -44,6 +48,7 @@ class WgmmaProgram:
     columns: int
     overlap: bool
     flags: WgmmaFlags
+    groups: bool = False
 
     @property
     def chunks(self) -> int:
@@ -62,17 +67,21 @@ class WgmmaProgram:
     def together(self) -> int:
         """Chunks of a turn of the loop. A turn that overlaps has two matrix instructions or more: the operand of one is
         in registers until the next one has begun, and one alone would be written over by the next turn's."""
-        return 2 if self.layout.chunk == 128 and self.split_chunks > 2 else 1
+        return 2 if self.layout.chunk == 128 and self.split_chunks > 2 and not self.groups else 1
 
 
 @dataclass(frozen=True)
 class WgmmaPlan:
-    """grid; tma_block: rows and columns of x that are copied at once; partial: fp32 of scratch; constants."""
+    """grid; tma_block: rows and columns of x that are copied at once; partial: fp32 of scratch; constants; blocks: how
+    many have several programs; sharing: of many rows, the blocks that have one program, the programs of each of the
+    others, and their chunks."""
 
     grid: tuple[int, ...]
     tma_block: tuple[int, int]
     partial: int
     constants: Constants
+    blocks: int
+    sharing: tuple[int, int, int] = (0, 1, 1)
 
 
 @lru_cache(1024)
@@ -80,11 +89,16 @@ def wgmma_plan(
     geometry: WgmmaGeometry, layout: PackedLayout, weight_rows: int, cols: int, rows: int, flags: WgmmaFlags
 ) -> WgmmaPlan:
     """One part of a weight times `rows` rows."""
-    program = _program(geometry, layout, cols, rows, flags)
     blocks = -(-weight_rows // (16 * geometry.warps))
-    if rows > MOST_FEW:
-        return _plan(geometry, program, (-(-rows // program.block), blocks), 0)
-    return _plan(geometry, program, (blocks, program.splits), _partial(program, blocks))
+    if rows <= MOST_FEW:
+        program = _program(geometry, layout, cols, rows, flags)
+        return _plan(geometry, program, (blocks, program.splits), _partial(program, blocks))
+    program = _program(
+        geometry if geometry.in_turn else replace(geometry, splits=1), layout, cols, rows, flags
+    )
+    if geometry.groups:
+        program = replace(program, groups=True, warps=geometry.warps // 2, overlap=False)
+    return _plan_many(geometry, program, -(-rows // program.block) * blocks)
 
 
 @lru_cache(1024)
@@ -123,6 +137,21 @@ def wgmma_plan_grouped(
     return _plan(geometry, program, grid, 0, more={"EARLY": early, "SLOTS": min(geometry.ring, turns + 1)})
 
 
+def _plan_many(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> WgmmaPlan:
+    """Of `blocks` blocks of many rows the first `geometry.whole` have one program, the others `geometry.splits`. One
+    compiled kernel, `program`, takes any number of both."""
+    split_chunks = -(-program.chunks // geometry.splits)
+    splits = -(-program.chunks // split_chunks)  # each has some chunks
+    assert geometry.in_turn or splits <= MOST_SHARES
+    whole = blocks if geometry.in_turn or splits == 1 else min(geometry.whole, blocks)
+    shared = blocks - whole
+    plan = _plan(
+        geometry, program, (whole + shared * splits,), splits * shared * 16 * geometry.warps * program.block
+    )
+    counters = shared * (geometry.warps // program.warps)
+    return replace(plan, blocks=counters, sharing=(whole, splits, split_chunks))
+
+
 def _program(
     geometry: WgmmaGeometry, layout: PackedLayout, cols: int, rows: int, flags: WgmmaFlags
 ) -> WgmmaProgram:
@@ -159,9 +188,9 @@ def _plan(
     more: dict[str, object] | None = None,
 ) -> WgmmaPlan:
     named: dict[str, object] = {
-        "P": program, "num_warps": geometry.warps, "maxnreg": geometry.registers or None,
+        "P": program, "num_warps": program.warps, "maxnreg": geometry.registers or None,
         "launch_pdl": program.flags.pdl, **(more or {}),
     }  # fmt: skip
     if second is not None:
         named["P_2"] = second
-    return WgmmaPlan(grid, (program.block, program.columns), partial, Constants(named))
+    return WgmmaPlan(grid, (program.block, program.columns), partial, Constants(named), grid[0])

@@ -1,5 +1,5 @@
-"""A program of the few-row matmul on Hopper's warp-group matrix instruction: a block of weight rows times up to 128
-rows of x, over all columns or a split of them (split-K).
+"""A program of the matmul on Hopper's warp-group matrix instruction: a block of weight rows times a block of rows of x,
+over all columns or a split of them (split-K).
 
 Where several programs share the columns of a block, each leaves its sums for the others, and the last to arrive adds
 them up in the order of the columns.
@@ -12,8 +12,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from quengine.kernels.cuda.gemm.wgmma_loop import copy_set, load_turn, multiply
-from quengine.kernels.cuda.gemm.wgmma_store import store_sums, tile_of
+from quengine.kernels.cuda.gemm.wgmma_loop import copy_set, copy_sets, load_turn, multiply, multiply_alone
+from quengine.kernels.cuda.gemm.wgmma_store import store_block, store_sums, tile_of
+from quengine.kernels.cuda.glu import SILU
+from quengine.kernels.cuda.weights.many_rows import MOST_SHARES
+
+_MOST_SHARES = gl.constexpr(MOST_SHARES)
 
 
 class Matrix(NamedTuple):
@@ -26,13 +30,13 @@ class Matrix(NamedTuple):
 
 
 @gluon.jit
-def _partial_offsets(MMA: gl.constexpr, P: gl.constexpr):
-    """Offsets of fp32 [16*P.warps, P.block] that programs leave for each other: as the threads hold it, two values of
-    each side by side, so that a warp writes 256 bytes in a row."""
-    row = gl.arange(0, 16 * P.warps, layout=gl.SliceLayout(1, MMA))
-    token = gl.arange(0, P.block, layout=gl.SliceLayout(0, MMA))
-    of_row = ((row // 8) % 2) * (64 * P.warps) + (row // 16) * 64 + (row % 8) * 8
-    return gl.expand_dims(of_row, 1) + gl.expand_dims(token // 8 * (128 * P.warps) + token % 8, 0)
+def _partial_offsets(MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr):
+    """Offsets of fp32 [16*WARPS, TB] that programs leave for each other: as the threads hold it, two values of each
+    side by side, so that a warp writes 256 bytes in a row. Sums of fewer rows of x are the first so many of these."""
+    row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA))
+    token = gl.arange(0, TB, layout=gl.SliceLayout(0, MMA))
+    of_row = ((row // 8) % 2) * (64 * WARPS) + (row // 16) * 64 + (row % 8) * 8
+    return gl.expand_dims(of_row, 1) + gl.expand_dims(token // 8 * (128 * WARPS) + token % 8, 0)
 
 
 @gluon.jit
@@ -68,16 +72,18 @@ def begin_block(matrix, x_rows, block, begin, end, token0, P: gl.constexpr):
 
 
 @gluon.jit
-def _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA: gl.constexpr, P: gl.constexpr):
-    """Leave the sums of a split at place `place` of `places`: for the program that arrives last, all splits added up,
-    and True."""
+def add_splits(
+    acc, split, splits, place, places, partial_ptr, arrivals_ptr, MMA: gl.constexpr, P: gl.constexpr
+):  # fmt: skip
+    """Leave the sums of a split, of `splits`, at place `place` of `places`: for the program that arrives last, all
+    splits added up, and True."""
     SIZE: gl.constexpr = 16 * P.warps * P.block
     AT_ONCE: gl.constexpr = P.at_once
-    spread = _partial_offsets(MMA, P)
+    spread = _partial_offsets(MMA, P.warps, P.block)
     gl.store(partial_ptr + (split * places + place) * SIZE + spread, acc)
     tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
     arrived = gl.atomic_add(arrivals_ptr + place, 1, sem="acq_rel", scope="gpu")
-    last = arrived == P.splits - 1
+    last = arrived == splits - 1
     if last:
         gl.store(arrivals_ptr + place, 0)
         # Other programs wrote these: not from this multiprocessor's own cache. All at once would take more
@@ -87,7 +93,7 @@ def _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA: gl.co
         acc = gl.load(at, cache_modifier=".cg")
         for i in gl.static_range(1, AT_ONCE):
             acc += gl.load(at + i * step, cache_modifier=".cg")
-        for start in range(AT_ONCE, P.splits, AT_ONCE):
+        for start in range(AT_ONCE, splits, AT_ONCE):
             for i in gl.static_range(AT_ONCE):
                 acc += gl.load(at + (start + i) * step, cache_modifier=".cg")
     return acc, last
@@ -111,6 +117,107 @@ def few_rows_program(
         tl.extra.cuda.gdc_wait()
     finished = True
     if P.splits > 1:
-        acc, finished = _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA, P)
+        acc, finished = add_splits(acc, split, P.splits, place, places, partial_ptr, arrivals_ptr, MMA, P)
     if finished:
         store_sums(acc, block * (16 * P.warps), output, matrix.rows, matrix.weight_scale, MMA, P)
+
+
+class Share(NamedTuple):
+    """What a program of many rows takes: block number `block` of weight rows, rows of x from token0 on, chunks begin ..
+    end - 1. Where `splits` programs share the columns (`shared`), this is number `split`; `place` of `places` is that
+    of the block among those that are shared."""
+
+    block: Any
+    token0: Any
+    begin: Any
+    end: Any
+    shared: Any
+    split: Any
+    splits: Any
+    place: Any
+    places: Any
+
+
+@gluon.jit
+def share_of(program, whole, splits, split_chunks, tiles, tokens, TILES: gl.constexpr, P: gl.constexpr):
+    """What program number `program` takes: each of the first `whole` blocks, of TILES tiles by P.block rows of x, is a
+    program's, each of those that follow is shared by `splits` programs of `split_chunks` chunks."""
+    beyond = gl.maximum(program - whole, 0)
+    split = beyond % splits
+    place = gl.minimum(program, whole) + beyond // splits
+    token_blocks = (tokens + P.block - 1) // P.block
+    begin = split * split_chunks
+    end = gl.where(place < whole, P.chunks, gl.minimum(begin + split_chunks, P.chunks))
+    return Share(
+        place // token_blocks, place % token_blocks * P.block, begin, end, place >= whole, split, splits,
+        place - whole, token_blocks * ((tiles + TILES - 1) // TILES) - whole,
+    )  # fmt: skip
+
+
+@gluon.jit
+def finish_share(
+    acc, share, block, place, places, output, rows, weight_scale, partial_ptr, arrivals_ptr,
+    MMA: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """Store the sums of a program's own block; of a shared one, leave them for the program that arrives last, which
+    adds up those of all splits, from memory, some rows of x at a time: all at once, beside the sums that it has, would
+    be twice the instructions."""
+    WARPS: gl.constexpr = P.warps
+    TB: gl.constexpr = P.block
+    SIZE: gl.constexpr = 16 * WARPS * TB
+    PART: gl.constexpr = 64
+    AT_ONCE: gl.constexpr = PART if P.flags.epilogue >= SILU else 32
+    if share.shared:
+        own = partial_ptr + (share.split * places + place) * SIZE
+        gl.store(own + _partial_offsets(MMA, WARPS, TB), acc)
+        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+        arrived = gl.atomic_add(arrivals_ptr + place, 1, sem="acq_rel", scope="gpu")
+        if arrived == share.splits - 1:
+            gl.store(arrivals_ptr + place, 0)
+            OF_PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
+            at = partial_ptr + place * SIZE + _partial_offsets(OF_PART, WARPS, PART)
+            for part in range(TB // PART):
+                y = gl.zeros([16 * WARPS, PART], gl.float32, OF_PART)
+                for i in gl.static_range(_MOST_SHARES):
+                    split = at + i * (places * SIZE) + part * (16 * WARPS * PART)
+                    y += gl.load(split, mask=i < share.splits, other=0.0, cache_modifier=".cg")
+                store_block(
+                    y, block * (16 * WARPS), share.token0 + part * PART, output, rows, weight_scale, P, PART, AT_ONCE
+                )  # fmt: skip
+    else:
+        store_block(acc, block * (16 * WARPS), share.token0, output, rows, weight_scale, P, TB, AT_ONCE)
+
+
+@gluon.jit
+def consumer_group(
+    group: gl.constexpr, matrix, output, share, stages, ready, free, partial_ptr, arrivals_ptr, P: gl.constexpr
+):  # fmt: skip
+    """One of two warp groups that share a program's rows of x: every second block of P.warps tiles is its own."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    thread = gl.arange(0, 32 * P.warps, layout=gl.BlockedLayout([1], [32], [P.warps], [0]))
+    lane = thread & 31
+    block = 2 * share.block + group
+    tile = gl.minimum(tile_of(block, thread >> 5, P), matrix.tiles - 1)  # what is beyond is not stored
+    words = load_turn(matrix.planes, tile, share.begin, share.end, lane, P)
+    if P.flags.pdl and not P.flags.consumer:
+        tl.extra.cuda.gdc_wait()
+    acc = multiply_alone(
+        matrix.planes, words, stages, ready, free, tile, lane, share.begin, share.end, matrix.weight_scale, P, MMA, A
+    )  # fmt: skip
+    if P.flags.pdl and P.flags.consumer:
+        tl.extra.cuda.gdc_wait()
+    finish_share(
+        acc, share, block, 2 * share.place + group, 2 * share.places, output, matrix.rows, matrix.weight_scale,
+        partial_ptr, arrivals_ptr, MMA, P,
+    )  # fmt: skip
+
+
+@gluon.jit
+def producer_warp(x_rows, share, stages, ready, free, P: gl.constexpr):
+    """Copies the rows of x for both groups, once the launch in front has ended."""
+    if P.flags.pdl and not P.flags.consumer:
+        tl.extra.cuda.gdc_wait()
+        if P.flags.producer:
+            tl.extra.cuda.gdc_launch_dependents()
+    copy_sets(x_rows, stages, ready, free, share.begin, share.end, share.token0, P)

@@ -15,7 +15,7 @@ from torch import Tensor
 from quengine.kernels.cuda.gemm.mma import uses_assembly
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.gemv.q_dot import reduce_tile, start_tile, tile_dots
-from quengine.kernels.cuda.weights.launch_table import Geometry
+from quengine.kernels.cuda.weights.geometry import Geometry
 from quengine.kernels.cuda.weights.layout import PackedLayout
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 

@@ -28,6 +28,7 @@ Stages = Sequence[Callable[[], object]]
 """Computations, one after the other."""
 
 _SLOW = (
+    "wgmma_groups_kernel",
     "choose_kernel",
     "candidates_kernel",
     "choose_from_all_kernel",

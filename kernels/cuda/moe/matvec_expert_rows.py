@@ -23,7 +23,8 @@ from quengine.kernels.cuda.gemv.matvec_program import (
 )
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.pdl import wait_then_launch
-from quengine.kernels.cuda.weights.launch_table import Geometry, experts_glu_geometry
+from quengine.kernels.cuda.weights.geometry import Geometry
+from quengine.kernels.cuda.weights.launch_table import experts_glu_geometry
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart
 from quengine.kernels.moe.router import Routing
 

@@ -6,22 +6,21 @@ gets a default that is right everywhere and not far off; nothing is tuned at run
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from quengine.kernels.cuda.launch.gpu import current_gpu
+from quengine.kernels.cuda.weights.geometry import FusedGeometry, Geometry, Shape, WgmmaGeometry
 from quengine.kernels.cuda.weights.layout import PackedLayout
+from quengine.kernels.cuda.weights.many_rows import MULTIPROCESSORS, many_rows_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.moe.grouping import default_block
 
 _TABLE = Path(__file__).with_name("launch_table.json")
 _MOST_ROUNDS = 16
 _MANY_TILES = 1024
-
-_MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
 
 _REGISTERS = 65536
 """Of a multiprocessor."""
@@ -32,82 +31,8 @@ _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
 _LIMITS, _LONG_LIMITS = (80, 72, 64), (128, 80)
 """Registers of a thread that programs of the matvecs may be limited to; of long columns, which 64 make slower."""
 
-_LENGTHS = {(256, 8): 1.0, (128, 8): 0.6, (128, 4): 0.35}
-"""Of a program of many rows, by rows of x and warps, beside the longest; one of 4 warps has half a multiprocessor."""
-
 MOST_FEW = 128
 """Rows up to which a program of the fused matmul on Hopper takes them all."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A program of the matvec kernels: `tiles` tiles of 16 weight rows, each shared by `k_warps` warps (powers of
-    two) that split its columns; `ahead` chunks are read before they are needed; `registers` is a limit per thread
-    (0: none) that leaves room on a multiprocessor for more programs, also for those of the next kernel;
-    `early`: see q_dot.py.
-
-    `k_warps` fixes the order in which a row is summed, so it may follow from the weight alone, never from the batch.
-    """
-
-    tiles: int
-    k_warps: int
-    ahead: int
-    registers: int = 0
-    early: bool = False
-
-    @property
-    def warps(self) -> int:
-        return self.tiles * self.k_warps
-
-
-@dataclass(frozen=True)
-class FusedGeometry:
-    """A program of the fused matmul: 8 * `token_tiles` rows by `n_warps` * `tiles` tiles of 16 weight rows, `tiles` a
-    warp, each shared by `k_warps` warps; `splits` programs share the columns. All are powers of two but `splits`.
-    `ahead`: a chunk of weights is read ahead of the one that is multiplied.
-
-    `k_warps` and `splits` fix the order in which a row is summed.
-    """
-
-    token_tiles: int
-    tiles: int
-    n_warps: int
-    k_warps: int
-    splits: int = 1
-    ahead: bool = True
-    registers: int = 0
-
-
-@dataclass(frozen=True)
-class WgmmaGeometry:
-    """A program of the fused matmul on Hopper: `warps` (a multiple of 4) tiles of 16 weight rows; `splits` programs
-    share the columns, which fixes the order in which a row is summed. `stages` sets of `columns` columns (128 or 256,
-    no more than a chunk) of the rows are in shared memory; `overlap`: the matrix units work on 128 columns while the
-    next ones are dequantized. `registers` is a limit per thread (0: none). `block`: rows of x a program, up to 256,
-    where these are many (0: see `wgmma_block`). `ring`: weights come through so many slots in shared memory, each of
-    `columns` columns (0: through registers)."""
-
-    warps: int
-    splits: int = 1
-    stages: int = 4
-    overlap: bool = True
-    registers: int = 0
-    columns: int = 128
-    ring: int = 0
-    block: int = 0
-
-
-class Shape(NamedTuple):
-    """What the geometry of a matmul follows from in a matrix, beside what is done with its products."""
-
-    format: str
-    rows: int
-    cols: int
-    chunks: int
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.rows // 16)
 
 
 @cache
@@ -259,7 +184,7 @@ def _wgmma_geometry(
     entry = wgmma_entry(device, key)
     splits = _default_splits(shape) if entry is None else entry["splits"]
     if rows > MOST_FEW:
-        return _many_rows(shape, rows, splits if batch_invariant else 1, consumer)
+        return many_rows_geometry(shape, rows, splits if batch_invariant else 0, consumer)
     if entry is None:
         return default_wgmma(shape, rows)
     warps, *rest = entry[str(wgmma_block(rows))]
@@ -275,37 +200,7 @@ def default_wgmma(shape: Shape, rows: int) -> WgmmaGeometry:
 
 
 def _default_splits(shape: Shape) -> int:
-    return max(1, min(shape.chunks // 2, 3 * _MULTIPROCESSORS // -(-shape.tiles // 4)))
-
-
-def _many_rows(shape: Shape, rows: int, splits: int, consumer: bool) -> WgmmaGeometry:
-    """Blocks of 256 rows dequantize a weight half as often as blocks of 128, and read x and weights less; those of 128
-    leave fewer multiprocessors without work where there are few; a PDL consumer fills those that its producer
-    leaves. Splits that are added up in order need the registers of a second sum."""
-    programs = [program for program in _LENGTHS if splits == 1 or program != (256, 8)]
-    cost = _work if consumer else _passes
-    block, warps = min(programs, key=lambda program: cost(shape, rows, *program))
-    return WgmmaGeometry(warps, splits, 3, True, block=block)
-
-
-def _passes(shape: Shape, rows: int, block: int, warps: int) -> float:
-    """How long a launch takes, in units of one program of 8 warps on each multiprocessor with 256 rows of x. Measured
-    for Q4_K of 4096 and 14336 columns on an H200; two programs of 4 warps share a multiprocessor."""
-    programs = _programs(shape, rows, block, warps)
-    if warps == 8:
-        return -(-programs // _MULTIPROCESSORS) * _LENGTHS[block, warps]
-    if programs <= 2 * _MULTIPROCESSORS:
-        return 0.45 if programs <= _MULTIPROCESSORS else 0.55
-    return -(-programs // (2 * _MULTIPROCESSORS)) * 0.7
-
-
-def _work(shape: Shape, rows: int, block: int, warps: int) -> float:
-    """How long a launch keeps one multiprocessor busy, in the units of `_passes`."""
-    return _programs(shape, rows, block, warps) * _LENGTHS[block, warps]
-
-
-def _programs(shape: Shape, rows: int, block: int, warps: int) -> int:
-    return -(-shape.tiles // warps) * -(-rows // block)
+    return max(1, min(shape.chunks // 2, 3 * MULTIPROCESSORS // -(-shape.tiles // 4)))
 
 
 def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
@@ -343,7 +238,7 @@ def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS
         return Geometry(1, k_warps, 1, 0, True)
 
     def waves(registers: int) -> int:
-        resident = _MULTIPROCESSORS * max(1, _REGISTERS // (32 * k_warps * registers))
+        resident = MULTIPROCESSORS * max(1, _REGISTERS // (32 * k_warps * registers))
         return -(-part.tiles // resident)
 
     return Geometry(1, k_warps, 1, min(limits, key=waves) if k_warps < 32 else 64, True)
@@ -355,7 +250,7 @@ def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geome
     slots = 1
     while slots < 8 and 2 * slots <= used:
         slots *= 2
-    in_program = 1 if tiles <= 2 * _MULTIPROCESSORS else 2
+    in_program = 1 if tiles <= 2 * MULTIPROCESSORS else 2
     k_warps = 1
     while in_program * slots * k_warps < 16 and part.chunks > 3 * k_warps:
         k_warps *= 2

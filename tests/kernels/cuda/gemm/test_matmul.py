@@ -22,7 +22,8 @@ from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.rms_norm import rms_norm_fp16
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.dequantize import dequantize_part
-from quengine.kernels.cuda.weights.launch_table import FusedGeometry, WgmmaGeometry, wgmma_geometry
+from quengine.kernels.cuda.weights.geometry import FusedGeometry, WgmmaGeometry
+from quengine.kernels.cuda.weights.launch_table import wgmma_geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart, pack
 from quengine.kernels.glu import Activation, glu
@@ -271,7 +272,11 @@ def test_hopper_shares_a_product_too(
         WgmmaGeometry(8, 1, 2, False, block=256),
         WgmmaGeometry(8, 1, 3, True, block=128),
         WgmmaGeometry(4, 1, 3, True, block=128),
-        WgmmaGeometry(8, 3, 3, True, block=128),
+        WgmmaGeometry(8, 3, 3, True, block=128, in_turn=True),
+        WgmmaGeometry(8, 1, 3, block=256, groups=True),
+        WgmmaGeometry(8, 2, 3, block=256, whole=1, groups=True),
+        WgmmaGeometry(8, 3, 3, block=256),
+        WgmmaGeometry(4, 2, 3, block=128, whole=3),
     ],
     ids=str,
 )
@@ -331,15 +336,30 @@ def test_on_hopper_glu_of_few_rows(
         assert nmse(made.dequantize(width), glu(expected(x, [gate, up]), activation)) < 4 * FP16_ROUNDING
 
 
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_two_groups_of_warps_take_every_type(
+    name: str, device: torch.device, hopper_takes: Callable[[WgmmaGeometry], None]
+) -> None:
+    hopper_takes(WgmmaGeometry(8, 2, 3, block=256, whole=3, groups=True))
+    weight, x = ordinary_weight(name, 520, 1024), ordinary_activations(300, 1024)
+    y = matmul(x.to(device), pack(weight, device), workspace(device, 1 << 20), pdl=True)
+    assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("warps", [4, 8])
-@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        *(WgmmaGeometry(warps, 1, 3, True, block=block) for warps in (4, 8) for block in (128, 256)),
+        WgmmaGeometry(8, 2, 3, block=256, whole=5, groups=True),
+    ],
+    ids=str,
+)
 def test_on_hopper_glu_of_many_rows(
-    block: int, warps: int, activation: Activation, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    geometry: WgmmaGeometry, activation: Activation, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
-    geometry = WgmmaGeometry(warps, 1, 3, True, block=block)
     monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_: geometry)
     for rows, width in ((130, 384), (1000, 3328)):
         gate, up = ordinary_weight("Q4_K", width, 256), ordinary_weight("Q4_K", width, 256, 1)
@@ -361,8 +381,11 @@ def test_on_hopper_blocks_of_rows_have_the_same_bits(
         pytest.skip("needs a Hopper GPU")
     weight, x = pack(ordinary_weight("Q6_K", 3000, 2048), device), ordinary_activations(700, 2048).to(device)
     made = []
-    for warps, block in ((8, 256), (8, 128), (4, 128)):
-        geometry = WgmmaGeometry(warps, 1, 3, True, block=block)
+    geometries = [
+        *(WgmmaGeometry(warps, 1, 3, True, block=block) for warps, block in ((8, 256), (8, 128), (4, 128))),
+        WgmmaGeometry(8, 1, 3, block=256, groups=True),
+    ]
+    for geometry in geometries:
         monkeypatch.setattr(matmul_wgmma, "wgmma_geometry", lambda *_, g=geometry: g)
         made += [matmul(x, weight, workspace(device), pdl=True) for _ in range(5)]
     assert all(torch.equal(each, made[0]) for each in made)
@@ -520,31 +543,42 @@ def test_many_rows_of_a_model_of_floats_stay_in_order(
 @pytest.mark.parametrize(
     ("sizes", "rows", "batch_invariant", "chosen"),
     [
+        ((6144, 4096), 512, False, WgmmaGeometry(8, 1, 3, block=256, whole=96, groups=True)),
+        ((4096, 4096), 130, False, WgmmaGeometry(4, 2, 3, block=128)),  # else half of the places are left
+        ((28672, 4096), 256, False, WgmmaGeometry(8, 1, 3, block=256, whole=224, groups=True)),
         (
-            (6144, 4096),
+            (28672, 4096),
             512,
             False,
-            (8, 1, 256),
-        ),  # 96 programs: less than one for each multiprocessor, two halves more
-        ((4096, 4096), 512, False, (4, 1, 128)),  # blocks of 256 rows would leave half of them without work
-        ((4096, 4096), 1024, False, (8, 1, 256)),
-        ((4096, 14336), 130, False, (4, 1, 128)),
-        ((28672, 4096), 2048, False, (8, 1, 256)),
-        ((28672, 4096), 2048, True, (8, 1, 256)),  # one share among few rows too
-        ((4096, 4096), 1024, True, (8, 6, 128)),  # shares added up in order need the room of a second sum
-        ((4096, 4096), 128, True, (4, 6, 0)),
+            WgmmaGeometry(8, 2, 3, block=256, whole=396, groups=True),
+        ),  # behind three waves
+        (
+            (28672, 4096),
+            384,
+            False,
+            WgmmaGeometry(4, 4, 3, block=128, whole=1320),
+        ),  # 256 rows would be half a block
+        ((4096, 14336), 256, False, WgmmaGeometry(8, 4, 3, block=256, groups=True)),
+        (
+            (28672, 4096),
+            512,
+            True,
+            WgmmaGeometry(8, 1, 3, block=256, whole=448, groups=True),
+        ),  # all columns at once
+        ((4096, 4096), 1024, True, WgmmaGeometry(8, 6, 3, block=128, in_turn=True)),
+        ((4096, 4096), 256, True, WgmmaGeometry(4, 6, 3, block=128, in_turn=True)),
+        ((4096, 4096), 128, True, WgmmaGeometry(4, 6, 3)),
     ],
 )
 def test_many_rows_are_cut_by_how_many_programs_that_makes(
     sizes: tuple[int, int],
     rows: int,
     batch_invariant: bool,
-    chosen: tuple[int, int, int],
+    chosen: WgmmaGeometry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
-    geometry = wgmma_geometry(empty_part("Q4_K", *sizes), "rows", rows, batch_invariant)
-    assert (geometry.warps, geometry.splits, geometry.block) == chosen
+    assert wgmma_geometry(empty_part("Q4_K", *sizes), "rows", rows, batch_invariant) == chosen
 
 
 @pytest.mark.parametrize(("consumer", "chosen"), [(False, (4, 128)), (True, (8, 256))])

@@ -12,7 +12,7 @@ from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.gemv.q_dot import MOST_UNROLLED
 from quengine.kernels.cuda.weights import launch_table
-from quengine.kernels.cuda.weights.launch_table import Geometry
+from quengine.kernels.cuda.weights.geometry import Geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart, pack
 from quengine.kernels.glu import Activation, glu

@@ -11,7 +11,7 @@ from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.weights import launch_table
-from quengine.kernels.cuda.weights.launch_table import Geometry
+from quengine.kernels.cuda.weights.geometry import Geometry
 from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.glu import glu
 from quengine.kernels.q_dot import q_dot

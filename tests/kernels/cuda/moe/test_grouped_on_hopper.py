@@ -10,7 +10,7 @@ from quengine.kernels.cuda.moe import grouped as module
 from quengine.kernels.cuda.moe import grouped_wgmma
 from quengine.kernels.cuda.moe.grouped import grouped_add, grouped_glu
 from quengine.kernels.cuda.rms_normed import RmsNormed
-from quengine.kernels.cuda.weights.launch_table import WgmmaGeometry
+from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.rms_norm import RMSNorm

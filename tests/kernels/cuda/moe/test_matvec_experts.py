@@ -13,7 +13,7 @@ from quengine.kernels.cuda.moe.expert_weights import pack_experts, pack_gate_up_
 from quengine.kernels.cuda.moe.matvec_experts_add import matvec_experts_add
 from quengine.kernels.cuda.moe.matvec_experts_glu import matvec_experts_glu
 from quengine.kernels.cuda.rms_normed import RmsNormed
-from quengine.kernels.cuda.weights.launch_table import Geometry
+from quengine.kernels.cuda.weights.geometry import Geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Routing

@@ -8,7 +8,7 @@ from quengine.kernels.cuda.gemv.activations import quantize_activations
 from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.push import push_all_reduce
-from quengine.kernels.cuda.weights.launch_table import Geometry
+from quengine.kernels.cuda.weights.geometry import Geometry
 from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.ranks.communicator import sum_in_order
 from quengine.kernels.rms_norm import RMSNorm, rms_norm

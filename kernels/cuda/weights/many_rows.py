@@ -1,0 +1,88 @@
+"""How more than 128 rows are cut for the matmul on Hopper: the programs, and how many of them share the columns of a
+block, that by these times take least.
+
+Times are of Q4_K on one H200 (`python -m benchmarks.many_rows`); only their ratios matter, which other types share.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from quengine.kernels.cuda.weights.geometry import Shape, WgmmaGeometry
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
+MOST_SHARES = 4
+"""How many programs may share the columns of a block."""
+
+_TIMED_COLUMNS = 256
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A program, `places` of which run at a time; microseconds in which each takes 256 columns where half of the places
+    or fewer are taken (`few`) and where all are (`all`), and those that sharing columns adds to a launch, and to it for
+    each program that shares (`each`)."""
+
+    geometry: WgmmaGeometry
+    places: int
+    few: float
+    all: float
+    sharing: float
+    each: float
+
+    def blocks(self, shape: Shape, rows: int) -> int:
+        return -(-shape.tiles // self.geometry.warps) * -(-rows // self.geometry.block)
+
+    def rate(self, programs: int) -> float:
+        """Microseconds of 256 columns where so many programs run at a time."""
+        beyond = min(1.0, max(0.0, 2 * programs / self.places - 1))
+        return self.few + beyond * (self.all - self.few)
+
+    def time(self, blocks: int, chunks: int, columns: float, whole: int, splits: int) -> float:
+        """Of a launch: the first `whole` of so many blocks are a program's each, `splits` share each of the others.
+        columns: those of a chunk, in units of 256."""
+        waves, rest = divmod(whole, self.places)
+        time = waves * chunks * self.all + (chunks * self.rate(rest) if rest else 0)
+        if whole == blocks:
+            return columns * time
+        sharing = (blocks - whole) * splits
+        waves, rest = divmod(sharing, self.places)
+        time += -(-chunks // splits) * (waves * self.all + (self.rate(rest) if rest else 0))
+        return columns * time + self.sharing + sharing * self.each
+
+
+_PROGRAMS = (
+    _Program(WgmmaGeometry(8, 1, 3, block=256, groups=True), MULTIPROCESSORS, 2.6, 3.05, 8, 0.06),
+    _Program(WgmmaGeometry(4, 1, 3, block=128), 2 * MULTIPROCESSORS, 1.45, 1.9, 0.5, 0.024),
+)
+
+
+def many_rows_geometry(shape: Shape, rows: int, splits: int, consumer: bool) -> WgmmaGeometry:
+    """Geometry for `rows` rows. `splits`: so many are summed in order, as those of few rows are (0: the columns may be
+    shared in any way). A PDL `consumer` fills the multiprocessors that its producer leaves, so that half of its own
+    time, and how long it keeps all of them busy, count."""
+    if splits > 1:  # added up in order, they need the registers of a second sum: no blocks of 256 rows
+        blocks = -(-shape.tiles // 8) * -(-rows // 128)
+        return WgmmaGeometry(8 if blocks >= MULTIPROCESSORS else 4, splits, 3, block=128, in_turn=True)
+    return min(_choices(shape, rows, MOST_SHARES if splits == 0 else 1, consumer))[-1]
+
+
+def _choices(
+    shape: Shape, rows: int, most: int, consumer: bool
+) -> Iterator[tuple[float, int, WgmmaGeometry]]:
+    """Ways to cut, each with its time, and its number, which decides between equals."""
+    columns = shape.cols / shape.chunks / _TIMED_COLUMNS
+    number = 0
+    for program in _PROGRAMS:
+        blocks = program.blocks(shape, rows)
+        for splits in range(1, min(most, shape.chunks) + 1):
+            whole = blocks if splits == 1 else blocks // program.places * program.places
+            if splits > 1 and whole == blocks:
+                continue
+            time = program.time(blocks, shape.chunks, columns, whole, splits)
+            if consumer:
+                work = blocks * shape.chunks * columns * program.all / program.places
+                time = work + time / 2
+            number += 1
+            yield time, number, replace(program.geometry, splits=splits, whole=whole)
