@@ -57,7 +57,10 @@ class ExampleCommand(TyperCommand):
 
 
 class ExampleGroup(TyperGroup):
-    """The same for a command of several."""
+    """A command of several, whose help ends with its examples; alone it shows that."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        return super().parse_args(ctx, args or ["--help"])  # type: ignore[arg-type]
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
         return _with_examples(super().get_help(ctx), self.name)

@@ -22,19 +22,22 @@ def print_report(completion: "Completion", llm: "LLM") -> None:
     """Print the report to standard error."""
     from quengine.memory import gib
 
-    t = completion.timings
+    t, threads = completion.timings, llm.loaded.threads
     cached = f" ({t.cached_tokens} from the cache)" if t.cached_tokens else ""
-    per_token = 1e3 / t.decode_tok_s if t.decode_tok_s else 0.0
+    speed, read = "", ""
+    if t.decode_tok_s:  # two tokens or more
+        speed = f", {t.decode_tok_s:.1f} tok/s, {1e3 / t.decode_tok_s:.1f} ms/token"
+        read = f", {t.gb_s:.1f} GB/s"
     lines = [
-        f"prompt     {t.prompt_tokens} tokens{cached} in {t.prompt_s:.2f} s, {t.prompt_tok_s:.1f} tok/s; "
+        f"prompt     {_tokens(t.prompt_tokens)}{cached} in {t.prompt_s:.2f} s, {t.prompt_tok_s:.1f} tok/s; "
         f"first token after {t.ttft_s:.2f} s",
-        f"generated  {t.generated_tokens} tokens in {t.decode_s:.2f} s, {t.decode_tok_s:.1f} tok/s, "
-        f"{per_token:.1f} ms/token; ended by {completion.finish_reason}, seed {completion.seed}",
+        f"generated  {_tokens(t.generated_tokens)} in {t.decode_s:.2f} s{speed}; "
+        f"ended by {completion.finish_reason}, seed {completion.seed}",
         *_drafts(t),
         *_shifts(t),
-        f"read       {gib(t.bytes_per_token)} a token, {t.gb_s:.1f} GB/s",
+        f"read       {gib(t.bytes_per_token)} a token{read}",
         f"load       {t.load_s:.2f} s; peak memory {gib(t.peak_bytes)}; {llm.loaded.device}, "
-        f"{llm.loaded.threads} threads, {llm.loaded.decoder.backend.name} backend",
+        f"{threads} thread{'s' * (threads > 1)}, {llm.loaded.decoder.backend.name} backend",
         *_experts(llm),
         *llm.loaded.notes,
     ]
@@ -55,13 +58,17 @@ def print_logprobs(completion: "Completion", llm: "LLM") -> None:
         print(f"  {line.rstrip()}", file=sys.stderr)
 
 
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"
+
+
 def _drafts(t: "Timings") -> list[str]:
     """What became of drafted tokens, if any were."""
     if not t.drafts:
         return []
     return [
-        f"drafted    {t.drafted_tokens} tokens in {t.drafts} steps, {t.accepted_tokens} accepted "
-        f"({100 * t.accept_rate:.0f}%); {t.accept_length:.2f} tokens a step with a draft"
+        f"drafted    {_tokens(t.drafted_tokens)} in {t.drafts} step{'s' * (t.drafts > 1)}, "
+        f"{t.accepted_tokens} accepted ({100 * t.accept_rate:.0f}%); {t.accept_length:.2f} tokens a step with a draft"
     ]
 
 

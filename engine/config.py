@@ -11,7 +11,7 @@ from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
 from quengine.options import Flag, Range, check_ranges
 
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
-"""Prompt tokens computed at once by kind of device. A GPU dequantizes its weights anew for every chunk."""
+"""Prompt tokens computed at once by kind of device. A GPU dequantizes the weights for each chunk."""
 
 MIXED_CHUNK = {"cpu": 256, "cuda": 512}
 """The most prompt tokens computed at once while other sequences wait for their next token, by kind of device."""

@@ -42,11 +42,6 @@ class BlockFormat:
     def is_quantized(self) -> bool:
         return self.group > 0
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits per weight, scales included."""
-        return 8 * self.nbytes / self.block
-
     def row_bytes(self, cols: int) -> int:
         """Bytes of a row of `cols` weights. Raises ValueError if `cols` is not a whole number of blocks."""
         if cols % self.block:

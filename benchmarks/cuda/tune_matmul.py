@@ -2,9 +2,10 @@
 
     python -m benchmarks.cuda.tune_matmul [-o OUT.json] [--only TEXT] [--keep-splits] [--json TIMES.json]
 
-One number of shares of the columns for each shape, so that a row has the same sums at every number of rows: the one
-whose best times, summed over the numbers of rows, are least. Weights are rotated so that the L2 cache does not serve
-them; times are per launch in a CUDA graph with dependent launch. Variants are compiled by several processes first.
+One number of shares of the columns for each shape, so that a row has the same sums at every number of rows up to 64
+(and, where kernels are batch-invariant, at all): the one whose best times, summed over the numbers of rows, are least.
+Weights are rotated so that the L2 cache does not serve them; times are per launch in a CUDA graph with dependent
+launch. Variants are compiled by several processes first.
 """
 
 import argparse

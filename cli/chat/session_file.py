@@ -63,10 +63,10 @@ def session_lines() -> Iterator[str]:
         yield f"{name:{wide}}  {saved}  {len(messages):3} messages  {excerpt(said)}"
 
 
-def excerpt(text: str, most: int = 50) -> str:
-    """A message on one line, cut to so many characters."""
+def excerpt(text: str) -> str:
+    """A message on one line, cut to 50 characters."""
     line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[:most]}..."
+    return line if len(line) <= 50 else f"{line[:50]}..."
 
 
 class SessionFile:

@@ -127,7 +127,8 @@ def parity(
     progress(f"loading {side_a.name} and {side_b.name}")
     try:
         with SidePair(side_a, side_b, replace(config, ctx_size=workload.ctx_size)) as sides:
-            _announce_duration(sides, workload, flags.quick, progress)
+            unsaid = None in (flags.files or flags.texts, flags.prompts, flags.tokens)
+            _announce_duration(sides, workload, unsaid and not flags.quick, progress)
             report = compare_sides(sides.a, sides.b, workload, progress, config.cache_type)
             located = locate(sides.a, sides.b, report, progress)
             progress.clear()
@@ -154,8 +155,10 @@ def _workload(
     return plan_workload(model, texts, prompts, tokens, flags.window, other)
 
 
-def _announce_duration(sides: "SidePair", workload: "Workload", quick: bool, progress: ProgressLine) -> None:
-    """Say how long the comparison takes, unless it is short."""
+def _announce_duration(
+    sides: "SidePair", workload: "Workload", shorter: bool, progress: ProgressLine
+) -> None:
+    """Say how long the comparison takes, unless it is short, and whether --quick would be `shorter`."""
     from quengine.diagnostics.parity.parity_workload import estimate_seconds
 
     progress("trying both sides to see how long this takes")
@@ -166,6 +169,6 @@ def _announce_duration(sides: "SidePair", workload: "Workload", quick: bool, pro
         tokens = sum(map(len, workload.windows))
         print(
             f"this takes about {much}: {tokens} tokens of text, {len(workload.prompts)} prompts x "
-            f"{workload.tokens} tokens{'' if quick else '; --quick is shorter'}",
+            f"{workload.tokens} tokens{'; --quick is shorter' if shorter else ''}",
             file=sys.stderr,
         )

@@ -53,7 +53,8 @@ def show(
 
 def _preset_lines(table: Mapping[str, Any]) -> list[str]:
     """A preset's options for people, a line each; long texts by their first line and length."""
-    return [f"{key:12} {_excerpt(value)}" for key, value in table.items()]
+    wide = max(12, *map(len, table))
+    return [f"{key:{wide}} {_excerpt(value)}" for key, value in table.items()]
 
 
 def _excerpt(value: Any) -> str:

@@ -12,7 +12,7 @@ from quengine.cli.command_table import ExampleGroup
 from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
 
-group = typer.Typer(cls=ExampleGroup, no_args_is_help=True)
+group = typer.Typer(cls=ExampleGroup)
 
 _ALL = "sm_80,sm_89,sm_90"
 
@@ -51,6 +51,8 @@ def build(
         raise EngineError(f"no cache type {cache_type!r}; there are {', '.join(CACHE_TYPES)}")
     if output.is_dir():
         raise EngineError(f"{output} is a folder; name a file: -o {output / 'pack.zip'}")
+    if not output.parent.is_dir():
+        raise EngineError(f"{output.parent}: no such folder")
     progress = ProgressLine()
     archs = [arch_of(name) for name in dict.fromkeys(_split([arch]))]
     pack = build_pack(PackPlan(_split(models), archs, parallel, cache_type), output, progress)

@@ -133,12 +133,6 @@ def stages_of(*plans: KernelPlan) -> list[Callable[[], None]]:
     return [*(partial(first, key) for key in _FIRST), rest]
 
 
-def run_first(graphs: CudaGraphs) -> None:
-    """What a first short request runs."""
-    for key in _FIRST:
-        graphs.run_padding(key)
-
-
 def run_all(graphs: CudaGraphs) -> None:
     """The steps of a warm-up, uncaptured, and prompts' steps of sizes that are not captured."""
     for key in [*graphs.keys, decode_key(1, _ANY_TOP_K), *biased_keys(1)]:

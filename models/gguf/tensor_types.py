@@ -23,10 +23,6 @@ class TensorType:
         """Bytes of a row of `columns` weights; `columns` is a multiple of `block`."""
         return columns // self.block * self.nbytes
 
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.nbytes / self.block
-
 
 TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
     {

@@ -111,7 +111,7 @@ class HFShards:
         try:
             return safe_open(self.folder / file, framework="pt")
         except (SafetensorError, OSError) as error:
-            pointer = _begins_with(self.folder / file, LFS)
+            pointer = _is_lfs_pointer(self.folder / file)
             problem = "a pointer of Git LFS, not the file; fetch it with: git lfs pull" if pointer else error
             raise EngineError(f"{self.folder / file}: {problem}") from None
 
@@ -121,9 +121,9 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _begins_with(path: Path, text: bytes) -> bool:
-    """Whether there is a regular file at `path` that begins with `text`."""
+def _is_lfs_pointer(path: Path) -> bool:
+    """Whether there is a regular file at `path` that begins as pointers of Git LFS do."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return file.read(len(text)) == text
+        return file.read(len(LFS)) == LFS

@@ -31,13 +31,9 @@ def catalogue() -> Mapping[str, CatalogueEntry]:
     )
 
 
-def closest_aliases(name: str, limit: int = 3) -> list[str]:
-    """The aliases that look most like `name`, best first; empty when none is near."""
+def closest_aliases(name: str) -> list[str]:
+    """The three aliases that look most like `name`, best first, or fewer; empty when none is near."""
     wanted = name.lower().replace("_", "-").replace(":", "-")
-    near = difflib.get_close_matches(wanted, catalogue(), n=limit, cutoff=0.6)
-    return (
-        near
-        + [alias for alias in catalogue() if len(wanted) > 2 and wanted in alias and alias not in near][
-            : limit - len(near)
-        ]
-    )
+    near = difflib.get_close_matches(wanted, catalogue(), n=3, cutoff=0.6)
+    within = [alias for alias in catalogue() if len(wanted) > 2 and wanted in alias]
+    return list(dict.fromkeys([*near, *within]))[:3]

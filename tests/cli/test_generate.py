@@ -57,6 +57,13 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(model: str, capsys: pytest
         assert word in captured.err
 
 
+def test_one_token_has_no_speed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "-m", model, "the", "--temp", "0", "-n", "1"]) == 0
+    report = capsys.readouterr().err
+    assert "generated  1 token in 0.00 s; ended by length" in report
+    assert " 0.0 tok/s" not in report and "0.0 GB/s" not in report
+
+
 def test_a_mixture_of_experts_reports_how_much_of_it_is_active(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

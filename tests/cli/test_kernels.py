@@ -52,6 +52,7 @@ def test_a_pack_is_installed_listed_and_cleared(pack: Path, capsys: pytest.Captu
         (["build", "--models", "tiny", "--arch", "sm_70", "-o", "pack.zip"], "no kernels for 'sm_70'"),
         (["build", "--models", "nix", "-o", "pack.zip"], "nix"),
         (["build", "--models", "tiny", "-o", "."], "is a folder"),
+        (["build", "--models", "tiny", "-o", "nowhere/pack.zip"], "nowhere: no such folder"),
         (["build", "--models", "tiny", "--cache-type", "f8", "-o", "p.zip"], "no cache type 'f8'"),
         (["build", "-o", "pack.zip"], "--models"),
         (["frob"], "no such command 'frob'"),
@@ -67,7 +68,9 @@ def test_errors_are_one_line(
     assert "Traceback" not in error
 
 
-def test_its_help_ends_with_its_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["kernels", "--help"]) == 0
-    out = capsys.readouterr().out
+@pytest.mark.parametrize("arguments", [["kernels", "--help"], ["kernels"], ["help", "kernels"]])
+def test_its_help_ends_with_its_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    out, error = capsys.readouterr()
+    assert not error
     assert out.index("Examples") < out.index("engine kernels install pack.zip")

@@ -327,7 +327,10 @@ def test_a_long_run_says_how_long_it_takes(
 ) -> None:
     monkeypatch.setattr("quengine.diagnostics.parity.parity_workload.estimate_seconds", lambda *_: 300.0)
     assert run(["parity", "-m", model, "-f", text, *QUICK]) == 0
-    assert "this takes about 5 min" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "this takes about 5 min" in told and "--quick" not in told
+    assert run(["parity", "-m", model, "-f", text, "--prompts", "0", "-t", "1"]) == 0
+    assert "--quick is shorter" in capsys.readouterr().err
 
 
 # -- two files

@@ -40,7 +40,6 @@ def test_sizes_are_those_of_gguf(name: str) -> None:
     fmt = FORMATS[name]
     assert (fmt.block, fmt.nbytes) == GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     assert max(stop for _, stop in fmt.layout.values()) == fmt.nbytes
-    assert fmt.bits_per_weight == 8 * fmt.nbytes / fmt.block
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -77,9 +77,7 @@ def check_cuda(index: int, free_memory: int) -> Iterator[KernelCheck]:
         [__name__, "quengine.diagnostics.selftest.self_test_sampling", "quengine.kernels.cuda.backend"]
     )
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        running = {
-            unit: pool.submit(partial(check_on_gpu, index), unit) for unit in _longest_first(GPU_UNITS)
-        }
+        running = {unit: pool.submit(partial(check_on_gpu, index), unit) for unit in _longest_first()}
         for unit in GPU_UNITS:
             try:
                 yield from running[unit].result()
@@ -108,7 +106,7 @@ def check_on_gpu(index: int, unit: Unit) -> list[KernelCheck]:
     return list(check_operation(backend, subject))
 
 
-def _longest_first(units: tuple[Unit, ...]) -> list[Unit]:
-    """Those with the most to compile are not left to the end."""
+def _longest_first() -> list[Unit]:
+    """The units; those with the most to compile are not left to the end."""
     order = dict.fromkeys((*SAMPLING, *PAGED, *OPERATIONS), 0)
-    return sorted(units, key=lambda unit: order.get(unit[0], 2 - unit[1].startswith("ffn")))
+    return sorted(GPU_UNITS, key=lambda unit: order.get(unit[0], 2 - unit[1].startswith("ffn")))

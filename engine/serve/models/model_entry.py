@@ -92,7 +92,7 @@ class ModelEntry:
 
     @property
     def state(self) -> State:
-        if self.loaded:
+        if self.loaded or (self.leaving and not self.wanted):
             return "loaded"
         if self.wanted or self.occupied:
             return "loading"

@@ -34,7 +34,6 @@ class BudgetConstraint:
         vocab_size: int,
         inner: "Constraint | None",
     ) -> None:
-        self._budget = budget
         self._token_bytes = token_bytes
         self._inner = inner
         self._all = np.ones(vocab_size, np.bool_)

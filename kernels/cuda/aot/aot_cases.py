@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_experts import expert_cases
 from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
 from quengine.kernels.cuda.aot.aot_ranks import rank_cases
-from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
+from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend, empty, stored
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
 from quengine.kernels.cuda.launch.gpu import Gpu, assuming
@@ -26,7 +25,6 @@ from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers
 from quengine.kernels.forward_batch import ForwardBatch, Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
 from quengine.kernels.kv.kv_rows import allocate_layer
-from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
 
@@ -77,15 +75,15 @@ class Heads:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def spec(self) -> AttentionSpec:
-        table = _empty(CONTEXT, (self.rope_dim or self.head_dim) // 2)
+        table = empty(CONTEXT, (self.rope_dim or self.head_dim) // 2)
         q_heads, k_heads = (self.heads, self.kv_heads) if self.norm == "row" else (1, 1)
-        q_norm, k_norm = (_empty(n * self.head_dim) if self.norm else None for n in (q_heads, k_heads))
+        q_norm, k_norm = (empty(n * self.head_dim) if self.norm else None for n in (q_heads, k_heads))
         return AttentionSpec(
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=0.1, window=self.window,
             rope_layout=self.layout, cos=table, sin=table, q_norm=q_norm, k_norm=k_norm, eps=EPS,
-            query_scale=_empty(CONTEXT) if self.scaled else None,
-            sinks=_empty(self.heads) if self.sinks else None,
-            mask_band=_empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool),
+            query_scale=empty(CONTEXT) if self.scaled else None,
+            sinks=empty(self.heads) if self.sinks else None,
+            mask_band=empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool),
         )  # fmt: skip
 
     def layer(self, cache_type: CacheType) -> KVLayer:
@@ -285,15 +283,15 @@ def _layer(
     bias: bool = False,
 ) -> None:
     """One layer's operations, in the decoder's order. `value`, `down`: the types of these two matrices."""
-    norm, x = RMSNorm(_empty(hidden), EPS), _empty(len(batch), hidden)
+    norm, x = RMSNorm(empty(hidden), EPS), empty(len(batch), hidden)
     sizes = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     qkv = backend.weight(
-        [_tensor(name, sizes[0], hidden), _tensor(name, sizes[1], hidden), _tensor(value, sizes[1], hidden)]
+        [stored(name, sizes[0], hidden), stored(name, sizes[1], hidden), stored(value, sizes[1], hidden)]
     )
-    added = _empty(heads.width) if bias else None
-    output = backend.weight([_tensor(name, hidden, sizes[0])])
-    gate_up = backend.gate_up_weight(_tensor(name, ffn, hidden), _tensor(name, ffn, hidden))
-    down_weight = backend.weight([_tensor(down, hidden, ffn)])
+    added = empty(heads.width) if bias else None
+    output = backend.weight([stored(name, hidden, sizes[0])])
+    gate_up = backend.gate_up_weight(stored(name, ffn, hidden), stored(name, ffn, hidden))
+    down_weight = backend.weight([stored(down, hidden, ffn)])
     products = backend.norm_linear(batch, x, norm, qkv, added)
     mixed = backend.attention(batch, products, heads.spec(), heads.layer("f16"))
     x = backend.linear_add(batch, mixed, output, x, norm)
@@ -304,15 +302,15 @@ def _layer(
 def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:
     """What Gemma 3 launches (a scaled embedding, norms on both sides of a block, GELU), then OLMo 2 (norms behind the
     blocks alone), without attention."""
-    norm = RMSNorm(_empty(hidden), EPS)
-    gate_up = backend.gate_up_weight(_tensor(name, ffn, hidden), _tensor(name, ffn, hidden))
-    down_weight = backend.weight([_tensor(down, hidden, ffn)])
-    x = backend.embed(batch, backend.weight([_tensor(down, 2 * hidden, hidden)]), hidden**0.5)
+    norm = RMSNorm(empty(hidden), EPS)
+    gate_up = backend.gate_up_weight(stored(name, ffn, hidden), stored(name, ffn, hidden))
+    down_weight = backend.weight([stored(down, hidden, ffn)])
+    x = backend.embed(batch, backend.weight([stored(down, 2 * hidden, hidden)]), hidden**0.5)
     for _ in range(2):  # of the first layer alone the norm is a launch of its own
         gated = backend.norm_glu(batch, x, norm, gate_up, "gelu_tanh")
         x = backend.linear_add(batch, gated, down_weight, x, norm, norm)
-    x = _empty(len(batch), hidden)
-    backend.norm_linear(batch, x, None, backend.weight([_tensor(name, hidden, hidden)]))
+    x = empty(len(batch), hidden)
+    backend.norm_linear(batch, x, None, backend.weight([stored(name, hidden, hidden)]))
     gated = backend.norm_glu(batch, x, None, gate_up)
     backend.linear_add(batch, gated, down_weight, x, None, norm)
 
@@ -320,28 +318,28 @@ def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, ba
 def _projections(name: str, hidden: int, width: int, batch: ForwardBatch, backend: MetaBackend) -> None:
     """What ends a residual branch with a bias (gpt-oss's attention) or row scales (Qwen2-MoE's shared expert), in front
     of another norm and of none; and a matrix of one type with a bias behind a norm."""
-    norm, weight = RMSNorm(_empty(hidden), EPS), backend.weight([_tensor(name, hidden, width)])
-    x, stream = _empty(len(batch), width), _empty(len(batch), hidden)
-    for bias, row_scale in ((_empty(hidden), None), (None, _empty(len(batch), 1))):
+    norm, weight = RMSNorm(empty(hidden), EPS), backend.weight([stored(name, hidden, width)])
+    x, stream = empty(len(batch), width), empty(len(batch), hidden)
+    for bias, row_scale in ((empty(hidden), None), (None, empty(len(batch), 1))):
         for next_norm in (norm, None):
             backend.linear_add(batch, x, weight, stream, next_norm, bias=bias, row_scale=row_scale)
     for cols in (hidden, width):
         backend.norm_linear(
-            batch, _empty(len(batch), cols), RMSNorm(_empty(cols), EPS),
-            backend.weight([_tensor(name, width, cols)]), _empty(width),
+            batch, empty(len(batch), cols), RMSNorm(empty(cols), EPS),
+            backend.weight([stored(name, width, cols)]), empty(width),
         )  # fmt: skip
 
 
 def _ends(name: str, output: str, vocab: int, hidden: int, batch: ForwardBatch, backend: MetaBackend) -> None:
     """Embedding and logits, of one row and of all."""
-    x = backend.embed(batch, backend.weight([_tensor(name, vocab, hidden)]))
-    weight = backend.weight([_tensor(output, vocab, hidden)])
+    x = backend.embed(batch, backend.weight([stored(name, vocab, hidden)]))
+    weight = backend.weight([stored(output, vocab, hidden)])
     for rows in (x[:1], x):
-        backend.logits(batch, rows, RMSNorm(_empty(hidden), EPS), weight)
+        backend.logits(batch, rows, RMSNorm(empty(hidden), EPS), weight)
 
 
 def _attention(heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend: MetaBackend) -> None:
-    qkv = _empty(len(batch), heads.width)
+    qkv = empty(len(batch), heads.width)
     backend.attention(batch, qkv, heads.spec(), heads.layer(cache_type))
 
 
@@ -349,30 +347,30 @@ def _product_attention(
     heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend: MetaBackend
 ) -> None:
     """Of a chunk whose QKV come as the matmul left them, as they do behind packed weights without biases."""
-    products = ScaledProduct(_empty(len(batch), heads.width), _empty(len(batch)), 1.0)
-    backend.weight([_tensor("Q8_0", 16, 128)])  # room for a workspace
+    products = ScaledProduct(empty(len(batch), heads.width), empty(len(batch)), 1.0)
+    backend.weight([stored("Q8_0", 16, 128)])  # room for a workspace
     backend.attention(batch, products, heads.spec(), heads.layer(cache_type))
 
 
 def _matmul(name: str, size: int, batch: ForwardBatch, backend: MetaBackend) -> None:
-    weight = backend.weight([_tensor(name, size, size)])
-    backend.linear_add(batch, _empty(len(batch), size), weight, _empty(len(batch), size))
+    weight = backend.weight([stored(name, size, size)])
+    backend.linear_add(batch, empty(len(batch), size), weight, empty(len(batch), size))
 
 
 def _norm(width: int, rows: int, backend: MetaBackend) -> None:
-    weight = backend.weight([_tensor("F16", 64, width)])
-    norm = RMSNorm(_empty(width), EPS)
-    backend.rms_norm(_empty(rows, width), norm)
-    backend.norm_linear(_step(rows), _empty(rows, width), norm, weight)
+    weight = backend.weight([stored("F16", 64, width)])
+    norm = RMSNorm(empty(width), EPS)
+    backend.rms_norm(empty(rows, width), norm)
+    backend.norm_linear(_step(rows), empty(rows, width), norm, weight)
 
 
 def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:
     buffers = SamplingBuffers.allocate(1, vocab, top_k, META, extras, extras)
-    sample_step(_empty(1, vocab), DecodeState.allocate(1, CONTEXT, META), buffers, backend.pdl)
+    sample_step(empty(1, vocab), DecodeState.allocate(1, CONTEXT, META), buffers, backend.pdl)
 
 
 def _settle(backend: CudaBackend) -> None:
-    tokens, others = _empty(BATCH, dtype=torch.int64), _empty(BATCH, dtype=torch.int32)
+    tokens, others = empty(BATCH, dtype=torch.int64), empty(BATCH, dtype=torch.int32)
     settle_rows(tokens, others, others, ChosenTokens.allocate(4, BATCH, META), backend.pdl)
 
 
@@ -390,19 +388,10 @@ def _prefill(rows: int) -> ForwardBatch:
 
 
 def _batch(phase: Phase, rows: int, sequences: int, **given: Any) -> ForwardBatch:
-    ids, positions = _empty(rows, dtype=torch.int64), _empty(rows, dtype=torch.int32)
-    tables = _empty(1, sequences, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
+    ids, positions = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.int32)
+    tables = empty(1, sequences, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
     return ForwardBatch(phase, ids, positions, tables, **given)
 
 
 def _rows(count: int) -> str:
     return "decode" if count == 1 else f"{count} rows"
-
-
-def _tensor(name: str, rows: int, cols: int) -> QuantTensor:
-    fmt = FORMATS[name]
-    return QuantTensor(name, fmt, (rows, cols), _empty(rows, fmt.row_bytes(cols), dtype=torch.uint8))
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device=META)

@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.aot.meta_backend import META, empty, stored
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.moe.router import route
@@ -17,13 +15,11 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router
 from quengine.kernels.moe.router_kind import RouterKind
-from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 
 ExpertCase: TypeAlias = tuple[str, bool, tuple[int, ...], Callable[[CudaBackend], object]]
 """The fields of a Case (aot_cases.py)."""
 
-_META = torch.device("meta")
 _EPS = 1e-6
 
 
@@ -80,18 +76,18 @@ def expert_cases() -> Iterator[ExpertCase]:
 
 def _layer(experts: Experts, types: tuple[str, str, str], backend: CudaBackend) -> None:
     """Gate, up and down of one row, whose norm was begun by the launch before, and that begins the next one."""
-    batch = ForwardBatch("decode", _empty(1), _empty(1), _empty(1, 1, 1))
+    batch = ForwardBatch("decode", empty(1), empty(1), empty(1, 1, 1))
     hidden, ffn, count = experts.hidden, experts.ffn, experts.count
-    gate, up = ([_tensor(name, ffn, hidden)] * count for name in types[:2])
-    bias = (_empty(count, 2 * ffn), _empty(count, hidden)) if experts.bias else (None, None)
+    gate, up = ([stored(name, ffn, hidden)] * count for name in types[:2])
+    bias = (empty(count, 2 * ffn), empty(count, hidden)) if experts.bias else (None, None)
     gate_up = backend.gate_up_experts(gate, up, bias[0])
-    down = backend.down_experts([_tensor(types[2], hidden, ffn)] * count, bias[1])
-    norm = RMSNorm(_empty(hidden), _EPS)
-    row = QuantizedActivations.empty(1, hidden, _META)
+    down = backend.down_experts([stored(types[2], hidden, ffn)] * count, bias[1])
+    norm = RMSNorm(empty(hidden), _EPS)
+    row = QuantizedActivations.empty(1, hidden, META)
     row = QuantizedActivations(
-        row.high, row.low, row.scale, row.sums, RmsPartials(_empty(1, hidden // 32), _EPS)
+        row.high, row.low, row.scale, row.sums, RmsPartials(empty(1, hidden // 32), _EPS)
     )
-    x = RmsNormed(_empty(1, hidden), row)
+    x = RmsNormed(empty(1, hidden), row)
     routing = backend.route(batch, x, norm, _router_of(experts))
     gated = backend.experts_glu(batch, x, norm, routing, gate_up, experts.activation)
     backend.experts_add(batch, gated, routing, down, x, norm)
@@ -101,22 +97,13 @@ def _layer(experts: Experts, types: tuple[str, str, str], backend: CudaBackend) 
 
 def _router(experts: Experts, rows: int, backend: CudaBackend) -> None:
     """Also with experts that are given."""
-    x, norm, router = _empty(rows, experts.hidden), RMSNorm(_empty(experts.hidden), _EPS), _router_of(experts)
+    x, norm, router = empty(rows, experts.hidden), RMSNorm(empty(experts.hidden), _EPS), _router_of(experts)
     routing = route(x, norm, router, pdl=backend.pdl)
     route(x, norm, router, routing.experts, pdl=backend.pdl)
 
 
 def _router_of(experts: Experts) -> Router:
-    bias = _empty(experts.count) if experts.bias else None
-    selection = _empty(experts.count) if experts.router.scores == "sigmoid" else None
-    gate = _empty(experts.hidden) if experts.shared_gate else None
-    return Router(experts.router, _empty(experts.count, experts.hidden), bias, selection, gate)
-
-
-def _tensor(name: str, rows: int, cols: int) -> QuantTensor:
-    fmt = FORMATS[name]
-    return QuantTensor(name, fmt, (rows, cols), _empty(rows, fmt.row_bytes(cols), dtype=torch.uint8))
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device=_META)
+    bias = empty(experts.count) if experts.bias else None
+    selection = empty(experts.count) if experts.router.scores == "sigmoid" else None
+    gate = empty(experts.hidden) if experts.shared_gate else None
+    return Router(experts.router, empty(experts.count, experts.hidden), bias, selection, gate)

@@ -6,16 +6,14 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.aot.meta_backend import META, empty, packed_part
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped import grouped_add, grouped_glu, norms_in_groups
-from quengine.kernels.cuda.weights.layout import packed_layout
-from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.rms_norm import RMSNorm
@@ -23,7 +21,6 @@ from quengine.kernels.rms_norm import RMSNorm
 GroupedCase: TypeAlias = tuple[str, bool, tuple[int, ...], Callable[[CudaBackend], object]]
 """The fields of a Case (aot_cases.py)."""
 
-_META = torch.device("meta")
 _TYPES_WIDTH = 1024
 
 
@@ -82,34 +79,20 @@ def _layer(experts: Experts, rows: int, exact: bool, backend: CudaBackend) -> No
     hidden, ffn, count = experts.hidden, experts.ffn, experts.count
     paired = gate == up and FORMATS[gate].is_quantized
     parts = (
-        [_part(gate, 2 * ffn, hidden, count)]
+        [packed_part(gate, count * 2 * ffn, hidden)]
         if paired
-        else [_part(t, ffn, hidden, count) for t in (gate, up)]
+        else [packed_part(t, count * ffn, hidden) for t in (gate, up)]
     )
-    biases = [_empty(count, 2 * ffn), _empty(count, hidden)] if experts.bias else [None, None]
+    biases = [empty(count, 2 * ffn), empty(count, hidden)] if experts.bias else [None, None]
     gate_up = ExpertWeights(tuple(parts), count, 2 * ffn, paired, biases[0])
-    down_weights = ExpertWeights((_part(down, hidden, ffn, count),), count, hidden, False, biases[1])
-    routing = Routing(_empty(rows, experts.used, dtype=torch.int32), _empty(rows, experts.used))
-    room = MatmulWorkspace(1 << 16, _META)
+    down_weights = ExpertWeights((packed_part(down, count * hidden, ffn),), count, hidden, False, biases[1])
+    routing = Routing(empty(rows, experts.used, dtype=torch.int32), empty(rows, experts.used))
+    room = MatmulWorkspace(1 << 16, META)
     x: Fp16Operand = room.fp16_operand(rows, hidden)
     gated = grouped_glu(x, routing, gate_up, room, experts.activation, backend.pdl, exact)
-    norm = RMSNorm(_empty(hidden), 1e-5, experts.used)
+    norm = RMSNorm(empty(hidden), 1e-5, experts.used)
     if norms_in_groups(rows, experts.used, backend.device):
-        rows_of_x, activation = _empty(rows, hidden), experts.activation
+        rows_of_x, activation = empty(rows, hidden), experts.activation
         grouped_glu(rows_of_x, routing, gate_up, room, activation, backend.pdl, exact, norm)
     for next_norm in (norm, None):
-        grouped_add(gated, routing, down_weights, room, _empty(rows, hidden), next_norm, backend.pdl, exact)
-
-
-def _part(name: str, rows: int, cols: int, count: int) -> PackedPart | FloatPart:
-    """The rows of all experts."""
-    fmt = FORMATS[name]
-    if not fmt.is_quantized:
-        floats = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
-        return FloatPart(_empty(count * rows, cols, dtype=floats))
-    plane = _empty(16, dtype=torch.uint8)
-    return PackedPart(packed_layout(fmt, cols), count * rows, cols, plane, plane, plane, plane, 1.0, 1.0)
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device=_META)
+        grouped_add(gated, routing, down_weights, room, empty(rows, hidden), next_norm, backend.pdl, exact)

@@ -7,16 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.aot.meta_backend import empty, stored
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.ranks import two_shot
 from quengine.kernels.cuda.ranks.peers import UNIT, PeerBuffers, received_buffer_shape
 from quengine.kernels.cuda.ranks.push import GATHERED_VALUES, push_all_gather, push_all_reduce, pushed_values
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
-
-_META = torch.device("meta")
 
 Fields = tuple[str, bool, tuple[int, ...], Callable[[Any], object]]
 
@@ -43,8 +40,8 @@ class PushingRanks:
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         if len(x) * max(widths) > self._logits.capacity:
-            return _empty(len(x), sum(widths))
-        starts = _empty(self.size + 1, dtype=torch.int32)
+            return empty(len(x), sum(widths))
+        starts = empty(self.size + 1, dtype=torch.int32)
         return push_all_gather(x, widths, starts, self._logits, self._pdl)
 
     def broadcast(self, x: Tensor, source: int = 0) -> None:
@@ -58,16 +55,16 @@ class PushingRanks:
 
 
 def _buffers(ranks: int, capacity: int) -> PeerBuffers:
-    received = _empty(*received_buffer_shape(ranks, capacity), dtype=torch.int64)
-    launches = _empty(capacity // UNIT, dtype=torch.int32)
-    return PeerBuffers(received, _empty(ranks, dtype=torch.int64), launches)
+    received = empty(*received_buffer_shape(ranks, capacity), dtype=torch.int64)
+    launches = empty(capacity // UNIT, dtype=torch.int32)
+    return PeerBuffers(received, empty(ranks, dtype=torch.int64), launches)
 
 
 def _many(ranks: int) -> two_shot.SharedSums:
     values = two_shot.SUMMED_VALUES
-    launches = _empty(two_shot.programs_for(values, ranks), dtype=torch.int32)
-    shared = _empty(two_shot.shared_words(ranks, values))
-    return two_shot.SharedSums(shared, _empty(ranks, dtype=torch.int64), launches, 0)
+    launches = empty(two_shot.programs_for(values, ranks), dtype=torch.int32)
+    shared = empty(two_shot.shared_words(ranks, values))
+    return two_shot.SharedSums(shared, empty(ranks, dtype=torch.int64), launches, 0)
 
 
 def rank_cases(steps: Sequence[ForwardBatch]) -> Iterator[Fields]:
@@ -80,20 +77,11 @@ def rank_cases(steps: Sequence[ForwardBatch]) -> Iterator[Fields]:
 
 def _branch_and_logits(ranks: int, batch: ForwardBatch, backend: CudaBackend) -> None:
     backend.communicator = PushingRanks(ranks, backend.pdl)
-    hidden, inner, norm = 4096, 1792, RMSNorm(_empty(4096), 1e-5)
-    stream = _empty(len(batch), hidden)
-    weight = backend.weight([_tensor("Q4_K", hidden, inner)])
-    output = backend.weight([_tensor("Q6_K", 4096, hidden)])
-    x = backend.linear_add(batch, _empty(len(batch), inner), weight, stream, norm, partial=True)
-    backend.linear_add(batch, _empty(len(batch), inner), weight, x, post_norm=norm, partial=True)
+    hidden, inner, norm = 4096, 1792, RMSNorm(empty(4096), 1e-5)
+    stream = empty(len(batch), hidden)
+    weight = backend.weight([stored("Q4_K", hidden, inner)])
+    output = backend.weight([stored("Q6_K", 4096, hidden)])
+    x = backend.linear_add(batch, empty(len(batch), inner), weight, stream, norm, partial=True)
+    backend.linear_add(batch, empty(len(batch), inner), weight, x, post_norm=norm, partial=True)
     logits = backend.logits(batch, x, norm, output)
     backend.communicator.all_gather(logits, [4096] * ranks)
-
-
-def _tensor(name: str, rows: int, cols: int) -> QuantTensor:
-    form = FORMATS[name]
-    return QuantTensor(name, form, (rows, cols), _empty(rows, form.row_bytes(cols), dtype=torch.uint8))
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=_META)

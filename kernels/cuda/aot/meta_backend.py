@@ -18,6 +18,26 @@ META = torch.device("meta")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor that has a shape and no contents."""
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def stored(name: str, rows: int, cols: int) -> QuantTensor:
+    """A matrix of a file, of the type of that name."""
+    fmt = FORMATS[name]
+    return QuantTensor(name, fmt, (rows, cols), empty(rows, fmt.row_bytes(cols), dtype=torch.uint8))
+
+
+def packed_part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
+    """The same as it lies on a device."""
+    fmt = FORMATS[name]
+    if not fmt.is_quantized:
+        return FloatPart(empty(rows, cols, dtype=_FLOATS[name]))
+    plane = empty(16, dtype=torch.uint8)
+    return PackedPart(packed_layout(fmt, cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)
+
+
 class MetaBackend(CudaBackend):
     """The CUDA backend on weights that have a shape and no contents."""
 
@@ -28,12 +48,16 @@ class MetaBackend(CudaBackend):
                 merged[-1] = (part.format.name, merged[-1][1] + part.rows)
             else:
                 merged.append((part.format.name, part.rows))
-        return self._noted(PackedWeight(tuple(_part(name, rows, parts[0].cols) for name, rows in merged)))
+        return self._noted(
+            PackedWeight(tuple(packed_part(name, rows, parts[0].cols) for name, rows in merged))
+        )
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
         if not can_pair([gate, up]):
             return self.weight([gate, up])
-        return self._noted(PackedWeight((_part(gate.format.name, 2 * gate.rows, gate.cols),), paired=True))
+        return self._noted(
+            PackedWeight((packed_part(gate.format.name, 2 * gate.rows, gate.cols),), paired=True)
+        )
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -49,23 +73,11 @@ class MetaBackend(CudaBackend):
         return self._noted_experts(ExpertWeights((_experts(down, rows),), len(down), rows, bias=bias))
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
-        return _empty(sum(prod(part.shape) for part in parts))
-
-
-def _part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
-    fmt = FORMATS[name]
-    if not fmt.is_quantized:
-        return FloatPart(_empty(rows, cols, dtype=_FLOATS[name]))
-    plane = _empty(16, dtype=torch.uint8)
-    return PackedPart(packed_layout(fmt, cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)
+        return empty(sum(prod(part.shape) for part in parts))
 
 
 def _experts(experts: Sequence[QuantTensor], rows: int) -> PackedPart | FloatPart:
     """A part with `rows` rows of each expert, and those that fill its last tile."""
     first = experts[0]
     padded = -(-rows // TILE_ROWS) * TILE_ROWS if first.format.is_quantized else rows
-    return _part(first.format.name, len(experts) * padded, first.cols)
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device=META)
+    return packed_part(first.format.name, len(experts) * padded, first.cols)

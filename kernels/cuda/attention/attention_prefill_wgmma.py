@@ -165,7 +165,7 @@ def _clear_from(stage, first):
 
 @gluon.jit
 def _store(out_ptr, acc, row, width, rows, WGMMA_LAYOUT: gl.constexpr):
-    """Store [rows, columns of a head] from `out_ptr` on, as plain rows or in the WGMMA layout (`half_place`)."""
+    """Store [rows, columns of a head] from `out_ptr` on, as plain rows or in the WGMMA layout (`operand_offset`)."""
     if WGMMA_LAYOUT:
         # Thread (r, q) of a warp has columns 8 n + 2 q + e: the lowest three bits of an offset lie in one thread.
         L: gl.constexpr = gl.DistributedLinearLayout(

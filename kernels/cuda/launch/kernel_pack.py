@@ -44,7 +44,7 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack's manifest. kernels: by key the SHA-256 of each file. triton, source: what `for_this_engine` compares."""
+    """A pack's manifest. kernels: by key the SHA-256 of each file. triton, source: what the kernels were built with."""
 
     triton_version: str
     triton: str

@@ -29,14 +29,14 @@ from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
 from quengine.kernels.cuda.moe.combine import combine_experts, grouped_glu_rows
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped_float import launch_grouped_float
-from quengine.kernels.cuda.moe.grouped_mma import launch_grouped_mma, launch_grouped_mma_glu
+from quengine.kernels.cuda.moe.grouped_mma import launch_grouped_mma
 from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput
-from quengine.kernels.cuda.moe.grouped_wgmma import launch_grouped_wgmma, launch_grouped_wgmma_glu
+from quengine.kernels.cuda.moe.grouped_wgmma import launch_grouped_wgmma
 from quengine.kernels.cuda.moe.groups import Groups, group_rows
 from quengine.kernels.cuda.rms_norm_grouped import group_normed_rows
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import grouped_block
-from quengine.kernels.cuda.weights.packed import FloatPart
+from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.grouping import most_blocks
 from quengine.kernels.moe.router import Routing
@@ -96,8 +96,9 @@ def grouped_glu(
     mode = _mode(tokens, workspace, pdl, exact)
     clamped = activation == "clamped_swish"
     if gate_up.paired and (gate_up.bias is None or clamped):
-        launch = launch_grouped_wgmma_glu if grouped.is_wgmma else launch_grouped_mma_glu
-        launch(grouped, gate_up, gated.blocks(), gated.rows, activation, mode)
+        part, out = gate_up.parts[0], gated.rows
+        output = GroupedOutput(out.values, 0, gate_up.bias, activation, out.row_scale)
+        _multiply_part(grouped, gate_up, part, gated.blocks(), output, mode)
     else:
         _glu_of_products(grouped, gate_up, gated, activation, mode)
     return gated
@@ -155,12 +156,23 @@ def _multiply(
     """Rows in blocks times the matrices of their experts, fp32, with their biases."""
     for number, part in enumerate(weights.parts):
         output = GroupedOutput(products, number * weights.part_rows, weights.bias)
-        if isinstance(part, FloatPart):
-            launch_grouped_float(x, weights, part, blocks, output, mode.pdl)
-        elif x.is_wgmma:
-            launch_grouped_wgmma(x, weights, part, blocks, output, mode)
-        else:
-            launch_grouped_mma(x, weights, part, blocks, output, mode)
+        _multiply_part(x, weights, part, blocks, output, mode)
+
+
+def _multiply_part(
+    x: Fp16Operand,
+    weights: ExpertWeights,
+    part: PackedPart | FloatPart,
+    blocks: Blocks,
+    output: GroupedOutput,
+    mode: MatmulMode,
+) -> None:
+    if isinstance(part, FloatPart):
+        launch_grouped_float(x, weights, part, blocks, output, mode.pdl)
+    elif x.is_wgmma:
+        launch_grouped_wgmma(x, weights, part, blocks, output, mode)
+    else:
+        launch_grouped_mma(x, weights, part, blocks, output, mode)
 
 
 def _from_place(x: Fp16Operand, place: int) -> Fp16Operand:

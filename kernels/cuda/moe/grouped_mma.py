@@ -7,7 +7,6 @@ them as experts and blocks, and a row's bits depend on nothing but the row and i
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_offset
 from quengine.kernels.cuda.gemm.matmul_fused import FusedProgram, MatmulMode, accumulate, add_warps
@@ -19,14 +18,12 @@ from quengine.kernels.cuda.moe.grouped_program import (
     UNBOUNDED,
     Blocks,
     GroupedOutput,
-    epilogue_of,
     expert_of,
     expert_planes,
     scheduled,
 )
 from quengine.kernels.cuda.weights.launch_table import grouped_fused_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
-from quengine.kernels.glu import Activation
 
 _MMA = tl.constexpr(int(OperandLayout.MMA))
 
@@ -126,39 +123,11 @@ def launch_grouped_mma(
     mode: MatmulMode,
 ) -> None:
     """Rows x in the MMA layout, in blocks, times a part of their experts' matrices."""
-    _launch(x, weights, part, blocks, (output.out, output.out), output, None, mode)
-
-
-def launch_grouped_mma_glu(
-    x: Fp16Operand,
-    weights: ExpertWeights,
-    blocks: Blocks,
-    out: Fp16Operand,
-    activation: Activation,
-    mode: MatmulMode,
-) -> None:
-    """activation(gate) * up of rows x, in blocks, times their experts' paired matrices, both in the MMA layout."""
-    part = weights.parts[0]
-    assert isinstance(part, PackedPart) and weights.paired and out.is_mma
-    output = GroupedOutput(out.values, 0, weights.bias)
-    _launch(x, weights, part, blocks, (out.values, out.row_scale), output, activation, mode)
-
-
-def _launch(
-    x: Fp16Operand,
-    weights: ExpertWeights,
-    part: PackedPart,
-    blocks: Blocks,
-    results: tuple[Tensor, Tensor],
-    output: GroupedOutput,
-    activation: Activation | None,
-    mode: MatmulMode,
-) -> None:
-    """results: the products, or of a gated unit with an `activation` its values and row scales."""
-    geometry, bias = grouped_fused_geometry(part, weights.expert_tiles, blocks.rows), output.bias
+    geometry = grouped_fused_geometry(part, weights.expert_tiles, blocks.rows)
+    results, bias = output.results, output.bias
     program = FusedProgram(
         part.layout, part.cols, geometry.token_tiles, geometry.tiles, geometry.n_warps, geometry.k_warps, 1,
-        geometry.ahead, weights.paired, epilogue_of(activation, bias), mode.exact or mode.batch_invariant, mode.pdl,
+        geometry.ahead, weights.paired, output.epilogue, mode.exact or mode.batch_invariant, mode.pdl,
         uses_assembly(),
     )  # fmt: skip
     assert x.is_mma and 8 * geometry.token_tiles == blocks.rows

@@ -41,19 +41,27 @@ class Blocks(NamedTuple):
 
 
 class GroupedOutput(NamedTuple):
-    """Where products go, fp32 [places, N]: into columns first .. of `out`, with those of bias [E, N] added."""
+    """Where products go, fp32 [places, N]: into columns first .. of `out`, with those of bias [E, N] added. With an
+    `activation` the values of gated units, fp16 in the layout of the rows that are multiplied, and their scales."""
 
     out: Tensor
     first: int
     bias: Tensor | None
+    activation: Activation | None = None
+    row_scale: Tensor | None = None
 
+    @property
+    def results(self) -> tuple[Tensor, Tensor]:
+        """`out` and the row scales, or a pointer in their place that is not used."""
+        return self.out, self.out if self.row_scale is None else self.row_scale
 
-def epilogue_of(activation: Activation | None, bias: Tensor | None) -> int:
-    """The epilogue (glu.py) of products, or of a gated linear unit, which takes a bias where it clamps."""
-    if activation is None:
-        return int((ROWS if bias is None else BIAS).value)
-    assert bias is None or activation == "clamped_swish"
-    return EPILOGUES[activation] if bias is None else int(BIASED_SWISH.value)
+    @property
+    def epilogue(self) -> int:
+        """Of products, or of a gated unit, which takes a bias where it clamps: a number of glu.py."""
+        if self.activation is None:
+            return int((ROWS if self.bias is None else BIAS).value)
+        assert self.bias is None or self.activation == "clamped_swish"
+        return EPILOGUES[self.activation] if self.bias is None else int(BIASED_SWISH.value)
 
 
 @triton.jit

@@ -9,7 +9,6 @@ the planes of the weights are.
 from functools import partial
 
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -31,14 +30,12 @@ from quengine.kernels.cuda.moe.grouped_program import (
     UNBOUNDED,
     Blocks,
     GroupedOutput,
-    epilogue_of,
     expert_of,
     expert_planes,
     scheduled,
 )
 from quengine.kernels.cuda.weights.launch_table import grouped_wgmma_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
-from quengine.kernels.glu import Activation
 
 
 @partial(DirectLaunch, layout=STAGED)
@@ -190,44 +187,13 @@ def launch_grouped_wgmma(
     output: GroupedOutput,
     mode: MatmulMode,
 ) -> None:
-    """Rows x in the WGMMA layout, in blocks, times a part of their experts' matrices."""
-    _launch(x, weights, part, blocks, (output.out, output.out), output, None, mode)
-
-
-def launch_grouped_wgmma_glu(
-    x: Fp16Operand,
-    weights: ExpertWeights,
-    blocks: Blocks,
-    out: Fp16Operand,
-    activation: Activation,
-    mode: MatmulMode,
-) -> None:
-    """activation(gate) * up of rows x, in blocks, times their experts' paired matrices, both in the WGMMA layout. What
-    is behind the last column is finite where the row is."""
-    part = weights.parts[0]
-    assert isinstance(part, PackedPart) and weights.paired and out.is_wgmma
-    output = GroupedOutput(out.values, 0, weights.bias)
-    _launch(x, weights, part, blocks, (out.values, out.row_scale), output, activation, mode)
-
-
-def _launch(
-    x: Fp16Operand,
-    weights: ExpertWeights,
-    part: PackedPart,
-    blocks: Blocks,
-    results: tuple[Tensor, Tensor],
-    output: GroupedOutput,
-    activation: Activation | None,
-    mode: MatmulMode,
-) -> None:
-    """results: the products, or of a gated unit with an `activation` its values and row scales."""
-    bias, exact = output.bias, mode.exact or mode.batch_invariant
+    """Rows x in the WGMMA layout, in blocks, times a part of their experts' matrices. What is behind the last
+    column of a gated unit is finite where the row is."""
+    results, bias, exact = output.results, output.bias, mode.exact or mode.batch_invariant
     geometry = grouped_wgmma_geometry(part, x.values.shape[1], blocks.rows, exact)
-    flags = WgmmaFlags(
-        epilogue_of(activation, bias), weights.paired, exact, mode.pdl, producer=not blocks.early
-    )
+    flags = WgmmaFlags(output.epilogue, weights.paired, exact, mode.pdl, producer=not blocks.early)
     # Of a gated unit a tile is 8 columns of the result, whose padding is written too.
-    tiles = results[0].shape[1] // 8 if activation else weights.expert_tiles
+    tiles = results[0].shape[1] // 8 if output.activation else weights.expert_tiles
     weight_blocks = -(-tiles // geometry.warps)
     kernel = _grouped_few_kernel if geometry.ring else _grouped_wgmma_kernel
     plan = wgmma_plan_grouped(

@@ -161,12 +161,18 @@ def wgmma_block(rows: int) -> int:
 
 
 def wgmma_geometry(
-    part: PackedPart, kind: str, rows: int, batch_invariant: bool = False, consumer: bool = False
+    part: PackedPart,
+    kind: str,
+    rows: int,
+    batch_invariant: bool = False,
+    consumer: bool = False,
+    beside: int = 0,
 ) -> WgmmaGeometry:
     """Geometry of the fused matmul on Hopper; kind "rows" or "swiglu". `splits` is the same for every number of rows up
-    to `MOST_FEW`, and, with `batch_invariant`, for all. `consumer`: see `launch_wgmma`."""
+    to 64, and, with `batch_invariant`, for all. `consumer`: see `launch_wgmma`. beside: weight rows of another part in
+    the same launch."""
     shape = Shape(part.layout.format, part.rows, part.cols, part.chunks)
-    return _wgmma_geometry(device_name(), shape, kind, rows, batch_invariant, consumer)
+    return _wgmma_geometry(device_name(), shape, kind, rows, batch_invariant, consumer, beside)
 
 
 def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
@@ -178,29 +184,32 @@ def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
 
 @lru_cache(1024)
 def _wgmma_geometry(
-    device: str, shape: Shape, kind: str, rows: int, batch_invariant: bool, consumer: bool
+    device: str, shape: Shape, kind: str, rows: int, batch_invariant: bool, consumer: bool, beside: int
 ) -> WgmmaGeometry:
     key = f"{kind} {shape.format} {shape.rows} x {shape.cols}"
-    entry = wgmma_entry(device, key)
-    splits = _default_splits(shape) if entry is None else entry["splits"]
+    entry, block = wgmma_entry(device, key), wgmma_block(rows)
+    splits = _splits(shape, 4) if entry is None else entry["splits"]
     if rows > MOST_FEW:
         return many_rows_geometry(shape, rows, splits if batch_invariant else 0, consumer)
+    if block == MOST_FEW and not batch_invariant:
+        splits = _splits(shape._replace(rows=shape.rows + beside), 2)
     if entry is None:
-        return default_wgmma(shape, rows)
-    warps, *rest = entry[str(wgmma_block(rows))]
+        return _default_wgmma(splits, block)
+    warps, *rest = entry[str(block)]
     return WgmmaGeometry(warps, splits, *rest)
 
 
-def default_wgmma(shape: Shape, rows: int) -> WgmmaGeometry:
-    """About three programs of 4 warps on each multiprocessor, with two chunks each or more; up to `MOST_FEW` rows."""
-    splits = _default_splits(shape)
-    if rows <= 16:
+def _default_wgmma(splits: int, block: int) -> WgmmaGeometry:
+    """Programs of 4 warps for blocks of up to `MOST_FEW` rows."""
+    if block <= 16:
         return WgmmaGeometry(4, splits, 2, False, 128, 256)
-    return WgmmaGeometry(4, splits, 3, rows > 64, 128 if rows <= 64 else 0)
+    return WgmmaGeometry(4, splits, 3, block > 64, 128 if block <= 64 else 0)
 
 
-def _default_splits(shape: Shape) -> int:
-    return max(1, min(shape.chunks // 2, 3 * MULTIPROCESSORS // -(-shape.tiles // 4)))
+def _splits(shape: Shape, programs: int) -> int:
+    """As many as make so many programs of 4 warps for each multiprocessor, or a few less, with two chunks each or more.
+    Of up to 64 rows four run at a time, of 128 two, and a second wave takes as long as the first."""
+    return max(1, min(shape.chunks // 2, programs * MULTIPROCESSORS // -(-shape.tiles // 4)))
 
 
 def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:

@@ -152,7 +152,8 @@ def test_list_show_cp_and_rm_have_presets(model: str, create: Callable[..., int]
     )
     assert run(["show", "pirate"]) == 0
     shown = capsys.readouterr().out
-    assert "system       be kind" in shown and "messages     2 messages" in shown and "llama" in shown
+    assert "system          be kind" in shown and "messages        2 messages" in shown and "llama" in shown
+    assert "template_kwargs {" in shown
     assert run(["show", "pirate", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["preset"]["temperature"] == 0.25
     assert run(["rm", "pirate"]) == 1 and "engine rm -y" in capsys.readouterr().err

@@ -177,6 +177,24 @@ def test_models_are_loaded_and_unloaded_by_hand(asking: ThreadPoolExecutor) -> N
         assert served.wait_until(lambda: states(served)["slow"] == "unloaded")
 
 
+def test_a_model_that_is_unloaded_counts_as_loaded_until_it_has_gone() -> None:
+    device, seen = Device(), []
+    original = device.launch
+
+    def launch(wanted, make_room, check):  # type: ignore[no-untyped-def]
+        engine = original(wanted, make_room, check)
+        close = engine.close
+        engine.close = lambda: (seen.append(states(served)), close())
+        return engine
+
+    device.launch = launch  # type: ignore[method-assign]
+    with serving_models(device, spec("a")) as served, served.http() as client:
+        assert ask(served, "a").status_code == 200
+        client.post("/models/unload", json={"model": "a"})
+        assert served.wait_until(lambda: states(served)["a"] == "unloaded")
+    assert seen == [{"a": "loaded"}]
+
+
 def test_without_autoload_a_request_is_refused_until_its_model_is_loaded() -> None:
     with serving_models(Device(), spec("a"), autoload=False) as served, served.http() as client:
         assert ask(served, "a").status_code == 400

@@ -391,14 +391,14 @@ def test_on_hopper_blocks_of_rows_have_the_same_bits(
     assert all(torch.equal(each, made[0]) for each in made)
 
 
-def test_on_hopper_a_row_does_not_depend_on_how_many_there_are(device: torch.device) -> None:
+def test_on_hopper_a_row_of_up_to_64_does_not_depend_on_how_many_there_are(device: torch.device) -> None:
     if not is_hopper(device):
         pytest.skip("needs a Hopper GPU")
     for shape in (("Q4_K", 4096, 4096), ("Q4_K", 4096, 14336), ("Q6_K", 4096, 14336), ("Q6_K", 300, 2048)):
         weight = pack(ordinary_weight(*shape), device)
-        x, room = ordinary_activations(127, shape[2]).to(device), workspace(device)
+        x, room = ordinary_activations(64, shape[2]).to(device), workspace(device)
         most = matmul(x, weight, room)
-        for rows in (1, 2, 9, 30, 64):
+        for rows in (1, 2, 9, 30, 63):
             assert torch.equal(matmul(x[:rows].contiguous(), weight, room), most[:rows])
 
 
@@ -565,9 +565,12 @@ def test_many_rows_of_a_model_of_floats_stay_in_order(
             True,
             WgmmaGeometry(8, 1, 3, block=256, whole=448, groups=True),
         ),  # all columns at once
-        ((4096, 4096), 1024, True, WgmmaGeometry(8, 6, 3, block=128, in_turn=True)),
-        ((4096, 4096), 256, True, WgmmaGeometry(4, 6, 3, block=128, in_turn=True)),
-        ((4096, 4096), 128, True, WgmmaGeometry(4, 6, 3)),
+        ((4096, 4096), 1024, True, WgmmaGeometry(8, 8, 3, block=128, in_turn=True)),
+        ((4096, 4096), 256, True, WgmmaGeometry(4, 8, 3, block=128, in_turn=True)),
+        ((4096, 4096), 128, True, WgmmaGeometry(4, 8, 3)),
+        ((4096, 4096), 128, False, WgmmaGeometry(4, 4, 3)),  # two programs a multiprocessor, in one wave
+        ((10240, 8192), 100, False, WgmmaGeometry(4, 1, 3)),
+        ((10240, 8192), 64, False, WgmmaGeometry(4, 3, 3, False, 128)),
     ],
 )
 def test_many_rows_are_cut_by_how_many_programs_that_makes(
@@ -579,6 +582,13 @@ def test_many_rows_are_cut_by_how_many_programs_that_makes(
 ) -> None:
     monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
     assert wgmma_geometry(empty_part("Q4_K", *sizes), "rows", rows, batch_invariant) == chosen
+
+
+def test_two_parts_in_one_launch_share_a_wave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
+    part = empty_part("Q4_K", 5120, 4096)
+    splits = [wgmma_geometry(part, "rows", 128, False, False, beside).splits for beside in (0, 1024)]
+    assert splits == [3, 2]
 
 
 @pytest.mark.parametrize(("consumer", "chosen"), [(False, (4, 128)), (True, (8, 256))])
