@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serve.serve_throughput import ask
+from benchmarks.serve.serve_throughput import ask, body
 from benchmarks.startup import PORT, healthy
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -113,8 +113,10 @@ def measured_server(command: list[str], cache: str) -> dict[str, Any]:
             prompt=tokens, tokens=tokens, whole=False, temperature=0.0, plain=False, route="completions"
         )
 
+        bodies = [body(given, 0, stream) for stream in range(streams)]
+
         async def round_of_streams() -> list[tuple[float, int]]:
-            return await asyncio.gather(*(ask(PORT, given, 0, stream) for stream in range(streams)))
+            return await asyncio.gather(*(ask(PORT, given.route, sent) for sent in bodies))
 
         began = time.perf_counter()
         answers = asyncio.run(round_of_streams())

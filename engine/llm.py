@@ -82,7 +82,7 @@ class LLM:
         self.ctx_size = self.loaded.cache.ctx_size
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
-        self._under_way: LaunchedStep | None = None  # whose results were not taken yet
+        self._launched = deque[LaunchedStep]()  # whose results were not taken yet, in the device's order
         self.speculation = Speculation.of(config, self.scheduler, self.loaded.draft, self.loaded.device.type)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
@@ -290,17 +290,15 @@ class LLM:
             self._lock.release()
 
     def _compute(self) -> list[tuple[Sequence, str]]:
-        step = self._under_way
-        if step is None or step.batch.cancelled:
-            step = self._launch(self.scheduler.next_batch())
-        if step is None:
+        launched = self._launched
+        while launched and launched[0].batch.cancelled:
+            launched.popleft()
+        if not launched and not self._launch(self.scheduler.next_batch()):
             return []
-        # Where launching the next one raises, the results of this one are still to be taken.
-        self._under_way, batch = step, step.batch
-        follows = step.may_follow and self.speculation is None
-        self._under_way = self._launch(self.scheduler.next_behind(batch)) if follows else None
-        self.scheduler.current = batch
-        ahead = self._under_way is None and self.scheduler.repeats(batch)
+        self._launch_behind()  # where that raises, the results of what is launched are still to be taken
+        step = launched.popleft()
+        self.scheduler.current = batch = step.batch
+        ahead = not launched and self.scheduler.repeats(batch)
         pairs = zip(batch.sequences, step.results(ahead), strict=True)
         results = [(sequence, result) for sequence, result in pairs if sequence.block_tables]  # not cancelled
         for sequence, result in results:
@@ -313,12 +311,23 @@ class LLM:
             self._log_ends(batch.sequences)
         return texts
 
-    def _launch(self, batch: Batch | None) -> LaunchedStep | None:
+    def _launch_behind(self) -> None:
+        """Launch what does not follow from the results of the first step: one of other sequences, and where this is a
+        decode step behind prompts, the next prompts too, which it may be too short to wait for."""
+        while self.speculation is None and self._launched[-1].may_follow:
+            phases = [step.batch.phase for step in self._launched]
+            more = len(phases) == 1 or phases == ["prefill", "decode"]
+            if not more or not self._launch(self.scheduler.next_behind(self._launched[-1].batch)):
+                return
+
+    def _launch(self, batch: Batch | None) -> bool:
+        """Whether there was something to launch."""
         if batch is None:
-            return None
+            return False
         if self.speculation is not None:
             self.speculation.propose(batch)
-        return self.runner.launch(batch)
+        self._launched.append(self.runner.launch(batch))
+        return True
 
     def _log_ends(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:

@@ -119,8 +119,9 @@ class Scheduler:
         return self.current
 
     def next_behind(self, batch: Batch) -> Batch | None:
-        """What to compute behind `batch`, while the results of that one alone are not known; None where it follows from
-        them, or no sequence has blocks for it that no other would have to give up.
+        """What to compute behind `batch`, while neither its results are known nor, where it is a decode step, those of
+        prompts before it; None where it follows from them, or no sequence has blocks for it that no other would have to
+        give up.
 
         The prompts' tokens of `batch` count as cached from now on: a device computes its steps in order.
         """

@@ -41,9 +41,11 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
 
 def serve_requests(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
     """Serve, as many requests at once as there are streams, each with its prompt and tokens; tells the port."""
+    from quengine.platform import collector
     from quengine.serve.server import Server, bind
     from quengine.serve.settings import Limits, ServerSettings
 
+    collector.starting()
     settings = ServerSettings(
         ("throughput",),
         port=0,
@@ -55,6 +57,7 @@ def serve_requests(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> N
     engine = make_engine(given, settings)
     server = Server(settings, lambda *_: engine, lambda line: print(f"server: {line}", file=sys.stderr))
     listener = bind("127.0.0.1", 0)
+    collector.working()
     pipe.send(listener.getsockname()[1])
     asyncio.run(server.serve_engine(listener))
 
@@ -135,10 +138,9 @@ def body(given: argparse.Namespace, number: int, stream: int) -> bytes:
     return json.dumps(wanted | {"prompt": prompt(given, number, stream)}).encode()
 
 
-async def ask(port: int, given: argparse.Namespace, number: int, stream: int) -> tuple[float, int]:
+async def ask(port: int, route: str, sent: bytes) -> tuple[float, int]:
     """Seconds to the first byte of the answer's body, and the events or bytes that came."""
-    path = "/v1/chat/completions" if given.route == "chat" else "/v1/completions"
-    sent = body(given, number, stream)
+    path = "/v1/chat/completions" if route == "chat" else "/v1/completions"
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**24)
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
     began = time.perf_counter()
@@ -165,8 +167,9 @@ async def clients(port: int, pid: int, given: argparse.Namespace) -> list[dict[s
     """What each round came to; the first is that of a server that has just become ready."""
     rounds = []
     for number in range(100, 101 + given.rounds):
+        bodies = [body(given, number, stream) for stream in range(given.streams)]
         cpu, began = cpu_seconds(pid), time.perf_counter()
-        answers = await asyncio.gather(*(ask(port, given, number, s) for s in range(given.streams)))
+        answers = await asyncio.gather(*(ask(port, given.route, sent) for sent in bodies))
         seconds = time.perf_counter() - began
         first = sorted(first for first, _ in answers)
         rounds.append(

@@ -26,6 +26,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
     CAPTURED_AT,
+    MOST_PADDING,
     UNMOVED_ROWS,
     GraphKey,
     SamplingKind,
@@ -113,6 +114,7 @@ class CudaGraphs:
         self._sampling: dict[SamplingKind, SamplingBuffers] = {}
         self._steps: dict[GraphKey, CapturedStep] = {}
         self._seen: Counter[GraphKey] = Counter()
+        self._padding: Counter[GraphKey] = Counter()
         self._capture_step = capture
         self._pool: Any = None
         self._backend = decoder.backend
@@ -144,8 +146,8 @@ class CudaGraphs:
         key = prefill_key([len(part.ids) for part in rows]) if phase == "prefill" else None
         if key is None or not self._captures(key):
             return None
-        self._seen[key] += 1
-        return key if key in self._steps or self._seen[key] >= CAPTURED_AT else None
+        step = self._or_larger(key)
+        return step if step in self._steps or self._seen[key] >= CAPTURED_AT else None
 
     def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
         """Logits fp32 [sequences, vocab] after the last row of each of these sequences."""
@@ -158,6 +160,7 @@ class CudaGraphs:
     def launch(self, key: GraphKey) -> StepTokens:
         """Start a decode step on the slots as `inputs` and `configure` have them; returns at once."""
         with self.together(Launch(key, self.inputs.changes)):
+            key = self._or_larger(key)
             step = self._steps.get(key)
             if step is None or key.rows > UNMOVED_ROWS:
                 step = self.capture(key)
@@ -254,6 +257,15 @@ class CudaGraphs:
         history = torch.zeros(inputs.rows, self._history.shape[1], dtype=torch.int32, device=device)
         chosen = ChosenTokens.allocate(self._chosen.tokens.shape[0], inputs.rows, device)
         return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows), chosen)
+
+    def _or_larger(self, key: GraphKey) -> GraphKey:
+        """The step to run for `key`: for some rows of padding a captured one that holds as much, where there is one."""
+        if key in self._steps:
+            return key
+        self._seen[key] += 1
+        larger = min((each for each in self._steps if each.holds(key) and self._captures(each)), default=key)
+        self._padding[key] += larger.rows - key.rows
+        return larger if self._padding[key] <= MOST_PADDING else key
 
     def _captures(self, key: GraphKey) -> bool:
         """Ranks capture a step together, and must drop it together: those with other layers may have other buffers to

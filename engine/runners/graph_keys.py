@@ -18,7 +18,11 @@ PREFILL_SEQUENCES = (1, 4, 16)
 """Numbers of sequences of a prompt's step."""
 
 CAPTURED_AT = 2
-"""A prompt's step of some size is captured when it comes for this time, unless it was captured ahead."""
+"""A prompt's step of some size is captured when it comes for this time, unless one that holds it was captured ahead."""
+
+MOST_PADDING = 1024
+"""Rows of padding, over all times that it comes, for which a step that is not captured is computed in a captured one
+that holds more: a row takes some 0.03 ms, capturing 30. While sequences come or end a size comes for a step or two."""
 
 EXACT_CPU_ROWS = 16
 """On a CPU, decode steps of up to so many rows have a step list each; beyond it the multiples of 4."""
@@ -70,6 +74,11 @@ class GraphKey(NamedTuple):
     sequences: int
     sampling: SamplingKind | None = None
 
+    def holds(self, other: "GraphKey") -> bool:
+        """Whether what takes a step of the other key may take one of this."""
+        same = (self.phase, self.sampling) == (other.phase, other.sampling)
+        return same and self.rows >= other.rows and self.sequences >= other.sequences
+
 
 def decode_key(rows: int, sampling: SamplingKind | None = None) -> GraphKey:
     return GraphKey("decode", rows, rows, sampling)
@@ -93,14 +102,15 @@ def prefill_key(lengths: list[int]) -> GraphKey | None:
 def expected_keys(most_decode_rows: int, chunk_size: int, *mixed_rows: int) -> list[GraphKey]:
     """The keys that ordinary requests come to, largest first.
 
-    Decode steps of up to `most_decode_rows`, greedy and with the default settings; chunks of one prompt of up to
-    `chunk_size` tokens, and of several in steps of `mixed_rows`.
+    Decode steps of up to `most_decode_rows`, greedy and with the default settings, and of so many rows with a bias;
+    chunks of one prompt of up to `chunk_size` tokens, and of several in steps of `mixed_rows`.
     """
     keys = [GraphKey("prefill", rows, 1) for rows in PREFILL_ROWS if rows <= chunk_size]
     mixed = [rows for rows in mixed_rows if rows in PREFILL_ROWS]
     keys += [GraphKey("prefill", rows, sequences) for rows in mixed for sequences in PREFILL_SEQUENCES[1:]]
     keys.reverse()
-    return keys + decode_keys(most_decode_rows, SamplingParams(temperature=0), SamplingParams())
+    keys += decode_keys(most_decode_rows, SamplingParams(temperature=0), SamplingParams())
+    return keys + [key for key in biased_keys(most_decode_rows) if key.rows == padded_rows(most_decode_rows)]
 
 
 def rarer_keys(most_decode_rows: int, prefill_tokens: int) -> list[GraphKey]:

@@ -122,18 +122,35 @@ async def off_loop(function: Callable[[], T]) -> T:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`; it is cancelled, and ClientGoneError raised, when the client leaves first."""
-    task = asyncio.ensure_future(work)
+    """The result of `work`; it is cancelled, and ClientGoneError raised, when the client leaves first.
+
+    It begins at once, in the task of the caller: of many requests that come together the first is on its way to the
+    engine before the others are read.
+    """
+    task, left, over = asyncio.current_task(), False, False
+    assert task is not None
+
+    def seen(watcher: asyncio.Future[None]) -> None:
+        nonlocal left
+        if not watcher.cancelled():
+            watcher.exception()  # of a connection that has failed
+        if not over:
+            left = True
+            task.cancel()
+
     watcher = asyncio.ensure_future(_gone(receive))
+    watcher.add_done_callback(seen)
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if left and task.cancelling() == 1:
+            raise ClientGoneError from None
+        raise
     finally:
+        over = True
         watcher.cancel()
-        task.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        if left:
+            task.uncancel()
 
 
 async def _gone(receive: Receive) -> None:

@@ -1,10 +1,13 @@
 """The listening socket, and how many connections the limit on open files leaves room for."""
 
 import errno
+import fcntl
+import os
 import resource
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from quengine.errors import EngineError
@@ -72,3 +75,13 @@ def connection_limit(wanted: int) -> int:
     """Connections that may be open at once: `wanted`, or what the process's limit on open files leaves room for."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return wanted if files == resource.RLIM_INFINITY else min(wanted, max(1, files - OTHER_DESCRIPTORS))
+
+
+def reserve_descriptors(listener: socket.socket, connections: int) -> None:
+    """Have the kernel make room for the descriptors of so many connections.
+
+    Where a process has threads, Linux waits 10 to 30 ms for all processors each time that the table of its descriptors
+    grows (synchronize_rcu in expand_fdtable): in the middle of the first burst of connections, otherwise.
+    """
+    with suppress(OSError):  # beyond the limit on open files
+        os.close(fcntl.fcntl(listener, fcntl.F_DUPFD_CLOEXEC, max(0, connections + OTHER_DESCRIPTORS - 1)))

@@ -15,7 +15,14 @@ from quengine.platform.log_lines import Seldom
 from quengine.serve import access_log
 from quengine.serve.app import make_app
 from quengine.serve.connections import Connections
-from quengine.serve.listener import OUT_OF_RESOURCES, Listener, bind, connection_limit, url_of
+from quengine.serve.listener import (
+    OUT_OF_RESOURCES,
+    Listener,
+    bind,
+    connection_limit,
+    reserve_descriptors,
+    url_of,
+)
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.registry import Models
 from quengine.serve.models.residency import Launch
@@ -106,6 +113,7 @@ class Server(uvicorn.Server):
         for listener in listeners:
             if isinstance(listener, Listener):
                 listener.make_room = self._make_room
+        reserve_descriptors(listeners[0], self.connections.most)
         if self.connections.most < self.settings.limits.connections:
             self.say(
                 f"--max-connections {self.settings.limits.connections}: the limit on open files (ulimit -n) leaves "

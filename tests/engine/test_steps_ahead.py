@@ -159,14 +159,16 @@ def test_prompts_and_decode_steps_take_turns_and_none_waits_for_the_results_of_t
         device.log.clear()
         while not all(stream.sequence.generated for stream in streams):
             llm.step()
-        prompts = [number for number, entry in enumerate(device.log) if entry.startswith("prompts")]
-        assert len(prompts) == 4
-        # Of each chunk but the last one the results are read behind the launch of the decode step that follows.
-        for number in prompts[1:-1]:
-            assert device.log[number + 1].startswith(("decode", "read"))
-            behind = device.log[number:]
-            decode = next(n for n, entry in enumerate(behind) if entry.startswith("decode"))
-            assert decode < behind.index("first tokens")
+        prompts, decode, first = (
+            [number for number, entry in enumerate(device.log) if entry.startswith(kind)]
+            for kind in ("prompts", "decode", "first tokens")
+        )
+        assert len(prompts) == len(first) == 4
+        # Behind each chunk come a decode step and the next chunk, and only then are its results read.
+        assert all(after < then < read for after, then, read in zip(prompts, decode[1:], first, strict=True))
+        assert all(
+            then < after < read for then, after, read in zip(decode[1:], prompts[1:], first, strict=False)
+        )
         for stream in streams:
             stream.close()
 
@@ -195,8 +197,8 @@ def test_what_is_cancelled_while_it_is_under_way_changes_nothing_else(
         for _ in range(after):
             llm.step()
         gone = [*llm.scheduler.prefilling[:1], *llm.scheduler.decoding[:1]]
-        if llm._under_way is not None:
-            gone += [s for s in llm._under_way.batch.sequences if s not in gone][:1]
+        for step in llm._launched:
+            gone += [s for s in step.batch.sequences if s not in gone][:1]
         left = [number for number, stream in enumerate(streams) if stream.sequence not in gone]
         for number, stream in enumerate(streams):
             if number not in left:
@@ -251,7 +253,7 @@ def test_a_step_that_cannot_be_launched_leaves_the_results_of_the_one_before(mod
         launch, failed = llm.runner.launch, list[Batch]()
 
         def fails_once(batch: Batch) -> Any:
-            if llm._under_way is not None and not failed:
+            if llm._launched and not failed:
                 failed.append(batch)
                 raise MemoryError
             return launch(batch)

@@ -82,6 +82,8 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
             if plan.warm_up:
                 progress(f"loading {name}, warming up")
                 llm.warm_up()
+                while llm.warm_up_next():  # else rarer steps would at first be timed in larger ones
+                    pass
             for batch, test in product(batches, plan.tests):
                 yield _timed(llm, test, batch, plan, _Limits(bandwidths[threads], rate), trace, progress)
     if trace is not None:

@@ -137,6 +137,18 @@ def test_chunks_of_several_sequences_come_to_what_they_do_eagerly(make_rig: Call
     assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
 
 
+@pytest.mark.cuda_kernel
+@pytest.mark.usefixtures("small_steps")
+def test_a_captured_step_that_holds_more_serves_fewer_chunks(make_rig: Callable[[int], Rig]) -> None:
+    rig, larger = make_rig(5), GraphKey("prefill", *((32, 16) if ON_GPU else (8, 2)))
+    rig.hold(4 * BLOCK_SIZE, 3)
+    rig.graphs.capture(larger)
+    ours = rig.compute([chunk := SequenceRows(ids_of(3, 4), 3, [[4]])])
+    assert ours is not None and rig.graphs.captured == [larger]
+    assert torch.equal(ours, rig.eagerly([chunk]))
+    assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize("way", ["this GPU's", "expanded weights"])
@@ -259,7 +271,8 @@ def test_expected_keys_are_those_that_a_server_comes_to() -> None:
         GraphKey("prefill", *size) for size in ((512, 16), (512, 4), (64, 1), (32, 1), (16, 1))
     ]
     assert decode == [
-        decode_key(rows, kind) for kind in (GREEDY, SamplingKind(64, False, False)) for rows in (4, 2, 1)
+        *(decode_key(rows, kind) for kind in (GREEDY, SamplingKind(64, False, False)) for rows in (4, 2, 1)),
+        *(decode_key(4, kind) for kind in (SamplingKind(64, True, False), SamplingKind(1, True, False))),
     ]
 
 
@@ -281,15 +294,22 @@ def test_rarer_keys_are_captured_one_by_one_until_all_are_there(make_rig: Callab
 
 
 @pytest.mark.cuda_kernel
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(
+    ("drafts", "captured", "sizes"),
+    [(False, [], {1, 2}), (True, [], {1, 4}), (False, [4], {4}), (True, [4], {4})],
+    ids=["their own", "drafts", "larger", "larger, drafts"],
+)
 def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
-    drafts: bool, make_rig: Callable[[int], Rig]
+    drafts: bool, captured: list[int], sizes: set[int], make_rig: Callable[[int], Rig]
 ) -> None:
-    """Two sequences in blocks of any order, one of which comes later; with drafts that are right, and that are not."""
+    """Two sequences in blocks of any order, one of which comes later; with drafts that are right, and that are not. A
+    captured step of more rows serves them too."""
     rig = make_rig(5)
     rig.graphs = CudaGraphs(
         rig.decoder, rig.cache, 4, shares_sequences=drafts, capture=capture_step if ON_GPU else rig.again
     )
+    for rows in captured:
+        rig.graphs.capture(decode_key(rows, GREEDY))
     runner = ModelRunner(rig.decoder, rig.cache, rig.graphs, DeviceDecoder(rig.graphs))
     eager = ModelRunner(rig.decoder, rig.other)
     for cache in (rig.cache, rig.other):
@@ -328,4 +348,35 @@ def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
         texts.append((first.token_ids, second.token_ids))
     for ours, expected in zip(*reversed(texts), strict=True):
         assert ours[: len(expected)] == expected
-    assert {key.sampling for key in rig.graphs.captured} == {GREEDY}
+    assert set(rig.graphs.captured) == {decode_key(rows, GREEDY) for rows in sizes}
+
+
+def test_a_step_that_comes_often_is_captured_though_a_larger_one_is_there(
+    make_rig: Callable[[int], Rig],
+) -> None:
+    rig, most = make_rig(4), graph_keys.MOST_PADDING
+    replayed = list[GraphKey]()
+
+    def noted(_warm: Any, _step: Any, _pool: Any) -> CapturedStep:
+        logits, key = torch.ones(4, 8), captured[len(rig.graphs.captured)]
+        return CapturedStep(
+            Again(lambda: replayed.append(key) or logits, logits), logits, GraphNodes(0, 0, 0, 0)
+        )
+
+    biased = SamplingKind(1, True, False)
+    captured = [decode_key(64, GREEDY), decode_key(16, GREEDY), decode_key(8, biased)]
+    captured += [GraphKey("prefill", 512, 16), GraphKey("prefill", 512, 4), GraphKey("prefill", 64, 1)]
+    rig.graphs = CudaGraphs(rig.decoder, rig.cache, 64, capture=noted)
+    for key in captured[:]:
+        rig.graphs.capture(key)
+    captured += [(small := decode_key(8, GREEDY)), (other := decode_key(32, biased))]
+    for _ in range(most // 8 + 2):
+        rig.graphs.launch(small)
+    assert replayed == [captured[1]] * (most // 8) + [small] * 2, (
+        "first by that of 16 rows, of the same sampling"
+    )
+    rig.graphs.launch(other)
+    assert replayed[-1] == other, "there is none of more rows"
+    chunks = [SequenceRows([1] * count, 0, [[1, 2, 3]]) for count in (60, 60, 9)]
+    found = [rig.graphs.lookup("prefill", chunks) for _ in range(most // 256 + 1)]
+    assert found == [captured[4]] * (most // 256) + [GraphKey("prefill", 256, 4)]

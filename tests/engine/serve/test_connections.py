@@ -1,5 +1,7 @@
-"""Connections that send little or nothing: time limits, a limit on their number, and descriptors that run out."""
+"""Connections that send little or nothing: time limits, a limit on their number, and descriptors that run out; work
+for clients that leave."""
 
+import asyncio
 import os
 import re
 import resource
@@ -9,11 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from starlette.types import Message
 
+from quengine.serve.http import ClientGoneError, unless_gone
 from quengine.serve.listener import OTHER_DESCRIPTORS, connection_limit
 from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FakeEngine
@@ -144,8 +149,8 @@ Server(settings, lambda *_: FakeEngine(), lambda line: print(line, file=sys.stde
 
 
 @contextmanager
-def server_with_files(files: int, others: int) -> Iterator[tuple[str, list[str]]]:
-    """A server in a process that may open so many files; its address, and, after the block, its lines."""
+def server_with_files(files: int, others: int) -> Iterator[tuple[str, list[str], int]]:
+    """A server in a process that may open so many files; its address, after the block its lines, and its number."""
     command = [sys.executable, "-c", SERVER, str(files), str(others)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
     lines: list[str] = []
@@ -156,7 +161,7 @@ def server_with_files(files: int, others: int) -> Iterator[tuple[str, list[str]]
             url = (re.findall(r"http://\S+[0-9]", line) or [url])[0]
             if "ready" in line:
                 break
-        yield url, lines
+        yield url, lines, process.pid
     finally:
         process.terminate()
         lines += (process.communicate(timeout=30)[1] or "").splitlines()
@@ -168,7 +173,7 @@ def server_with_files(files: int, others: int) -> Iterator[tuple[str, list[str]]
 def test_more_idle_connections_than_files_leave_the_server_answering_and_the_log_short(
     files: int, others: int
 ) -> None:
-    with server_with_files(files, others) as (url, lines), ExitStack() as stack:
+    with server_with_files(files, others) as (url, lines, _), ExitStack() as stack:
         host, port = url.removeprefix("http://").split(":")
         for _ in range(200):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=A_LONG_TIME))
@@ -194,3 +199,77 @@ def test_a_request_after_the_flood_is_served_as_before(served: Served) -> None:
 def served() -> Iterator[Served]:
     with serving() as running:
         yield running
+
+
+def test_a_server_that_is_ready_has_room_for_the_descriptors_of_its_connections() -> None:
+    with server_with_files(700, OTHER_DESCRIPTORS) as (_, _, pid):
+        status = Path(f"/proc/{pid}/status").read_text()
+    assert int(re.findall(r"FDSize:\s+(\d+)", status)[0]) >= 700
+
+
+def test_what_waits_for_nothing_is_done_before_others_have_their_turn() -> None:
+    done: list[int] = []
+
+    async def stays() -> Message:
+        return await asyncio.Future()
+
+    async def work(number: int) -> int:
+        done.append(number)
+        return number
+
+    async def request(number: int) -> None:
+        for step in range(2):
+            assert await unless_gone(stays, work(10 * number + step)) == 10 * number + step
+
+    async def requests() -> None:
+        await asyncio.gather(*(request(number) for number in range(3)))
+
+    asyncio.run(requests())
+    assert done == [0, 1, 10, 11, 20, 21]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_of_a_client_that_leaves_is_cancelled_and_its_task_goes_on(fails: bool) -> None:
+    freed = False
+
+    async def receive() -> Message:
+        await asyncio.sleep(0)
+        if fails:
+            raise OSError("reset")
+        return {"type": "http.disconnect"}
+
+    async def work() -> None:
+        nonlocal freed
+        try:
+            await asyncio.sleep(60)
+        finally:
+            freed = True
+
+    async def request() -> None:
+        task = asyncio.current_task()
+        with pytest.raises(ClientGoneError):
+            await unless_gone(receive, work())
+        assert freed and task is not None and not task.cancelling()
+        async with asyncio.timeout(5):  # counts what has cancelled its task
+            await asyncio.sleep(0)
+
+    asyncio.run(request())
+
+
+def test_a_task_that_is_cancelled_while_its_client_leaves_is_cancelled() -> None:
+    leaving = asyncio.Event()
+
+    async def receive() -> Message:
+        await leaving.wait()
+        return {"type": "http.disconnect"}
+
+    async def requests() -> None:
+        task = asyncio.create_task(unless_gone(receive, asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        leaving.set()
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(requests())
