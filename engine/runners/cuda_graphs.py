@@ -259,10 +259,13 @@ class CudaGraphs:
         return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows), chosen)
 
     def _or_larger(self, key: GraphKey) -> GraphKey:
-        """The step to run for `key`: for some rows of padding a captured one that holds as much, where there is one."""
+        """The step to run for `key`: for some rows of padding a captured one that holds as much, where there is one.
+        One sequence has a step of its own: alone, it is computed by the same kernels each time."""
         if key in self._steps:
             return key
         self._seen[key] += 1
+        if key.sequences == 1:
+            return key
         larger = min((each for each in self._steps if each.holds(key) and self._captures(each)), default=key)
         self._padding[key] += larger.rows - key.rows
         return larger if self._padding[key] <= MOST_PADDING else key

@@ -5,9 +5,9 @@ from typing import NamedTuple
 from quengine.kernels.forward_batch import Phase
 from quengine.request.sampling_params import SamplingParams
 
-DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of rows of a decode step: matmuls take 8 rows at a time, above 128 blocks of 128 or 256, and from 16 on a
-row more or less costs little beside the weights."""
+DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512)
+"""Numbers of rows of a decode step: matmuls take 8 rows at a time, above 128 blocks of 128 or 256 (192 take as long
+as 256), and from 16 on a row more or less costs little beside the weights."""
 
 PREFILL_ROWS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
 """Numbers of rows of a prompt's step, some 300 launches of 10 to 100 us of the host's time each: with fewer than 500 to
