@@ -83,6 +83,7 @@ class EngineLoop:
     def run(self) -> None:
         """Until the server is gone, which ends the process. Raises what the engine raises when it fails."""
         threading.Thread(target=self._listen, daemon=True).start()
+        self._send([])  # /metrics and /slots have the size of the cache before there is a request
         while True:
             received = self._take()
             if not received and not self._running:

@@ -133,6 +133,14 @@ def test_what_the_engine_cannot_send_fails_its_request_alone() -> None:
     assert engine.stats().slots == ()
 
 
+def test_the_cache_is_reported_before_there_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Pipe()
+    loop = EngineLoop(theirs, engine := FakeEngine(step_s=0.0))
+    monkeypatch.setattr(loop, "_listen", lambda: None)  # it would end this process with the pipe
+    threading.Thread(target=loop.run, daemon=True).start()
+    assert receive_from_engine(ours) == Step([], engine.stats())
+
+
 @pytest.mark.parametrize("ends", ["at_its_end", "with_an_error"])
 def test_steps_are_prepared_while_there_is_no_request(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_main, "IDLE_SECONDS", 0.01)
