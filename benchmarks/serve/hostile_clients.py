@@ -36,7 +36,7 @@ def raw_requests() -> tuple[tuple[str, bytes, tuple[bytes, ...]], ...]:
     return (
         ("noise", bytes(range(256)) * 4, _BAD),
         ("TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500) + b"\r\n\r\n", _BAD),
-        ("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (b"400", b"403")),
+        ("HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", (b"505",)),
         ("HTTP/0.9", b"GET /health\r\n\r\n", _BAD),
         ("HTTP/1.0", b"GET /health HTTP/1.0\r\n" + _HOST + b"\r\n", _FOUND),
         ("no Host", b"GET /health HTTP/1.1\r\n" + _CLOSE, _BAD),

@@ -64,6 +64,8 @@ class Guard:
         await self.app(scope, receive, send)
 
     def _check(self, headers: Headers, path: str, method: str) -> None:
+        if method == "PRI":  # how a client that speaks HTTP/2 without TLS begins (RFC 9113, 3.4)
+            raise ApiError(505, "this server speaks HTTP/1.1, not HTTP/2 (curl: --http1.1)")
         if not self._keys:
             self._check_host(headers)
         self._check_origin(headers)

@@ -73,6 +73,15 @@ def test_cors_is_on_for_the_origins_of_the_settings() -> None:
         assert client.get("/health", headers={"origin": "https://evil.example"}).status_code == 403
 
 
+def test_a_client_of_http_2_is_told_what_is_spoken() -> None:
+    with serving() as served:
+        url = urlsplit(served.url)
+        with socket.create_connection((url.hostname, url.port), 10) as made:
+            made.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            answer = made.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 505 ") and b"speaks HTTP/1.1, not HTTP/2" in answer
+
+
 def test_a_health_check_without_a_host_header_is_answered() -> None:
     """HTTP/1.0, as of load balancers; browsers always name a host."""
     with serving() as served, socket.create_connection(("127.0.0.1", urlsplit(served.url).port or 0)) as made:
