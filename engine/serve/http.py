@@ -57,6 +57,8 @@ def error_response(error: ApiError, path: str) -> Response:
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 505:
+        headers["Connection"] = "close"  # what follows is no HTTP/1.1 either
     return json_response(error.body, error.status, headers)
 
 

@@ -43,6 +43,7 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     501: "not_supported_error",
+    505: "not_supported_error",
     429: "rate_limit_error",
     503: "unavailable_error",
 }

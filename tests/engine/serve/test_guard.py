@@ -80,6 +80,7 @@ def test_a_client_of_http_2_is_told_what_is_spoken() -> None:
             made.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
             answer = made.makefile("rb").read()
     assert answer.startswith(b"HTTP/1.1 505 ") and b"speaks HTTP/1.1, not HTTP/2" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1, "what follows is not read as further requests"
 
 
 def test_a_health_check_without_a_host_header_is_answered() -> None:
