@@ -1,7 +1,8 @@
 """How more than 128 rows are cut for the matmul on Hopper: the programs, and how many of them share the columns of a
 block, that by these times take least.
 
-Times are of Q4_K on one H200 (`python -m benchmarks.many_rows`); only their ratios matter, which other types share.
+Times are of Q4_K on one H200 (`python -m benchmarks.cuda.many_rows`); only their ratios matter, which other types
+share.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Times of the matmul of more than 128 rows on a Hopper GPU: what the table takes, two warp groups that take turns,
 and blocks whose columns several programs share.
 
-    python -m benchmarks.many_rows [--only TEXT] [--hot]
+    python -m benchmarks.cuda.many_rows [--only TEXT] [--hot]
 
 Microseconds of a launch in a CUDA graph with dependent launch, and how the result compares with the table's: `=` for
 the same bits, else the relative error. `--hot`: after a second of the same launches, with the clock and the power that
@@ -166,7 +166,7 @@ def main() -> None:
         compile_kernels(shapes, share, number)
         return
     shares = [f"{i}/{arguments.workers}" for i in range(arguments.workers)]
-    compile_ahead("many_rows", ["--only", arguments.only], shares)
+    compile_ahead("cuda.many_rows", ["--only", arguments.only], shares)
     for shape in shapes:
         if arguments.hot:
             measure_hot(shape)
