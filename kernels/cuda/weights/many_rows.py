@@ -22,13 +22,13 @@ _TIMED_COLUMNS = 256
 @dataclass(frozen=True)
 class _Program:
     """A program, `places` of which run at a time; microseconds in which each takes 256 columns where half of the places
-    or fewer are taken (`few`) and where all are (`all`), and those that sharing columns adds to a launch, and to it for
+    or fewer are taken (`few`) and where all are (`full`), and those that sharing columns adds to a launch, and to it for
     each program that shares (`each`)."""
 
     geometry: WgmmaGeometry
     places: int
     few: float
-    all: float
+    full: float
     sharing: float
     each: float
 
@@ -38,18 +38,18 @@ class _Program:
     def rate(self, programs: int) -> float:
         """Microseconds of 256 columns where so many programs run at a time."""
         beyond = min(1.0, max(0.0, 2 * programs / self.places - 1))
-        return self.few + beyond * (self.all - self.few)
+        return self.few + beyond * (self.full - self.few)
 
     def time(self, blocks: int, chunks: int, columns: float, whole: int, splits: int) -> float:
         """Of a launch: the first `whole` of so many blocks are a program's each, `splits` share each of the others.
         columns: those of a chunk, in units of 256."""
         waves, rest = divmod(whole, self.places)
-        time = waves * chunks * self.all + (chunks * self.rate(rest) if rest else 0)
+        time = waves * chunks * self.full + (chunks * self.rate(rest) if rest else 0)
         if whole == blocks:
             return columns * time
         sharing = (blocks - whole) * splits
         waves, rest = divmod(sharing, self.places)
-        time += -(-chunks // splits) * (waves * self.all + (self.rate(rest) if rest else 0))
+        time += -(-chunks // splits) * (waves * self.full + (self.rate(rest) if rest else 0))
         return columns * time + self.sharing + sharing * self.each
 
 
@@ -66,24 +66,20 @@ def many_rows_geometry(shape: Shape, rows: int, splits: int, consumer: bool) -> 
     if splits > 1:  # added up in order, they need the registers of a second sum: no blocks of 256 rows
         blocks = -(-shape.tiles // 8) * -(-rows // 128)
         return WgmmaGeometry(8 if blocks >= MULTIPROCESSORS else 4, splits, 3, block=128, in_turn=True)
-    return min(_choices(shape, rows, MOST_SHARES if splits == 0 else 1, consumer))[-1]
+    choices = _choices(shape, rows, MOST_SHARES if splits == 0 else 1, consumer)
+    return min(choices, key=lambda choice: choice[0])[1]
 
 
-def _choices(
-    shape: Shape, rows: int, most: int, consumer: bool
-) -> Iterator[tuple[float, int, WgmmaGeometry]]:
-    """Ways to cut, each with its time, and its number, which decides between equals."""
+def _choices(shape: Shape, rows: int, most: int, consumer: bool) -> Iterator[tuple[float, WgmmaGeometry]]:
+    """Ways to cut with up to `most` programs that share, each with its time."""
     columns = shape.cols / shape.chunks / _TIMED_COLUMNS
-    number = 0
     for program in _PROGRAMS:
         blocks = program.blocks(shape, rows)
+        work = blocks * shape.chunks * columns * program.full / program.places
         for splits in range(1, min(most, shape.chunks) + 1):
             whole = blocks if splits == 1 else blocks // program.places * program.places
             if splits > 1 and whole == blocks:
                 continue
             time = program.time(blocks, shape.chunks, columns, whole, splits)
-            if consumer:
-                work = blocks * shape.chunks * columns * program.all / program.places
-                time = work + time / 2
-            number += 1
-            yield time, number, replace(program.geometry, splits=splits, whole=whole)
+            geometry = replace(program.geometry, splits=splits, whole=whole)
+            yield work + time / 2 if consumer else time, geometry
