@@ -21,9 +21,11 @@ _TIMED_COLUMNS = 256
 
 @dataclass(frozen=True)
 class _Program:
-    """A program, `places` of which run at a time; microseconds in which each takes 256 columns where half of the places
-    or fewer are taken (`few`) and where all are (`full`), and those that sharing columns adds to a launch, and to it for
-    each program that shares (`each`)."""
+    """A program, `places` of which run at a time.
+
+    few, full: microseconds in which each takes 256 columns, where half of the places or fewer are taken and where all
+    are. sharing, each: those that shared columns add to a launch, and for each program that shares.
+    """
 
     geometry: WgmmaGeometry
     places: int
