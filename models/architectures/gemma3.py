@@ -16,7 +16,7 @@ from quengine.models.architectures.windows import (
     LOCAL_BASE,
     PATTERN,
     full_layers,
-    full_layers_of_gguf,
+    gguf_fields,
     rope_of_kinds,
 )
 from quengine.models.config import LIMITS, BlockKind, ModelConfig
@@ -74,13 +74,7 @@ def _size_fields(config: ModelConfig) -> Fields:
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     if "gemma3.rope.freq_base" not in file.metadata:  # some files have keys of another name, and another base
         raise file.error("gemma3.rope.freq_base", "missing from the metadata")
-    if config.sliding_window is None:
-        return {}
-    base = file.get_float(f"gemma3.{LOCAL_BASE}")
-    return {
-        "rope_freq_base_swa": config.rope_freq_base_swa if base is None else base,
-        "full_attention_layers": full_layers_of_gguf(file, config, _PERIOD),
-    }
+    return gguf_fields(file, config, _PERIOD, config.rope_freq_base_swa)
 
 
 _TEXT = ModelType(

@@ -10,7 +10,7 @@ from quengine.models.architectures.windows import (
     LOCAL_BASE,
     PATTERN,
     full_layers,
-    full_layers_of_gguf,
+    gguf_fields,
     rope_of_kinds,
 )
 from quengine.models.config import BlockKind, ModelConfig
@@ -42,13 +42,7 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    if config.sliding_window is None:
-        return {}
-    base = file.get_float(f"olmo2.{LOCAL_BASE}")
-    return {
-        "rope_freq_base_swa": config.rope_freq_base if base is None else base,
-        "full_attention_layers": full_layers_of_gguf(file, config, _PERIOD),
-    }
+    return gguf_fields(file, config, _PERIOD, config.rope_freq_base)
 
 
 OLMO2 = Architecture(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quengine.models.architectures.architecture import Keys
+from quengine.models.architectures.architecture import Fields, Keys
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error
@@ -17,7 +17,7 @@ def full_layers(blocks: int, period: int) -> tuple[int, ...]:
     return tuple(range(period - 1, blocks, period))
 
 
-def full_layers_of_gguf(file: GGUFFile, config: ModelConfig, period: int) -> tuple[int, ...]:
+def _full_layers_of_gguf(file: GGUFFile, config: ModelConfig, period: int) -> tuple[int, ...]:
     """The layers without a window: the file has their period, or for each layer whether it has a window, or neither.
 
     Raises GGUFError for another value.
@@ -29,6 +29,18 @@ def full_layers_of_gguf(file: GGUFFile, config: ModelConfig, period: int) -> tup
     if pattern.dtype.kind not in "biu" or len(pattern) != config.block_count:
         raise file.error(key, f"is not a flag for each of {config.block_count} layers")
     return tuple(np.flatnonzero(pattern == 0).tolist())
+
+
+def gguf_fields(file: GGUFFile, config: ModelConfig, period: int, base: float | None) -> Fields:
+    """What a file says of layers with a window, where it has one: their rotary base (`base`: the default), and which
+    layers have none."""
+    if config.sliding_window is None:
+        return {}
+    own = file.get_float(f"{config.architecture}.{LOCAL_BASE}")
+    return {
+        "rope_freq_base_swa": base if own is None else own,
+        "full_attention_layers": _full_layers_of_gguf(file, config, period),
+    }
 
 
 def rope_of_kinds(keys: Keys) -> tuple[Keys, Keys]:
