@@ -225,7 +225,7 @@ def launch_wgmma_two_parts(
     """Rows times a matrix of two parts, fp32, to `out`, in one launch with the geometry of the first part: two launches
     beside each other take half as long again."""
     one, two = parts
-    geometry = wgmma_geometry(one, "rows", x.rows, False, False, two.rows)
+    geometry = wgmma_geometry(one, "rows", x.rows, beside=two.rows)
     flags = WgmmaFlags(ROWS.value, False, mode.exact, mode.pdl)
     plan = wgmma_plan_two_parts(
         geometry, (one.layout, two.layout), (one.rows, two.rows), x.values.shape[1], x.rows, flags

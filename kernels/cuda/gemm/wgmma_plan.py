@@ -140,8 +140,7 @@ def wgmma_plan_grouped(
 def _plan_many(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> WgmmaPlan:
     """Of `blocks` blocks of many rows the first `geometry.whole` have one program, the others `geometry.splits`. One
     compiled kernel, `program`, takes any number of both."""
-    split_chunks = -(-program.chunks // geometry.splits)
-    splits = -(-program.chunks // split_chunks)  # each has some chunks
+    splits, split_chunks = _cut(program.chunks, geometry.splits)
     assert geometry.in_turn or splits <= MOST_SHARES
     whole = blocks if geometry.in_turn or splits == 1 else min(geometry.whole, blocks)
     shared = blocks - whole
@@ -156,8 +155,7 @@ def _program(
     geometry: WgmmaGeometry, layout: PackedLayout, cols: int, rows: int, flags: WgmmaFlags
 ) -> WgmmaProgram:
     chunks, block = cols // layout.chunk, geometry.block or wgmma_block(rows)
-    split_chunks = -(-chunks // geometry.splits)
-    splits = -(-chunks // split_chunks)  # each has some chunks
+    splits, split_chunks = _cut(chunks, geometry.splits)
     program = WgmmaProgram(
         layout, cols, block, geometry.warps, splits, _sums_at_once(splits, block, geometry), geometry.stages,
         min(geometry.columns, layout.chunk), geometry.overlap, flags,
@@ -165,6 +163,12 @@ def _program(
     # Where the loop has one turn at most, the compiler may copy sums in front of the wait that is behind it.
     columns = program.together * layout.chunk
     return replace(program, overlap=geometry.overlap and split_chunks > program.together and columns > 128)
+
+
+def _cut(chunks: int, splits: int) -> tuple[int, int]:
+    """Up to so many splits of the chunks, each of which has some, and how many chunks all but the last have."""
+    split_chunks = -(-chunks // splits)
+    return -(-chunks // split_chunks), split_chunks
 
 
 def _sums_at_once(splits: int, block: int, geometry: WgmmaGeometry) -> int:

@@ -72,18 +72,23 @@ def begin_block(matrix, x_rows, block, begin, end, token0, P: gl.constexpr):
 
 
 @gluon.jit
-def add_splits(
-    acc, split, splits, place, places, partial_ptr, arrivals_ptr, MMA: gl.constexpr, P: gl.constexpr
-):  # fmt: skip
-    """Leave the sums of a split, of `splits`, at place `place` of `places`: for the program that arrives last, all
-    splits added up, and True."""
+def _leave(acc, at, arrival_ptr, splits):
+    """Store the sums of a split, of `splits`, at pointers `at`. Whether all others have stored theirs."""
+    gl.store(at, acc)
+    tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+    arrived = gl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
+    return arrived == splits - 1
+
+
+@gluon.jit
+def _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA: gl.constexpr, P: gl.constexpr):
+    """Leave the sums of a split at place `place` of `places`: for the program that arrives last, all splits added up,
+    and True."""
     SIZE: gl.constexpr = 16 * P.warps * P.block
     AT_ONCE: gl.constexpr = P.at_once
     spread = _partial_offsets(MMA, P.warps, P.block)
-    gl.store(partial_ptr + (split * places + place) * SIZE + spread, acc)
-    tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-    arrived = gl.atomic_add(arrivals_ptr + place, 1, sem="acq_rel", scope="gpu")
-    last = arrived == splits - 1
+    own = partial_ptr + (split * places + place) * SIZE
+    last = _leave(acc, own + spread, arrivals_ptr + place, P.splits)
     if last:
         gl.store(arrivals_ptr + place, 0)
         # Other programs wrote these: not from this multiprocessor's own cache. All at once would take more
@@ -93,7 +98,7 @@ def add_splits(
         acc = gl.load(at, cache_modifier=".cg")
         for i in gl.static_range(1, AT_ONCE):
             acc += gl.load(at + i * step, cache_modifier=".cg")
-        for start in range(AT_ONCE, splits, AT_ONCE):
+        for start in range(AT_ONCE, P.splits, AT_ONCE):
             for i in gl.static_range(AT_ONCE):
                 acc += gl.load(at + (start + i) * step, cache_modifier=".cg")
     return acc, last
@@ -117,7 +122,7 @@ def few_rows_program(
         tl.extra.cuda.gdc_wait()
     finished = True
     if P.splits > 1:
-        acc, finished = add_splits(acc, split, P.splits, place, places, partial_ptr, arrivals_ptr, MMA, P)
+        acc, finished = _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA, P)
     if finished:
         store_sums(acc, block * (16 * P.warps), output, matrix.rows, matrix.weight_scale, MMA, P)
 
@@ -169,10 +174,7 @@ def finish_share(
     AT_ONCE: gl.constexpr = PART if P.flags.epilogue >= SILU else 32
     if share.shared:
         own = partial_ptr + (share.split * places + place) * SIZE
-        gl.store(own + _partial_offsets(MMA, WARPS, TB), acc)
-        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
-        arrived = gl.atomic_add(arrivals_ptr + place, 1, sem="acq_rel", scope="gpu")
-        if arrived == share.splits - 1:
+        if _leave(acc, own + _partial_offsets(MMA, WARPS, TB), arrivals_ptr + place, share.splits):
             gl.store(arrivals_ptr + place, 0)
             OF_PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
             at = partial_ptr + place * SIZE + _partial_offsets(OF_PART, WARPS, PART)
