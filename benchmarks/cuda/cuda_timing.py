@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
+from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
+from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_glu
 from quengine.kernels.cuda.weights.layout import packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
@@ -44,6 +47,21 @@ def graph_time(launches: Sequence[Callable[[], object]], replays: int = 7) -> fl
 def launch_time(launches: Sequence[Callable[[], object]]) -> float:
     """Median microseconds of one of `launches`, run one after the other; several on different data pass the caches."""
     return graph_time(launches, 20) / len(launches)
+
+
+def matmul_launch(
+    kind: str, weight: PackedWeight, x: Fp16Operand, scratch: SplitScratch
+) -> tuple[Callable[[], None], torch.Tensor]:
+    """A launch of Hopper's matmul of rows in the WGMMA layout, and where its result goes. kind: "rows", "added" (to a
+    residual) or "swiglu"."""
+    part, mode = weight.parts[0], MatmulMode(pdl=True)
+    assert isinstance(part, PackedPart)
+    if kind == "swiglu":
+        gated = Fp16Operand.empty(x.rows, part.rows // 2, "cuda", OperandLayout.WGMMA)
+        return lambda: launch_wgmma_glu(x, part, "silu", gated, scratch, mode), gated.values
+    out = torch.zeros(x.rows, part.rows, device="cuda")
+    residual = torch.zeros_like(out) if kind == "added" else None
+    return lambda: launch_wgmma(x, part, False, out, 0, scratch, mode, residual), out
 
 
 def compile_ahead(benchmark: str, arguments: Sequence[str], shares: Sequence[str]) -> None:

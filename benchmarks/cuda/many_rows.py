@@ -10,20 +10,17 @@ nvidia-smi then reports. Kernels are compiled by several processes first.
 
 import argparse
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
-from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, random_weights
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
-from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
-from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_glu
+from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, matmul_launch, random_weights
+from quengine.kernels.cuda.gemm.fp16_operand import to_fp16_operand
+from quengine.kernels.cuda.gemm.matmul_fused import SplitScratch
 from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
-from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 # Mistral-7B, Llama-3-70B and Llama-3.2-1B: kind ("added": rows with a residual), type, rows and columns of the weight,
 # rows of x.
@@ -72,21 +69,6 @@ def chosen(geometry: WgmmaGeometry | None) -> AbstractContextManager[object]:
     return patch("quengine.kernels.cuda.gemm.matmul_wgmma.wgmma_geometry", lambda *_: geometry)
 
 
-def launcher(
-    shape: Shape, weight: PackedWeight, x: Fp16Operand, scratch: SplitScratch
-) -> tuple[Callable[[], None], Tensor]:
-    """A launch, and where its result goes."""
-    _, kind, _, rows, _, _ = shape
-    part, mode = weight.parts[0], MatmulMode(pdl=True)
-    assert isinstance(part, PackedPart)
-    if kind == "swiglu":
-        gated = Fp16Operand.empty(x.rows, rows // 2, "cuda", OperandLayout.WGMMA)
-        return lambda: launch_wgmma_glu(x, part, "silu", gated, scratch, mode), gated.values
-    out = torch.zeros(x.rows, rows, device="cuda")
-    residual = torch.zeros_like(out) if kind == "added" else None
-    return lambda: launch_wgmma(x, part, False, out, 0, scratch, mode, residual), out
-
-
 def compile_kernels(shapes: Sequence[Shape], share: int, shares: int) -> None:
     """Launch, once, every `shares`-th of the kernels that `measure` takes."""
     scratch, seen, number = SplitScratch("cuda"), set[tuple[object, ...]](), 0
@@ -103,7 +85,7 @@ def compile_kernels(shapes: Sequence[Shape], share: int, shares: int) -> None:
                 number += 1
                 if number % shares == share:
                     with chosen(geometry):
-                        launcher(shape, weight, x, scratch)[0]()
+                        matmul_launch(kind, weight, x, scratch)[0]()
 
 
 def measure(shape: Shape) -> None:
@@ -116,7 +98,7 @@ def measure(shape: Shape) -> None:
         line, expected = [], None
         for label, geometry in variants(rows, count):
             with chosen(geometry):
-                launches = [launcher(shape, weight, x, scratch) for weight in weights]
+                launches = [matmul_launch(kind, weight, x, scratch) for weight in weights]
                 us = graph_time([launch for launch, _ in launches]) / len(launches)
             y = launches[0][1].float()
             expected = y if expected is None else expected
@@ -136,7 +118,7 @@ def measure_hot(shape: Shape, seconds: float = 1.2) -> None:
     whole = {label: geometry for label, geometry in variants(rows, tokens[-1]) if "/" not in label}
     for label, geometry in 2 * list(whole.items()):
         with chosen(geometry):
-            launch, _ = launcher(shape, weight, x, scratch)
+            launch, _ = matmul_launch(kind, weight, x, scratch)
             began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             count = int(seconds * 600e12 / operations)
             for number in range(2 * count):

@@ -17,13 +17,12 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, random_weights
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
-from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
-from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_glu
+from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, matmul_launch, random_weights
+from quengine.kernels.cuda.gemm.fp16_operand import to_fp16_operand
+from quengine.kernels.cuda.gemm.matmul_fused import SplitScratch
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
-from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
+from quengine.kernels.cuda.weights.packed import PackedWeight
 
 # Mistral-7B: merged QKV (attn_v is Q6_K in half of the layers), attn_output, ffn_gate + ffn_up, ffn_down, output. The
 # kind is the table's; "added" stands for "rows" with a residual.
@@ -74,16 +73,9 @@ def key_of(shape: Shape) -> str:
 
 
 def launcher(shape: Shape, weight: PackedWeight, block: int, scratch: SplitScratch) -> Callable[[], None]:
-    kind, _, rows, cols = shape
-    part = weight.parts[0]
-    assert isinstance(part, PackedPart)
+    kind, _, _, cols = shape
     x = to_fp16_operand(torch.randn(block, cols, device="cuda")).as_wgmma()
-    if kind == "swiglu":
-        gated = Fp16Operand.empty(block, rows // 2, "cuda", OperandLayout.WGMMA)
-        return lambda: launch_wgmma_glu(x, part, "silu", gated, scratch, MatmulMode(pdl=True))
-    out = torch.zeros(block, rows, device="cuda")
-    residual = torch.zeros_like(out) if kind == "added" else None
-    return lambda: launch_wgmma(x, part, False, out, 0, scratch, MatmulMode(pdl=True), residual)
+    return matmul_launch(kind, weight, x, scratch)[0]
 
 
 def measure(
