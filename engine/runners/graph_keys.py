@@ -18,7 +18,8 @@ PREFILL_SEQUENCES = (1, 4, 16)
 """Numbers of sequences of a prompt's step."""
 
 CAPTURED_AT = 2
-"""A prompt's step of some size is captured when it comes for this time, unless one that holds it was captured ahead."""
+"""A step of prompts of some size is captured when it comes for this time, unless it was captured ahead or, for several
+sequences, one that holds it was."""
 
 MOST_PADDING = 1024
 """Rows of padding, over all times that it comes, for which a step that is not captured is computed in a captured one
