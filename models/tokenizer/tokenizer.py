@@ -98,7 +98,7 @@ class Tokenizer:
     @property
     def end_of_text(self) -> int | None:
         """EOS, where the file asks for it after a text (`add_eos`): the last token of a text to be embedded."""
-        return self._vocabulary.named_ids.get("eos") if self.add_eos else None
+        return self.eos_id if self.add_eos else None
 
     @property
     def control_texts(self) -> list[str]:
