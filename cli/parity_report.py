@@ -51,6 +51,8 @@ def print_findings(found: Findings, as_json: bool, operations: bool) -> None:
     if found.files:
         print(_files_text(found.files))
     print(_phase_table(found.report))
+    if found.report.rounding:
+        print(_rounding_lines(found.report))
     if found.report.routing:
         print(_routing_lines(found.report))
     print(_divergence_lines(found.report, found.sides.b))
@@ -112,6 +114,16 @@ def _phase_table(report: ParityReport) -> str:
         for row in rows
     ]
     return "\n".join(lines) + "\n"
+
+
+def _rounding_lines(report: ParityReport) -> str:
+    """What rounding does to side a, of the phases whose budgets follow from it."""
+    heading = f"rounding: what one rounding of every operation's input does to {report.a}; the budget follows from it"
+    lines = [
+        f"  {name:8} NMSE median {m.nmse_median:.1e}, p99 {m.nmse_p99:.1e}, K/V p99 {_number(m.cached_p99)}"
+        for name, m in report.rounding.items()
+    ]
+    return "\n".join([heading, *lines]) + "\n"
 
 
 def _routing_lines(report: ParityReport) -> str:
@@ -228,6 +240,7 @@ def _as_json(found: Findings) -> dict[str, Any]:
             name: {**_finite(asdict(metrics)), "budget": asdict(report.budgets[name])}
             for name, metrics in report.phases.items()
         },
+        "rounding": {name: _finite(asdict(metrics)) for name, metrics in report.rounding.items()},
         "routing": {
             name: {**_finite(asdict(metrics)), "within": not metrics.failures}
             for name, metrics in report.routing.items()

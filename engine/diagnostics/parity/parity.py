@@ -17,7 +17,9 @@ from quengine.diagnostics.parity.parity_metrics import (
     PhaseMetrics,
     compare_greedy,
     explained_by,
+    paired_blocks,
 )
+from quengine.diagnostics.parity.parity_rounding import RoundedSide, widened
 from quengine.diagnostics.parity.parity_routing import Pair, RoutingMetrics
 from quengine.diagnostics.parity.parity_sides import REFERENCE, LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload
@@ -86,6 +88,8 @@ class ParityReport:
     phases: "prefill", "decode" and "greedy" (the logits along the greedy texts), as far as they were run.
     worst: the place that is furthest off in each of them.
     routing: of a mixture of experts, how often the free choice of experts differs in each phase.
+    rounding: what rounding its operations' inputs once did to side a, of the phases that were over their budget; the
+        `budgets` of those are widened by it.
     failures: one phrase for each thing outside its budget; empty means parity holds.
     """
 
@@ -99,6 +103,7 @@ class ParityReport:
     prompts: int
     generated: int
     routing: dict[str, RoutingMetrics] = field(default_factory=dict)
+    rounding: dict[str, PhaseMetrics] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[str]:
@@ -144,6 +149,12 @@ def compare_sides(
         worst["greedy"] = _place(rows.worst(), [([*ids, *text.tokens], len(ids)) for ids, text in texts], -1)
     found = [divergence for result in greedy for divergence in result.divergences]
     budgets = {name: budgets_for(a.device, b.device, cache_type)[name] for name in phases}
+    rounding = {
+        name: _rounding(a, name, workload, greedy, progress)
+        for name, metrics in phases.items()
+        if a.watchable and metrics.excesses(budgets[name])
+    }
+    budgets |= {name: widened(budgets[name], metrics) for name, metrics in rounding.items()}
     return ParityReport(
         a=a.name,
         b=b.name,
@@ -159,7 +170,29 @@ def compare_sides(
             for name, pair in pairs.items()
             if a.has_experts
         },
+        rounding=rounding,
     )
+
+
+def _rounding(
+    a: LLMSide, name: str, workload: Workload, greedy: list[GreedyComparison], progress: Progress
+) -> PhaseMetrics:
+    """What rounding once does to side a, on all that the phase of that name was compared on."""
+
+    def told(what: str) -> None:
+        progress(f"rounded once, {what}")
+
+    # The prompt of a greedy text comes through prefill, so it is rounded as that.
+    phase: Phase = "decode" if name == "decode" else "prefill"
+    pair = Pair(a, RoundedSide(a, phase))
+    if name != "greedy":
+        return _teacher_forced(pair, workload.windows, phase, told).metrics()
+    comparison = Comparison()
+    for index, (prompt, text) in enumerate(zip(workload.prompts, greedy, strict=True)):
+        told(f"greedy: prompt {index + 1} of {len(greedy)}")
+        for logits in paired_blocks(*pair.continuations(prompt, text.tokens)):
+            comparison.add(*logits)
+    return comparison.metrics()
 
 
 def _teacher_forced(pair: Pair, windows: list[list[int]], phase: Phase, progress: Progress) -> Comparison:

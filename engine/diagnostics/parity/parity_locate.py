@@ -94,7 +94,7 @@ def locate(a: LLMSide, b: LLMSide, report: ParityReport, progress: Callable[[str
     That place comes from the greedy texts where only they fail, or where no other were run. A chunk of one token is
     decode, and left out of prefill. Nothing where a side has several ranks, whose operations have parts of the values.
     """
-    if any(side.decoder.config.ranks > 1 or side.decoder.config.stage is not None for side in (a, b)):
+    if not (a.watchable and b.watchable):
         return []
     phases: tuple[Phase, ...] = ("prefill", "decode")
     found = []

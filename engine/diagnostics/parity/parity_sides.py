@@ -50,6 +50,11 @@ class LLMSide:
         self.decoder = llm.runner.decoder
         self.has_experts = llm.model_config.experts is not None
 
+    @property
+    def watchable(self) -> bool:
+        """Whether the operations of the whole model can be watched: of several ranks each has parts of the values."""
+        return self.decoder.config.ranks == 1 and self.decoder.config.stage is None
+
     def step(self, phase: Phase) -> int:
         """How many tokens the side computes at once in a phase."""
         return 1 if phase == "decode" and self.device != REFERENCE else self.decoder.chunk_size

@@ -1,0 +1,106 @@
+"""What rounding does to one model: the measure of how far two sound sides of it may end apart.
+
+The budgets of whole passes hold for models that carry an operation's rounding on as it is. Some amplify it: in a slice
+of two random layers of 7B shape fp16 arithmetic with every operation within its budget ends 2.9e-6 off, where 2e-6 is
+the limit. So a phase that is over its budget is held against the model itself: side a runs once more with the input of
+every operation rounded once, and the logits that this moves say how much the budget must be widened. Side b has no
+part in it: what is wrong in b widens nothing.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from quengine.diagnostics.parity.parity_metrics import Budget, PhaseMetrics
+from quengine.diagnostics.parity.parity_operations import Operation, in_the_form_of, rows_of, watched
+from quengine.diagnostics.parity.parity_sides import LLMSide
+from quengine.kernels.backend import Hidden
+from quengine.kernels.forward_batch import Phase
+
+SIGNIFICANT_BITS: dict[Phase, int] = {"prefill": 10, "decode": 13}
+"""Of an operation's rounded input. Prefill: fp16 has 11, one less because weights and attention probabilities may be
+rounded to fp16 as well. Decode: int16 by groups of 32 with one scale loses at most as much as 13 bits do,
+32 / 12 / 32767^2 of a group's energy, where one value of the group is all of it."""
+
+FACTOR = 4.0
+"""How much further than this rounding a sound side may move the logits: one measurement of noise is noise itself."""
+
+_EXACT: frozenset[Operation] = frozenset(("embed", "route"))
+"""Computed in fp32 in both phases."""
+
+
+def widened(budget: Budget, rounding: PhaseMetrics) -> Budget:
+    """The budget of a phase of a model that `rounding` moved by so much: `FACTOR` times that, or as it was.
+
+    The maximum, and with it the clear margin, keeps its distance from the 99th percentile. A measurement that is not
+    finite widens nothing.
+    """
+
+    def wider(limit: float, *measured: float) -> float:
+        return max([limit, *(FACTOR * value for value in measured if math.isfinite(value))])
+
+    p99 = wider(budget.nmse_p99, rounding.nmse_p99, rounding.cached_p99)
+    return Budget(
+        wider(budget.nmse_median, rounding.nmse_median), p99, budget.nmse_max * (p99 / budget.nmse_p99)
+    )
+
+
+def round_to(values: Tensor, bits: int) -> Tensor:
+    """`values` rounded to so many significant bits, ties to even; of the same shape and dtype (fp32 or fp64)."""
+    mantissa, exponent = torch.frexp(values)
+    return torch.ldexp((mantissa * 2.0**bits).round() * 2.0**-bits, exponent).to(values.dtype)
+
+
+class RoundedSide(LLMSide):
+    """Side a once more, on the same weights and cache, with the input of every operation rounded once.
+
+    It borrows the model of `side`. The rows that it caches itself, at positions from `_first` on, are written to the
+    cache for its own steps only; between them the cache has side a's. On CUDA a norm that the operation in front has
+    begun cannot be rounded again and is left as it is.
+    """
+
+    def __init__(self, side: LLMSide, phase: Phase) -> None:
+        super().__init__(f"{side.name}, rounded", side.llm, side.device)
+        self._bits = SIGNIFICANT_BITS[phase]
+        self._first = 0
+        self._rows: list[Tensor] = []
+
+    def forward(self, ids: list[int], start: int) -> Tensor:
+        """As `LLMSide.forward`, rounded."""
+        return self.eager(ids, start)
+
+    def eager(self, ids: list[int], start: int) -> Tensor:
+        end = start + len(ids)
+        if not self._rows or start <= self._first:
+            self._first, self._rows = start, []
+        of_a = super().cached(self._first, end)
+        if self._rows:
+            super().set_cached(self._first, start, [rows[: start - self._first] for rows in self._rows])
+        with watched(self.decoder, self._rounded):
+            logits = super().eager(ids, start)
+        self._rows = super().cached(self._first, end)
+        super().set_cached(self._first, end, of_a)
+        return logits
+
+    def cached(self, start: int, end: int) -> list[Tensor]:
+        """What the last steps cached themselves."""
+        return [rows[start - self._first : end - self._first] for rows in self._rows]
+
+    def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
+        """Go on from side a's rows, which the cache has."""
+        del start, end, rows
+        self._rows = []
+
+    def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
+        self._rows = []
+        return super().continuation(prompt, tokens)
+
+    def _rounded(
+        self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]
+    ) -> Hidden:
+        if operation in _EXACT or not inputs:
+            return run(*inputs)
+        rows = round_to(rows_of(inputs[0]), self._bits)
+        return run(in_the_form_of(rows, inputs[0], self.decoder.backend), *inputs[1:])
