@@ -4,7 +4,7 @@
     python -m benchmarks.checks.gpu_commands --benchmarks         those of benchmarks/cuda as well
     python -m benchmarks.checks.gpu_commands --only bench --full  as they are written, with their sizes
 
-The commands are read from README.md, docs/ and the command table, so that none is forgotten. Models that they name are
+The commands are read from README.md, docs/ and the command table, so that the list is whole. Models that they name are
 replaced by one with random weights (`--model`, else `mistral-7b-2l`), files by ones made for the purpose; without
 `--full`, released shapes are replaced by slices of two layers, and numbers of tokens by small ones. What needs a
 network, more GPUs than there are, or another program is left out, with the reason.

@@ -53,10 +53,12 @@ def test_outside_the_budget_exits_1_and_says_what(
 
     strict = {phase: Budget(0.0, 0.0, 0.0) for phase in ("prefill", "decode", "greedy")}
     monkeypatch.setattr("quengine.diagnostics.parity.parity.REFERENCE_BUDGETS", strict)
+    monkeypatch.setattr("quengine.diagnostics.parity.parity_rounding.FACTOR", 0.0)
     assert run(["parity", "-m", model, "-f", text, *QUICK]) == 1
     captured = capsys.readouterr()
     assert "OUTSIDE the budget" in captured.out
     assert "decode: NMSE median" in captured.out
+    assert "rounding: what one rounding of every operation" in captured.out
     assert "no single operation is past its budget" in captured.out
     assert captured.err == ""
 

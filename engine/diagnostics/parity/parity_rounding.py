@@ -41,10 +41,9 @@ def widened(budget: Budget, rounding: PhaseMetrics) -> Budget:
     def wider(limit: float, *measured: float) -> float:
         return max([limit, *(FACTOR * value for value in measured if math.isfinite(value))])
 
-    p99 = wider(budget.nmse_p99, rounding.nmse_p99, rounding.cached_p99)
-    return Budget(
-        wider(budget.nmse_median, rounding.nmse_median), p99, budget.nmse_max * (p99 / budget.nmse_p99)
-    )
+    median, p99 = wider(budget.nmse_median, rounding.nmse_median), budget.nmse_p99
+    most = wider(p99, rounding.nmse_p99, rounding.cached_p99)
+    return Budget(median, most, budget.nmse_max * (most / p99 if most > p99 else 1.0))
 
 
 def round_to(values: Tensor, bits: int) -> Tensor:
