@@ -1,5 +1,4 @@
-"""The commands of `engine`: where each is, the heading it stands under in the help, examples of it, and what is
-written in place of flags that other programs have."""
+"""The commands of `engine`: where each is, the heading it stands under in the help, and examples of it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,6 +6,7 @@ from dataclasses import dataclass
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from quengine.cli.foreign_flags import FOREIGN
 from quengine.errors import EngineError
 
 RUN, MODELS, MEASURE = "Run a model", "Models on this machine", "Measure and check"
@@ -141,39 +141,3 @@ COMMANDS = {
     ),
     "doctor": Entry("doctor", MEASURE, ("engine doctor --json",)),
 }
-
-
-_ALWAYS, _OF_FILE, _OF_TEMPLATE = "always on", "the file says it", "found by the chat template"
-_FOREIGN_FLAGS = {
-    "-ngl --gpu-layers --n-gpu-layers": "all layers are on the --device; cpu for none, --n-cpu-moe for experts",
-    "-fa --flash-attn -cb --cont-batching --jinja --embedding --embeddings --enable-prefix-caching": _ALWAYS,
-    "--enable-chunked-prefill --enable-auto-tool-choice --props --no-warmup": _ALWAYS,
-    "-ctk --cache-type-k -ctv --cache-type-v --kv-cache-dtype": "--cache-type f16 or q8_0, for both",
-    "-hf -hfr --hf-repo": "-m hf:user/repo:QUANT",
-    "-b --batch-size --max-num-batched-tokens": "--ubatch-size N",
-    "-mg --main-gpu -dev": "--device cuda:N",
-    "-tb --threads-batch": "--threads N, for prompts too",
-    "--log-disable": "--no-stats",
-    "--format": "--json-schema {} for any JSON",
-    "--think": "--reasoning-effort, or --chat-template-kwargs with the template's own switch",
-    "--keepalive": "engine serve --sleep-idle-seconds N",
-    "--mlock": "--no-mmap copies the weights into memory",
-    "-cnv --conversation -i --interactive": "engine chat",
-    "-no-cnv --no-conversation": "--raw",
-    "--color": "by itself on a terminal; NO_COLOR=1 for none",
-    "-e --escape": "prompts are taken as they are; $'...' of the shell has escapes",
-    "--no-display-prompt": "--show-prompt alone shows it",
-    "-v --verbose --log-verbose": "before the command: engine -v ...",
-    "--lora --lora-adapters --enable-lora": "there are no adapters",
-    "--mmproj": "models here read text",
-    "--no-webui": "--no-ui",
-    "--max-model-len": "-c N",
-    "--max-num-seqs": "--parallel N",
-    "--tensor-parallel-size": "--tensor-parallel N",
-    "--served-model-name": "--alias NAME",
-    "--gpu-memory-utilization": "-c and --parallel say how large the cache is",
-    "--dtype --quantization -q --load-format --trust-remote-code": _OF_FILE,
-    "--tool-call-parser --reasoning-parser": _OF_TEMPLATE,
-}
-FOREIGN = {name: instead for names, instead in _FOREIGN_FLAGS.items() for name in names.split()}
-"""Flags of llama.cpp, Ollama and vLLM that no command has, and what is written here in their place."""

@@ -51,7 +51,12 @@ class ChatOptions:
     ] = -1
     system: Annotated[
         str | None,
-        Flag("--system -sys", "System message, of conversations without one of their own.", PANEL, "TEXT"),
+        Flag(
+            "--system --system-prompt -sys",
+            "System message, of conversations without one of their own.",
+            PANEL,
+            "TEXT",
+        ),
     ] = None
     messages: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
 

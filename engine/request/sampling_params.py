@@ -168,7 +168,9 @@ class SamplingParams:
         Range(0, MAX_SEED),
         Flag("-s --seed", "Same seed, same text; -1: a new one.", PANEL, none=-1),
     ] = None
-    stop: Annotated[tuple[str, ...], Flag("--stop -r", "End before this text; repeatable.", PANEL)] = ()
+    stop: Annotated[
+        tuple[str, ...], Flag("--stop --reverse-prompt -r", "End before this text; repeatable.", PANEL)
+    ] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: Annotated[bool, Flag("--ignore-eos", "Go on after the model's end token.", PANEL)] = False
     logprobs: Annotated[int | None, Range(0, MAX_COUNT)] = None

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from quengine.cli import main
-from quengine.cli.command_table import FOREIGN
+from quengine.cli.foreign_flags import FOREIGN
 from quengine.errors import CannotRunError, EngineError
 
 RUN = "import sys; from quengine.cli.main import run; sys.exit(run(sys.argv[1:]))"
@@ -133,7 +133,7 @@ def test_a_wrong_command_line_is_a_user_error_with_a_hint(capsys, args, says, hi
             "--n-cpu-moe for experts); -fa (always on); --jinja (always on)",
         ),
         ("serve --max-model-len=4096 -m x", "--max-model-len (-c N)"),
-        ("chat -hf user/repo", "-hf (-m hf:user/repo:QUANT)"),
+        ("chat -hf user/repo", "-hf (-m hf:user/repo:QUANT or hf:user/repo/file.gguf)"),
         ("run x --format json p", "--format (--json-schema {} for any JSON)"),
         ("run x -v why", "-v (before the command: engine -v ...)"),
     ],
@@ -151,16 +151,53 @@ def test_a_value_a_prompt_and_a_flag_of_the_command_are_none_of_these(capsys, ar
     assert "/nope: no such file" in capsys.readouterr().err
 
 
-def test_what_is_written_instead_names_flags_that_there_are(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")  # else long names are cut
-    shown = ""
-    for command in ("generate", "chat", "serve"):
-        assert main.run([command, "--help"]) == 0
-        shown += capsys.readouterr().out
-    named = {flag for text in FOREIGN.values() for flag in re.findall(r"(?<!\S)--?[a-z][a-z-]*", text)}
-    assert len(named) > 10
-    for flag in named - {"-v"}:  # the program's own
-        assert re.search(rf"(?<![\w-]){flag}(?![\w-])", shown), flag
+def own_flags() -> set[str]:
+    """The flags of all commands."""
+    main.register_commands([])
+    group = typer.main.get_command(main.app)
+    return {
+        flag
+        for command in group.commands.values()
+        for each in (command, *getattr(command, "commands", {}).values())
+        for parameter in each.params
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+    }
+
+
+def test_what_is_written_instead_names_flags_that_there_are():
+    named = {
+        flag for text in FOREIGN.values() for flag in re.findall(r"(?<![^\s/])--?[a-z][a-z-]*(?![\w-])", text)
+    }
+    assert len(named) > 30
+    assert named - own_flags() - {"-v", "--help", "--install-completion"} == set()
+
+
+def peer_flags() -> dict[str, set[str]]:
+    """The flags of each other program, by its name."""
+    flags: dict[str, set[str]] = {}
+    program = ""
+    for line in Path(__file__).with_name("peer_flags.txt").read_text().splitlines():
+        if line.startswith("["):
+            program = line.strip("[]")
+        elif not line.startswith("#"):
+            flags.setdefault(program, set()).update(line.split())
+    return {program: found for program, found in flags.items() if found}
+
+
+@pytest.mark.parametrize("program", ["llama.cpp", "ollama", "vllm", "mlx-lm"])
+def test_every_flag_of_another_program_is_taken_or_answered(program):
+    known = own_flags() | FOREIGN.keys() | {"-h", "--help", "--version"}
+    assert len(peer_flags()[program]) > 20
+    assert peer_flags()[program] - known == set()
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
+def test_each_is_answered_on_the_command_line(command, capsys):
+    own = own_flags()
+    for flag in ("--num-ctx", "-mu", "--trust-remote-code", "-lv", "--rope-freq-base", "--mmproj"):
+        assert flag not in own
+        assert main.run([command, "-m", "x", flag, "1"]) == 1
+        assert capsys.readouterr().err == f"engine: error: no such option: {flag} ({FOREIGN[flag]})\n"
 
 
 def test_a_model_that_is_not_named_by_its_flag_gets_that_hint(capsys):
