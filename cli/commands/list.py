@@ -101,4 +101,7 @@ def _catalogue_rows(here: set[str]) -> list[Row]:
     from quengine.models.hub.hub_name import quant_of
 
     absent = [entry for entry in catalogue().values() if entry.alias not in here]
-    return [Row(entry.alias, None, quant_of(entry.file).upper(), None, entry.about) for entry in absent]
+    return [
+        Row(entry.alias, round(entry.gigabytes * 1e9), quant_of(entry.file).upper(), None, entry.about)
+        for entry in absent
+    ]

@@ -15,7 +15,10 @@ class Command(ExampleCommand):
         from quengine.models.hub.catalogue import catalogue
 
         wide = max(map(len, catalogue()))
-        rows = [f"{entry.alias:{wide}}  {entry.about}" for entry in catalogue().values()]
+        rows = [
+            f"{entry.alias:{wide}}  {entry.gigabytes:6.2f} GB  {entry.about}"
+            for entry in catalogue().values()
+        ]
         return "\n".join([super().get_help(ctx), "Aliases", *(f"  {row}" for row in rows), ""])
 
 
@@ -24,7 +27,7 @@ def pull(
         list[str],
         typer.Argument(
             metavar="NAME...",
-            help="Aliases, hf:user/repo:QUANT or hf:user/repo/file.gguf.",
+            help="Aliases, hf:user/repo:QUANT, hf:user/repo/file.gguf, or addresses of the Hub.",
             autocompletion=complete_models,
         ),
     ],

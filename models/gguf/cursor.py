@@ -19,6 +19,8 @@ from quengine.models.gguf.errors import GGUFError
 
 _U64 = struct.Struct("<Q")
 _STRINGS_AT_ONCE = 1 << 14
+CUT = "it is cut short or damaged: fetch or copy it again"
+"""Ends the errors of a file that has fewer bytes than its header says."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class Cursor:
     def need(self, nbytes: int, field: str) -> None:
         """Raise unless `nbytes` more bytes are in the file."""
         if nbytes > self.remaining:
-            problem = f"needs {nbytes} bytes, the file has {self.remaining} left; it is cut short or damaged"
+            problem = f"needs {nbytes} bytes, the file has {self.remaining} left; {CUT}"
             raise self.error(field, problem)
 
     def unsigned(self, nbytes: int, field: str) -> int:
@@ -193,7 +195,7 @@ class Cursor:
                 raise self.error(f"{field}[{index}]", "the file ends inside this array", self.size)
             end = position + 8 + int(_U64.unpack_from(self.buffer, position)[0])
             if end > self.size:
-                raise self.error(f"{field}[{index}]", "longer than the rest of the file", position)
+                raise self.error(f"{field}[{index}]", f"longer than the rest of the file; {CUT}", position)
             ends.append(end)
             position = end
         return ends

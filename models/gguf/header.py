@@ -9,7 +9,7 @@ It knows one file; `split.*` keys, and what the keys mean, are other modules' bu
 """
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from quengine.models.gguf.cursor import ARRAY, SCALAR_TYPES, STRING, UINT32, Cursor, StringArray
+from quengine.models.gguf.cursor import ARRAY, CUT, SCALAR_TYPES, STRING, UINT32, Cursor, StringArray
 from quengine.models.gguf.errors import GGUFError, shown
 from quengine.models.gguf.tensor_types import TENSOR_TYPES, TensorType
 
@@ -118,7 +118,7 @@ def read_shard(path: Path) -> Shard:
     if entry_count * _MIN_ENTRY_BYTES + tensor_count * _MIN_TENSOR_BYTES > cursor.remaining:
         problem = (
             f"{tensor_count} tensors and {entry_count} metadata entries cannot fit in the {cursor.remaining} "
-            "bytes that follow"
+            f"bytes that follow; {CUT}"
         )
         raise cursor.error("header", problem, 8)
     entries: dict[str, Entry] = {}
@@ -272,14 +272,16 @@ def _read_tensor_info(cursor: Cursor, index: int) -> _TensorInfo:
         raise cursor.error(field, problem, at)
     nbytes = kind.row_bytes(ne[0]) * prod(ne[1:])
     if nbytes > cursor.size:
-        problem = f"shape {list(ne)} of {kind.name} needs {nbytes} bytes, the whole file has {cursor.size}"
+        problem = (
+            f"shape {list(ne)} of {kind.name} needs {nbytes} bytes, the whole file has {cursor.size}; {CUT}"
+        )
         raise cursor.error(field, problem, at)
     offset = cursor.unsigned(8, f"{field} offset")
     return _TensorInfo(name, kind, ne, nbytes, offset, start)
 
 
 def _place_tensors(
-    cursor: Cursor, infos: Iterable[_TensorInfo], data_offset: int, alignment: int
+    cursor: Cursor, infos: Sequence[_TensorInfo], data_offset: int, alignment: int
 ) -> dict[str, GGUFTensor]:
     """Checks that the tensors are aligned, inside the file and apart, and makes their views."""
     whole = np.frombuffer(cursor.buffer, np.uint8)
@@ -291,7 +293,10 @@ def _place_tensors(
             problem = f"offset {info.offset} is not a multiple of the alignment, {alignment}"
             raise cursor.error(field, problem, info.info_offset)
         if start + info.nbytes > cursor.size:
-            problem = f"bytes {start} to {start + info.nbytes} are past the end of the file, {cursor.size}"
+            ends = max(data_offset + each.offset + each.nbytes for each in infos)
+            problem = (
+                f"its end, byte {start + info.nbytes} of {ends}, is past the file's, {cursor.size}; {CUT}"
+            )
             raise cursor.error(field, problem, info.info_offset)
         data = whole[start : start + info.nbytes].reshape(-1, info.type.row_bytes(info.ne[0]))
         shape = info.ne[::-1]

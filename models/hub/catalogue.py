@@ -11,12 +11,17 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """One alias. `package` is a Python package that ships `package_file`, where there is one."""
+    """One alias.
+
+    gigabytes: about how large its files are, 10^9 bytes. package: a Python package that ships `package_file`, where
+    there is one.
+    """
 
     alias: str
     repo: str
     file: str
     about: str
+    gigabytes: float
     verified: str
     package: str | None = None
     package_file: str | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from quengine.errors import EngineError, nearest_file
 from quengine.models.hub.catalogue import CatalogueEntry, catalogue, closest_aliases
 from quengine.models.hub.hub_cache import find_in_cache
-from quengine.models.hub.hub_name import REPO_NAME, HubName, ModelNameError, parse_hub_name
+from quengine.models.hub.hub_name import REPO_NAME, HubName, ModelNameError, own_name, parse_hub_name
 from quengine.models.hub.presets import base_model, preset_names
 
 
@@ -40,7 +40,8 @@ _OTHER_FOLDERS = {
 
 
 def hub_name(name: str) -> HubName:
-    """What an alias or an `hf:` name means. Raises ModelNameError for anything else."""
+    """What an alias, an `hf:` name or an address of the Hub means. Raises ModelNameError for anything else."""
+    name = own_name(name)
     if name.startswith("hf:"):
         return parse_hub_name(name)
     entry = catalogue().get(name.lower())
@@ -52,8 +53,9 @@ def hub_name(name: str) -> HubName:
 def resolve_model(name: str) -> Path:
     """The file or checkpoint folder that `name` stands for.
 
-    `name` is a path to a GGUF file or a Hugging Face checkpoint folder, a preset, an alias of the catalogue, or
-    `hf:user/repo:QUANT` / `hf:user/repo/file.gguf`. For a split GGUF the first shard is returned.
+    `name` is a path to a GGUF file or a Hugging Face checkpoint folder, a preset, an alias of the catalogue,
+    `hf:user/repo:QUANT` / `hf:user/repo/file.gguf`, or an address of the Hub. Of a split GGUF the first shard is
+    returned.
 
     Raises ModelNotHereError (with the `engine pull` command) for a known name that was not pulled yet, and
     ModelNameError for a name that stands for nothing.
@@ -71,6 +73,7 @@ def resolve_model(name: str) -> Path:
 def _resolved(name: str) -> Path:
     if not name.strip():
         raise ModelNameError("the model's name is empty; give an alias, a path or hf:user/repo:QUANT")
+    name = own_name(name)
     path = Path(name).expanduser()
     if not name.startswith("hf:"):
         if path.is_file() or (path / "config.json").is_file():
@@ -84,7 +87,8 @@ def _resolved(name: str) -> Path:
                 )
             return path
         if name.lower() not in catalogue():
-            raise _no_path(name, path) if path.exists() or _is_like_path(name) else _unknown(name)
+            like_path = _is_like_path(name) and "://" not in name
+            raise _no_path(name, path) if path.exists() or like_path else _unknown(name)
     entry = catalogue().get(name.lower())
     found = (packaged_file(entry) if entry else None) or find_in_cache(hub_name(name))
     if found is None:
@@ -110,6 +114,10 @@ def _no_path(name: str, path: Path) -> ModelNameError:
 
 
 def _unknown(name: str) -> ModelNameError:
+    if "://" in name:
+        return ModelNameError(
+            f"{name}: only models of the Hugging Face Hub are fetched; download the file and give its path"
+        )
     if REPO_NAME.fullmatch(name.partition(":")[0]):
         return ModelNameError(f"{name}: no such file; a model of the Hugging Face Hub is written hf:{name}")
     near = [*difflib.get_close_matches(name, preset_names(), n=1), *closest_aliases(name)]

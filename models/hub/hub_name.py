@@ -14,7 +14,7 @@ _QUANT = re.compile(
 )
 
 
-_HUBS = ("hf.co/", "huggingface.co/")
+_HUB_ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/|hf://", re.IGNORECASE)
 
 
 class ModelNameError(EngineError):
@@ -36,9 +36,22 @@ class HubName:
 
 
 def own_name(model: str) -> str:
-    """A model's name as it is written here: Ollama begins those of the Hugging Face Hub with its address."""
-    hub = next((each for each in _HUBS if model.startswith(each)), None)
-    return model if hub is None else f"hf:{model.removeprefix(hub)}"
+    """A model's name as it is written here, of one that begins with the Hub's address as links and Ollama's names do.
+
+    `hf.co/user/repo:QUANT`, `https://huggingface.co/user/repo` and the address of a page or of a download of one file
+    become `hf:` names; all others are given back.
+    """
+    found = _HUB_ADDRESS.match(model)
+    if found is None:
+        return model
+    body = re.split(r"[?#]", model[found.end() :])[0].rstrip("/")
+    user, _, rest = body.partition("/")
+    repo, _, rest = rest.partition("/")
+    kind, _, rest = rest.partition("/")
+    if kind in ("resolve", "blob", "raw", "tree"):
+        kind, _, rest = rest.partition("/")[2].partition("/")  # without the revision
+    path = "/".join(part for part in (kind, rest) if part)
+    return f"hf:{user}/{repo}" + (f"/{path}" if path.lower().endswith(".gguf") else "")
 
 
 def parse_hub_name(name: str) -> HubName:

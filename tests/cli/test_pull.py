@@ -357,7 +357,8 @@ def test_rm_keeps_a_blob_that_another_file_still_uses(engine, hub, tmp_path):
 
 def test_list_all_shows_the_aliases_that_can_be_pulled(engine):
     shown = engine("list", "--all").stdout
-    assert "mistral-7b-q4k" in shown and "(not pulled)" in shown
+    (row,) = [line for line in shown.splitlines() if line.startswith("mistral-7b-q4k")]
+    assert "4.37 GB" in row and "Q4_K_M" in row and "(not pulled)" in row
 
 
 def test_pull_of_a_file_that_is_here_prints_its_path(engine, tmp_path):

@@ -121,14 +121,14 @@ def test_impossible_counts_are_refused(tmp_path, which, count):
     assert "negative" in str(error) or "cannot fit" in str(error) or "bytes" in str(error)
 
 
-def test_truncation_at_every_byte_is_refused(tmp_path):
+def test_truncation_at_every_byte_is_refused_and_called_so(tmp_path):
     whole = small().build()
     path = tmp_path / "cut.gguf"
     # The padding after the last tensor's 12 bytes may be missing.
     needed = len(whole) - (32 - 12)
     for length in range(needed):
         path.write_bytes(whole[:length])
-        with pytest.raises(GGUFError):
+        with pytest.raises(GGUFError, match="cut short or damaged: fetch" if length >= 4 else "empty|magic"):
             open_gguf(path)
     path.write_bytes(whole[:needed])
     assert len(open_gguf(path).tensors) == 2

@@ -2,6 +2,7 @@
 
 import pytest
 
+from quengine.models.architectures import ARCHITECTURES
 from quengine.models.hub.catalogue import catalogue, closest_aliases
 from quengine.models.hub.hub import hub_name
 from quengine.models.hub.hub_name import quant_of
@@ -16,6 +17,7 @@ def test_every_entry_names_a_repository_a_gguf_file_and_where_they_were_looked_u
     assert entry.file.endswith(".gguf")
     assert entry.about
     assert entry.verified
+    assert 0.05 < entry.gigabytes < 200
     assert (entry.package is None) == (entry.package_file is None)
     assert hub_name(entry.alias).file == entry.file
 
@@ -29,6 +31,29 @@ def test_an_alias_that_says_4_bits_names_a_4_bit_file_and_one_that_says_8_an_8_b
     told = {entry.alias: families[entry.alias.rsplit("-", 1)[1]] for entry in ENTRIES if "-q" in entry.alias}
     assert told == {alias: quant_of(catalogue()[alias].file).upper() for alias in told}
     assert len(told) > 10
+
+
+FAMILIES = {
+    "llama": "llama-3.1-8b-q4k",
+    "mistral3": "ministral-3-8b-q4k",
+    "qwen2": "qwen2.5-7b-q4k",
+    "qwen3": "qwen3-8b-q4k",
+    "olmo2": "olmo-2-7b-q4k",
+    "gemma3": "gemma-3-4b-q4k",
+    "phi3": "phi-4-q4k",
+    "granite": "granite-3.3-8b-q4k",
+    "qwen2moe": "qwen1.5-moe-a2.7b-q4k",
+    "qwen3moe": "qwen3-30b-a3b-q4k",
+    "olmoe": "olmoe-7b-a1b-q4k",
+    "granitemoe": "granite-3.1-3b-a800m-q4k",
+    "glm4moe": "glm-4.5-air-q4k",
+    "gpt-oss": "gpt-oss-20b",
+}
+
+
+def test_every_architecture_has_an_alias():
+    assert set(FAMILIES) == set(ARCHITECTURES)
+    assert set(FAMILIES.values()) <= set(catalogue())
 
 
 def test_no_file_is_listed_twice():

@@ -18,6 +18,7 @@ from quengine.models.hub.hub_name import (
     choose_files,
     file_sets,
     missing_shards,
+    own_name,
     parse_hub_name,
     quant_of,
 )
@@ -58,6 +59,39 @@ def cache(tmp_path, monkeypatch):
 def test_hub_names_are_read_and_written_back(text, meant):
     assert parse_hub_name(text) == meant
     assert str(meant) == text
+
+
+HUB = "https://huggingface.co/user/repo"
+
+
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [
+        ("hf.co/user/repo", "hf:user/repo"),
+        ("hf.co/user/repo:Q4_K_M", "hf:user/repo:Q4_K_M"),
+        ("HuggingFace.co/user/repo:Q8_0", "hf:user/repo:Q8_0"),
+        ("hf://user/repo/file.gguf", "hf:user/repo/file.gguf"),
+        (HUB, "hf:user/repo"),
+        (f"{HUB}/", "hf:user/repo"),
+        (f"{HUB}/tree/main", "hf:user/repo"),
+        (f"{HUB}/tree/main/deep", "hf:user/repo"),
+        (f"{HUB}/blob/main/deep/file.gguf", "hf:user/repo/deep/file.gguf"),
+        (f"{HUB}/resolve/main/file.gguf?download=true", "hf:user/repo/file.gguf"),
+        (f"{HUB}/resolve/refs%2Fpr%2F1/file.gguf", "hf:user/repo/file.gguf"),
+        (f"{HUB}?library=gguf", "hf:user/repo"),
+    ],
+)
+def test_addresses_of_the_hub_are_names(address, meant):
+    assert own_name(address) == meant
+    assert hub_name(address) == parse_hub_name(meant)
+    with pytest.raises(ModelNotHereError, match=f"engine pull {meant}"):
+        resolve_model(address)
+
+
+def test_an_address_elsewhere_says_what_to_do():
+    for use in (hub_name, resolve_model):
+        with pytest.raises(ModelNameError, match="only models of the Hugging Face Hub are fetched; download"):
+            use("https://example.com/model.gguf")
 
 
 @pytest.mark.parametrize(
