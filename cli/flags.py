@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from quengine.errors import EngineError
-from quengine.options import MODEL_HELP, Flag, Only
+from quengine.options import MODEL_HELP, Flag, Only, Range
 from quengine.platform.input_files import read_text
 from quengine.request.chat_options import PANEL as CONVERSATIONS
 from quengine.request.sampling_params import PANEL
@@ -182,7 +182,17 @@ def _value(name: str, annotation: Any, given: _Given) -> Any:
         return MISSING if not value else flag.read(value) if flag.read else tuple(value)
     if (choices := _choices(kind)) and value not in (*choices, None):
         raise EngineError(f"{flag.names.split()[0]} {value!r}: must be {' or '.join(choices)}")
-    return None if flag.none is not None and value == flag.none else value
+    return value if flag.none is None else _number_or_none(flag, value, notes)
+
+
+def _number_or_none(flag: Flag, value: int, notes: Iterable[Any]) -> int | None:
+    """The value of a flag that has a number for None. Raises EngineError for one that is neither that nor in range."""
+    if value == flag.none:
+        return None
+    for allowed in notes:
+        if isinstance(allowed, Range) and not allowed.holds(value):
+            raise EngineError(f"{flag.names.split()[0]} {value}: must be {allowed}, or {flag.none}")
+    return value
 
 
 def _name(path: str) -> str:

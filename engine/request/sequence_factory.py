@@ -76,9 +76,15 @@ class SequenceFactory:
         if not ids:
             raise EngineError("the prompt is empty: it has no tokens, and this model adds none of its own")
         if len(ids) > self.ctx_size - 1:
+            longest = self.config.context_length
+            more = (
+                f"shorten the prompt or raise -c (this model: up to {longest})"
+                if self.ctx_size < longest
+                else "shorten the prompt: that is the model's own maximum"
+            )
             raise EngineError(
                 f"the prompt has {len(ids)} tokens and the context holds {self.ctx_size}, of which one is for the "
-                f"answer; shorten the prompt or raise -c (this model: up to {self.config.context_length})"
+                f"answer; {more}"
             )
         vocab = self.config.vocab_size
         for position, token in enumerate(ids):

@@ -151,6 +151,19 @@ def test_a_value_a_prompt_and_a_flag_of_the_command_are_none_of_these(capsys, ar
     assert "/nope: no such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "rule"),
+    [
+        ("-n", "-2", "must be from 0 to 2147483647, or -1"),
+        ("-s", "-7", "must be from 0 to 18446744073709551615, or -1"),
+        ("-c", "-1", "must be at least 1, or 0"),
+    ],
+)
+def test_the_number_that_stands_for_the_default_is_part_of_the_rule(flag, value, rule, capsys):
+    assert main.run(["generate", "-m", "x", flag, value, "p"]) == 1
+    assert capsys.readouterr().err == f"engine: error: {flag} {value}: {rule}\n"
+
+
 def own_flags() -> set[str]:
     """The flags of all commands."""
     main.register_commands([])
