@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import CodeBlock, Heading, Markdown
 from rich.syntax import Syntax
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from markdown_it.token import Token
 
 _THEME = Theme({"markdown.code": "cyan"})
+CODE_BACKGROUND = "#262626"
+"""Dark in light terminals too: the colours of code are those for a dark one."""
+
 DRAWING = 0.06
 """Seconds between two drawings, at least; also ten times what the latest took, so that the model has the processor."""
 
@@ -45,23 +49,26 @@ class MarkdownView:
 
     def close(self) -> None:
         """Print what is left."""
-        lines = self._lines(self._pending)
+        lines = self._lines(self._pending, ended=True)
         self._pending = ""
         self._replace("\n".join(lines), 0)
 
     def _draw(self) -> None:
         """Print the blocks that have ended, and draw the last one below them."""
         cut = _last_block(self._pending)
-        done = self._lines(self._pending[:cut])
+        done = self._lines(self._pending[:cut], ended=True)
         self._pending = self._pending[cut:]
         drawn = self._lines(self._pending)[1 - self._console.height :]
         above = "\n".join(done) + "\n\n" if done else ""
         self._replace(above + "\n".join(drawn), len(drawn))
 
-    def _lines(self, text: str) -> list[str]:
-        """`text` rendered, without empty lines around it."""
+    def _lines(self, text: str, ended: bool = False) -> list[str]:
+        """`text` rendered, without empty lines around it; code of blocks that have `ended` is as wide as it is."""
+        width = max(20, self._console.width - 1)
         with self._console.capture() as capture:
-            self._console.print(AnswerMarkdown(text), end="", width=max(20, self._console.width - 1))
+            self._console.print(
+                AnswerMarkdown(text, width if ended else None), end="", width=width, crop=False
+            )
         shown = capture.get().strip("\n")
         return [line.rstrip() for line in shown.split("\n")] if shown.strip() else []
 
@@ -81,16 +88,38 @@ class _Heading(Heading):
 
 
 class _Code(CodeBlock):
-    """Code without a margin and in the terminal's colours, so that it can be copied."""
+    """Code without a margin, on a background of its own, so that it stands out and can be copied.
+
+    A line that is longer than the terminal is left to it: what it wraps, it copies as one line. Only while a block is
+    still drawn anew, and within lists and quotes, are long lines broken here.
+    """
+
+    @classmethod
+    def create(cls, markdown: Markdown, token: "Token") -> "_Code":
+        name = token.info.partition(" ")[0] or "text"
+        return cls(name, markdown.whole_lines_at if isinstance(markdown, AnswerMarkdown) else None)
+
+    def __init__(self, lexer_name: str, whole_lines_at: int | None) -> None:
+        super().__init__(lexer_name, "ansi_dark")
+        self.whole_lines_at = whole_lines_at
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        del console, options
-        code = str(self.text).rstrip()
-        yield Syntax(code, self.lexer_name, theme="ansi_dark", word_wrap=True, background_color="default")
+        code = str(self.text).rstrip().expandtabs(4)
+        longest = max(map(cell_len, code.split("\n")))
+        whole = options.max_width == self.whole_lines_at
+        if whole:
+            options = options.update(width=max(longest, options.max_width))
+        syntax = Syntax(
+            code, self.lexer_name, theme=self.theme, word_wrap=not whole, background_color=CODE_BACKGROUND
+        )
+        yield from console.render(syntax, options)
 
 
 class AnswerMarkdown(Markdown):
-    """Markdown as models write it: line ends are kept, addresses of links are shown."""
+    """Markdown as models write it: line ends are kept, addresses of links are shown.
+
+    whole_lines_at: the width at which code has its lines unbroken, that of the page and not of a list; None: at none.
+    """
 
     elements = {  # noqa: RUF012
         **Markdown.elements,
@@ -99,8 +128,9 @@ class AnswerMarkdown(Markdown):
         "code_block": _Code,
     }
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, whole_lines_at: int | None = None) -> None:
         super().__init__("", hyperlinks=False)
+        self.whole_lines_at = whole_lines_at
         self.parsed = _PARSER.parse(text)
         for token in self.parsed:
             for child in token.children or ():

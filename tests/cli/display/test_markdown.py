@@ -1,6 +1,7 @@
 """Markdown that comes in pieces looks as the whole does, whatever the pieces and the height of the screen."""
 
 import random
+import re
 import sys
 
 import pytest
@@ -94,3 +95,50 @@ def test_a_block_higher_than_the_screen_is_whole_at_its_end(monkeypatch: pytest.
 @pytest.mark.parametrize("text", ["", "\n\n", "[x]: http://y", "**open", "```", "\\[x\\]", "- ", "|a|\n|-"])
 def test_unfinished_marks_are_no_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(text, [1], monkeypatch) == shown(text, [9], monkeypatch)
+
+
+LONG = "print(" + ", ".join(f"name_{i}" for i in range(12)) + ")"
+
+
+def written(text: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All that is sent to a terminal of 40 columns when `text` comes in small pieces."""
+    sent: list[str] = []
+
+    class Sent:
+        def write(self, text: str) -> int:
+            sent.append(text)
+            return len(text)
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(sys, "stdout", Sent())
+    view = MarkdownView()
+    for at in range(0, len(text), 5):
+        view._next_drawing = 0.0
+        view.write(text[at : at + 5])
+    view.close()
+    return "".join(sent)
+
+
+@pytest.mark.parametrize("text", [f"```python\n{LONG}\n```\n\nafter\n", f"before\n\n```\n{LONG}\n```"])
+def test_a_long_line_of_code_is_one_line_once_its_block_has_ended(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = written(text, monkeypatch).rpartition("\x1b[J")[0 if text.endswith("after\n") else 2]
+    plain = re.sub(r"\x1b\[[\d;]*m", "", last)
+    assert LONG in plain
+
+
+def test_code_has_a_background_to_the_end_of_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    sent = written("```python\nx = 1\n\ny = 2\n```\n", monkeypatch)
+    lines = [line for line in sent.rpartition("\x1b[J")[2].split("\n") if "48;2;38;38;38" in line]
+    widths = [len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in lines]
+    assert widths == [39, 39, 39]
+
+
+def test_long_code_in_a_list_is_wrapped_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(f"- item\n\n  ```\n  {LONG}\n  ```\n", [7], monkeypatch)
+    assert max(map(len, lines)) < 40
+    assert "".join(line.strip() for line in lines[1:]).replace(" ", "") == LONG.replace(" ", "")
