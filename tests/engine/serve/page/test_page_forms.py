@@ -15,10 +15,12 @@ from tests.engine.serve.page.driving import (
     ask,
     choose,
     look,
+    menu,
     opened,
     shot,
     stream,
     tab,
+    wait_for_text,
 )
 from tests.engine.serve.serving import Served, serving
 
@@ -108,6 +110,90 @@ def test_hostile_text_does_nothing(page: Any, served: Served) -> None:
     page.reload()
     page.locator(".assistant .markdown").wait_for()
     assert all(url.startswith((served.url, "blob:")) for url in requests)
+
+
+def test_line_ends_break_lines_and_code_tables_and_lists_stay(page: Any) -> None:
+    poem = "Roses are red,\nviolets are blue.\n\n- one\n  more\n- two\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```\nx\ny\n```\n"
+    answer_with(page, stream(poem))
+    ask(page, "one\ntwo")
+    text = answered(page)
+    assert text.locator("p").first.inner_text() == "Roses are red,\nviolets are blue."
+    assert text.locator("li").all_inner_texts() == ["one\nmore", "two"]
+    assert text.locator("tr").count() == 2 and text.locator("code").inner_text() == "x\ny\n"
+    assert text.locator("br").count() == 2
+
+
+NOTES = """First[^a] and second[^b], first again[^a], and [^none].
+
+[^a]: A **note**.
+[^b]: Another, with `code`.
+"""
+
+
+def test_footnotes_are_numbered_and_reached_both_ways(page: Any) -> None:
+    for count in (1, 2):  # each answer has its own
+        answer_with(page, stream(NOTES))
+        ask(page, "notes")
+        text = answered(page, count)
+        assert text.locator("p").first.inner_text() == "First1 and second2, first again1, and [^none]."
+        notes = text.locator(".notes li")
+        assert [note.split(" ↩")[0] for note in notes.all_inner_texts()] == ["A note.", "Another, with code."]
+        assert notes.locator("strong").inner_text() == "note"
+    address = page.url
+    text.get_by_label("Footnote 2").press("Enter")
+    assert notes.nth(1).evaluate("e => e === document.activeElement")
+    notes.nth(1).get_by_label("Back to the text").press("Enter")
+    assert text.get_by_label("Footnote 2").evaluate("e => e === document.activeElement")
+    assert page.url == address
+
+
+DIAGRAM = "```mermaid\nflowchart LR\n  A[Start] --> B{Ready}\n```\n"
+
+
+def test_diagrams_are_drawn_and_their_code_is_shown_instead(page: Any) -> None:
+    pie = '```mermaid\npie title Pets\n  "Dogs" : 3\n  "Cats" : 5\n```\n'
+    answer_with(page, stream(f"{DIAGRAM}\n{pie}\n```mermaid\nflowchart what\n```\n\n```mermaid\nflowchart TD\n"))
+    ask(page, "draw")
+    text = answered(page)
+    wait_for_text(text.locator(".undrawn"), "Not drawn: ")
+    images = text.locator("[data-diagram] img")
+    images.nth(1).wait_for()
+    assert images.count() == 2 and text.locator(".code").count() == 4
+    assert images.first.get_attribute("alt") == "Diagram: flowchart LR A[Start] --> B{Ready}"
+    assert images.first.evaluate("e => e.decode().then(() => e.naturalWidth > 50 && e.naturalHeight > 20)")
+    light = images.first.get_attribute("src")
+    assert not text.locator("pre").first.is_visible()
+    text.get_by_role("button", name="Code").first.click()
+    assert text.locator("pre").first.is_visible() and not images.first.is_visible()
+    text.get_by_role("button", name="Diagram", exact=True).click()
+    assert images.first.is_visible()
+    menu(page, "More", "Dark theme")
+    page.wait_for_function("light => document.querySelector('[data-diagram] img').src !== light", arg=light)
+    shot(page, "diagrams")
+
+
+def test_a_hostile_diagram_does_nothing(page: Any, served: Served) -> None:
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    hostile = (
+        '```mermaid\n%%{init: {"securityLevel": "loose", "htmlLabels": true, "themeCSS": '
+        '"* { background: url(http://203.0.113.1/a) }"}}%%\nflowchart LR\n'
+        '  A["<img src=http://203.0.113.1/b onerror=alert(1)><script>alert(2)</script>"] --> B\n'
+        '  click A "javascript:alert(3)"\n  click B call alert(4)\n```\n'
+    )
+    answer_with(page, stream(hostile + DIAGRAM))
+    ask(page, "draw")
+    images = answered(page).locator("[data-diagram] img")
+    wait_for_text(page.locator(".assistant"), "mermaid")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('[data-diagram]')].every(e => e.querySelector('img, .undrawn'))"
+    )
+    for image in images.all():
+        image.click()
+    assert "onerror" not in "".join(image.get_attribute("src") or "" for image in images.all())
+    frame = next(each for each in page.frames if each.url.endswith("diagram.html"))
+    assert frame.evaluate("() => self.origin") == "null"
+    assert all(url.startswith((served.url, "data:")) for url in requests), requests
 
 
 def test_a_huge_message_is_shown_and_the_page_stays_quick(page: Any) -> None:
