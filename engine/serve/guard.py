@@ -37,7 +37,7 @@ def is_open(path: str) -> bool:
 
 
 def _is_page_file(path: str) -> bool:
-    """Whether it is a file of the chat page. They are fetched from any origin: that of its frame has no name ("null")."""
+    """Whether it is a file of the chat page. Any origin may fetch one: that of the page's frame is "null"."""
     return path.startswith("/page/")
 
 

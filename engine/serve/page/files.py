@@ -24,8 +24,8 @@ _TYPES = {
 }
 _POLICY = (
     "default-src 'none'; script-src 'self'; worker-src 'self'; style-src 'self'; font-src 'self'; "
-    "connect-src 'self'; img-src 'self' data:; frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types dompurify quengine-worker"
+    "connect-src 'self'; img-src 'self' data:; frame-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify quengine-worker"
 )
 """No script but the page's own files, no inline one, no eval, and nothing of other servers."""
 _DIAGRAM_POLICY = (

@@ -113,8 +113,9 @@ def test_hostile_text_does_nothing(page: Any, served: Served) -> None:
 
 
 def test_line_ends_break_lines_and_code_tables_and_lists_stay(page: Any) -> None:
-    poem = "Roses are red,\nviolets are blue.\n\n- one\n  more\n- two\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```\nx\ny\n```\n"
-    answer_with(page, stream(poem))
+    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
+    poem = "Roses are red,\nviolets are blue.\n\n- one\n  more\n- two\n"
+    answer_with(page, stream(f"{poem}\n{table}\n```\nx\ny\n```\n"))
     ask(page, "one\ntwo")
     text = answered(page)
     assert text.locator("p").first.inner_text() == "Roses are red,\nviolets are blue."
@@ -152,7 +153,9 @@ DIAGRAM = "```mermaid\nflowchart LR\n  A[Start] --> B{Ready}\n```\n"
 
 def test_diagrams_are_drawn_and_their_code_is_shown_instead(page: Any) -> None:
     pie = '```mermaid\npie title Pets\n  "Dogs" : 3\n  "Cats" : 5\n```\n'
-    answer_with(page, stream(f"{DIAGRAM}\n{pie}\n```mermaid\nflowchart what\n```\n\n```mermaid\nflowchart TD\n"))
+    answer_with(
+        page, stream(f"{DIAGRAM}\n{pie}\n```mermaid\nflowchart what\n```\n\n```mermaid\nflowchart TD\n")
+    )
     ask(page, "draw")
     text = answered(page)
     wait_for_text(text.locator(".undrawn"), "Not drawn: ")
@@ -172,28 +175,35 @@ def test_diagrams_are_drawn_and_their_code_is_shown_instead(page: Any) -> None:
     shot(page, "diagrams")
 
 
-def test_a_hostile_diagram_does_nothing(page: Any, served: Served) -> None:
-    requests: list[str] = []
-    page.on("request", lambda request: requests.append(request.url))
-    hostile = (
-        '```mermaid\n%%{init: {"securityLevel": "loose", "htmlLabels": true, "themeCSS": '
-        '"* { background: url(http://203.0.113.1/a) }"}}%%\nflowchart LR\n'
-        '  A["<img src=http://203.0.113.1/b onerror=alert(1)><script>alert(2)</script>"] --> B\n'
-        '  click A "javascript:alert(3)"\n  click B call alert(4)\n```\n'
-    )
-    answer_with(page, stream(hostile + DIAGRAM))
-    ask(page, "draw")
-    images = answered(page).locator("[data-diagram] img")
-    wait_for_text(page.locator(".assistant"), "mermaid")
-    page.wait_for_function(
-        "() => [...document.querySelectorAll('[data-diagram]')].every(e => e.querySelector('img, .undrawn'))"
-    )
-    for image in images.all():
-        image.click()
-    assert "onerror" not in "".join(image.get_attribute("src") or "" for image in images.all())
-    frame = next(each for each in page.frames if each.url.endswith("diagram.html"))
-    assert frame.evaluate("() => self.origin") == "null"
-    assert all(url.startswith((served.url, "data:")) for url in requests), requests
+HOSTILE_DIAGRAM = """```mermaid
+%%{init: {"securityLevel": "loose", "htmlLabels": true, "themeCSS": "* { background: url(http://203.0.113.1/a) }"}}%%
+flowchart LR
+  A["<img src=http://203.0.113.1/b onerror=alert(1)><script>alert(2)</script>"] --> B
+  click A "javascript:alert(3)"
+  click B call alert(4)
+```
+"""
+
+
+def test_a_hostile_diagram_does_nothing(browser: Any, served: Served) -> None:
+    """What gets past mermaid is blocked by the policy of its frame."""
+    asked: list[Any] = []
+    with opened(browser, served.url, expected=("Content Security Policy",)) as page:
+        page.on("request", asked.append)
+        answer_with(page, stream(HOSTILE_DIAGRAM + DIAGRAM))
+        ask(page, "draw")
+        answered(page)
+        page.wait_for_function(
+            "() => { const all = [...document.querySelectorAll('[data-diagram]')];"
+            " return all.length == 2 && all.every(e => e.querySelector('img, .undrawn')); }"
+        )
+        for image in page.locator("[data-diagram] img").all():
+            image.click()
+            assert "onerror" not in (image.get_attribute("src") or "")
+        frame = next(each for each in page.frames if each.url.endswith("diagram.html"))
+        assert frame.evaluate("() => self.origin") == "null"
+        left = [each for each in asked if not each.url.startswith((served.url, "data:"))]
+        assert all(each.failure == "csp" for each in left), [(each.url, each.failure) for each in left]
 
 
 def test_a_huge_message_is_shown_and_the_page_stays_quick(page: Any) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from quengine.request.sampling_params import SamplingParams
+from quengine.serve.processes.shared_engine import Event
 from tests.engine.serve.fake_engine import FakeEngine, FakeModel, expected_tokens
 from tests.engine.serve.page.driving import (
     act,
@@ -38,12 +39,25 @@ def words(prompt: str, seed: int, count: int) -> str:
     return model.decode(expected_tokens(model.encode(prompt, True, False), seed, 0, count)).strip()
 
 
+class GatedEngine(FakeEngine):
+    """Stands still while its gate is closed."""
+
+    gate = threading.Event()
+
+    def step(self) -> list[Event]:
+        assert self.gate.wait(60)
+        return super().step()
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(
-        lambda: FakeEngine(step_s=0.01), settings={"defaults": SamplingParams(max_tokens=12)}
-    ) as running:
-        yield running
+    GatedEngine.gate.set()
+    defaults = SamplingParams(max_tokens=12)
+    with serving(lambda: GatedEngine(step_s=0.01), settings={"defaults": defaults}) as running:
+        try:
+            yield running
+        finally:
+            GatedEngine.gate.set()
 
 
 @pytest.fixture
@@ -155,18 +169,19 @@ def test_an_answer_goes_on_through_a_reload(browser: Any, served: Served, locks:
 
 
 def test_another_tab_goes_on_with_the_answer_of_one_that_is_closed(page: Any) -> None:
-    choose(page, max_tokens=LONG, seed=5)
     first = page.context.new_page()
     first.goto(page.url)
     box(first).wait_for()
     choose(first, max_tokens=LONG, seed=5)
     ask(first, "a long one")
     wait_for_text(first.locator(".assistant .markdown"), PARTIAL)
+    GatedEngine.gate.clear()
     other = page.context.new_page()
     other.goto(first.url)
     wait_for_text(other.locator(".assistant .markdown"), PARTIAL)
     assert not other.get_by_role("button", name="Regenerate").count()
     first.close()
+    GatedEngine.gate.set()
     assert answered(other).inner_text() == words("user: a long one", 5, LONG)
 
 

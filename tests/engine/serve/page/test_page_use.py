@@ -270,7 +270,9 @@ def test_a_button_jumps_to_the_end_which_is_followed_from_there(page: Any) -> No
     choose(page, max_tokens=3000)
     ask(page, "a long one")
     log, jump = page.locator("#log"), page.get_by_role("button", name="Jump to the end")
-    page.wait_for_function("() => { const e = document.querySelector('#log'); return e.scrollHeight > e.clientHeight + 200; }")
+    page.wait_for_function(
+        "() => { const e = document.querySelector('#log'); return e.scrollHeight > e.clientHeight + 200; }"
+    )
     assert not jump.count()
     log.evaluate("e => e.scrollTop = 0")
     jump.wait_for()
