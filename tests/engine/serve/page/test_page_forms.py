@@ -189,7 +189,7 @@ def test_a_hostile_diagram_does_nothing(browser: Any, served: Served) -> None:
     """What gets past mermaid is blocked by the policy of its frame."""
     asked: list[Any] = []
     with opened(browser, served.url, expected=("Content Security Policy",)) as page:
-        page.on("request", asked.append)
+        page.on("request", lambda request: asked.append(request))
         answer_with(page, stream(HOSTILE_DIAGRAM + DIAGRAM))
         ask(page, "draw")
         answered(page)
