@@ -140,13 +140,18 @@ class Models:
         entry.asked = True
         self._residency.want(entry)
 
+    @property
+    def unloads(self) -> bool:
+        """Whether models can be unloaded; an only one can where it is also put to sleep."""
+        return self.only is None or self.settings.sleep_s >= 0
+
     async def unload(self, entry: ModelEntry) -> None:
         """Unload a model once its running answers have ended; stop loading one. Those who wait for it get an error.
 
         Raises:
             ApiError: it is not running; or it is the only one, and not one that sleeps.
         """
-        if self.only is not None and self.settings.sleep_s < 0:
+        if not self.unloads:
             raise bad_request(
                 "this server has one model: end it with engine stop, or give --sleep-idle-seconds"
             )

@@ -19,14 +19,20 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".woff2": "font/woff2",
+    ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
 _POLICY = (
     "default-src 'none'; script-src 'self'; worker-src 'self'; style-src 'self'; font-src 'self'; "
-    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types dompurify quengine-worker"
+    "connect-src 'self'; img-src 'self' data:; frame-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify quengine-worker"
 )
 """No script but the page's own files, no inline one, no eval, and nothing of other servers."""
+_DIAGRAM_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'self'; sandbox allow-scripts"
+)
+"""Of the frame that draws diagrams: its origin is opaque, and it reaches no server. Mermaid sets inline styles."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ def _answer(models: Models, request: Request, name: str) -> Response:
     if file is None:
         raise ApiError(404, f"the chat page has no file {name[:80]!r}")
     headers = {
-        "Content-Security-Policy": _POLICY,
+        "Content-Security-Policy": _DIAGRAM_POLICY if name == "diagram.html" else _POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",  # asked for again, and answered with 304

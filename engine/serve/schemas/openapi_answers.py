@@ -181,6 +181,7 @@ def _status() -> dict[str, Schema]:
                 **dict.fromkeys(("last_used", "keep_seconds"), NUMBER),
             },
             value=enum("unloaded", "loading", "loaded", "sleeping"),
+            unloadable=BOOLEAN,
         ),
     )
     return {

@@ -55,6 +55,8 @@ def test_pages_of_other_origins_are_refused_and_cors_is_off() -> None:
         assert client.post("/tokenize", json={"content": "a"}, headers=own).status_code == 200
         assert client.post("/tokenize", json={"content": "a"}, headers=other).status_code == 403
         assert client.post("/tokenize", json={"content": "a"}, headers={"origin": "null"}).status_code == 403
+        script = client.get("/page/diagram.js", headers={"origin": "null"})  # of the page's own frame
+        assert script.status_code == 200 and "access-control-allow-origin" not in script.headers
         answer = client.get("/health", headers=own)
         assert "access-control-allow-origin" not in answer.headers
 

@@ -3,7 +3,7 @@
 
 import { createHash } from "node:crypto";
 import { mkdir, readFile, readdir, rm, writeFile } from "node:fs/promises";
-import { join } from "node:path";
+import { basename, join } from "node:path";
 import { build } from "esbuild";
 
 const [out] = process.argv.slice(2);
@@ -24,33 +24,42 @@ const woff2 = {
 
 await rm(out, { recursive: true, force: true });
 await mkdir(out, { recursive: true });
+const common = { bundle: true, minify: true, target: ["chrome125", "firefox128", "safari17.5"], legalComments: "none" };
 const { metafile } = await build({
+  ...common,
   entryPoints: [
     { in: "main.tsx", out: "page" },
     { in: "style.css", out: "page" },
     { in: "pdfjs-dist/build/pdf.worker.mjs", out: "pdf.worker" },
   ],
-  bundle: true,
-  minify: true,
   splitting: true,
   format: "esm",
-  target: ["chrome125", "firefox128", "safari17.5"],
   jsx: "automatic",
   jsxImportSource: "preact",
   assetNames: "[name]",
   chunkNames: "[name]-[hash]",
   loader: { ".woff2": "file" },
-  legalComments: "none",
   plugins: [woff2],
   logLevel: "warning",
   outdir: out,
   metafile: true,
 });
-await writeFile(join(out, "index.html"), await readFile("index.html"));
-await writeFile(join(out, "LICENSES.txt"), await licenses(Object.keys(metafile.inputs)));
+// One classic script: modules are fetched with an Origin header, which is "null" in a frame of an opaque origin.
+const { metafile: ofDiagrams } = await build({
+  ...common,
+  entryPoints: ["diagram/diagram.ts"],
+  format: "iife",
+  logLevel: "error",
+  outdir: out,
+  metafile: true,
+});
+for (const path of ["index.html", "icon.svg", "diagram/diagram.html"])
+  await writeFile(join(out, basename(path)), await readFile(path));
+const inputs = Object.keys({ ...metafile.inputs, ...ofDiagrams.inputs });
+await writeFile(join(out, "LICENSES.txt"), await licenses(inputs));
 
 const sources = (await readdir(".", { recursive: true }))
-  .filter(name => /^(?!node_modules).*\.(tsx?|mjs|json|css|html)$/.test(name))
+  .filter(name => /^(?!node_modules).*\.(tsx?|mjs|json|css|html|svg)$/.test(name))
   .sort();
 const texts = await Promise.all(sources.map(async name => `${name}\n${await readFile(name, "utf8")}`));
 const files = {};

@@ -72,13 +72,13 @@ def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
         "tags": entry.spec.settings.model_tags,
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "meta": meta,
-        "status": _status(entry),
+        "status": _status(models, entry),
     }
 
 
-def _status(entry: ModelEntry) -> dict[str, Any]:
-    """As llama-server's router has it, with what `engine ps` prints."""
-    status: dict[str, Any] = {"value": entry.state}
+def _status(models: Models, entry: ModelEntry) -> dict[str, Any]:
+    """As llama-server's router has it, with what `engine ps` prints, and whether POST /models/unload can unload it."""
+    status: dict[str, Any] = {"value": entry.state, "unloadable": models.unloads and entry.loaded}
     if entry.failure is not None and not entry.loaded:
         status |= {"failed": True, "error": entry.failure}
     if entry.loaded:

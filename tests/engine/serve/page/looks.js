@@ -42,6 +42,17 @@ function unnamed() {
     .map(e => e.outerHTML.slice(0, 200));
 }
 
+/** Controls that a finger misses: below 44 px one way. A field's label counts, and what stands in a line of text does not. */
+function small() {
+  const inLine = ".markdown :is(p, li) :is(a, button), .hint button";
+  return [...document.querySelectorAll("button, input, textarea, select, summary")]
+    .filter(e => e.checkVisibility({ visibilityProperty: true }) && !e.hidden && !e.matches(inLine))
+    .filter(e => !document.querySelector("dialog[open]") || e.closest("dialog"))
+    .map(e => [e, (e.closest("label") ?? e).getBoundingClientRect()])
+    .filter(([, box]) => box.width < 44 || box.height < 44)
+    .map(([e, box]) => `${box.width.toFixed()} x ${box.height.toFixed()} ${e.outerHTML.slice(0, 120)}`);
+}
+
 /** The focused element's name, and whether its focus is seen; the body has it where the browser's own bar would. */
 function focus() {
   const e = document.activeElement;

@@ -15,10 +15,12 @@ from tests.engine.serve.page.driving import (
     ask,
     choose,
     look,
+    menu,
     opened,
     shot,
     stream,
     tab,
+    wait_for_text,
 )
 from tests.engine.serve.serving import Served, serving
 
@@ -108,6 +110,100 @@ def test_hostile_text_does_nothing(page: Any, served: Served) -> None:
     page.reload()
     page.locator(".assistant .markdown").wait_for()
     assert all(url.startswith((served.url, "blob:")) for url in requests)
+
+
+def test_line_ends_break_lines_and_code_tables_and_lists_stay(page: Any) -> None:
+    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
+    poem = "Roses are red,\nviolets are blue.\n\n- one\n  more\n- two\n"
+    answer_with(page, stream(f"{poem}\n{table}\n```\nx\ny\n```\n"))
+    ask(page, "one\ntwo")
+    text = answered(page)
+    assert text.locator("p").first.inner_text() == "Roses are red,\nviolets are blue."
+    assert text.locator("li").all_inner_texts() == ["one\nmore", "two"]
+    assert text.locator("tr").count() == 2 and text.locator("code").inner_text() == "x\ny\n"
+    assert text.locator("br").count() == 2
+
+
+NOTES = """First[^a] and second[^b], first again[^a], and [^none].
+
+[^a]: A **note**.
+[^b]: Another, with `code`.
+"""
+
+
+def test_footnotes_are_numbered_and_reached_both_ways(page: Any) -> None:
+    for count in (1, 2):  # each answer has its own
+        answer_with(page, stream(NOTES))
+        ask(page, "notes")
+        text = answered(page, count)
+        assert text.locator("p").first.inner_text() == "First1 and second2, first again1, and [^none]."
+        notes = text.locator(".notes li")
+        assert [note.split(" ↩")[0] for note in notes.all_inner_texts()] == ["A note.", "Another, with code."]
+        assert notes.locator("strong").inner_text() == "note"
+    address = page.url
+    text.get_by_label("Footnote 2").press("Enter")
+    assert notes.nth(1).evaluate("e => e === document.activeElement")
+    notes.nth(1).get_by_label("Back to the text").press("Enter")
+    assert text.get_by_label("Footnote 2").evaluate("e => e === document.activeElement")
+    assert page.url == address
+
+
+DIAGRAM = "```mermaid\nflowchart LR\n  A[Start] --> B{Ready}\n```\n"
+
+
+def test_diagrams_are_drawn_and_their_code_is_shown_instead(page: Any) -> None:
+    pie = '```mermaid\npie title Pets\n  "Dogs" : 3\n  "Cats" : 5\n```\n'
+    answer_with(
+        page, stream(f"{DIAGRAM}\n{pie}\n```mermaid\nflowchart what\n```\n\n```mermaid\nflowchart TD\n")
+    )
+    ask(page, "draw")
+    text = answered(page)
+    wait_for_text(text.locator(".undrawn"), "Not drawn: ")
+    images = text.locator("[data-diagram] img")
+    images.nth(1).wait_for()
+    assert images.count() == 2 and text.locator(".code").count() == 4
+    assert images.first.get_attribute("alt") == "Diagram: flowchart LR A[Start] --> B{Ready}"
+    assert images.first.evaluate("e => e.decode().then(() => e.naturalWidth > 50 && e.naturalHeight > 20)")
+    light = images.first.get_attribute("src")
+    assert not text.locator("pre").first.is_visible()
+    text.get_by_role("button", name="Code").first.click()
+    assert text.locator("pre").first.is_visible() and not images.first.is_visible()
+    text.get_by_role("button", name="Diagram", exact=True).click()
+    assert images.first.is_visible()
+    menu(page, "More", "Dark theme")
+    page.wait_for_function("light => document.querySelector('[data-diagram] img').src !== light", arg=light)
+    shot(page, "diagrams")
+
+
+HOSTILE_DIAGRAM = """```mermaid
+%%{init: {"securityLevel": "loose", "htmlLabels": true, "themeCSS": "* { background: url(http://203.0.113.1/a) }"}}%%
+flowchart LR
+  A["<img src=http://203.0.113.1/b onerror=alert(1)><script>alert(2)</script>"] --> B
+  click A "javascript:alert(3)"
+  click B call alert(4)
+```
+"""
+
+
+def test_a_hostile_diagram_does_nothing(browser: Any, served: Served) -> None:
+    """What gets past mermaid is blocked by the policy of its frame."""
+    asked: list[Any] = []
+    with opened(browser, served.url, expected=("Content Security Policy",)) as page:
+        page.on("request", lambda request: asked.append(request))
+        answer_with(page, stream(HOSTILE_DIAGRAM + DIAGRAM))
+        ask(page, "draw")
+        answered(page)
+        page.wait_for_function(
+            "() => { const all = [...document.querySelectorAll('[data-diagram]')];"
+            " return all.length == 2 && all.every(e => e.querySelector('img, .undrawn')); }"
+        )
+        for image in page.locator("[data-diagram] img").all():
+            image.click()
+            assert "onerror" not in (image.get_attribute("src") or "")
+        frame = next(each for each in page.frames if each.url.endswith("diagram.html"))
+        assert frame.evaluate("() => self.origin") == "null"
+        left = [each for each in asked if not each.url.startswith((served.url, "data:"))]
+        assert all(each.failure == "csp" for each in left), [(each.url, each.failure) for each in left]
 
 
 def test_a_huge_message_is_shown_and_the_page_stays_quick(page: Any) -> None:

@@ -266,6 +266,49 @@ def test_an_answer_is_followed_unless_the_person_reads_above(page: Any) -> None:
     assert log.evaluate("e => e.scrollTop") == 0
 
 
+def test_a_button_jumps_to_the_end_which_is_followed_from_there(page: Any) -> None:
+    choose(page, max_tokens=3000)
+    ask(page, "a long one")
+    log, jump = page.locator("#log"), page.get_by_role("button", name="Jump to the end")
+    page.wait_for_function(
+        "() => { const e = document.querySelector('#log'); return e.scrollHeight > e.clientHeight + 200; }"
+    )
+    assert not jump.count()
+    log.evaluate("e => e.scrollTop = 0")
+    jump.wait_for()
+    jump.press("Enter")
+    jump.wait_for(state="detached")
+    height = log.evaluate("e => e.scrollHeight")
+    page.wait_for_function(
+        "height => { const e = document.querySelector('#log');"
+        " return e.scrollHeight > height && e.scrollHeight - e.scrollTop - e.clientHeight < 2; }",
+        arg=height,
+    )
+    assert log.evaluate("e => e === document.activeElement")
+    page.keyboard.press("Escape")
+    wait_for_text(page.locator(".assistant"), "Stopped")
+
+
+def test_fingers_find_every_control(browser: Any, served: Served) -> None:
+    """44 px both ways (WCAG 2.5.5); what stands in running text is exempt."""
+    with opened(browser, served.url, viewport=NARROW, has_touch=True, is_mobile=True) as page:
+        answer_with(page, stream("Text[^1]\n\n```python\nx = 1\n```\n\n[^1]: Note", thought="Hm."))
+        box(page).fill("hi")
+        page.keyboard.press("Control+Enter")
+        answered(page)
+        assert not look(page, "small")
+        page.get_by_role("button", name="Show the chats").click()
+        page.locator(".sidebar").wait_for()
+        assert not look(page, "small")
+        page.get_by_role("button", name="More", exact=True).click()
+        page.get_by_role("menu").wait_for()
+        assert not look(page, "small")
+        page.keyboard.press("Escape")
+        page.keyboard.press("Escape")
+        open_settings(page)
+        assert not look(page, "small")
+
+
 def test_a_name_is_given_up_with_escape_and_the_focus_goes_back(page: Any) -> None:
     ask(page, "my chat")
     answered(page)
@@ -328,9 +371,9 @@ def test_a_window_that_gets_narrow_hides_the_chats_and_the_empty_page_begins_at_
 
 
 def test_an_answer_that_failed_before_it_began_can_be_tried_again_or_deleted(page: Any) -> None:
-    answer_with(page, '{"error": {"message": "Loading model"}}', 503)
+    answer_with(page, '{"error": {"message": "the queue is full"}}', 429)
     ask(page, "hi")
-    page.locator(".error", has_text="Loading model").wait_for()
+    page.locator(".error", has_text="the queue is full").wait_for()
     names = page.locator(".assistant button").evaluate_all("all => all.map(e => e.ariaLabel ?? e.innerText)")
     assert names == ["Try again", "Delete"]
 

@@ -4,13 +4,18 @@
 const KEY = "quengine.key";
 
 export class ApiError extends Error {
+  /** `fields`: those of the server's error, among them `code`, and of a prompt that is too long both numbers. */
   constructor(
     message: string,
     readonly status = 0,
+    readonly fields: Record<string, unknown> = {},
   ) {
     super(message);
   }
 }
+
+/** A server that is not reached, or a connection that broke while its answer came. */
+export class LostError extends ApiError {}
 
 export const keyKept = (): string => localStorage.getItem(KEY) ?? "";
 
@@ -20,12 +25,17 @@ export function keepKey(key: string): void {
 }
 
 /** The answer of a route; `body` makes it a POST of JSON. Throws ApiError, or AbortError where `signal` ended it. */
-export async function request(path: string, body?: unknown, signal?: AbortSignal): Promise<Response> {
-  const headers: Record<string, string> = {};
+export async function request(
+  path: string,
+  body?: unknown,
+  signal?: AbortSignal,
+  more: RequestInit = {},
+): Promise<Response> {
+  const headers = new Headers(more.headers);
   const key = keyKept();
-  if (key) headers.Authorization = `Bearer ${key}`;
-  if (body !== undefined) headers["Content-Type"] = "application/json";
-  const init: RequestInit = { headers, cache: "no-store", signal: signal ?? null };
+  if (key) headers.set("Authorization", `Bearer ${key}`);
+  if (body !== undefined) headers.set("Content-Type", "application/json");
+  const init: RequestInit = { ...more, headers, cache: "no-store", signal: signal ?? null };
   let response: Response;
   try {
     response = await fetch(
@@ -34,44 +44,63 @@ export async function request(path: string, body?: unknown, signal?: AbortSignal
     );
   } catch (error) {
     if (signal?.aborted) throw error;
-    throw new ApiError("The server cannot be reached.");
+    throw new LostError("The server cannot be reached.");
   }
-  if (!response.ok) throw new ApiError(await messageOf(response), response.status);
+  if (!response.ok) throw await errorOf(response);
   return response;
 }
 
-async function messageOf(response: Response): Promise<string> {
+async function errorOf(response: Response): Promise<ApiError> {
   try {
-    const { error } = (await response.json()) as { error: { message: string } };
-    return error.message;
+    const { error } = (await response.json()) as { error: { message: string } & Record<string, unknown> };
+    return new ApiError(error.message, response.status, error);
   } catch {
-    return `HTTP status ${response.status}`;
+    return new ApiError(`HTTP status ${response.status}`, response.status);
   }
 }
 
-/** The JSON values of a server-sent event stream, up to [DONE]. Throws ApiError for what is no JSON. */
-export async function* events(response: Response): AsyncGenerator<unknown> {
-  if (!response.body) return;
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+export interface Event {
+  value: unknown;
+  /** Bytes of its lines, and of those without a value before it. */
+  size: number;
+}
+
+const LINE_END = 10;
+
+/**
+ * The JSON values of a server-sent event stream, up to [DONE]. Throws ApiError for what is no JSON, LostError where it ends
+ * before [DONE].
+ */
+export async function* events(response: Response): AsyncGenerator<Event> {
+  const decoder = new TextDecoder();
+  const reader = response.body?.getReader();
+  let held = new Uint8Array();
+  let size = 0;
   try {
     for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      const lines = (held + value).split("\n");
-      held = lines.pop() ?? "";
-      for (const line of lines) {
+      const { value, done } = (await reader?.read()) ?? { done: true };
+      if (done || !value) throw new LostError("The connection ended before the answer did.");
+      const bytes = new Uint8Array(held.length + value.length);
+      bytes.set(held);
+      bytes.set(value, held.length);
+      let from = 0;
+      for (let to = bytes.indexOf(LINE_END); to >= 0; to = bytes.indexOf(LINE_END, from)) {
+        const line = decoder.decode(bytes.subarray(from, to));
+        size += to + 1 - from;
+        from = to + 1;
         if (!line.startsWith("data:")) continue;
         const data = line.slice(5).trim();
         if (data === "[DONE]") return;
-        yield parsed(data);
+        yield { value: parsed(data), size };
+        size = 0;
       }
+      held = bytes.slice(from);
     }
   } catch (error) {
-    if (error instanceof TypeError) throw new ApiError("The connection to the server was lost.");
+    if (error instanceof TypeError) throw new LostError("The connection to the server was lost.");
     throw error;
   } finally {
-    reader.cancel().catch(() => undefined);
+    reader?.cancel().catch(() => undefined);
   }
 }
 

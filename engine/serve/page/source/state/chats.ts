@@ -32,6 +32,8 @@ export interface Costs {
   promptSeconds: number;
   end: string;
   seed: number | null;
+  /** Tokens of the prompt and the answer, which the context held at its end. */
+  context?: number;
 }
 
 export interface Message {
@@ -48,7 +50,11 @@ export interface Message {
   costs?: Costs;
   model?: string;
   error?: string;
+  /** Why it was refused: the prompt's tokens, and those that the context holds. */
+  overflow?: { tokens: number; context: number };
   state?: "running" | "stopped" | "interrupted";
+  /** The server's stream of an answer under way: its id, the bytes that were read, and its end, where that has come. */
+  stream?: { id: string; at: number; end: string };
 }
 
 export interface Chat {
@@ -108,6 +114,37 @@ export function pathTo(chat: Chat, leaf: string | null): Message[] {
     id = message.parent;
   }
   return path;
+}
+
+/** The part of the context that a shortened conversation may fill, so that there is room for an answer. */
+const FILLED = 0.75;
+
+const sizeOf = ({ content, attachments = [], calls = [] }: Message): number =>
+  [content, ...attachments.map(file => file.text), ...calls.map(call => call.arguments + (call.result ?? ""))].join("")
+    .length;
+
+/**
+ * Of messages that are too long for the context, the newest turns that fit it, by their length in characters; none if all
+ * are the same turn, or the last one alone is too long. `extra`: characters that come with each prompt.
+ */
+export function newestTurns(path: Message[], overflow: { tokens: number; context: number }, extra: number): Message[] {
+  const sizes = path.map(sizeOf);
+  const total = sizes.reduce((sum, size) => sum + size, extra);
+  const most = (total * FILLED * overflow.context) / overflow.tokens;
+  let kept = path.length;
+  for (let size = extra, at = path.length - 1; at > 0; at--) {
+    size += sizes[at] ?? 0;
+    if (size > most) break;
+    if (path[at]?.role === "user") kept = at;
+  }
+  return path.slice(kept);
+}
+
+/** Add messages again as a branch of their own, from the chat's beginning. */
+export function addBranch(chat: Chat, messages: Message[]): string | null {
+  let parent: string | null = null;
+  for (const message of messages) parent = addMessage(chat, parent, message).id;
+  return parent;
 }
 
 /** The messages that stand in the same place, oldest first. */
@@ -191,9 +228,10 @@ const MESSAGE: Form = {
   "attachments?": [FILE_OF_TEXT],
   "tokens?": [{ text: "string", logprob: "number", top: [SCORED] }],
   "calls?": [{ id: "string", name: "string", arguments: "string", "result?": "string" }],
-  "costs?": { tokens: "number", perSecond: "number", prompt: "number", cached: "number", promptSeconds: "number", end: "string" },
+  "costs?": { tokens: "number", perSecond: "number", prompt: "number", cached: "number", promptSeconds: "number", end: "string", "context?": "number" },
   "model?": "string",
   "error?": "string",
+  "overflow?": { tokens: "number", context: "number" },
   "state?": "string",
 };
 const TEXTS_OF_SETTINGS: Form = {
@@ -221,6 +259,7 @@ function checked(value: unknown): Chat {
     if (!fits(message, MESSAGE) || !["user", "assistant"].includes(message.role))
       throw new Error("a message of the file is damaged");
     if (message.state === "running") message.state = "interrupted";
+    delete message.stream;
     messages[message.id] = { ...message, parent: message.parent ?? null, time: Number(message.time) || 0 };
   }
   const leaf = typeof chat.leaf === "string" && chat.leaf in messages ? chat.leaf : Object.keys(messages).at(-1);

@@ -6,12 +6,13 @@ import { useEffect, useState } from "preact/hooks";
 import { ApiError, keyKept, request } from "./api";
 import { type Chat, type Message, newChat, removeMessage } from "./chats";
 import { loadChats, removeChat, saveChat, watchDatabase } from "./database";
+import { dropDrafts } from "./drafts";
 import type { Defaults, Settings } from "./options";
 import { type Tool, findTools } from "./tools";
 
 export interface Model {
   id: string;
-  status?: { value: string; failed?: boolean };
+  status?: { value: string; failed?: boolean; unloadable?: boolean };
   meta?: Record<string, unknown> | null;
 }
 
@@ -31,11 +32,14 @@ type Panel = "settings" | "tools" | "live" | "key" | "about" | "";
 
 const POLL_MS = 1000;
 const DEFAULTS = "quengine.defaults";
-const OPEN = "quengine.open";
 
 export const state = {
   chats: [] as Chat[],
   chat: freshChat(),
+  /** The id of the page's address, where no chat has it. */
+  missing: "",
+  /** The message that is to be edited, until its view opens the editor. */
+  edit: "",
   models: [] as Model[],
   props: null as Props | null,
   tools: [] as Tool[],
@@ -134,7 +138,7 @@ export function keepDefaults(chat: Chat): void {
   localStorage.setItem(DEFAULTS, JSON.stringify({ settings: chat.settings, model: chat.model }));
 }
 
-/** Chats of earlier visits; an answer that a reload cut is marked, and kept as far as it came. */
+/** Chats of earlier visits, and the one that the page's address names. */
 export async function start(): Promise<void> {
   watchDatabase(
     error => notify(`This chat cannot be kept: ${(error as Error).message}`),
@@ -142,19 +146,37 @@ export async function start(): Promise<void> {
   );
   try {
     const loaded = await loadChats();
-    for (const chat of loaded) interrupt(chat);
     state.chats.push(...loaded);
+    dropDrafts(loaded);
   } catch (error) {
     notify(`Chats cannot be kept in this browser: ${(error as Error).message}`);
   }
   sort();
-  const last = state.chats.find(chat => chat.id === sessionStorage.getItem(OPEN));
-  if (last) openChat(last);
+  followAddress();
+  addEventListener("hashchange", followAddress);
 }
 
-function interrupt(chat: Chat): void {
-  for (const message of Object.values(chat.messages))
-    if (message.state === "running") message.state = "interrupted";
+/** A chat's address is #/chat/ID, that of a new one #/. */
+function addressOf(chat: Chat): string {
+  return state.chats.includes(chat) ? `#/chat/${chat.id}` : "#/";
+}
+
+function setAddress(chat: Chat, replace: boolean): void {
+  const address = addressOf(chat);
+  if ((location.hash || "#/") === address) return;
+  if (replace) history.replaceState(null, "", address);
+  else history.pushState(null, "", address);
+}
+
+/** Show the chat that the page's address names, such as after Back. */
+function followAddress(): void {
+  const id = location.hash.replace(/^#\/?(chat\/)?/, "");
+  const chat = state.chats.find(each => each.id === id);
+  state.missing = chat ? "" : id;
+  if (chat) state.chat = chat;
+  else if (id || state.chats.includes(state.chat)) state.chat = freshChat();
+  if (isNarrow()) state.sidebar = false;
+  changed();
 }
 
 /** What another tab has written or, without a chat, removed. */
@@ -171,7 +193,8 @@ function otherTab(id: string, written?: Chat): void {
   if (written) {
     state.chats.push(written);
     if (state.chat.id === id) state.chat = written;
-  } else if (state.chat.id === id) beginChat();
+    if (state.missing === id) followAddress();
+  } else if (state.chat.id === id) beginChat(true);
   sort();
   changed();
 }
@@ -186,7 +209,6 @@ export async function describe(): Promise<void> {
     const model = modelOf(state.chat);
     const address = statusOf(model) === "loaded" ? `props?model=${encodeURIComponent(model)}` : "props";
     state.props = (await (await request(address)).json()) as Props;
-    document.title = model || "quengine";
     if (state.props.tools && !state.tools.length) void findTools();
   } catch (error) {
     if (error instanceof ApiError && error.status === 401) {
@@ -215,14 +237,16 @@ export function modelOf(chat: Chat): string {
 }
 
 /** A new chat, which is kept when its first message is sent. */
-export function beginChat(): void {
-  openChat(freshChat());
+export function beginChat(replace = false): void {
+  openChat(freshChat(), replace);
   if (!isNarrow()) document.getElementById("input")?.focus(); // where a keyboard would cover the screen
 }
 
-export function openChat(chat: Chat): void {
+/** `replace`: the address of the chat before is no more. */
+export function openChat(chat: Chat, replace = false): void {
   state.chat = chat;
-  sessionStorage.setItem(OPEN, chat.id);
+  state.missing = "";
+  setAddress(chat, replace);
   if (isNarrow()) state.sidebar = false;
   changed();
 }
@@ -231,7 +255,10 @@ export function openChat(chat: Chat): void {
 export function keep(chat: Chat, soon = false): void {
   if (!chat.leaf && !Object.keys(chat.messages).length) return changed();
   if (!state.chats.includes(chat)) state.chats.push(chat);
-  if (chat === state.chat) sessionStorage.setItem(OPEN, chat.id);
+  if (chat === state.chat) {
+    state.missing = "";
+    setAddress(chat, true);
+  }
   sort();
   saveChat(chat, soon);
   if (soon) growing();
@@ -241,8 +268,11 @@ export function keep(chat: Chat, soon = false): void {
 export function deleteChat(chat: Chat): void {
   state.chats = state.chats.filter(other => other !== chat);
   void removeChat(chat.id);
-  if (state.chat === chat) beginChat();
-  notify(`Deleted “${chat.title}”`, () => keep(chat));
+  if (state.chat === chat) beginChat(true);
+  notify(`Deleted “${chat.title}”`, () => {
+    keep(chat);
+    if (state.missing === chat.id) followAddress();
+  });
 }
 
 export function deleteMessage(chat: Chat, message: Message): void {
@@ -259,5 +289,6 @@ function keepOrRemove(chat: Chat): void {
   if (Object.keys(chat.messages).length) return keep(chat);
   state.chats = state.chats.filter(other => other !== chat);
   void removeChat(chat.id);
+  if (chat === state.chat) setAddress(chat, true);
   changed();
 }

@@ -1,6 +1,6 @@
 // The page: header, list of chats, the open chat, the box to write in, and whatever is open over them.
 
-import { PanelLeft, Settings2 } from "lucide-preact";
+import { ArrowDown, PanelLeft, Settings2 } from "lucide-preact";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { keepKey, keyKept } from "../state/api";
@@ -17,6 +17,7 @@ import {
   useStore,
 } from "../state/store";
 import { Composer } from "./composer";
+import { toggleDiagram } from "./diagrams";
 import { LiveButton, LiveDialog } from "./live";
 import { MessageView } from "./message";
 import { About, ModelPicker } from "./models";
@@ -31,6 +32,27 @@ const SUGGESTIONS = [
   ["Compare", "Compare TCP and UDP in a table."],
   ["Solve a problem", "Derive the formula for the sum of the first n squares."],
 ] as const;
+
+/** Pixels from the end within which it is followed. */
+const NEAR_END = 60;
+
+/** The page's address names a chat that is not in this browser. */
+function Missing(): JSX.Element {
+  return (
+    <div class="empty">
+      <h1>This chat is not here</h1>
+      <p class="hint">
+        No chat of this browser has the address that was opened. It may have been deleted, or be in another browser:
+        chats are kept in the one in which they were written.
+      </p>
+      <p>
+        <button type="button" class="primary" onClick={() => beginChat(true)}>
+          New chat
+        </button>
+      </p>
+    </div>
+  );
+}
 
 function Empty(): JSX.Element {
   return (
@@ -53,10 +75,25 @@ function Empty(): JSX.Element {
   );
 }
 
-/** Copy buttons of code blocks, which are in the messages' HTML. */
-function copyCode(event: MouseEvent): void {
-  const button = (event.target as Element).closest<HTMLButtonElement>("[data-copy]");
+/** Buttons in the messages' HTML: of code, diagrams and footnotes. */
+function onButton(event: MouseEvent): void {
+  const button = (event.target as Element).closest<HTMLElement>("#log .markdown button");
   if (!button) return;
+  if ("copy" in button.dataset) copyCode(button);
+  else if ("toggle" in button.dataset) toggleDiagram(button);
+  else if ("note" in button.dataset) followNote(button);
+}
+
+/** From a reference to its footnote, or back. */
+function followNote(button: HTMLElement): void {
+  const { note = "", noteref } = button.dataset;
+  const wanted = noteref === undefined ? `[data-noteref="${note}"]` : `li[data-note="${note}"]`;
+  const target = button.closest(".markdown")?.querySelector<HTMLElement>(wanted);
+  target?.scrollIntoView({ block: "nearest" });
+  target?.focus({ preventScroll: true });
+}
+
+function copyCode(button: HTMLElement): void {
   const code = button.closest(".code")?.querySelector("code")?.textContent ?? "";
   void copy(code).then(() => {
     button.textContent = "Copied";
@@ -65,22 +102,30 @@ function copyCode(event: MouseEvent): void {
 }
 
 function Log(): JSX.Element {
-  const { chat } = useStore();
+  const { chat, missing } = useStore();
   const log = useRef<HTMLDivElement>(null);
   const low = useRef(true);
+  const [away, setAway] = useState(false);
   const path = pathTo(chat, chat.leaf);
-  const running = runningIn(chat) !== undefined;
-  const toEnd = (): void =>
-    void (low.current && path.length && log.current && (log.current.scrollTop = log.current.scrollHeight));
+  const running = runningIn(chat);
+  const toEnd = (): void => {
+    if (low.current && path.length && log.current) log.current.scrollTop = log.current.scrollHeight;
+    setAway(path.length > 0 && below() >= NEAR_END);
+  };
+  const below = (): number => {
+    const { scrollHeight = 0, scrollTop = 0, clientHeight = 0 } = log.current ?? {};
+    return scrollHeight - scrollTop - clientHeight;
+  };
   useLayoutEffect(() => {
-    low.current = running; // another branch leaves what is above it where it is
+    if (!running) low.current = false; // another branch leaves what is above it where it is
   }, [chat.leaf]);
   useLayoutEffect(() => {
     low.current = true;
   }, [chat.id]);
   useLayoutEffect(() => {
-    low.current ||= running;
-  }, [running]);
+    // What the person asks for is shown; an answer that goes on after a tool's result is followed only at the end.
+    if (running && chat.messages[running.parent ?? ""]?.role === "user") low.current = true;
+  }, [running?.id]);
   useLayoutEffect(toEnd);
   useEffect(() => {
     // What is drawn later (formulas, the box below growing) keeps the end in view too.
@@ -90,30 +135,40 @@ function Log(): JSX.Element {
     return () => observer.disconnect();
   }, [path.length > 0]);
   const onScroll = (): void => {
-    const { scrollHeight, scrollTop, clientHeight } = log.current as HTMLDivElement;
-    low.current = scrollHeight - scrollTop - clientHeight < 60;
+    low.current = below() < NEAR_END;
+    setAway(path.length > 0 && !low.current);
+  };
+  const jump = (): void => {
+    low.current = true;
+    toEnd();
+    log.current?.focus();
   };
   return (
-    <div
-      id="log"
-      ref={log}
-      tabIndex={0}
-      role="log"
-      aria-label="Conversation"
-      aria-live="off"
-      onScroll={onScroll}
-      onClick={copyCode}
-    >
-      {path.length ? (
-        <div class="column">
-          <h1 class="hidden">{chat.title}</h1>
-          {path.map(message => (
-            <MessageView key={message.id} chat={chat} message={message} />
-          ))}
-        </div>
-      ) : (
-        <Empty />
-      )}
+    <div class="conversation">
+      <div
+        id="log"
+        ref={log}
+        tabIndex={0}
+        role="log"
+        aria-label="Conversation"
+        aria-live="off"
+        onScroll={onScroll}
+        onClick={onButton}
+      >
+        {path.length ? (
+          <div class="column">
+            <h1 class="hidden">{chat.title}</h1>
+            {path.map(message => (
+              <MessageView key={message.id} chat={chat} message={message} />
+            ))}
+          </div>
+        ) : missing ? (
+          <Missing />
+        ) : (
+          <Empty />
+        )}
+      </div>
+      {away && <IconButton id="jump" icon={ArrowDown} label="Jump to the end" onClick={jump} />}
     </div>
   );
 }
@@ -189,6 +244,10 @@ export function App(): JSX.Element {
     };
   }, []);
   const drawer = sidebar && isNarrow();
+  const { chat } = state;
+  const model = modelOf(chat) || "quengine";
+  const title = chat.leaf ? `${chat.title} · ${model}` : model;
+  useEffect(() => void (document.title = title), [title]);
   const Panel = panel ? PANELS[panel] : null;
   return (
     <>

@@ -1,26 +1,19 @@
 // The box in which a message is written: files are chosen, dropped or pasted; Enter sends, Shift+Enter breaks the line.
 
-import { ArrowUp, Paperclip, Square, X } from "lucide-preact";
+import { ArrowUp, Paperclip, Square } from "lucide-preact";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { attach } from "../state/attachments";
-import type { Attachment, Chat } from "../state/chats";
+import type { Chat } from "../state/chats";
+import { type Draft, draftOf, keepDraft } from "../state/drafts";
 import { runningIn, send, stop } from "../state/generation";
 import { notify, state } from "../state/store";
-import { sizeOf } from "./message";
+import { ContextGauge } from "./gauge";
 import { ToolsButton } from "./tools";
-import { IconButton } from "./widgets";
-
-interface Draft {
-  text: string;
-  files: Attachment[];
-}
-
-const drafts = new Map<string, Draft>();
+import { FileChips, IconButton } from "./widgets";
 
 /** Of a chat without messages, any new one has the draft. */
 const keyOf = (chat: Chat): string => (state.chats.includes(chat) ? chat.id : "");
-const draftOf = (chat: Chat): Draft => drafts.get(keyOf(chat)) ?? { text: "", files: [] };
 
 /** Whether a key sends the message; on a touch screen, whose keyboard has no Shift+Enter, Enter breaks the line. */
 function sends(event: KeyboardEvent): boolean {
@@ -29,13 +22,13 @@ function sends(event: KeyboardEvent): boolean {
 }
 
 export function Composer({ chat }: { chat: Chat }): JSX.Element {
-  const draft = draftOf(chat);
+  const draft = draftOf(keyOf(chat));
   const [, draw] = useState(0);
   const area = useRef<HTMLTextAreaElement>(null);
   const picker = useRef<HTMLInputElement>(null);
   const running = runningIn(chat) !== undefined;
   const set = (next: Partial<Draft>): void => {
-    drafts.set(keyOf(chat), { ...draftOf(chat), ...next });
+    keepDraft(keyOf(chat), { ...draftOf(keyOf(chat)), ...next });
     draw(count => count + 1);
   };
   useLayoutEffect(() => grow(area.current), [draft.text, chat.id]);
@@ -45,7 +38,7 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
     for (const file of files) {
       try {
         const attachment = await attach(file);
-        set({ files: [...draftOf(chat).files, attachment] });
+        set({ files: [...draftOf(keyOf(chat)).files, attachment] });
       } catch (error) {
         problems.push((error as Error).message);
       }
@@ -59,7 +52,7 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
     if (running) return stop(chat);
     const text = draft.text.trim();
     if (!text && !draft.files.length) return;
-    drafts.delete(keyOf(chat));
+    keepDraft(keyOf(chat), { text: "", files: [] });
     send(chat, chat.leaf, text, draft.files);
     draw(count => count + 1);
   };
@@ -76,8 +69,9 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
   };
   return (
     <form class="composer" onSubmit={submit}>
-      <DraftFiles
+      <FileChips
         files={draft.files}
+        label="Files to send"
         remove={at => set({ files: draft.files.filter((_, index) => index !== at) })}
       />
       <textarea
@@ -110,6 +104,7 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
         <span class="grow hint" aria-hidden="true">
           Enter sends, Shift+Enter breaks the line
         </span>
+        <ContextGauge chat={chat} />
         <button
           type="submit"
           class="primary send"
@@ -124,26 +119,6 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
         </button>
       </div>
     </form>
-  );
-}
-
-function DraftFiles({
-  files,
-  remove,
-}: {
-  files: Attachment[];
-  remove: (at: number) => void;
-}): JSX.Element | null {
-  if (!files.length) return null;
-  return (
-    <ul class="chips" aria-label="Files to send">
-      {files.map((file, at) => (
-        <li key={at}>
-          {file.name} <small>{sizeOf(file.text)}</small>
-          <IconButton icon={X} label={`Remove ${file.name}`} onClick={() => remove(at)} />
-        </li>
-      ))}
-    </ul>
   );
 }
 

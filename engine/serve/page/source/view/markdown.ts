@@ -4,13 +4,15 @@
 import DOMPurify from "dompurify";
 import hljs from "highlight.js/lib/common";
 import makeMarkdown, { type Env, type MarkdownIt, type Token } from "markdown-it";
+import footnotes from "markdown-it-footnote";
+import { drawDiagrams } from "./diagrams";
 
 const MAX_HIGHLIGHTED = 50_000;
 /** Characters of code; longer blocks have one colour. */
 const MAX_CACHED = 4000;
 
 const ALLOWED_TAGS =
-  "a blockquote br button code del div em h1 h2 h3 h4 h5 h6 hr li ol p pre s span strong table tbody td th thead tr ul".split(
+  "a blockquote br button code del div em h1 h2 h3 h4 h5 h6 hr li ol p pre s section span strong sup table tbody td th thead tr ul".split(
     " ",
   );
 const ALLOWED_ATTR = [
@@ -21,6 +23,10 @@ const ALLOWED_ATTR = [
   "data-copy",
   "data-tex",
   "data-display",
+  "data-diagram",
+  "data-toggle",
+  "data-note",
+  "data-noteref",
   "dir",
   "tabindex",
   "type",
@@ -31,7 +37,8 @@ const ALLOWED_ATTR = [
 ];
 
 const cache = new Map<string, string>();
-const md = makeMarkdown({ html: false, linkify: true, breaks: false });
+const md = makeMarkdown({ html: false, linkify: true, breaks: true });
+md.use(footnotes);
 md.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 
 export interface Block {
@@ -51,27 +58,36 @@ export function blocksOf(text: string): Block[] {
     depth += token.nesting;
     if (depth) continue;
     const [from, to] = group[0]?.map ?? [0, 0];
-    const source = `${Object.keys(env.references ?? {}).length} ${lines.slice(from, to).join("\n")}`;
-    blocks.push({ key: `${blocks.length} ${group[0]?.type}`, html: cached(source, group, env) });
+    const context = `${Object.keys(env.references ?? {}).length} ${notesIn(group).join(" ")}`;
+    const source = `${context} ${lines.slice(from, to).join("\n")}`;
+    const html = to > from ? cached(source, group, env) : rendered(group, env); // footnotes are of no one place
+    blocks.push({ key: `${blocks.length} ${group[0]?.type}`, html });
     group = [];
   }
   return blocks;
 }
 
+/** The numbers of the footnotes that tokens refer to. */
+const notesIn = (tokens: Token[]): string[] =>
+  tokens.flatMap(token => token.children ?? []).filter(each => each.type === "footnote_ref").map(noteOf);
+
 function cached(source: string, tokens: Token[], env: Env): string {
   let html = cache.get(source);
   if (html === undefined) {
-    html = DOMPurify.sanitize(md.renderer.render(tokens, md.options, env), {
-      ALLOWED_TAGS,
-      ALLOWED_ATTR,
-      ALLOW_DATA_ATTR: false,
-      RETURN_TRUSTED_TYPE: true,
-    }) as unknown as string;
+    html = rendered(tokens, env);
     if (cache.size >= MAX_CACHED) cache.clear();
     cache.set(source, html);
   }
   return html;
 }
+
+const rendered = (tokens: Token[], env: Env): string =>
+  DOMPurify.sanitize(md.renderer.render(tokens, md.options, env), {
+    ALLOWED_TAGS,
+    ALLOWED_ATTR,
+    ALLOW_DATA_ATTR: false,
+    RETURN_TRUSTED_TYPE: true,
+  }) as unknown as string;
 
 const escape = (text: string): string => md.utils.escapeHtml(text);
 
@@ -80,10 +96,13 @@ function highlighted(code: string, language: string): string {
   return hljs.highlight(code, { language, ignoreIllegals: true }).value;
 }
 
-function codeBlock(code: string, info: string): string {
+/** `diagram`: one is drawn in place of the code, by `typeset`. */
+function codeBlock(code: string, info: string, diagram = false): string {
   const language = info.trim().split(/\s+/)[0] ?? "";
   return (
-    `<div class="code" dir="ltr"><div class="code-bar"><span>${escape(language || "text")}</span>` +
+    `<div class="code" dir="ltr"${diagram ? ' data-diagram=""' : ""}>` +
+    `<div class="code-bar"><span class="grow">${escape(language || "text")}</span>` +
+    (diagram ? '<button type="button" data-toggle="" class="quiet">Code</button>' : "") +
     `<button type="button" data-copy="" class="quiet">Copy</button></div>` +
     `<pre tabindex="0" role="group" aria-label="Code"><code>${highlighted(code, language.toLowerCase())}</code></pre></div>`
   );
@@ -93,7 +112,12 @@ const attribute = (token: Token | undefined, name: string): string =>
   escape(String(token?.attrGet(name) ?? ""));
 
 const { rules } = md.renderer;
-rules.fence = (tokens, index) => codeBlock(tokens[index]?.content ?? "", tokens[index]?.info ?? "");
+rules.fence = (tokens, index) => {
+  const { content = "", info = "", map } = tokens[index] ?? {};
+  const lines = (map?.[1] ?? 0) - (map?.[0] ?? 0);
+  const closed = lines > content.split("\n").length; // its last line is not code
+  return codeBlock(content, info, closed && info.trim() === "mermaid");
+};
 rules.code_block = (tokens, index) => codeBlock(tokens[index]?.content ?? "", "");
 rules.table_open = () => '<div class="table" tabindex="0" role="group" aria-label="Table"><table>';
 rules.table_close = () => "</table></div>";
@@ -111,6 +135,28 @@ rules.math = (tokens, index) => {
   const tex = escape(token?.content ?? "");
   return `<span class="math" data-tex="${tex}"${token?.markup === "$$" ? ' data-display=""' : ""}>${tex}</span>`;
 };
+
+/** The number of a footnote, and which of its references this is. */
+const noteOf = (token: Token | undefined): string => {
+  const { id = 0, subId = 0 } = (token?.meta ?? {}) as { id?: number; subId?: number };
+  return subId ? `${id + 1}:${subId}` : `${id + 1}`;
+};
+const numberOf = (token: Token | undefined): string => noteOf(token).split(":")[0] ?? "";
+// References are buttons, not links: the page's address is that of the chat.
+rules.footnote_ref = (tokens, index) => {
+  const number = numberOf(tokens[index]);
+  return (
+    `<sup><button type="button" class="note" data-noteref="${noteOf(tokens[index])}" data-note="${number}" ` +
+    `role="doc-noteref" aria-label="Footnote ${number}">${number}</button></sup>`
+  );
+};
+rules.footnote_block_open = () => '<section class="notes" role="doc-endnotes" aria-label="Footnotes"><ol>';
+rules.footnote_block_close = () => "</ol></section>";
+rules.footnote_open = (tokens, index) => `<li data-note="${numberOf(tokens[index])}" tabindex="-1">`;
+rules.footnote_close = () => "</li>";
+rules.footnote_anchor = (tokens, index) =>
+  ` <button type="button" class="note" data-note="${noteOf(tokens[index])}" role="doc-backlink" ` +
+  `aria-label="Back to the text">↩\uFE0E</button>`;
 
 function cell(tag: string, token: Token | undefined): string {
   const align = /text-align:\s*(\w+)/.exec(attribute(token, "style"))?.[1];
@@ -183,10 +229,11 @@ md.core.ruler.after("inline", "tasks", ({ tokens }) => {
 });
 
 /**
- * Typeset the formulas of an element, of which those that KaTeX does not understand stay as they are. It is loaded for the
- * first one, and sets styles through the DOM, as the page's policy wants it.
+ * Draw the diagrams of an element, and typeset its formulas, of which those that KaTeX does not understand stay as they
+ * are. It is loaded for the first one, and sets styles through the DOM, as the page's policy wants it.
  */
 export async function typeset(root: HTMLElement): Promise<void> {
+  drawDiagrams(root);
   const spans = root.querySelectorAll<HTMLElement>(".math:not(.set)");
   if (!spans.length) return;
   const { default: katex } = await import("katex");

@@ -13,13 +13,13 @@ import {
 } from "lucide-preact";
 import type { JSX } from "preact";
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
-import { type Chat, type Costs, type Message, showBranch, siblings } from "../state/chats";
-import { regenerate, resume, runOf, runningIn, send } from "../state/generation";
-import { deleteMessage, keep, notify, statusOf, useGrowth } from "../state/store";
+import { type Attachment, type Chat, type Costs, type Message, pathTo, showBranch, siblings } from "../state/chats";
+import { answerNewest, askAnew, regenerate, resume, runOf, runningIn, send, turnsThatFit } from "../state/generation";
+import { changed, deleteMessage, keep, notify, state, statusOf, useGrowth } from "../state/store";
 import { type Block, blocksOf, typeset } from "./markdown";
 import { Tokens } from "./tokens";
 import { Calls } from "./tools";
-import { IconButton, copy } from "./widgets";
+import { FileChips, IconButton, copy, sizeOf } from "./widgets";
 
 const MAX_MARKDOWN = 400_000;
 /** Characters; a longer text is shown as it came. */
@@ -110,11 +110,6 @@ function Files({ message }: { message: Message }): JSX.Element | null {
   );
 }
 
-export const sizeOf = (text: string): string =>
-  text.length < 1000
-    ? `${text.length} characters`
-    : `${(text.length / 1000).toFixed(text.length < 10_000 ? 1 : 0)}k characters`;
-
 /** Which of several branches is shown, with a switch between them. */
 function Branches({ chat, message }: { chat: Chat; message: Message }): JSX.Element | null {
   const all = siblings(chat, message);
@@ -150,11 +145,12 @@ function Editor({ chat, message, close }: { chat: Chat; message: Message; close:
   useLayoutEffect(() => area.current?.focus(), []);
   const user = message.role === "user";
   const wait = user && runningIn(chat) !== undefined;
+  const [files, setFiles] = useState<Attachment[]>(message.attachments ?? []);
   const save = (): void => {
     if (wait) return;
     const text = area.current?.value ?? "";
     close();
-    if (user) return send(chat, message.parent, text, message.attachments ?? []);
+    if (user) return send(chat, message.parent, text, files);
     message.content = text;
     delete message.tokens;
     keep(chat);
@@ -167,6 +163,11 @@ function Editor({ chat, message, close }: { chat: Chat; message: Message; close:
   };
   return (
     <div class="editor">
+      <FileChips
+        files={files}
+        label="Files of the message"
+        remove={at => setFiles(files.filter((_, index) => index !== at))}
+      />
       <textarea
         ref={area}
         aria-label="Edit the message"
@@ -228,7 +229,56 @@ function Actions({ chat, message, edit, scored, toggleScored }: ActionsProps): J
   );
 }
 
+/** A prompt that the context does not hold, with what can be done. */
+function Overflow({ chat, message }: { chat: Chat; message: Message }): JSX.Element {
+  const { tokens = 0, context = 0 } = message.overflow ?? {};
+  const busy = runningIn(chat) !== undefined;
+  const left = pathTo(chat, message.parent).length - turnsThatFit(chat, message).length;
+  const shortens = left < pathTo(chat, message.parent).length;
+  const edit = (): void => {
+    state.edit = message.parent ?? "";
+    changed();
+  };
+  return (
+    <div class="error overflow" role="alert">
+      <p>
+        The prompt has {tokens.toLocaleString("en")} tokens, and the context holds {context.toLocaleString("en")}.
+      </p>
+      <div class="choices">
+        <button type="button" disabled={busy} onClick={edit}>
+          Edit the message
+        </button>
+        {shortens && (
+          <button type="button" disabled={busy} onClick={() => answerNewest(chat, message)}>
+            Leave out the oldest {left === 1 ? "message" : `${left} messages`}
+          </button>
+        )}
+        {pathTo(chat, message.parent).length > 1 && (
+          <button type="button" onClick={() => askAnew(chat, message)}>
+            Ask in a new chat
+          </button>
+        )}
+        <button type="button" disabled={busy} onClick={() => regenerate(chat, message)}>
+          Try again
+        </button>
+      </div>
+      <p class="hint">{moreContext(tokens, context)}</p>
+    </div>
+  );
+}
+
+/** How the server would hold so many tokens, and some of an answer. */
+function moreContext(tokens: number, context: number): string {
+  const most = Number(state.models.find(model => model.meta?.n_ctx === context)?.meta?.n_ctx_train ?? 0);
+  const wanted = 1024 * Math.ceil((tokens * 1.25) / 1024);
+  if (most && most <= context) return "This is all that the model was trained for.";
+  const size = most ? Math.min(wanted, most) : wanted;
+  const enough = size > tokens ? "" : ", which is all that the model was trained for, and too little for this prompt";
+  return `The server has a larger context when it is started with -c ${size}${enough}.`;
+}
+
 function State({ chat, message }: { chat: Chat; message: Message }): JSX.Element | null {
+  if (message.overflow) return <Overflow chat={chat} message={message} />;
   if (message.error) {
     return (
       <div class="error" role="alert">
@@ -247,6 +297,12 @@ function State({ chat, message }: { chat: Chat; message: Message }): JSX.Element
 function Waiting({ message }: { message: Message }): JSX.Element | null {
   const run = runOf(message);
   if (!run || message.content || message.thought || message.calls) return null;
+  if (run.waiting)
+    return (
+      <p class="hint busy">
+        {run.waiting.replace(/^./, first => first.toUpperCase())}. Your message is sent when the server is ready.
+      </p>
+    );
   const part = run.progress > 0 && run.progress < 1 ? ` ${Math.round(100 * run.progress)}%` : "";
   const loading = (statusOf(message.model ?? "") ?? "loaded") !== "loaded";
   return <p class="hint busy">{loading ? `Loading ${message.model}` : `Processing the prompt${part}`}</p>;
@@ -257,7 +313,13 @@ export function MessageView({ chat, message }: { chat: Chat; message: Message })
   const [scored, setScored] = useState(false);
   const user = message.role === "user";
   const running = runOf(message) !== undefined;
+  const elsewhere = !running && message.state === "running"; // in another tab
   useGrowth(running);
+  useLayoutEffect(() => {
+    if (state.edit !== message.id) return;
+    state.edit = "";
+    setEditing(true);
+  });
   const body =
     scored && message.tokens ? (
       <Tokens tokens={message.tokens} />
@@ -272,7 +334,7 @@ export function MessageView({ chat, message }: { chat: Chat; message: Message })
     <article
       class={`message ${message.role}`}
       aria-label={user ? "You" : (message.model ?? "Model")}
-      aria-busy={running}
+      aria-busy={running || elsewhere}
     >
       <Thought message={message} />
       <Files message={message} />
@@ -284,7 +346,7 @@ export function MessageView({ chat, message }: { chat: Chat; message: Message })
       <Calls message={message} />
       <Waiting message={message} />
       <State chat={chat} message={message} />
-      {!running && !editing && !(message.calls && chat.leaf !== message.id) && (
+      {!running && !elsewhere && !editing && !(message.calls && chat.leaf !== message.id) && (
         <Actions
           chat={chat}
           message={message}

@@ -46,7 +46,7 @@ export function ModelPicker(): JSX.Element {
   }));
   const status = statusOf(current);
   if (status === "unloaded") entries.push({ label: `Load ${current}`, act: () => void act("load", current) });
-  if (status === "loaded")
+  if (state.models.find(each => each.id === current)?.status?.unloadable)
     entries.push({ label: `Unload ${current}`, act: () => void act("unload", current) });
   entries.push({ label: "About this model", icon: Info, act: () => show("about") });
   return (

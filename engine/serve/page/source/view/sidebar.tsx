@@ -17,6 +17,7 @@ import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { type Chat, exported, imported, search } from "../state/chats";
 import { runningIn } from "../state/generation";
 import { beginChat, deleteChat, keep, notify, openChat, show, state, useStore } from "../state/store";
+import { redrawDiagrams } from "./diagrams";
 import { type Entry, Menu, download } from "./widgets";
 
 const DAY_MS = 86_400_000;
@@ -27,6 +28,7 @@ const THEME = "quengine.theme";
 export function applyTheme(theme = localStorage.getItem(THEME) ?? THEMES[0]): void {
   document.documentElement.style.colorScheme = theme;
   localStorage.setItem(THEME, theme);
+  redrawDiagrams();
 }
 
 function themeEntries(): Entry[] {
@@ -75,7 +77,7 @@ export function Sidebar(): JSX.Element {
   ];
   return (
     <nav class="sidebar" aria-label="Chats">
-      <button type="button" id="new" class="wide" title="Alt+N" onClick={beginChat}>
+      <button type="button" id="new" class="wide" title="Alt+N" onClick={() => beginChat()}>
         <Plus size={17} aria-hidden="true" /> New chat
       </button>
       <input

@@ -3,6 +3,7 @@
 import { type LucideIcon, X } from "lucide-preact";
 import type { ComponentChildren, JSX } from "preact";
 import { useLayoutEffect, useId, useRef, useState } from "preact/hooks";
+import type { Attachment } from "../state/chats";
 import { dismiss, useStore } from "../state/store";
 
 export interface IconButtonProps {
@@ -190,6 +191,34 @@ export function Notice(): JSX.Element {
         </div>
       )}
     </div>
+  );
+}
+
+export const sizeOf = (text: string): string =>
+  text.length < 1000
+    ? `${text.length} characters`
+    : `${(text.length / 1000).toFixed(text.length < 10_000 ? 1 : 0)}k characters`;
+
+/** Files that go with a message, which can be taken away. */
+export function FileChips({
+  files,
+  label,
+  remove,
+}: {
+  files: Attachment[];
+  label: string;
+  remove: (at: number) => void;
+}): JSX.Element | null {
+  if (!files.length) return null;
+  return (
+    <ul class="chips" aria-label={label}>
+      {files.map((file, at) => (
+        <li key={at}>
+          {file.name} <small>{sizeOf(file.text)}</small>
+          <IconButton icon={X} label={`Remove ${file.name}`} onClick={() => remove(at)} />
+        </li>
+      ))}
+    </ul>
   );
 }
 
