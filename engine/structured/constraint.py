@@ -47,6 +47,10 @@ _LEXER_STATES = 50_000  # 1 to 2 KB each
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'  # any cutting into tokens is as good as the canonical one
 
 
+class ConstraintError(EngineError):
+    """A request cannot go on, and its constraint is to blame."""
+
+
 class Constraint:
     """Where one text is within its grammar. Made by ConstraintCompiler; for one thread at a time.
 
@@ -76,7 +80,7 @@ class Constraint:
         """The mask [vocab_size] of the next token, computed once a token; the caller leaves it as it is.
 
         Raises:
-            EngineError: the grammar needs more work for this token than is allowed for one.
+            ConstraintError: the grammar needs more work for this token than is allowed for one.
         """
         if self._mask is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -90,7 +94,7 @@ class Constraint:
         """Go on by an allowed token.
 
         Raises:
-            EngineError: the token is not allowed, or the grammar needs more work than is allowed.
+            ConstraintError: the token is not allowed, or the grammar needs more work than is allowed.
         """
         self._mask = None
         self._matcher.consume_token(token)
@@ -98,7 +102,7 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineError(f"{self._kind}: {_one_line(self._matcher.get_error())}")
+            raise ConstraintError(f"{self._kind}: {_one_line(self._matcher.get_error())}")
 
 
 class ConstraintCompiler:

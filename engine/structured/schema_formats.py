@@ -9,15 +9,23 @@ _YEAR = r"(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DAY = r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
+_LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_ATOM = r"[a-zA-Z0-9!#$%&'*+\-/=?\^_`{|}~]"
+_LOCAL = "|".join(
+    rf"{_ATOM}{{1,{most}}}(?:\.{_ATOM}{{1,{most}}}){{{dots}}}" for most, dots in ((64, 0), (31, 1), (20, 2), (15, 3), (12, 4))
+)
+"""At most 64 characters between dots and with them."""
 
 FORMAT_PATTERNS = {
     "time": f"^{_TIME}$",
     "date": f"^{_DATE}$",
     "date-time": f"^{_DATE}[tT]{_TIME}$",
+    "email": f"^(?:{_LOCAL})@{_LABEL}(?:\\.{_LABEL}){{0,3}}$",
 }
-"""Formats of which llguidance's grammars allow what is none, as the 29th of February in any year."""
+"""Formats of which llguidance's grammars allow what is none, as the 29th of February in any year, or an email
+address of any length."""
 
-ENFORCED_FORMATS = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+ENFORCED_FORMATS = frozenset({"duration", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Those that llguidance has a grammar for."""
 
 CHECKED_FORMATS = frozenset(

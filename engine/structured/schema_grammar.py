@@ -13,6 +13,7 @@ Closing looks at an object as a whole, as `unevaluatedProperties: false` does: t
 joined by `allOf` do not shut each other out. An alternative of `anyOf` has its own keys and those around it.
 """
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from quengine.structured.schema_check import value_violation
 from quengine.structured.schema_dialect import Schema, conjunction, without
 from quengine.structured.schema_formats import CHECKED_FORMATS, ENFORCED_FORMATS, FORMAT_PATTERNS
 
@@ -82,11 +84,13 @@ class _Builder:
     dropped: list[str] = field(default_factory=list)
     _numbers: dict[tuple[str, _Keys], int] = field(default_factory=dict)
     _waiting: deque[tuple[str, _Keys]] = field(default_factory=deque)
+    _within: str | None = None  # the definition all of which the schema is that is built
 
     def definitions(self) -> dict[str, Schema]:
         found: dict[str, Schema] = {}
         while self._waiting:
             name, around = self._waiting.popleft()
+            self._within = name
             found[str(self._numbers[name, around])] = self.build(self.given[name], around)
         return found
 
@@ -110,7 +114,7 @@ class _Builder:
     # --- schemas of the same value
 
     def _groups(self, schema: Mapping[str, Any]) -> Iterator[_Group]:
-        if "$ref" in schema:
+        if "$ref" in schema and not self._leads_back(schema["$ref"]):
             yield _Group([{"$ref": schema["$ref"]}])
         yield from (_Group([part]) for part in schema.get("allOf", ()))
         for keyword in ("anyOf", "oneOf"):
@@ -118,6 +122,18 @@ class _Builder:
                 yield _Group(schema[keyword])
         yield from self._conditions(schema)
         yield from self._dependencies(schema)
+
+    def _leads_back(self, reference: str) -> bool:
+        """Whether a reference says of a value what the definition is that it stands in, and so nothing."""
+        waiting, seen = [reference], set[str]()
+        while waiting and self._within is not None:
+            name = waiting.pop().rpartition("/")[2]
+            if name == self._within:
+                return True
+            if name not in seen:
+                seen.add(name)
+                waiting += _references(self.given[name])
+        return False
 
     def _conditions(self, schema: Mapping[str, Any]) -> Iterator[_Group]:
         condition = schema.get("if")
@@ -149,7 +165,9 @@ class _Builder:
         made: list[Schema] = []
         for n, group in enumerate(groups):
             others = _Keys.all_of([around, own, *known[:n], *known[n + 1 :]])
+            within, self._within = self._within, self._within if len(group.alternatives) == 1 else None
             parts = [self._alternative(part, others) for part in group.alternatives]
+            self._within = within
             if any(part is True or part == {} for part in parts):
                 continue
             made.append(parts[0] if len(parts) == 1 else {"anyOf": parts})
@@ -265,7 +283,7 @@ class _Builder:
     def _take_array(self, own: dict[str, Any], schema: Mapping[str, Any]) -> None:
         items, prefix = schema.get("items"), schema.get("prefixItems")
         if prefix is not None:
-            own["prefixItems"] = [self.build(part, _Keys()) for part in prefix]
+            own["prefixItems"] = [self._part(part) for part in prefix]
             if items is None and schema.get("unevaluatedItems") is False:
                 items = False
         if items is not None:
@@ -299,9 +317,10 @@ class _Builder:
 
     def _part(self, schema: Schema) -> Schema:
         """A schema of a value within this one."""
-        if isinstance(schema, dict) and schema.keys() == {"$ref"}:
-            return self._alternative(schema, _Keys())
-        return self.build(schema, _Keys())
+        within, self._within = self._within, None
+        made = self._alternative(schema, _Keys())
+        self._within = within
+        return made
 
     def _take_unevaluated(self, own: dict[str, Any], schema: Mapping[str, Any], groups: list[_Group]) -> None:
         rest = schema.get("unevaluatedProperties")
@@ -322,6 +341,11 @@ class _Builder:
             if names is False:
                 own["maxProperties"] = 0
             return
+        if names.keys() <= _OF_TEXTS and (properties := own.get("properties")):
+            rule = json.dumps(names)
+            own["properties"] = {
+                name: part if value_violation(rule, name) is None else False for name, part in properties.items()
+            }
         rest = own.get("additionalProperties", True if "properties" not in own else False)
         if rest is False or "patternProperties" in own:
             return  # the schema's own names
@@ -334,7 +358,8 @@ class _Builder:
         pattern = names.get("pattern", FORMAT_PATTERNS.get(names.get("format", "")))
         if pattern is None and {"minLength", "maxLength"} & names.keys():
             pattern = f"^(?s:.{{{least},{most}}})$"
-        if pattern is None or not names.keys() <= {"type", "pattern", "minLength", "maxLength", "format"}:
+        shared = rest is not True and own.get("properties")  # the pattern would hold these to `rest` too
+        if pattern is None or shared or not names.keys() <= _OF_TEXTS:
             self.dropped.append("propertyNames")
             return
         own["patternProperties"] = {pattern: rest}
@@ -342,7 +367,7 @@ class _Builder:
 
     def _close(self, own: dict[str, Any], schema: Mapping[str, Any], others: _Keys) -> None:
         """Let an object have no other keys than those that are known, where nothing says that it may."""
-        if "properties" not in own and "patternProperties" not in own:
+        if not {"properties", "patternProperties"} & schema.keys() and schema.get("unevaluatedProperties", True):
             return
         required = [name for name in own.get("required", ()) if name not in own.get("properties", {})]
         if "additionalProperties" in own or others.open or schema.get("unevaluatedProperties", False) is not False:
@@ -412,7 +437,16 @@ _PLAIN = frozenset(
     "type const enum minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength pattern format "
     "minItems maxItems properties required minProperties maxProperties".split()
 )
+_OF_TEXTS = frozenset("type const enum minLength maxLength pattern format".split())
 _APPLICATORS = frozenset("$ref allOf anyOf oneOf if dependentRequired dependentSchemas".split())
+
+
+def _references(schema: Schema) -> list[str]:
+    """What a schema refers to that is all said of the same value."""
+    if isinstance(schema, bool):
+        return []
+    found = [schema["$ref"]] if "$ref" in schema else []
+    return found + [name for part in schema.get("allOf", ()) for name in _references(part)]
 
 
 def _list(value: str | list[str]) -> list[str]:
