@@ -205,6 +205,29 @@ def inline_json(schema: Any) -> str:
     return JsonExpression.of(schema).lark
 
 
+def _check_numbers(kind: str, text: str) -> None:
+    """Raises EngineError for a schema, with which `text` begins, that has a number of at most -2^63.
+
+    llguidance negates its bounds as 64-bit integers: of the least one it is the same again, and a range of that alone
+    is taken apart without end, until the stack is full and the process is lost.
+    """
+
+    def check(digits: str) -> float:
+        if float(digits) <= -(2.0**63):
+            raise EngineError(
+                f"{kind}: {digits[:40]} is too small a number for a schema; the least is above -2^63"
+            )
+        return 0.0
+
+    decoder = json.JSONDecoder(parse_int=check, parse_float=check)
+    try:
+        decoder.raw_decode(text)
+    except ValueError:
+        return  # the compiler says what is wrong
+    except RecursionError:
+        raise EngineError(f"{kind}: a schema has too many levels") from None
+
+
 def _parsed(text: str) -> Any:
     if len(text) > MAX_CHARACTERS:
         raise EngineError(

@@ -247,6 +247,10 @@ class _Builder:
             own["enum"] = [each for each in values if not _contains(_finite(denied) or [], each)]
         elif denied.keys() <= {"required", "type"} and len(denied.get("required", ())) == 1:
             own["properties"] = {**own.get("properties", {}), denied["required"][0]: False}
+            if "type" not in denied:  # what is no object has all keys that are required of objects
+                own["type"] = [each for each in _list(own.get("type", "object")) if each == "object"]
+                if not own["type"]:
+                    own["enum"] = []
         else:
             self.dropped.append("not")
 
