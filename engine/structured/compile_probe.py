@@ -43,13 +43,18 @@ if not matcher.is_error():
 """
 
 
-def needs_probe(kind: str, lark: str) -> bool:
-    """Whether compiling may have no end: several regexes that can be joined, or a Lark grammar that can join them."""
-    if kind == "JSON schema" or "%json" in lark:
+def needs_probe(lark: str, own: bool) -> bool:
+    """Whether compiling may have no end: several regexes that can be joined, or a Lark grammar that can join them.
+
+    own: the grammar is made of schemas and regexes, and no user's.
+    """
+    if not own and _LARK_OPERATOR.search(lark) is not None:
+        return True
+    if "%json" in lark:
         regexes = [each for each in _REGEX.findall(lark) if each not in _KNOWN]
         joined = _JOINED.search(lark) is not None or len(_PATTERN_KEYS.findall(lark)) > 0
         return (len(regexes) > 1 and joined) or any(len(each) > _SHORT for each in regexes)
-    return kind == "grammar" and _LARK_OPERATOR.search(lark) is not None
+    return False
 
 
 def probe(kind: str, lark: str) -> None:

@@ -227,13 +227,13 @@ def _nearest_matcher(vocabulary: "LLTokenizer", spec: ConstraintSpec) -> "LLMatc
     """
     left_out = [f"{', '.join(spec.dropped)}"] if spec.dropped else []
     try:
-        matcher = _matcher(vocabulary, spec.kind, spec.lark)
+        matcher = _matcher(vocabulary, spec, spec.lark)
     except _NoTextError:
         raise
     except EngineError as error:
         for lark, missing in simpler_grammars(spec.lark) if spec.from_schemas else ():
             try:
-                matcher = _matcher(vocabulary, spec.kind, lark)
+                matcher = _matcher(vocabulary, spec, lark)
             except EngineError:
                 continue
             left_out.append(f"{missing} ({error})")
@@ -245,11 +245,11 @@ def _nearest_matcher(vocabulary: "LLTokenizer", spec: ConstraintSpec) -> "LLMatc
     return matcher
 
 
-def _matcher(vocabulary: "LLTokenizer", kind: str, lark: str) -> "LLMatcher":
+def _matcher(vocabulary: "LLTokenizer", spec: ConstraintSpec, lark: str) -> "LLMatcher":
     from llguidance import LLMatcher, LLParserLimits
 
-    if needs_probe(kind, lark):
-        probe(kind, lark)
+    if needs_probe(lark, own=spec.from_schemas or spec.kind == "regex"):
+        probe(spec.kind, lark)
     limits = LLParserLimits(verbose_errors=False, max_lexer_states=_LEXER_STATES)
     matcher = LLMatcher(
         vocabulary, LLMatcher.grammar_from_lark(lark + _OPTIONS), log_level=0, limits=limits
@@ -259,7 +259,7 @@ def _matcher(vocabulary: "LLTokenizer", kind: str, lark: str) -> "LLMatcher":
     if matcher.is_error():
         error = matcher.get_error()
         kind_of_error = _NoTextError if _NO_TEXT.search(error) else EngineError
-        raise kind_of_error(f"{kind}: {_one_line(error)}")
+        raise kind_of_error(f"{spec.kind}: {_one_line(error)}")
     return matcher
 
 

@@ -93,7 +93,7 @@ class _Reader:
         if not isinstance(given, Mapping):
             _fail(at, given, "must be a schema: an object, true or false")
         if level > _MAX_LEVELS:
-            raise EngineError(f"{_excerpt(at)}: a schema has at most {_MAX_LEVELS} levels")
+            raise EngineError(f"{_excerpt(at)}: nested too deeply, a schema has at most {_MAX_LEVELS} levels")
         made: dict[str, Any] = {}
         for keyword, value in given.items():
             if value is not None or keyword in ("const", "properties"):
@@ -196,7 +196,7 @@ class _Reader:
     def _value(self, value: Any, at: str, level: int = 0) -> Any:
         """A value that is JSON."""
         if level > _MAX_LEVELS:
-            raise EngineError(f"{_excerpt(at)}: a value has at most {_MAX_LEVELS} levels")
+            raise EngineError(f"{_excerpt(at)}: nested too deeply, a value has at most {_MAX_LEVELS} levels")
         if isinstance(value, Mapping):
             return {str(key): self._value(each, at, level + 1) for key, each in value.items()}
         if isinstance(value, list | tuple):
