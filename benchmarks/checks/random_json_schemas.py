@@ -72,7 +72,9 @@ def main() -> int:
     for seed in range(given.seed, given.seed + given.schemas):
         rng = random.Random(seed)
         schema = random_schema(rng)
-        documents = {text for _ in range(given.documents) if is_valid(schema, text := random_document(rng, schema))}
+        documents = {
+            text for _ in range(given.documents) if is_valid(schema, text := random_document(rng, schema))
+        }
         try:
             spec = ConstraintSpec.json_schema(schema)
             with told_of_compiling() as told:
@@ -88,7 +90,9 @@ def main() -> int:
             counts["valid documents"] += 1
             if (place := allows(compiler.compile(spec), ids, text)) is not None:
                 counts["forbidden"] += 1
-                print(f"seed {seed}: {text} stops behind {place!r}: {json.dumps(schema, ensure_ascii=False)[:600]}")
+                print(
+                    f"seed {seed}: {text} stops behind {place!r}: {json.dumps(schema, ensure_ascii=False)[:600]}"
+                )
         for _ in range(given.texts):
             constraint = compiler.compile(spec)
             assert isinstance(constraint, Constraint)

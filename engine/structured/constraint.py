@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quengine.errors import EngineError
-from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.compile_probe import needs_probe, probe
+from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.reasoning.budget import BudgetConstraint
 from quengine.structured.schema_fallback import simpler_grammars
 
@@ -187,7 +187,9 @@ class ConstraintCompiler:
         thread.join(seconds)
         if failed:
             known = isinstance(failed[0], EngineError)
-            raise EngineError(str(failed[0]) if known else f"{spec.kind}: {_one_line(str(failed[0]))}") from None
+            raise EngineError(
+                str(failed[0]) if known else f"{spec.kind}: {_one_line(str(failed[0]))}"
+            ) from None
         if not made:
             raise EngineError(f"{spec.kind}: not compiled within {seconds:g} s; make it simpler")
         return made[0]
@@ -251,9 +253,7 @@ def _matcher(vocabulary: "LLTokenizer", spec: ConstraintSpec, lark: str) -> "LLM
     if needs_probe(lark, own=spec.from_schemas or spec.kind == "regex"):
         probe(spec.kind, lark)
     limits = LLParserLimits(verbose_errors=False, max_lexer_states=_LEXER_STATES)
-    matcher = LLMatcher(
-        vocabulary, LLMatcher.grammar_from_lark(lark + _OPTIONS), log_level=0, limits=limits
-    )
+    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(lark + _OPTIONS), log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first mask derives the lexer's first states
     if matcher.is_error():

@@ -146,7 +146,9 @@ class _Reader:
             parts = self._named({} if value is None else value, at, level)
             made[keyword] = {**made.get(keyword, {}), **parts}
         elif keyword == "dependentRequired":
-            names = {name: self._names(each, f"{at}.{name}") for name, each in self._object(value, at).items()}
+            names = {
+                name: self._names(each, f"{at}.{name}") for name, each in self._object(value, at).items()
+            }
             made[keyword] = {**made.get(keyword, {}), **names}
         elif keyword == "dependencies":
             for name, each in self._object(value, at).items():
@@ -184,7 +186,9 @@ class _Reader:
             if value and isinstance(given.get(bound), int | float):
                 made[keyword] = given[bound]
             return
-        finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(_float(value))
+        finite = (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(_float(value))
+        )
         if not finite:
             _fail(at, value, "must be a number")
         if keyword == "multipleOf" and value <= 0:

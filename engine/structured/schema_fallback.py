@@ -14,7 +14,7 @@ from quengine.structured.schema_dialect import Schema, without
 
 _INLINE = re.compile(r"%json ")
 _STRUCTURE = frozenset(
-    "type const enum properties required additionalProperties items prefixItems $ref anyOf $defs x-guidance".split()
+    ["type", "const", "enum", "properties", "required", "additionalProperties", "items", "prefixItems", "$ref", "anyOf", "$defs", "x-guidance"]
 )
 _VALUES = ("const", "enum")
 _LEFT_OUT = ("patterns that are no regular expressions here", "all but the structure", "all but the type")
@@ -27,7 +27,9 @@ def simpler_grammars(lark: str) -> Iterator[tuple[str, str]]:
         return
     last = lark
     for simplify, left_out in zip((_with_known_patterns, _structure, _type_alone), _LEFT_OUT, strict=True):
-        made = "".join(part if isinstance(part, str) else f"%json {json.dumps(simplify(part))}" for part in parts)
+        made = "".join(
+            part if isinstance(part, str) else f"%json {json.dumps(simplify(part))}" for part in parts
+        )
         if made != last:
             last = made
             yield made, left_out

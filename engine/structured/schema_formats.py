@@ -12,7 +12,8 @@ _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP}-02-29)"
 _LABEL = r"[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+\-/=?\^_`{|}~]"
 _LOCAL = "|".join(
-    rf"{_ATOM}{{1,{most}}}(?:\.{_ATOM}{{1,{most}}}){{{dots}}}" for most, dots in ((64, 0), (31, 1), (20, 2), (15, 3), (12, 4))
+    rf"{_ATOM}{{1,{most}}}(?:\.{_ATOM}{{1,{most}}}){{{dots}}}"
+    for most, dots in ((64, 0), (31, 1), (20, 2), (15, 3), (12, 4))
 )
 """At most 64 characters between dots and with them."""
 

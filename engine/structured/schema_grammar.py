@@ -152,7 +152,9 @@ class _Builder:
     def _dependencies(self, schema: Mapping[str, Any]) -> Iterator[_Group]:
         """A key is absent, or what depends on it holds."""
         dependent: list[tuple[str, Schema]] = []
-        dependent += [(key, {"required": names}) for key, names in schema.get("dependentRequired", {}).items()]
+        dependent += [
+            (key, {"required": names}) for key, names in schema.get("dependentRequired", {}).items()
+        ]
         dependent += schema.get("dependentSchemas", {}).items()
         if len(dependent) > _MAX_DEPENDENCIES:
             self.dropped.append("dependentRequired" if "dependentRequired" in schema else "dependentSchemas")
@@ -200,7 +202,9 @@ class _Builder:
         parts = [self._own_keys(schema)]
         for keyword in ("allOf", "anyOf", "oneOf"):
             parts += [self._keys(part, seen) for part in schema.get(keyword, ())]
-        parts += [self._keys(schema[keyword], seen) for keyword in ("if", "then", "else") if keyword in schema]
+        parts += [
+            self._keys(schema[keyword], seen) for keyword in ("if", "then", "else") if keyword in schema
+        ]
         parts += [self._keys(part, seen) for part in schema.get("dependentSchemas", {}).values()]
         name = schema.get("$ref", "").rpartition("/")[2]
         if name and name not in seen:
@@ -213,7 +217,8 @@ class _Builder:
         names = {*schema.get("properties", ()), *schema.get("required", ()), *dependent}
         names.update(*dependent.values())
         opened = any(
-            schema.get(keyword, False) is not False for keyword in ("additionalProperties", "unevaluatedProperties")
+            schema.get(keyword, False) is not False
+            for keyword in ("additionalProperties", "unevaluatedProperties")
         )
         return _Keys(frozenset(names), frozenset(schema.get("patternProperties", ())), opened)
 
@@ -348,14 +353,17 @@ class _Builder:
         if names.keys() <= _OF_TEXTS and (properties := own.get("properties")):
             rule = json.dumps(names)
             own["properties"] = {
-                name: part if value_violation(rule, name) is None else False for name, part in properties.items()
+                name: part if value_violation(rule, name) is None else False
+                for name, part in properties.items()
             }
         rest = own.get("additionalProperties", True if "properties" not in own else False)
         if rest is False or "patternProperties" in own:
             return  # the schema's own names
         values = _finite(names)
         if values is not None:
-            own["properties"] = {each: rest for each in values if isinstance(each, str)} | own.get("properties", {})
+            own["properties"] = {each: rest for each in values if isinstance(each, str)} | own.get(
+                "properties", {}
+            )
             own["additionalProperties"] = False
             return
         least, most = names.get("minLength", 0), names.get("maxLength", "")
@@ -371,15 +379,24 @@ class _Builder:
 
     def _close(self, own: dict[str, Any], schema: Mapping[str, Any], others: _Keys) -> None:
         """Let an object have no other keys than those that are known, where nothing says that it may."""
-        if not {"properties", "patternProperties"} & schema.keys() and schema.get("unevaluatedProperties", True):
+        if not {"properties", "patternProperties"} & schema.keys() and schema.get(
+            "unevaluatedProperties", True
+        ):
             return
         required = [name for name in own.get("required", ()) if name not in own.get("properties", {})]
-        if "additionalProperties" in own or others.open or schema.get("unevaluatedProperties", False) is not False:
+        if (
+            "additionalProperties" in own
+            or others.open
+            or schema.get("unevaluatedProperties", False) is not False
+        ):
             return
         names = [*required, *sorted(others.names)]
         properties = {**own.get("properties", {})}
         properties |= {name: True for name in names if name not in properties}
-        patterns = {**{pattern: True for pattern in sorted(others.patterns)}, **own.get("patternProperties", {})}
+        patterns = {
+            **dict.fromkeys(sorted(others.patterns), True),
+            **own.get("patternProperties", {}),
+        }
         if own.get("minProperties", 0) > len(properties) and not patterns:
             return  # there must be others
         own["properties"] = properties
@@ -400,7 +417,9 @@ class _Builder:
             own["required"] = list(dict.fromkeys([*own.get("required", ()), *possible]))
             least = 0
         if most == 0 or (most is not None and most == len(own.get("required", ()))):
-            own["properties"] = {n: p if n in own.get("required", ()) else False for n, p in properties.items()}
+            own["properties"] = {
+                n: p if n in own.get("required", ()) else False for n, p in properties.items()
+            }
             own.pop("patternProperties", None)
             own["additionalProperties"] = False
             least, most = (0, None) if least <= len(own.get("required", ())) else (least, most)
@@ -415,7 +434,9 @@ class _Builder:
         if others.names or others.patterns or (optional and not (simple and least in (0, len(required) + 1))):
             self.dropped.append("minProperties" if least else "maxProperties")
             return True
-        own |= ({"minProperties": least} if least else {}) | ({"maxProperties": most} if most is not None else {})
+        own |= ({"minProperties": least} if least else {}) | (
+            {"maxProperties": most} if most is not None else {}
+        )
         return True
 
     def _only_others(self, own: dict[str, Any]) -> bool:
@@ -438,11 +459,10 @@ class _Absent(dict[str, Any]):
 
 
 _PLAIN = frozenset(
-    "type const enum minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength pattern format "
-    "minItems maxItems properties required minProperties maxProperties".split()
+    ["type", "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern", "format", "minItems", "maxItems", "properties", "required", "minProperties", "maxProperties"]
 )
-_OF_TEXTS = frozenset("type const enum minLength maxLength pattern format".split())
-_APPLICATORS = frozenset("$ref allOf anyOf oneOf if dependentRequired dependentSchemas".split())
+_OF_TEXTS = frozenset(["type", "const", "enum", "minLength", "maxLength", "pattern", "format"])
+_APPLICATORS = frozenset(["$ref", "allOf", "anyOf", "oneOf", "if", "dependentRequired", "dependentSchemas"])
 
 
 def _references(schema: Schema) -> list[str]:
@@ -486,7 +506,9 @@ def _denied(condition: Mapping[str, Any], properties: Mapping[str, Any]) -> list
     if values is None or chosen is None or not set(required) <= {name}:
         return None
     rest = [each for each in values if not _contains(chosen, each)]
-    denied: list[Schema] = [_Absent({"properties": {name: {"enum": rest}}, "required": [name]})] if rest else []
+    denied: list[Schema] = (
+        [_Absent({"properties": {name: {"enum": rest}}, "required": [name]})] if rest else []
+    )
     if required:
         denied.append(_Absent({"properties": {name: False}}))
     return denied or [False]

@@ -87,7 +87,9 @@ async def prepare_chat(
         constraint=answer_constraint(use, model, text, prompt.end, prompt.budget),
     )
     special = not body.skip_special_tokens or form.shown(use)
-    answers = [ChatAnswer(model, form, use, prompt.end, params.constraint) for _ in range(completions_of(body))]
+    answers = [
+        ChatAnswer(model, form, use, prompt.end, params.constraint) for _ in range(completions_of(body))
+    ]
     return requests_of(
         [prompt.ids], completions_of(body), params, special, False, body.reports, body.id_slot
     ), answers

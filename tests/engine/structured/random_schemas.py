@@ -1,9 +1,9 @@
 """Random JSON schemas, documents that may be valid under them, and texts of random choice under their constraints.
 
-    schema = random_schema(rng)                 every keyword that a schema has, in all dialects that are read
-    text = random_document(rng, schema)         JSON; its keys in the schema's order, no others
-    allows(constraint, vocabulary, text)        whether the constraint lets the text through, byte by byte
-    random_text(rng, constraint, vocabulary)    what a model of no mind would write under the constraint
+schema = random_schema(rng)                 every keyword that a schema has, in all dialects that are read
+text = random_document(rng, schema)         JSON; its keys in the schema's order, no others
+allows(constraint, vocabulary, text)        whether the constraint lets the text through, byte by byte
+random_text(rng, constraint, vocabulary)    what a model of no mind would write under the constraint
 """
 
 import json
@@ -24,7 +24,19 @@ from quengine.structured.schema_dialect import standard_schema
 KEYS = ("a", "b", "name", "é", "日本", "🤖", 'q"t', "s/l", "t~x", "two words", "", "$ref", "properties", "\\")
 TEXTS = ("", "a", "abc", "é🤖", 'q"\\', "x y", "2024-02-29", "12:30:00Z", "a@b.cd", "12")
 PATTERNS = ("^[ab]{1,3}$", "[0-9]+", "^x?$", "^(?:ab|c)*$", "^\\w+$", "é", "^(?=a)a+$", "^[^\\n]{2,5}$")
-FORMATS = ("time", "date", "date-time", "uuid", "ipv4", "ipv6", "email", "hostname", "uri", "duration", "int32")
+FORMATS = (
+    "time",
+    "date",
+    "date-time",
+    "uuid",
+    "ipv4",
+    "ipv6",
+    "email",
+    "hostname",
+    "uri",
+    "duration",
+    "int32",
+)
 SAMPLES = {
     "time": ("12:30:00Z", "23:59:59.5+01:00", "12:30"),
     "date": ("2024-02-29", "1999-12-31", "2023-02-29"),
@@ -50,13 +62,15 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any] | bool:
         pointer = name.replace("~", "~0").replace("/", "~1")
         target = rng.choice((_object, _array))(rng, depth - 1, [f"#/{place}/{pointer}"])
         schema = {**schema, place: {name: target}}
-        if "properties" in schema and schema["properties"]:
+        if schema.get("properties"):
             key = rng.choice(list(schema["properties"]))
             schema["properties"] = {**schema["properties"], key: {"$ref": f"#/{place}/{pointer}"}}
         else:
             schema["$ref"] = f"#/{place}/{pointer}"
     if isinstance(schema, dict) and rng.random() < 0.1:
-        schema["$schema"] = rng.choice(("http://json-schema.org/draft-07/schema#", "https://example.org/mine"))
+        schema["$schema"] = rng.choice(
+            ("http://json-schema.org/draft-07/schema#", "https://example.org/mine")
+        )
     return schema
 
 
@@ -73,6 +87,7 @@ def _schema(rng: random.Random, depth: int, references: list[str]) -> dict[str, 
 
 
 def _text(rng: random.Random, depth: int, references: list[str]) -> dict[str, Any]:
+    del depth, references
     made: dict[str, Any] = {"type": "string"}
     how = rng.random()
     if how < 0.3:
@@ -86,6 +101,7 @@ def _text(rng: random.Random, depth: int, references: list[str]) -> dict[str, An
 
 
 def _number(rng: random.Random, depth: int, references: list[str]) -> dict[str, Any]:
+    del depth, references
     made: dict[str, Any] = {"type": rng.choice(("integer", "number"))}
     least = rng.randrange(-20, 20)
     if rng.random() < 0.5:
@@ -98,10 +114,12 @@ def _number(rng: random.Random, depth: int, references: list[str]) -> dict[str, 
 
 
 def _plain(rng: random.Random, depth: int, references: list[str]) -> dict[str, Any]:
+    del depth, references
     return {"type": rng.choice(("boolean", "null", "string", "integer"))}
 
 
 def _values(rng: random.Random, depth: int, references: list[str]) -> dict[str, Any]:
+    del depth, references
     values = [_value(rng, 1) for _ in range(rng.randrange(1, 4))]
     return {"enum": values} if rng.random() < 0.7 else {"const": values[0]}
 
@@ -111,7 +129,9 @@ def _array(rng: random.Random, depth: int, references: list[str]) -> dict[str, A
     if rng.random() < 0.4:
         made["prefixItems"] = [_schema(rng, depth - 1, references) for _ in range(rng.randrange(1, 4))]
     if rng.random() < 0.7 or "prefixItems" in made:
-        made["items"] = False if rng.random() < 0.3 and "prefixItems" in made else _schema(rng, depth - 1, references)
+        made["items"] = (
+            False if rng.random() < 0.3 and "prefixItems" in made else _schema(rng, depth - 1, references)
+        )
     if rng.random() < 0.3:
         made["minItems"] = rng.randrange(3)
     if rng.random() < 0.3:
@@ -230,7 +250,9 @@ def _object_document(rng: random.Random, schema: Mapping[str, Any], root: Any, d
         for key, part in schema.get("properties", {}).items()
         if key in required or rng.random() < 0.6
     }
-    rest = schema.get("additionalProperties", "properties" not in schema and "patternProperties" not in schema)
+    rest = schema.get(
+        "additionalProperties", "properties" not in schema and "patternProperties" not in schema
+    )
     if rest is not False and rng.random() < 0.4:
         made.setdefault("more", _document(rng, rest, root, depth - 1))
     if "patternProperties" in schema and rng.random() < 0.4:

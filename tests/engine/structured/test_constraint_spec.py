@@ -21,7 +21,10 @@ def test_a_schema_is_the_same_as_a_value_and_as_text() -> None:
         (False, "no text can be"),
         ({"not": {}}, "no text can be"),
         ({"type": 5}, "JSON schema: type: 5 must be string"),
-        ({"properties": {"size": {"anyOf": [{"type": "strng"}]}}}, r"properties\.size\.anyOf\[0\]\.type: 'strng'"),
+        (
+            {"properties": {"size": {"anyOf": [{"type": "strng"}]}}},
+            r"properties\.size\.anyOf\[0\]\.type: 'strng'",
+        ),
         ({"$defs": {"A": {"items": 3}}, "$ref": "#/$defs/A"}, r"\$defs\.A\.items: 3 must be a schema"),
         ({"items": {"$ref": "#/$defs/B"}}, r"items\.\$ref: '#/\$defs/B' is no part of the schema"),
         ({"minLength": -1}, "minLength: -1 must be a whole number"),

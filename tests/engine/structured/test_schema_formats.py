@@ -41,16 +41,34 @@ def test_a_format_without_one_is_an_annotation(name: str) -> None:
     schema = {"type": "string", "format": name}
     assert "Unknown format" in LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
     assert not error(schema)
-    assert ConstraintSpec.json_schema(schema).dropped == ((f"format {name}",) if name in CHECKED_FORMATS else ())
+    assert ConstraintSpec.json_schema(schema).dropped == (
+        (f"format {name}",) if name in CHECKED_FORMATS else ()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
-        ("time", ["00:00:00Z", "23:59:59.25+05:30"], ["24:00:00Z", "12:00", "12:00:60Z", "12:00:00", "12:00:00+24:00"]),
-        ("date", ["2024-02-29", "2000-02-29", "0001-01-01"], ["2023-02-29", "1900-02-29", "2024-04-31", "0000-01-01"]),
-        ("date-time", ["2024-02-29T12:00:00Z"], ["2023-02-29T12:00:00Z", "2024-02-29 12:00:00Z", "2024-02-29"]),
-        ("email", ["a.b+c@example.org", "a" * 64 + "@x"], ["a" * 65 + "@x", "a..b@x", "a@-x", "a@" + "x" * 64, "@x"]),
+        (
+            "time",
+            ["00:00:00Z", "23:59:59.25+05:30"],
+            ["24:00:00Z", "12:00", "12:00:60Z", "12:00:00", "12:00:00+24:00"],
+        ),
+        (
+            "date",
+            ["2024-02-29", "2000-02-29", "0001-01-01"],
+            ["2023-02-29", "1900-02-29", "2024-04-31", "0000-01-01"],
+        ),
+        (
+            "date-time",
+            ["2024-02-29T12:00:00Z"],
+            ["2023-02-29T12:00:00Z", "2024-02-29 12:00:00Z", "2024-02-29"],
+        ),
+        (
+            "email",
+            ["a.b+c@example.org", "a" * 64 + "@x"],
+            ["a" * 65 + "@x", "a..b@x", "a@-x", "a@" + "x" * 64, "@x"],
+        ),
     ],
 )
 def test_formats_mean_what_programs_can_read(name: str, right: list[str], wrong: list[str]) -> None:
