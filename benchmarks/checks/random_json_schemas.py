@@ -2,8 +2,8 @@
 
     python -m benchmarks.checks.random_json_schemas --schemas 2000 --seed 0
 
-Prints one line for each finding and a summary; ends with 1 where there is one. What a grammar drops (`uniqueItems`, ...)
-is left to the check of the finished text, so that only texts of schemas of which nothing was dropped count.
+Prints one line for each finding and a summary; ends with 1 where there is one. What a grammar drops (`uniqueItems`,
+...) is left to the check of the finished text, so that only texts of schemas of which nothing was dropped count.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Whether a grammar can be compiled at all, found out in a process that can be ended.
 
-llguidance bounds most of the work, but not that for regexes which are joined by "and": a few patterns under `allOf` keep
-a thread busy for hours, and no thread can be stopped. Such a grammar is compiled by a process of its own first, over a
-vocabulary of bytes, with limits of time and memory; what does not end there is refused.
+llguidance bounds most of the work, but not that for regexes which are joined by "and": a few patterns under `allOf`
+keep a thread busy for hours, and no thread can be stopped. Such a grammar is compiled by a process of its own first,
+over a vocabulary of bytes, with limits of time and memory; what does not end there is refused.
 """
 
 import re

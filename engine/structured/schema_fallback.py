@@ -1,7 +1,8 @@
 """Simpler schemas, for one that the grammar's compiler does not take: each allows all that the one before allowed.
 
 A pattern with look-ahead, patterns of keys that overlap, or joined schemas of which there are too many combinations
-stop the compiler. Then the text is held to what remains, and the check of the finished text (`schema_check`) has the rest.
+stop the compiler. Then the text is held to what remains, and the check of the finished text (`schema_check`) has the
+rest.
 """
 
 import json
@@ -14,7 +15,18 @@ from quengine.structured.schema_dialect import Schema, without
 
 _INLINE = re.compile(r"%json ")
 _STRUCTURE = frozenset(
-    ["type", "const", "enum", "properties", "required", "additionalProperties", "items", "prefixItems", "$ref", "anyOf", "$defs", "x-guidance"]
+    {
+        "type",
+        "const",
+        "enum",
+        "properties",
+        "required",
+        "additionalProperties",
+        "items",
+        "prefixItems",
+        "$ref",
+    }
+    | {"anyOf", "$defs", "x-guidance"}
 )
 _VALUES = ("const", "enum")
 _LEFT_OUT = ("patterns that are no regular expressions here", "all but the structure", "all but the type")

@@ -197,7 +197,7 @@ class _Builder:
     def _keys(self, schema: Schema, seen: set[str] | None = None) -> _Keys:
         """The keys that a schema and all others of the same value know; definitions in `seen` are counted already."""
         seen = set() if seen is None else seen
-        if isinstance(schema, bool) or isinstance(schema, _Absent):
+        if isinstance(schema, (bool, _Absent)):
             return _Keys()
         parts = [self._own_keys(schema)]
         for keyword in ("allOf", "anyOf", "oneOf"):
@@ -356,7 +356,7 @@ class _Builder:
                 name: part if value_violation(rule, name) is None else False
                 for name, part in properties.items()
             }
-        rest = own.get("additionalProperties", True if "properties" not in own else False)
+        rest = own.get("additionalProperties", "properties" not in own)
         if rest is False or "patternProperties" in own:
             return  # the schema's own names
         values = _finite(names)
@@ -459,7 +459,26 @@ class _Absent(dict[str, Any]):
 
 
 _PLAIN = frozenset(
-    ["type", "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern", "format", "minItems", "maxItems", "properties", "required", "minProperties", "maxProperties"]
+    [
+        "type",
+        "const",
+        "enum",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "format",
+        "minItems",
+        "maxItems",
+        "properties",
+        "required",
+        "minProperties",
+        "maxProperties",
+    ]
 )
 _OF_TEXTS = frozenset(["type", "const", "enum", "minLength", "maxLength", "pattern", "format"])
 _APPLICATORS = frozenset(["$ref", "allOf", "anyOf", "oneOf", "if", "dependentRequired", "dependentSchemas"])
