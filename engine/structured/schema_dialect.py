@@ -26,12 +26,31 @@ _TYPES |= {"dict": "object", "list": "array", "tuple": "array", "none": "null"}
 _ANY_TYPE = frozenset({"any", "type_unspecified"})
 _MAX_LEVELS = 100
 
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_COUNTS += ("minContains", "maxContains")
+_COUNTS = frozenset(
+    {
+        "minLength",
+        "maxLength",
+        "minItems",
+        "maxItems",
+        "minProperties",
+        "maxProperties",
+        "minContains",
+        "maxContains",
+    }
+)
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _TEXTS = ("pattern", "format")
-_SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "propertyNames")
-_SCHEMAS += ("contains", "not", "if", "then", "else")
+_SCHEMAS = frozenset(
+    {
+        "items",
+        "additionalProperties",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "propertyNames",
+        "contains",
+    }
+    | {"not", "if", "then", "else"}
+)
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "dependentSchemas")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -143,8 +162,8 @@ class _Reader:
             if parts := self._schemas(value, at, level):
                 made[keyword] = parts
         elif keyword in _NAMED_SCHEMAS:
-            parts = self._named({} if value is None else value, at, level)
-            made[keyword] = {**made.get(keyword, {}), **parts}
+            named = self._named({} if value is None else value, at, level)
+            made[keyword] = {**made.get(keyword, {}), **named}
         elif keyword == "dependentRequired":
             names = {
                 name: self._names(each, f"{at}.{name}") for name, each in self._object(value, at).items()

@@ -92,7 +92,7 @@ def _each(schema: Any, change: Any) -> Any:
     """A schema whose every subschema is changed."""
     if not isinstance(schema, dict):
         return schema
-    made = {}
+    made: dict[str, Any] = {}
     for keyword, value in change(schema).items():
         if keyword in ("properties", "patternProperties", "$defs"):
             made[keyword] = {name: _each(part, change) for name, part in value.items()}
