@@ -113,6 +113,8 @@ def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
 
         counts = asdict(checkpoint_parameters(llm.loaded.checkpoint))
         result["model_size"] = {**counts, "experts": experts.count, "experts_used": experts.router.used}
+    if completion.schema_violation is not None:
+        result["schema_violation"] = completion.schema_violation
     if completion.logprobs is not None:
         result["logprobs"] = [
             {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.structured.answer_parser import AnswerParser
+from quengine.structured.schema_check import schema_violation
 from quengine.structured.tool_calls import Delta, TextDelta, collect, reasoning_of
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class CompletionStream:
 
     @property
     def completion(self) -> Completion:
-        return self._llm.completion(self.sequence)
+        return _checked(self._llm.completion(self.sequence), self.sequence)
 
     def start(self) -> None:
         """Queue the request now; else the first iteration does. Then it must be finished or closed.
@@ -97,6 +98,14 @@ class CompletionStream:
         raise StopIteration
 
 
+def _checked(completion: Completion, sequence: Sequence) -> Completion:
+    """A completion with what of its text is not valid under its schema."""
+    spec = sequence.sampler.params.constraint
+    if completion.finish_reason != "stop" or spec is None or not spec.schema:
+        return completion
+    return replace(completion, schema_violation=schema_violation(spec.schema, completion.text))
+
+
 class ChatStream(CompletionStream):
     """An answer of a conversation: iterate for its text, or over `deltas` for its reasoning and calls too.
 
@@ -125,11 +134,12 @@ class ChatStream(CompletionStream):
 
     @property
     def completion(self) -> Completion:
-        completion, parser = super().completion, self._new_parser()
+        completion, parser = self._llm.completion(self.sequence), self._new_parser()
         deltas = parser.push(completion.text)
         if self.sequence.finished:
             deltas += parser.finish()
-        return replace(completion, text=collect(deltas)[0], reasoning=reasoning_of(deltas))
+        answer = replace(completion, text=collect(deltas)[0], reasoning=reasoning_of(deltas))
+        return _checked(answer, self.sequence)
 
     def _next_deltas(self) -> list[Delta]:
         if self._closed or self._parser is None:

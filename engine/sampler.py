@@ -19,7 +19,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.sampling_chain.chain import Choice, SamplerChain
 from quengine.sampling_chain.dry import Breakers
 from quengine.sampling_chain.infill import Infill
-from quengine.structured.constraint import Mask
+from quengine.structured.constraint import ConstraintError, Mask
 from quengine.structured.token_mask import TokenMask
 
 if TYPE_CHECKING:
@@ -154,7 +154,8 @@ class Sampler:
                 uniform=uniform,
             )
         except sampling.NoCandidateError:
-            raise EngineError(f"token {position}: {self._why_none()}") from None
+            kind = EngineError if self.constraint is None else ConstraintError
+            raise kind(f"token {position}: {self._why_none()}") from None
         return self._with_logprobs(token, given)
 
     def change_stream(self) -> None:

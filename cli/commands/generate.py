@@ -87,6 +87,8 @@ def generate(
             _print_pieces(stream, quiet=flags.as_json)
         finally:
             completion = stream.completion
+            if completion.schema_violation is not None:
+                print(f"engine: the text is not valid: {completion.schema_violation}", file=sys.stderr)
             if flags.as_json:
                 print(json_line(completion_json(completion, llm)))
             elif completion.tokens:

@@ -97,6 +97,8 @@ class Completion:
         timings: see Timings.
         seed: the seed that was used; the same one gives the same text.
         reasoning: what the model thought before the text, in an answer of a conversation.
+        schema_violation: what of a text that ended by itself is not valid under the JSON schema of its constraint, in
+            one line; None where all is, or there is none.
     """
 
     text: str
@@ -107,3 +109,4 @@ class Completion:
     prompt_tokens: int
     logprobs: list[TokenLogprobs] | None = field(default=None)
     reasoning: str = ""
+    schema_violation: str | None = None

@@ -9,6 +9,7 @@ The parsing is llguidance's (Earley over lexemes that are derived regexes). A to
 go on; how the tokenizer itself would have cut the text does not matter. End tokens are allowed where the text may end.
 """
 
+import logging
 import re
 import threading
 from collections import OrderedDict
@@ -21,13 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from quengine.errors import EngineError
+from quengine.structured.compile_probe import needs_probe, probe
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.reasoning.budget import BudgetConstraint
+from quengine.structured.schema_fallback import simpler_grammars
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from quengine.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Mask = npt.NDArray[np.bool_]
 
@@ -37,7 +42,13 @@ _KEPT_CONSTRAINTS = 32
 _EXCERPT = re.compile(
     r"\s*(\d+ \|.*|\^*)$"
 )  # a numbered line of the grammar, the mark under one, an empty line
+_NO_TEXT = re.compile(r"^NoExtension|Unsatisfiable schema")
+_LEXER_STATES = 50_000  # 1 to 2 KB each
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'  # any cutting into tokens is as good as the canonical one
+
+
+class ConstraintError(EngineError):
+    """A request cannot go on, and its constraint is to blame."""
 
 
 class Constraint:
@@ -69,7 +80,7 @@ class Constraint:
         """The mask [vocab_size] of the next token, computed once a token; the caller leaves it as it is.
 
         Raises:
-            EngineError: the grammar needs more work for this token than is allowed for one.
+            ConstraintError: the grammar needs more work for this token than is allowed for one.
         """
         if self._mask is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -83,7 +94,7 @@ class Constraint:
         """Go on by an allowed token.
 
         Raises:
-            EngineError: the token is not allowed, or the grammar needs more work than is allowed.
+            ConstraintError: the token is not allowed, or the grammar needs more work than is allowed.
         """
         self._mask = None
         self._matcher.consume_token(token)
@@ -91,7 +102,7 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineError(f"{self._kind}: {_one_line(self._matcher.get_error())}")
+            raise ConstraintError(f"{self._kind}: {_one_line(self._matcher.get_error())}")
 
 
 class ConstraintCompiler:
@@ -159,28 +170,28 @@ class ConstraintCompiler:
 
     def _compiled(self, vocabulary: "LLTokenizer", spec: ConstraintSpec, seconds: float) -> "LLMatcher":
         """Compile on a thread of its own, which a deadline leaves behind: llguidance's own limits end it."""
-        from llguidance import LLMatcher, LLParserLimits
-
         made: list[LLMatcher] = []
+        failed: list[BaseException] = []
 
         def work() -> None:
             with self._slot_given_back():
-                grammar = LLMatcher.grammar_from_lark(spec.lark + _OPTIONS)
-                limits = LLParserLimits(verbose_errors=False)
-                matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
-                if not matcher.is_error():
-                    matcher.compute_bitmask()  # the first mask derives the lexer's first states
-                made.append(matcher)
+                try:
+                    made.append(_nearest_matcher(vocabulary, spec))
+                except BaseException as error:  # a panic of Rust's is no Exception
+                    failed.append(error)
 
         if not self._slots.acquire(timeout=seconds):
             raise EngineError(f"{spec.kind}: {_COMPILING_AT_ONCE} others are being compiled; try again later")
         thread = threading.Thread(target=work, name="compile constraint", daemon=True)
         thread.start()
         thread.join(seconds)
+        if failed:
+            known = isinstance(failed[0], EngineError)
+            raise EngineError(
+                str(failed[0]) if known else f"{spec.kind}: {_one_line(str(failed[0]))}"
+            ) from None
         if not made:
             raise EngineError(f"{spec.kind}: not compiled within {seconds:g} s; make it simpler")
-        if made[0].is_error():
-            raise EngineError(f"{spec.kind}: {_one_line(made[0].get_error())}")
         return made[0]
 
     @contextmanager
@@ -210,10 +221,56 @@ class _Tokens:
         raise NotImplementedError(f"{text!r}: tokens are never forced")
 
 
+def _nearest_matcher(vocabulary: "LLTokenizer", spec: ConstraintSpec) -> "LLMatcher":
+    """A matcher of the grammar; of the nearest one with simpler schemas, where these cannot be compiled.
+
+    Raises:
+        EngineError: the grammar is wrong, no text can be what it asks for, or it is too large.
+    """
+    left_out = [f"{', '.join(spec.dropped)}"] if spec.dropped else []
+    try:
+        matcher = _matcher(vocabulary, spec, spec.lark)
+    except _NoTextError:
+        raise
+    except EngineError as error:
+        for lark, missing in simpler_grammars(spec.lark) if spec.from_schemas else ():
+            try:
+                matcher = _matcher(vocabulary, spec, lark)
+            except EngineError:
+                continue
+            left_out.append(f"{missing} ({error})")
+            break
+        else:
+            raise
+    if left_out:
+        logger.warning("%s: not enforced, but checked: %s", spec.kind, "; ".join(left_out))
+    return matcher
+
+
+def _matcher(vocabulary: "LLTokenizer", spec: ConstraintSpec, lark: str) -> "LLMatcher":
+    from llguidance import LLMatcher, LLParserLimits
+
+    if needs_probe(lark, own=spec.from_schemas or spec.kind == "regex"):
+        probe(spec.kind, lark)
+    limits = LLParserLimits(verbose_errors=False, max_lexer_states=_LEXER_STATES)
+    matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(lark + _OPTIONS), log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # the first mask derives the lexer's first states
+    if matcher.is_error():
+        error = matcher.get_error()
+        kind_of_error = _NoTextError if _NO_TEXT.search(error) else EngineError
+        raise kind_of_error(f"{spec.kind}: {_one_line(error)}")
+    return matcher
+
+
+class _NoTextError(EngineError):
+    """No text can be what a grammar asks for."""
+
+
 def _one_line(error: str) -> str:
     """llguidance's message without the excerpt of a grammar that follows it, which the user may never have written."""
     message = error.partition("failed to compile JSON schema: ")[2] or error
-    if message.startswith("NoExtension"):
+    if _NO_TEXT.search(message):
         return "no text can be what it asks for"
     kept = [line.strip() for line in message.splitlines() if not _EXCERPT.match(line)]
     return " ".join(kept)[:300]

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from quengine.errors import EngineError, shown
 from quengine.platform import strict_json
-from quengine.structured.schema_formats import without_annotated_formats
+from quengine.structured.schema_dialect import standard_schema
+from quengine.structured.schema_grammar import grammar_schema
 
 MAX_CHARACTERS = 128 * 1024
 """Compiling takes time that grows with the square of a schema's properties: about 5 s at this size."""
@@ -46,17 +47,22 @@ class ReasoningBudget:
 @dataclass(frozen=True)
 class ConstraintSpec:
     """`lark` is the whole specification as a Lark grammar of llguidance's kind; `kind` names its origin in errors.
-    `budget` bounds the reasoning; it may stand alone, without a grammar.
+    `budget` bounds the reasoning; it may stand alone, without a grammar. `from_schemas`: the schemas in it are
+    of `JsonExpression`, so that simpler ones may stand for them. `schema` is the JSON schema that a finished
+    text is checked by ("" for none), `dropped` its keywords that the grammar does not enforce, or not wholly.
 
     Made by the class methods below.
 
     Raises:
-        EngineError: it is empty or longer than MAX_CHARACTERS, or a schema has a number of at most -2^63.
+        EngineError: it is empty or longer than MAX_CHARACTERS, or a schema in a grammar has a number of at most -2^63.
     """
 
     kind: Literal["JSON schema", "regex", "grammar", "reasoning budget"]
     lark: str
     budget: ReasoningBudget | None = None
+    from_schemas: bool = False
+    schema: str = ""
+    dropped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.lark.strip() and self.budget is None:
@@ -65,20 +71,24 @@ class ConstraintSpec:
             raise EngineError(
                 f"{self.kind}: {len(self.lark)} characters are more than the {MAX_CHARACTERS} that are accepted"
             )
-        for schema in _INLINE_SCHEMA.finditer(self.lark):
-            _check_numbers(self.kind, self.lark[schema.end() :])
+        if self.kind == "grammar":
+            for schema in _INLINE_SCHEMA.finditer(self.lark):
+                _check_numbers(self.kind, self.lark[schema.end() :])
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "ConstraintSpec":
-        """JSON that is valid under a schema (draft 2020-12), given as a value or as JSON text.
+        """JSON that is valid under a schema (draft 2020-12, or as `schema_dialect` reads it), a value or JSON text.
 
-        Keywords that cannot be enforced are refused when the constraint is compiled, none is ignored.
+        Objects with `properties` have no others unless the schema says so. What no grammar can enforce (`uniqueItems`,
+        ...) is left to the check of the finished text, and named in `dropped`.
 
         Raises:
-            EngineError: the text is no JSON, or no schema.
+            EngineError: the text is no JSON, or no schema; the message has the path within it.
         """
         value = _parsed(schema) if isinstance(schema, str) else schema
-        return cls("JSON schema", f"start: {inline_json(value)}")
+        expression = JsonExpression.of(value)
+        lark = f"start: {expression.lark}"
+        return cls("JSON schema", lark, None, True, expression.standard, expression.dropped)
 
     @classmethod
     def json_object(cls) -> "ConstraintSpec":
@@ -155,25 +165,44 @@ def is_grammar(text: str) -> bool:
     return is_gbnf(text) or _LARK_START.search(text) is not None
 
 
-def inline_json(schema: Mapping[str, Any] | bool) -> str:
-    """`schema` as an expression of a Lark grammar.
+@dataclass(frozen=True)
+class JsonExpression:
+    """A schema within a Lark grammar.
 
-    Raises:
-        EngineError: it is no JSON value, or no schema.
+    Attributes:
+        lark: the expression, of the nearest schema that can be held to token by token (`schema_grammar`).
+        standard: the schema as JSON text of draft 2020-12, by which a finished text is checked.
+        dropped: keywords that `lark` does not enforce, or not wholly.
     """
-    if schema is True:
-        schema = {}
-    if schema is False or not isinstance(schema, Mapping):
-        given = "false" if schema is False else shown(schema)
-        raise EngineError(f"JSON schema: must be an object that something can be valid under, not {given}")
-    if "x-guidance" in schema:
-        raise EngineError('JSON schema: "x-guidance" is no keyword of JSON schema; leave it out')
-    try:
-        enforced = without_annotated_formats(dict(schema))
-        text = json.dumps({**enforced, "x-guidance": {"whitespace_pattern": _WHITESPACE}}, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise EngineError(f"JSON schema: it is no JSON value: {error}") from None
-    return f"%json {text}"
+
+    lark: str
+    standard: str
+    dropped: tuple[str, ...]
+
+    @classmethod
+    def of(cls, given: Any, name: str = "JSON schema") -> "JsonExpression":
+        """
+        Raises:
+            EngineError: `given` is no schema, or nothing is valid under it. The message begins with `name`, and the
+                path within the schema where that is known.
+        """
+        try:
+            standard = standard_schema(given)
+            nearest = grammar_schema(standard.schema)
+        except EngineError as error:
+            raise EngineError(f"{name}: {error}") from None
+        except RecursionError:
+            raise EngineError(f"{name}: it has too many levels") from None
+        if nearest.schema is False:
+            raise EngineError(f"{name}: no text can be what it asks for")
+        schema = {} if nearest.schema is True else nearest.schema
+        text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
+        return cls(f"%json {text}", json.dumps(standard.schema), standard.dropped + nearest.dropped)
+
+
+def inline_json(schema: Any) -> str:
+    """`schema` as an expression of a Lark grammar. Raises EngineError, as `JsonExpression.of`."""
+    return JsonExpression.of(schema).lark
 
 
 def _check_numbers(kind: str, text: str) -> None:

@@ -6,11 +6,11 @@ answer's reasoning as `thinking`, one call a message, and descriptions of all to
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
-from quengine.structured.calls.form import arguments_grammar
+from quengine.structured.calls.form import arguments_expression, dropped_of
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.harmony_parser import (
     CALL,
@@ -94,11 +94,12 @@ class HarmonyFormat:
         if use.choice == "required":
             calls = [self._call(n, tool) for n, tool in enumerate(use.callable)]
             names = " | ".join(f"call{n}" for n in range(len(calls)))
-            return ConstraintSpec("grammar", "\n".join([self._start(names), *calls]))
+            lark = "\n".join([self._start(names), *calls])
+            return ConstraintSpec("grammar", lark, from_schemas=True, dropped=dropped_of(use.callable))
         if text is None:
             return None
         last = f'{self._marker(CHANNEL)} "final" {self._type} {self._marker(MESSAGE)} text'
-        return ConstraintSpec(text.kind, f"{self._start(last)}\ntext: %lark {{\n{text.lark}\n}}")
+        return replace(text, lark=f"{self._start(last)}\ntext: %lark {{\n{text.lark}\n}}")
 
     def bounded(self, spec: ConstraintSpec | None, prompt: str, budget: int) -> ConstraintSpec | None:
         del prompt
@@ -149,7 +150,7 @@ class HarmonyFormat:
         first = f'{literal(to)} {channel} "commentary"'
         second = f"{channel} {literal('commentary' + to)}"
         head = f"({first} | {second}) {self._type} {self._marker(MESSAGE)}"
-        return f"call{number}: {head} {arguments_grammar(tool)}"
+        return f"call{number}: {head} {arguments_expression(tool).lark}"
 
     @property
     def _type(self) -> str:

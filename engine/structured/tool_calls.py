@@ -28,11 +28,13 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that may be called. `described` is the request's own entry, which the template shows to the model."""
+    """A function that may be called. `described` is the request's own entry, which the template shows to the model.
+    `place` is where in the request its parameters stand, for errors."""
 
     name: str
     parameters: Mapping[str, Any] = field(hash=False)
     described: Mapping[str, Any] = field(hash=False)
+    place: str = field(default="tools", compare=False)
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ def _tool(entry: Any, at: str) -> Tool:
     if parameters is not None and not isinstance(parameters, Mapping):
         raise EngineError(f"{at}: the parameters of {name} must be a JSON schema")
     described = entry if "function" in entry else {"type": "function", "function": _without_type(entry)}
-    return Tool(name, parameters or _NO_PARAMETERS, described)
+    place = f"{at}.function.parameters" if "function" in entry else f"{at}.parameters"
+    return Tool(name, parameters or _NO_PARAMETERS, described, place)
 
 
 def _without_type(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Literal
 
 import torch
 
@@ -27,6 +28,7 @@ from quengine.serve.processes.shared_engine import (
 )
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.replicas.engine_handover import BlockReceiver, BlockSender, SharedBlocks
+from quengine.structured.constraint import ConstraintError
 
 logger = logging.getLogger("quengine.serve")
 
@@ -125,7 +127,9 @@ class LLMEngine:
             self._check_device()
             self._progress.pop(request_id, None)
             self._slots.ended(self._requests.pop(request_id))
-            return [failed(request_id, sequence.error, "engine")]
+            fault: Literal["request", "engine"]
+            fault = "request" if isinstance(sequence.error, ConstraintError) else "engine"
+            return [failed(request_id, sequence.error, fault)]
         scores: tuple[TokenLogprobs, ...] = ()
         if sequence.scores is not None and not start and sequence.first_token:  # once, with the first token
             scores = tuple(sequence.scores.logprobs)

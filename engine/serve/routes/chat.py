@@ -19,7 +19,7 @@ from quengine.serve.routes.answers import (
     timings_body,
     token_count,
 )
-from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
+from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools, violation_field
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import (
@@ -34,6 +34,8 @@ from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import AnswerFormat
+from quengine.structured.constraint_spec import ConstraintSpec
+from quengine.structured.schema_check import answer_violation
 from quengine.structured.tool_calls import (
     CallDelta,
     Delta,
@@ -85,7 +87,9 @@ async def prepare_chat(
         constraint=answer_constraint(use, model, text, prompt.end, prompt.budget),
     )
     special = not body.skip_special_tokens or form.shown(use)
-    answers = [ChatAnswer(model, form, use, prompt.end) for _ in range(completions_of(body))]
+    answers = [
+        ChatAnswer(model, form, use, prompt.end, params.constraint) for _ in range(completions_of(body))
+    ]
     return requests_of(
         [prompt.ids], completions_of(body), params, special, False, body.reports, body.id_slot
     ), answers
@@ -131,13 +135,22 @@ async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited
 class ChatAnswer:
     """One answer, taken apart as the model's form has it. `prompt`: the prompt's end (`ServedModel.end_of`)."""
 
-    def __init__(self, model: ServedModel, form: AnswerFormat, use: ToolUse, prompt: str) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        form: AnswerFormat,
+        use: ToolUse,
+        prompt: str,
+        constraint: ConstraintSpec | None = None,
+    ) -> None:
         self._model = model
         self._form = form
         self._use = use
         self._prompt = prompt
         self._parser = form.parser(use, prompt)
         self._tokens: list[int] = []
+        self._constraint = constraint
+        self._deltas: list[Delta] = []  # kept for the check of the finished answer
 
     @property
     def reasoning_tokens(self) -> int:
@@ -150,7 +163,7 @@ class ChatAnswer:
     def read(self, piece: Piece) -> list[Delta]:
         """What this piece makes certain."""
         self._tokens += piece.tokens
-        return self._parser.push(piece.text)
+        return self._kept(self._parser.push(piece.text))
 
     def finish(self) -> list[dict[str, Any]]:
         """The `delta` of each chunk of what was held back."""
@@ -158,7 +171,19 @@ class ChatAnswer:
 
     def rest(self) -> list[Delta]:
         """What was held back."""
-        return self._parser.finish()
+        return self._kept(self._parser.finish())
+
+    def checked(self, end: Finished) -> dict[str, Any]:
+        """The field of a choice that ended by itself and is not valid under its schema."""
+        if end.reason != "stop" or (self._constraint is None):
+            return {}
+        text, calls = collect(self._deltas)
+        return violation_field(answer_violation(self._constraint, self._use, text, calls))
+
+    def _kept(self, deltas: list[Delta]) -> list[Delta]:
+        if self._constraint is not None:
+            self._deltas += deltas
+        return deltas
 
     def reason(self, end: Finished) -> str:
         return "tool_calls" if self._parser.calls and end.reason == "stop" else end.reason
@@ -197,6 +222,7 @@ def _body(
                 "message": messages[index],
                 "logprobs": _logprobs(requests[index], piece, service.model),
                 "finish_reason": answers[index].reason(end),
+                **answers[index].checked(end),
             }
             for index, (piece, end) in enumerate(outputs)
         ],
@@ -248,7 +274,7 @@ class _Chunks(ChunkForm):
         more = {} if self.include_usage else {"timings": timings_body(end.timings)}
         if self.verbose:
             more |= verbose_chunk(self.service, choice, self.requests[choice], end)
-        return held + self._chunk(choice, {}, answer.reason(end), more=more)
+        return held + self._chunk(choice, {}, answer.reason(end), more=more, last=answer.checked(end))
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         reasoning = sum(answer.reasoning_tokens for answer in self.answers) if self.include_usage else 0
@@ -261,8 +287,10 @@ class _Chunks(ChunkForm):
         reason: str | None,
         piece: Piece | None = None,
         more: Mapping[str, Any] | None = None,
+        last: Mapping[str, Any] | None = None,
     ) -> bytes:
         entry: dict[str, Any] = {"index": choice, "delta": delta, "finish_reason": reason, "logprobs": None}
+        entry |= last or {}
         if piece is not None and self._with_logprobs:
             entry["logprobs"] = _logprobs(self.requests[choice], piece, self._model)
         usage = {"usage": None} if self.include_usage else {}

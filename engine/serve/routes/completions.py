@@ -11,7 +11,7 @@ from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end
-from quengine.serve.routes.constraints import read_constraint
+from quengine.serve.routes.constraints import read_constraint, text_checked
 from quengine.serve.routes.infill import suffix_prompt
 from quengine.serve.routes.logprob_forms import (
     completion_logprobs,
@@ -82,6 +82,7 @@ def _body(
                 "text": echoed[index] + piece.text,
                 "logprobs": _logprobs(requests[index], piece, service.model),
                 "finish_reason": end.reason,
+                **text_checked(requests[index].params.constraint, piece.text, end),
             }
             for index, (piece, end) in enumerate(outputs)
         ],

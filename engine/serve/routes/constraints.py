@@ -3,19 +3,24 @@
 A request that wants what the model cannot do is refused; nothing is answered without the constraint that was given.
 """
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from quengine.errors import EngineError
 from quengine.serve.http import off_loop
+from quengine.serve.processes.shared_engine import Finished
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Generation, Tools
 from quengine.serve.schemas.requests import TemplateRequest
 from quengine.structured.answer_format import NO_CALLS
 from quengine.structured.constraint_spec import ConstraintSpec
+from quengine.structured.schema_check import answer_violation
 from quengine.structured.tool_calls import ToolUse
+
+logger = logging.getLogger(__name__)
 
 CONSTRAINTS: Mapping[str, Callable[[Any], ConstraintSpec | None]] = {
     "response_format": ConstraintSpec.from_response_format,
@@ -70,6 +75,19 @@ async def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolU
             lambda: form.shown(use)
         )  # the form is found when it is first needed, which takes a while
     return use
+
+
+def violation_field(violation: str | None) -> dict[str, Any]:
+    """The field of a choice whose finished text is not valid under its schema, which the log is told too."""
+    if violation is None:
+        return {}
+    logger.warning("a finished answer is not valid under its schema: %s", violation)
+    return {"schema_violation": violation}
+
+
+def text_checked(constraint: ConstraintSpec | None, text: str, end: Finished) -> dict[str, Any]:
+    """`violation_field` of a completion's text that ended by itself."""
+    return violation_field(answer_violation(constraint, None, text)) if end.reason == "stop" else {}
 
 
 def answer_constraint(

@@ -12,7 +12,7 @@ from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import LiveTimings, timings_body
-from quengine.serve.routes.constraints import read_constraint
+from quengine.serve.routes.constraints import read_constraint, text_checked
 from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
@@ -40,6 +40,7 @@ async def native_answer(
     for index, (piece, end) in enumerate(await whole_answer(service, request, requests)):
         tokens = piece.tokens if body.return_tokens else ()
         answer = native_result(service, index, requests[index], end, piece.text, tokens)
+        answer |= text_checked(requests[index].params.constraint, piece.text, end)
         answers.append(_chosen(answer | form.probabilities(index, piece.logprobs), body.response_fields))
     return json_response(answers if len(answers) > 1 else answers[0])
 

@@ -14,11 +14,13 @@ Values are JSON, or objects and arrays are such parameters again, one within the
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quengine.structured.constraint_spec import inline_json
+from quengine.errors import EngineError
+from quengine.structured.constraint_spec import JsonExpression, inline_json
+from quengine.structured.schema_dialect import standard_schema
 from quengine.structured.tool_calls import Tool
 
 NAME, ID, INDEX = "\ue100", "\ue101", "\ue102"
@@ -192,7 +194,7 @@ class CallGrammar:
         form, rule = self._form, f"call{number}"
         head, middle, tail = (self._text(text, tool.name) for text in (form.head, form.middle, form.tail))
         if form.parameters is None:
-            arguments = arguments_grammar(tool)
+            arguments = arguments_expression(tool).lark
         else:
             arguments = f"{rule}_arguments"
             yield from self._parameters(f"{rule}_", tool, form.parameters)
@@ -205,8 +207,9 @@ class CallGrammar:
 
         With a text between two, a rule `_from{n}` is what may follow once there was one.
         """
-        properties = _properties(tool)
-        required = tool.parameters.get("required", ())
+        parameters = standard_parameters(tool)
+        properties = _properties(parameters)
+        required = parameters.get("required", ())
         for n, (key, schema) in enumerate(properties.items()):
             yield f"{prefix}p{n}: {self._text(form.head)} {json.dumps(key)} {self._values(key, schema, form, prefix)}"
         if form.item:
@@ -311,16 +314,35 @@ class CallGrammar:
         return " ".join(slots.get(part) or self._literal(part) for part in parts if part)
 
 
-def arguments_grammar(tool: Tool) -> str:
-    """A tool's arguments in a grammar. Its schema may leave out that they are an object."""
+def arguments_expression(tool: Tool) -> JsonExpression:
+    """A tool's arguments in a grammar. Its schema may leave out that they are an object.
+
+    Raises:
+        EngineError: its parameters are no schema; the message begins with their place in the request.
+    """
     combined = {"type", "$ref", "anyOf", "oneOf", "allOf"} & tool.parameters.keys()
-    return inline_json(tool.parameters if combined else {"type": "object", **tool.parameters})
+    schema = tool.parameters if combined else {"type": "object", **tool.parameters}
+    return JsonExpression.of(schema, tool.place)
 
 
-def _properties(tool: Tool) -> dict[str, Any]:
+def dropped_of(tools: Iterable[Tool]) -> tuple[str, ...]:
+    """What of the tools' schemas a grammar does not enforce, each with the tool's name."""
+    return tuple(f"{tool.name}: {what}" for tool in tools for what in arguments_expression(tool).dropped)
+
+
+def standard_parameters(tool: Tool) -> Mapping[str, Any]:
+    """A tool's parameters as draft 2020-12. Raises EngineError, as `arguments_expression`."""
+    try:
+        schema = standard_schema(tool.parameters).schema
+    except EngineError as error:
+        raise EngineError(f"{tool.place}: {error}") from None
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def _properties(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The schemas of a tool's parameters, each with the definitions that it may refer to."""
-    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
-    given = tool.parameters.get("properties")
+    shared = {key: parameters[key] for key in ("$defs",) if key in parameters}
+    given = parameters.get("properties")
     return {
         key: {**shared, **schema} if isinstance(schema, Mapping) else {}
         for key, schema in (given.items() if isinstance(given, Mapping) else ())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
 from quengine.structured.answer_parser import AnswerParser
-from quengine.structured.calls.form import CallForm, CallGrammar
+from quengine.structured.calls.form import CallForm, CallGrammar, dropped_of
 from quengine.structured.calls.generic import with_text_calls, with_tools
 from quengine.structured.calls.llama import LlamaCallParser
 from quengine.structured.calls.parser import CallFormParser
@@ -81,9 +81,10 @@ class CallFormat:
             return None
         try:
             lark = CallGrammar(self._until_end, self._literal).lark(use.callable, use.parallel)
+            dropped = dropped_of(use.callable)
         except RecursionError:
             raise EngineError("tools: a schema is nested too deeply") from None
-        return ConstraintSpec("grammar", lark)
+        return ConstraintSpec("grammar", lark, from_schemas=True, dropped=dropped)
 
     def parser(self, use: ToolUse, new_id: Callable[[], str] | None = None) -> AnswerParser:
         """A parser for one answer. `new_id` makes a call's id, by default one that the template takes."""

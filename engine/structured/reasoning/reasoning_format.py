@@ -83,7 +83,7 @@ class ReasoningFormat:
         section = f"section: {begin}{self._until_end()}"
         optional = "" if state == "open" else "?"
         lark = f"start: section{optional} rest\n{section}\nrest: %lark {{\n{spec.lark}\n}}"
-        return ConstraintSpec(spec.kind, lark)
+        return replace(spec, lark=lark)
 
     def bounded(self, spec: ConstraintSpec | None, prompt: str, budget: int) -> ConstraintSpec | None:
         tags, state = self.tags, self.tags.state(prompt)

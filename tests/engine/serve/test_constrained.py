@@ -147,6 +147,74 @@ def test_a_wrong_schema_grammar_or_tool_is_a_400_and_the_next_request_is_answere
         assert http.post("/v1/completions", json={"prompt": "the", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"guided_regex": "((a{1,200}){1,200}){1,200}"},
+        {"guided_regex": "(((.{1,200}){1,200}){1,200}b){1,200}"},
+        {"guided_regex": "(.*a.{200}b.*)|(.*b.{300}a)"},
+        {"json_schema": {"type": "string", "minLength": 10**9}},
+        {"json_schema": {"type": "integer", "multipleOf": 99999999}},
+        {"json_schema": {"enum": list(range(9000))}},
+        {"grammar": "root ::= root root | [a-z]*"},
+        {"grammar": "start: a\na: a | b\nb: a*"},
+    ],
+    ids=str,
+)
+def test_hostile_constraints_are_answered_or_refused_in_one_line(
+    served: Served, constraint: dict[str, object]
+) -> None:
+    with served.http() as http:
+        answer = http.post("/completion", json={"prompt": "the", "n_predict": 40, "seed": 1, **constraint})
+        assert answer.status_code in (200, 400), answer.text
+        assert answer.status_code == 200 or "\n" not in answer.json()["error"]["message"]
+
+
+def test_a_tool_whose_parameters_are_no_schema_is_named_with_the_path(served: Served) -> None:
+    wrong = {"name": "g", "parameters": {"type": "object", "properties": {"size": {"type": 5}}}}
+    tools = [TOOL, {"type": "function", "function": wrong}]
+    with served.http() as http:
+        body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required"}
+        answer = http.post("/v1/chat/completions", json=body)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert message.startswith("tools[1].function.parameters: properties.size.type: 5 must be string")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_no_grammar_can_hold_is_checked(client: openai.OpenAI, stream: bool) -> None:
+    schema = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, "contains": {"const": 2}}
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        stream=stream,
+        max_tokens=100,
+    )
+    choice = list(answer)[-1].choices[0] if stream else answer.choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.schema_violation == "None of [1,1] are valid under the given schema"
+
+
+def test_arguments_of_a_required_call_have_no_invented_keys(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    named = {"type": "function", "function": {"name": "look"}}
+    for seed in range(4):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            tools=[tool],
+            tool_choice=named,
+            seed=seed,
+            max_tokens=200,  # type: ignore[arg-type]
+        )
+        choice = answer.choices[0]
+        (call,) = choice.message.tool_calls or ()
+        assert choice.finish_reason == "tool_calls"
+        assert json.loads(call.function.arguments).keys() <= {"city"}  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI, stream: bool) -> None:
     given = {"model": "tiny", "messages": MESSAGES, "tools": [TOOL], "seed": 3, "max_tokens": 300}

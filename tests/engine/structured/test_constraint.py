@@ -250,11 +250,6 @@ def test_llama_cpps_json_grammar_works(small: ConstraintCompiler) -> None:
     assert not takes(small, spec, '{"a": tru}')
 
 
-EXPLODING = {
-    "allOf": [{"anyOf": [{"properties": {f"{n}{side}": {"const": n}}} for side in "ab"]} for n in range(20)]
-}
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -263,13 +258,10 @@ EXPLODING = {
         (ConstraintSpec.grammar("start: a"), 'grammar: .*unknown name: "a"'),
         (ConstraintSpec.grammar('foo: "a"'), "no start rule"),
         (ConstraintSpec.grammar('root ::= root "a"'), "no text can be"),
-        (ConstraintSpec.json_schema({"type": "objec"}), "JSON schema: .*objec"),
-        (ConstraintSpec.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
-        (ConstraintSpec.json_schema({"$ref": "http://example.com/a"}), "http://example.com/a"),
-        (ConstraintSpec.json_schema(EXPLODING), "schema too large"),
+        (ConstraintSpec.json_schema({"type": "string", "minLength": 3, "maxLength": 2}), "no text can be"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_in_one_line(
+def test_what_no_text_can_be_is_refused_in_one_line(
     small: ConstraintCompiler, spec: ConstraintSpec, message: str
 ) -> None:
     with pytest.raises(EngineError, match=message) as caught:
@@ -437,8 +429,8 @@ def test_ignore_eos_goes_on_until_nothing_can_follow(llm: LLM) -> None:
 
 
 def test_a_bad_constraint_fails_before_anything_is_computed_and_alone(llm: LLM) -> None:
-    bad = SamplingParams(constraint=ConstraintSpec.json_schema({"type": "objec"}))
-    with pytest.raises(EngineError, match="objec"):
+    bad = SamplingParams(constraint=ConstraintSpec.regex("a(b"))
+    with pytest.raises(EngineError, match="unclosed group"):
         llm.stream("the", bad)
     assert llm.generate("the", SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))[0].tokens
 

@@ -1,0 +1,92 @@
+"""Whether a finished text is valid under its schema, which a grammar enforces as far as it can (`schema_grammar`)."""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from quengine.platform import strict_json
+
+if TYPE_CHECKING:
+    from jsonschema_rs import Draft202012Validator
+
+    from quengine.structured.constraint_spec import ConstraintSpec
+    from quengine.structured.tool_calls import ToolCall, ToolUse
+
+_STEPS = 100_000
+"""The most steps back that a pattern may take: a hostile one ends, and counts as not matched."""
+_MOST = 300
+
+
+def schema_violation(schema: str, text: str) -> str | None:
+    """What of `text` is not valid under a schema (`ConstraintSpec.schema`), in one line; None where all is.
+
+    Formats are checked too. An empty schema asks for nothing.
+    """
+    if not schema:
+        return None
+    try:
+        value = strict_json.loads(text)
+    except strict_json.StrictJSONError as error:
+        return f"it is no JSON: {error}"[:_MOST]
+    return value_violation(schema, value)
+
+
+def value_violation(schema: str, value: Any) -> str | None:
+    """The same for a value."""
+    validator = _validator(schema)
+    if validator is None:
+        return None
+    try:
+        error = next(validator.iter_errors(value), None)
+    except ValueError:  # a pattern that gave up
+        return "a pattern needs too many steps"
+    if error is None:
+        return None
+    place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error.instance_path)
+    return f"{place.lstrip('.')}: {error.message}".removeprefix(": ").replace("\n", " ")[:_MOST]
+
+
+@lru_cache(maxsize=64)
+def _validator(schema: str) -> "Draft202012Validator | None":
+    from jsonschema_rs import Draft202012Validator, FancyRegexOptions
+
+    options = FancyRegexOptions(backtrack_limit=_STEPS, size_limit=1 << 20, dfa_size_limit=1 << 20)
+    given = json.loads(schema)
+    try:
+        return Draft202012Validator(given, validate_formats=True, offline=True, pattern_options=options)
+    except ValueError:  # a pattern that is none of ECMA's
+        return Draft202012Validator(_without_patterns(given), validate_formats=True, offline=True)
+
+
+def _without_patterns(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_patterns(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _without_patterns(value) for key, value in schema.items() if key != "pattern"}
+
+
+def answer_violation(
+    spec: "ConstraintSpec | None", use: "ToolUse | None", text: str, calls: Sequence["ToolCall"] = ()
+) -> str | None:
+    """What of a finished answer is not valid under the schemas that it was held to, in one line; None where all is.
+
+    Args:
+        spec: the request's constraint.
+        use: its tools; the arguments of calls are checked where calls were required.
+        text: the answer's text, without its reasoning.
+        calls: its calls.
+    """
+    if use is not None and use.choice == "required":
+        from quengine.structured.calls.form import arguments_expression
+
+        tools = {tool.name: tool for tool in use.callable}
+        for call in calls:
+            if call.name not in tools:
+                continue
+            wrong = schema_violation(arguments_expression(tools[call.name]).standard, call.arguments)
+            if wrong is not None:
+                return f"{call.name}: {wrong}"
+        return None
+    return schema_violation(spec.schema, text) if spec is not None else None

@@ -1,0 +1,558 @@
+"""The nearest schema to a standard one that the grammar's compiler takes: what a text is held to token by token.
+
+    nearest = grammar_schema(standard_schema(given).schema)
+    nearest.schema      for the compiler
+    nearest.dropped     keywords of which something is left to the check of the finished text (`schema_check`)
+
+Whatever is valid under the given schema is valid under this one, but for two things. Objects with `properties` are
+closed where the schema does not open them: a model that may invent keys goes on inventing. And times have no leap
+seconds, which programs cannot read.
+
+Closing looks at an object as a whole, as `unevaluatedProperties: false` does: the keys are those of `properties` and
+`required` here and of everything that applies to the same value (`allOf`, `anyOf`, `$ref`, `if`, ...), so that schemas
+joined by `allOf` do not shut each other out. An alternative of `anyOf` has its own keys and those around it.
+"""
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from quengine.structured.schema_check import value_violation
+from quengine.structured.schema_dialect import Schema, conjunction, without
+from quengine.structured.schema_formats import CHECKED_FORMATS, ENFORCED_FORMATS, FORMAT_PATTERNS
+
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_MAX_DEFINITIONS = 2000
+_MAX_DEPENDENCIES = 6
+"""More would be alternatives of alternatives: each doubles what an object may be."""
+_MAX_MULTIPLE = 5000
+"""A grammar of multiples has as many states as the number has digits' worth: `multipleOf: 99999999` takes minutes."""
+_MAX_NUMBER = 2**53
+"""The compiler reads numbers as doubles."""
+
+
+@dataclass(frozen=True)
+class GrammarSchema:
+    """`schema` for the compiler; `dropped` names keywords that it does not enforce, or not wholly."""
+
+    schema: Schema
+    dropped: tuple[str, ...] = ()
+
+
+def grammar_schema(standard: Schema) -> GrammarSchema:
+    """The nearest schema to `standard` (`schema_dialect.standard_schema`) that can be compiled."""
+    if isinstance(standard, bool):
+        return GrammarSchema(standard)
+    builder = _Builder(standard.get("$defs", {}))
+    schema = builder.build(without(standard, "$defs"), _Keys())
+    if isinstance(schema, dict) and (definitions := builder.definitions()):
+        schema = {**schema, "$defs": definitions}
+    return GrammarSchema(schema, tuple(dict.fromkeys(builder.dropped)))
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Keys that schemas of one value know; `open`: one of them says that there may be others."""
+
+    names: frozenset[str] = frozenset()
+    patterns: frozenset[str] = frozenset()
+    open: bool = False
+
+    @classmethod
+    def all_of(cls, parts: Iterable["_Keys"]) -> "_Keys":
+        every = list(parts)
+        names = frozenset().union(*(keys.names for keys in every))
+        patterns = frozenset().union(*(keys.patterns for keys in every))
+        return cls(names, patterns, any(keys.open for keys in every))
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Alternatives, one of which applies to the same value as the schema around them."""
+
+    alternatives: list[Schema]
+    closed: bool = True  # whether they are the user's own, and so may be closed
+
+
+@dataclass
+class _Builder:
+    given: Mapping[str, Schema]
+    dropped: list[str] = field(default_factory=list)
+    _numbers: dict[tuple[str, _Keys], int] = field(default_factory=dict)
+    _waiting: deque[tuple[str, _Keys]] = field(default_factory=deque)
+    _within: str | None = None  # the definition all of which the schema is that is built
+
+    def definitions(self) -> dict[str, Schema]:
+        found: dict[str, Schema] = {}
+        while self._waiting:
+            name, around = self._waiting.popleft()
+            self._within = name
+            found[str(self._numbers[name, around])] = self.build(self.given[name], around)
+        return found
+
+    def build(self, schema: Schema, around: _Keys) -> Schema:
+        """A schema whose value is also under others, which know the keys `around`."""
+        if isinstance(schema, bool):
+            return schema
+        own = {k: v for k, v in schema.items() if k in _PLAIN}
+        self._take_not(own, schema.get("not"))
+        self._take_texts_and_numbers(own)
+        groups = [*self._groups(schema)]
+        if (values := _finite(own)) is not None and not values:
+            return False
+        self._take_array(own, schema)
+        if not self._take_object(own, schema, groups, around):
+            return False
+        combined = self._combined(groups, self._own_keys(schema), around)
+        first = next((k for k in schema if k in _APPLICATORS or k == "properties"), None)
+        return {**own, **combined} if first == "properties" else {**combined, **own}
+
+    # --- schemas of the same value
+
+    def _groups(self, schema: Mapping[str, Any]) -> Iterator[_Group]:
+        if "$ref" in schema and not self._leads_back(schema["$ref"]):
+            yield _Group([{"$ref": schema["$ref"]}])
+        yield from (_Group([part]) for part in schema.get("allOf", ()))
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                yield _Group(schema[keyword])
+        yield from self._conditions(schema)
+        yield from self._dependencies(schema)
+
+    def _leads_back(self, reference: str) -> bool:
+        """Whether a reference says of a value what the definition is that it stands in, and so nothing."""
+        waiting, seen = [reference], set[str]()
+        while waiting and self._within is not None:
+            name = waiting.pop().rpartition("/")[2]
+            if name == self._within:
+                return True
+            if name not in seen:
+                seen.add(name)
+                waiting += _references(self.given[name])
+        return False
+
+    def _conditions(self, schema: Mapping[str, Any]) -> Iterator[_Group]:
+        condition = schema.get("if")
+        if condition is None or not {"then", "else"} & schema.keys():
+            return
+        then, other = schema.get("then", True), schema.get("else", True)
+        if isinstance(condition, bool):
+            yield _Group([then if condition else other])
+            return
+        denied = _denied(condition, schema.get("properties", {}))
+        if denied is None:
+            self.dropped.append("if")
+        otherwise = other if denied is None else conjunction({"anyOf": denied}, other)
+        yield _Group([conjunction(condition, then), otherwise])
+
+    def _dependencies(self, schema: Mapping[str, Any]) -> Iterator[_Group]:
+        """A key is absent, or what depends on it holds."""
+        dependent: list[tuple[str, Schema]] = []
+        dependent += [
+            (key, {"required": names}) for key, names in schema.get("dependentRequired", {}).items()
+        ]
+        dependent += schema.get("dependentSchemas", {}).items()
+        if len(dependent) > _MAX_DEPENDENCIES:
+            self.dropped.append("dependentRequired" if "dependentRequired" in schema else "dependentSchemas")
+        for key, then in dependent[:_MAX_DEPENDENCIES]:
+            yield _Group([_Absent({"properties": {key: False}}), conjunction({"required": [key]}, then)])
+
+    def _combined(self, groups: list[_Group], own: _Keys, around: _Keys) -> dict[str, Any]:
+        """The keywords that hold the groups, each of which is closed around what all others know."""
+        known = [self._keys_of_group(group) for group in groups]
+        made: list[Schema] = []
+        for n, group in enumerate(groups):
+            others = _Keys.all_of([around, own, *known[:n], *known[n + 1 :]])
+            within, self._within = self._within, self._within if len(group.alternatives) == 1 else None
+            parts = [self._alternative(part, others) for part in group.alternatives]
+            self._within = within
+            if any(part is True or part == {} for part in parts):
+                continue
+            made.append(parts[0] if len(parts) == 1 else {"anyOf": parts})
+        if len(made) == 1 and isinstance(made[0], dict) and made[0].keys() <= {"$ref", "anyOf"}:
+            return made[0]
+        return {"allOf": made} if made else {}
+
+    def _alternative(self, part: Schema, around: _Keys) -> Schema:
+        if isinstance(part, _Absent):
+            return dict(part)
+        if not isinstance(part, dict) or part.keys() != {"$ref"}:
+            return self.build(part, around)
+        name = part["$ref"].rpartition("/")[2]
+        if not self._keys(part).names and not self._keys(part).patterns:
+            around = _Keys()
+        if len(self._numbers) > _MAX_DEFINITIONS:
+            around = _Keys(open=True)
+        if (name, around) not in self._numbers:
+            self._numbers[name, around] = len(self._numbers)
+            self._waiting.append((name, around))
+        return {"$ref": f"#/$defs/{self._numbers[name, around]}"}
+
+    # --- keys
+
+    def _keys(self, schema: Schema, seen: set[str] | None = None) -> _Keys:
+        """The keys that a schema and all others of the same value know; definitions in `seen` are counted already."""
+        seen = set() if seen is None else seen
+        if isinstance(schema, (bool, _Absent)):
+            return _Keys()
+        parts = [self._own_keys(schema)]
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            parts += [self._keys(part, seen) for part in schema.get(keyword, ())]
+        parts += [
+            self._keys(schema[keyword], seen) for keyword in ("if", "then", "else") if keyword in schema
+        ]
+        parts += [self._keys(part, seen) for part in schema.get("dependentSchemas", {}).values()]
+        name = schema.get("$ref", "").rpartition("/")[2]
+        if name and name not in seen:
+            seen.add(name)
+            parts.append(self._keys(self.given[name], seen))
+        return _Keys.all_of(parts)
+
+    def _own_keys(self, schema: Mapping[str, Any]) -> _Keys:
+        dependent = schema.get("dependentRequired", {})
+        names = {*schema.get("properties", ()), *schema.get("required", ()), *dependent}
+        names.update(*dependent.values())
+        opened = any(
+            schema.get(keyword, False) is not False
+            for keyword in ("additionalProperties", "unevaluatedProperties")
+        )
+        return _Keys(frozenset(names), frozenset(schema.get("patternProperties", ())), opened)
+
+    def _keys_of_group(self, group: _Group) -> _Keys:
+        return _Keys.all_of(map(self._keys, group.alternatives))
+
+    # --- keywords
+
+    def _take_not(self, own: dict[str, Any], denied: Schema | None) -> None:
+        """What can be said of `not` by other keywords."""
+        if denied is None or denied is False:
+            return
+        if denied is True or denied == {}:
+            own["enum"] = []
+            return
+        if denied.keys() == {"anyOf"}:
+            for part in denied["anyOf"]:
+                self._take_not(own, part)
+        elif denied.keys() == {"type"}:
+            types = set(_list(denied["type"]))
+            if "integer" in types and "number" not in types:
+                self.dropped.append("not")
+                types.discard("integer")
+            if "number" in types:
+                types.add("integer")
+            own["type"] = [each for each in _list(own.get("type", list(_TYPES))) if each not in types]
+            if not own["type"]:
+                own["enum"] = []
+        elif denied.keys() <= {"const", "enum", "type"} and (values := _finite(own)) is not None:
+            own.pop("const", None)
+            own["enum"] = [each for each in values if not _contains(_finite(denied) or [], each)]
+        elif denied.keys() <= {"required", "type"} and len(denied.get("required", ())) == 1:
+            own["properties"] = {**own.get("properties", {}), denied["required"][0]: False}
+            if "type" not in denied:  # what is no object has all keys that are required of objects
+                own["type"] = [each for each in _list(own.get("type", "object")) if each == "object"]
+                if not own["type"]:
+                    own["enum"] = []
+        else:
+            self.dropped.append("not")
+
+    def _take_texts_and_numbers(self, own: dict[str, Any]) -> None:
+        name = own.pop("format", None)
+        if name in FORMAT_PATTERNS:
+            if "pattern" in own:
+                own["allOf"] = [{"pattern": own.pop("pattern")}]
+            own["pattern"] = FORMAT_PATTERNS[name]
+        elif name in ENFORCED_FORMATS:
+            own["format"] = name
+        elif name in CHECKED_FORMATS:
+            self.dropped.append(f"format {name}")
+        for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            if keyword in own and abs(own[keyword]) > _MAX_NUMBER:
+                del own[keyword]
+                self.dropped.append(keyword)
+        if "multipleOf" in own and not _is_small_multiple(own["multipleOf"]):
+            del own["multipleOf"]
+            self.dropped.append("multipleOf")
+        self._take_values(own)
+
+    def _take_values(self, own: dict[str, Any]) -> None:
+        """`const` and `enum`, whose numbers must be the compiler's."""
+        values = _finite(own)
+        if values is None or not any(map(_is_large, values)):
+            return
+        own.pop("const", None)
+        own.pop("enum", None)
+        self.dropped.append("enum")
+        types = {_type_of(each) for each in values}
+        own["type"] = [each for each in _list(own.get("type", list(_TYPES))) if each in types]
+
+    def _take_array(self, own: dict[str, Any], schema: Mapping[str, Any]) -> None:
+        items, prefix = schema.get("items"), schema.get("prefixItems")
+        if prefix is not None:
+            own["prefixItems"] = [self._part(part) for part in prefix]
+            if items is None and schema.get("unevaluatedItems") is False:
+                items = False
+        if items is not None:
+            own["items"] = self._part(items)
+        if schema.get("uniqueItems") and own.get("maxItems", 2) > 1:
+            self.dropped.append("uniqueItems")
+            if prefix is None and isinstance(items, dict) and (values := self._values_of(items)) is not None:
+                own["maxItems"] = min(own.get("maxItems", len(values)), len(values))
+        if "contains" in schema:
+            least = schema.get("minContains", 1)
+            own["minItems"] = max(own.get("minItems", 0), least)
+            if least or "maxContains" in schema:
+                self.dropped.append("contains")
+
+    def _take_object(
+        self, own: dict[str, Any], schema: Mapping[str, Any], groups: list[_Group], around: _Keys
+    ) -> bool:
+        """Keys and their values. False where no value can be."""
+        if "properties" in own:
+            own["properties"] = {name: self._part(part) for name, part in own["properties"].items()}
+        for keyword in ("patternProperties",):
+            if keyword in schema:
+                own[keyword] = {name: self._part(part) for name, part in schema[keyword].items()}
+        if "additionalProperties" in schema:
+            own["additionalProperties"] = self._part(schema["additionalProperties"])
+        self._take_unevaluated(own, schema, groups)
+        self._take_property_names(own, schema.get("propertyNames"))
+        others = _Keys.all_of([around, *map(self._keys_of_group, groups)])
+        self._close(own, schema, others)
+        return self._take_counts_of_properties(own, others)
+
+    def _part(self, schema: Schema) -> Schema:
+        """A schema of a value within this one."""
+        within, self._within = self._within, None
+        made = self._alternative(schema, _Keys())
+        self._within = within
+        return made
+
+    def _take_unevaluated(self, own: dict[str, Any], schema: Mapping[str, Any], groups: list[_Group]) -> None:
+        rest = schema.get("unevaluatedProperties")
+        if rest is None or rest is True or "additionalProperties" in own:
+            return
+        if rest is False:
+            own.setdefault("properties", {})
+        elif groups:
+            self.dropped.append("unevaluatedProperties")
+        else:
+            own["additionalProperties"] = self._part(rest)
+
+    def _take_property_names(self, own: dict[str, Any], names: Schema | None) -> None:
+        seen = 0
+        while isinstance(names, dict) and names.keys() == {"$ref"} and seen <= len(self.given):
+            names, seen = self.given[names["$ref"].rpartition("/")[2]], seen + 1
+        if names is None or isinstance(names, bool):
+            if names is False:
+                own["maxProperties"] = 0
+            return
+        if names.keys() <= _OF_TEXTS and (properties := own.get("properties")):
+            rule = json.dumps(names)
+            own["properties"] = {
+                name: part if value_violation(rule, name) is None else False
+                for name, part in properties.items()
+            }
+        rest = own.get("additionalProperties", "properties" not in own)
+        if rest is False or "patternProperties" in own:
+            return  # the schema's own names
+        values = _finite(names)
+        if values is not None:
+            own["properties"] = {each: rest for each in values if isinstance(each, str)} | own.get(
+                "properties", {}
+            )
+            own["additionalProperties"] = False
+            return
+        least, most = names.get("minLength", 0), names.get("maxLength", "")
+        pattern = names.get("pattern", FORMAT_PATTERNS.get(names.get("format", "")))
+        if pattern is None and {"minLength", "maxLength"} & names.keys():
+            pattern = f"^(?s:.{{{least},{most}}})$"
+        shared = rest is not True and own.get("properties")  # the pattern would hold these to `rest` too
+        if pattern is None or shared or not names.keys() <= _OF_TEXTS:
+            self.dropped.append("propertyNames")
+            return
+        own["patternProperties"] = {pattern: rest}
+        own["additionalProperties"] = False
+
+    def _close(self, own: dict[str, Any], schema: Mapping[str, Any], others: _Keys) -> None:
+        """Let an object have no other keys than those that are known, where nothing says that it may."""
+        if not {"properties", "patternProperties"} & schema.keys() and schema.get(
+            "unevaluatedProperties", True
+        ):
+            return
+        required = [name for name in own.get("required", ()) if name not in own.get("properties", {})]
+        if (
+            "additionalProperties" in own
+            or others.open
+            or schema.get("unevaluatedProperties", False) is not False
+        ):
+            return
+        names = [*required, *sorted(others.names)]
+        properties = {**own.get("properties", {})}
+        properties |= {name: True for name in names if name not in properties}
+        patterns = {
+            **dict.fromkeys(sorted(others.patterns), True),
+            **own.get("patternProperties", {}),
+        }
+        if own.get("minProperties", 0) > len(properties) and not patterns:
+            return  # there must be others
+        own["properties"] = properties
+        if patterns:
+            own["patternProperties"] = patterns
+        own["additionalProperties"] = False
+
+    def _take_counts_of_properties(self, own: dict[str, Any], others: _Keys) -> bool:
+        """`minProperties` and `maxProperties`, as far as the compiler has them. False where no value can be."""
+        least, most = own.pop("minProperties", 0), own.pop("maxProperties", None)
+        properties = own.get("properties", {})
+        possible = [name for name, part in properties.items() if part is not False]
+        required = [name for name in own.get("required", ()) if name in properties]
+        closed = own.get("additionalProperties") is False and "patternProperties" not in own
+        if closed and least >= len(possible) > 0:
+            if least > len(possible):
+                return self._only_others(own)
+            own["required"] = list(dict.fromkeys([*own.get("required", ()), *possible]))
+            least = 0
+        if most == 0 or (most is not None and most == len(own.get("required", ()))):
+            own["properties"] = {
+                n: p if n in own.get("required", ()) else False for n, p in properties.items()
+            }
+            own.pop("patternProperties", None)
+            own["additionalProperties"] = False
+            least, most = (0, None) if least <= len(own.get("required", ())) else (least, most)
+        if least <= len(own.get("required", ())):
+            least = 0
+        if closed and most is not None and most >= len(possible):
+            most = None
+        if not least and most is None:
+            return True
+        optional = len(possible) - len(required)
+        simple = closed and least <= len(required) + 1 and most in (None, len(required) + 1)
+        if others.names or others.patterns or (optional and not (simple and least in (0, len(required) + 1))):
+            self.dropped.append("minProperties" if least else "maxProperties")
+            return True
+        own |= ({"minProperties": least} if least else {}) | (
+            {"maxProperties": most} if most is not None else {}
+        )
+        return True
+
+    def _only_others(self, own: dict[str, Any]) -> bool:
+        """An object cannot have so many keys; values of other types may be."""
+        types = [each for each in _list(own.get("type", list(_TYPES))) if each != "object"]
+        own["type"] = types
+        return bool(types)
+
+    def _values_of(self, schema: Schema) -> list[Any] | None:
+        """The values of a schema that has few, where it says so itself or by a reference."""
+        for _ in range(len(self.given) + 1):
+            if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
+                break
+            schema = self.given[schema["$ref"].rpartition("/")[2]]
+        return None if isinstance(schema, bool) else _finite(schema)
+
+
+class _Absent(dict[str, Any]):
+    """A schema that is as it has to be: a key that may not be there."""
+
+
+_PLAIN = frozenset(
+    [
+        "type",
+        "const",
+        "enum",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "format",
+        "minItems",
+        "maxItems",
+        "properties",
+        "required",
+        "minProperties",
+        "maxProperties",
+    ]
+)
+_OF_TEXTS = frozenset(["type", "const", "enum", "minLength", "maxLength", "pattern", "format"])
+_APPLICATORS = frozenset(["$ref", "allOf", "anyOf", "oneOf", "if", "dependentRequired", "dependentSchemas"])
+
+
+def _references(schema: Schema) -> list[str]:
+    """What a schema refers to that is all said of the same value."""
+    if isinstance(schema, bool):
+        return []
+    found = [schema["$ref"]] if "$ref" in schema else []
+    return found + [name for part in schema.get("allOf", ()) for name in _references(part)]
+
+
+def _list(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _finite(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values of `const` and `enum`; None without them."""
+    if "const" in schema:
+        return [each for each in [schema["const"]] if "enum" not in schema or _contains(schema["enum"], each)]
+    return schema.get("enum")
+
+
+def _contains(values: Iterable[Any], value: Any) -> bool:
+    """Whether one of `values` is the same JSON value: true is not 1."""
+    return any(each == value and isinstance(each, bool) == isinstance(value, bool) for each in values)
+
+
+def _denied(condition: Mapping[str, Any], properties: Mapping[str, Any]) -> list[Schema] | None:
+    """Alternatives of what is not under `condition`, where that says one key's value and the key has few values."""
+    keys = condition.get("properties", {})
+    if not condition.keys() <= {"properties", "required", "type"} or len(keys) != 1:
+        return None
+    ((name, wanted),) = keys.items()
+    if isinstance(wanted, bool) or not wanted.keys() <= {"const", "enum", "type"}:
+        return None
+    given = properties.get(name, {})
+    values = None if isinstance(given, bool) else _finite(given)
+    if values is None and not isinstance(given, bool) and given.get("type") == "boolean":
+        values = [True, False]
+    chosen = _finite(wanted)
+    required = condition.get("required", [])
+    if values is None or chosen is None or not set(required) <= {name}:
+        return None
+    rest = [each for each in values if not _contains(chosen, each)]
+    denied: list[Schema] = (
+        [_Absent({"properties": {name: {"enum": rest}}, "required": [name]})] if rest else []
+    )
+    if required:
+        denied.append(_Absent({"properties": {name: False}}))
+    return denied or [False]
+
+
+def _is_small_multiple(value: float) -> bool:
+    """Whether the grammar of multiples of `value` is small."""
+    digits = Decimal(repr(value)).normalize().as_tuple()
+    coefficient = int("".join(map(str, digits.digits)))
+    return coefficient <= _MAX_MULTIPLE and isinstance(digits.exponent, int) and -9 <= digits.exponent <= 6
+
+
+def _is_large(value: Any) -> bool:
+    """Whether a value has a number that a double is not."""
+    if isinstance(value, dict):
+        return any(map(_is_large, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_large, value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) > _MAX_NUMBER or (value != 0 and math.log10(abs(value)) < -9)
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names[type(value)]
