@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from quengine.cli.progress import ProgressLine
+from quengine.platform.deferred_interrupt import DeferredInterrupt
 
 SIGNALS = {
     signal.SIGINT: signal.default_int_handler,
@@ -132,15 +133,28 @@ def _watch(descriptor: int) -> None:
         left = due - time.monotonic()
         if select.select([descriptor], [], [], None if left == float("inf") else max(0.0, left))[0]:
             for received in os.read(descriptor, 64):
-                if received not in SIGNALS or signal.getsignal(received) is not _handle:
+                if received not in SIGNALS or not _is_ours(received):
                     continue
                 if due < float("inf"):  # the second one
                     _end(received)
                 number, due, place = received, time.monotonic() + GRACE_SECONDS, _place(main)
-        elif signal.getsignal(number) is _handle and (_raised is not None or _place(main) == place):
+        elif _is_ours(number) and (_raised is not None or _is_put_off(number) or _place(main) == place):
             _end(number)
         else:  # the main thread has gone on, and another handler has had the signal
             due, place = float("inf"), (None, -1)
+
+
+def _is_ours(number: int) -> bool:
+    """Whether a signal comes to `_handle`, now or where it was put off to."""
+    handler = signal.getsignal(number)
+    while isinstance(handler, DeferredInterrupt):
+        handler = handler.before
+    return handler is _handle
+
+
+def _is_put_off(number: int) -> bool:
+    handler = signal.getsignal(number)
+    return isinstance(handler, DeferredInterrupt) and handler.noted
 
 
 def _place(thread: int) -> tuple[FrameType | None, int]:

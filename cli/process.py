@@ -31,7 +31,7 @@ def prepare(arguments: Sequence[str]) -> None:
             from quengine.platform.bus_error import install
 
             install()
-        torch_import.prepare()
+        torch_import.keep_bytecode()
 
 
 def _require_stack() -> None:

@@ -51,6 +51,8 @@ class CompletionStream:
                 self._llm.step()
             return text
         except BaseException:
+            # One call of C: a second interrupt may come anywhere, and finds the sequence noted.
+            self._llm.dropped.append(self.sequence)
             self.close()
             raise
 
@@ -84,8 +86,8 @@ class CompletionStream:
 
     def close(self) -> None:
         """Cancel the request, unless it has finished."""
-        self._closed = True
         self._llm._cancel(self.sequence)
+        self._closed = True
 
     def _end(self) -> str:
         """The last piece of a sequence that has finished meanwhile. Raises its error, or StopIteration."""

@@ -241,7 +241,7 @@ def main() -> int:
     log_lines.set_up(verbose="-v" in sys.argv[3:])
     collector.starting()
     bus_error.install()
-    torch_import.prepare()
+    torch_import.keep_bytecode()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     Heartbeat(int(sys.argv[2])).keep_beating()
     try:
