@@ -22,6 +22,7 @@ from quengine.cli.command_table import COMMANDS, ExampleCommand
 from quengine.cli.progress import clear_before
 from quengine.errors import EngineError, visible
 from quengine.platform import collector, log_lines
+from quengine.platform.out_of_memory import out_of_memory
 
 CANNOT_RUN = 2
 INTERNAL_ERROR = 3
@@ -166,9 +167,9 @@ def _report(error: BaseException) -> int:
     if isinstance(error, ClickException):
         _print_error(error.format_message())  # type: ignore[attr-defined]
         return EngineError.exit_code
-    if isinstance(error, MemoryError):
-        _print_error(f"not enough memory{': ' if str(error) else ''}{error}")
-        return CANNOT_RUN
+    if (problem := out_of_memory(error)) is not None:
+        _print_error(str(problem))
+        return problem.exit_code
     if isinstance(error, OSError) and error.errno is not None:
         _print_error(_os_problem(error))
         return CANNOT_RUN

@@ -33,6 +33,7 @@ from quengine.model_runner import LaunchedStep
 from quengine.platform.deferred_interrupt import DeferredInterrupt
 from quengine.platform.device import on_device
 from quengine.platform.machine import peak_memory
+from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
 from quengine.request.output import Completion
@@ -71,7 +72,12 @@ class LLM:
 
     @configured_by(EngineConfig)
     def __init__(self, model: str | Path, config: EngineConfig) -> None:
-        self.loaded = load_model(model, config, config.progress)
+        try:
+            self.loaded = load_model(model, config, config.progress)
+        except Exception as error:
+            if (problem := out_of_memory(error)) is not None:
+                raise problem from error
+            raise
         ranks = self.loaded.ranks
         self.config = replace(config, tensor_parallel=1 if ranks is None else ranks.count)
         self.tokenizer = self.loaded.tokenizer

@@ -27,6 +27,7 @@ from quengine.models.tensor_split import Rank
 from quengine.parallel.communicator import WAIT_SECONDS, RankCommunicator, join
 from quengine.parallel.wire import Message, encode
 from quengine.platform.deferred_interrupt import DeferredInterrupt
+from quengine.platform.out_of_memory import killed_for_memory
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ class _Follower:
                 raise RankFailedError(f"rank {self.number} has not begun within {seconds:.0f} s")
             message = self.connection.recv_bytes()
         except (EOFError, OSError):
-            self.process.wait()
-            raise RankFailedError(self._how_it_ended()) from None
+            hint = killed_for_memory(self.process.wait())
+            raise RankFailedError(f"{self._how_it_ended()}{hint}") from None
         if message != expected:
             kind, text = json.loads(message)
             error = CannotRunError if kind == "CannotRunError" else EngineError

@@ -1,4 +1,4 @@
-"""A quick `import torch` in the processes of the `engine` program: from bytecode, wherever torch was installed without."""
+"""A quick `import torch` in the processes of the `engine` program: from bytecode, also where none was installed."""
 
 import importlib.util
 import sys

@@ -12,7 +12,7 @@ from quengine.platform.deferred_interrupt import DeferredInterrupt
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
-INTERRUPTS = 10_000
+INTERRUPTS = 1_000  # benchmarks/checks/interrupted_calls.py makes as many as it is told
 # Calls of a process's main thread, each cut short by a timer's signal, which the handler of SIGINT gets.
 PROGRAM = """
 import gc, random, signal, sys
