@@ -1,4 +1,4 @@
-"""Interrupts calls of one LLM again and again at random moments: the next one answers, and nothing is left of the others.
+"""Interrupts calls of one LLM at random moments: the next one answers, and nothing is left of the others.
 
     python -m benchmarks.checks.interrupted_calls [--count 10000] [--jobs 4]
 
