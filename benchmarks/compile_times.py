@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from quengine.platform import torch_import
 
-torch_import.prepare()
+torch_import.keep_bytecode()
 
 import torch  # noqa: E402
 

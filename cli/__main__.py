@@ -4,21 +4,20 @@ The commands take a tenth of a second to import. Ctrl-C before they are there en
 program, where Python's own handler would print a traceback.
 """
 
-import signal
+# The module in C: `signal` itself imports enum, milliseconds in which Python's handler would be there.
+import _signal as signal  # type: ignore[import-not-found, unused-ignore]
 import sys
-
-from quengine.platform import collector
 
 
 def main() -> int:
     """Run the command line; the exit code. A Ctrl-C that the parent process ignores stays ignored."""
-    collector.starting()  # before the imports, which make many objects
     handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler:
-        from quengine.cli.main import main as run
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from quengine.platform import collector
 
-        return run()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    collector.starting()  # before the imports, which make many objects
+    from quengine.cli import interrupts
     from quengine.cli.main import INTERRUPTED
     from quengine.cli.main import main as run
 
@@ -26,9 +25,9 @@ def main() -> int:
         signal.signal(signal.SIGINT, handler)
         return run()
     except KeyboardInterrupt:  # in the moments around the command, which handles its own
-        return INTERRUPTED
+        return interrupts.exit_code() or INTERRUPTED
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # nor a traceback while the interpreter shuts down
+        interrupts.finish()  # no traceback while the interpreter shuts down
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quengine.cli import interrupts
 from quengine.cli.progress import ProgressLine
 from quengine.cli.pulling import offer_pull
 from quengine.config import EngineConfig
@@ -29,7 +30,8 @@ def load_llm(model: str, config: EngineConfig) -> "LLM":
     if config.backend != "reference":
         cuda_start.begin(config.device)
     logger.debug("arguments read")
-    from quengine.llm import LLM  # with torch, half a second or more by itself
+    with interrupts.at_once():
+        from quengine.llm import LLM  # with torch, half a second or more by itself
 
     logger.debug("torch imported")
     try:

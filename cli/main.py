@@ -8,22 +8,21 @@ import contextlib
 import inspect
 import logging
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, TextIO
 
 import typer
 
-from quengine.cli import process, streams
+from quengine.cli import interrupts, process, streams
 from quengine.cli.command_table import COMMANDS, ExampleCommand
 from quengine.cli.progress import clear_before
 from quengine.errors import EngineError, visible
 from quengine.platform import collector, log_lines
+from quengine.platform.out_of_memory import out_of_memory
 
 CANNOT_RUN = 2
 INTERNAL_ERROR = 3
@@ -168,9 +167,9 @@ def _report(error: BaseException) -> int:
     if isinstance(error, ClickException):
         _print_error(error.format_message())  # type: ignore[attr-defined]
         return EngineError.exit_code
-    if isinstance(error, MemoryError):
-        _print_error(f"not enough memory{': ' if str(error) else ''}{error}")
-        return CANNOT_RUN
+    if (problem := out_of_memory(error)) is not None:
+        _print_error(str(problem))
+        return problem.exit_code
     if isinstance(error, OSError) and error.errno is not None:
         _print_error(_os_problem(error))
         return CANNOT_RUN
@@ -212,35 +211,28 @@ def run(args: list[str]) -> int:
             return READER_GONE
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except Exception as error:
-        if _interrupts and not isinstance(error, EngineError | ClickException):
-            return INTERRUPTED  # a library has swallowed the interrupt, and fails for it now
-        return _report(error)
+        # After a signal the error is its consequence: a library has swallowed the interrupt, and fails for it.
+        return interrupts.exit_code() or _report(error)
     return outcome if isinstance(outcome, int) else 0
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C in the `engine` program: as Python handles it, and noted."""
-    _interrupts.append(number)
-    signal.default_int_handler(number, frame)
-
-
-_interrupts: list[int] = []
 
 
 def main() -> int:
     """The `engine` program, in a process of its own; `quengine.cli.__main__` starts it."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
+    interrupts.install()
     collector.starting()
     streams.prepare()
     try:
         process.prepare(sys.argv[1:])
-        return run(sys.argv[1:])
+        code = run(sys.argv[1:])
+        return interrupts.exit_code() or code  # also where a library swallowed the interrupt
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except EngineError as error:
         return _report(error)
     finally:
         collector.ending()
         streams.finish()
+        interrupts.finish()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from quengine.cli import interrupts
 from quengine.errors import CannotRunError
 
 COMPUTING = frozenset({"generate", "chat", "run", "serve", "bench", "parity", "doctor"})
@@ -25,11 +26,12 @@ def prepare(arguments: Sequence[str]) -> None:
         return
     _require_stack()
     if command != "serve":  # a server installs the first while its engine's process starts, and has no torch
-        from quengine.platform import torch_import
-        from quengine.platform.bus_error import install
+        with interrupts.at_once():
+            from quengine.platform import torch_import
+            from quengine.platform.bus_error import install
 
-        install()
-        torch_import.prepare()
+            install()
+        torch_import.keep_bytecode()
 
 
 def _require_stack() -> None:

@@ -6,9 +6,11 @@ Importing this package loads neither torch nor numba; the names below are resolv
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # as type checkers read it; `typing` is most of what this file would import
 if TYPE_CHECKING:
+    from typing import Any
+
     from quengine.errors import CannotRunError, EngineError
     from quengine.llm import LLM
     from quengine.request.output import Completion
@@ -25,7 +27,7 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name == "__version__":
         from importlib.metadata import version
 

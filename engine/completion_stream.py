@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
+from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.structured.answer_parser import AnswerParser
@@ -51,8 +52,12 @@ class CompletionStream:
                     self.progress(min(self.sequence.num_cached_tokens, total), total)
                 self._llm.step()
             return text
-        except BaseException:
+        except BaseException as error:
+            # One call of C: a second interrupt may come anywhere, and finds the sequence noted.
+            self._llm.dropped.append(self.sequence)
             self.close()
+            if (problem := out_of_memory(error)) is not None:
+                raise problem from error
             raise
 
     def __del__(self) -> None:
@@ -85,8 +90,8 @@ class CompletionStream:
 
     def close(self) -> None:
         """Cancel the request, unless it has finished."""
-        self._closed = True
         self._llm._cancel(self.sequence)
+        self._closed = True
 
     def _end(self) -> str:
         """The last piece of a sequence that has finished meanwhile. Raises its error, or StopIteration."""

@@ -14,8 +14,10 @@ class EngineLock:
     """A lock on the scheduler and the cache. `acquire_or_wait` is for steps; `acquire` is for all else, and comes
     before the next step, so that a thread that steps without a pause keeps no other out.
 
-    A thread that holds the lock must not acquire it again. `release` does nothing where the thread does not hold it:
-    it may stand in a `finally` around the call that acquires, which an interrupt may have cut short.
+    A thread that holds the lock has no reason to acquire it again: one that does was kept from releasing it by an
+    interrupt, and has it. `release` does nothing where the thread does not hold it: it may stand in a `finally` around
+    the call that acquires, which an interrupt may have cut short. Inside these methods an interrupt would leave what
+    guards the lock itself locked: they are for blocks of `DeferredInterrupt`.
     """
 
     def __init__(self) -> None:
@@ -40,7 +42,7 @@ class EngineLock:
         with self._changed:
             self._acquiring += 1
             try:
-                while self._owner is not None:
+                while self._owner not in (None, me):
                     self._changed.wait()
                 self._owner = me
             finally:
@@ -66,9 +68,10 @@ class EngineLock:
         Raises EngineError as `check_process`.
         """
         self.check_process()
+        me = threading.get_ident()
         with self._changed:
-            if self._owner is None and not self._acquiring:
-                self._owner = threading.get_ident()
+            if self._owner == me or (self._owner is None and not self._acquiring):
+                self._owner = me
                 return True
             self._changed.wait()
             return False

@@ -30,8 +30,10 @@ from quengine.errors import EngineError
 from quengine.load import load_model
 from quengine.memory import attended_bytes
 from quengine.model_runner import LaunchedStep
+from quengine.platform.deferred_interrupt import DeferredInterrupt
 from quengine.platform.device import on_device
 from quengine.platform.machine import peak_memory
+from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
 from quengine.request.output import Completion
@@ -70,7 +72,12 @@ class LLM:
 
     @configured_by(EngineConfig)
     def __init__(self, model: str | Path, config: EngineConfig) -> None:
-        self.loaded = load_model(model, config, config.progress)
+        try:
+            self.loaded = load_model(model, config, config.progress)
+        except Exception as error:
+            if (problem := out_of_memory(error)) is not None:
+                raise problem from error
+            raise
         ranks = self.loaded.ranks
         self.config = replace(config, tensor_parallel=1 if ranks is None else ranks.count)
         self.tokenizer = self.loaded.tokenizer
@@ -91,8 +98,9 @@ class LLM:
         has = "no chat template" if source is None else f"chat template of {len(source)} characters"
         logger.info("tokenizer of %d tokens, %s", self.tokenizer.vocab_size, has)
         self._lock = EngineLock()
-        # Sequences that were cancelled and are still to be taken out. Finalizers add to it, at any time, in any thread.
-        self._dropped: deque[Sequence] = deque()
+        # Sequences that were cancelled and are still to be taken out. Finalizers add to it, at any time, in any thread;
+        # a `finally` by one call of C, since an interrupt may come before any other.
+        self.dropped: deque[Sequence] = deque()
 
     @property
     def answer_format(self) -> AnswerFormat:
@@ -116,11 +124,13 @@ class LLM:
             for prompt in as_prompts(prompts)
             for index in range(params.n)
         ]
+        sequences = [stream.sequence for stream in streams]
         try:
             for stream in streams:
                 stream.start()
             return [stream.finish() for stream in streams]
         finally:
+            self.dropped.extend(sequences)
             for stream in streams:
                 stream.close()
 
@@ -225,8 +235,8 @@ class LLM:
             self._end_step()
             return [sequence.embedding() for sequence in sequences]
         finally:
-            for sequence in sequences:
-                self._cancel(sequence)
+            self.dropped.extend(sequences)
+            self._cancel_dropped_now()
 
     def embedding_sequence(self, ids: list[int], pooling: Pooling) -> Sequence:
         """A sequence whose prompt is pooled, to be given to the scheduler. Raises EngineError as `embed` does."""
@@ -280,14 +290,15 @@ class LLM:
         A sequence that cannot go on fails alone (`Sequence.error`); what is raised concerns the whole batch. While
         another thread computes one, this waits until that is done and returns nothing.
         """
-        try:
-            if not self._lock.acquire_or_wait():
-                return []
-            self._cancel_dropped()
-            with on_device(self.loaded.device):
-                return self._compute()
-        finally:
-            self._lock.release()
+        with self._uninterrupted():
+            try:
+                if not self._lock.acquire_or_wait():
+                    return []
+                self._cancel_dropped()
+                with on_device(self.loaded.device):
+                    return self._compute()
+            finally:
+                self._lock.release()
 
     def _compute(self) -> list[tuple[Sequence, str]]:
         launched = self._launched
@@ -389,11 +400,12 @@ class LLM:
 
     def close(self) -> None:
         """Close the mapped file, once no thread computes. The model cannot be used afterwards."""
-        try:
-            self._lock.acquire()
-            self.loaded.close()
-        finally:
-            self._lock.release()
+        with self._uninterrupted():
+            try:
+                self._lock.acquire()
+                self.loaded.close()
+            finally:
+                self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -405,32 +417,40 @@ class LLM:
 
     def _add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises EngineError where it does not fit into the cache, or after a fork."""
-        try:
-            self._lock.acquire()
-            self.scheduler.add(sequence)
-        finally:
-            self._lock.release()
+        with self._uninterrupted():
+            try:
+                self._lock.acquire()
+                self._cancel_dropped()
+                self.scheduler.add(sequence)
+            finally:
+                self._lock.release()
 
     def _end_step(self) -> None:
         """Wait for the step under way, if there is one: what it does to a sequence that has finished is then done."""
-        try:
-            self._lock.acquire()
-        finally:
-            self._lock.release()
+        with self._uninterrupted():
+            try:
+                self._lock.acquire()
+            finally:
+                self._lock.release()
 
     def _cancel(self, sequence: Sequence) -> None:
         """Take a sequence out, now or before the next step. Never waits: finalizers call it."""
-        self._dropped.append(sequence)
-        try:
+        self.dropped.append(sequence)
+        self._cancel_dropped_now()
+
+    def _cancel_dropped_now(self) -> None:
+        """Take out the sequences that were cancelled, unless a step is under way. Never waits."""
+        with self._uninterrupted():
             if self._lock.try_acquire():
-                self._cancel_dropped()
-        finally:
-            self._lock.release()
+                try:
+                    self._cancel_dropped()
+                finally:
+                    self._lock.release()
 
     def _cancel_dropped(self) -> None:
         """Take out the sequences that were cancelled. This thread holds the lock."""
-        while self._dropped:
-            self.scheduler.cancel(self._dropped.popleft())
+        while self.dropped:
+            self.scheduler.cancel(self.dropped.popleft())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -440,9 +460,9 @@ class LLM:
         """
         me = threading.get_ident()
         try:
-            self._lock.acquire()
-            self._cancel_dropped()
-            with on_device(self.loaded.device):
+            with self._uninterrupted(), on_device(self.loaded.device):
+                self._lock.acquire()
+                self._cancel_dropped()
                 while sequences := self.scheduler.sequences:
                     if any(sequence.thread == me for sequence in sequences):
                         raise EngineError(
@@ -451,9 +471,18 @@ class LLM:
                     self._compute()
                     self._lock.step_done()
                     self._cancel_dropped()
+            with on_device(self.loaded.device):
                 yield
         finally:
-            self._lock.release()
+            with self._uninterrupted():
+                self._lock.release()
+
+    def _uninterrupted(self) -> DeferredInterrupt:
+        """A block that holds the lock or changes the scheduler: Ctrl-C takes effect at its end.
+
+        It is one step at most. With ranks, which a step may wait for, the second Ctrl-C takes effect at once.
+        """
+        return DeferredInterrupt(second_at_once=self.loaded.ranks is not None)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         return self.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)

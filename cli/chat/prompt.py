@@ -11,6 +11,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.styles import Style
 
+from quengine.cli import interrupts
 from quengine.cli.chat.completion import CommandCompleter, is_command
 from quengine.cli.chat.notes import note
 from quengine.cli.chat.quoted_block import is_open
@@ -42,18 +43,24 @@ class TerminalPrompt:
 
     def lines(self) -> Iterator[str]:
         """What is typed, until Ctrl-D."""
-        while True:
-            try:
-                yield self._session.prompt("> ")
-            except KeyboardInterrupt:
-                note("Ctrl-D or /exit leaves")
-            except EOFError:
-                return
+        while (line := self._line()) is not None:
+            yield line
+
+    def _line(self) -> str | None:
+        with interrupts.left_to_prompt():
+            while True:
+                try:
+                    return self._session.prompt("> ")
+                except KeyboardInterrupt:
+                    note("Ctrl-D or /exit leaves")
+                except EOFError:
+                    return None
 
     def edit(self, text: str) -> str | None:
         """`text` as the user changed it; None where Ctrl-C or Ctrl-D left it."""
         try:
-            return self._session.prompt("> ", default=text)
+            with interrupts.left_to_prompt():
+                return self._session.prompt("> ", default=text)
         except (KeyboardInterrupt, EOFError):
             return None
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from quengine.cli import interrupts
 from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.diagnostics.bench.bench_plan import LISTS, TESTS, BenchPlan, expand_tests, whole_numbers
@@ -97,7 +98,9 @@ def bench(flags: BenchFlags, plan: BenchPlan) -> None:
     tests = expand_tests(flags.prompts, flags.generated, flags.pairs, flags.depths)
     plan = replace(plan, tests=tests)  # checks them before a model is written
     from quengine.cli.bench_table import write_rows
-    from quengine.diagnostics.bench.bench import run_bench, synthetic_model
+
+    with interrupts.at_once():
+        from quengine.diagnostics.bench.bench import run_bench, synthetic_model
 
     collector.working()
     progress = ProgressLine()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quengine.cli import interrupts
 from quengine.cli.commands.list import installed_rows
 from quengine.cli.progress import ProgressLine
 from quengine.platform import collector
@@ -33,7 +34,8 @@ def doctor(
 
     Exits with 2 when a kernel fails its test.
     """
-    from quengine.diagnostics.selftest.doctor import diagnose
+    with interrupts.at_once():
+        from quengine.diagnostics.selftest.doctor import diagnose
     from quengine.platform.machine import thread_count
 
     threads = thread_count(threads)
@@ -57,7 +59,8 @@ def doctor(
 
 def self_tests(found: "Diagnosis") -> "Iterator[tuple[str, Iterator[KernelCheck]]]":
     """The CPU's tests, and those of every GPU that the engine can use."""
-    from quengine.diagnostics.selftest.self_test_run import check_cpu, check_cuda
+    with interrupts.at_once():
+        from quengine.diagnostics.selftest.self_test_run import check_cpu, check_cuda
     from quengine.platform.device import MIN_CAPABILITY
 
     collector.working()

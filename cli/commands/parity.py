@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quengine.cli import interrupts
 from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
@@ -113,10 +114,12 @@ def parity(
         raise EngineError("nothing to compare: give --model MODEL, or two files with --a FILE --b FILE")
     texts = [read_text(path, "cannot read the text from") for path in flags.files]
     from quengine.cli.parity_report import Findings, print_findings
-    from quengine.diagnostics.parity.parity import compare_sides
-    from quengine.diagnostics.parity.parity_files import compare_files
-    from quengine.diagnostics.parity.parity_locate import locate
-    from quengine.diagnostics.parity.parity_sides import SidePair, parse_sides
+
+    with interrupts.at_once():
+        from quengine.diagnostics.parity.parity import compare_sides
+        from quengine.diagnostics.parity.parity_files import compare_files
+        from quengine.diagnostics.parity.parity_locate import locate
+        from quengine.diagnostics.parity.parity_sides import SidePair, parse_sides
 
     collector.working()
     side_a, side_b = parse_sides(flags.a, flags.b, model)

@@ -9,7 +9,6 @@ import json
 import logging
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +26,8 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.models.tensor_split import Rank
 from quengine.parallel.communicator import WAIT_SECONDS, RankCommunicator, join
 from quengine.parallel.wire import Message, encode
+from quengine.platform.deferred_interrupt import DeferredInterrupt
+from quengine.platform.out_of_memory import killed_for_memory
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ class _Follower:
                 raise RankFailedError(f"rank {self.number} has not begun within {seconds:.0f} s")
             message = self.connection.recv_bytes()
         except (EOFError, OSError):
-            self.process.wait()
-            raise RankFailedError(self._how_it_ended()) from None
+            hint = killed_for_memory(self.process.wait())
+            raise RankFailedError(f"{self._how_it_ended()}{hint}") from None
         if message != expected:
             kind, text = json.loads(message)
             error = CannotRunError if kind == "CannotRunError" else EngineError
@@ -205,7 +205,7 @@ class RankGroup:
             RankFailedError: a rank has ended.
         """
         self.check()
-        with _interrupt_deferred():
+        with DeferredInterrupt(second_at_once=True):
             try:
                 self._inside = True
                 data = encode(message)
@@ -294,27 +294,3 @@ def _end_process(reason: str) -> None:
     """One line, and the end: a step that waits for a rank on a device cannot be ended otherwise."""
     print(f"engine: {reason}", file=sys.stderr, flush=True)
     os._exit(CannotRunError.exit_code)
-
-
-@contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of what runs inside; a second one at once."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    handler: Any = before
-    caught: list[tuple[int, FrameType | None]] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if caught:
-            handler(number, frame)
-        caught.append((number, frame))
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if caught:
-        handler(*caught[0])

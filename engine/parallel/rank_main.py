@@ -18,6 +18,7 @@ from typing import Any
 from quengine.errors import CannotRunError, EngineError
 from quengine.parallel.group import LOST, READY, STARTING, RankPlan
 from quengine.platform import bus_error, collector, log_lines
+from quengine.platform.out_of_memory import out_of_memory
 
 
 def _end_with_rank_0(life: int) -> None:
@@ -27,6 +28,8 @@ def _end_with_rank_0(life: int) -> None:
 
 def _report(error: Exception) -> bytes:
     """Kind and message for rank 0."""
+    if (problem := out_of_memory(error)) is not None:
+        return json.dumps([CannotRunError.__name__, str(problem)]).encode()
     if isinstance(error, EngineError):
         return json.dumps([type(error).__name__, str(error)]).encode()
     kind = LOST if isinstance(error, RuntimeError) and "gloo" in str(error).lower() else "failed"

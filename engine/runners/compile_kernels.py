@@ -36,7 +36,7 @@ multiples of _TILE_ROWS, since the number of tiles of rows chooses among kernels
 _EAGER_SEQUENCES = (2, 12, 24, 40, 100)
 """Numbers of prompts in a step: behind the last layer's attention each is a row."""
 
-COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.prepare()"
+COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.keep_bytecode()"
 """The process that records kernels imports torch without what it does not need either: of the modules put off,
 registrations of shapes would have operations on the meta device computed in Python, which imports torch's compiler."""
 

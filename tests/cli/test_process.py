@@ -185,15 +185,6 @@ def test_ctrl_c_that_the_parent_ignores_stays_ignored(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-def test_an_interrupt_that_a_library_swallows_is_still_one() -> None:
-    """torch clears the error of an interrupted import of numpy, and the next import fails with another."""
-    swallow = "import contextlib, os, signal\n    with contextlib.suppress(KeyboardInterrupt):\n        "
-    done = attempt(
-        f"{swallow}os.kill(os.getpid(), signal.SIGINT)\n    raise RuntimeError('initialised twice')"
-    )
-    assert (done.returncode, done.stderr) == (130, "")
-
-
 @pytest.mark.parametrize("command", ["generate", "doctor"])
 def test_too_many_threads_are_refused_before_any_starts(model: Path, command: str) -> None:
     given = ["-m", str(model), *RUN, "the"] if command == "generate" else []

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.platform import bus_error, collector, cuda_start, log_lines, torch_import
+from quengine.platform.out_of_memory import out_of_memory
 from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Continuing,
@@ -230,6 +231,7 @@ def load(connection: "Connection[Any, Any]") -> "LLMEngine":
 
 def broken(error: Exception) -> Broken:
     """The last message to the server."""
+    error = out_of_memory(error) or error
     if isinstance(error, EngineError):
         return Broken("CannotRunError" if isinstance(error, CannotRunError) else "EngineError", str(error))
     logger.error("the engine has failed", exc_info=error)
@@ -241,7 +243,7 @@ def main() -> int:
     log_lines.set_up(verbose="-v" in sys.argv[3:])
     collector.starting()
     bus_error.install()
-    torch_import.prepare()
+    torch_import.keep_bytecode()
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     Heartbeat(int(sys.argv[2])).keep_beating()
     try:

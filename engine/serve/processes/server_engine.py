@@ -18,6 +18,7 @@ from typing import Any
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.bus_error import install
+from quengine.platform.out_of_memory import killed_for_memory
 from quengine.serve.processes import shared_heartbeat
 from quengine.serve.processes.shared_engine import EngineStats, EngineWork, Event
 from quengine.serve.processes.shared_model import ServedModel, TextSide
@@ -191,7 +192,12 @@ class ProcessEngine:
         while True:
             while not self._connection.poll(PROGRESS_SECONDS):
                 progress(text)
-            message = self._receive()
+            try:
+                message = self._receive()
+            except EngineFailedError as error:
+                if hint := killed_for_memory(self._process.returncode):
+                    raise CannotRunError(f"{error} while it loaded the model{hint}") from None
+                raise
             if isinstance(message, Progress):
                 text = message.text
                 progress(text)

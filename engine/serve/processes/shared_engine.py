@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from quengine.errors import EngineError
+from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.output import Timings
 from quengine.request.pooling import Pooling
 from quengine.request.sampling_params import SamplingParams
@@ -283,4 +284,5 @@ def failed(request_id: int, error: BaseException, to_blame: Literal["request", "
     if isinstance(error, EngineError):
         return Failed(request_id, str(error), to_blame)
     logger.error("request %d failed", request_id, exc_info=error)
-    return Failed(request_id, f"{type(error).__name__}: {error}")
+    problem = out_of_memory(error)
+    return Failed(request_id, f"{type(error).__name__}: {error}" if problem is None else str(problem))

@@ -1,56 +1,42 @@
-"""The program imports torch without the modules for tracing and training, and these still work where they are used."""
+"""The program imports torch as it is, from bytecode."""
 
-import importlib.util
 import py_compile
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from quengine.platform import torch_import
-from tests.gguf_builder import ModelSizes
-from tests.tiny_models import write_tiny
-
-# A process that prints what is still put off at its end.
-GENERATE = """
-import atexit, sys
-from quengine.platform import torch_import
-def left():
-    made = [n for n in torch_import.DEFERRED if type(sys.modules.get(n)) is torch_import._Deferred]
-    print("left", len(made))
-atexit.register(left)
-from quengine.cli import main
-sys.exit(main.main())
-"""
-USED = """
-import sys
-from quengine.platform import torch_import
-torch_import.defer_modules()
+# The program's preparation, then modules that a start does not need, in the order that is given.
+IMPORTS = """
+import importlib, sys
+import quengine
+from quengine.cli import process
+process.prepare(["bench"])
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 import torch
-assert type(torch.export) is torch_import._Deferred
 class Twice(torch.nn.Module):
     def forward(self, x):
         return x + x
 graph = torch.export.export(Twice(), (torch.ones(3),))
 assert graph.module()(torch.arange(3.0)).tolist() == [0, 2, 4]
-assert type(torch.export) is type(sys)
-from torch.utils.data import *
-assert DataLoader([1, 2, 3], batch_size=3).__iter__().__next__().tolist() == [1, 2, 3]
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    torch.ones(3) + 1
+assert any(event.name == "aten::add" for event in profiler.events())
 """
-
-GENERATORS = """
-import sys
-from quengine.platform import torch_import
-torch_import.defer_modules()
-import torch
-first = torch.rand(3, generator=torch.Generator().manual_seed(1))
-assert type(torch.export) is torch_import._Deferred
-import torch._prims.rng_prims
-torch.export.export
-assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(1)))
-"""
+LATER = (
+    "torch.utils._content_store",
+    "torch.profiler",
+    "torch._dynamo",
+    "torch.export",
+    "torch.distributions",
+    "torch.masked",
+    "torch.nested",
+    "torch.optim",
+    "torch.utils.data",
+    "torch._meta_registrations",
+)
 BYTECODE = """
 import importlib.machinery, importlib.util, sys
 from pathlib import Path
@@ -72,24 +58,22 @@ def python(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_a_model_runs_without_any_of_the_modules(tmp_path: Path) -> None:
-    model = write_tiny(tmp_path / "m.gguf", kind="Q8_0", sizes=ModelSizes(embedding=64, feed_forward=128))
-    said = python(GENERATE, "generate", "-m", str(model), "--raw", "-p", "a", "-n", "2", "--device", "cpu")
-    assert said.endswith(f"left {len(torch_import.DEFERRED)}\n")
+@pytest.mark.parametrize(
+    "names", [LATER, LATER[::-1], ("torch._dynamo", *LATER)], ids=["", "reversed", "dynamo first"]
+)
+def test_what_torch_imports_later_can_be_imported_and_profiled(names: tuple[str, ...]) -> None:
+    """As the profiler of a CUDA device imports dynamo."""
+    python(IMPORTS, *names)
 
 
-def test_a_module_that_is_used_is_what_it_always_is() -> None:
-    python(USED)
-
-
-def test_generators_of_random_numbers_need_none_of_the_modules() -> None:
-    python(GENERATORS)
-
-
-def test_the_installed_torch_has_all_modules_and_is_one_that_was_tried() -> None:
-    assert torch.__version__.startswith(torch_import.VERSIONS)
-    assert all(importlib.util.find_spec(name) is not None for name in torch_import.DEFERRED)
-    assert torch_import._version() == torch.__version__
+def test_no_import_of_another_package_is_changed() -> None:
+    python(
+        "import inspect, sys\n"
+        "before = list(sys.meta_path), inspect.getblock\n"
+        "from quengine.cli import process\n"
+        "process.prepare(['bench'])\n"
+        "assert (list(sys.meta_path), inspect.getblock) == before"
+    )
 
 
 def bytecode(folder: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> list[str]:
@@ -125,9 +109,3 @@ def test_a_folder_that_others_can_write_is_not_used(tmp_path: Path, monkeypatch:
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     assert bytecode(tmp_path, monkeypatch, compiled=False)[::2] == ["None", "False"]
-
-
-def test_a_process_that_has_torch_is_left_as_it_is() -> None:
-    before = list(sys.meta_path)
-    torch_import.defer_modules()
-    assert sys.meta_path == before

@@ -89,9 +89,9 @@ for name in ("tiny", "gpt-oss-tiny"):
 """
 
 
-def test_the_compiling_process_records_the_same_kernels_without_torchs_compiler() -> None:
+def test_the_compiling_process_records_the_same_kernels() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = f"{COMPILER_PRELUDE}\n{RECORDED}\nassert 'torch._dynamo' not in sys.modules"
+    code = f"{COMPILER_PRELUDE}\n{RECORDED}"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
     )
