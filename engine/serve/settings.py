@@ -46,6 +46,9 @@ class Limits:
         Range(1),
         Flag("--max-prompt-tokens", "Tokens of a prompt. (default: the context)", _LIMITS),
     ] = None
+    inputs: Annotated[
+        int, Range(1), Flag("--max-inputs", "Prompts, or texts to embed or rank, of one request.", _LIMITS)
+    ] = 4096
     n: Annotated[int, Range(1), Flag("--max-n", "Completions of one prompt.", _LIMITS)] = 16
     stops: Annotated[int, _COUNT, Flag("--max-stops", "Stop strings.", _LIMITS)] = 16
     biases: Annotated[int, _COUNT, Flag("--max-logit-bias", "Entries of logit_bias.", _LIMITS)] = 1024

@@ -37,7 +37,7 @@ async def read_prompts(
     ended: those that end with text are whole texts, which end with EOS where the model wants it.
     """
     values = _separate(given, key)
-    service.check_count(len(values))
+    service.check_inputs(len(values), key)
     prompts = [_parts(value, service, key) for value in values]
     job = TextJob("encode", prompts, special=parse_special, most_tokens=service.most_prompt_tokens)
     end = service.model.end_of_text if ended else None
