@@ -143,7 +143,9 @@ def make_app(models: Models) -> Starlette:
 
     def answered(path: str, status: int) -> None:
         models.metrics.answered(path if path in known else "other", status)
-        models.metrics.ignored(len(access_log.current().ignored))
+        record = access_log.current()
+        models.metrics.ignored(len(record.ignored))
+        models.metrics.shortened(record.shortened)
 
     of_server, of_models = _by_path(SERVER_ROUTES), _by_path(ROUTES)
     routes = [

@@ -16,7 +16,6 @@ from quengine.serve.schemas.fields import (
     Effort,
     Logprobs,
     Sampling,
-    SomeText,
     component,
     in_range,
     only,
@@ -48,8 +47,8 @@ KeepAlive = Annotated[
 Think = Annotated[
     bool | Effort,
     Meta(
-        description="Whether the model reasons first, or how long.",
-        extra={"rule": "must be true, false, or none, minimal, low, medium, high or xhigh"},
+        description="Whether the model reasons first, or how long; passed over and counted at one that does not.",
+        extra={"rule": "must be true, false, or none, minimal, low, medium, high, xhigh or max"},
     ),
 ]
 
@@ -91,7 +90,7 @@ class OllamaOptions(Sampling, frozen=True):
         | None
     ) = None
     num_keep: Annotated[int, in_range("n_keep")] | None = None
-    stop: SomeText | list[SomeText] | None = None
+    stop: str | list[str] | None = None
     penalize_newline: Annotated[Any, only(True)] = None
 
     model: Any = None

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from quengine.serve.http import json_response, off_loop, read_request
 from quengine.serve.routes.ollama.answers import nanoseconds
 from quengine.serve.routes.ollama.requests import served_name
+from quengine.serve.routes.shortening import tell
 from quengine.serve.routes.vectors.embeddings import as_json
 from quengine.serve.routes.vectors.embeddings import embed as embed_prompts
 from quengine.serve.schemas.ollama import OllamaEmbeddingsRequest, OllamaEmbedRequest
@@ -19,8 +20,9 @@ async def embed(service: Service, request: Request) -> Response:
     """A vector for each text; none for no text, as Ollama has it."""
     began = time.perf_counter()
     body = await read_request(request, OllamaEmbedRequest, service.limits)
-    vectors, tokens = await _vectors(service, request, body.model, body.input, body.dimensions)
-    return await off_loop(
+    notes: list[str] | None = None if body.truncate is False else []
+    vectors, tokens = await _vectors(service, request, body.model, body.input, notes, body.dimensions)
+    answer = await off_loop(
         lambda: json_response(
             {
                 "model": service.model_name,
@@ -31,16 +33,26 @@ async def embed(service: Service, request: Request) -> Response:
             }
         )
     )
+    tell("/api/embed", notes or (), answer)
+    return answer
 
 
 async def one_embedding(service: Service, request: Request) -> Response:
     body = await read_request(request, OllamaEmbeddingsRequest, service.limits)
-    vectors, _ = await _vectors(service, request, body.model, body.prompt)
-    return json_response({"embedding": vectors[0].tolist() if vectors else []})
+    notes: list[str] = []
+    vectors, _ = await _vectors(service, request, body.model, body.prompt, notes)
+    answer = json_response({"embedding": vectors[0].tolist() if vectors else []})
+    tell("/api/embeddings", notes, answer)
+    return answer
 
 
 async def _vectors(
-    service: Service, request: Request, name: str, texts: str | list[str], dimensions: int | None = None
+    service: Service,
+    request: Request,
+    name: str,
+    texts: str | list[str],
+    notes: list[str] | None,
+    dimensions: int | None = None,
 ) -> tuple[list[Vector], int]:
     """The vectors, and how many tokens all texts have."""
     name = served_name(service, name)
@@ -48,4 +60,4 @@ async def _vectors(
         service.check_model_name(name)
         return [], 0
     given = EmbeddingRequest(model=name, input=texts, dimensions=dimensions)
-    return await embed_prompts(service, request, given)
+    return await embed_prompts(service, request, given, notes)

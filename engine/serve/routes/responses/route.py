@@ -1,8 +1,5 @@
 """POST /v1/responses, and GET and DELETE of a stored one."""
 
-import logging
-from collections.abc import Sequence
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,17 +15,12 @@ from quengine.serve.routes.responses.input_items import input_items, messages_of
 from quengine.serve.routes.responses.prompt import ConversationPrompt
 from quengine.serve.routes.responses.tools import offered_tools
 from quengine.serve.routes.sampling import requests_of, sampling_params
+from quengine.serve.routes.shortening import tell
 from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import ResponseRequest
 from quengine.serve.service import Service
 from quengine.structured.constraint_spec import ConstraintSpec
-
-logger = logging.getLogger("quengine.serve")
-
-NOTES = "X-Quengine-Notes"
-"""The header of what a request has and the answer does without."""
-_MOST_NOTES = 20
 
 
 async def responses(service: Service, request: Request) -> Response:
@@ -41,9 +33,7 @@ async def responses(service: Service, request: Request) -> Response:
         ((piece, end),) = await whole_answer(service, request, [form.request])
         form.take(piece)
         answer = json_response(form.ended(end))
-    if notes:
-        answer.headers[NOTES] = _shown(notes)
-        logger.info("/v1/responses: %s", answer.headers[NOTES])
+    tell("/v1/responses", notes, answer)
     return answer
 
 
@@ -107,10 +97,3 @@ def _text_constraint(body: ResponseRequest) -> ConstraintSpec | None:
     if spec is not None and other is not None:
         raise bad_request("text.format and another constraint: only one of them can hold", "text.format")
     return spec or other
-
-
-def _shown(notes: Sequence[str]) -> str:
-    """As a header: ASCII, in one line."""
-    more = [f"{len(notes) - _MOST_NOTES} more"] if len(notes) > _MOST_NOTES else []
-    text = "; ".join([*notes[:_MOST_NOTES], *more])
-    return "".join(char if " " <= char <= "~" else "?" for char in text)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -49,8 +48,13 @@ async def embeddings(service: Service, request: Request) -> Response:
     )
 
 
-async def embed(service: Service, request: Request, body: EmbeddingRequest) -> tuple[list[Vector], int]:
-    """The vector of each prompt of a body, and how many tokens the prompts have. Raises ApiError."""
+async def embed(
+    service: Service, request: Request, body: EmbeddingRequest, notes: list[str] | None = None
+) -> tuple[list[Vector], int]:
+    """The vector of each prompt of a body, and how many tokens the prompts have. Raises ApiError.
+
+    notes: prompts that do not fit lose their end, and it gets a line that says so.
+    """
     service.check_model_name(body.model)
     pooling, width = chosen_pooling(service, body.pooling), service.model.facts["n_embd"]
     if pooling == "none":
@@ -60,7 +64,8 @@ async def embed(service: Service, request: Request, body: EmbeddingRequest) -> t
     if body.dimensions is not None and body.dimensions > width:
         raise wrong_value(EmbeddingRequest, "dimensions", body.dimensions, f"must be at most {width}")
     prompts = await unless_gone(
-        request.receive, read_prompts(service, body.input, "input", body.parse_special, ended=True)
+        request.receive,
+        read_prompts(service, body.input, "input", body.parse_special, ended=True, notes=notes),
     )
     vectors = await embedded(service, request, prompts, pooling, "input")
     return [_shortened(vector, body.dimensions) for vector in vectors], sum(map(len, prompts))
