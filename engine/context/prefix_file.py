@@ -1,8 +1,8 @@
 """Files of saved prefixes: safetensors, whose metadata says by which model and how the keys and values were computed.
 
 Tensors: `token_ids` int64 [T], of which the last T % 32 are in no block; of each group of layers `held.G` int64, the
-indices of its blocks; of each layer `layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or int8 with `.k_scale` and `.v_scale` fp16 [.., head_dim /
-32]. Metadata: `PrefixFiles.header`. Format: https://huggingface.co/docs/safetensors.
+indices of its blocks; of each layer `layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or int8 with
+`.k_scale` and `.v_scale` fp16 [.., head_dim / 32]. Metadata: `PrefixFiles.header`. Format: https://huggingface.co/docs/safetensors.
 """
 
 import json

@@ -21,8 +21,9 @@ DEFAULT_ORDER = tuple(name for name in LETTERS if name != "infill")
 MAX_SAMPLERS = 32
 """Of an order; one may be there several times."""
 
-OFF = ("adaptive_p", "adaptive-p", "a")
-"""Names and the letter of a sampler of llama.cpp that is off unless `adaptive_target` is set: here it always is."""
+OFF = ("adaptive_p", "adaptive-p", "a", "tfs_z")
+"""Names and a letter of samplers of llama.cpp that clients list and that are off here: `adaptive_target`
+and `tfs_z` take no values that switch them on."""
 
 _BY_LETTER = {letter: name for name, letter in LETTERS.items()}
 _BY_NAME = {

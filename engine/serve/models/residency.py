@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from quengine.errors import EngineError
 from quengine.serve.metrics import Metrics
 from quengine.serve.models.model_entry import ModelEntry
-from quengine.serve.models.model_spec import ModelSpec
+from quengine.serve.models.model_spec import ModelSpec, check_header
 from quengine.serve.processes.server_thread import Worker
 from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.response_store import ResponseStore
@@ -75,6 +76,7 @@ class Residency:
             async with self._turn:
                 await self.until(lambda: not entry.leaving)
                 if not entry.loaded and entry.wanted:
+                    await asyncio.to_thread(check_header, entry.spec)
                     await self._make_place(entry)
                 if not entry.loaded and entry.wanted:
                     self.begin(entry)
@@ -86,7 +88,10 @@ class Residency:
         except LoadCancelledError:
             pass
         except Exception as error:
-            logger.exception("%s cannot be loaded", entry.name)
+            if not isinstance(error, EngineError):
+                logger.exception("%s cannot be loaded", entry.name)
+            entry.failure = str(error)
+            self._say(f"{entry.name}: not loaded: {error}")
             entry.refuse(entry.load_error(error))
         finally:
             entry.loader = None

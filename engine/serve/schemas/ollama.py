@@ -195,6 +195,24 @@ class OllamaPullRequest(OllamaModelRequest, frozen=True):
 class OllamaDeleteRequest(OllamaModelRequest, frozen=True): ...
 
 
+class OllamaCreateRequest(OllamaModelRequest, frozen=True, rename={"base": "from"}):
+    """A model of this server under a new name, with options of its own."""
+
+    base: Annotated[str, Meta(description="A model that is served.")] = ""
+    system: str = ""
+    template: Annotated[
+        str, Meta(description="In Go's syntax as Ollama has it, or a jinja2 chat template.")
+    ] = ""
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    license: Any = None
+    stream: bool = True
+    files: Annotated[Any, only({})] = None
+    adapters: Annotated[Any, only({})] = None
+    quantize: Annotated[Any, only("")] = None
+    modelfile: Annotated[Any, only("")] = None
+
+
 class OllamaCopyRequest(Body, frozen=True):
     source: str = ""
     destination: str = ""
@@ -208,6 +226,7 @@ OLLAMA_BODIES: tuple[type[Body], ...] = (
     OllamaShowRequest,
     OllamaPullRequest,
     OllamaDeleteRequest,
+    OllamaCreateRequest,
     OllamaCopyRequest,
 )
 
@@ -253,6 +272,8 @@ def ollama_answers() -> dict[str, Schema]:
         "OllamaShow": record(**show, details=details, model_info=OBJECT, capabilities=array(STRING)),
         "OllamaPull": success,
         "OllamaPullLine": record({"digest": STRING, "total": COUNT, "completed": COUNT}, status=STRING),
+        "OllamaCreate": success,
+        "OllamaCreateLine": success,
         "OllamaDelete": success,
         "OllamaCopy": success,
     }

@@ -312,6 +312,12 @@ def _responses() -> dict[str, Schema]:
         "OutputItem": {"anyOf": kinds},
         "Response": _response(),
         "ResponseEvent": _response_event(part, thought),
+        "InputItemList": record(
+            {"first_id": TEXT_OR_NULL, "last_id": TEXT_OR_NULL},
+            object=const("list"),
+            data=array(OBJECT),
+            has_more=BOOLEAN,
+        ),
         "DeletedResponse": record(id=STRING, object=const("response"), deleted=const(True)),
     }
 

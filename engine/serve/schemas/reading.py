@@ -129,7 +129,9 @@ def _plan(kind: type[Fields]) -> _Plan:
             only[field.encode_name] = extra["only"]
         if "without_effect" in extra:
             without_effect[field.encode_name] = extra["without_effect"]
-    return _Plan(frozenset(kind.__struct_fields__), frozenset(whole), only, without_effect, nested)
+    return _Plan(
+        frozenset(field.encode_name for field in info.fields), frozenset(whole), only, without_effect, nested
+    )
 
 
 def _given(

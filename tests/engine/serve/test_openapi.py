@@ -87,8 +87,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/embeddings": {"prompt": "a"},
     "/api/show": {},
     "/api/pull": {"model": "fake"},
+    "/api/create": {"model": "other", "from": "fake"},
 }
-REFUSED = ("/api/pull", "/api/delete", "/api/copy", "/models/load", "/models/unload")
+REFUSED = ("/api/pull", "/api/create", "/api/delete", "/api/copy", "/models/load", "/models/unload")
 """What is not done here; a pull, but of the model that is served; loading it, as it is there."""
 
 

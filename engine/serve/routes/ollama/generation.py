@@ -103,8 +103,8 @@ def _shorter(body: ChatRequest | CompletionRequest, keep: float) -> ChatRequest 
     if isinstance(body, ChatRequest):
         messages = without_oldest(body.messages, keep) or with_longest_cut(body.messages, keep)
         return None if messages is None else replace(body, messages=messages)
-    (message,) = with_longest_cut([{"role": "user", "content": body.prompt}], keep) or [None]
-    return None if message is None else replace(body, prompt=message["content"])
+    cut = with_longest_cut([{"role": "user", "content": body.prompt}], keep)
+    return None if cut is None else replace(body, prompt=cut[0]["content"])
 
 
 def _left_out(body: ChatRequest | CompletionRequest, kept: ChatRequest | CompletionRequest) -> str:

@@ -34,7 +34,7 @@ def chat(**fields: Any) -> ChatRequest:
         (
             "stop",
             5,
-            "stop = 5: must be a string of at least one character or an array of strings",
+            "stop = 5: must be a string or an array of strings",
             "invalid_value",
         ),
         ("tools", 3, "tools = 3: must be an array of at most 128 items", "invalid_value"),
