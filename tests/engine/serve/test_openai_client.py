@@ -237,6 +237,13 @@ def test_what_changes_nothing_is_taken(client: OpenAI) -> None:
     )
 
 
+def test_two_hundred_texts_have_embeddings(client: OpenAI) -> None:
+    texts = [f"document {number}" for number in range(200)]
+    assert [each.index for each in client.embeddings.create(model="fake", input=texts).data] == list(
+        range(200)
+    )
+
+
 def test_each_text_has_an_embedding(client: OpenAI) -> None:
     texts = ["a", "bc"]
     plain = client.embeddings.create(model="fake", input=texts, encoding_format="float")

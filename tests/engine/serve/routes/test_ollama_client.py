@@ -320,6 +320,8 @@ def test_each_text_has_an_embedding(client: ollama.Client) -> None:
     assert answer.prompt_eval_count == 3 and answer.total_duration > 0
     assert list(client.embed("fake", "a").embeddings) == [expected("a")]
     assert list(client.embed("fake", "").embeddings) == []
+    many = [f"document {number}" for number in range(200)]
+    assert list(client.embed("fake", many).embeddings) == [expected(text) for text in many]
     assert client.embeddings("fake", "a").embedding == expected("a")
     assert client.embeddings("fake", "").embedding == []
 
