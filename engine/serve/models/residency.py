@@ -76,7 +76,6 @@ class Residency:
             async with self._turn:
                 await self.until(lambda: not entry.leaving)
                 if not entry.loaded and entry.wanted:
-                    await asyncio.to_thread(check_header, entry.spec)
                     await self._make_place(entry)
                 if not entry.loaded and entry.wanted:
                     self.begin(entry)
@@ -105,7 +104,12 @@ class Residency:
         )
 
     async def _make_place(self, entry: ModelEntry) -> None:
+        """Unload what is too many. Raises EngineError, and nothing is unloaded, for a file that is no model's."""
+        checked = False
         while 0 < self._most <= sum(each.occupied for each in self.entries) and entry.wanted:
+            if not checked:
+                await asyncio.to_thread(check_header, entry.spec)
+                checked = True
             if not await self._evict(entry):
                 return
 
