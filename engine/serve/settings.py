@@ -291,20 +291,18 @@ def as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 @cache
-def _warn_readable(file: Path) -> None:
-    """Once for a file of keys that other users of this machine can read."""
-    with suppress(OSError):  # which reading it says
-        mode = stat.S_IMODE(file.stat().st_mode)
-        if mode & (stat.S_IRGRP | stat.S_IROTH):
-            logger.warning(
-                "--api-key-file %s: other users can read the keys (mode %o): chmod 600 it", file, mode
-            )
+def _warn_readable(file: Path, mode: int) -> None:
+    """Once for a file of keys that other users of this machine can read: settings are made again and again."""
+    logger.warning("--api-key-file %s: other users can read the keys (mode %o): chmod 600 it", file, mode)
 
 
 def _keys_of(file: Path | None) -> list[str]:
     if file is None:
         return []
-    _warn_readable(file)
+    with suppress(OSError):  # which reading it says
+        mode = stat.S_IMODE(file.stat().st_mode)
+        if mode & (stat.S_IRGRP | stat.S_IROTH):
+            _warn_readable(file, mode)
     lines = read_text(file, "cannot read the keys from", _MAX_KEY_BYTES).splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
