@@ -1,13 +1,19 @@
 """The commands of `engine`: where each is, the heading it stands under in the help, and examples of it."""
 
+import contextlib
+import io
+import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from quengine.cli.foreign_flags import FOREIGN
+from quengine.cli.foreign_flags import FOREIGN, NO_EFFECT
 from quengine.errors import EngineError
+
+logger = logging.getLogger("quengine")
 
 RUN, MODELS, MEASURE = "Run a model", "Models on this machine", "Measure and check"
 
@@ -29,10 +35,35 @@ class Entry:
     room: str = "commands"
 
 
-class ExampleCommand(TyperCommand):
+class WholeHelpCommand(TyperCommand):
+    """A command whose help cuts no name of a flag."""
+
+    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
+        """Tables of flags, or plain text where the terminal is so narrow that the tables would cut names."""
+        with contextlib.redirect_stdout(io.StringIO()) as tables:
+            super().get_help(ctx)
+        return self._plain_help(ctx) if _CUT in tables.getvalue() else super().get_help(ctx)
+
+    def _plain_help(self, ctx: typer.Context) -> str:
+        formatter = ctx.make_formatter()
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for flag in self.get_params(ctx):
+            if (row := flag.get_help_record(ctx)) is not None:
+                panels.setdefault(getattr(flag, "rich_help_panel", None) or "Options", []).append(row)
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
+        return formatter.getvalue()
+
+
+class ExampleCommand(WholeHelpCommand):
     """A command whose help ends with its examples, and that says what to write in place of other programs' flags."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if self.name == "serve":
+            args = _effective(args)
         if instead := list(self._foreign(args)):
             raise EngineError(f"no such option: {'; '.join(dict.fromkeys(instead))}")
         return super().parse_args(ctx, args)  # type: ignore[arg-type]
@@ -64,6 +95,35 @@ class ExampleGroup(TyperGroup):
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
         return _with_examples(super().get_help(ctx), self.name)
+
+
+_CUT = "\u2026"
+"""What a table writes in place of the rest of a name."""
+
+
+def _effective(args: list[str]) -> list[str]:
+    """The arguments without the flags of llama-server that ask for what is so anyhow, which are named in a line."""
+    left, dropped = list[str](), list[str]()
+    given = iter(enumerate(args))
+    for place, arg in given:
+        if arg == "--":
+            left += args[place:]
+            break
+        name, equals, value = arg.partition("=")
+        values = NO_EFFECT.get(name)
+        if values is None or (equals and not re.fullmatch(values, value)):
+            left.append(arg)
+            continue
+        following = args[place + 1] if place + 1 < len(args) else ""
+        if not equals and values and re.fullmatch(values, following):
+            next(given)
+        elif not equals and not re.fullmatch(values, ""):
+            left.append(arg)  # another value, which would have an effect
+            continue
+        dropped.append(name)
+    if dropped:
+        logger.warning("without effect here: %s", ", ".join(f"{name} ({FOREIGN[name]})" for name in dropped))
+    return left
 
 
 def _with_examples(text: str, name: str | None) -> str:

@@ -236,3 +236,15 @@ _ANSWERS: Mapping[str, str] = {
 
 FOREIGN: Mapping[str, str] = {name: answer for names, answer in _ANSWERS.items() for name in names.split()}
 """Flag -> what to write in its place, or why there is nothing. A command's own flag of that name comes first."""
+
+_ALL_LAYERS, _SWITCH = "[1-9][0-9]*|-1|all|auto", "on|off|auto|0|1|"
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    "-ngl --gpu-layers --n-gpu-layers": _ALL_LAYERS,
+    "-fa --flash-attn": _SWITCH,
+    "-cb --cont-batching --jinja --embedding --embeddings --props --no-warmup": "",
+}
+NO_EFFECT: Mapping[str, str] = {
+    name: values for names, values in _WITHOUT_EFFECT.items() for name in names.split()
+}
+"""Flags of llama-server that `serve` passes over with a warning, since they ask for what is so anyhow. The value is a
+pattern of the values that are passed over; it matches the empty text where the flag may stand alone."""

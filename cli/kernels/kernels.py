@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quengine.cli.command_table import ExampleGroup
+from quengine.cli.command_table import ExampleGroup, WholeHelpCommand
 from quengine.cli.progress import ProgressLine
 from quengine.errors import EngineError
 
@@ -22,7 +22,7 @@ def kernels() -> None:
     """Build and install packs of compiled CUDA kernels; show and clear what is compiled."""
 
 
-@group.command()
+@group.command(cls=WholeHelpCommand)
 def build(
     models: Annotated[
         list[str],
@@ -61,7 +61,7 @@ def build(
     typer.echo(f"{output}: {len(pack.kernels)} kernels, {size:.1f} MB, for {_about(pack)}", err=True)
 
 
-@group.command()
+@group.command(cls=WholeHelpCommand)
 def install(pack: Annotated[Path, typer.Argument(metavar="PACK", help="A file that `build` wrote.")]) -> None:
     """Put a pack's kernels where this user's kernels are, checked by their digests.
 
@@ -74,7 +74,7 @@ def install(pack: Annotated[Path, typer.Argument(metavar="PACK", help="A file th
     typer.echo(f"{len(installed.kernels)} kernels installed, for {_about(installed)}{built}", err=True)
 
 
-@group.command(name="list")
+@group.command(name="list", cls=WholeHelpCommand)
 def list_kernels(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -111,7 +111,7 @@ def list_kernels(
     typer.echo(f"{summary.folder}: {summary.kernels} kernels, {summary.nbytes / 1e6:.1f} MB, packs included")
 
 
-@group.command()
+@group.command(cls=WholeHelpCommand)
 def clear(yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False) -> None:
     """Delete all compiled CUDA kernels, after asking; those of other programs stay."""
     from quengine.kernels.cuda.launch.kernel_pack import cache_summary, clear_kernels

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from quengine.cli.presets.go_template import UnknownFormError, jinja_of
 from quengine.errors import EngineError
 from quengine.models.hub.hub_name import own_name
 from quengine.options import flagged, spellings, value_type
+from quengine.request.go_template import UnknownFormError, jinja_of
 from quengine.request.preset import GROUPS
 
 _INSTRUCTION = re.compile(r"[ \t]*([A-Za-z]+)[ \t]+")

@@ -1,8 +1,8 @@
 """Files of saved prefixes: safetensors, whose metadata says by which model and how the keys and values were computed.
 
-Tensors: `token_ids` int64 [T]; of each group of layers `held.G` int64, the indices of its blocks; of each layer
-`layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or int8 with `.k_scale` and `.v_scale` fp16 [.., head_dim /
-32]. Metadata: `PrefixFiles.header`. Format: https://huggingface.co/docs/safetensors.
+Tensors: `token_ids` int64 [T], of which the last T % 32 are in no block; of each group of layers `held.G` int64, the
+indices of its blocks; of each layer `layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or int8 with
+`.k_scale` and `.v_scale` fp16 [.., head_dim / 32]. Metadata: `PrefixFiles.header`. Format: https://huggingface.co/docs/safetensors.
 """
 
 import json
@@ -107,16 +107,14 @@ class PrefixFiles:
         cache, config = self._loaded.cache, self._loaded.checkpoint.config
         ids = self._indices(tensors, "token_ids")
         blocks = len(ids) // BLOCK_SIZE
-        if len(ids) % BLOCK_SIZE or len(ids) > cache.ctx_size:
-            raise EngineError(
-                f"it holds {len(ids)} tokens, the context {cache.ctx_size}, in blocks of {BLOCK_SIZE}"
-            )
+        if len(ids) > cache.ctx_size:
+            raise EngineError(f"it holds {len(ids)} tokens, the context {cache.ctx_size}")
         if not all(0 <= token < config.vocab_size for token in ids):
             raise EngineError(f"it holds token ids outside the vocabulary of {config.vocab_size}")
         held, layers = [], [list[Tensor]() for _ in cache.layers]
         for number, (group, pool) in enumerate(zip(config.cache_groups, cache.pools, strict=True)):
             indices = self._indices(tensors, f"held.{number}")
-            needed = range(pool.first_visible(len(ids)), blocks)
+            needed = range(pool.first_visible(blocks * BLOCK_SIZE), blocks)
             if sorted({*indices, *needed}) != indices or (
                 indices and not 0 <= indices[0] <= indices[-1] < blocks
             ):

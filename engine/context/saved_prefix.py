@@ -20,10 +20,11 @@ from quengine.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class SavedPrefix:
-    """What a cache held of a prefix of whole blocks.
+    """A prefix, and what a cache held of its whole blocks.
 
     Attributes:
-        token_ids: of the prefix.
+        token_ids: of the prefix. Those behind its last whole block have no keys and values here: only whole blocks are
+            found by prompts.
         held: of each group of layers the indices of its blocks; one with a window has the last ones alone.
         layers: of each layer its tensors as `KVLayer.tensors`, on the host: [blocks, BLOCK_SIZE, kv_heads, width].
     """
@@ -38,12 +39,17 @@ class SavedPrefix:
 
 
 def save_prefix(scheduler: Scheduler, config: ModelConfig, token_ids: list[int]) -> SavedPrefix:
-    """What the cache still holds of the beginning of these tokens, in whole blocks; nothing, if it holds none."""
+    """What the cache still holds of the beginning of these tokens, in whole blocks.
+
+    Its tokens are all of these, or those of the blocks that are still held where some are not.
+    """
     blocks = scheduler.blocks.held(_keys(token_ids))
     layers = [list[Tensor]() for _ in scheduler.cache.layers]
     for layer, values in read_blocks(scheduler, config, blocks):
         layers[layer].append(values.cpu())
-    return SavedPrefix(token_ids[: _tokens(blocks)], [list(of_group) for of_group in blocks], layers)
+    return SavedPrefix(
+        token_ids[: _tokens(blocks, token_ids)], [list(of_group) for of_group in blocks], layers
+    )
 
 
 def restore_prefix(scheduler: Scheduler, config: ModelConfig, saved: SavedPrefix) -> None:
@@ -97,9 +103,9 @@ def restore_blocks(
 
 
 def erase_prefix(scheduler: Scheduler, token_ids: list[int]) -> int:
-    """Let no prompt find the blocks of these tokens; how many tokens were there."""
+    """Let no prompt find the blocks of these tokens; how many tokens were there, as `save_prefix` counts them."""
     keys = _keys(token_ids)
-    found = _tokens(scheduler.blocks.held(keys))
+    found = _tokens(scheduler.blocks.held(keys), token_ids)
     scheduler.blocks.discard(keys)
     return found
 
@@ -110,9 +116,10 @@ def _on_device(scheduler: Scheduler, numbers: Iterable[int]) -> Tensor:
     return torch.tensor(list(numbers), dtype=torch.int64).to(device)
 
 
-def _tokens(blocks: Iterable[Iterable[int]]) -> int:
-    """Of the prefix whose blocks have these indices."""
-    return BLOCK_SIZE * max((index + 1 for of_group in blocks for index in of_group), default=0)
+def _tokens(blocks: Iterable[Iterable[int]], token_ids: list[int]) -> int:
+    """How many of the tokens the blocks with these indices hold; all, where no whole block is missing."""
+    held = max((index + 1 for of_group in blocks for index in of_group), default=0)
+    return len(token_ids) if held == len(token_ids) // BLOCK_SIZE else held * BLOCK_SIZE
 
 
 def _keys(token_ids: list[int]) -> list[bytes]:

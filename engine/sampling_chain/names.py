@@ -21,6 +21,10 @@ DEFAULT_ORDER = tuple(name for name in LETTERS if name != "infill")
 MAX_SAMPLERS = 32
 """Of an order; one may be there several times."""
 
+OFF = ("adaptive_p", "adaptive-p", "a", "tfs_z")
+"""Names and a letter of samplers of llama.cpp that clients list and that are off here: `adaptive_target`
+and `tfs_z` take no values that switch them on."""
+
 _BY_LETTER = {letter: name for name, letter in LETTERS.items()}
 _BY_NAME = {
     **{name.replace("_", between): name for name in LETTERS for between in ("_", "-", "")},
@@ -32,8 +36,9 @@ _BY_NAME = {
 
 
 def read_names(names: Iterable[object]) -> tuple[str, ...]:
-    """The samplers of these names, in llama.cpp's spellings (top_k, top-k, topk). Raises EngineError."""
-    given = list(names)
+    """The samplers of these names, in llama.cpp's spellings (top_k, top-k, topk), less those of `OFF`. Raises
+    EngineError."""
+    given = [name for name in names if name not in OFF]
     order = tuple(_BY_NAME.get(name.lower(), "") if isinstance(name, str) else "" for name in given)
     if "" in order:
         wrong = shown(given[order.index("")])
@@ -42,7 +47,8 @@ def read_names(names: Iterable[object]) -> tuple[str, ...]:
 
 
 def read_letters(letters: str) -> tuple[str, ...]:
-    """The samplers of these letters, such as "edskypmxt". Raises EngineError."""
+    """The samplers of these letters, such as "edskypmxt", less those of `OFF`. Raises EngineError."""
+    letters = "".join(letter for letter in letters if letter not in OFF)
     wrong = next((letter for letter in letters if letter not in _BY_LETTER), None)
     if wrong is not None:
         known = ", ".join(f"{letter} ({name})" for name, letter in LETTERS.items())

@@ -25,7 +25,7 @@ _current: ContextVar["RequestRecord | None"] = ContextVar("request_record", defa
 @dataclass
 class RequestRecord:
     """The log line of one HTTP request. Token counts are those of all its completions; `ignored` are the fields of its
-    body that no route has."""
+    body that no route has or that have no effect here, `shortened` its prompts that were cut to fit the context."""
 
     scope: Scope
     began: float = field(default_factory=time.perf_counter)
@@ -34,6 +34,7 @@ class RequestRecord:
     completion_tokens: int = 0
     error: str = ""
     ignored: list[str] = field(default_factory=list)
+    shortened: int = 0
 
     def submitted(self, requests: Sequence[GenerationRequest]) -> None:
         """A prompt of several completions is counted once."""

@@ -30,7 +30,13 @@ from quengine.serve.routes.infill import infill
 from quengine.serve.routes.models import table
 from quengine.serve.routes.native import completion
 from quengine.serve.routes.ollama.table import OLLAMA_ROUTES, OLLAMA_SERVER_ROUTES
-from quengine.serve.routes.responses.route import delete_response, response_tokens, responses, stored_response
+from quengine.serve.routes.responses.route import (
+    delete_response,
+    response_input_items,
+    response_tokens,
+    responses,
+    stored_response,
+)
 from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddings
 from quengine.serve.routes.vectors.rerank import rerank
 from quengine.serve.schemas.errors import ApiError
@@ -68,6 +74,7 @@ SERVER_ROUTES: tuple[tuple[str, str, ServerEndpoint], ...] = (
     ("POST", "/models/unload", table.unload),
     ("GET", "/v1/responses/{id}", stored_response),
     ("DELETE", "/v1/responses/{id}", delete_response),
+    ("GET", "/v1/responses/{id}/input_items", response_input_items),
     ("GET", "/v1/stream", stream_routes.read_stream),
     ("DELETE", "/v1/stream", stream_routes.stop_stream),
     ("POST", "/v1/streams/lookup", stream_routes.find_streams),
@@ -143,7 +150,9 @@ def make_app(models: Models) -> Starlette:
 
     def answered(path: str, status: int) -> None:
         models.metrics.answered(path if path in known else "other", status)
-        models.metrics.ignored(len(access_log.current().ignored))
+        record = access_log.current()
+        models.metrics.ignored(len(record.ignored))
+        models.metrics.shortened(record.shortened)
 
     of_server, of_models = _by_path(SERVER_ROUTES), _by_path(ROUTES)
     routes = [

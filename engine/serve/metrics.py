@@ -33,12 +33,18 @@ class ServerMetrics:
         self._ignored = Counter(
             "quengine_ignored_fields", "Unknown fields of bodies, passed over.", registry=self.registry
         )
+        self._shortened = Counter(
+            "quengine_shortened_prompts", "Prompts that were cut to fit the context.", registry=self.registry
+        )
 
     def answered(self, path: str, status: int) -> None:
         self._http.labels(path, str(status)).inc()
 
     def ignored(self, fields: int) -> None:
         self._ignored.inc(fields)
+
+    def shortened(self, prompts: int) -> None:
+        self._shortened.inc(prompts)
 
     def text(self, models: "Mapping[str, Metrics]") -> bytes:
         """Prometheus' text, with those of the models under the label `model`."""

@@ -48,9 +48,15 @@ class VertexPaths:
 
 
 async def predict(models: Models, request: Request) -> Response:
-    """The answers of all instances, computed at once. One that fails has its error in its place."""
+    """The answers of all instances, as many at once as there are slots. One that fails has its error in its place."""
     body = await read_request(request, PredictRequest, models.settings.limits)
-    answers = asyncio.gather(*(_answer(request, each) for each in body.instances))
+    slots = asyncio.Semaphore(models.settings.parallel)
+
+    async def in_turn(instance: dict[str, Any]) -> Any:
+        async with slots:
+            return await _answer(request, instance)
+
+    answers = asyncio.gather(*map(in_turn, body.instances))
     return json_response({"predictions": await unless_gone(request.receive, answers)})
 
 

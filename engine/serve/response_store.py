@@ -63,6 +63,13 @@ class ResponseStore:
         """Its JSON. Raises ApiError (404)."""
         return self._entry(response_id, None).response
 
+    def input_items(self, response_id: str) -> list[Item]:
+        """The items that a response was made of, as the API lists them, oldest first. Raises ApiError (404)."""
+        entry = self._entry(response_id, None)
+        conversation: list[Item] = json.loads(entry.conversation)
+        given = conversation[: len(conversation) - len(entry.item_ids)]
+        return [_listed(item, f"item_{response_id}_{number}") for number, item in enumerate(given)]
+
     def conversation(self, response_id: str | None) -> list[Item]:
         """The items up to the end of a response; of no response none. Raises ApiError (404)."""
         if response_id is None:
@@ -99,3 +106,16 @@ class ResponseStore:
     def _absent(self, what: str, name: str | None, code: str) -> ApiError:
         why = f"the newest are kept, in at most {self._most} bytes (--max-stored), until the server ends"
         return ApiError(404, f"{what}; {why}", param=name, code=code)
+
+
+def _listed(item: Item, new_id: str) -> Item:
+    """An item with an id and its type; text of a message as a part. Items of requests may lack these."""
+    listed = {
+        "id": new_id,
+        "type": "message",
+        **{key: part for key, part in item.items() if part is not None},
+    }
+    if listed["type"] == "message" and isinstance(listed.get("content"), str):
+        kind = "output_text" if listed.get("role") == "assistant" else "input_text"
+        listed |= {"content": [{"type": kind, "text": listed["content"]}]}
+    return listed if "status" in listed or listed["type"] != "message" else {**listed, "status": "completed"}

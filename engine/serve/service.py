@@ -8,6 +8,9 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quengine.serve import access_log
 from quengine.serve.metrics import Metrics
 from quengine.serve.processes.server_handle import Handle, joined
@@ -40,6 +43,7 @@ _WHY_NOT = {
 }
 
 
+Vector = NDArray[np.float64]
 MakeWorker = Callable[[Metrics], Worker]
 
 
@@ -131,17 +135,18 @@ class Service:
             details={"n_prompt_tokens": count, "n_ctx": context},
         )
 
-    def check_count(self, sequences: int) -> None:
-        """Raises ApiError for a request of more sequences than this server ever holds at once."""
-        most = self.worker.slots + self.limits.queue
-        if sequences > most:
+    def check_inputs(self, inputs: int, param: str) -> None:
+        """Raises ApiError for a request of more prompts than the server's limit."""
+        most = self.limits.inputs
+        if inputs > most:
             raise bad_request(
-                f"{sequences} completions in one request: this server holds at most {most} at a time"
+                f"{param}: {inputs} inputs in one request, this server takes at most {most} (--max-inputs)",
+                param,
+                "over_limit",
             )
 
     def submit(self, requests: Sequence[Work]) -> Handle:
         """Queue all completions of an HTTP request. Raises ApiError where the queue or the engine takes none."""
-        self.check_count(len(requests))
         try:
             handle = self.worker.submit(requests)
             if prompts := [each for each in requests if isinstance(each, GenerationRequest)]:
@@ -196,6 +201,14 @@ class Service:
             if left:
                 self.worker.cancel(handle)
                 self.metrics.cancelled(left)
+
+    async def vectors(self, handle: Handle) -> list[Vector]:
+        """The embedding of each request, in the order of the requests."""
+        found: dict[int, Vector] = {}
+        async for choice, event in self.events(handle):
+            if isinstance(event, Finished):
+                found[choice] = np.array(event.embedding or ())  # a quarter of the tuple's memory
+        return [found[choice] for choice in range(len(handle.requests))]
 
     async def outputs(self, handle: Handle) -> list[tuple[Piece, Finished]]:
         """The pieces of each request as one, and its end, in the order of the requests."""

@@ -1,10 +1,14 @@
 """Options of the server that are not the engine's: address, keys, names, limits."""
 
 import ipaddress
+import logging
 import math
+import stat
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +20,8 @@ from quengine.request.pooling import POOLINGS, Pooling
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.ray.options import RayOptions
 from quengine.serve.tools.options import ToolsOptions
+
+logger = logging.getLogger("quengine.serve")
 
 _ACCESS = "Who may ask"
 _MODELS = "Several models"
@@ -46,6 +52,9 @@ class Limits:
         Range(1),
         Flag("--max-prompt-tokens", "Tokens of a prompt. (default: the context)", _LIMITS),
     ] = None
+    inputs: Annotated[
+        int, Range(1), Flag("--max-inputs", "Prompts, or texts to embed or rank, of one request.", _LIMITS)
+    ] = 4096
     n: Annotated[int, Range(1), Flag("--max-n", "Completions of one prompt.", _LIMITS)] = 16
     stops: Annotated[int, _COUNT, Flag("--max-stops", "Stop strings.", _LIMITS)] = 16
     biases: Annotated[int, _COUNT, Flag("--max-logit-bias", "Entries of logit_bias.", _LIMITS)] = 1024
@@ -281,9 +290,19 @@ def as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
+@cache
+def _warn_readable(file: Path, mode: int) -> None:
+    """Once for a file of keys that other users of this machine can read: settings are made again and again."""
+    logger.warning("--api-key-file %s: other users can read the keys (mode %o): chmod 600 it", file, mode)
+
+
 def _keys_of(file: Path | None) -> list[str]:
     if file is None:
         return []
+    with suppress(OSError):  # which reading it says
+        mode = stat.S_IMODE(file.stat().st_mode)
+        if mode & (stat.S_IRGRP | stat.S_IROTH):
+            _warn_readable(file, mode)
     lines = read_text(file, "cannot read the keys from", _MAX_KEY_BYTES).splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:

@@ -197,6 +197,18 @@ def _may_reason(template: str) -> bool:
     return "reasoning" in template or "think" in template
 
 
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def nearest_effort(form: AnswerFormat, template: str | None, effort: str) -> str | None:
+    """The effort that a template takes in place of `effort`: the nearest of its own, or None where it has none."""
+    if form.efforts is not None:
+        place = _EFFORTS.index(effort)
+        return min(form.efforts, key=lambda each: abs(_EFFORTS.index(each) - place))
+    known = "reasoning_effort" in (template or "") or effort == "none"
+    return effort if known or switch_variables(form, template, True) else None
+
+
 def effort_variables(form: AnswerFormat, template: str | None, effort: str | None) -> dict[str, Any]:
     """The variables by which a template is told how long to reason; None: as long as it does, but it reasons.
 

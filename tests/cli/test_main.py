@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from quengine.cli import main
+from quengine.cli.command_table import COMMANDS
 from quengine.cli.foreign_flags import FOREIGN
 from quengine.errors import CannotRunError, EngineError
 
@@ -133,6 +134,8 @@ def test_a_wrong_command_line_is_a_user_error_with_a_hint(capsys, args, says, hi
             "--n-cpu-moe for experts); -fa (always on); --jinja (always on)",
         ),
         ("serve --max-model-len=4096 -m x", "--max-model-len (-c N)"),
+        ("serve --mmproj y -fa on -m x", f"--mmproj ({FOREIGN['--mmproj']})"),
+        ("serve -ngl=0 -m x", "-ngl (all layers are on the --device; cpu for none, --n-cpu-moe for experts)"),
         ("chat -hf user/repo", "-hf (-m hf:user/repo:QUANT or hf:user/repo/file.gguf)"),
         ("run x --format json p", "--format (--json-schema {} for any JSON)"),
         ("run x -v why", "-v (before the command: engine -v ...)"),
@@ -140,7 +143,34 @@ def test_a_wrong_command_line_is_a_user_error_with_a_hint(capsys, args, says, hi
 )
 def test_flags_of_other_programs_are_answered_with_what_is_written_here(capsys, args, says):
     assert main.run(args.split()) == 1
-    assert capsys.readouterr().err == f"engine: error: no such option: {says}\n"
+    assert capsys.readouterr().err.splitlines()[-1] == f"engine: error: no such option: {says}"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--jinja", "-fa on", "-fa", "--flash-attn=auto", "-ngl 99", "-ngl all", "--n-gpu-layers=-1", "-cb"],
+)
+def test_serve_passes_over_flags_that_ask_for_what_is_so_anyhow(capsys, flags):
+    assert main.run(["serve", *flags.split(), "-m", "/nope"]) == 1
+    note, error = capsys.readouterr().err.splitlines()
+    name = flags.partition(" ")[0].partition("=")[0]
+    assert note.startswith(f"engine: warning: without effect here: {name} (")
+    assert "/nope: no such file" in error
+
+
+HELPS = [[name] for name in COMMANDS] + [["kernels", "build"], ["kernels", "install"], []]
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("command", HELPS, ids=" ".join)
+def test_help_shows_every_name_whole(capsys, monkeypatch, command, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main.run([*command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "\u2026" not in shown and max(map(len, shown.splitlines())) <= max(width, 120)
+    if command == ["serve"]:
+        for name in ("--sleep-idle-seconds", "--no-confine-commands", "--draft-max", "--max-inputs"):
+            assert name in shown
 
 
 @pytest.mark.parametrize(

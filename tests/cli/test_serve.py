@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -48,6 +49,18 @@ def test_keys_are_read_a_line_each(tmp_path: Path) -> None:
     file.write_text("# none\n")
     with pytest.raises(EngineError, match="holds no key"):
         ServerSettings(api_key_file=file)
+
+
+def test_keys_that_others_can_read_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one\n")
+    for mode, warnings in ((0o600, 0), (0o644, 1), (0o644, 1)):
+        file.chmod(mode)
+        assert replace(ServerSettings(api_key_file=file)).api_keys == ("one",)
+        assert len(caplog.records) == warnings
+    assert "other users can read the keys (mode 644): chmod 600 it" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
 """The models in and below a folder: GGUF files, those in parts as one, and Hugging Face checkpoint folders."""
 
+import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from quengine.errors import EngineError
 from quengine.models.hub.hub_name import file_sets, is_companion, without_shard
+
+logger = logging.getLogger("quengine.serve")
 
 HUB = "hf.co"
 """The folder of models that clients have pulled from the Hugging Face Hub by repository (`model_links`)."""
@@ -17,7 +22,7 @@ def find_models(folder: Path) -> dict[str, Path]:
 
     The name is the file's or the folder's; of several alike, and of what lies in the folder HUB, it has the path from
     `folder` before it. Projectors of vision models (mmproj) and importance matrices are no models. What begins with a
-    dot is passed over, and so are links that lead nowhere.
+    dot is passed over; so is, with a warning, what no model can be read from: a link that leads nowhere, a pipe.
 
     Raises:
         EngineError: the folder cannot be read.
@@ -47,8 +52,33 @@ def _models(folder: Path) -> Iterator[Path]:
             yield Path(place)
             continue
         for parts in file_sets(name for name in files if not name.startswith(".")):
-            if not is_companion(parts[0]) and Path(place, parts[0]).exists():
-                yield Path(place, parts[0])
+            if is_companion(parts[0]):
+                continue
+            paths = [Path(place, part) for part in parts]
+            wrong = next(((path, why) for path in paths if (why := _unreadable(path)) is not None), None)
+            if wrong is None:
+                yield paths[0]
+            else:
+                _warn_skipped(*wrong)
+
+
+def _unreadable(path: Path) -> str | None:
+    """Why no model can be read from a file."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return "a link that leads nowhere"
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISREG(mode):
+        return "not a regular file"
+    return None if os.access(path, os.R_OK) else "it cannot be read by this user"
+
+
+@cache
+def _warn_skipped(path: Path, why: str) -> None:
+    """Once for a file: a folder is looked at again and again."""
+    logger.warning("--models-dir: %s is skipped: %s", path, why)
 
 
 def _name(path: Path, folder: Path) -> Path:

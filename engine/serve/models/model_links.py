@@ -6,13 +6,16 @@ A name is checked before it becomes a path, and the folders on the way are opene
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from quengine.models.hub.hub_name import is_companion, own_name, without_shard
+from quengine.models.hub.presets import toml_text
 from quengine.serve.models.model_folder import HUB, parts_of
+from quengine.serve.models.model_options import options_name
 from quengine.serve.schemas.errors import ApiError, bad_request
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -47,8 +50,11 @@ def check_name(name: str, param: str) -> None:
 
 
 @contextmanager
-def linked_model(folder: Path, name: str, file: Path) -> Iterator[None]:
-    """Give the model whose first file is `file` the checked name `name` in `folder`; undone where the block raises.
+def linked_model(
+    folder: Path, name: str, file: Path, options: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Give the model whose first file is `file` the checked name `name` in `folder`, with `options` beside it
+    (`model_options`); undone where the block raises.
 
     A link leads to the file itself, not to other links. A file of the same disk becomes a second name of its contents
     (a hard link), so that each of the two can be removed.
@@ -66,11 +72,21 @@ def linked_model(folder: Path, name: str, file: Path) -> Iterator[None]:
                 own = last + part.name[len(without_shard(part.name)) :]
                 _link(part, own, descriptor)
                 made.append(own)
+            if options:
+                own = options_name(f"{last}.gguf")
+                _write(toml_text(options), own, descriptor)
+                made.append(own)
             yield
         except BaseException:
             for own in made:
                 os.unlink(own, dir_fd=descriptor)
             raise
+
+
+def _write(text: str, name: str, folder: int) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(name, flags, 0o644, dir_fd=folder), "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _link(source: Path, name: str, folder: int) -> None:
@@ -96,10 +112,12 @@ def unlinked_model(folder: Path, file: Path) -> Iterator[None]:
     hidden: dict[str, str] = {}
     with _opened(folder, above) as descriptor:
         try:
-            for part in parts_of(file):
+            names = [part.name for part in parts_of(file)]
+            options = options_name(file.name)
+            for name in (*names, *([options] if file.with_name(options).exists() else ())):
                 aside = f".{uuid4().hex}"
-                os.rename(part.name, aside, src_dir_fd=descriptor, dst_dir_fd=descriptor)
-                hidden[aside] = part.name
+                os.rename(name, aside, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+                hidden[aside] = name
             yield
         except BaseException:
             for aside, name in hidden.items():

@@ -45,6 +45,15 @@ def check_names(specs: Iterable[ModelSpec]) -> None:
             owners[name] = spec.model
 
 
+def check_header(spec: ModelSpec) -> None:
+    """Raises EngineError for GGUF files whose headers are not those of a model, before another model leaves for it."""
+    if spec.path is not None and not spec.path.is_dir():
+        from quengine.models.gguf.header import read_shard
+
+        for part in parts_of(spec.path):
+            read_shard(part)
+
+
 def weight_bytes(path: Path) -> int:
     """Bytes of a model's files: of a folder's weights, of all parts of a split GGUF. 0 where they cannot be read."""
     try:

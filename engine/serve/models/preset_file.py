@@ -25,9 +25,10 @@ from quengine.models.hub.hub import resolve_model
 from quengine.options import table_fields, table_values
 from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
-from quengine.request.preset import preset_values
+from quengine.request.preset import preset_values, table_options
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.models.model_folder import find_models
+from quengine.serve.models.model_options import read_options
 from quengine.serve.models.model_spec import ModelSpec, weight_bytes
 from quengine.serve.settings import ServerSettings
 
@@ -87,8 +88,10 @@ def _with_options(
     """The model with the options of its table. `found`: in the folder; else the table says where."""
     given = {key: value for key, value in table.items() if key not in _OWN}
     values = table_values(given, _GROUPS, where)
-    for group, options in preset_values(str(table.get("model", ""))).items():
-        values[group] = {**options, **values.get(group, {})}
+    made = {} if found is None else table_options(read_options(found), str(found))
+    for below in (preset_values(str(table.get("model", ""))), made):
+        for group, options in below.items():
+            values[group] = {**options, **values.get(group, {})}
     of_server = values.get(ServerSettings, {})
     if other := of_server.keys() - set(_OF_MODELS):
         raise EngineError(f"{where}: {min(other)}: that is an option of the whole server")

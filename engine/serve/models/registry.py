@@ -2,15 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from quengine.models.hub.hub import resolve_model
 from quengine.serve.http import off_loop
 from quengine.serve.metrics import ServerMetrics
 from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.model_links import folder_name, linked_model, unlinked_model
+from quengine.serve.models.model_options import read_options
 from quengine.serve.models.model_spec import ModelSpec, check_names
 from quengine.serve.models.pulls import Pulls
 from quengine.serve.models.residency import Launch, Residency
@@ -195,15 +197,23 @@ class Models:
         path = self.named(name).spec.path
         if path is None:
             raise bad_request(f"{name[:80]} has no file", "source")
-        await self._link(other, path)
+        await self._link(other, path, await off_loop(lambda: read_options(path)))
 
-    async def _link(self, name: str, path: Path) -> None:
+    async def create(self, name: str, base: str, options: Mapping[str, Any]) -> None:
+        """Give a model another name, which has been checked, with options over its own. Raises ApiError."""
+        path = self.named(base).spec.path
+        if path is None:
+            raise bad_request(f"{base[:80]} has no file", "from")
+        own = await off_loop(lambda: read_options(path))
+        await self._link(name, path, {**own, **options})
+
+    async def _link(self, name: str, path: Path, options: Mapping[str, Any] | None = None) -> None:
         folder = self.settings.models.folder
         assert folder is not None
         async with self._looking:
             if name in self._names:
                 raise bad_request(f"there is a model {name} already", code="invalid_value")
-            await self._set_found(await self._found(linked_model(folder, name, path)))
+            await self._set_found(await self._found(linked_model(folder, name, path, options)))
 
     async def remove(self, name: str) -> None:
         """Delete the file of a model in the folder; those who wait for it get an error. Raises ApiError."""

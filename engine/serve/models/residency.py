@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from quengine.errors import EngineError
 from quengine.serve.metrics import Metrics
 from quengine.serve.models.model_entry import ModelEntry
-from quengine.serve.models.model_spec import ModelSpec
+from quengine.serve.models.model_spec import ModelSpec, check_header
 from quengine.serve.processes.server_thread import Worker
 from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.response_store import ResponseStore
@@ -86,7 +87,10 @@ class Residency:
         except LoadCancelledError:
             pass
         except Exception as error:
-            logger.exception("%s cannot be loaded", entry.name)
+            if not isinstance(error, EngineError):
+                logger.exception("%s cannot be loaded", entry.name)
+            entry.failure = str(error)
+            self._say(f"{entry.name}: not loaded: {error}")
             entry.refuse(entry.load_error(error))
         finally:
             entry.loader = None
@@ -100,7 +104,12 @@ class Residency:
         )
 
     async def _make_place(self, entry: ModelEntry) -> None:
+        """Unload what is too many. Raises EngineError, and nothing is unloaded, for a file that is no model's."""
+        checked = False
         while 0 < self._most <= sum(each.occupied for each in self.entries) and entry.wanted:
+            if not checked:
+                await asyncio.to_thread(check_header, entry.spec)
+                checked = True
             if not await self._evict(entry):
                 return
 

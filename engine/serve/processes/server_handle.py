@@ -6,6 +6,7 @@ a turn of the coroutine for each token; all else, and what a slow reader has not
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from quengine.serve.processes.shared_engine import Event, GenerationRequest, Piece, Work
@@ -15,10 +16,15 @@ Writer = Callable[[int, Piece], bool]
 
 
 class Handle:
-    """The events of one HTTP request's completions, in order, each with the position of its completion."""
+    """The events of one HTTP request's completions, in order, each with the position of its completion.
 
-    def __init__(self, requests: Sequence[Work]) -> None:
+    The first `queued` of the requests are in the worker's queue; the others wait in `unqueued`, and the worker queues
+    one of them whenever one of this handle's has ended. That deque is guarded by the worker's lock.
+    """
+
+    def __init__(self, requests: Sequence[Work], queued: int | None = None) -> None:
         self.requests = tuple(requests)
+        self.unqueued = deque(self.requests[len(self.requests) if queued is None else queued :])
         self.cancelled = False
         self.writer: Writer | None = None
         first = requests[0]

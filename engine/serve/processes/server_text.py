@@ -27,8 +27,8 @@ LONG_BYTES = 256 << 10
 """More is very long."""
 SECONDS = 60.0
 """For one request in a process."""
-MOST_WAITING = 16
-"""Requests of one process that wait for it."""
+LONG_WAITING, VERY_LONG_WAITING = 128, 16
+"""Requests that wait for the process of long texts, and for that of very long ones."""
 _ABORTED = -6  # by SIGABRT: what a library does that is refused memory
 _THREADS = 4
 
@@ -41,7 +41,7 @@ class TextPool:
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
         self._threads = ThreadPoolExecutor(_THREADS, "text")
-        self._long, self._very_long = _Lane("long"), _Lane("very long")
+        self._long, self._very_long = _Lane("long", LONG_WAITING), _Lane("very long", VERY_LONG_WAITING)
 
     async def perform(self, model: ServedModel, job: TextJob) -> TextResult:
         """The result of a job; cancelling ends it.
@@ -73,15 +73,16 @@ class TextPool:
 class _Lane:
     """One process, and the requests that wait for it, first come, first served."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, most_waiting: int) -> None:
         self._name = name
+        self._most_waiting = most_waiting
         self._turn = asyncio.Lock()
         self._waiting = 0
         self._thread = ThreadPoolExecutor(1, f"text-{name}")
         self._process: _TextProcess | None = None
 
     async def perform(self, source: TextSource, message: bytes, seconds: float) -> TextResult:
-        if self._waiting >= MOST_WAITING:
+        if self._waiting >= self._most_waiting:
             raise ApiError(
                 429,
                 f"{self._waiting} {self._name} prompts wait to be tokenized, no more may",

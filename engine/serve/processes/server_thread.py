@@ -43,7 +43,7 @@ MAX_RESTARTS = 3
 
 
 class QueueFullError(Exception):
-    """No room in the queue for so many more requests."""
+    """No room in the queue for another request."""
 
 
 class NotServingError(Exception):
@@ -60,7 +60,7 @@ class Worker:
     Args:
         make_engine: builds the engine, in the thread; called again when the engine has failed.
         parallel: most sequences given to the engine at once (never more than its capacity).
-        max_queue: most sequences that may wait.
+        max_queue: most sequences that may wait in the queue; those of a large batch wait in their handle instead.
         observe: called with the events of every step, in the event loop.
         stopped: called in the event loop when the thread and the engine have ended; the error if it could not go on.
         changed: called in the event loop after each change of `state`.
@@ -137,21 +137,25 @@ class Worker:
         return None
 
     def submit(self, requests: Sequence[Work]) -> Handle:
-        """Queue the requests of one HTTP request, all of them or none.
+        """Queue the requests of one HTTP request: as many as there are slots, and as the queue has room for.
+
+        The others follow one by one, each at the end of the queue when an earlier one has ended, so that a batch of any
+        size neither fills the queue nor holds up the requests of others.
 
         Raises:
             NotServingError: not loaded, starting, draining, or the engine is being replaced.
-            QueueFullError: the queue has no room for all of them.
+            QueueFullError: the queue has no room for any of them.
         """
         with self._wake:
             if self.state != "ready":
                 raise NotServingError(self.state)
             # A free slot counts as room in the queue: it takes its request at the next step.
             room = self.max_queue + max(0, self.slots - len(self._running)) - len(self._waiting)
-            if len(requests) > room:
+            if room < 1:
                 raise QueueFullError
-            handle = Handle(requests)
-            self._waiting.extend((handle, request) for request in handle.requests)
+            queued = min(len(requests), room, max(1, self.slots))
+            handle = Handle(requests, queued)
+            self._waiting.extend((handle, request) for request in handle.requests[:queued])
             self._wake.notify()
         return handle
 
@@ -160,6 +164,7 @@ class Worker:
         handle.cancelled = True
         ids = {request.id for request in handle.requests}
         with self._wake:
+            handle.unqueued.clear()
             if any(waiter is handle for waiter, _ in self._waiting):
                 self._waiting = deque(entry for entry in self._waiting if entry[0] is not handle)
             self._cancels += ids & self._running.keys()
@@ -319,10 +324,18 @@ class Worker:
                 if not isinstance(event, Piece):
                     del self._running[event.request_id]
                     self._slots.release(event.request_id)
+                    self._queue_next(handle, event)
                 self._delivered.append((handle, event))
             begun = idle and bool(self._delivered)
         if begun:
             self._call(self._distribute)
+
+    def _queue_next(self, handle: Handle, ended: Event) -> None:
+        """Queue the next request of a handle, one of which has ended; none after a failure. The lock is held."""
+        if isinstance(ended, Failed):
+            handle.unqueued.clear()
+        elif handle.unqueued:
+            self._waiting.append((handle, handle.unqueued.popleft()))
 
     def _distribute(self) -> None:
         """Give the events of all steps since the last call to those who asked for them."""

@@ -4,14 +4,17 @@ Control tokens that raw text spells are read as such, as llama-server and vLLM d
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quengine.errors import EngineError
 from quengine.request.chat_format import Ending
 from quengine.request.pooling import with_end
+from quengine.serve import access_log
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
+from quengine.serve.routes.shortening import shortened
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Tools
 from quengine.serve.schemas.messages import Content, Message, TextPart
@@ -19,8 +22,10 @@ from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.reading import are_token_ids, read_part, shown, token_ids, whole_number
 from quengine.serve.schemas.requests import TemplateRequest
 from quengine.serve.service import Service
-from quengine.structured.answer_format import effort_variables, switch_variables
+from quengine.structured.answer_format import effort_variables, nearest_effort, switch_variables
 from quengine.structured.reasoning.tags import reasoning_in
+
+logger = logging.getLogger("quengine.serve")
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -31,18 +36,25 @@ async def read_prompts(
     key: str,
     parse_special: bool,
     ended: bool = False,
+    notes: list[str] | None = None,
 ) -> list[list[int]]:
     """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError.
 
-    ended: those that end with text are whole texts, which end with EOS where the model wants it.
+    ended: those that end with text are whole texts, which end with EOS where the model wants it. notes: prompts that do
+        not fit the context lose their end, and it gets a line that says so.
     """
     values = _separate(given, key)
-    service.check_count(len(values))
-    prompts = [_parts(value, service, key) for value in values]
-    job = TextJob("encode", prompts, special=parse_special, most_tokens=service.most_prompt_tokens)
+    service.check_inputs(len(values), key)
+    most = service.most_prompt_tokens
+    prompts = [_parts(value, service, key, checked=notes is None) for value in values]
+    job = TextJob("encode", prompts, special=parse_special, most_tokens=most if notes is None else None)
     end = service.model.end_of_text if ended else None
     found = await _ids(service, job, key)
     ends = [end if parts and isinstance(parts[-1], str) else None for parts in prompts]
+    for number, (ids, last) in enumerate(zip(found, ends, strict=True)):
+        if notes is not None and len(ids) > most:
+            shortened(notes, f"{key}[{number}]: the last {len(ids) - most} of {len(ids)} tokens are left out")
+            found[number] = ids[: most - (last is not None)]
     return [with_end(ids, last) for ids, last in zip(found, ends, strict=True)]
 
 
@@ -111,7 +123,7 @@ def reasoning_wanted(
     )
     default = options.reasoning_budget if switched is None and effort is None else -1
     budget = next((each for each in given if each is not None), default)
-    if switched is False or effort == "none":
+    if switched is False or (effort == "none" and service.model.answer_format.efforts is None):
         budget = 0
     thinking = False if budget == 0 else switched
     variables = template_variables(
@@ -130,9 +142,14 @@ def template_variables(
 ) -> Mapping[str, Any]:
     """chat_template_kwargs with `effort`, the field `param`, and whether to reason; None: as the effort says.
 
-    defaults: the server's own variables. Raises ApiError where the template takes no such value.
+    defaults: the server's own variables. An effort that the template does not have becomes the nearest that it has, or
+    is passed over, and counts as an ignored field. Raises ApiError where the template takes no such value.
     """
     form, template = model.answer_format, model.template
+    if effort is not None and (nearest := nearest_effort(form, template, effort)) != effort:
+        access_log.current().ignored.append(param)
+        logger.debug("%s = %s: %s", param, effort, f"taken as {nearest}" if nearest else "has no effect")
+        effort = nearest
     try:
         switched_on = effort_variables(form, template, None)
         asked = {} if effort is None else effort_variables(form, template, effort)
@@ -162,15 +179,15 @@ def _separate(value: str | list[Any] | dict[str, Any], key: str) -> list[Any]:
     return [value] if one else value
 
 
-def _parts(value: Any, service: Service, key: str) -> list[str | int]:
-    """A prompt's strings and ids. Raises ApiError for one that is too long by its bytes alone."""
+def _parts(value: Any, service: Service, key: str, checked: bool = True) -> list[str | int]:
+    """A prompt's strings and ids. Raises ApiError for one that is too long by its bytes alone, if that is `checked`."""
     given = (
         value if isinstance(value, list) else [_object_text(value, key) if isinstance(value, dict) else value]
     )
     model = service.model
     texts = [part for part in given if isinstance(part, str)]
     least = len(given) - len(texts) + sum(least_tokens(model, text) for text in texts)
-    if least > service.most_prompt_tokens:
+    if checked and least > service.most_prompt_tokens:
         raise service.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
     if are_token_ids(given, model.vocab_size):
         return given

@@ -8,6 +8,7 @@ from typing import Any
 
 from quengine.errors import EngineError
 from quengine.request.sampling_params import MAX_BIAS, MAX_COUNT, MAX_SEED, Range, SamplingParams
+from quengine.serve import access_log
 from quengine.serve.http import off_loop
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
@@ -70,12 +71,12 @@ async def sampling_params(
 
 
 def check_choices(body: ChatRequest | CompletionRequest | Native, limits: Limits) -> None:
-    """Raises ApiError for more completions of a prompt than the server takes, or stream options without a stream."""
+    """Raises ApiError for more completions of a prompt than the server takes."""
     for name, count in (("n", body.n), ("n_cmpl", body.n_cmpl or 1)):
         if count > limits.n:
             raise _too_many(name, count, limits.n, "--max-n")
     if not isinstance(body, Native) and body.stream_options.include_usage and not body.stream:
-        raise bad_request("stream_options is for streams: set stream to true", "stream_options")
+        access_log.current().ignored.append("stream_options")
 
 
 def completions_of(body: ChatRequest | CompletionRequest | Native) -> int:

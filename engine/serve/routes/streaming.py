@@ -2,10 +2,10 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,9 +13,12 @@ from starlette.responses import Response
 from quengine.serve import access_log
 from quengine.serve.connections import Connection
 from quengine.serve.http import EventStream, to_json, unless_gone
+from quengine.serve.processes.server_handle import Handle
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.service import Service
+
+T = TypeVar("T")
 
 
 class ChunkForm(ABC):
@@ -66,9 +69,22 @@ async def whole_answer(
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
+    return await answered(service, request, requests, service.outputs)
+
+
+async def answered(
+    service: Service,
+    request: Request,
+    requests: Sequence[GenerationRequest],
+    gathered: Callable[[Handle], Awaitable[T]],
+) -> T:
+    """What `gathered` makes of the events of the requests; they are cancelled where it fails.
+
+    Raises ApiError, and ClientGoneError when the client has gone.
+    """
     handle = service.submit(requests)
     try:
-        return await unless_gone(request.receive, service.outputs(handle))
+        return await unless_gone(request.receive, gathered(handle))
     except BaseException:
         service.worker.cancel(handle)
         raise

@@ -28,6 +28,11 @@ def only(*values: Any) -> Meta:
     return Meta(extra={"only": values, "words": words}, extra_json_schema=schema)
 
 
+def without_effect(*values: Any) -> Meta:
+    """A field that changes nothing here: another value than these counts as an ignored field."""
+    return Meta(extra={"without_effect": values}, extra_json_schema={})
+
+
 def in_range(name: str) -> Meta:
     """A number in the range that the engine's parameter of this name has."""
     allowed = RANGES[name]
@@ -88,12 +93,13 @@ Seed = Annotated[
 SomeText = Annotated[str, Meta(min_length=1)]
 Breaker = Annotated[str, Meta(min_length=1, max_length=MAX_BREAKER)]
 Samplers = Annotated[
-    Annotated[str, Meta(pattern=f"^[{''.join(LETTERS.values())}]{{0,{MAX_SAMPLERS}}}$")]
+    Annotated[str, Meta(pattern=f"^[{''.join(LETTERS.values())}a]{{0,{MAX_SAMPLERS}}}$")]
     | Annotated[
-        list[Annotated[str, Meta(extra_json_schema={"enum": list(LETTERS)})]], Meta(max_length=MAX_SAMPLERS)
+        list[Annotated[str, Meta(extra_json_schema={"enum": [*LETTERS, "adaptive_p"]})]],
+        Meta(max_length=MAX_SAMPLERS),
     ],
     Meta(
-        description="Which samplers are applied, in this order: names, or a string of letters.",
+        description="Which samplers are applied, in this order: names, or a string of letters. adaptive_p is off.",
         extra={"rule": f"must be a string of the letters {''.join(LETTERS.values())}, or an array of names"},
     ),
 ]
@@ -103,11 +109,11 @@ Prompt = Annotated[
     str | list[Any] | dict[str, Any], component("Prompt", "must be a string, token ids, or an array of these")
 ]
 Effort = Annotated[
-    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
     Meta(
-        description="How long the model reasons, of the values that its chat template takes; none of a template "
-        "without reasoning_effort.",
-        extra={"rule": "must be none, minimal, low, medium, high or xhigh"},
+        description="How long the model reasons: the nearest of the values that its chat template takes. Passed over "
+        "and counted where it takes none.",
+        extra={"rule": "must be none, minimal, low, medium, high, xhigh or max"},
     ),
 ]
 JSONSchema = Annotated[Any, component("JSONSchema")]
@@ -160,7 +166,17 @@ class Accepted(Body, frozen=True):
     prompt_logprobs: Annotated[Any, only(0)] = None
     truncate_prompt_tokens: Annotated[Any, only()] = None
     priority: Annotated[Any, only(0)] = None
-    adaptive_target: Annotated[Any, only(-1)] = None
+    adaptive_target: (
+        Annotated[
+            float,
+            Meta(
+                lt=0,
+                description="Of the sampler adaptive_p, which there is not: below 0, off.",
+                extra={"rule": "must be below 0, which is off: there is no sampler adaptive_p"},
+            ),
+        ]
+        | None
+    ) = None
     n_cmpl: Annotated[Any, only(1)] = None
     preserved_tokens: Annotated[Any, only([])] = None
     reasoning_budget_tokens: Annotated[Any, only(-1)] = None
@@ -257,8 +273,9 @@ class Generation(Sampling, frozen=True):
     MAX_TOKENS: ClassVar[tuple[str, ...]]
     """The names of the limit on generated tokens; the first that is given holds."""
 
+    max_new_tokens: UntilFull | None = None  # type: ignore[assignment]
     repetition_penalty: Annotated[float, in_range("repeat_penalty")] | None = None
-    stop: SomeText | list[SomeText] | None = None
+    stop: str | list[str] | None = None
     stop_token_ids: list[Token] | None = None
     logit_bias: (
         Annotated[
@@ -333,7 +350,7 @@ class Tools(Generation, frozen=True):
     mm_processor_kwargs: Annotated[Any, only()] = None
 
 
-Messages = Annotated[list[Annotated[dict[str, Any], component("Message")]], Meta(min_length=1)]
+Messages = list[Annotated[dict[str, Any], component("Message")]]
 Dimensions = Annotated[int, Meta(ge=1, description="The first so many values, of unit length.")]
 PoolingField = Annotated[
     Pooling,

@@ -48,6 +48,10 @@ class UserMessage(_OfText, frozen=True, tag="user"): ...
 class ToolMessage(_OfText, frozen=True, tag="tool"): ...
 
 
+class FunctionMessage(_OfText, frozen=True, tag="function"):
+    """The result of a function, as OpenAI's API had it before tools; the template sees the role as it is."""
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, tag_field="role", tag="assistant"):
     """Text, calls, or both."""
 
@@ -59,4 +63,4 @@ class AssistantMessage(msgspec.Struct, frozen=True, tag_field="role", tag="assis
             raise ValueError("content is missing")
 
 
-Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage

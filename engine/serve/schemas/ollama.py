@@ -16,7 +16,6 @@ from quengine.serve.schemas.fields import (
     Effort,
     Logprobs,
     Sampling,
-    SomeText,
     component,
     in_range,
     only,
@@ -48,8 +47,8 @@ KeepAlive = Annotated[
 Think = Annotated[
     bool | Effort,
     Meta(
-        description="Whether the model reasons first, or how long.",
-        extra={"rule": "must be true, false, or none, minimal, low, medium, high or xhigh"},
+        description="Whether the model reasons first, or how long; passed over and counted at one that does not.",
+        extra={"rule": "must be true, false, or none, minimal, low, medium, high, xhigh or max"},
     ),
 ]
 
@@ -91,7 +90,7 @@ class OllamaOptions(Sampling, frozen=True):
         | None
     ) = None
     num_keep: Annotated[int, in_range("n_keep")] | None = None
-    stop: SomeText | list[SomeText] | None = None
+    stop: str | list[str] | None = None
     penalize_newline: Annotated[Any, only(True)] = None
 
     model: Any = None
@@ -196,6 +195,24 @@ class OllamaPullRequest(OllamaModelRequest, frozen=True):
 class OllamaDeleteRequest(OllamaModelRequest, frozen=True): ...
 
 
+class OllamaCreateRequest(OllamaModelRequest, frozen=True, rename={"base": "from"}):
+    """A model of this server under a new name, with options of its own."""
+
+    base: Annotated[str, Meta(description="A model that is served.")] = ""
+    system: str = ""
+    template: Annotated[
+        str, Meta(description="In Go's syntax as Ollama has it, or a jinja2 chat template.")
+    ] = ""
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    license: Any = None
+    stream: bool = True
+    files: Annotated[Any, only({})] = None
+    adapters: Annotated[Any, only({})] = None
+    quantize: Annotated[Any, only("")] = None
+    modelfile: Annotated[Any, only("")] = None
+
+
 class OllamaCopyRequest(Body, frozen=True):
     source: str = ""
     destination: str = ""
@@ -209,6 +226,7 @@ OLLAMA_BODIES: tuple[type[Body], ...] = (
     OllamaShowRequest,
     OllamaPullRequest,
     OllamaDeleteRequest,
+    OllamaCreateRequest,
     OllamaCopyRequest,
 )
 
@@ -254,6 +272,8 @@ def ollama_answers() -> dict[str, Schema]:
         "OllamaShow": record(**show, details=details, model_info=OBJECT, capabilities=array(STRING)),
         "OllamaPull": success,
         "OllamaPullLine": record({"digest": STRING, "total": COUNT, "completed": COUNT}, status=STRING),
+        "OllamaCreate": success,
+        "OllamaCreateLine": success,
         "OllamaDelete": success,
         "OllamaCopy": success,
     }

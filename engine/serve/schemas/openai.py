@@ -21,6 +21,7 @@ from quengine.serve.schemas.fields import (
     Verbose,
     component,
     only,
+    without_effect,
 )
 from quengine.serve.schemas.openapi_parts import (
     ANY,
@@ -51,7 +52,7 @@ class StreamOptions(Fields, frozen=True):
 
 
 class ChatRequest(Tools, frozen=True, kw_only=True):
-    MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict")
+    MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict", "max_new_tokens")
 
     messages: Messages
     n: Annotated[int, Meta(ge=1)] = 1
@@ -59,12 +60,14 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
     max_completion_tokens: UntilFull | None = None
     max_tokens: UntilFull | None = None
     n_predict: UntilFull | None = None
-    stream_options: Annotated[StreamOptions, Meta(description="With stream: true only.")] = StreamOptions()
+    stream_options: Annotated[StreamOptions, Meta(description="Ignored without stream: true.")] = (
+        StreamOptions()
+    )
     logprobs: bool = False
     top_logprobs: Logprobs = 0
     skip_special_tokens: bool = True
     modalities: Annotated[Any, only(["text"])] = None
-    verbosity: Annotated[Any, only("medium")] = None
+    verbosity: Annotated[Any, without_effect("medium")] = None
     reasoning_effort: Effort | None = None
     reasoning_format: (
         Annotated[
@@ -85,7 +88,7 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
 
 
 class CompletionRequest(Generation, frozen=True, kw_only=True):
-    MAX_TOKENS = ("max_tokens", "max_completion_tokens", "n_predict")
+    MAX_TOKENS = ("max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens")
 
     prompt: Prompt
     n: Annotated[int, Meta(ge=1)] = 1
@@ -93,7 +96,9 @@ class CompletionRequest(Generation, frozen=True, kw_only=True):
     max_tokens: UntilFull | None = None
     max_completion_tokens: UntilFull | None = None
     n_predict: UntilFull | None = None
-    stream_options: Annotated[StreamOptions, Meta(description="With stream: true only.")] = StreamOptions()
+    stream_options: Annotated[StreamOptions, Meta(description="Ignored without stream: true.")] = (
+        StreamOptions()
+    )
     logprobs: Logprobs | None = None
     echo: bool = False
     suffix: Annotated[
@@ -116,7 +121,7 @@ class TextOptions(Fields, frozen=True):
 
 
 class ResponseRequest(Tools, frozen=True, kw_only=True):
-    MAX_TOKENS = ("max_output_tokens",)
+    MAX_TOKENS = ("max_output_tokens", "max_new_tokens")
 
     input: (
         str
@@ -309,6 +314,12 @@ def _responses() -> dict[str, Schema]:
         "OutputItem": {"anyOf": kinds},
         "Response": _response(),
         "ResponseEvent": _response_event(part, thought),
+        "InputItemList": record(
+            {"first_id": TEXT_OR_NULL, "last_id": TEXT_OR_NULL},
+            object=const("list"),
+            data=array(OBJECT),
+            has_more=BOOLEAN,
+        ),
         "DeletedResponse": record(id=STRING, object=const("response"), deleted=const(True)),
     }
 

@@ -194,6 +194,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         error="AnthropicError",
     ),
     ("GET", "/v1/responses/{id}"): Operation("A stored response.", ref("Response"), errors=(400, 404)),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(
+        "The items that a stored response was made of.", ref("InputItemList"), errors=(400, 404)
+    ),
     ("DELETE", "/v1/responses/{id}"): Operation(
         "Delete a stored response.", ref("DeletedResponse"), errors=(404,)
     ),
@@ -232,6 +235,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "The release of Ollama's API.", ref("OllamaVersion"), error="OllamaError"
     ),
     ("POST", "/api/show"): _ollama("What the model is.", "Show", _READS),
+    ("POST", "/api/create"): _ollama(
+        "A model of this server under a new name, with options.",
+        "Create",
+        (*_READS, 404),
+        "OllamaCreateLine",
+    ),
     ("POST", "/api/pull"): _ollama("Fetch a model.", "Pull", (*_READS, 429, 500, 502, 507), "OllamaPullLine"),
     ("DELETE", "/api/delete"): _ollama("Delete a model's file.", "Delete", (*_READS, 500)),
     ("POST", "/api/copy"): _ollama("Give a model one more name.", "Copy", (*_READS, 500)),

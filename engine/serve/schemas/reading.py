@@ -109,12 +109,13 @@ class _Plan(NamedTuple):
     names: frozenset[str]
     whole: frozenset[str]
     only: Mapping[str, tuple[Any, ...]]
+    without_effect: Mapping[str, tuple[Any, ...]]
     nested: Mapping[str, type[Fields]]
 
 
 @cache
 def _plan(kind: type[Fields]) -> _Plan:
-    whole, only, nested = set(), {}, {}
+    whole, only, without_effect, nested = set(), {}, {}, {}
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
     for field in info.fields:
@@ -126,7 +127,11 @@ def _plan(kind: type[Fields]) -> _Plan:
         extra = (isinstance(field.type, inspect.Metadata) and field.type.extra) or {}
         if "only" in extra:
             only[field.encode_name] = extra["only"]
-    return _Plan(frozenset(kind.__struct_fields__), frozenset(whole), only, nested)
+        if "without_effect" in extra:
+            without_effect[field.encode_name] = extra["without_effect"]
+    return _Plan(
+        frozenset(field.encode_name for field in info.fields), frozenset(whole), only, without_effect, nested
+    )
 
 
 def _given(
@@ -140,6 +145,8 @@ def _given(
     for key, value in given.items():
         if key in plan.only:
             _check_only(f"{path}{key}", value, plan.only[key])
+        elif key in plan.without_effect:
+            ignored += [] if value in plan.without_effect[key] else [f"{path}{key}"]
         elif key in plan.whole and isinstance(value, float):
             whole = whole_number(value)
             given[key] = value if whole is None else whole

@@ -35,9 +35,8 @@ FILE_NAME = rf"^(?! )(?!.*[.][.])[^{_NO_NAME}]*[^ .{_NO_NAME}]$(?!\n)"
 class Native(Generation, frozen=True, kw_only=True):
     """llama-server's names."""
 
-    MAX_TOKENS = ("n_predict", "max_tokens")
+    MAX_TOKENS = ("n_predict", "max_tokens", "max_new_tokens")
 
-    stop: str | list[str] | None = None
     n: Annotated[int, Meta(ge=1)] = 1
     n_cmpl: Annotated[int, Meta(ge=1)] | None = None
     n_predict: UntilFull | None = None

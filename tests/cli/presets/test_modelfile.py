@@ -3,9 +3,9 @@
 import pytest
 
 from quengine import EngineError
-from quengine.cli.presets.go_template import UnknownFormError, jinja_of
 from quengine.cli.presets.modelfile import is_modelfile, modelfile_table
 from quengine.models.template.template_worker import render
+from quengine.request.go_template import UnknownFormError, jinja_of
 
 MARIO = '''# a comment
 from hf.co/someone/Mario-GGUF:Q4_K_M

@@ -169,7 +169,11 @@ def test_names_and_letters() -> None:
     assert read_flags(["temp"]) == ("temperature",) and read_flags(["ttemp"]) == (
         *("temperature", "temperature", "penalties", "min_p", "top_p"),
     )
-    for wrong in ("kq", ["adaptive_p"], ["top_k", 3], 5, "k" * 33):
+    assert (
+        SamplingParams(samplers=["top_k", "adaptive_p", "tfs_z"]).samplers
+        == SamplingParams(samplers="ka").samplers
+    )  # type: ignore[arg-type]
+    for wrong in ("kq", ["adaptive"], ["top_k", 3], 5, "k" * 33):
         with pytest.raises(EngineError, match="samplers"):
             SamplingParams(samplers=wrong)  # type: ignore[arg-type]
     for breakers in ([""], [3], ["x" * 41], ["\ud800"], 4):

@@ -195,20 +195,19 @@ def test_a_completion_that_fails_is_a_500_of_its_own(client: OpenAI) -> None:
         {"grammar": 'root ::= "a"'},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tfs_z": 0.5},
-        {"samplers": ["top_k", "adaptive_p"]},
+        {"samplers": ["top_k", "adaptive_q"]},
         {"dry_sequence_breakers": ["a" * 41]},
         {"dry_sequence_breakers": ["a"] * 17},
         {"temperature": -1},
         {"temperature": "hot"},
         {"n": 17},
         {"stop": ["a"] * 17},
-        {"stop": ""},
         {"logit_bias": {"99999": 1}},
         {"logit_bias": {"x": "y"}},
         {"max_tokens": -2},
         {"seed": 2**70},
         {"top_logprobs": 3},
-        {"messages": []},
+        {"messages": [3]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"stream": "yes"},
     ],
@@ -235,6 +234,13 @@ def test_what_changes_nothing_is_taken(client: OpenAI) -> None:
         temperature=None,
         response_format={"type": "text"},
         extra_body={"cache_prompt": True, "mirostat": 0, "top_k": 5, "min_p": 0.1, "repeat_penalty": 1.1},
+    )
+
+
+def test_two_hundred_texts_have_embeddings(client: OpenAI) -> None:
+    texts = [f"document {number}" for number in range(200)]
+    assert [each.index for each in client.embeddings.create(model="fake", input=texts).data] == list(
+        range(200)
     )
 
 

@@ -54,16 +54,16 @@ SAME_BODY = (*TWINS, *(path for path in TWINS.values() if path.endswith("/input_
 """Paths that read what another path reads: they get fewer requests."""
 UNSAID = re.compile(
     "only one of them can hold|too small a number for a schema|requires a call"  # two fields
-    "|top_logprobs needs|stream_options is for streams"
+    "|top_logprobs needs"
     "|no tool is named|there are no tools|two functions are named|no call before it has this id"
     "|no tool_use before it has this id|input holds nothing|must have a call_id or an id"
-    "|tokens and the context holds|the prompt has no tokens|completions in one request"  # lengths and sums
+    "|tokens and the context holds|the prompt has no tokens|inputs in one request"  # lengths and sums
     "|must be a token id from|it is no JSON|are more than the .* that are accepted"  # what a value means
     "|dimensions = .*: must be at most|pooling none gives a row"
     "|suffix needs a prompt that is one text"
     "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
     "|filename: it has more than"
-    "|in a message of the assistant's|a raw prompt has none|no model is fetched|does not reason|keep_alive"
+    "|in a message of the assistant's|a raw prompt has none|no model is fetched|keep_alive"
 )
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
@@ -87,8 +87,9 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/embeddings": {"prompt": "a"},
     "/api/show": {},
     "/api/pull": {"model": "fake"},
+    "/api/create": {"model": "other", "from": "fake"},
 }
-REFUSED = ("/api/pull", "/api/delete", "/api/copy", "/models/load", "/models/unload")
+REFUSED = ("/api/pull", "/api/create", "/api/delete", "/api/copy", "/models/load", "/models/unload")
 """What is not done here; a pull, but of the model that is served; loading it, as it is there."""
 
 

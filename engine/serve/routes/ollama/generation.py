@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,7 +22,16 @@ from quengine.serve.routes.ollama.answers import (
     loaded,
 )
 from quengine.serve.routes.ollama.requests import chat_request, generate_request, served_name
+from quengine.serve.routes.shortening import (
+    MOST_TRIES,
+    kept_share,
+    shortened,
+    tell,
+    with_longest_cut,
+    without_oldest,
+)
 from quengine.serve.routes.streaming import stream_answer, whole_answer
+from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaGeneration
 from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 from quengine.serve.service import Service
@@ -49,12 +59,65 @@ async def _answered(
     service.check_model_name(served_name(service, body.model))
     if body.asks_nothing:
         return json_response(loaded(service, form.part_body(Part()), body.keep_alive))
-    prepared, reader = await unless_gone(request.receive, _prepared(service, converted(service, body)))
+    notes: list[str] = []
+    given = converted(service, body)
+    prepare = _prepared(service, given) if body.truncate is False else _fitting(service, given, notes)
+    prepared, reader = await unless_gone(request.receive, prepare)
     lines = form(service, prepared, reader, began)
     if body.stream:
-        return await stream_answer(service, request, [prepared], lines)
-    ((piece, end),) = await whole_answer(service, request, [prepared])
-    return json_response(lines.whole(piece, end))
+        answer = await stream_answer(service, request, [prepared], lines)
+    else:
+        ((piece, end),) = await whole_answer(service, request, [prepared])
+        answer = json_response(lines.whole(piece, end))
+    tell(request.url.path, notes, answer)
+    return answer
+
+
+async def _fitting(
+    service: Service, body: ChatRequest | CompletionRequest, notes: list[str]
+) -> tuple[GenerationRequest, Reader]:
+    """The request of a body, without its oldest messages, or the beginning of its text, where it does not fit.
+
+    A part of the context is left for the answer then. `notes` gets a line for what is left out. Raises ApiError.
+    """
+    asked, given = body.max_tokens, body
+    context = service.model.ctx_size
+    reserved = min(context // 4, asked if asked is not None and asked > 0 else context)
+    tries = MOST_TRIES
+    while True:
+        try:
+            prepared = await _prepared(service, given)
+        except ApiError as error:
+            share, tries = kept_share(error, reserved), tries - 1
+            if not tries or share is None or (shorter := _shorter(given, share)) is None:
+                raise
+            given = shorter
+            continue
+        if given is not body:
+            shortened(notes, _left_out(body, given))
+        return prepared
+
+
+def _shorter(body: ChatRequest | CompletionRequest, keep: float) -> ChatRequest | CompletionRequest | None:
+    """The body with the share `keep` of its text; None where nothing more can go."""
+    if isinstance(body, ChatRequest):
+        messages = without_oldest(body.messages, keep) or with_longest_cut(body.messages, keep)
+        return None if messages is None else replace(body, messages=messages)
+    cut = with_longest_cut([{"role": "user", "content": body.prompt}], keep)
+    return None if cut is None else replace(body, prompt=cut[0]["content"])
+
+
+def _left_out(body: ChatRequest | CompletionRequest, kept: ChatRequest | CompletionRequest) -> str:
+    before, after = _texts(body), _texts(kept)
+    cut = sum(map(len, before)) - sum(map(len, after))
+    if len(before) > len(after):
+        return f"truncate: the oldest {len(before) - len(after)} of {len(before)} messages are left out"
+    return f"truncate: {cut} of {sum(map(len, before))} characters are left out"
+
+
+def _texts(body: ChatRequest | CompletionRequest) -> list[str]:
+    given = body.messages if isinstance(body, ChatRequest) else [{"content": body.prompt}]
+    return [str(message.get("content") or "") for message in given]
 
 
 async def _prepared(

@@ -1,4 +1,4 @@
-"""POST /api/pull, DELETE /api/delete and POST /api/copy: changes of the models in --models-dir.
+"""POST /api/pull, /api/create and /api/copy, DELETE /api/delete: changes of the models in --models-dir.
 
 Each is refused without --allow-model-changes, but for a pull of what is here.
 """
@@ -15,12 +15,18 @@ from quengine.models.hub.hub_name import own_name
 from quengine.serve import access_log
 from quengine.serve.http import EventStream, json_response, off_loop, read_request, unless_gone
 from quengine.serve.models.model_links import check_name, folder_name
+from quengine.serve.models.model_options import made_options
 from quengine.serve.models.pulls import FileProgress, Step
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.ollama.answers import LINES, line
 from quengine.serve.schemas.error_forms import OllamaError
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.ollama import OllamaCopyRequest, OllamaDeleteRequest, OllamaPullRequest
+from quengine.serve.schemas.ollama import (
+    OllamaCopyRequest,
+    OllamaCreateRequest,
+    OllamaDeleteRequest,
+    OllamaPullRequest,
+)
 
 _SUCCESS = {"status": "success"}
 
@@ -79,6 +85,20 @@ async def delete(models: Models, request: Request) -> Response:
     _check_allowed(models, f"no model is deleted over HTTP: run engine rm {_shown(body.given)}")
     await models.remove(_given(body.given, "model"))
     return json_response(_SUCCESS)
+
+
+async def create(models: Models, request: Request) -> Response:
+    """A served model under a new name, with a system message, a template, parameters and first messages of its own."""
+    body = await read_request(request, OllamaCreateRequest, models.settings.limits)
+    _check_allowed(models, f"no model is made over HTTP: run engine create {_shown(body.given)}")
+    name, base = folder_name(_given(body.given, "model")), _given(body.base, "from")
+    check_name(name, "model")
+    ignored = access_log.current().ignored
+    options = await off_loop(
+        lambda: made_options(body.system, body.template, body.parameters, body.messages, ignored)
+    )
+    await models.create(name, base, options)
+    return Response(line(_SUCCESS), media_type=LINES) if body.stream else json_response(_SUCCESS)
 
 
 async def copy(models: Models, request: Request) -> Response:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from quengine.serve import access_log
 from quengine.serve.routes.infill import fills_gaps
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Body, Sampling
@@ -60,8 +61,8 @@ def _chat(
         fields["reasoning_effort"] = body.think
     elif body.think is not None:
         if body.think and not service.model.answer_format.reasons:
-            raise bad_request(f"think = true: {service.model_name} does not reason", "think", "unsupported")
-        if service.model.answer_format.efforts is None:  # which reason less or more, and always
+            access_log.current().ignored.append("think")
+        elif service.model.answer_format.efforts is None:  # which reason less or more, and always
             fields["enable_thinking"] = body.think
     return ChatRequest(
         messages=messages, tools=tools, logprobs=body.logprobs, top_logprobs=body.top_logprobs, **fields

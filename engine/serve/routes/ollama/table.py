@@ -22,6 +22,7 @@ OLLAMA_SERVER_ROUTES: tuple[tuple[str, str, Callable[[Models, Request], Awaitabl
     ("GET", "/api/version", models.version),
     ("POST", "/api/show", models.show),
     ("POST", "/api/pull", model_changes.pull),
+    ("POST", "/api/create", model_changes.create),
     ("DELETE", "/api/delete", model_changes.delete),
     ("POST", "/api/copy", model_changes.copy),
 )

@@ -1,16 +1,15 @@
 """The prompt of a response's messages, where the template takes them in one order only, and where they do not fit."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from quengine.serve.routes.prompts import chat_ids
+from quengine.serve.routes.shortening import MOST_TRIES, kept_share, shortened, without_oldest
 from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError
 from quengine.serve.service import Service
 
 Message = Mapping[str, Any]
 
-_MOST_TRIES = 8
 _TOO_LONG = (CONTEXT_EXCEEDED, "over_limit")
 
 
@@ -46,16 +45,19 @@ class ConversationPrompt:
 
     async def _fitting(self, messages: list[Message], shorten: bool) -> list[int]:
         kept = messages
-        for _ in range(_MOST_TRIES if shorten else 0):
+        for _ in range(MOST_TRIES if shorten else 0):
             try:
                 ids = await self._ids(kept)
             except ApiError as error:
-                if (shorter := _without_oldest(kept, error)) is None:
+                share = kept_share(error)
+                if share is None or (shorter := without_oldest(kept, share)) is None:
                     raise
                 kept = shorter
                 continue
             if left := len(messages) - len(kept):
-                self._notes.append(f"truncation: the oldest {left} of {len(messages)} messages are left out")
+                shortened(
+                    self._notes, f"truncation: the oldest {left} of {len(messages)} messages are left out"
+                )
             return ids
         return await self._ids(kept)
 
@@ -84,17 +86,3 @@ def _in_turns(messages: Sequence[Message]) -> list[Message]:
 
 def _joined(messages: Sequence[Message]) -> Message:
     return {**messages[0], "content": "\n\n".join(message["content"] for message in messages)}
-
-
-def _without_oldest(messages: list[Message], error: ApiError) -> list[Message] | None:
-    """The messages without as many turns as are too many by the numbers of `error`, and at least one.
-
-    A turn begins with a message of the user's. None where there is one only, or where the length is not what is wrong.
-    """
-    turns = [n for n, message in enumerate(messages) if message["role"] == "user"]
-    if error.code != CONTEXT_EXCEEDED or len(turns) < 2:
-        return None
-    first, keep = turns[0], error.details["n_ctx"] / error.details["n_prompt_tokens"]
-    before = list(accumulate((len(message["content"]) for message in messages[first:]), initial=0))
-    behind = next((n for n in turns[1:] if before[-1] - before[n - first] <= keep * before[-1]), turns[-1])
-    return [*messages[:first], *messages[behind:]]

@@ -1,8 +1,5 @@
 """POST /v1/responses, and GET and DELETE of a stored one."""
 
-import logging
-from collections.abc import Sequence
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,17 +15,15 @@ from quengine.serve.routes.responses.input_items import input_items, messages_of
 from quengine.serve.routes.responses.prompt import ConversationPrompt
 from quengine.serve.routes.responses.tools import offered_tools
 from quengine.serve.routes.sampling import requests_of, sampling_params
+from quengine.serve.routes.shortening import tell
 from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import ResponseRequest
+from quengine.serve.schemas.reading import shown
 from quengine.serve.service import Service
 from quengine.structured.constraint_spec import ConstraintSpec
 
-logger = logging.getLogger("quengine.serve")
-
-NOTES = "X-Quengine-Notes"
-"""The header of what a request has and the answer does without."""
-_MOST_NOTES = 20
+_MOST_ITEMS = 100
 
 
 async def responses(service: Service, request: Request) -> Response:
@@ -41,9 +36,7 @@ async def responses(service: Service, request: Request) -> Response:
         ((piece, end),) = await whole_answer(service, request, [form.request])
         form.take(piece)
         answer = json_response(form.ended(end))
-    if notes:
-        answer.headers[NOTES] = _shown(notes)
-        logger.info("/v1/responses: %s", answer.headers[NOTES])
+    tell("/v1/responses", notes, answer)
     return answer
 
 
@@ -58,6 +51,37 @@ async def stored_response(models: Models, request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
         raise bad_request("stream is not supported of a stored response; only false is accepted", "stream")
     return Response(models.responses.response(request.path_params["id"]), media_type="application/json")
+
+
+async def response_input_items(models: Models, request: Request) -> Response:
+    """The items that a stored response was made of: newest first, unless `order` is asc, at most `limit` after `after`.
+
+    Raises ApiError for a parameter that is wrong, or an item that is not there.
+    """
+    query = request.query_params
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise bad_request(f"order = {shown(order)}: must be asc or desc", "order", "invalid_value")
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= _MOST_ITEMS and len(limit) < 4):
+        rule = f"must be a whole number from 1 to {_MOST_ITEMS}"
+        raise bad_request(f"limit = {shown(limit)}: {rule}", "limit", "invalid_value")
+    items = models.responses.input_items(request.path_params["id"])
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise bad_request(f"after = {shown(after)}: no such item is among them", "after", "invalid_value")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + int(limit)]
+    return json_response(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": start + len(page) < len(items),
+        }
+    )
 
 
 async def delete_response(models: Models, request: Request) -> Response:
@@ -107,10 +131,3 @@ def _text_constraint(body: ResponseRequest) -> ConstraintSpec | None:
     if spec is not None and other is not None:
         raise bad_request("text.format and another constraint: only one of them can hold", "text.format")
     return spec or other
-
-
-def _shown(notes: Sequence[str]) -> str:
-    """As a header: ASCII, in one line."""
-    more = [f"{len(notes) - _MOST_NOTES} more"] if len(notes) > _MOST_NOTES else []
-    text = "; ".join([*notes[:_MOST_NOTES], *more])
-    return "".join(char if " " <= char <= "~" else "?" for char in text)

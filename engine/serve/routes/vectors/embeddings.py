@@ -5,47 +5,56 @@ from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.errors import EngineError
 from quengine.request.pooling import Pooling, default_pooling
 from quengine.request.sampling_params import SamplingParams
-from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.http import json_response, off_loop, read_request, to_json, unless_gone
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.routes.prompts import read_prompts
-from quengine.serve.routes.streaming import whole_answer
+from quengine.serve.routes.streaming import answered
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import EmbeddingRequest
 from quengine.serve.schemas.reading import wrong_value
 from quengine.serve.schemas.requests import NativeEmbeddingRequest
-from quengine.serve.service import Service
+from quengine.serve.service import Service, Vector
 
-MAX_NUMBERS = 1 << 22
-"""Of all rows of a request without pooling: some 80 MB of JSON."""
+MAX_NUMBERS = 1 << 24
+"""Of all rows that one request asks for: 128 MiB, and some 330 MB of JSON."""
 
 
 async def embeddings(service: Service, request: Request) -> Response:
     body = await read_request(request, EmbeddingRequest, service.limits)
     vectors, tokens = await embed(service, request, body)
-    return json_response(
-        {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-                for index, vector in enumerate(vectors)
-            ],
-            "model": service.model_name,
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
+    return await off_loop(
+        lambda: json_response(
+            {
+                "object": "list",
+                "data": [
+                    {
+                        "object": "embedding",
+                        "index": index,
+                        "embedding": as_json(_encoded(vector, body.encoding_format)),
+                    }
+                    for index, vector in enumerate(vectors)
+                ],
+                "model": service.model_name,
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            }
+        )
     )
 
 
 async def embed(
-    service: Service, request: Request, body: EmbeddingRequest
-) -> tuple[list[Sequence[float]], int]:
-    """The vector of each prompt of a body, and how many tokens the prompts have. Raises ApiError."""
+    service: Service, request: Request, body: EmbeddingRequest, notes: list[str] | None = None
+) -> tuple[list[Vector], int]:
+    """The vector of each prompt of a body, and how many tokens the prompts have. Raises ApiError.
+
+    notes: prompts that do not fit lose their end, and it gets a line that says so.
+    """
     service.check_model_name(body.model)
     pooling, width = chosen_pooling(service, body.pooling), service.model.facts["n_embd"]
     if pooling == "none":
@@ -55,9 +64,10 @@ async def embed(
     if body.dimensions is not None and body.dimensions > width:
         raise wrong_value(EmbeddingRequest, "dimensions", body.dimensions, f"must be at most {width}")
     prompts = await unless_gone(
-        request.receive, read_prompts(service, body.input, "input", body.parse_special, ended=True)
+        request.receive,
+        read_prompts(service, body.input, "input", body.parse_special, ended=True, notes=notes),
     )
-    vectors = await embedded(service, request, prompts, pooling)
+    vectors = await embedded(service, request, prompts, pooling, "input")
     return [_shortened(vector, body.dimensions) for vector in vectors], sum(map(len, prompts))
 
 
@@ -74,22 +84,15 @@ async def native_embeddings(service: Service, request: Request) -> Response:
     prompts = await unless_gone(
         request.receive, read_prompts(service, given, key, body.parse_special, ended=True)
     )
-    width, tokens = service.model.facts["n_embd"], sum(map(len, prompts))
-    if pooling == "none" and tokens * width > MAX_NUMBERS:
-        raise bad_request(
-            f"{tokens} tokens with {width} values each and no pooling: at most {MAX_NUMBERS} values",
-            key,
-            "over_limit",
+    vectors = await embedded(service, request, prompts, pooling, key)
+    width = service.model.facts["n_embd"]
+    return await off_loop(
+        lambda: json_response(
+            [
+                {"index": index, "embedding": [as_json(row.tolist()) for row in vector.reshape(-1, width)]}
+                for index, vector in enumerate(vectors)
+            ]
         )
-    vectors = await embedded(service, request, prompts, pooling)
-    return json_response(
-        [
-            {
-                "index": index,
-                "embedding": [vector[start : start + width] for start in range(0, len(vector), width)],
-            }
-            for index, vector in enumerate(vectors)
-        ]
     )
 
 
@@ -102,26 +105,40 @@ def chosen_pooling(service: Service, asked: Pooling | None) -> Pooling:
 
 
 async def embedded(
-    service: Service, request: Request, prompts: Sequence[Sequence[int]], pooling: Pooling
-) -> list[tuple[float, ...]]:
-    """The vector of each prompt; with pooling `none` its rows, one behind the other.
+    service: Service, request: Request, prompts: Sequence[Sequence[int]], pooling: Pooling, key: str
+) -> list[Vector]:
+    """The vector of each prompt of the field `key`; with pooling `none` its rows, one behind the other.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
+    rows = sum(map(len, prompts)) if pooling == "none" else len(prompts)
+    width = service.model.facts["n_embd"]
+    if rows * width > MAX_NUMBERS:
+        what = "tokens and no pooling, that is" if pooling == "none" else "inputs, that is"
+        raise bad_request(
+            f"{key}: {rows} {what} {rows * width} values: at most {MAX_NUMBERS} are given at once",
+            key,
+            "over_limit",
+        )
     params = SamplingParams(temperature=0).with_seed()
     requests = [GenerationRequest(prompt, params, pooling=pooling) for prompt in prompts]
-    return [end.embedding or () for _, end in await whole_answer(service, request, requests)]
+    return await answered(service, request, requests, service.vectors)
 
 
-def _shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
+def as_json(value: Any) -> msgspec.Raw:
+    """A part of an answer that is written at once: its numbers are never all Python objects."""
+    return msgspec.Raw(to_json(value))
+
+
+def _shortened(vector: Vector, dimensions: int | None) -> Vector:
     """The first `dimensions` values, again of unit length."""
     if dimensions is None:
         return vector
     first = vector[:dimensions]
     length = math.hypot(*first)
-    return [value / length for value in first] if length else first
+    return first / length if length else first
 
 
-def _encoded(vector: Sequence[float], encoding: str) -> Any:
+def _encoded(vector: Vector, encoding: str) -> Any:
     """`base64`: of 32-bit floats, little-endian, the default of OpenAI's clients."""
-    return vector if encoding == "float" else b64encode(np.array(vector, dtype="<f4").tobytes()).decode()
+    return vector.tolist() if encoding == "float" else b64encode(vector.astype("<f4").tobytes()).decode()

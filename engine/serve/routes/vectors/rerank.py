@@ -37,7 +37,7 @@ async def rerank(service: Service, request: Request) -> Response:
     )
     chosen = chosen_pooling(service, None)
     pooling = "mean" if chosen == "none" else chosen
-    vectors = np.array(await embedded(service, request, prompts, pooling))
+    vectors = np.array(await embedded(service, request, prompts, pooling, key))
     scores = (vectors[1:] @ vectors[0]).tolist()
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[: body.top_n]
     headers = {"X-Rerank-Method": METHOD}

@@ -93,6 +93,8 @@ def test_completions_and_embeddings(langchain: ModuleType, speaking: Served) -> 
     assert "".join(plain.stream("greet")) == plain.invoke("greet")
     embeddings = connected(langchain.OpenAIEmbeddings, speaking, check_embedding_ctx_length=False)
     assert [len(row) for row in embeddings.embed_documents(["a", "bc"])] == [8, 8]
+    rows = embeddings.embed_documents([f"document {number}" for number in range(200)])
+    assert [len(row) for row in rows] == [8] * 200
 
 
 def test_errors_are_the_clients_own_and_a_failure_is_tried_again(

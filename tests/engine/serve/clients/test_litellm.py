@@ -106,6 +106,11 @@ def test_embeddings_and_ranks(litellm: ModuleType, speaking: Served) -> None:
     for provider in ("openai", "hosted_vllm", "ollama"):
         answer = litellm.embedding(input=["a", "bc"], **to(speaking, provider))
         assert [len(row["embedding"]) for row in answer.data] == [8, 8]
+        many = litellm.embedding(input=[f"document {n}" for n in range(200)], **to(speaking, provider))
+        assert len(many.data) == 200
+    documents = [f"document {number}" for number in range(200)]
+    ranked = litellm.rerank(query=documents[7], documents=documents, **to(speaking, "hosted_vllm"))
+    assert ranked.results[0]["index"] == 7 and len(ranked.results) == 200
     ranked = litellm.rerank(query="a", documents=["b", "a"], **to(speaking, "hosted_vllm"))
     assert ranked.results[0]["index"] == 1
 

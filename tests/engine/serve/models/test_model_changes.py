@@ -300,6 +300,56 @@ def test_a_copy_answers_under_its_name_and_outlives_the_original(client: ollama.
     assert (folder / "again.gguf").read_bytes() == BIG[:1000]
 
 
+def test_a_created_model_has_options_of_its_own(client: ollama.Client, served: Served, folder: Path) -> None:
+    given: Any = {
+        "system": "You are a pirate.",
+        "template": "{{ .System }} {{ .Prompt }}",
+        "parameters": {"temperature": 0.5, "num_ctx": 64, "stop": "###", "num_gpu": 3},
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Ahoy."}],
+    }
+    assert client.create("pirate", from_="old", stream=False, **given).status == "success"
+    assert [
+        each.status for each in client.create("corsair:v2", from_="pirate", system="Arr.", stream=True)
+    ] == ["success"]
+    assert listed(client) == {"old", "pirate", "corsair:v2"}
+    for name, system in (("pirate", "You are a pirate."), ("corsair:v2", "Arr.")):
+        spec = served.server.models.named(name).spec
+        assert spec.settings.chat.system == system and len(spec.settings.chat.messages) == 2
+        assert spec.settings.defaults.temperature == 0.5 and spec.settings.defaults.stop == ("###",)
+        assert spec.config.ctx_size == 64 and "{%" in (spec.config.chat_template or "")
+    assert client.generate("pirate", "hi", raw=True).model == "pirate"
+    client.copy("pirate", "copied")
+    assert served.server.models.named("copied").spec.settings.chat.system == "You are a pirate."
+    for name in ("pirate", "corsair:v2", "copied"):
+        client.delete(name)
+    assert sorted(file.name for file in folder.iterdir()) == ["old.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"from": "old"}, "no model is named"),
+        ({"model": "new"}, "from: no model is named"),
+        ({"model": "new", "from": "nothing"}, "nothing"),
+        ({"model": "../new", "from": "old"}, "must be a name such as"),
+        ({"model": "old", "from": "old"}, "there is a model old already"),
+        ({"model": "new", "from": "old", "parameters": {"temperature": -1}}, "temperature"),
+        ({"model": "new", "from": "old", "messages": [{"role": "x", "content": ""}]}, "messages"),
+        ({"model": "new", "from": "old", "template": "{{ nonsense .X }}"}, "template"),
+        ({"model": "new", "from": "old", "adapters": {"a": "b"}}, "adapters"),
+        ({"model": "new", "from": "old", "quantize": "q4_K_M"}, "quantize"),
+    ],
+)
+def test_what_cannot_be_created_is_one_line_and_leaves_nothing(
+    served: Served, folder: Path, body: dict[str, Any], says: str
+) -> None:
+    with served.http() as http:
+        answer = http.post("/api/create", json=body)
+        assert answer.status_code in (400, 404), answer.text
+        assert says in answer.json()["error"] and "\n" not in answer.json()["error"]
+    assert [file.name for file in folder.iterdir()] == ["old.gguf"]
+
+
 def test_a_deleted_model_is_unloaded_after_its_running_answers(folder: Path) -> None:
     device = Device(10**12)
     with (

@@ -1,5 +1,7 @@
 """Which models a folder and a file of presets have, and with which options."""
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,33 @@ def test_a_folder_has_each_model_once_by_the_name_of_its_file(folder: Path) -> N
     }
     assert weight_bytes(folder / "big/big-00001-of-00002.gguf") == 10
     assert weight_bytes(folder / "hub/checkpoint") == 5
+
+
+def test_what_no_model_can_be_read_from_is_skipped_with_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = find_models(folder)
+    os.mkfifo(folder / "pipe.gguf")
+    (folder / "dangling.gguf").symlink_to(folder / "nothing")
+    (folder / "loop.gguf").symlink_to(folder / "loop.gguf")
+    (folder / "device.gguf").symlink_to("/dev/null")
+    (folder / "secret.gguf").write_bytes(b"12345")
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(folder)
+        listener.bind("socket.gguf")
+        access = os.access
+        monkeypatch.setattr(
+            os, "access", lambda path, mode: Path(path).name != "secret.gguf" and access(path, mode)
+        )
+        assert find_models(folder) == find_models(folder) == expected
+    skipped = [record.getMessage() for record in caplog.records]
+    assert len(skipped) == 6 and all(" is skipped: " in line and "\n" not in line for line in skipped)
+    for line in (
+        "pipe.gguf is skipped: not a regular",
+        "dangling.gguf is skipped: a link that leads nowhere",
+    ):
+        assert any(line in each for each in skipped)
+    assert len(find_specs(settings(folder), EngineConfig())) == len(expected)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:

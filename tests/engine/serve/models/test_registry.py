@@ -3,6 +3,8 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import openai
@@ -141,6 +143,23 @@ def test_an_error_of_loading_is_told_to_all_who_wait_and_the_server_goes_on(
             listed = {each["id"]: each["status"] for each in client.get("/models").json()["data"]}
         assert listed["broken"] == {"value": "unloaded", "failed": True, "error": "its file is wrong"}
         assert listed["a"] == {"value": "unloaded"}
+        assert ask(served, "a").status_code == 200
+
+
+def test_a_file_that_is_no_model_costs_no_other_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF" + bytes(3))
+    device = Device(10)
+    with serving_models(device, spec("a"), replace(spec("broken"), path=file), most=1) as served:
+        assert ask(served, "a").status_code == 200
+        for _ in range(2):
+            answer = ask(served, "broken")
+            assert answer.status_code == 500 and "the model broken could not be loaded: " in answer.text
+            assert str(file) in answer.json()["error"]["message"]
+        assert states(served) == {"a": "loaded", "broken": "unloaded"} and device.loads == ["a"]
+        with served.http() as client:
+            listed = {each["id"]: each["status"] for each in client.get("/models").json()["data"]}
+        assert listed["broken"]["failed"] is True
         assert ask(served, "a").status_code == 200
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from quengine import LLM
 from quengine.serve.processes.engine_llm import LLMEngine
-from quengine.serve.routes.responses.route import NOTES
+from quengine.serve.routes.shortening import NOTES
 from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny

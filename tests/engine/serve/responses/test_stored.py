@@ -154,3 +154,25 @@ def test_an_answer_is_parsed_as_a_class(tmp_path_factory: pytest.TempPathFactory
             kinds = [event.type for event in stream]
             assert isinstance(stream.get_final_response().output_parsed, Found)
         assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+
+
+def test_the_items_of_a_stored_response_are_listed(client: openai.OpenAI) -> None:
+    parts = [{"role": "user", "content": text} for text in ("one", "two", "three")]
+    made: Any = client.responses.create(model="fake", input=parts, max_output_tokens=2)  # type: ignore[call-overload]
+    listed = client.responses.input_items.list(made.id, order="asc")
+    texts = [item.content[0].text for item in listed]  # type: ignore[union-attr]
+    assert texts == ["one", "two", "three"]
+    assert [item.type for item in listed.data] == ["message"] * 3 and listed.data[0].status == "completed"  # type: ignore[union-attr]
+    page = client.responses.input_items.list(made.id, limit=2)
+    assert [item.content[0].text for item in page.data] == ["three", "two"]  # type: ignore[union-attr]
+    assert page.has_more
+    assert len({item.id for item in client.responses.input_items.list(made.id, limit=1)}) == 3  # all pages
+    second = client.responses.create(
+        model="fake", input="four", previous_response_id=made.id, max_output_tokens=2
+    )
+    assert [item.type for item in client.responses.input_items.list(second.id)] == ["message"] * 5
+    for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "nothing"}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+            client.responses.input_items.list(made.id, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(openai.NotFoundError, match="no response of this id"):
+        client.responses.input_items.list("resp_none")

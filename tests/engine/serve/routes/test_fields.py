@@ -65,16 +65,79 @@ def test_messages_without_text_and_refusals(client: httpx.Client, message: dict[
     assert prompt == f"user: hi\n{message['role']}: {text}\nuser: hi"
 
 
-def test_empty_stop_strings_of_llama_servers_route_are_passed_over(client: httpx.Client) -> None:
+def test_empty_stop_strings_are_passed_over(client: httpx.Client) -> None:
     asked = {"prompt": "a", "seed": 1, "n_predict": 4}
     plain = client.post("/completion", json=asked).json()
     given = client.post("/completion", json=asked | {"stop": ["", "\0"]}).json()
     assert given["content"] == plain["content"] and given["generation_settings"]["stop"] == ["\0"]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/api/generate", {"prompt": "a", "options": {"stop": ""}}),
+        ("/completion", {"prompt": "a"}),
+    ):
+        assert client.post(path, json=body | {"stop": ""}).status_code == 200, path
+
+
+def test_a_function_s_result_and_a_conversation_without_messages(client: httpx.Client) -> None:
+    body = {"messages": [*MESSAGES, {"role": "function", "name": "f", "content": "3"}]}
+    assert client.post("/apply-template", json=body).json()["prompt"] == "user: hi\nfunction: 3"
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert client.post("/apply-template", json={"messages": []}).json()["prompt"] == ""
+    nothing = client.post("/v1/chat/completions", json={"messages": []})
+    assert nothing.status_code == 400 and "the prompt has no tokens" in nothing.text
 
 
 @pytest.mark.parametrize(
     "field",
-    [{"tfs_z": 0.5}, {"max_new_tokens": 5}, {"adaptive_target": 0.5}, {"regex": "a"}, {"min_keep": 2}],
+    [
+        {"stream_options": {"include_usage": True}},
+        {"reasoning_effort": "medium"},
+        {"reasoning": {"effort": "low"}},
+        {"verbosity": "low"},
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_here_is_counted_and_not_refused(
+    client: httpx.Client, field: dict[str, Any]
+) -> None:
+    before = metric(client, "quengine_ignored_fields_total")
+    body = {"messages": MESSAGES, "seed": 1, "max_tokens": 4}
+    plain = client.post("/v1/chat/completions", json=body).json()
+    given = client.post("/v1/chat/completions", json=body | field)
+    assert given.status_code == 200, given.text
+    assert given.json()["choices"] == plain["choices"]
+    assert metric(client, "quengine_ignored_fields_total") == before + 1
+
+
+@pytest.mark.parametrize("think", [True, "medium", "max"])
+def test_thinking_at_a_model_without_it_is_counted_and_not_refused(client: httpx.Client, think: Any) -> None:
+    before = metric(client, "quengine_ignored_fields_total")
+    body = {"model": "fake", "messages": MESSAGES, "stream": False, "think": think}
+    assert client.post("/api/chat", json=body).status_code == 200
+    assert metric(client, "quengine_ignored_fields_total") == before + 1
+
+
+def test_what_sillytavern_sends_of_samplers_is_taken(client: httpx.Client) -> None:
+    body = {
+        "prompt": "a",
+        "max_new_tokens": 3,
+        "adaptive_target": -0.01,
+        "adaptive_decay": 0.9,
+        "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "min_p", "temperature", "adaptive_p"],
+    }
+    answer = client.post("/completion", json=body).json()
+    assert answer["tokens_predicted"] == 3
+    assert answer["generation_settings"]["samplers"] == body["samplers"][:-1]
+    assert client.post("/completion", json=body | {"max_tokens": 2}).json()["tokens_predicted"] == 2
+    assert client.post("/completion", json=body | {"samplers": "edkta"}).status_code == 200
+    on = client.post("/completion", json=body | {"adaptive_target": 0.5})
+    assert on.status_code == 400 and "there is no sampler adaptive_p" in on.text
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"tfs_z": 0.5}, {"max_length": 5}, {"regex": "a"}, {"min_keep": 2}],
 )
 def test_known_fields_that_would_change_the_text_are_refused(
     client: httpx.Client, field: dict[str, object]

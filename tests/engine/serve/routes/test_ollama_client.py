@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from quengine import LLM, SamplingParams
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import Event, Failed
 from quengine.serve.routes.ollama.requests import openai_messages
+from quengine.serve.routes.shortening import with_longest_cut
 from quengine.serve.schemas.ollama import OllamaCall, OllamaFunction, OllamaMessage
 from quengine.serve.schemas.openapi import LINES, document
 from quengine.serve.settings import ServerSettings
 from tests.engine.serve.fake_engine import (
+    FIRST_BYTE,
     FakeEngine,
     FakeModel,
     _Sequence,
@@ -317,6 +320,8 @@ def test_each_text_has_an_embedding(client: ollama.Client) -> None:
     assert answer.prompt_eval_count == 3 and answer.total_duration > 0
     assert list(client.embed("fake", "a").embeddings) == [expected("a")]
     assert list(client.embed("fake", "").embeddings) == []
+    many = [f"document {number}" for number in range(200)]
+    assert list(client.embed("fake", many).embeddings) == [expected(text) for text in many]
     assert client.embeddings("fake", "a").embedding == expected("a")
     assert client.embeddings("fake", "").embedding == []
 
@@ -373,7 +378,10 @@ def test_what_the_command_line_does_is_not_pretended(client: ollama.Client) -> N
         ({"messages": [{"role": "wizard", "content": "hi"}]}, "must be assistant, system, tool or user"),
         ({"messages": [{"content": "hi"}]}, "role"),
         ({"messages": "hi"}, "must be an array"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, "context holds 4096"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 5000}], "truncate": False},
+            "context holds 4096",
+        ),
         ({"think": True}, "think"),
         ({"think": "much"}, "must be true, false"),
         ({"format": "yaml"}, 'must be "json" or a JSON schema'),
@@ -459,3 +467,69 @@ def test_a_model_without_a_template_is_given_the_prompt(tmp_path: Path) -> None:
         with pytest.raises(ollama.ResponseError, match="chat template"):
             client.chat("fake", HI)
         assert client.list().models[0].details.quantization_level == "Q8_0"  # type: ignore[union-attr]
+
+
+def shortened_prompts(client: httpx.Client) -> float:
+    lines = client.get("/metrics").text.splitlines()
+    return next(
+        float(line.split()[1]) for line in lines if line.startswith("quengine_shortened_prompts_total ")
+    )
+
+
+def test_a_conversation_that_does_not_fit_loses_its_oldest_turns_and_says_so() -> None:
+    system = {"role": "system", "content": "Be kind."}
+    turns = [
+        {"role": role, "content": f"{number} " + "x" * 400}
+        for number in range(10)
+        for role in ("user", "assistant")
+    ]
+    last = {"role": "user", "content": "and now?"}
+    with serving(lambda: FakeEngine(ctx_size=2000)) as served, served.http() as client:
+        body = {"model": "fake", "messages": [system, *turns, last], "options": {"num_predict": 5}}
+        for stream in (False, True):
+            answer = client.post("/api/chat", json=body | {"stream": stream})
+            assert answer.status_code == 200, answer.text
+            note = answer.headers["X-Quengine-Notes"]
+            assert re.fullmatch("truncate: the oldest 1[0-9] of 22 messages are left out", note), note
+            end = json.loads(answer.text.splitlines()[-1])
+            assert 1000 < end["prompt_eval_count"] < 2000 and end["eval_count"] == 5
+        assert shortened_prompts(client) == 2
+        fits = client.post(
+            "/api/chat", json=body | {"messages": [system, *turns[-4:], last], "stream": False}
+        )
+        assert "X-Quengine-Notes" not in fits.headers and shortened_prompts(client) == 2
+
+
+def test_the_system_message_and_the_end_of_one_long_text_stay() -> None:
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "a" * 5000 + "the end"},
+    ]
+    kept = with_longest_cut(messages, 0.3)
+    assert kept is not None and kept[0] == messages[0]
+    assert kept[1]["content"].endswith("the end") and 1000 < len(kept[1]["content"]) < 1500
+    assert with_longest_cut([{"role": "user", "content": "a" * 5}], 0.1) is None
+    with serving(lambda: FakeEngine(ctx_size=1000)) as served, served.http() as client:
+        chat = client.post("/api/chat", json={"messages": messages, "stream": False})
+        assert chat.status_code == 200 and 500 < chat.json()["prompt_eval_count"] <= 750
+        raw = client.post("/api/generate", json={"prompt": "b" * 5000, "raw": True, "stream": False})
+        assert raw.status_code == 200 and 500 < raw.json()["prompt_eval_count"] <= 750
+        for answer in (chat, raw):
+            assert "characters are left out" in answer.headers["X-Quengine-Notes"]
+        refused = client.post("/api/generate", json={"prompt": "b" * 5000, "truncate": False})
+        assert refused.status_code == 400 and "context holds 1000" in refused.json()["error"]
+
+
+def test_texts_to_embed_lose_their_end_and_say_so() -> None:
+    with serving(lambda: FakeEngine(ctx_size=100)) as served, served.http() as client:
+        texts = ["short", "y" * 300]
+        answer = client.post("/api/embed", json={"model": "fake", "input": texts})
+        assert answer.status_code == 200 and answer.json()["prompt_eval_count"] == 5 + 99
+        assert answer.json()["embeddings"][1] == pytest.approx(
+            list(expected_embedding([FIRST_BYTE + ord("y")] * 99, "mean"))
+        )
+        assert answer.headers["X-Quengine-Notes"] == "input[1]: the last 201 of 300 tokens are left out"
+        assert shortened_prompts(client) == 1
+        refused = client.post("/api/embed", json={"model": "fake", "input": texts, "truncate": False})
+        assert refused.status_code == 400 and "context holds 100" in refused.json()["error"]
+        assert client.post("/v1/embeddings", json={"input": texts}).status_code == 400

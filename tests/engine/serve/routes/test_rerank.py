@@ -73,7 +73,7 @@ def test_top_n_is_how_many(client: httpx.Client, top_n: int | None, count: int) 
         {"documents": ["a"], "query": ""},
         {"documents": ["a"], "query": None},
         {"documents": ["a" * 5000]},
-        {"documents": ["a"] * 500},
+        {"documents": ["a"] * 5000},
     ],
 )
 def test_what_cannot_be_ranked_is_a_400(client: httpx.Client, body: dict[str, object]) -> None:

@@ -34,7 +34,7 @@ def chat(**fields: Any) -> ChatRequest:
         (
             "stop",
             5,
-            "stop = 5: must be a string of at least one character or an array of strings",
+            "stop = 5: must be a string or an array of strings",
             "invalid_value",
         ),
         ("tools", 3, "tools = 3: must be an array of at most 128 items", "invalid_value"),
@@ -70,7 +70,7 @@ def chat(**fields: Any) -> ChatRequest:
             "no_repeat_ngram_size is not supported; only 0 is accepted",
             "unsupported",
         ),
-        ("max_new_tokens", 5, "max_new_tokens is not supported", "unsupported"),
+        ("max_length", 5, "max_length is not supported", "unsupported"),
         ("enable_thinking", 1, "enable_thinking = 1: must be true or false", "invalid_value"),
     ],
 )

@@ -1,0 +1,90 @@
+"""Prompts that do not fit the context, made shorter: the oldest turns go first, then the text of the longest message.
+
+Nothing of it is silent: every shortening is a note, which the log, the header X-Quengine-Notes and /metrics have.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from starlette.responses import Response
+
+from quengine.serve import access_log
+from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError
+
+logger = logging.getLogger("quengine.serve")
+
+Message = Mapping[str, Any]
+
+NOTES = "X-Quengine-Notes"
+"""The header of what a request has and the answer does without."""
+MOST_TRIES = 8
+_MOST_NOTES = 20
+_SPARE = 0.95  # of a text's estimated length: tokens are not spread evenly over it
+_LEAST_KEPT = 16  # characters
+
+
+def kept_share(error: ApiError, reserved: int = 0) -> float | None:
+    """The share of a prompt that fits, less `reserved` tokens; None where the length is not what is wrong."""
+    if error.code != CONTEXT_EXCEEDED:
+        return None
+    share: float = (error.details["n_ctx"] - reserved) / error.details["n_prompt_tokens"]
+    return share
+
+
+def without_oldest(messages: Sequence[Message], keep: float) -> list[Message] | None:
+    """The messages without as many turns as leaves the share `keep` of their text, and without at least one.
+
+    A turn begins with a message of the user's; what stands before the first stays. None where there is one turn only.
+    """
+    turns = [n for n, message in enumerate(messages) if message["role"] == "user"]
+    if len(turns) < 2:
+        return None
+    first = turns[0]
+    before = list(accumulate((_length(message) for message in messages[first:]), initial=0))
+    behind = next((n for n in turns[1:] if before[-1] - before[n - first] <= keep * before[-1]), turns[-1])
+    return [*messages[:first], *messages[behind:]]
+
+
+def with_longest_cut(messages: Sequence[Message], keep: float) -> list[Message] | None:
+    """The messages with the longest text cut at its beginning, so that the share `keep` of all text is left.
+
+    A message of the system's is cut where no other is long enough. None where nothing is left to cut.
+    """
+    total = sum(map(_length, messages))
+    surplus = total - int(keep * _SPARE * total)
+    for others in (True, False):
+        places = [n for n, message in enumerate(messages) if (message["role"] != "system") is others]
+        place = max(places, key=lambda n: _length(messages[n]), default=None)
+        if place is None or _length(messages[place]) <= _LEAST_KEPT:
+            continue
+        left = max(_LEAST_KEPT, _length(messages[place]) - surplus)
+        cut = {**messages[place], "content": messages[place]["content"][-left:]}
+        return [*messages[:place], cut, *messages[place + 1 :]]
+    return None
+
+
+def _length(message: Message) -> int:
+    content = message.get("content")
+    return len(content) if isinstance(content, str) else 0
+
+
+def tell(path: str, notes: Sequence[str], answer: Response) -> None:
+    """Say the notes of a request in its answer's header and in the log."""
+    if notes:
+        answer.headers[NOTES] = _header(notes)
+        logger.info("%s: %s", path, answer.headers[NOTES])
+
+
+def shortened(notes: list[str], note: str) -> None:
+    """Note that a prompt was made shorter, and count it."""
+    notes.append(note)
+    access_log.current().shortened += 1
+
+
+def _header(notes: Sequence[str]) -> str:
+    """As a header: ASCII, in one line."""
+    more = [f"{len(notes) - _MOST_NOTES} more"] if len(notes) > _MOST_NOTES else []
+    text = "; ".join([*notes[:_MOST_NOTES], *more])
+    return "".join(char if " " <= char <= "~" else "?" for char in text)
