@@ -58,7 +58,9 @@ class Repl:
             note(f"{llm.model_config.name}, context {llm.ctx_size} tokens, seed {self.session.params.seed}")
             note("/help lists the commands, Ctrl-D leaves")
         self._resume()
+        came = False
         for line in joined(piped_lines() if self._prompt is None else self._prompt.lines()):
+            came = came or bool(line.strip())
             try:
                 self._take(line)
                 if self.session_file is not None:
@@ -69,6 +71,8 @@ class Repl:
                 note(f"error: {error}")
             if self.leaving:
                 return
+        if self._prompt is None and not came:
+            note("no message came from standard input")
 
     def answer(self, deltas: "Generator[Delta, None, None]", otherwise: str) -> None:
         """Print an answer as it comes and why it ended; `otherwise` is what is said to become of none."""

@@ -48,6 +48,14 @@ def test_piped_bytes_that_are_no_text_are_a_user_error(
     assert "cannot read standard input: not utf-8, byte 0xe9\n" in capsys.readouterr().err
 
 
+def test_a_pipe_without_a_message_says_so(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    assert talk(monkeypatch, model, "", " ") == 0
+    captured = capsys.readouterr()
+    assert "no message came from standard input" in captured.err and not captured.out
+
+
 def test_the_second_turn_is_mostly_cached(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from gguf import GGUFReader
 
+from quengine.cli import prompt_source
 from quengine.cli.main import run
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.gguf_builder import ModelSizes
@@ -157,6 +159,78 @@ def test_every_way_to_give_the_prompt_means_the_same(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n")))
     outcomes.append(as_json(capsys, "-m", model, "-")["tokens"])
     assert all(tokens == outcomes[0] for tokens in outcomes)
+
+
+def piped(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard input is a pipe with these bytes, which the writer has closed."""
+    reader, writer = os.pipe()
+    os.write(writer, text)
+    os.close(writer)
+    monkeypatch.setattr("sys.stdin", os.fdopen(reader, encoding="utf-8"))
+
+
+@pytest.mark.parametrize("form", ["argument", "-p", "-f", "none"])
+def test_what_is_piped_in_comes_before_the_prompt(
+    form: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("the cat\n")
+    given = {"argument": ["the cat"], "-p": ["-p", "the cat"], "-f": ["-f", str(file)], "none": []}[form]
+    whole = "some notes\nof mine" if form == "none" else "some notes\nof mine\n\nthe cat"
+    piped(b"some notes\r\nof mine\n", monkeypatch)
+    args = ["generate", "-m", model, "--raw", "--show-prompt", "--no-stats", *COMMON]
+    assert run([*args, *given]) == 0
+    assert capsys.readouterr().err == f"{whole}\n"
+
+
+@pytest.mark.parametrize("form", [["-"], ["-p", "-"], ["-f", "-"]])
+def test_a_dash_is_standard_input_alone(
+    form: list[str], model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(b"the cat\n", monkeypatch)
+    assert run(["generate", "-m", model, "--raw", "--show-prompt", "--no-stats", *COMMON, *form]) == 0
+    assert capsys.readouterr().err == "the cat\n"
+
+
+def test_a_pipe_that_is_empty_leaves_the_prompt_as_it_is_typed(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["generate", "-m", model, "--raw", "--show-prompt", "--no-stats", *COMMON]
+    piped(b"", monkeypatch)
+    assert run([*args, "the cat"]) == 0
+    assert capsys.readouterr().err == "the cat\n"
+    piped(b"", monkeypatch)
+    assert run(args) == 1
+    assert "no prompt" in capsys.readouterr().err
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        assert run([*args, "the cat"]) == 0
+    assert capsys.readouterr().err == "the cat\n"
+
+
+def test_a_pipe_that_is_no_text_is_an_error_of_one_line(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(b"\x7fELF\xff\x00", monkeypatch)
+    assert run(["generate", "-m", model, "the cat"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "standard input: not UTF-8, byte 0xff at 4" in line
+
+
+def test_a_pipe_that_keeps_silent_is_told_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prompt_source, "_SAID_AFTER", 0.01)
+    reader, writer = os.pipe()
+    monkeypatch.setattr("sys.stdin", os.fdopen(reader, encoding="utf-8"))
+    waiting = threading.Thread(target=prompt_source.with_piped, args=("hi",))
+    waiting.start()
+    err = ""
+    while "waiting for standard input" not in err and waiting.is_alive():
+        err += capsys.readouterr().err
+    os.close(writer)
+    waiting.join(60)
+    assert "`< /dev/null` leaves it out" in err
 
 
 @pytest.mark.parametrize("given", [[], ["the", "-p", "cat"], ["-p", "a", "-f", "b"]])
