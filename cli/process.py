@@ -1,8 +1,11 @@
 """What a command needs of its process before it computes: large enough stacks, and a clean end when a file fails."""
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from quengine.errors import CannotRunError
 
@@ -48,3 +51,16 @@ def _require_stack() -> None:
     if allowed > soft:
         resource.setrlimit(resource.RLIMIT_STACK, (allowed, hard))
         os.execv(sys.executable, sys.orig_argv)
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Within it SIGTERM ends the process as an exit of its code, 143: files that are being written are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where no handler can be set
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

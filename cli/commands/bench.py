@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from quengine.cli.flags import takes_options
+from quengine.cli.process import exit_on_sigterm
 from quengine.cli.progress import ProgressLine
 from quengine.diagnostics.bench.bench_plan import LISTS, TESTS, BenchPlan, expand_tests, whole_numbers
 from quengine.errors import EngineError
@@ -52,10 +53,18 @@ class BenchFlags:
         Flag(
             "--synthetic",
             "Make such a model: mistral-7b, qwen3-8b, llama-3.2-1b, llama-3-70b, gemma3-4b, olmo2-7b, "
-            "phi3-mini, mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, tiny.",
+            "phi3-mini, mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, tiny; with -20l behind it its first 20 layers.",
             read=_split,
         ),
     ] = ()
+    synthetic_dir: Annotated[
+        Path | None,
+        Flag(
+            "--synthetic-dir",
+            "Where these are kept. (default: the user's cache, where the oldest make room)",
+            metavar="DIR",
+        ),
+    ] = None
     prompts: Annotated[
         tuple[int, ...],
         Flag(
@@ -97,16 +106,20 @@ def bench(flags: BenchFlags, plan: BenchPlan) -> None:
     tests = expand_tests(flags.prompts, flags.generated, flags.pairs, flags.depths)
     plan = replace(plan, tests=tests)  # checks them before a model is written
     from quengine.cli.bench_table import write_rows
-    from quengine.diagnostics.bench.bench import run_bench, synthetic_model
+    from quengine.diagnostics.bench.bench import run_bench
+    from quengine.diagnostics.bench.synthetic_files import synthetic_models
 
     collector.working()
     progress = ProgressLine()
-    made = [synthetic_model(name, _announce) for name in flags.synthetic]
-    plan = replace(plan, models=[*flags.models, *made])
-    try:
-        write_rows(_cleared(run_bench(plan, progress), progress), flags.output)
-    finally:
-        progress.clear()
+    with (
+        exit_on_sigterm(),
+        synthetic_models(flags.synthetic, plan, flags.synthetic_dir, _announce, progress) as made,
+    ):
+        plan = replace(plan, models=[*flags.models, *made])
+        try:
+            write_rows(_cleared(run_bench(plan, progress), progress), flags.output)
+        finally:
+            progress.clear()
 
 
 def _announce(text: str) -> None:
