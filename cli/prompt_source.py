@@ -34,7 +34,9 @@ def standard_input() -> str:
     Raises EngineError where it is too large, not UTF-8, or cannot be read.
     """
     if sys.stdin.isatty():
-        print("engine: reading the prompt from the terminal; Ctrl-D on an empty line ends it", file=sys.stderr)
+        print(
+            "engine: reading the prompt from the terminal; Ctrl-D on an empty line ends it", file=sys.stderr
+        )
     else:
         _say_when_silent()
     return universal_newlines(read_stream(sys.stdin.buffer, _FAILURE)).removesuffix("\n")
@@ -56,4 +58,7 @@ def _say_when_silent() -> None:
     except (OSError, ValueError):  # a stream that is none of the system's
         return
     if not ready:
-        print("engine: waiting for standard input, which is a pipe; `< /dev/null` leaves it out", file=sys.stderr)
+        print(
+            "engine: waiting for standard input, which is a pipe; `< /dev/null` leaves it out",
+            file=sys.stderr,
+        )

@@ -9,11 +9,14 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 # Workers of a run share the cores: threads that wait must not spin, which takes most of the time of small operators.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Tests put the user's cache elsewhere, and kernels would be compiled in each of them.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "kernels"))
 
 import torch
 

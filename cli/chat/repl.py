@@ -55,7 +55,7 @@ class Repl:
         """Talk until /exit or the end of input."""
         if self._prompt is not None:
             llm = self.session.llm
-            note(f"{llm.model_config.name}, context {llm.ctx_size} tokens, seed {self.session.params.seed}")
+            note(f"{self.models.name}, context {llm.ctx_size} tokens, seed {self.session.params.seed}")
             note("/help lists the commands, Ctrl-D leaves")
         self._resume()
         came = False
@@ -97,13 +97,18 @@ class Repl:
             note("stopped")
         elif last.finish_reason == "length":
             full = self.session.used_tokens >= self.session.llm.ctx_size
-            note("the context is full; /reset begins anew" if full else "cut by --max-tokens")
+            most = self.session.params.max_tokens
+            note(
+                "the context is full; /reset begins anew"
+                if full
+                else f"cut at -n {most}; /set max_tokens N changes it"
+            )
 
     def status(self) -> str:
         """The model, how full the context is, and how fast the last answer came."""
         llm, used, last = self.session.llm, self.session.used_tokens, self.session.last
         full = f"{used} of {llm.ctx_size} tokens ({100 * used / llm.ctx_size:.0f}%)"
-        parts = [visible(llm.model_config.name), full]
+        parts = [visible(self.models.name), full]
         if last is not None and last.timings.decode_tok_s:
             parts.append(f"{last.timings.decode_tok_s:.1f} tok/s")
         return " · ".join(parts)

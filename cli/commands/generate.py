@@ -36,7 +36,10 @@ class PromptFlags:
     prompts: Annotated[
         tuple[str, ...], Flag("-p --prompt", "The prompt; - reads standard input.", PROMPT, "TEXT")
     ] = ()
-    files: Annotated[tuple[Path, ...], Flag("-f --file", "Read the prompt from a file; - is standard input.", PROMPT, "FILE")] = ()
+    files: Annotated[
+        tuple[Path, ...],
+        Flag("-f --file", "Read the prompt from a file; - is standard input.", PROMPT, "FILE"),
+    ] = ()
     effort: Effort = None
     chat: Annotated[
         bool | None,
@@ -52,7 +55,10 @@ class PromptFlags:
         int | None,
         Flag("--logprobs", "Report each token's log-probability, and the K likeliest.", OUTPUT, "K"),
     ] = None
-    stats: Annotated[bool, Flag("--stats/--no-stats", "Print the report at the end.", OUTPUT)] = True
+    stats: Annotated[
+        bool | None,
+        Flag("--stats/--no-stats", "The whole report at the end, or none. (default: a line)", OUTPUT),
+    ] = None
     as_json: Annotated[bool, Flag("--json", "Print one JSON object instead of text.", OUTPUT)] = False
 
 
@@ -96,8 +102,8 @@ def generate(
             elif completion.tokens:
                 if flags.logprobs is not None:
                     print_logprobs(completion, llm)
-                if flags.stats:
-                    print_report(completion, llm)
+                if flags.stats is not False:
+                    print_report(completion, llm, params, flags.stats)
 
 
 def _prompt_text(text: str | None, flags: PromptFlags) -> str:

@@ -32,7 +32,9 @@ def run_model(
     effort: Effort = None,
     session: Session = None,
     markdown: Markdown = True,
-    stats: Annotated[bool, Flag("--stats --verbose", "Print the report behind an answer.", OUTPUT)] = False,
+    stats: Annotated[
+        bool, Flag("--stats --verbose", "The whole report behind an answer, not a line.", OUTPUT)
+    ] = False,
 ) -> None:
     """Talk with a model, or answer one PROMPT, as `ollama run` does.
 
@@ -51,7 +53,7 @@ def run_model(
         return
     if session is not None:
         raise EngineError("--session keeps a conversation: leave the PROMPT out")
-    flags = PromptFlags(prompts=(text,), effort=effort, stats=stats)
+    flags = PromptFlags(prompts=(text,), effort=effort, stats=stats or None)
     inspect.unwrap(generate)(**common, flags=flags)
 
 

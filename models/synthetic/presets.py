@@ -251,7 +251,7 @@ PRESETS: Mapping[str, SyntheticModel] = (
 
 
 def find_preset(name: str) -> SyntheticModel | None:
-    """The preset of this name, or with `-Nl` behind it, as in llama-3-70b-20l, of its first N layers; None for no such."""
+    """The preset of this name, or the first N layers of one by `-Nl` behind it (llama-3-70b-20l); None: no such."""
     if name in PRESETS:
         return PRESETS[name]
     base, _, layers = name.rpartition("-")

@@ -36,7 +36,7 @@ def test_answers_go_to_stdout_and_all_else_to_stderr(
     captured = capsys.readouterr()
     assert captured.out.endswith("\n") and "tok/s" not in captured.out
     assert "from the cache" not in captured.err.split("context 4096")[0]
-    assert "cut by --max-tokens" in captured.err
+    assert "cut at -n 5" in captured.err
     assert "of 4096 tokens used" in captured.err
 
 

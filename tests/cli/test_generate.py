@@ -42,7 +42,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, object]
 
 
 def test_text_goes_to_stdout_and_the_report_to_stderr(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", "-m", model, "the", *COMMON]) == 0
+    assert run(["generate", "-m", model, "the", *COMMON, "--stats"]) == 0
     captured = capsys.readouterr()
     assert captured.out.endswith("\n")
     assert "tok/s" not in captured.out
@@ -59,10 +59,40 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(model: str, capsys: pytest
         assert word in captured.err
 
 
+LINE = r"\n  6 tokens, [\d.]+ tok/s, first token after [\d.]+ s( \([\d.]+ s of it compiled kernels, once\))?; (.*)\n"
+
+
+def test_the_report_is_a_line_unless_more_is_asked_for(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["generate", "-m", model, "the", *COMMON]) == 0
+    line = re.fullmatch(LINE, capsys.readouterr().err)
+    assert line is not None and line[2] == "cut at -n 6"
+    assert run(["-v", "generate", "-m", model, "the", *COMMON]) == 0
+    assert "peak memory" in capsys.readouterr().err
+    monkeypatch.setattr("quengine.kernels.compile_clock.seconds", iter([0, 2.5, *[2.5] * 100]).__next__)
+    assert run(["generate", "-m", model, "the", *COMMON]) == 0
+    assert "(2.5 s of it compiled kernels, once)" in capsys.readouterr().err
+
+
+def test_why_an_answer_ended_is_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def why(*flags: str) -> str:
+        assert run(["generate", "-m", model, "the", "--device", "cpu", "--temp", "0", *flags]) == 0
+        return capsys.readouterr().err.rpartition("; ")[2].strip()
+
+    assert why("-n", "6", "--ignore-eos") == "cut at -n 6"
+    assert why("--raw", "-c", "32", "--ignore-eos") == "cut: the context of 32 tokens is full (-c)"
+    assert why("-j", '{"const": 1}') == "ended by the model"
+    assert (
+        why("-n", "6", "--ignore-eos", "--logit-bias", "97+100", "--stop", "aa")
+        == "ended by the model or a stop string"
+    )
+
+
 def test_one_token_has_no_speed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", "-m", model, "the", "--temp", "0", "-n", "1"]) == 0
+    assert run(["generate", "-m", model, "the", "--temp", "0", "-n", "1", "--stats"]) == 0
     report = capsys.readouterr().err
-    assert "generated  1 token in 0.00 s; ended by length" in report
+    assert "generated  1 token in 0.00 s; cut at -n 1" in report
     assert " 0.0 tok/s" not in report and "0.0 GB/s" not in report
 
 
@@ -71,7 +101,7 @@ def test_a_mixture_of_experts_reports_how_much_of_it_is_active(
 ) -> None:
     path = write_synthetic(tmp_path / "experts.gguf", "mixtral-tiny")
     args = ["-m", str(path), "--raw", "the"]
-    assert run(["generate", *args, *COMMON]) == 0
+    assert run(["generate", *args, *COMMON, "--stats"]) == 0
     assert (
         "experts    2 of 8 a token and layer; 5.52 M of 14.95 M parameters are active"
         in capsys.readouterr().err
@@ -371,7 +401,7 @@ def test_the_cache_is_of_the_type_and_size_that_is_said(
 ) -> None:
     sizes = ModelSizes(embedding=128, feed_forward=128, head_dim=32, context=4096)
     wide = str(write_tiny(tmp_path / "wide.gguf", kind="Q8_0", sizes=sizes))
-    assert run(["generate", "-m", wide, "the", *COMMON, "--cache-type", cache_type]) == 0
+    assert run(["generate", "-m", wide, "the", *COMMON, "--cache-type", cache_type, "--stats"]) == 0
     captured = capsys.readouterr()
     assert f"context 4096 tokens, cache {size} ({cache_type}), weights" in captured.err
     assert len(captured.out) > 1
@@ -432,7 +462,7 @@ def test_a_wrong_constraint_is_one_line(
 def test_drafts_leave_the_text_as_it_is_and_are_in_the_report(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = ["generate", "-m", model, "the the the", *COMMON, "-n", "30"]
+    args = ["generate", "-m", model, "the the the", *COMMON, "-n", "30", "--stats"]
     assert run(args) == 0
     plain = capsys.readouterr()
     assert "drafted" not in plain.err

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 
+from quengine.kernels.compile_clock import compiling
 from quengine.kernels.cpu.runtime.code_store import code_store
 from quengine.kernels.cpu.runtime.machine_code import link
 
@@ -30,10 +31,12 @@ def kernel(module: str, function: str, *variant: str | bool) -> int:
             _log.debug("%s is compiled anew: %s", name, error)
     _say_once()
     began = time.perf_counter()
-    code: bytes = getattr(import_module(f"quengine.kernels.cpu.{module}"), function)(*variant)
+    with compiling():
+        code: bytes = getattr(import_module(f"quengine.kernels.cpu.{module}"), function)(*variant)
+        code_store().write(name, code)
+        address = link(code)
     _log.info("compiled %s in %.2f s", name, time.perf_counter() - began)
-    code_store().write(name, code)
-    return link(code)
+    return address
 
 
 @cache
