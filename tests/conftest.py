@@ -44,7 +44,7 @@ def _kernels_compile_quietly() -> None:
     """A fresh checkout compiles kernels in whichever test comes first; its output must not depend on that."""
     from quengine.kernels.cpu.runtime import kernel_table
 
-    kernel_table._say_once()
+    kernel_table.say_once()
 
 
 @pytest.fixture(autouse=True, scope="session")

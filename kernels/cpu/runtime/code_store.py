@@ -71,6 +71,10 @@ class CodeStore:
                     return content
         return None
 
+    def has_file(self, name: str) -> bool:
+        """Whether something is kept under this name, of whichever version."""
+        return any((folder / name).is_file() for folder in self.folders)
+
     def write(self, name: str, content: bytes) -> None:
         """Keep content under this name; where no folder can be written, say so once."""
         for folder in self.folders:
