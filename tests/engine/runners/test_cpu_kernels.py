@@ -45,6 +45,7 @@ def test_requests_of_every_kind_ask_for_no_other_kernel(
     assert len(asked) > 20 and asked <= set(known)
 
 
+@pytest.mark.timeout(1500)  # a guard: beside a load of 10 processes of the lowest priority take long
 def test_a_second_start_compiles_nothing_whatever_it_is_asked(tmp_path: Path) -> None:
     path, folder = write_synthetic(tmp_path / "m.gguf", "tiny"), tmp_path / "kernels"
     environment = os.environ | {"NUMBA_CACHE_DIR": str(folder)}
