@@ -124,7 +124,7 @@ def test_a_model_is_run_by_its_presets_name(
     answer = capsys.readouterr()
     conversation = ("system\nbe kind", "user\nhi", "assistant\nAhoy.", "user\nyou")
     assert "".join(f"<|im_start|>{each}<|im_end|>\n" for each in conversation) in answer.err
-    assert "generated  5 tokens" in answer.err and "context 128 tokens" in answer.err
+    assert "5 tokens, " in answer.err and "context 128 tokens" in answer.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("you\n/undo\n/undo\n/reset\n/save talk.json\n"))
     monkeypatch.chdir(Path(model).parent)
     assert run(["chat", "-m", "pirate", *COMMON, "--ignore-eos"]) == 0
