@@ -120,11 +120,11 @@ def test_a_model_is_run_by_its_presets_name(
     model: str, create: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     assert create("pirate", PIRATE.format(model=model)) == 0
-    assert run(["generate", "-m", "pirate", "you", *COMMON, "--show-prompt", "--ignore-eos"]) == 0
+    assert run(["generate", "-m", "pirate", "you", *COMMON, "--show-prompt", "--ignore-eos", "--stats"]) == 0
     answer = capsys.readouterr()
     conversation = ("system\nbe kind", "user\nhi", "assistant\nAhoy.", "user\nyou")
     assert "".join(f"<|im_start|>{each}<|im_end|>\n" for each in conversation) in answer.err
-    assert "5 tokens, " in answer.err and "context 128 tokens" in answer.err
+    assert "generated  5 tokens" in answer.err and "context 128 tokens" in answer.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("you\n/undo\n/undo\n/reset\n/save talk.json\n"))
     monkeypatch.chdir(Path(model).parent)
     assert run(["chat", "-m", "pirate", *COMMON, "--ignore-eos"]) == 0
