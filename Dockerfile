@@ -1,6 +1,6 @@
 # quengine in a container, of the wheel of this checkout: docs/install.md.
 #     docker build -t quengine .                                        PyTorch for CUDA
-#     docker build -t quengine:cpu --build-arg TORCH_INDEX=ADDRESS .    PyTorch's CPU build, ADDRESS its own index
+#     docker build -t quengine:cpu --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .    PyTorch's CPU build
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS wheel

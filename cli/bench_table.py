@@ -2,7 +2,9 @@
 
 import csv
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,25 +75,71 @@ def _number(value: float | None, digits: int) -> str:
 def _write_md(rows: Iterator[BenchRow]) -> None:
     """The table as it grows; what the percentages are of, where experts are, and profiles, below it."""
     shown: list[BenchRow] = []
+    kind: tuple[_Column, ...] = ()
     headed: tuple[_Column, ...] = ()
+    left_out: list[str] = []
     for row in rows:
         columns = _COLUMNS + (_CUDA_COLUMNS if row.device.startswith("cuda") else ())
         columns += _EXPERT_COLUMNS if row.model.experts is not None else ()
         columns += _DRAFT_COLUMNS if row.drafts is not None else ()
-        if columns != headed:  # a model of another kind begins a table of its own
+        if columns != kind:  # a model of another kind begins a table of its own
             print("\n" if headed else "", end="")
-            headed = columns
+            kind, headed = columns, _fitting(columns, row, _terminal_width())
+            left_out = [name for name, _, _ in columns if name not in {each for each, _, _ in headed}]
+            columns = headed
             print(_line(columns, [heading for heading, _, _ in columns]))
             rules = ["-" * (w + 2) if h in _LEFT else "-" * (w + 1) + ":" for h, w, _ in columns]
             print(f"|{'|'.join(rules)}|")
-        print(_line(columns, [text(row) for _, _, text in columns]), flush=True)
+        print(_line(headed, [text(row) for _, _, text in headed]), flush=True)
         shown.append(row)
+    if left_out:
+        print(
+            f"\n{_wrapped('Not shown on so narrow a terminal: ' + ', '.join(left_out) + '; -o json has all.')}"
+        )
     if shown and shown[0].device.startswith("cuda"):
-        print(f"\n{_yardsticks(shown[0])}")
+        print(f"\n{_wrapped(_yardsticks(shown[0]))}")
     for line in dict.fromkeys(f"{row.model.name}: {row.placement}." for row in shown if row.placement):
-        print(f"\n{line}")
+        print(f"\n{_wrapped(line)}")
     for row in shown:
         _print_profiles(row)
+
+
+def _fitting(columns: tuple[_Column, ...], row: BenchRow, width: int | None) -> tuple[_Column, ...]:
+    """The columns that a terminal of `width` has room for, or of None, no terminal: all of them.
+
+    Those that matter least go; the rest are as narrow as headings and this row are.
+    """
+    if width is None:
+        return columns
+    tight = [(name, max(len(name), len(text(row)), _GROWS.get(name, 0)), text) for name, _, text in columns]
+    for name in _DISPENSABLE:
+        if sum(wide + 3 for _, wide, _ in tight) < width:
+            break
+        tight = [column for column in tight if column[0] != name]
+    room = tight[0][1] - max(0, sum(wide + 3 for _, wide, _ in tight) + 1 - width)
+    if room < tight[0][1]:  # the model's name alone is too long
+        room = max(room, 8)
+        tight[0] = ("model", room, lambda row: row.model.name[: room - 3] + "...")
+    return tuple(tight)
+
+
+_DISPENSABLE = (
+    *("over weights + cache", "params", "threads", "kernels/step", "% of matrix rate", "size", "type"),
+    *("drafted", "accepted", "GB/s", "peak memory", "active params", "device", "% of bandwidth"),
+)
+"""What a narrow terminal does without, first the least; `-o json` has all. Model, test and t/s always stay."""
+
+_GROWS = {"t/s": 16, "test": 16, "GB/s": 7}
+"""Widths of what is longer in later rows than in the first."""
+
+
+def _wrapped(text: str) -> str:
+    width = _terminal_width()
+    return text if width is None else textwrap.fill(text, width, break_on_hyphens=False)
+
+
+def _terminal_width() -> int | None:
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _line(columns: tuple[_Column, ...], cells: list[str]) -> str:

@@ -138,6 +138,7 @@ COMMANDS = {
         (
             'engine generate -m smollm2-135m --temp 0 "What is the capital of France?"',
             "engine generate -m qwen3-4b-q4k -c 8192 -f question.txt --json",
+            'engine generate -m smollm2-135m "Summarize this:" < notes.txt',
         ),
     ),
     "chat": Entry(

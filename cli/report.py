@@ -1,5 +1,6 @@
-"""What a generation cost, for people (a few lines on standard error) and for programs (one JSON object)."""
+"""What a generation cost, for people (a line or a few on standard error) and for programs (one JSON object)."""
 
+import logging
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -9,17 +10,65 @@ from quengine.errors import visible
 if TYPE_CHECKING:
     from quengine.llm import LLM
     from quengine.request.output import Completion, Timings
+    from quengine.request.sampling_params import SamplingParams
 
 _TIMINGS = (
-    *("load_s", "prompt_s", "ttft_s", "decode_s", "prompt_tok_s", "decode_tok_s", "gb_s", "bytes_per_token"),
+    *(
+        "load_s",
+        "compile_s",
+        "prompt_s",
+        "ttft_s",
+        "decode_s",
+        "prompt_tok_s",
+        "decode_tok_s",
+        "gb_s",
+        "bytes_per_token",
+    ),
     *("cached_tokens", "peak_bytes", "drafts", "drafted_tokens", "accepted_tokens"),
     *("accept_rate", "accept_length", "shifts", "discarded_tokens"),
 )
 """Of `Timings`, what `--json` prints."""
 
 
-def print_report(completion: "Completion", llm: "LLM") -> None:
-    """Print the report to standard error."""
+def print_report(
+    completion: "Completion", llm: "LLM", params: "SamplingParams", whole: bool | None = None
+) -> None:
+    """Print what an answer cost to standard error: a line, or the `whole` report; None: that with -v."""
+    if logging.getLogger("quengine").isEnabledFor(logging.DEBUG) if whole is None else whole:
+        lines = _whole_report(completion, llm, params)
+    else:
+        lines = [answer_line(completion, llm, params)]
+    print("\n" + "\n".join(f"  {visible(line)}" for line in lines), file=sys.stderr)
+
+
+def answer_line(completion: "Completion", llm: "LLM", params: "SamplingParams") -> str:
+    """Tokens, speed, first token, and why the answer ended."""
+    t = completion.timings
+    parts = [_tokens(t.generated_tokens)]
+    if t.decode_tok_s:  # two tokens or more
+        parts.append(f"{t.decode_tok_s:.1f} tok/s")
+    compiling = f" ({t.compile_s:.1f} s of it compiled kernels, once)" if t.compile_s >= 0.1 else ""
+    parts.append(f"first token after {t.ttft_s:.2f} s{compiling}")
+    return f"{', '.join(parts)}; {why_ended(completion, llm, params)}"
+
+
+def why_ended(completion: "Completion", llm: "LLM", params: "SamplingParams") -> str:
+    """Why an answer has no further token, in words that say what would give more."""
+    if completion.finish_reason == "length":
+        if (
+            completion.prompt_tokens + len(completion.tokens) >= llm.ctx_size
+            and not completion.timings.shifts
+        ):
+            return f"cut: the context of {llm.ctx_size} tokens is full (-c)"
+        if params.max_tokens is not None and len(completion.tokens) >= params.max_tokens:
+            return f"cut at -n {params.max_tokens}"
+        return "cut by a limit"
+    if completion.finish_reason == "abort":
+        return "interrupted"
+    return "ended by the model or a stop string" if params.stop else "ended by the model"
+
+
+def _whole_report(completion: "Completion", llm: "LLM", params: "SamplingParams") -> list[str]:
     from quengine.memory import gib
 
     t, threads = completion.timings, llm.loaded.threads
@@ -28,11 +77,12 @@ def print_report(completion: "Completion", llm: "LLM") -> None:
     if t.decode_tok_s:  # two tokens or more
         speed = f", {t.decode_tok_s:.1f} tok/s, {1e3 / t.decode_tok_s:.1f} ms/token"
         read = f", {t.gb_s:.1f} GB/s"
-    lines = [
+    return [
         f"prompt     {_tokens(t.prompt_tokens)}{cached} in {t.prompt_s:.2f} s, {t.prompt_tok_s:.1f} tok/s; "
         f"first token after {t.ttft_s:.2f} s",
         f"generated  {_tokens(t.generated_tokens)} in {t.decode_s:.2f} s{speed}; "
-        f"ended by {completion.finish_reason}, seed {completion.seed}",
+        f"{why_ended(completion, llm, params)}, seed {completion.seed}",
+        *([f"compiled   kernels in {t.compile_s:.2f} s, once; no speed counts it"] if t.compile_s else []),
         *_drafts(t),
         *_shifts(t),
         f"read       {gib(t.bytes_per_token)} a token{read}",
@@ -41,7 +91,6 @@ def print_report(completion: "Completion", llm: "LLM") -> None:
         *_experts(llm),
         *llm.loaded.notes,
     ]
-    print("\n" + "\n".join(f"  {visible(line)}" for line in lines), file=sys.stderr)
 
 
 def print_logprobs(completion: "Completion", llm: "LLM") -> None:

@@ -336,7 +336,7 @@ class Scheduler:
         sequence.block_tables = allocation.block_tables
         sequence.num_cached_tokens = allocation.num_cached_tokens
         if not sequence.started:
-            sequence.started = time.perf_counter()
+            sequence.start()
             sequence.reused_tokens = allocation.num_cached_tokens
         if sequence.num_cached_tokens < self._prompt_end(sequence):
             self.prefilling.append(sequence)

@@ -9,11 +9,14 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 # Workers of a run share the cores: threads that wait must not spin, which takes most of the time of small operators.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Tests put the user's cache elsewhere, and kernels would be compiled in each of them.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "kernels"))
 
 import torch
 
@@ -41,7 +44,7 @@ def _kernels_compile_quietly() -> None:
     """A fresh checkout compiles kernels in whichever test comes first; its output must not depend on that."""
     from quengine.kernels.cpu.runtime import kernel_table
 
-    kernel_table._say_once()
+    kernel_table.say_once()
 
 
 @pytest.fixture(autouse=True, scope="session")

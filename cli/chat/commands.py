@@ -159,7 +159,7 @@ def _stats(repl: "Repl", _: str) -> None:
     if last is None:
         note("no answer yet")
         return
-    print_report(last, llm)
+    print_report(last, llm, repl.session.params, whole=True)
     note(f"context    {used} of {llm.ctx_size} tokens used, {100 * used / llm.ctx_size:.0f}%")
 
 

@@ -55,10 +55,12 @@ class Repl:
         """Talk until /exit or the end of input."""
         if self._prompt is not None:
             llm = self.session.llm
-            note(f"{llm.model_config.name}, context {llm.ctx_size} tokens, seed {self.session.params.seed}")
+            note(f"{self.models.name}, context {llm.ctx_size} tokens, seed {self.session.params.seed}")
             note("/help lists the commands, Ctrl-D leaves")
         self._resume()
+        came = False
         for line in joined(piped_lines() if self._prompt is None else self._prompt.lines()):
+            came = came or bool(line.strip())
             try:
                 self._take(line)
                 if self.session_file is not None:
@@ -69,6 +71,8 @@ class Repl:
                 note(f"error: {error}")
             if self.leaving:
                 return
+        if self._prompt is None and not came:
+            note("no message came from standard input")
 
     def answer(self, deltas: "Generator[Delta, None, None]", otherwise: str) -> None:
         """Print an answer as it comes and why it ended; `otherwise` is what is said to become of none."""
@@ -93,13 +97,18 @@ class Repl:
             note("stopped")
         elif last.finish_reason == "length":
             full = self.session.used_tokens >= self.session.llm.ctx_size
-            note("the context is full; /reset begins anew" if full else "cut by --max-tokens")
+            most = self.session.params.max_tokens
+            note(
+                "the context is full; /reset begins anew"
+                if full
+                else f"cut at -n {most}; /set max_tokens N changes it"
+            )
 
     def status(self) -> str:
         """The model, how full the context is, and how fast the last answer came."""
         llm, used, last = self.session.llm, self.session.used_tokens, self.session.last
         full = f"{used} of {llm.ctx_size} tokens ({100 * used / llm.ctx_size:.0f}%)"
-        parts = [visible(llm.model_config.name), full]
+        parts = [visible(self.models.name), full]
         if last is not None and last.timings.decode_tok_s:
             parts.append(f"{last.timings.decode_tok_s:.1f} tok/s")
         return " · ".join(parts)

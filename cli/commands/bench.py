@@ -53,10 +53,18 @@ class BenchFlags:
         Flag(
             "--synthetic",
             "Make such a model: mistral-7b, qwen3-8b, llama-3.2-1b, llama-3-70b, gemma3-4b, olmo2-7b, "
-            "phi3-mini, mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, tiny.",
+            "phi3-mini, mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, tiny; with -20l behind it its first 20 layers.",
             read=_split,
         ),
     ] = ()
+    synthetic_dir: Annotated[
+        Path | None,
+        Flag(
+            "--synthetic-dir",
+            "Where these are kept. (default: the user's cache, where the oldest make room)",
+            metavar="DIR",
+        ),
+    ] = None
     prompts: Annotated[
         tuple[int, ...],
         Flag(
@@ -100,16 +108,17 @@ def bench(flags: BenchFlags, plan: BenchPlan) -> None:
     from quengine.cli.bench_table import write_rows
 
     with interrupts.at_once():
-        from quengine.diagnostics.bench.bench import run_bench, synthetic_model
+        from quengine.diagnostics.bench.bench import run_bench
+        from quengine.diagnostics.bench.synthetic_files import synthetic_models
 
     collector.working()
     progress = ProgressLine()
-    made = [synthetic_model(name, _announce) for name in flags.synthetic]
-    plan = replace(plan, models=[*flags.models, *made])
-    try:
-        write_rows(_cleared(run_bench(plan, progress), progress), flags.output)
-    finally:
-        progress.clear()
+    with synthetic_models(flags.synthetic, plan, flags.synthetic_dir, _announce, progress) as made:
+        plan = replace(plan, models=[*flags.models, *made])
+        try:
+            write_rows(_cleared(run_bench(plan, progress), progress), flags.output)
+        finally:
+            progress.clear()
 
 
 def _announce(text: str) -> None:

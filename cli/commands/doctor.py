@@ -2,6 +2,9 @@
 
 import json
 import math
+import shutil
+import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -25,6 +28,10 @@ FAILED = 2
 
 
 def doctor(
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="One check of each kind of kernel: seconds once they are compiled."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     threads: Annotated[
         int | None, typer.Option("-t", "--threads", min=1, help="CPU threads; default: the physical cores.")
@@ -44,30 +51,33 @@ def doctor(
     found = diagnose(threads)
     progress.clear()
     if as_json:
-        tested = {device: list(checks) for device, checks in self_tests(found)}
+        tested = {device: list(checks) for device, checks in self_tests(found, quick)}
         typer.echo(json.dumps(as_object(found, tested), indent=2))
     else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for line in machine_lines(found):
-            typer.echo(line)
+            typer.echo(line if width is None else textwrap.fill(line, width, subsequent_indent=" " * 11))
         tested = {}
-        for device, checks in self_tests(found):
+        for device, checks in self_tests(found, quick):
             typer.echo(f"\n{device} kernels: error (NMSE) against float64; the first run compiles them")
-            tested[device] = print_table(device, checks)
+            tested[device] = print_table(device, checks, width)
+        if quick:
+            typer.echo("\none check of each kind; without --quick every format and kind of kernel is tested")
     if not all(check.passed for checks in tested.values() for check in checks):
         raise typer.Exit(FAILED)
 
 
-def self_tests(found: "Diagnosis") -> "Iterator[tuple[str, Iterator[KernelCheck]]]":
+def self_tests(found: "Diagnosis", quick: bool = False) -> "Iterator[tuple[str, Iterator[KernelCheck]]]":
     """The CPU's tests, and those of every GPU that the engine can use."""
     with interrupts.at_once():
         from quengine.diagnostics.selftest.self_test_run import check_cpu, check_cuda
     from quengine.platform.device import MIN_CAPABILITY
 
     collector.working()
-    yield "cpu", check_cpu(found.threads)
+    yield "cpu", check_cpu(found.threads, quick)
     for device in found.cuda:
         if tuple(map(int, device.capability.split("."))) >= MIN_CAPABILITY:
-            yield f"cuda:{device.index}", check_cuda(device.index, device.free_memory)
+            yield f"cuda:{device.index}", check_cuda(device.index, device.free_memory, quick)
 
 
 def as_object(found: "Diagnosis", tested: "dict[str, list[KernelCheck]]") -> dict[str, Any]:
@@ -122,20 +132,29 @@ def machine_lines(found: "Diagnosis") -> list[str]:
     return [f"{label:10} {text}" for label, text in rows]
 
 
-def print_table(device: str, checks: "Iterable[KernelCheck]") -> "list[KernelCheck]":
+def print_table(
+    device: str, checks: "Iterable[KernelCheck]", width: int | None = None
+) -> "list[KernelCheck]":
     """Prints a row a subject as the checks come, with the names of their tests above where these change, then the
-    failures and the verdict; returns the checks."""
+    failures and the verdict; returns the checks.
+
+    A terminal of a `width` that has no room for a row gets the number of its tests and their largest error instead.
+    """
     began = time.perf_counter()
     done: list[KernelCheck] = []
     tests, wide = list[str](), 0
     for subject, group in groupby(checks, key=lambda check: check.subject):
         row = list(group)
+        done += row
+        if width is not None and 20 + len(row) * max(18, 2 + max(len(each.test) for each in row)) > width:
+            typer.echo(f"{subject:20}{_summed(row)}")
+            tests = []
+            continue
         if [check.test for check in row] != tests:
             tests = [check.test for check in row]
             wide = max(18, 2 + max(map(len, tests)))
             typer.echo(" " * 20 + "".join(f"{test:>{wide}}" for test in tests))
         typer.echo(f"{subject:20}" + "".join(f"{_shown(check):>{wide}}" for check in row))
-        done += row
     failed = [check for check in done if not check.passed]
     for check in failed:
         why = check.note or f"error {check.error:.1e} is over {check.limit:.0e}"
@@ -143,6 +162,14 @@ def print_table(device: str, checks: "Iterable[KernelCheck]") -> "list[KernelChe
     verdict = f"{len(failed)} of {len(done)} checks FAILED" if failed else f"all {len(done)} checks passed"
     typer.echo(f"{verdict} ({time.perf_counter() - began:.1f} s)")
     return done
+
+
+def _summed(row: "list[KernelCheck]") -> str:
+    """Several checks of a subject in a few words; failures have lines of their own."""
+    failed = sum(not check.passed for check in row)
+    largest = max((check.error for check in row if check.passed), default=math.nan)
+    verdict = f"{failed} of {len(row)} FAIL" if failed else f"{len(row)} ok"
+    return f"{verdict:>14}, largest error {largest:.1e}"
 
 
 def _shown(check: "KernelCheck") -> str:

@@ -13,12 +13,13 @@ import typer
 from quengine.cli.flags import ConstraintFlags, Effort, Model, takes_options
 from quengine.cli.loading import load_llm
 from quengine.cli.progress import PromptProgress
+from quengine.cli.prompt_source import standard_input, with_piped
 from quengine.cli.report import completion_json, print_logprobs, print_report
 from quengine.cli.terminal import AnswerPrinter, json_line, write_text
 from quengine.config import EngineConfig
 from quengine.errors import EngineError, visible
 from quengine.options import OUTPUT, Flag
-from quengine.platform.input_files import read_stream, read_text, universal_newlines
+from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 
@@ -35,7 +36,10 @@ class PromptFlags:
     prompts: Annotated[
         tuple[str, ...], Flag("-p --prompt", "The prompt; - reads standard input.", PROMPT, "TEXT")
     ] = ()
-    files: Annotated[tuple[Path, ...], Flag("-f --file", "Read the prompt from a file.", PROMPT, "FILE")] = ()
+    files: Annotated[
+        tuple[Path, ...],
+        Flag("-f --file", "Read the prompt from a file; - is standard input.", PROMPT, "FILE"),
+    ] = ()
     effort: Effort = None
     chat: Annotated[
         bool | None,
@@ -51,7 +55,10 @@ class PromptFlags:
         int | None,
         Flag("--logprobs", "Report each token's log-probability, and the K likeliest.", OUTPUT, "K"),
     ] = None
-    stats: Annotated[bool, Flag("--stats/--no-stats", "Print the report at the end.", OUTPUT)] = True
+    stats: Annotated[
+        bool | None,
+        Flag("--stats/--no-stats", "The whole report at the end, or none. (default: a line)", OUTPUT),
+    ] = None
     as_json: Annotated[bool, Flag("--json", "Print one JSON object instead of text.", OUTPUT)] = False
 
 
@@ -67,7 +74,10 @@ def generate(
         str | None, typer.Argument(metavar="[PROMPT]", help="The prompt; - reads standard input.")
     ] = None,
 ) -> None:
-    """Generate text from a prompt."""
+    """Generate text from a prompt.
+
+    A pipe's text comes before the PROMPT: engine generate -m smollm2-135m "Summarize this:" < notes.txt
+    """
     params = replace(params, logprobs=flags.logprobs, constraint=constraint.spec())
     source = _prompt_text(text, flags)
     with load_llm(model, replace(config, chat_template=options.source())) as llm:
@@ -94,25 +104,34 @@ def generate(
             elif completion.tokens:
                 if flags.logprobs is not None:
                     print_logprobs(completion, llm)
-                if flags.stats:
-                    print_report(completion, llm)
+                if flags.stats is not False:
+                    print_report(completion, llm, params, flags.stats)
 
 
 def _prompt_text(text: str | None, flags: PromptFlags) -> str:
-    """The one prompt among the argument and what every -p and -f gave. Raises EngineError for none and for several."""
+    """The one prompt among the argument and what every -p and -f gave, behind what is piped in.
+
+    Raises EngineError for none and for several.
+    """
     texts = flags.prompts if text is None else (text, *flags.prompts)
-    if len(texts) + len(flags.files) != 1:
-        given = [] if text is None else [_excerpt(text)]
-        given += [f"-p {_excerpt(prompt)}" for prompt in flags.prompts]
-        given += [f"-f {_excerpt(str(file))}" for file in flags.files]
-        wrong = f"{len(given)} prompts ({', '.join(given)})" if given else "no prompt"
-        raise EngineError(f"{wrong}: give one as an argument, with -p, with -f FILE, or - for standard input")
+    given = len(texts) + len(flags.files)
+    if given > 1:
+        named = [] if text is None else [_excerpt(text)]
+        named += [f"-p {_excerpt(prompt)}" for prompt in flags.prompts]
+        named += [f"-f {_excerpt(str(file))}" for file in flags.files]
+        raise EngineError(f"{given} prompts ({', '.join(named)}): {_WAYS}")
+    if "-" in (*texts, *map(str, flags.files)):
+        return standard_input()
+    typed = texts[0] if texts else None
     if flags.files:
-        return read_text(flags.files[0], "cannot read the prompt from").removesuffix("\n")
-    if texts[0] != "-":
-        return texts[0]
-    typed = read_stream(sys.stdin.buffer, "cannot read the prompt from standard input")
-    return universal_newlines(typed).removesuffix("\n")
+        typed = read_text(flags.files[0], "cannot read the prompt from").removesuffix("\n")
+    prompt = with_piped(typed)
+    if prompt is None or (typed is None and not prompt):
+        raise EngineError(f"no prompt: {_WAYS}")
+    return prompt
+
+
+_WAYS = "give one as an argument, with -p, with -f FILE, or through a pipe"
 
 
 def _excerpt(text: str) -> str:

@@ -9,11 +9,11 @@ import typer
 from quengine.cli.commands.chat import Markdown, Session, chat
 from quengine.cli.commands.generate import PromptFlags, generate
 from quengine.cli.flags import ConstraintFlags, Effort, complete_models, takes_options
+from quengine.cli.prompt_source import with_piped
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.hub.hub_name import own_name
 from quengine.options import MODEL_HELP, OUTPUT, Flag
-from quengine.platform.input_files import read_stream, universal_newlines
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 
@@ -32,7 +32,9 @@ def run_model(
     effort: Effort = None,
     session: Session = None,
     markdown: Markdown = True,
-    stats: Annotated[bool, Flag("--stats --verbose", "Print the report behind an answer.", OUTPUT)] = False,
+    stats: Annotated[
+        bool, Flag("--stats --verbose", "The whole report behind an answer, not a line.", OUTPUT)
+    ] = False,
 ) -> None:
     """Talk with a model, or answer one PROMPT, as `ollama run` does.
 
@@ -51,17 +53,13 @@ def run_model(
         return
     if session is not None:
         raise EngineError("--session keeps a conversation: leave the PROMPT out")
-    flags = PromptFlags(prompts=(text,), effort=effort, stats=stats)
+    flags = PromptFlags(prompts=(text,), effort=effort, stats=stats or None)
     inspect.unwrap(generate)(**common, flags=flags)
 
 
 def _prompt(words: list[str]) -> str | None:
     """What is piped in and the words of the command line; None on a terminal without any."""
-    given = " ".join(words)
-    if sys.stdin.isatty():
-        return given or None
-    piped = universal_newlines(read_stream(sys.stdin.buffer, "cannot read the prompt from standard input"))
-    parts = [part for part in (piped.removesuffix("\n"), given) if part]
-    if not parts:
+    prompt = with_piped(" ".join(words) or None)
+    if not prompt and not sys.stdin.isatty():
         raise EngineError("no prompt: give one behind the model's name, or through a pipe")
-    return "\n\n".join(parts)
+    return prompt

@@ -60,6 +60,10 @@ class Machine:
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         if backend.name == "cuda" and communicator.rank == 0 and (drafts or not self.experts.layers):
             self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
+        if backend.name == "cpu" and self.progress is not None and communicator.size == 1:
+            from quengine.runners import cpu_kernels
+
+            cpu_kernels.compile_ahead(checkpoint, self.progress)
         experts = ExpertPlacement() if drafts else self.experts
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = experts.operations(backend, self.threads)

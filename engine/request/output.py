@@ -33,7 +33,8 @@ class DraftCounts:
 class Timings:
     """Times in seconds, rates in tokens per second, sizes in bytes.
 
-    `prompt_s` is the time to compute the prompt's tokens that were not cached, `ttft_s` the time from the request
+    `compile_s` is the time that the request waited for kernels to be compiled, which counts in no rate, `prompt_s` that
+    to compute the prompt's tokens that were not cached, `ttft_s` the time from the request
     to its first token, `decode_s` the time of the tokens after the first. `gb_s` is `bytes_per_token` (weights,
     and the cache read on average) over the time of a decoded token, in 1e9 bytes per second. Rates of phases
     that did not happen are 0. `drafts` are the decode steps that also computed drafted tokens, `drafted_tokens` those
@@ -42,6 +43,7 @@ class Timings:
     """
 
     load_s: float = 0.0
+    compile_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prompt_s: float = 0.0

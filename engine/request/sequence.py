@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quengine.context.context_shift import ContextShift
+from quengine.kernels import compile_clock
 from quengine.request.output import Completion, Timings
 from quengine.request.pooling import Pool
 from quengine.request.prompt_scores import PromptScores
@@ -36,6 +37,7 @@ class Sequence:
         draft_bytes: bytes read for drafts.
         shift: what it discards when its context is full; None: it ends then.
         shifts, discarded_tokens: how often it has done so, and what.
+        compiled: what `compile_clock` said at its start, its first token and its last.
         num_prefill_tokens: tokens that were not generated token by token: the prompt, or what the last shift has left.
     """
 
@@ -58,6 +60,7 @@ class Sequence:
     started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
+    compiled: list[float] = field(default_factory=lambda: [0.0] * 3)
     cached_at_token: int = 0
     pool: Pool | None = None
     scores: PromptScores | None = None
@@ -99,6 +102,11 @@ class Sequence:
         """Whether all rows of a prompt that is to be pooled have been."""
         return self.pool is not None and self.num_cached_tokens == self.num_prompt_tokens
 
+    def start(self) -> None:
+        """Its first step is about to run."""
+        self.started = time.perf_counter()
+        self.compiled = [compile_clock.seconds()] * 3
+
     def end_pooled(self) -> None:
         """End with the prompt."""
         self.first_token = self.last_token = time.perf_counter()
@@ -116,12 +124,14 @@ class Sequence:
         now = time.perf_counter()
         if not self.first_token:
             self.first_token = self.last_token = now
+            self.compiled[1:] = [compile_clock.seconds()] * 2
         if self.params.max_tokens == 0:  # the prompt's logits give a token all the same
             return self._finish("length")
         token = sample.token
         if token in self.end_ids:
             return self._finish("stop")
         self.last_token = now
+        self.compiled[2] = compile_clock.seconds()
         self.token_ids.append(token)
         self.generated.append(token)
         self.cached_at_token += len(self.token_ids)
@@ -187,14 +197,16 @@ class Sequence:
         """
         count = len(self.generated)
         mean_context = self.cached_at_token // count if count else 0
+        compiled_before, compiled_prompt, compiled = self.compiled
         timings = Timings(
             load_s=load_s,
+            compile_s=max(0.0, compiled - compiled_before),
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=self.reused_tokens,
-            prompt_s=max(0.0, self.first_token - self.started),
+            prompt_s=max(0.0, self.first_token - self.started - (compiled_prompt - compiled_before)),
             ttft_s=max(0.0, self.first_token - self.arrived),
             generated_tokens=count,
-            decode_s=max(0.0, self.last_token - self.first_token),
+            decode_s=max(0.0, self.last_token - self.first_token - (compiled - compiled_prompt)),
             bytes_per_token=self._weight_bytes(step_bytes) // max(1, count) + cache_bytes(mean_context),
             peak_bytes=peak,
             drafts=self.drafts_by_length.total(),

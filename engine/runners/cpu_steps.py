@@ -19,6 +19,7 @@ from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import Together, alone
 from quengine.request.sampling_params import SamplingParams
+from quengine.runners.cpu_kernels import finish_compiling
 from quengine.runners.graph_keys import EXACT_CPU_ROWS, GraphKey, decode_key
 from quengine.runners.step_rows import SequenceRows
 
@@ -69,7 +70,10 @@ class CpuSteps:
         return self._steps[key]
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
-        """Make the step lists of one sequence, or with `params` None of all numbers of rows, largest first."""
+        """Make the step lists of one sequence, or with `params` None of all numbers of rows, largest first, once every
+        kernel that is compiled ahead is there."""
+        if params is None:
+            finish_compiling()
         most = 1 if params is not None else min(self._most_rows, EXACT_CPU_ROWS)
         for rows in range(most, 0, -1):
             self.capture(decode_key(rows))

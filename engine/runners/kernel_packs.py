@@ -19,7 +19,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
 from quengine.models.hub.hub import resolve_model
-from quengine.models.synthetic.presets import PRESETS
+from quengine.models.synthetic.presets import PRESETS, find_preset
 from quengine.models.synthetic.type_mix import tensor_type
 from quengine.models.tensor_table import required_tensors
 from quengine.runners.compile_kernels import (
@@ -110,8 +110,7 @@ def _named(models: Sequence[str]) -> list[str]:
 
 def _shape(name: str) -> Shape:
     """Of a synthetic model, or else of the model of that name: a file, a folder, or one that is in the cache."""
-    if name in PRESETS:
-        spec = PRESETS[name]
+    if (spec := find_preset(name)) is not None:
         shapes = required_tensors(spec.config())
         return spec.config(), {
             each: (tensor_type(spec, each, shape), shape) for each, shape in shapes.items()

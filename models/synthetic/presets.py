@@ -1,5 +1,6 @@
 """The shapes of synthetic models: released ones, and tiny ones for tests."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,6 +55,11 @@ class SyntheticModel:
     shared_feed_forward_length: int = 0
     dense_layers: int = 0
     pooled: bool = False
+
+    def of_layers(self, count: int, preset: str) -> "SyntheticModel":
+        """The model of `preset`, this one's first `count` layers."""
+        dense = min(self.dense_layers, count - 1)
+        return replace(self, name=f"synthetic {preset}", block_count=count, dense_layers=dense)
 
     def config(self) -> ModelConfig:
         """The configuration that a reader of the file finds."""
@@ -232,7 +238,7 @@ def _declared(preset: str, architecture: str, sizes: Mapping[str, Any]) -> Synth
 PRESETS: Mapping[str, SyntheticModel] = (
     {
         "mistral-7b": _MISTRAL_7B,
-        "mistral-7b-2l": replace(_MISTRAL_7B, name="synthetic mistral-7b-2l", block_count=2),
+        "mistral-7b-2l": _MISTRAL_7B.of_layers(2, "mistral-7b-2l"),
         "tiny": _TINY,
     }
     | {
@@ -242,3 +248,14 @@ PRESETS: Mapping[str, SyntheticModel] = (
     }
     | {preset: _declared(preset, *described) for preset, described in _OTHERS.items()}
 )
+
+
+def find_preset(name: str) -> SyntheticModel | None:
+    """The preset of this name, or the first N layers of one by `-Nl` behind it (llama-3-70b-20l); None: no such."""
+    if name in PRESETS:
+        return PRESETS[name]
+    base, _, layers = name.rpartition("-")
+    spec = PRESETS.get(base)
+    if spec is None or not re.fullmatch(r"[1-9]\d{0,3}l", layers) or int(layers[:-1]) >= spec.block_count:
+        return None
+    return spec.of_layers(int(layers[:-1]), name)

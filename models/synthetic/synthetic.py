@@ -4,9 +4,11 @@ Weights are drawn in their stored format, tensor by tensor, so a 4 GB model need
 Those of experts, and of the layers of `pooled` presets, come from a pool (`pooled_rows`).
 """
 
+import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 from quengine.models.synthetic.pooled_rows import PooledRows
-from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel
+from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel, find_preset
 from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
 from quengine.models.synthetic.type_mix import tensor_type
@@ -29,8 +31,16 @@ from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, Shape, requir
 LOGIT_STD = 4.0
 
 
-def write_synthetic(path: Path, model: str | SyntheticModel, seed: int = 0) -> Path:
+Progress = Callable[[int], None]
+"""Called with the bytes of weights that have been written."""
+
+
+def write_synthetic(
+    path: Path, model: str | SyntheticModel, seed: int = 0, progress: Progress | None = None
+) -> Path:
     """Writes the preset or model `model` to `path`, beside it first, then renamed. Same seed, same bytes.
+
+    A process that is killed leaves what it had written; `remove_partial_files` removes it.
 
     Raises:
         EngineError: no such preset, architecture or type, or rows that are not whole blocks of their type.
@@ -42,20 +52,44 @@ def write_synthetic(path: Path, model: str | SyntheticModel, seed: int = 0) -> P
     types = {name: tensor_type(spec, name, shape) for name, shape in shapes.items()}
     _check_blocks(spec, shapes, types)
     _check_disk(path, sum(_nbytes(shapes[name], types[name]) for name in shapes))
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
     try:
-        _write(partial, spec, config, shapes, types, seed)
+        with partial.open("wb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)  # as long as it is written: nobody takes it for a dead process's
+            _write(partial, spec, config, shapes, types, seed, progress)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
     return path
 
 
+_PARTIAL = ".partial"
+
+
+def remove_partial_files(folder: Path) -> int:
+    """Remove what `write_synthetic` of processes that were killed left in a folder; its size in bytes."""
+    removed = 0
+    for partial in folder.glob(f".*.gguf.*{_PARTIAL}"):
+        with suppress(OSError), partial.open("rb") as file:  # BlockingIOError: it is being written
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            removed += partial.stat().st_size
+            partial.unlink()
+    return removed
+
+
+def synthetic_bytes(model: str | SyntheticModel) -> int:
+    """Bytes of the weights of a preset or model. Raises EngineError as `write_synthetic`."""
+    spec = _resolve(model)
+    shapes = required_tensors(spec.config())
+    return sum(_nbytes(shape, tensor_type(spec, name, shape)) for name, shape in shapes.items())
+
+
 def _resolve(model: str | SyntheticModel) -> SyntheticModel:
     if isinstance(model, str):
-        if model not in PRESETS:
+        spec = find_preset(model)
+        if spec is None:
             raise EngineError(f"no synthetic model {model!r}; there are {', '.join(PRESETS)}")
-        model = PRESETS[model]
+        model = spec
     if model.architecture not in ARCHITECTURES:
         raise EngineError(f"no synthetic model of architecture {model.architecture!r}")
     if model.quant not in {Q4_K_M, MXFP4_MOE} | FLOAT_TYPES | QUANT_TYPES:
@@ -89,6 +123,7 @@ def _write(
     shapes: Mapping[str, Shape],
     types: Mapping[str, str],
     seed: int,
+    progress: Progress | None,
 ) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
 
@@ -114,13 +149,16 @@ def _write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    pool = PooledRows(seed)
+    pool, written = PooledRows(seed), 0
     for index, (name, shape) in enumerate(shapes.items()):
         rng = np.random.default_rng([seed, index])
         if len(shape) == 3 or (spec.pooled and len(shape) == 2 and name.startswith("blk.")):
             writer.write_tensor_data(pool.tensor(types[name], shape, rng))
         else:
             writer.write_tensor_data(_weights(spec, name, shape, types[name], rng))
+        written += _nbytes(shape, types[name])
+        if progress is not None:
+            progress(written)
     writer.close()
 
 

@@ -43,6 +43,27 @@ def test_the_table_is_all_of_stdout_and_nothing_else_is_printed(
     assert captured.err == ""
 
 
+@pytest.mark.parametrize("width", [80, 100, 158])
+def test_on_a_terminal_the_table_fits_and_says_what_it_leaves_out(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quengine.cli.bench_table._terminal_width", lambda: width)
+    facts = ModelFacts("Mistral-7B-Instruct-v0.3.Q4_K_M", "/m.gguf", 2**32, 7 * 10**9, "Q4_K+Q6_K")
+    of_cpu = {"device": "cpu", "backend": "cpu", "profile": (), "kernels_per_step": None}
+    row = cuda_row(model=facts, **of_cpu)
+    _write_md(iter([row, replace(row, test=BenchTest(2048, 0, 16384))]))
+    table, _, notes = capsys.readouterr().out.partition("\n\n")
+    lines = table.splitlines()
+    assert len(lines) == 4 and {len(line) for line in lines} == {len(lines[0])} and len(lines[0]) <= width
+    headings = [cell.strip() for cell in lines[0].strip("|").split("|")]
+    assert {"model", "test", "t/s"} <= set(headings) and "pp2048 @ d16384" in lines[3]
+    missing = {"size", "params", "type", "device", "threads", "GB/s", "% of bandwidth", "peak memory"} - set(
+        headings
+    )
+    assert all(name in notes.replace("\n", " ") for name in missing) and bool(notes) == bool(missing)
+    assert max(map(len, notes.splitlines()), default=0) <= width
+
+
 def test_json_is_one_list_and_carries_samples_machine_and_versions(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

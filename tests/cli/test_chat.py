@@ -36,7 +36,7 @@ def test_answers_go_to_stdout_and_all_else_to_stderr(
     captured = capsys.readouterr()
     assert captured.out.endswith("\n") and "tok/s" not in captured.out
     assert "from the cache" not in captured.err.split("context 4096")[0]
-    assert "cut by --max-tokens" in captured.err
+    assert "cut at -n 5" in captured.err
     assert "of 4096 tokens used" in captured.err
 
 
@@ -46,6 +46,14 @@ def test_piped_bytes_that_are_no_text_are_a_user_error(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
     assert run(["chat", "-m", model, *COMMON]) == 1
     assert "cannot read standard input: not utf-8, byte 0xe9\n" in capsys.readouterr().err
+
+
+def test_a_pipe_without_a_message_says_so(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    assert talk(monkeypatch, model, "", " ") == 0
+    captured = capsys.readouterr()
+    assert "no message came from standard input" in captured.err and not captured.out
 
 
 def test_the_second_turn_is_mostly_cached(

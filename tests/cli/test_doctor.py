@@ -8,8 +8,9 @@ import pytest
 from quengine.cli.commands.doctor import print_table
 from quengine.cli.main import run
 from quengine.diagnostics.selftest.self_test import USES, KernelCheck
-from quengine.diagnostics.selftest.self_test_attention import OPERATIONS
+from quengine.diagnostics.selftest.self_test_attention import OPERATIONS, PAGED
 from quengine.diagnostics.selftest.self_test_experts import ROUTER, SUBJECTS
+from quengine.diagnostics.selftest.self_test_run import GPU_UNITS, quick_units
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.reference import ReferenceBackend
 from quengine.parallel.sum_times import SumTime, SumTimes
@@ -112,7 +113,8 @@ def test_every_usable_gpu_is_tested_and_one_that_fails_is_named(monkeypatch, cap
     monkeypatch.setattr("quengine.diagnostics.selftest.doctor.cuda_devices", lambda: devices)
     asked = []
 
-    def check_cuda(index, free_memory):
+    def check_cuda(index, free_memory, quick):
+        assert not quick
         asked.append((index, free_memory))
         yield KernelCheck("Q8_0", "1 token", 1e-10, 1e-8)
         yield KernelCheck("sampling", "greedy", 0.5, 0.0)
@@ -143,3 +145,25 @@ def test_several_gpus_are_shown_with_the_time_of_a_sum(capsys, monkeypatch, prob
     assert run(["doctor", "-t", "1"]) == 0
     shown = problem or "2 GPUs, sums over peer memory: 1 x 4096 in 3.5 us"
     assert f"{shown}\n" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("kernels")
+def test_quick_is_one_check_of_a_kind(capsys):
+    assert run(["doctor", "--quick", "--json", "-t", "1"]) == 0
+    checks = json.loads(capsys.readouterr().out)["kernels"]
+    subjects = [check["subject"] for check in checks]
+    assert set(subjects) == {"Q4_K", *OPERATIONS, "experts Q4_K", ROUTER}
+    assert [check["test"] for check in checks if check["subject"] == "Q4_K"] == [use.name for use in USES]
+    units = quick_units()
+    assert len(units) < len(GPU_UNITS) / 4 and {unit[0] for unit in units} == {*subjects, *PAGED, "sampling"}
+
+
+def test_the_table_fits_a_terminal_of_80_columns(capsys):
+    tests = [use.name for use in USES]
+    checks = [KernelCheck(name, test, 2e-10, 1e-8) for name in ("Q4_K", "Q8_0") for test in tests]
+    checks += [KernelCheck("Q5_K", test, 1e-3 if test == "1 token" else 1e-10, 1e-8) for test in tests]
+    print_table("cpu", checks, 80)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert re.match(r"Q4_K +7 ok, largest error 2\.0e-10$", lines[0]) and "1 of 7 FAIL" in lines[2]
+    assert "FAIL cpu Q5_K, 1 token: error 1.0e-03 is over 1e-08" in lines

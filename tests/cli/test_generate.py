@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from gguf import GGUFReader
 
+from quengine.cli import prompt_source
 from quengine.cli.main import run
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.gguf_builder import ModelSizes
@@ -40,7 +42,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, object]
 
 
 def test_text_goes_to_stdout_and_the_report_to_stderr(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", "-m", model, "the", *COMMON]) == 0
+    assert run(["generate", "-m", model, "the", *COMMON, "--stats"]) == 0
     captured = capsys.readouterr()
     assert captured.out.endswith("\n")
     assert "tok/s" not in captured.out
@@ -57,10 +59,40 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(model: str, capsys: pytest
         assert word in captured.err
 
 
+LINE = r"\n  6 tokens, [\d.]+ tok/s, first token after [\d.]+ s( \([\d.]+ s of it compiled kernels, once\))?; (.*)\n"
+
+
+def test_the_report_is_a_line_unless_more_is_asked_for(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["generate", "-m", model, "the", *COMMON]) == 0
+    line = re.fullmatch(LINE, capsys.readouterr().err)
+    assert line is not None and line[2] == "cut at -n 6"
+    assert run(["-v", "generate", "-m", model, "the", *COMMON]) == 0
+    assert "peak memory" in capsys.readouterr().err
+    monkeypatch.setattr("quengine.kernels.compile_clock.seconds", iter([0, 2.5, *[2.5] * 100]).__next__)
+    assert run(["generate", "-m", model, "the", *COMMON]) == 0
+    assert "(2.5 s of it compiled kernels, once)" in capsys.readouterr().err
+
+
+def test_why_an_answer_ended_is_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def why(*flags: str) -> str:
+        assert run(["generate", "-m", model, "the", "--device", "cpu", "--temp", "0", *flags]) == 0
+        return capsys.readouterr().err.rpartition("; ")[2].strip()
+
+    assert why("-n", "6", "--ignore-eos") == "cut at -n 6"
+    assert why("--raw", "-c", "32", "--ignore-eos") == "cut: the context of 32 tokens is full (-c)"
+    assert why("-j", '{"const": 1}') == "ended by the model"
+    assert (
+        why("-n", "6", "--ignore-eos", "--logit-bias", "97+100", "--stop", "aa")
+        == "ended by the model or a stop string"
+    )
+
+
 def test_one_token_has_no_speed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", "-m", model, "the", "--temp", "0", "-n", "1"]) == 0
+    assert run(["generate", "-m", model, "the", "--temp", "0", "-n", "1", "--stats"]) == 0
     report = capsys.readouterr().err
-    assert "generated  1 token in 0.00 s; ended by length" in report
+    assert "generated  1 token in 0.00 s; cut at -n 1" in report
     assert " 0.0 tok/s" not in report and "0.0 GB/s" not in report
 
 
@@ -69,7 +101,7 @@ def test_a_mixture_of_experts_reports_how_much_of_it_is_active(
 ) -> None:
     path = write_synthetic(tmp_path / "experts.gguf", "mixtral-tiny")
     args = ["-m", str(path), "--raw", "the"]
-    assert run(["generate", *args, *COMMON]) == 0
+    assert run(["generate", *args, *COMMON, "--stats"]) == 0
     assert (
         "experts    2 of 8 a token and layer; 5.52 M of 14.95 M parameters are active"
         in capsys.readouterr().err
@@ -157,6 +189,78 @@ def test_every_way_to_give_the_prompt_means_the_same(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the cat\n")))
     outcomes.append(as_json(capsys, "-m", model, "-")["tokens"])
     assert all(tokens == outcomes[0] for tokens in outcomes)
+
+
+def piped(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard input is a pipe with these bytes, which the writer has closed."""
+    reader, writer = os.pipe()
+    os.write(writer, text)
+    os.close(writer)
+    monkeypatch.setattr("sys.stdin", os.fdopen(reader, encoding="utf-8"))
+
+
+@pytest.mark.parametrize("form", ["argument", "-p", "-f", "none"])
+def test_what_is_piped_in_comes_before_the_prompt(
+    form: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("the cat\n")
+    given = {"argument": ["the cat"], "-p": ["-p", "the cat"], "-f": ["-f", str(file)], "none": []}[form]
+    whole = "some notes\nof mine" if form == "none" else "some notes\nof mine\n\nthe cat"
+    piped(b"some notes\r\nof mine\n", monkeypatch)
+    args = ["generate", "-m", model, "--raw", "--show-prompt", "--no-stats", *COMMON]
+    assert run([*args, *given]) == 0
+    assert capsys.readouterr().err == f"{whole}\n"
+
+
+@pytest.mark.parametrize("form", [["-"], ["-p", "-"], ["-f", "-"]])
+def test_a_dash_is_standard_input_alone(
+    form: list[str], model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(b"the cat\n", monkeypatch)
+    assert run(["generate", "-m", model, "--raw", "--show-prompt", "--no-stats", *COMMON, *form]) == 0
+    assert capsys.readouterr().err == "the cat\n"
+
+
+def test_a_pipe_that_is_empty_leaves_the_prompt_as_it_is_typed(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["generate", "-m", model, "--raw", "--show-prompt", "--no-stats", *COMMON]
+    piped(b"", monkeypatch)
+    assert run([*args, "the cat"]) == 0
+    assert capsys.readouterr().err == "the cat\n"
+    piped(b"", monkeypatch)
+    assert run(args) == 1
+    assert "no prompt" in capsys.readouterr().err
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        assert run([*args, "the cat"]) == 0
+    assert capsys.readouterr().err == "the cat\n"
+
+
+def test_a_pipe_that_is_no_text_is_an_error_of_one_line(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(b"\x7fELF\xff\x00", monkeypatch)
+    assert run(["generate", "-m", model, "the cat"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "standard input: not UTF-8, byte 0xff at 4" in line
+
+
+def test_a_pipe_that_keeps_silent_is_told_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prompt_source, "_SAID_AFTER", 0.01)
+    reader, writer = os.pipe()
+    monkeypatch.setattr("sys.stdin", os.fdopen(reader, encoding="utf-8"))
+    waiting = threading.Thread(target=prompt_source.with_piped, args=("hi",))
+    waiting.start()
+    err = ""
+    while "waiting for standard input" not in err and waiting.is_alive():
+        err += capsys.readouterr().err
+    os.close(writer)
+    waiting.join(60)
+    assert "`< /dev/null` leaves it out" in err
 
 
 @pytest.mark.parametrize("given", [[], ["the", "-p", "cat"], ["-p", "a", "-f", "b"]])
@@ -297,7 +401,7 @@ def test_the_cache_is_of_the_type_and_size_that_is_said(
 ) -> None:
     sizes = ModelSizes(embedding=128, feed_forward=128, head_dim=32, context=4096)
     wide = str(write_tiny(tmp_path / "wide.gguf", kind="Q8_0", sizes=sizes))
-    assert run(["generate", "-m", wide, "the", *COMMON, "--cache-type", cache_type]) == 0
+    assert run(["generate", "-m", wide, "the", *COMMON, "--cache-type", cache_type, "--stats"]) == 0
     captured = capsys.readouterr()
     assert f"context 4096 tokens, cache {size} ({cache_type}), weights" in captured.err
     assert len(captured.out) > 1
@@ -358,7 +462,7 @@ def test_a_wrong_constraint_is_one_line(
 def test_drafts_leave_the_text_as_it_is_and_are_in_the_report(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = ["generate", "-m", model, "the the the", *COMMON, "-n", "30"]
+    args = ["generate", "-m", model, "the the the", *COMMON, "-n", "30", "--stats"]
     assert run(args) == 0
     plain = capsys.readouterr()
     assert "drafted" not in plain.err

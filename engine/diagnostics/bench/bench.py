@@ -4,7 +4,6 @@ Times what serves a user: requests of random token ids at temperature 0, samplin
 device's own limits come from `bench_machine`.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,13 +25,11 @@ from quengine.diagnostics.bench.profile_run import (
     profile_decode,
     profile_prompt,
 )
-from quengine.errors import CannotRunError, EngineError
+from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.hub.hub import resolve_model
 from quengine.models.parameter_counts import checkpoint_parameters
-from quengine.models.synthetic.presets import PRESETS
-from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.platform.device import choose_device
 from quengine.platform.host_experts import host_layers
 from quengine.platform.machine import physical_cores
@@ -220,27 +217,3 @@ def model_facts(checkpoint: Checkpoint) -> ModelFacts:
     return replace(
         facts, active_params=counts.active_parameters, active_bytes=counts.active_bytes, experts=experts
     )
-
-
-def synthetic_model(preset: str, progress: Progress) -> Path:
-    """A model of the preset's shape with random weights, written to the user's cache unless it is there already.
-
-    Raises:
-        EngineError: no such preset.
-        CannotRunError: the cache cannot be written, or the disk is too full.
-    """
-    if preset not in PRESETS:
-        raise EngineError(f"--synthetic {preset}: must be one of {', '.join(PRESETS)}")
-    from quengine import __version__
-
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quengine" / "synthetic"
-    # Another version may draw other weights.
-    path = folder / f"{preset}-{__version__}.gguf"
-    if path.is_file():
-        return path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        progress(f"writing {path}")
-        return write_synthetic(path, preset)
-    except OSError as error:
-        raise CannotRunError(f"cannot write the synthetic model to {path}: {error}") from error

@@ -198,8 +198,8 @@ def _rounding(
 def _teacher_forced(pair: Pair, windows: list[list[int]], phase: Phase, progress: Progress) -> Comparison:
     comparison, began = Comparison(), time.perf_counter()
     for index, ids in enumerate(windows):
-        done = sum(map(len, windows[:index]))
-        rate = f", {done / (time.perf_counter() - began):.0f} tok/s" if done else ""
+        done, elapsed = sum(map(len, windows[:index])), time.perf_counter() - began
+        rate = f", {done / elapsed:.0f} tok/s{_left(done, sum(map(len, windows)), elapsed)}" if done else ""
         progress(f"{phase}: text {index + 1} of {len(windows)}, {len(ids)} tokens{rate}")
         span = DECODE_SPAN if phase == "decode" else max(pair.a.step(phase), pair.b.step(phase))
         for start in range(0, len(ids), span):
@@ -211,6 +211,16 @@ def _teacher_forced(pair: Pair, windows: list[list[int]], phase: Phase, progress
             )
             comparison.add(*logits)
     return comparison
+
+
+def _left(done: int, total: int, elapsed: float) -> str:
+    """How long the rest of a phase takes at the speed of what is `done` of it."""
+    seconds = elapsed * (total - done) / done
+    return (
+        f", {seconds:.0f} s left of this phase"
+        if seconds < 120
+        else f", {seconds / 60:.0f} min left of this phase"
+    )
 
 
 def _place(row: int, texts: list[tuple[list[int], int]], shift: int = 0) -> Place:
@@ -245,8 +255,9 @@ def _free_running(pair: Pair, workload: Workload, progress: Progress) -> Iterato
     """
     began = time.perf_counter()
     for index, prompt in enumerate(workload.prompts):
-        rate = index * workload.tokens / (time.perf_counter() - began)
-        shown = f", {rate:.1f} tok/s" if index else ""
+        elapsed = time.perf_counter() - began
+        rate = index * workload.tokens / elapsed
+        shown = f", {rate:.1f} tok/s{_left(index, len(workload.prompts), elapsed)}" if index else ""
         progress(f"greedy: prompt {index + 1} of {len(workload.prompts)}{shown}")
         tokens = pair.b.greedy(prompt, workload.tokens)
         found = compare_greedy(index, tokens, *pair.continuations(prompt, tokens))

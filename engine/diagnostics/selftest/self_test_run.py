@@ -5,7 +5,7 @@ the device.
 """
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -44,31 +44,41 @@ GPU_UNITS: tuple[Unit, ...] = (
 )
 """In the order of the report."""
 
+QUICK_FORMAT = "Q4_K"
+"""The format of weights that stands for the others in a quick test: the one that most models are in."""
 
-def check_cpu(threads: int) -> Iterator[KernelCheck]:
-    """Tests the CPU's kernels. The first run on a machine compiles them, which takes a while."""
+
+def quick_units() -> tuple[Unit, ...]:
+    """Of GPU_UNITS one of each kind: every use of one format, every operation, one router."""
+    kinds = {QUICK_FORMAT, *OPERATIONS, *PAGED, f"experts {QUICK_FORMAT}", *SAMPLING}
+    return tuple(unit for unit in GPU_UNITS if unit[0] in kinds or unit == (ROUTER, next(iter(ROUTERS))))
+
+
+def check_cpu(threads: int, quick: bool = False) -> Iterator[KernelCheck]:
+    """Tests the CPU's kernels, `quick` one of each kind. The first run on a machine compiles them: a while."""
     from quengine.kernels.cpu.backend import CpuBackend
 
     backend = CpuBackend(threads)
-    for name in FORMATS:
+    for name in (QUICK_FORMAT,) if quick else FORMATS:
         for use in USES:
             yield check_use(backend, name, use)
     for name in OPERATIONS:
         yield from check_operation(backend, name)
-    for name in SUBJECTS:
+    for name in (f"experts {QUICK_FORMAT}",) if quick else SUBJECTS:
         for use in EXPERT_USES:
             yield check_experts(backend, name, use)
-    for name in ROUTERS:
+    for name in list(ROUTERS)[:1] if quick else ROUTERS:
         yield from check_router(backend, name)
 
 
-def check_cuda(index: int, free_memory: int) -> Iterator[KernelCheck]:
-    """Tests the kernels of one GPU with `free_memory` bytes to spare, in a fixed order.
+def check_cuda(index: int, free_memory: int, quick: bool = False) -> Iterator[KernelCheck]:
+    """Tests the kernels of one GPU with `free_memory` bytes to spare, in a fixed order, `quick` one of each kind.
 
     A process that dies takes what it was testing, and what was waiting, with it: those are failures, too.
     """
     from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 
+    units = quick_units() if quick else GPU_UNITS
     use_private_cache()  # once for all processes, which inherit it
     processes = max(1, min(MAX_PROCESSES, len(usable_cpus()), free_memory // PROCESS_BYTES))
     # Forked from a server that has imported everything and holds no device: a process is there at once.
@@ -77,8 +87,8 @@ def check_cuda(index: int, free_memory: int) -> Iterator[KernelCheck]:
         [__name__, "quengine.diagnostics.selftest.self_test_sampling", "quengine.kernels.cuda.backend"]
     )
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        running = {unit: pool.submit(partial(check_on_gpu, index), unit) for unit in _longest_first()}
-        for unit in GPU_UNITS:
+        running = {unit: pool.submit(partial(check_on_gpu, index), unit) for unit in _longest_first(units)}
+        for unit in units:
             try:
                 yield from running[unit].result()
             except Exception as error:  # the process died, or the device cannot be had
@@ -106,7 +116,7 @@ def check_on_gpu(index: int, unit: Unit) -> list[KernelCheck]:
     return list(check_operation(backend, subject))
 
 
-def _longest_first() -> list[Unit]:
+def _longest_first(units: Sequence[Unit]) -> list[Unit]:
     """The units; those with the most to compile are not left to the end."""
     order = dict.fromkeys((*SAMPLING, *PAGED, *OPERATIONS), 0)
-    return sorted(GPU_UNITS, key=lambda unit: order.get(unit[0], 2 - unit[1].startswith("ffn")))
+    return sorted(units, key=lambda unit: order.get(unit[0], 2 - unit[1].startswith("ffn")))

@@ -5,8 +5,9 @@ name, the sources that kernels are made from, and the versions of Python, numba 
 cut short, written by another user or left by another version does not match: it counts as none, and is written anew.
 Files are written beside and renamed, so any number of processes may share a folder.
 
-The folder is in `__pycache__` beside this package, or in ~/.cache/quengine (XDG_CACHE_HOME) where that cannot be
-written; NUMBA_CACHE_DIR takes the place of both. Its name follows from the user, the processor and numba's settings.
+The folder is in ~/.cache/quengine (XDG_CACHE_HOME), or in NUMBA_CACHE_DIR; never beside this package, where an
+uninstallation would leave it, as a package without contents. Its name follows from the user, the processor, numba's
+settings and where this package is installed: versions in several places do not replace each other's files.
 It is the user's alone (private_folder.py), and holds the secret; one that belongs to another user is not used.
 """
 
@@ -70,6 +71,10 @@ class CodeStore:
                     return content
         return None
 
+    def has_file(self, name: str) -> bool:
+        """Whether something is kept under this name, of whichever version."""
+        return any((folder / name).is_file() for folder in self.folders)
+
     def write(self, name: str, content: bytes) -> None:
         """Keep content under this name; where no folder can be written, say so once."""
         for folder in self.folders:
@@ -80,7 +85,10 @@ class CodeStore:
                     continue
                 _replace(folder / name, self._digest(key, name, content) + content)
                 return
-        _say_once(", ".join(str(folder.parent) for folder in self.folders))
+        _say_once(
+            ", ".join(str(folder.parent) for folder in self.folders)
+            or "the cache of a user without a home folder"
+        )
 
     def _key(self, folder: Path, make: bool = False) -> bytes | None:
         """This user's secret in a folder, or None where nothing in the folder may be used, or nothing is there."""
@@ -137,7 +145,7 @@ def _folders(name: str) -> list[Path]:
     caches = [] if own is None else [own / name]
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     if not chosen:
-        return [Path(__file__).parent / "__pycache__" / name, *caches]
+        return caches
     folder = Path(chosen) / name
     try:
         check_owner(folder)
@@ -149,7 +157,8 @@ def _folders(name: str) -> list[Path]:
 
 
 def _machine() -> str:
-    """A folder's name for the user, the processor, and what numba is told about it or about optimization."""
+    """A folder's name for the user, the processor, what numba is told about it or about optimization, and the package's
+    place."""
     from llvmlite import binding
 
     features = ""
@@ -160,7 +169,8 @@ def _machine() -> str:
         item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in _NO_MATTER
     )
     config = Path(".numba_config.yaml")  # numba reads it where it is started
-    facts = (os.geteuid(), cpu, features, settings, config.read_bytes() if config.is_file() else b"")
+    package = str(Path(__file__).parents[2])
+    facts = (os.geteuid(), cpu, features, settings, config.read_bytes() if config.is_file() else b"", package)
     return f"kernels-{cpu}-{sha256(repr(facts).encode()).hexdigest()[:16]}"
 
 

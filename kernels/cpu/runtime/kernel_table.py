@@ -8,43 +8,92 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from importlib import import_module
 
+from quengine.kernels.compile_clock import compiling
 from quengine.kernels.cpu.runtime.code_store import code_store
 from quengine.kernels.cpu.runtime.machine_code import link
 
 _log = logging.getLogger(__name__)
 
 
+KernelName = tuple[str | bool, ...]
+"""Module and function that compile a kernel, and its variant."""
+
+watcher: Callable[[bool], None] | None = None
+"""Called with True before a kernel is compiled here, and with False behind it."""
+
+_named: ContextVar[list[KernelName] | None] = ContextVar("named", default=None)
+
+
+@contextmanager
+def only_named() -> Iterator[list[KernelName]]:
+    """Within it, in this thread, kernels that are asked for are noted here, and neither loaded nor compiled."""
+    names: list[KernelName] = []
+    token = _named.set(names)
+    try:
+        yield names
+    finally:
+        _named.reset(token)
+
+
+def file_name(name: KernelName) -> str:
+    """What a kernel is kept under."""
+    return "-".join(map(str, name))
+
+
 @cache
 def kernel(module: str, function: str, *variant: str | bool) -> int:
     """The address of what `function(*variant)` of a module of this package compiles, valid until the process ends."""
-    name = "-".join([module, function, *map(str, variant)])
+    name = file_name((module, function, *variant))
     kept = code_store().read(name)
     if kept is not None:
         try:
             return link(kept)
         except RuntimeError as error:
             _log.debug("%s is compiled anew: %s", name, error)
-    _say_once()
+    say_once()
     began = time.perf_counter()
-    code: bytes = getattr(import_module(f"quengine.kernels.cpu.{module}"), function)(*variant)
+    with compiling(), _watched():
+        code: bytes = getattr(import_module(f"quengine.kernels.cpu.{module}"), function)(*variant)
+        code_store().write(name, code)
+        address = link(code)
     _log.info("compiled %s in %.2f s", name, time.perf_counter() - began)
-    code_store().write(name, code)
-    return link(code)
+    return address
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    watch = watcher or (lambda _: None)
+    watch(True)
+    try:
+        yield
+    finally:
+        watch(False)
 
 
 @cache
-def _say_once() -> None:
+def say_once() -> None:
     """The first kernel of many has to be compiled: tell whoever waits."""
-    _log.warning("compiling kernels for this processor; this takes some seconds, the first time only")
+    _log.warning(
+        "compiling kernels for this processor and the model's types, once; later runs find them on disk"
+    )
 
 
 def _compiled_by(module: str, function: str) -> Callable[..., int]:
     """`kernel` of one function: called with the variant, it returns the address."""
-    return partial(kernel, module, function)
+
+    def of_variant(*variant: str | bool) -> int:
+        if (names := _named.get()) is not None:
+            names.append((module, function, *variant))
+            return 0
+        return kernel(module, function, *variant)
+
+    return of_variant
 
 
 lead_function = _compiled_by("runtime.team_kernels", "lead_function")

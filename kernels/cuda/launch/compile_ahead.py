@@ -18,6 +18,7 @@ from pathlib import Path
 
 import triton
 
+from quengine.kernels.compile_clock import compiling
 from quengine.kernels.cuda.launch import triton_cache
 from quengine.kernels.cuda.launch.compile_processes import Built, Order, Stages
 from quengine.kernels.cuda.launch.gpu import Gpu
@@ -73,7 +74,7 @@ class CompilePool:
 
     def wait(self, key: str) -> None:
         """Return when a kernel is in the cache, or nobody compiles it."""
-        with self._lock:
+        with self._lock, compiling():
             self._receive_until(lambda: self._recorded or key in self._pending)
             if key in self._pending:
                 with suppress(OSError):

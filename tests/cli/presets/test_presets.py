@@ -120,7 +120,7 @@ def test_a_model_is_run_by_its_presets_name(
     model: str, create: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     assert create("pirate", PIRATE.format(model=model)) == 0
-    assert run(["generate", "-m", "pirate", "you", *COMMON, "--show-prompt", "--ignore-eos"]) == 0
+    assert run(["generate", "-m", "pirate", "you", *COMMON, "--show-prompt", "--ignore-eos", "--stats"]) == 0
     answer = capsys.readouterr()
     conversation = ("system\nbe kind", "user\nhi", "assistant\nAhoy.", "user\nyou")
     assert "".join(f"<|im_start|>{each}<|im_end|>\n" for each in conversation) in answer.err

@@ -11,7 +11,7 @@ from quengine import LLM, EngineError
 from quengine.batch import Batch
 from quengine.config import EngineConfig
 from quengine.diagnostics.bench import bench
-from quengine.diagnostics.bench.bench import model_facts, run_bench, synthetic_model
+from quengine.diagnostics.bench.bench import model_facts, run_bench
 from quengine.diagnostics.bench.bench_machine import describe_machine
 from quengine.diagnostics.bench.bench_plan import BenchPlan, BenchTest, expand_tests
 from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
@@ -393,19 +393,3 @@ def test_a_result_carries_the_machine_and_the_versions() -> None:
     assert fields["machine"]["cores"] >= 1
     assert fields["machine"]["cpu"]
     assert {"quengine", "torch", "python"} <= fields["versions"].keys()
-
-
-def test_a_synthetic_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    told: list[str] = []
-    path = synthetic_model("tiny", told.append)
-    assert path.is_relative_to(tmp_path)
-    assert str(path) in told[0]
-    written = path.stat().st_mtime_ns
-    assert synthetic_model("tiny", told.append) == path
-    assert (path.stat().st_mtime_ns, len(told)) == (written, 1)
-
-
-def test_an_unknown_preset_is_an_error_that_lists_them() -> None:
-    with pytest.raises(EngineError, match=r"llama-9b.*mistral-7b.*tiny"):
-        synthetic_model("llama-9b", print)

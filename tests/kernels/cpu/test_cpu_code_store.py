@@ -98,15 +98,22 @@ def test_another_processor_has_another_folder(monkeypatch: pytest.MonkeyPatch) -
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    beside, user = module._folders("kernels")
-    assert beside == Path(module.__file__).parent / "__pycache__" / "kernels"
-    assert user == tmp_path / "quengine" / "kernels"
+    # Never beside the package: what an uninstallation leaves there is imported in place of a later installation.
+    assert module._folders("kernels") == [tmp_path / "quengine" / "kernels"]
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "chosen"))
     assert module._folders("kernels") == [tmp_path / "chosen" / "kernels"]
     monkeypatch.delenv("NUMBA_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as it does where there is no home folder
-    assert module._folders("kernels") == [beside]
+    assert module._folders("kernels") == []
+
+
+def test_packages_in_two_places_do_not_replace_each_others_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = module._machine()
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "kernels" / "cpu" / "runtime" / "code_store.py"))
+    assert module._machine() != found
 
 
 def plain_digest(version: str, name: str, content: bytes) -> bytes:

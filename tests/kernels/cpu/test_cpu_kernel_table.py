@@ -92,11 +92,11 @@ def test_compiling_is_said_once_and_not_when_kernels_are_loaded(
 ) -> None:
     store, said = CodeStore([tmp_path], "1"), []
     for _ in range(2):
-        kernel_table._say_once.cache_clear()
+        kernel_table.say_once.cache_clear()
         caplog.clear()
         with caplog.at_level(logging.WARNING, "quengine"):
             load(store)
             load(store)
         said.append(sum("compiling kernels" in record.getMessage() for record in caplog.records))
-    kernel_table._say_once()
+    kernel_table.say_once()
     assert said == [1, 0]

@@ -1,0 +1,124 @@
+"""Compiling ahead the CPU's kernels that requests to a model may come to: greedy and sampled, prompts, batches, drafts,
+both types of cache. Those of a first answer are compiled where they are needed; processes of low priority compile the
+others beside it, and go on when this one ends, so that they are on disk at the next start.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+from quengine.kernels.cpu.gemm.tile_matmul import tile_kind
+from quengine.kernels.cpu.runtime import kernel_table as table
+from quengine.kernels.cpu.runtime.code_store import code_store
+from quengine.kernels.cpu.runtime.kernel_table import KernelName
+from quengine.kernels.cpu.runtime.threads import get_threads
+from quengine.kernels.kv.cache_types import CACHE_TYPES, can_store
+from quengine.models.checkpoint import Checkpoint
+from quengine.models.config import ModelConfig
+from quengine.platform.machine import usable_cpus
+
+COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.prepare()"
+_MOST_PROCESSES, _MOST_SECONDS = 4, 600
+_running: list[subprocess.Popen[bytes]] = []
+
+
+def compile_ahead(checkpoint: Checkpoint, progress: Callable[[str], None]) -> None:
+    """Begin to compile what a model may need and is not on disk.
+
+    progress: called with how far it is while this process waits for a kernel, with "" behind that.
+    """
+    store = code_store()
+    missing = [name for name in kernels_of(checkpoint) if store.read(table.file_name(name)) is None]
+    if not missing:
+        return
+    table.say_once()
+
+    def report(waiting: bool) -> None:
+        ready = sum(store.has_file(table.file_name(name)) for name in missing)
+        progress(f"compiling kernels for this processor: {ready} of {len(missing)}" if waiting else "")
+
+    table.watcher = report
+    count = max(1, min(_MOST_PROCESSES, len(usable_cpus()) // 2))
+    for number in range(count):
+        if part := missing[number::count]:
+            _running.append(_start(part))
+
+
+def finish_compiling() -> None:
+    """Return when everything is compiled: where speed is measured, nothing computes beside it."""
+    while _running:
+        _running.pop().wait()
+
+
+def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
+    """The kernels of every request to a model on this processor: those of prompts first, since a model's load compiles
+    those of a decode step."""
+    found = {(each.format.name, len(each.shape)): each for each in checkpoint.tensors.values()}
+    matrices = [tensor for tensor in found.values() if len(tensor.shape) >= 2]
+    get_threads()  # whose team has kernels of its own, which are needed at once
+    with table.only_named() as names:
+        for w in matrices:
+            kind = tile_kind(w)
+            kind.pack_kernel()
+            kind.product(w, 1)
+        _name_operations(checkpoint.config)
+        for w in matrices:
+            table.dequantize_kernel(w.format.name)
+            if w.format.is_quantized:
+                table.quantize_kernel()
+                table.matvec_kernel(w.format.name, True)
+                table.matvec_kernel(w.format.name, False)
+            else:
+                table.float_matvec_kernel(w.format.name)
+    return list(dict.fromkeys(names))
+
+
+def _name_operations(config: ModelConfig) -> None:
+    """All but the matrices', with either type of cache."""
+    sinks = (True,) if config.block.sinks else ()
+    table.scores_kernel(), table.softmax_kernel(), table.sums_kernel(), table.block_kernel(*sinks)
+    table.choose_kernel()
+    for cache_type in CACHE_TYPES:
+        if can_store(cache_type, config.head_dim):
+            table.key_panel_kernel(cache_type), table.value_panel_kernel(cache_type)
+            table.rope_store_kernel(config.block.rope_layout, cache_type != "f16")
+            table.kv_split_kernel(cache_type != "f16")
+    if config.experts is not None:
+        table.router_kernel(config.experts.router.scores)
+        table.group_kernel(), table.spread_kernel(), table.pack_groups_kernel(), table.grouped_matmul_kernel()
+        table.add_experts_kernel(), table.gate_up_kernel(), table.down_kernel(), table.down_add_kernel()
+    table.combine_kernel(*sinks), table.rms_norm_kernel(), table.glu_kernel(config.block.activation)
+    (
+        table.add_kernel(),
+        table.scale_kernel(),
+        table.chain_kernel(),
+        table.lead_function(),
+        table.watch_function(),
+    )
+
+
+def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:
+    """A process that compiles them, of low priority and a session of its own: it outlives this one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = f"{COMPILER_PRELUDE}\nfrom quengine.runners.cpu_kernels import compile_all; compile_all()"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", program], env=environment, start_new_session=True,
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(json.dumps(names).encode())
+    return process
+
+
+def compile_all() -> None:
+    """The processes' program: compiles the kernels that standard input names and that nobody has compiled meanwhile."""
+    os.nice(19)
+    signal.alarm(_MOST_SECONDS)
+    store = code_store()
+    for name in json.load(sys.stdin):
+        if store.read(table.file_name(name)) is None:
+            table.kernel(*name)

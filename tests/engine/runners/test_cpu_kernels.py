@@ -1,0 +1,111 @@
+"""The CPU's kernels that are compiled ahead are those that requests of every kind ask for."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quengine import LLM, SamplingParams
+from quengine.kernels.cpu.runtime import kernel_table
+from quengine.kernels.cpu.runtime.code_store import CodeStore
+from quengine.kernels.cpu.runtime.kernel_table import KernelName
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.synthetic.synthetic import write_synthetic
+from quengine.runners import cpu_kernels
+
+GREEDY, SAMPLED = SamplingParams(temperature=0, max_tokens=3), SamplingParams(temperature=1.0, max_tokens=3)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "mixtral-tiny", "gpt-oss-tiny"])
+def test_requests_of_every_kind_ask_for_no_other_kernel(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_synthetic(tmp_path / "m.gguf", preset)
+    asked: set[KernelName] = set()
+    kernel = kernel_table.kernel
+
+    def noted(*name: str | bool) -> int:
+        asked.add(name)
+        return kernel(*name)
+
+    monkeypatch.setattr(kernel_table, "kernel", noted)
+    checkpoint = open_checkpoint(path)
+    known = cpu_kernels.kernels_of(checkpoint)
+    checkpoint.close()
+    asked.clear()  # the threads that compute have kernels of their own
+    for cache_type in ("f16", "q8_0"):
+        options = {"ctx_size": 256, "cache_type": cache_type, "parallel": 3, "draft_ngram": 2}
+        with LLM(path, "cpu", **options) as llm:
+            ids = llm.encode("the cat sat on the mat and the cat sat")
+            llm.generate([ids, ids[:5], ids[:1]], GREEDY)
+            llm.generate([ids, ids[:5], ids[:1]], SAMPLED)
+    assert len(asked) > 20 and asked <= set(known)
+
+
+@pytest.mark.timeout(1500)  # a guard: beside a load of 10 processes of the lowest priority take long
+def test_a_second_start_compiles_nothing_whatever_it_is_asked(tmp_path: Path) -> None:
+    path, folder = write_synthetic(tmp_path / "m.gguf", "tiny"), tmp_path / "kernels"
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(folder)}
+    program = "import sys; from quengine.cli.main import main; sys.exit(main())"
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "-v",
+        "generate",
+        "-m",
+        str(path),
+        "--device",
+        "cpu",
+        "--raw",
+        "the cat",
+        "-n",
+        "3",
+    ]
+
+    def err(*flags: str) -> str:
+        done = subprocess.run(
+            [*command, *flags], env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    first = err("--temp", "0")
+    assert "once; later runs find them on disk" in first and "info: compiled " in first
+    checkpoint = open_checkpoint(path)
+    names = {kernel_table.file_name(name) for name in cpu_kernels.kernels_of(checkpoint)}
+    checkpoint.close()
+    end = time.monotonic() + 600
+    while not names <= {each.name for each in folder.rglob("*")}:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    later = err("--temp", "1", "--cache-type", "q8_0", "--draft-ngram", "2")
+    assert "compiling kernels" not in later and "info: compiled " not in later
+
+
+def test_the_bar_counts_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, store = write_synthetic(tmp_path / "m.gguf", "tiny"), CodeStore([tmp_path / "kernels"], "1")
+    started: list[list[KernelName]] = []
+    shown: list[str] = []
+    monkeypatch.setattr(cpu_kernels, "code_store", lambda: store)
+    monkeypatch.setattr(kernel_table, "watcher", None)
+    monkeypatch.setattr(cpu_kernels, "_start", started.append)
+    monkeypatch.setattr(cpu_kernels, "_running", [])
+    checkpoint = open_checkpoint(path)
+    cpu_kernels.compile_ahead(checkpoint, shown.append)
+    names = cpu_kernels.kernels_of(checkpoint)
+    assert sorted(str(name) for part in started for name in part) == sorted(map(str, names))
+    store.write(kernel_table.file_name(names[0]), b"code")
+    assert kernel_table.watcher is not None
+    kernel_table.watcher(True)
+    kernel_table.watcher(False)
+    assert shown == [f"compiling kernels for this processor: 1 of {len(names)}", ""]
+    for name in names:
+        store.write(kernel_table.file_name(name), b"code")
+    started.clear()
+    cpu_kernels.compile_ahead(checkpoint, shown.append)
+    checkpoint.close()
+    assert not started
