@@ -1,5 +1,6 @@
 """What holds for all tests: Triton's interpreter without a CUDA device, no test that needs a GPU where there is
-none, no notice of kernels being compiled, no logging and no garbage collector set up by a test before.
+none, no notice of kernels being compiled, no logging and no garbage collector set up by a test before, and signals that
+end a process however the tests were started.
 
 The interpreter's variable must be set before anything imports triton, and OpenMP's before torch; pytest imports this
 file first.
@@ -8,6 +9,7 @@ file first.
 import gc
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +24,13 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+# A shell starts `make test &` with interrupts ignored, and nohup with hang-ups. Processes of tests would inherit that,
+# where Ctrl-C is to end them.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,7 +15,7 @@ def test_the_first_demo_says_what_it_fetches_and_shows_how_far_it_is(tmp_path: P
         ["make", "-n", "-C", str(ROOT), "demo", f"VENV={tmp_path / 'venv'}"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     lines = done.stdout.splitlines()

@@ -296,8 +296,8 @@ def test_a_byte_that_is_no_utf8_is_an_error_with_its_position(model: str, mode: 
     ]
     args = [*command, "generate", "-m", model, *mode, *COMMON]
     env = {**os.environ, "PYTHONUTF8": "1"}
-    by_argument = subprocess.run([*args, b"caf\xe9"], capture_output=True, env=env, timeout=60)
-    by_stdin = subprocess.run([*args, "-"], input=b"caf\xe9", capture_output=True, env=env, timeout=60)
+    by_argument = subprocess.run([*args, b"caf\xe9"], capture_output=True, env=env, timeout=240)
+    by_stdin = subprocess.run([*args, "-"], input=b"caf\xe9", capture_output=True, env=env, timeout=240)
     for done in (by_argument, by_stdin):
         assert done.returncode == 1 and done.stdout == b""
         assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(b"engine: error: ")

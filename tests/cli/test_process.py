@@ -55,7 +55,7 @@ def ended(command: list[str], **how: Any) -> "subprocess.CompletedProcess[str]":
         "environment", {}
     )
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
-    return subprocess.run(command, env=environment, text=True, timeout=120, **streams)
+    return subprocess.run(command, env=environment, text=True, timeout=240, **streams)
 
 
 def one_line(done: "subprocess.CompletedProcess[str]") -> str:
@@ -235,9 +235,9 @@ def test_a_model_truncated_while_it_is_in_use_is_one_line_and_exit_code_2(
         try:
             running.stdin.write(b"hello\n")
             running.stdin.flush()
-            assert select.select([running.stdout], [], [], 60)[0], "no answer"
+            assert select.select([running.stdout], [], [], 240)[0], "no answer"
             os.truncate(copy, 0)
-            said = running.communicate(b"again\n", timeout=60)[1].decode()
+            said = running.communicate(b"again\n", timeout=240)[1].decode()
         finally:
             running.kill()
     assert running.returncode == 2
@@ -266,7 +266,7 @@ def test_a_user_without_a_home_folder(model: Path, arguments: list[str], code: i
     given = [*arguments, str(model)] if arguments[-1] == "-m" else arguments
     environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "HF_HOME", "XDG_CACHE_HOME")}
     command = [sys.executable, "-c", NO_HOME, *given]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == code, done.stderr
     assert says in done.stderr and "internal" not in done.stderr
 

@@ -28,7 +28,7 @@ def url(served: Served, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def ask(url: str, model: str) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "hi"}, timeout=30)
+    return httpx.post(f"{url}/v1/completions", json={"model": model, "prompt": "hi"}, timeout=120)
 
 
 def test_ps_lists_what_is_loaded_and_stop_unloads_it(

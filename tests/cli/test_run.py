@@ -70,7 +70,7 @@ def test_without_a_prompt_it_is_a_conversation(model: str, tmp_path: Path) -> No
     try:
         terminal.line("hello")
         terminal.line("/exit")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(120) == 0
     finally:
         terminal.close()
 
@@ -99,7 +99,7 @@ def test_a_pull_that_is_declined_is_the_error_of_a_model_that_is_not_here(tmp_pa
         terminal.wait_for(b"Pull it? [Y/n]")
         terminal.type(b"n\r")
         terminal.wait_for(b"fetch it with: engine pull hf:someone/Tiny-GGUF:Q8_0")
-        assert terminal.process.wait(60) == 1
+        assert terminal.process.wait(120) == 1
     finally:
         terminal.close()
 

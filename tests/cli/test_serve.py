@@ -93,9 +93,9 @@ def test_a_server_answers_logs_and_exits_with_0_at_sigterm(tmp_path: Path, flags
             if "ready" in line:
                 break
         body = {"prompt": "the", "n_predict": 3, "ignore_eos": True}
-        answer = httpx.post(f"{url}/completion", json=body, timeout=30)
+        answer = httpx.post(f"{url}/completion", json=body, timeout=120)
         assert answer.json()["model"] == "tiny"
-        assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+        assert httpx.get(f"{url}/health", timeout=120).status_code == 200
         process.send_signal(signal.SIGTERM)
         log = process.communicate(timeout=120)[1]
         assert process.returncode == 0

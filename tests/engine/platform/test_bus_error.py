@@ -33,7 +33,7 @@ SENT = "os.kill(os.getpid(), signal.SIGBUS)"
 def ends(tmp_path: Path, act: str, install: str = INSTALL, *options: str) -> tuple[int, str, str]:
     code = PROGRAM.format(install=install, act=act)
     command = [sys.executable, *options, "-c", code, str(tmp_path / "mapped")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stdout, done.stderr
 
 

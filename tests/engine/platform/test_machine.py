@@ -165,4 +165,4 @@ def test_asking_for_memory_and_cores_does_not_load_torch():
         "m.physical_cores(); m.available_memory(); m.peak_memory(); m.simd_features();"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0

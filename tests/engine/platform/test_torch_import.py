@@ -52,7 +52,7 @@ print(sys.pycache_prefix, module_of_a_test.__cached__, Path(module_of_a_test.__c
 
 def python(code: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

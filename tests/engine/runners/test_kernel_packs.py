@@ -93,7 +93,7 @@ def test_the_compiling_process_records_the_same_kernels() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = f"{COMPILER_PRELUDE}\n{RECORDED}"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == without_interpreter(RECORDED) and len(done.stdout.split()) > 100

@@ -75,10 +75,10 @@ def serving(
         if find is not None:
             assert served.wait_until(lambda: server.started)
         elif ready:
-            assert served.wait_until(lambda: server.worker.state == "ready", 30), server.worker.state
+            assert served.wait_until(lambda: server.worker.state == "ready"), server.worker.state
         yield served
     finally:
         server.models.stop()
         server.should_exit = server.force_exit = True
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive(), "the server did not stop"

@@ -20,7 +20,7 @@ from tests.engine.serve.tool_model import HERMES
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
-SECONDS = 20
+SECONDS = 120
 """An answer that takes longer does not come."""
 ORDINARY = b'{"prompt": "an ordinary one", "max_tokens": 2, "ignore_eos": true}'
 REACHED = [

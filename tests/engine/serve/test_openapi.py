@@ -192,7 +192,7 @@ def drive(schema: Any, send: Callable[[Any], None], given: settings) -> None:
 def hold_to_document(
     case: Any, served: Served, session: requests.Session, statuses: Counter[tuple[str, int]]
 ) -> None:
-    answer = case.call(base_url=served.url, session=session, timeout=20)
+    answer = case.call(base_url=served.url, session=session, timeout=120)
     assert answer.status_code < 500, answer.text
     if case.meta.generation.mode.value == "positive":
         statuses[case.operation.label, answer.status_code] += 1

@@ -200,7 +200,7 @@ def test_a_process_does_not_take_what_was_planted(tmp_path: Path) -> None:
         given_away(folder, pytest.MonkeyPatch())
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "own")}
     command = [sys.executable, "-c", PLANTED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() not in ("", "planted")
     if os.geteuid() == 0:

@@ -11,7 +11,6 @@ from quengine.errors import EngineError
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.hub.hub import resolve_model
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
-from quengine.models.template.limited_process import PATIENCE_SECONDS
 from quengine.models.tokenizer import Tokenizer
 from tests.gguf_builder import GGUFBuilder, bpe_vocabulary, spm_vocabulary
 from tests.llama_cpp_convert import write_tokenizer
@@ -114,11 +113,13 @@ def test_a_failing_template_is_an_error_with_its_line(source: str, line: int, pr
         ("{{ (10**9)**(10**7) }}", "takes more than 2 seconds"),
     ],
 )
-def test_a_template_that_wants_too_much_is_stopped(source: str, problem: str) -> None:
-    began = time.monotonic()
+def test_a_template_that_wants_too_much_is_stopped(
+    source: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own limits, which count processor time: beside other work that takes longer than users wait."""
+    monkeypatch.setattr("quengine.models.template.limited_process.PATIENCE_SECONDS", 240.0)
     with pytest.raises(ChatTemplateError, match=problem):
         render(source)
-    assert time.monotonic() - began < PATIENCE_SECONDS
 
 
 def test_a_long_conversation_may_render_to_a_long_prompt() -> None:

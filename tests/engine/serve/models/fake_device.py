@@ -31,7 +31,7 @@ class _Engine(FakeEngine):
         self.model.facts = {**self.model.facts, "size": nbytes, "memory": nbytes, "device": device.name}
 
     def step(self) -> list[Event]:
-        self._device.computes.wait(30)
+        self._device.computes.wait(120)
         return super().step()
 
     def close(self) -> None:

@@ -191,7 +191,7 @@ def test_two_clients_follow_one_pull_which_ends_when_both_have_left(
         with http.stream("POST", "/api/pull", json=body) as first:
             following = first.iter_lines()
             assert next(following) == '{"status":"pulling manifest"}'
-            assert hub.halfway.wait(30)
+            assert hub.halfway.wait(120)
             second = pool.submit(http.post, "/api/pull", json={**body, "stream": False})
             pull, _ = served.server.models.pulls._running[f"{NAME}:Q4_K_M"]
             assert served.wait_until(lambda: len(pull.followers) == 2)
@@ -203,7 +203,7 @@ def test_two_clients_follow_one_pull_which_ends_when_both_have_left(
         hub.files[REPO]["Other-Q4_0.gguf"] = other = BIG[::-1]
         hub.hold, hub.halfway = threading.Event(), threading.Event()
         with http.stream("POST", "/api/pull", json={"model": f"{NAME}:Q4_0"}) as left:
-            assert next(left.iter_lines()) and hub.halfway.wait(30)
+            assert next(left.iter_lines()) and hub.halfway.wait(120)
         assert served.wait_until(lambda: not pull_of(served, f"{NAME}:Q4_0").followers)
         hub.hold.set()
         assert served.wait_until(lambda: not served.server.models.pulls._running)
@@ -267,7 +267,7 @@ def test_a_pull_ends_with_the_server(served: Served, hub: Hub) -> None:
     hub.hold = threading.Event()
     with served.http() as http, http.stream("POST", "/api/pull", json={"model": f"{NAME}:Q4_K_M"}) as answer:
         following = answer.iter_lines()
-        assert next(following) and hub.halfway.wait(30)
+        assert next(following) and hub.halfway.wait(120)
         served.server.drain()
         assert json.loads(list(following)[-1]) == {"error": "the server is shutting down"}
 
@@ -278,7 +278,7 @@ def test_no_more_than_a_few_are_pulled_at_once(
     monkeypatch.setattr("quengine.serve.models.pulls.MOST_PULLS", 1)
     hub.hold = threading.Event()
     with served.http() as http, http.stream("POST", "/api/pull", json={"model": f"{NAME}:Q4_K_M"}) as first:
-        assert next(first.iter_lines()) and hub.halfway.wait(30)
+        assert next(first.iter_lines()) and hub.halfway.wait(120)
         other = http.post("/api/pull", json={"model": f"{NAME}:Q4_K_S", "stream": False})
         assert other.status_code == 429 and "Retry-After" in other.headers
 

@@ -66,7 +66,7 @@ def test_two_models_answer_side_by_side_and_leave_when_asked_to(served: Served) 
             entry.service.worker.engine.pid for entry in served.server.models.entries if entry.name == "first"
         ]  # type: ignore[union-attr]
         other.generate("first", "", keep_alive=0)
-        assert served.wait_until(lambda: states(served)["first"] == "unloaded", 20)
+        assert served.wait_until(lambda: states(served)["first"] == "unloaded")
         assert not psutil.pid_exists(pid)
         assert other.show("first").template is not None and states(served)["first"] == "unloaded"
 

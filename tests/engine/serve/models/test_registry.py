@@ -104,7 +104,9 @@ def test_a_client_that_leaves_while_it_waits_costs_no_model_its_place(asking: Th
         busy = asking.submit(ask, served, "a", 30)
         assert served.wait_until(lambda: served.server.models.requests == 1)
         with served.http() as client, pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/completions", json={"model": "b", "prompt": "hi"}, timeout=0.1)
+            client.post(
+                "/v1/completions", json={"model": "b", "prompt": "hi"}, timeout=httpx.Timeout(60, read=0.1)
+            )
         a, b = served.server.models.entries
         assert served.wait_until(lambda: not b.wanted and not a.leaving)
         device.computes.set()
@@ -226,7 +228,7 @@ def test_without_autoload_a_request_is_refused_until_its_model_is_loaded() -> No
 def test_an_idle_model_is_unloaded_and_comes_back() -> None:
     with serving_models(Device(), spec("a", sleep_s=0.05)) as served:
         assert ask(served, "a", 40).json()["usage"]["completion_tokens"] == 40
-        assert served.wait_until(lambda: states(served)["a"] == "unloaded", 5)
+        assert served.wait_until(lambda: states(served)["a"] == "unloaded")
         assert ask(served, "a").status_code == 200
 
 

@@ -95,7 +95,7 @@ def test_what_fails_on_waking_is_told_and_the_next_request_tries_again(
 def test_it_can_be_sent_to_sleep_and_woken_by_hand(sleeper: Served) -> None:
     with sleeper.http() as client:
         client.post("/models/unload", json={})
-        assert sleeper.wait_until(lambda: asleep(sleeper), 5)
+        assert sleeper.wait_until(lambda: asleep(sleeper))
         assert client.post("/models/load", json={}).json() == {"success": True}
         assert sleeper.wait_until(lambda: not asleep(sleeper))
 
@@ -115,11 +115,11 @@ def test_ollamas_keep_alive_says_how_long_a_model_is_kept() -> None:
         assert a.expires_at.year == 9999 and 3500 < b.expires_at.timestamp() - time.time() < 3700
         answer = client.generate("b", "", keep_alive=0)
         assert answer.done_reason == "unload"
-        assert served.wait_until(lambda: states(served) == {"a": "loaded", "b": "unloaded"}, 5)
+        assert served.wait_until(lambda: states(served) == {"a": "loaded", "b": "unloaded"})
         assert client.generate("b", "", keep_alive=0).done_reason == "unload"  # it is not loaded for that
         assert client.generate("b", "").done_reason == "load" and states(served)["b"] == "loaded"
         client.chat("b", [{"role": "user", "content": "hi"}], options={"num_predict": 1}, keep_alive=0.05)
-        assert served.wait_until(lambda: states(served)["b"] == "unloaded", 5)
+        assert served.wait_until(lambda: states(served)["b"] == "unloaded")
         assert [each.model for each in client.list().models] == ["a", "b"]
         with pytest.raises(ollama.ResponseError, match="no model 'nope' here; there: a, b"):
             client.generate("nope", "hi")

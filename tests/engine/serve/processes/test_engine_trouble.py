@@ -70,7 +70,7 @@ def events_of(served: Served, requests: list[GenerationRequest]) -> list[Event]:
         return await asyncio.wait_for(service.worker.submit(requests).events(), 20)
 
     loop = service.worker._loop
-    return [event for _, event in asyncio.run_coroutine_threadsafe(submit(), loop).result(30)]
+    return [event for _, event in asyncio.run_coroutine_threadsafe(submit(), loop).result(120)]
 
 
 def test_what_does_not_fit_the_wire_fails_its_request_at_once_and_the_idle_worker_goes_on(
@@ -159,7 +159,7 @@ def test_steps_are_prepared_while_there_is_no_request(ends: str, monkeypatch: py
     loop, params = EngineLoop(theirs, FakeEngine(step_s=0.0), prepare_next), SamplingParams(max_tokens=2)
     monkeypatch.setattr(loop, "_listen", lambda: None)  # it would end this process with the pipe
     threading.Thread(target=loop.run, daemon=True).start()
-    assert done.wait(10)
+    assert done.wait(120)
     loop._receive(Add.of(GenerationRequest([1, 2], params.with_seed(), id=1)))
     events: list[Event] = []
     while not any(isinstance(event, Finished) for event in events):
@@ -176,13 +176,13 @@ def test_health_reports_an_engine_that_is_stopped_and_again_when_it_goes_on(
     with served.http() as client:
         os.kill(engines[-1].pid, signal.SIGSTOP)
         try:
-            assert served.wait_until(lambda: client.get("/health").status_code == 503, 20)
+            assert served.wait_until(lambda: client.get("/health").status_code == 503)
             answer = client.get("/health")
             assert "has not answered for" in answer.json()["error"]["message"]
             assert answer.json()["error"]["code"] == "unresponsive" and answer.headers["retry-after"]
         finally:
             os.kill(engines[-1].pid, signal.SIGCONT)
-        assert served.wait_until(lambda: client.get("/health").status_code == 200, 20)
+        assert served.wait_until(lambda: client.get("/health").status_code == 200)
         assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
@@ -196,7 +196,7 @@ def test_nothing_is_held_when_the_last_client_has_left(served: Served) -> None:
         for _ in range(3):
             with client.stream("POST", "/v1/completions", json=LONG) as answer:
                 next(answer.iter_bytes())
-            assert served.wait_until(lambda: held(client) == 0, 20)
+            assert served.wait_until(lambda: held(client) == 0)
 
 
 def test_an_idle_engine_that_is_killed_is_replaced_before_the_next_request(
@@ -204,9 +204,9 @@ def test_an_idle_engine_that_is_killed_is_replaced_before_the_next_request(
 ) -> None:
     made = len(engines)
     os.kill(engines[-1].pid, signal.SIGKILL)
-    assert served.wait_until(lambda: len(engines) == made + 1, 60)
+    assert served.wait_until(lambda: len(engines) == made + 1)
     with served.http() as client:
-        assert served.wait_until(lambda: client.get("/health").status_code == 200, 20)
+        assert served.wait_until(lambda: client.get("/health").status_code == 200)
         assert client.post("/v1/completions", json=BODY).status_code == 200
 
 
@@ -217,7 +217,7 @@ def test_health_is_well_through_a_step_that_takes_long_and_reports_one_that_hang
 
     class SlowEngine(FakeEngine):
         def step(self) -> list[Event]:
-            assert release.wait(30)
+            assert release.wait(120)
             return super().step()
 
     with serving(SlowEngine) as served, served.http() as client:
@@ -229,7 +229,7 @@ def test_health_is_well_through_a_step_that_takes_long_and_reports_one_that_hang
         assert served.wait_until(lambda: client.get("/health").status_code == 503)
         assert "in one step for" in client.get("/health").json()["error"]["message"]
         release.set()
-        asking.join(20)
+        asking.join(120)
         assert client.get("/health").status_code == 200
 
 
@@ -256,10 +256,10 @@ def test_a_server_whose_engine_hangs_ends_when_its_time_to_drain_is_over(path: s
         assert served.wait_until(lambda: bool(received))
         os.kill(engines[0].pid, signal.SIGSTOP)
         served.server.handle_exit(signal.SIGTERM, None)
-        reading.join(20)
+        reading.join(120)
         assert not reading.is_alive() and b'"the server is shutting down"' in b"".join(received)
-        assert served.wait_until(lambda: not psutil.pid_exists(engines[0].pid), 20)
-        assert served.wait_until(lambda: served.server.worker.state == "stopped", 20)
+        assert served.wait_until(lambda: not psutil.pid_exists(engines[0].pid))
+        assert served.wait_until(lambda: served.server.worker.state == "stopped")
 
 
 def test_the_first_sigterm_ends_the_program_and_its_engine_that_hangs(path: str) -> None:
@@ -273,11 +273,11 @@ def test_the_first_sigterm_ends_the_program_and_its_engine_that_hangs(path: str)
         url = f"http://127.0.0.1:{port}"
         wait_for_health(url, program)
         (engine,) = psutil.Process(program.pid).children()
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=20) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=120) as answer:
             next(answer.iter_bytes())
             engine.suspend()
             program.send_signal(signal.SIGTERM)
-            assert program.wait(30) == 0
+            assert program.wait(120) == 0
         assert not engine.is_running()
     finally:
         program.kill()
@@ -285,7 +285,7 @@ def test_the_first_sigterm_ends_the_program_and_its_engine_that_hangs(path: str)
 
 
 def wait_for_health(url: str, program: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while time.monotonic() < end:
         assert program.poll() is None, "the server has ended"
         try:

