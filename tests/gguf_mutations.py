@@ -357,7 +357,9 @@ def _nest(rng: random.Random, seed: Seed) -> None:
     if rng.random() < 0.5:
         raw = head + struct.pack("<IQ", _ARRAY, 1) * rng.choice((1, 3, 5000)) + struct.pack("<IQI", 4, 1, 0)
     else:
-        raw = head + struct.pack("<IQ", rng.choice((0, 4, 8, 9, 12, 99)), rng.choice((1 << 40, 1 << 61, (1 << 64) - 1)))
+        raw = head + struct.pack(
+            "<IQ", rng.choice((0, 4, 8, 9, 12, 99)), rng.choice((1 << 40, 1 << 61, (1 << 64) - 1))
+        )
     seed.entries[at] = Part(raw, part.key, [], [])
 
 

@@ -111,7 +111,10 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 
 FOR_APPS = frozenset(
     [("POST", path) for _, path, _ in ROUTES if not path.startswith("/slots")]
-    + [("GET", path) for path in ("/health", "/v1/health", "/models", "/v1/models", "/props", "/openapi.json")]
+    + [
+        ("GET", path)
+        for path in ("/health", "/v1/health", "/models", "/v1/models", "/props", "/openapi.json")
+    ]
     + [("GET", path) for path in ("/api/tags", "/api/ps", "/api/version")]
     + [("POST", "/api/show")]
 )

@@ -27,8 +27,12 @@ LINGER_SECONDS = 1.0
 """For a refused client to read why."""
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
-_REQUEST_LINE = re.compile(rb"%b{1,32}(?: [\x21-\x7e]*(?: (?:H|HT|HTT|HTTP|HTTP/[0-9.]{0,3})?\r?)?)?" % _TOKEN)
-_HEADER_LINE = re.compile(rb"(?:%b+(?::[^\x00-\x08\x0a-\x1f\x7f]*)?|[ \t][^\x00-\x08\x0a-\x1f\x7f]*)?\r?" % _TOKEN)
+_REQUEST_LINE = re.compile(
+    rb"%b{1,32}(?: [\x21-\x7e]*(?: (?:H|HT|HTT|HTTP|HTTP/[0-9.]{0,3})?\r?)?)?" % _TOKEN
+)
+_HEADER_LINE = re.compile(
+    rb"(?:%b+(?::[^\x00-\x08\x0a-\x1f\x7f]*)?|[ \t][^\x00-\x08\x0a-\x1f\x7f]*)?\r?" % _TOKEN
+)
 _CHUNK_LINE = re.compile(rb"[0-9A-Fa-f]{0,20}[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?\r?")
 """What the lines of a request begin with."""
 
@@ -208,7 +212,9 @@ class Connection(H11Protocol):
                 or any(each and b":" not in each and each[:1] not in (b" ", b"\t") for each in ended)
                 or any(_HEADER_LINE.fullmatch(each) is None for each in others)
             )
-        if self.conn.their_state is h11.SEND_BODY:  # a part of a chunk's head or end, or of the fields behind the last
+        if (
+            self.conn.their_state is h11.SEND_BODY
+        ):  # a part of a chunk's head or end, or of the fields behind the last
             line = waiting.partition(b"\n")[0]
             return _CHUNK_LINE.fullmatch(line) is None and _HEADER_LINE.fullmatch(line) is None
         return False

@@ -31,8 +31,12 @@ _OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 _OWN_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 """Names of this machine, to itself and to its containers; no public name server has them."""
 LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
-_SCHEMES = "app|capacitor|chrome-extension|ionic|moz-extension|safari-web-extension|tauri|vscode-file|vscode-webview"
-APP_ORIGIN = re.compile(rf"{LOOPBACK_ORIGIN.pattern}|https?://tauri\.localhost(:\d+)?|({_SCHEMES})://[\w.-]*(:\d+)?")
+_SCHEMES = (
+    "app|capacitor|chrome-extension|ionic|moz-extension|safari-web-extension|tauri|vscode-file|vscode-webview"
+)
+APP_ORIGIN = re.compile(
+    rf"{LOOPBACK_ORIGIN.pattern}|https?://tauri\.localhost(:\d+)?|({_SCHEMES})://[\w.-]*(:\d+)?"
+)
 """Pages that this machine serves, and apps that are installed on it: no page of the web has such an origin."""
 
 

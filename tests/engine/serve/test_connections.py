@@ -91,7 +91,7 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encodin
         HEADERS + b"Field: \x00",
         CHUNKED + b"zz\r\n",
         CHUNKED + b"\x00",
-        CHUNKED + b"{\"prompt\"",
+        CHUNKED + b'{"prompt"',
         CHUNKED + b"2\r\n{}xx",
     ],
 )
@@ -106,7 +106,7 @@ def test_bytes_that_can_become_no_request_are_refused_at_once(garbage: bytes) ->
 
 
 def test_a_request_in_small_pieces_is_no_garbage() -> None:
-    body = b"5\r\n{\"pro\r\n8;x=y\r\nmpt\": \"a\r\n2\r\n\"}\r\n0\r\nX-Trailer: end\r\n\r\n"
+    body = b'5\r\n{"pro\r\n8;x=y\r\nmpt": "a\r\n2\r\n"}\r\n0\r\nX-Trailer: end\r\n\r\n'
     with serving() as served, raw_connection(served) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for at in range(len(CHUNKED + body)):

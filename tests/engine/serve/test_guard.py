@@ -106,7 +106,9 @@ def test_apps_of_this_machine_generate_and_change_nothing(tmp_path: Path) -> Non
 
 def shut() -> list[tuple[str, str]]:
     """Every route that does more than generate."""
-    found = [(method, path) for method, path, _ in (*ROUTES, *SERVER_ROUTES) if (method, path) not in FOR_APPS]
+    found = [
+        (method, path) for method, path, _ in (*ROUTES, *SERVER_ROUTES) if (method, path) not in FOR_APPS
+    ]
     names = {path for _, path in found}
     assert {"/tools", "/slots/{id_slot}", "/slots", "/models/load", "/api/pull", "/v1/stream"} <= names
     return [(method, path) for method, path in found if path != "/v1/models/{name:path}"]
@@ -121,11 +123,16 @@ def test_pages_of_the_web_are_refused_and_the_log_says_what_to_set(caplog: pytes
     logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any("--cors-origin https://evil.example to let them" in line for line in logged), logged
     lines = [record.getMessage() for record in caplog.records if record.name == "quengine.serve.access"]
-    assert all("403" in line and "may not use this server" in line for line in lines) and len(lines) == len(WEB)
+    assert all("403" in line and "may not use this server" in line for line in lines) and len(lines) == len(
+        WEB
+    )
 
 
 def test_named_origins_and_keys_take_the_place_of_apps() -> None:
-    for settings in ({"cors_origins": ("https://app.example",)}, {"cors_origins": ("x",), "api_keys": ("k",)}):
+    for settings in (
+        {"cors_origins": ("https://app.example",)},
+        {"cors_origins": ("x",), "api_keys": ("k",)},
+    ):
         with serving(settings=settings) as served, served.http() as client:
             headers = {"origin": APPS[0], "authorization": "Bearer k"}
             assert client.post("/tokenize", json={"content": "a"}, headers=headers).status_code == 403

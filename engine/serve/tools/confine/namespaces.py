@@ -62,9 +62,7 @@ def _mount_read_only(writable: Sequence[str]) -> None:
     ]
     _set_all(attributes=_READ_ONLY)
     for tree, path in zip(trees, map(os.path.realpath, writable), strict=True):
-        system_call(
-            _MOVE_MOUNT, ctypes.c_int(tree), b"", _AT_CWD, path.encode(), ctypes.c_uint(_EMPTY_PATH)
-        )
+        system_call(_MOVE_MOUNT, ctypes.c_int(tree), b"", _AT_CWD, path.encode(), ctypes.c_uint(_EMPTY_PATH))
         os.close(tree)
     os.chdir(Path.cwd())  # in the mount that lies over the old one
 

@@ -116,7 +116,11 @@ def program(machine: _Machine, keep_metadata: bool, root: bool, keeper: int | No
         _step(_AT_LEAST, _X32, 0, 1),
         _step(_RETURN, _ERROR | _ENOSYS),
     ]
-    refused = [*_SHUT, *(_BY_PATH if keep_metadata else ()), *(_BY_DESCRIPTOR if keep_metadata and root else ())]
+    refused = [
+        *_SHUT,
+        *(_BY_PATH if keep_metadata else ()),
+        *(_BY_DESCRIPTOR if keep_metadata and root else ()),
+    ]
     for name in refused:
         if name in numbers:
             error = _ENOSYS if name == "io_uring_setup" else _EPERM

@@ -333,7 +333,9 @@ def test_a_command_ends_in_time_with_all_that_it_started(client: httpx.Client, s
     assert late == "begun\n\n[ended after 3 s]" and time.monotonic() - began < 40
     left = text(client, "exec_shell_command", command="sleep 62 & echo done")
     assert left == "done\n\n[exit code: 0]"
-    gone = text(client, "exec_shell_command", command="setsid sleep 64 & (setsid setsid sleep 64 &) ; echo done")
+    gone = text(
+        client, "exec_shell_command", command="setsid sleep 64 & (setsid setsid sleep 64 &) ; echo done"
+    )
     assert gone == "done\n\n[exit code: 0]"
     assert not any(runs("sleep", seconds) for seconds in ("61", "62", "64"))
 

@@ -120,7 +120,7 @@ def test_metadata_of_other_files_is_kept(keeper: Keeper) -> None:
         f"chown {keeper.user}:{keeper.user} {keeper.outside}",
         f"touch -c -d 2001-01-01 {keeper.outside}",
         f"touch -h -d 2001-01-01 {keeper.outside}",
-        f"{keeper.python} -I -S -c \"{xattr}\"",
+        f'{keeper.python} -I -S -c "{xattr}"',
         f"chmod 700 {keeper.folder}",
         *(["chmod 600 /etc/passwd", "touch -c /etc/passwd"] if keeper.user == 0 else []),
     ):
@@ -197,8 +197,6 @@ for call in {calls}:
 def test_socket_pairs_and_the_network_are_left(keeper: Keeper) -> None:
     program = "import socket; socket.socketpair(); socket.socket(); print(socket.gethostbyname('localhost'))"
     assert keeper.run(keeper.python, "-I", "-c", program) == (0, "127.0.0.1\n")
-
-
 
 
 def sleepers(seconds: str) -> list[psutil.Process]:
