@@ -35,6 +35,21 @@ _VALUES = [
     ([0.5], "float32"),
     ([True], "bool"),
 ]
+_CLAIMS: list[tuple[str, object, str]] = [
+    *(("general.alignment", value, "uint32") for value in (0, 1, 3, 33, 1 << 31)),
+    *(("split.count", value, "uint16") for value in (0, 2, 65535)),
+    *(("split.no", value, "uint16") for value in (1, 65535)),
+    ("split.tensors.count", -1, "int32"),
+    ("general.architecture", "llama\0qwen2", "string"),
+    ("general.name", "\0" * 100, "string"),
+    ("tokenizer.ggml.tokens", [1, 2], "int32"),
+    ("tokenizer.ggml.tokens", ["a", "a\0", ""], "string"),
+    ("tokenizer.ggml.scores", ["a"], "string"),
+    ("tokenizer.ggml.token_type", [0.5], "float32"),
+    ("tokenizer.ggml.merges", ["a", " ", "\0 \0"], "string"),
+    ("tokenizer.ggml.eos_token_id", 1 << 31, "uint32"),
+    ("tokenizer.chat_template", "{{" * 5000, "string"),
+]
 _FLOATS = [float("nan"), float("inf"), -float("inf"), 0.0, -1.0, 1e-45, 1e38]
 
 
@@ -242,6 +257,8 @@ class Mutator:
             rng.choice(
                 (_change_value, _change_value, _change_value, _change_structure, _retype, self._rearrange)
             )(rng, seed)
+        if rng.random() < 0.2:
+            rng.choice((_claim, _claim, _overlap, _nest))(rng, seed)
         data = bytearray(seed.assemble())
         if rng.random() < 0.25:
             for _ in range(rng.choice((1, 1, 3))):
@@ -306,6 +323,44 @@ def _number(rng: random.Random, field: Field, raw: bytearray) -> bytes:
     )
     value = rng.choice((0, 1, 2, 3, 7, 31, 255, *near, *far))
     return (value % top).to_bytes(field.size, "little")
+
+
+def _claim(rng: random.Random, seed: Seed) -> None:
+    """Gives a key of the format itself a value that no file should have: an alignment, parts of a split file, the
+    tokenizer's arrays, a name with NUL."""
+    key, value, kind = rng.choice(_CLAIMS)
+    at = next((at for at, part in enumerate(seed.entries) if part.key == key.encode()), None)
+    part = _entry_part(entry(key, value, kind))
+    if at is None:
+        seed.entries.insert(rng.randrange(len(seed.entries) + 1), part)
+    else:
+        seed.entries[at] = part
+
+
+def _overlap(rng: random.Random, seed: Seed) -> None:
+    """Gives a tensor the offset of another, or one within it: the description ends with its offset."""
+    if len(seed.infos) > 1:
+        one, other = rng.sample(range(len(seed.infos)), 2)
+        offset = int.from_bytes(seed.infos[other].raw[-8:], "little") + rng.choice((0, 0, 32, -32, 1))
+        part = seed.infos[one]
+        raw = part.raw[:-8] + (offset % (1 << 64)).to_bytes(8, "little")
+        seed.infos[one] = Part(raw, part.key, part.structure, part.values)
+
+
+def _nest(rng: random.Random, seed: Seed) -> None:
+    """Makes a key an array of arrays, some levels deep, or of more elements than any file has bytes."""
+    if not seed.entries:
+        return
+    at = rng.randrange(len(seed.entries))
+    part = seed.entries[at]
+    head = struct.pack("<Q", len(part.key)) + part.key + struct.pack("<I", _ARRAY)
+    if rng.random() < 0.5:
+        raw = head + struct.pack("<IQ", _ARRAY, 1) * rng.choice((1, 3, 5000)) + struct.pack("<IQI", 4, 1, 0)
+    else:
+        raw = head + struct.pack(
+            "<IQ", rng.choice((0, 4, 8, 9, 12, 99)), rng.choice((1 << 40, 1 << 61, (1 << 64) - 1))
+        )
+    seed.entries[at] = Part(raw, part.key, [], [])
 
 
 def _retype(rng: random.Random, seed: Seed) -> None:

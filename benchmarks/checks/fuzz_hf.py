@@ -1,8 +1,8 @@
 """Runs many damaged Hugging Face folders through the reader under a memory limit and a time limit per case.
 
-    python -m benchmarks.checks.fuzz_hf --cases 3000 [--first 0]
+    python -m benchmarks.checks.fuzz_hf --cases 3000 [--first 0] [--jobs 16]
 
-Run from the repository root. Prints one JSON line: cases, outcomes, the slowest case, the most memory, and cases that
+Run from the repository root, by `--jobs` processes. Prints one JSON line: cases, outcomes, the slowest case, the most memory, and cases that
 failed; exits with 1 if any did. A failing case number is enough to make its folder again. Ctrl-C or SIGTERM ends it
 early, with the result so far.
 """
@@ -13,10 +13,12 @@ import logging
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 
 from tests.hf_mutations import Mutator, read_everything, write_files
@@ -69,11 +71,43 @@ def _run(mutator: Mutator, number: int, folder: Path) -> tuple[str, str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _in_processes(first: int, cases: int, jobs: int) -> int:
+    """Share the cases between processes of this program, and print what they say together."""
+    share = -(-cases // jobs)
+    command = [sys.executable, "-m", "benchmarks.checks.fuzz_hf"]
+    began = time.monotonic()
+    running = [
+        subprocess.Popen(
+            [*command, "--first", str(start), "--cases", str(min(share, first + cases - start))],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for start in range(first, first + cases, share)
+    ]
+    results = [json.loads(process.communicate()[0]) for process in running]
+    whole = {
+        "cases": sum(each["cases"] for each in results),
+        "first": first,
+        "outcomes": dict(sum((Counter(each["outcomes"]) for each in results), Counter[str]())),
+        "failures": [failure for each in results for failure in each["failures"]][:20],
+        **{
+            name: max(each[name] for each in results)
+            for name in ("most_cpu_s", "longest_s", "more_memory_mib", "worker_memory_mib")
+        },
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    print(json.dumps(whole))
+    return 1 if whole["failures"] or any(process.returncode for process in running) else 0
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     arguments.add_argument("--cases", type=int, default=3000)
     arguments.add_argument("--first", type=int, default=0)
+    arguments.add_argument("--jobs", type=int, default=1, help="processes")
     options = arguments.parse_args()
+    if options.jobs > 1:
+        return _in_processes(options.first, options.cases, options.jobs)
     logging.getLogger("quengine").setLevel(logging.ERROR)
     signal.signal(signal.SIGALRM, _too_slow)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

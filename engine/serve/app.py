@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from quengine.errors import EngineError
 from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
-from quengine.serve.guard import CORS, LOOPBACK_ORIGIN, Guard, cors_origins
+from quengine.serve.guard import APP_ORIGIN, CORS, LOOPBACK_ORIGIN, Guard, admits_apps, cors_origins
 from quengine.serve.http import Catch, WithoutTrailingSlash, error_response, json_response
 from quengine.serve.models.model_route import Endpoint, ModelRoute
 from quengine.serve.models.registry import Models
@@ -116,6 +116,16 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
 )
 """Of a model: called with its service."""
 
+FOR_APPS = frozenset(
+    [("POST", path) for _, path, _ in ROUTES if not path.startswith("/slots")]
+    + [
+        ("GET", path)
+        for path in ("/health", "/v1/health", "/models", "/v1/models", "/props", "/openapi.json")
+    ]
+    + [("GET", path) for path in ("/api/tags", "/api/ps", "/api/version")]
+    + [("POST", "/api/show")]
+)
+"""What apps of this machine may use where no key guards anything: generating, and what they look at before."""
 
 E = TypeVar("E")
 
@@ -163,19 +173,21 @@ def make_app(models: Models) -> Starlette:
         *(Route(path, _of_model(models, each), methods=list(each)) for path, each in of_models.items()),
     ]
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
-    if origins := cors_origins(settings):
+    origins, apps = cors_origins(settings), admits_apps(settings)
+    if origins or apps:
+        loopback = LOOPBACK_ORIGIN.pattern if "localhost" in origins else None
         middleware.append(
             Middleware(
                 CORS,
                 allow_origins=origins,
-                allow_origin_regex=LOOPBACK_ORIGIN.pattern if "localhost" in origins else None,
+                allow_origin_regex=APP_ORIGIN.pattern if apps else loopback,
                 allow_methods=("GET", "POST", "DELETE", "OPTIONS"),
                 allow_headers=("*",),
                 allow_credentials=True,
                 allow_private_network=True,
             )
         )
-    middleware.append(Middleware(Guard, settings))
+    middleware.append(Middleware(Guard, settings, FOR_APPS))
     app = Starlette(
         routes=routes,
         middleware=[Middleware(WithoutTrailingSlash, vertex.names), Middleware(Catch, answered), *middleware],

@@ -7,6 +7,7 @@ reader sleeps is cut: closing it would wait for the reader to take what is left.
 import asyncio
 import json
 import logging
+import re
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -24,6 +25,16 @@ MAX_REFUSED = 16
 """Refused connections that get an answer at once; any more are closed without one."""
 LINGER_SECONDS = 1.0
 """For a refused client to read why."""
+
+_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
+_REQUEST_LINE = re.compile(
+    rb"%b{1,32}(?: [\x21-\x7e]*(?: (?:H|HT|HTT|HTTP|HTTP/[0-9.]{0,3})?\r?)?)?" % _TOKEN
+)
+_HEADER_LINE = re.compile(
+    rb"(?:%b+(?::[^\x00-\x08\x0a-\x1f\x7f]*)?|[ \t][^\x00-\x08\x0a-\x1f\x7f]*)?\r?" % _TOKEN
+)
+_CHUNK_LINE = re.compile(rb"[0-9A-Fa-f]{0,20}[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?\r?")
+"""What the lines of a request begin with."""
 
 Phase = Literal["idle", "partial", "busy"]
 """Nothing received; a part of a request; a request that is being answered."""
@@ -116,6 +127,8 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if not self._refused:
             super().data_received(data)
+            if not self.transport.is_closing() and self._is_garbage():
+                self._refuse_garbage()
             self._watch()
 
     def on_response_complete(self) -> None:
@@ -185,6 +198,32 @@ class Connection(H11Protocol):
             self._timer = self.loop.call_later(limits.idle_s, self._idle_too_long)
         elif phase == "partial":
             self._timer = self.loop.call_later(limits.header_s, self._headers_too_slow)
+
+    def _is_garbage(self) -> bool:
+        """Whether what has come and waits for its rest can be no request whatever follows; h11 waits for a whole one."""
+        waiting = self.conn.trailing_data[0]
+        if not waiting:
+            return False
+        if self.conn.their_state is h11.IDLE:
+            first, *others = waiting.split(b"\n")
+            ended = [each.removesuffix(b"\r") for each in others[:-1]]
+            return (
+                _REQUEST_LINE.fullmatch(first) is None
+                or any(each and b":" not in each and each[:1] not in (b" ", b"\t") for each in ended)
+                or any(_HEADER_LINE.fullmatch(each) is None for each in others)
+            )
+        if (
+            self.conn.their_state is h11.SEND_BODY
+        ):  # a part of a chunk's head or end, or of the fields behind the last
+            line = waiting.partition(b"\n")[0]
+            return _CHUNK_LINE.fullmatch(line) is None and _HEADER_LINE.fullmatch(line) is None
+        return False
+
+    def _refuse_garbage(self) -> None:
+        logger.debug("connection from %s is closed: what it sends is no HTTP", self.address)
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_answer(ApiError(400, "this is no HTTP/1.1 request"), b"Bad Request"))
+        self.transport.close()
 
     def _idle_too_long(self) -> None:
         logger.debug(

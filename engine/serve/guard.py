@@ -2,11 +2,15 @@
 
 Where keys are asked for, pages of any origin may use the server unless the settings name origins: a page needs the key,
 which DNS rebinding does not give it. Browsers add no key by themselves: the chat page asks for one, and keeps it.
+Where neither keys nor origins are given, apps of this machine may generate; what they may not do, and pages of the web,
+need an origin that is named. A reason for a refusal is logged.
 """
 
 import hashlib
 import hmac
+import logging
 import re
+from collections.abc import Container
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -14,21 +18,37 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quengine.platform.log_lines import Seldom
+from quengine.serve import access_log
 from quengine.serve.http import error_response
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.settings import ServerSettings, as_ip, is_loopback
+
+logger = logging.getLogger("quengine.serve")
 
 _OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 
 _OWN_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 """Names of this machine, to itself and to its containers; no public name server has them."""
 LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
+_SCHEMES = (
+    "app|capacitor|chrome-extension|ionic|moz-extension|safari-web-extension|tauri|vscode-file|vscode-webview"
+)
+APP_ORIGIN = re.compile(
+    rf"{LOOPBACK_ORIGIN.pattern}|https?://tauri\.localhost(:\d+)?|({_SCHEMES})://[\w.-]*(:\d+)?"
+)
+"""Pages that this machine serves, and apps that are installed on it: no page of the web has such an origin."""
 
 
 def cors_origins(settings: ServerSettings) -> tuple[str, ...]:
     """The origins whose pages may use the server; "localhost" stands for all of this machine, "*" for any."""
     usual = ("localhost",) if settings.acts else ("*",)
     return settings.cors_origins or (usual if settings.api_keys else ())
+
+
+def admits_apps(settings: ServerSettings) -> bool:
+    """Whether apps of this machine may generate without being named."""
+    return not settings.api_keys and not settings.cors_origins
 
 
 def is_open(path: str) -> bool:
@@ -51,11 +71,17 @@ class CORS(CORSMiddleware):
 
 
 class Guard:
-    """Answers a request that is not allowed; passes the others on."""
+    """Answers a request that is not allowed; passes the others on.
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+    Args:
+        for_apps: method and path of what apps of this machine may use.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, for_apps: Container[tuple[str, str]]) -> None:
         self.app = app
         self.settings = settings
+        self._for_apps = for_apps
+        self._refused = Seldom(logger)
         self._origins = cors_origins(settings)
         self._keys = [_digest(key) for key in settings.api_keys]
 
@@ -64,6 +90,9 @@ class Guard:
             try:
                 self._check(Headers(scope=scope), scope["path"], scope["method"])
             except ApiError as error:
+                access_log.current().error = error.message
+                if error.status == 403:
+                    self._refused.warning("%s %s: %s", scope["method"], scope["path"], error.message)
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
@@ -74,7 +103,7 @@ class Guard:
         if not self._keys:
             self._check_host(headers)
         if not _is_page_file(path):
-            self._check_origin(headers)
+            self._check_origin(headers, path, method)
         if self._keys and not is_open(path) and method != "OPTIONS":
             self._check_key(headers)
 
@@ -91,13 +120,25 @@ class Guard:
         if not own and name not in allowed:
             raise ApiError(403, f"the Host header {name[:80]!r} is not allowed here (--allowed-host)")
 
-    def _check_origin(self, headers: Headers) -> None:
+    def _check_origin(self, headers: Headers, path: str, method: str) -> None:
         """A browser sends a form or plain text for any page unasked; this server does not compute for it."""
         origin = headers.get("origin", "")
         if "*" in self._origins or origin in self._origins or _same_origin(headers):
             return
-        if "localhost" not in self._origins or not LOOPBACK_ORIGIN.fullmatch(origin):
-            raise ApiError(403, f"pages of {origin[:80]!r} may not use this server (--cors-origin)")
+        if "localhost" in self._origins and LOOPBACK_ORIGIN.fullmatch(origin):
+            return
+        what = "use this server"
+        if admits_apps(self.settings) and APP_ORIGIN.fullmatch(origin):
+            # A preflight asks for nothing: what follows it is judged.
+            if method == "OPTIONS" or self._may_apps(path, "GET" if method == "HEAD" else method):
+                return
+            what = "do this here, but generate"
+        shown = repr(origin[:80])
+        needed = "" if origin in ("", "null") else f": start it with --cors-origin {origin[:80]} to let them"
+        raise ApiError(403, f"pages of {shown} may not {what}{needed}")
+
+    def _may_apps(self, path: str, method: str) -> bool:
+        return (method, path) in self._for_apps or (method == "GET" and path.startswith("/v1/models/"))
 
     def _check_key(self, headers: Headers) -> None:
         given = _digest(_key(headers))

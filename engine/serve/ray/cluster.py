@@ -1,11 +1,14 @@
 """`engine serve --ray`: connects to a cluster or starts one, deploys the application, and takes it away at the end.
 
-Ray's usage statistics are off, and a cluster that is started here has no dashboard.
+Ray's usage statistics are off. A cluster that is started here has no dashboard, listens on loopback but for a port of
+each replica, and takes tasks from who knows its token, which is made for it: whoever may run a task runs code as this
+user.
 """
 
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import threading
@@ -20,7 +23,7 @@ from quengine.models.hub.hub import resolve_model
 from quengine.platform.machine import physical_cores, usable_cpus
 from quengine.serve.listener import bind
 from quengine.serve.models.model_spec import ModelSpec
-from quengine.serve.settings import ServerSettings
+from quengine.serve.settings import ServerSettings, is_loopback
 
 NAME = "quengine"
 """Of the application on the cluster."""
@@ -31,6 +34,8 @@ NOTES_SECONDS = 10.0
 REACH_SECONDS = 5.0
 OBJECT_STORE_BYTES = 128 << 20
 """Requests pass through it in part; Ray would take a third of the memory."""
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Where it is 0, a node's own address is 127.0.0.1, on Linux too; Ray takes no other node then."""
 _CONTROLLER = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
 
 
@@ -76,9 +81,11 @@ class _Cluster:
         self._spec, self._say = spec, say
         self._stopping = threading.Event()
         self._deployed = False
-        self._ray = _import_ray()
         self._address = spec.settings.ray.address or os.environ.get("RAY_ADDRESS") or LOCAL
         self._local = self._address == LOCAL
+        if self._local:
+            _guard_cluster(spec.settings.insecure)
+        self._ray = _import_ray()
         self._started_serve = False
 
     def deploy(self) -> None:
@@ -151,13 +158,18 @@ class _Cluster:
                 "num_cpus": cpus,
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
-                "_node_ip_address": "127.0.0.1",  # nothing of it is reached from other machines
             }
         try:
             self._ray.init(address, log_to_driver=False, logging_level="error", **options)
         except Exception as error:
             what = "no Ray cluster can be started here" if self._local else f"no Ray cluster at {address}"
             raise CannotRunError(f"{what}: {_first_line(error)}") from None
+        addresses = [str(node["NodeManagerAddress"]) for node in self._ray.nodes()]
+        if self._local and not self._spec.settings.insecure and not all(map(is_loopback, addresses)):
+            raise CannotRunError(
+                f"the Ray cluster listens on {', '.join(addresses)}, which other machines reach: give --insecure to "
+                "let it"
+            )
 
     def _start_proxies(self) -> None:
         """Ray Serve with its HTTP proxies at the server's address, unless the cluster has it already."""
@@ -202,6 +214,25 @@ class _Cluster:
             raise KeyboardInterrupt
         self._say(f"{signal.Signals(number).name}: running requests are finished first; once more stops now")
         self._stopping.set()
+
+
+def _guard_cluster(insecure: bool) -> None:
+    """Have a cluster that is started here listen on loopback alone, and ask for a token: Ray reads both from the
+    environment when it is imported.
+
+    Raises:
+        EngineError: the environment says that it asks for none, and that is not `insecure`.
+    """
+    os.environ[_CLUSTERS] = "0"
+    mode = os.environ.setdefault("RAY_AUTH_MODE", "disabled" if insecure else "token")
+    if mode == "token":
+        if not any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    elif not insecure:
+        raise EngineError(
+            f"RAY_AUTH_MODE={mode}: any process of this machine could run code through the Ray cluster; unset it, or "
+            "give --insecure"
+        )
 
 
 def _import_ray() -> Any:

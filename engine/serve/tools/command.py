@@ -1,8 +1,8 @@
 """Runs programs for tools: with a time limit, a limit on their output, few environment variables, and all that they
 started ended with them. `exec_shell_command` is the tool.
 
-A command without anything that a shell would interpret is run without one. It is confined by Landlock
-(`confine_main.py`), unless the server was started with --no-confine-commands.
+A command without anything that a shell would interpret is run without one. On Linux a process of `confine` keeps it,
+and confines it unless the server was started with --no-confine-commands.
 """
 
 import asyncio
@@ -33,6 +33,14 @@ _POLL_SECONDS = 0.02
 _LAST_SECONDS = 0.2
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TERM", "TMPDIR", "TZ")
 """Environment variables that programs get: the server's others may be keys."""
+_KEEPER = (
+    *(sys.executable, "-I", "-S", "-c"),
+    "import sys; sys.path.append(sys.argv.pop(1)); from confine.keeper import main; main()",
+    str(Path(__file__).parent),
+)
+"""What keeps a command: it imports nothing of this package beside `confine`."""
+_KEEPER_SECONDS = 10.0
+"""For it to end all that the command has started."""
 _PLAIN = re.compile(r"""[\w@%+:,./\- '"=]+""", re.ASCII)
 """Commands that a shell would only split."""
 
@@ -54,16 +62,21 @@ class ShellCommand(Struct):
     )
 
 
-def check_confinement() -> None:
-    """Raises CannotRunError where this machine cannot confine commands."""
+def check_confinement(as_root: bool) -> None:
+    """Raises CannotRunError where this machine cannot confine commands, and for root without `as_root`."""
     if sys.platform == "linux":
-        from quengine.serve.tools.confine_main import version
+        from quengine.serve.tools.confine import landlock, privileges
 
-        if version() > 0:
+        if landlock.version() > 0 and privileges.supported():
+            if os.geteuid() == 0 and not as_root:
+                raise CannotRunError(
+                    f"{COMMANDS} as root reads root's files of the system: start the server as another user, or give "
+                    "--commands-as-root"
+                )
             return
     raise CannotRunError(
-        f"{COMMANDS} cannot be confined here, which takes Landlock (Linux 5.13): leave it out, or give "
-        "--no-confine-commands if commands may do whatever you may do"
+        f"{COMMANDS} cannot be confined here, which takes Landlock (Linux 5.13, x86-64 or ARM64): leave it out, or "
+        "give --no-confine-commands if commands may do whatever you may do"
     )
 
 
@@ -76,11 +89,15 @@ def command_tool(workspace: Workspace, confined: bool) -> Tool:
         with TemporaryDirectory(prefix="quengine-") as temporary:
             variables = {"TMPDIR": temporary}
             if confined:
-                arguments = [*_confining(workspace.root, temporary), *arguments]
                 variables["HOME"] = temporary
-            ended = await run_program(arguments, folder, seconds, most, write=call.write, variables=variables)
-        how = f"[exit code: {ended.code}]" if ended.code is not None else f"[ended after {seconds} s]"
-        tail = "\n[output truncated]" * ended.cut + f"\n{how}"
+            if kept := sys.platform == "linux":
+                how = "confined" if confined else "free"
+                arguments = [*_KEEPER, how, str(workspace.root), temporary, *arguments]
+            ended = await run_program(
+                arguments, folder, seconds, most, write=call.write, variables=variables, kept=kept
+            )
+        told = f"[exit code: {ended.code}]" if ended.code is not None else f"[ended after {seconds} s]"
+        tail = "\n[output truncated]" * ended.cut + f"\n{told}"
         if call.write is not None:
             call.write(tail)
         return {"plain_text_response": ended.output.decode(errors="replace") + tail}
@@ -94,11 +111,6 @@ def command_tool(workspace: Workspace, confined: bool) -> Tool:
         changes=True,
         streams=True,
     )
-
-
-def _confining(folder: Path, temporary: str) -> list[str]:
-    program = Path(__file__).with_name("confine_main.py")
-    return [sys.executable, "-I", "-S", str(program), str(folder), temporary]
 
 
 def arguments_of(command: str) -> list[str]:
@@ -123,10 +135,12 @@ async def run_program(
     write: Write | None = None,
     descriptors: Sequence[int] = (),
     variables: Mapping[str, str] | None = None,
+    kept: bool = False,
 ) -> Ended:
     """Run a program until it ends, its time is over, or the caller is cancelled; then its process group is killed.
 
-    `most` bytes of output and errors are kept, and told to `write` as they come; `given` is its standard input.
+    `most` bytes of output and errors are kept, and told to `write` as they come; `given` is its standard input. One
+    that is `kept` is asked to end first, with all that it has started in other groups.
 
     Raises:
         ToolError: it cannot be started.
@@ -158,6 +172,11 @@ async def run_program(
                 return Ended(bytes(output.kept), process.returncode, output.cut)
         return Ended(bytes(output.kept), None, output.cut)
     finally:
+        with suppress(ProcessLookupError, TimeoutError):
+            if kept and process.returncode is None:
+                process.terminate()
+                async with asyncio.timeout(_KEEPER_SECONDS):
+                    await process.wait()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 

@@ -63,6 +63,14 @@ class ToolsOptions:
             _PANEL,
         ),
     ] = True
+    as_root: Annotated[
+        bool,
+        Flag(
+            "--commands-as-root",
+            "Let a server of root run confined commands, which then read root's files of the system.",
+            _PANEL,
+        ),
+    ] = False
     mcp_config: Annotated[
         Path | None,
         Flag(

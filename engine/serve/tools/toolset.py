@@ -40,7 +40,7 @@ class Toolset:
         self._say = say
         self._workspace = None if options.folder is None else Workspace(options.folder)
         if COMMANDS in options.names and options.confined:
-            check_confinement()
+            check_confinement(options.as_root)
         built_in = {} if self._workspace is None else _built_in(self._workspace, options.confined)
         self._own = {name: built_in[name] for name in options.names}
         self._sessions = [McpSession(server) for server in mcp_servers(options)]

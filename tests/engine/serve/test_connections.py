@@ -74,6 +74,47 @@ def test_headers_that_drip_after_an_answer_are_cut_off_too() -> None:
         assert b" 408 " in drip(connection, b"x")
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"GET \xff",
+        b"GET / FTP",
+        b"GET / HTTP/1.1\nno field\n",
+        b"x" * 1000,
+        b"{}",
+        HEADERS + b"a field: x",
+        HEADERS + b"Field: \x00",
+        CHUNKED + b"zz\r\n",
+        CHUNKED + b"\x00",
+        CHUNKED + b'{"prompt"',
+        CHUNKED + b"2\r\n{}xx",
+    ],
+)
+def test_bytes_that_can_become_no_request_are_refused_at_once(garbage: bytes) -> None:
+    """The time limits are longer than the test."""
+    limits = Limits(header_s=1e4, idle_s=1e4, read_s=1e4)
+    with serving(limits=limits) as served, raw_connection(served) as connection:
+        connection.sendall(garbage)
+        connection.settimeout(A_LONG_TIME)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+        assert closed_by_server(connection)
+
+
+def test_a_request_in_small_pieces_is_no_garbage() -> None:
+    body = b'5\r\n{"pro\r\n8;x=y\r\nmpt": "a\r\n2\r\n"}\r\n0\r\nX-Trailer: end\r\n\r\n'
+    with serving() as served, raw_connection(served) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(len(CHUNKED + body)):
+            connection.sendall((CHUNKED + body)[at : at + 1])
+        connection.settimeout(A_LONG_TIME)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_body_that_drips_behind_its_answer_is_cut_off() -> None:
     with serving(limits=Limits(header_s=0.3)) as served, raw_connection(served) as connection:
         connection.sendall(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")

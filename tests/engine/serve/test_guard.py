@@ -1,14 +1,16 @@
 """Who may ask: keys, Host headers, pages of other origins; and on which addresses the server lets itself be bound."""
 
 import socket
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from quengine.errors import EngineError
-from quengine.serve.app import ROUTES, SERVER_ROUTES
+from quengine.serve.app import FOR_APPS, ROUTES, SERVER_ROUTES
 from quengine.serve.guard import host_name
 from quengine.serve.settings import ServerSettings
+from quengine.serve.tools.options import ToolsOptions
 from tests.engine.serve.serving import serving
 
 
@@ -48,7 +50,7 @@ def test_a_host_header_must_name_this_server(host: str, status: int) -> None:
         assert client.get("/health", headers={"host": host}).status_code == status
 
 
-def test_pages_of_other_origins_are_refused_and_cors_is_off() -> None:
+def test_pages_of_other_origins_are_refused_without_cors() -> None:
     with serving() as served, served.http() as client:
         own = {"origin": served.url}
         other = {"origin": "https://evil.example"}
@@ -57,8 +59,95 @@ def test_pages_of_other_origins_are_refused_and_cors_is_off() -> None:
         assert client.post("/tokenize", json={"content": "a"}, headers={"origin": "null"}).status_code == 403
         script = client.get("/page/diagram.js", headers={"origin": "null"})  # of the page's own frame
         assert script.status_code == 200 and "access-control-allow-origin" not in script.headers
-        answer = client.get("/health", headers=own)
+        answer = client.options("/tokenize", headers=other | PREFLIGHT)
         assert "access-control-allow-origin" not in answer.headers
+
+
+APPS = [
+    "http://localhost:3000",
+    "https://127.0.0.1:8443",
+    "http://[::1]:5173",
+    "app://obsidian.md",
+    "tauri://localhost",
+    "http://tauri.localhost",
+    "vscode-webview://0a1b2c",
+    "chrome-extension://abcdefghijklmnop",
+    "moz-extension://1f2e-3d",
+    "capacitor://localhost",
+]
+WEB = [
+    "https://evil.example",
+    "http://localhost.evil.example",
+    "http://evil.example:3000",
+    "https://app.evil.example",
+    "http://tauri.localhost.evil.example",
+    "null",
+    "file://",
+    "app://a/../b",
+    "xapp://a",
+    "http://10.0.0.1",
+]
+
+
+def test_apps_of_this_machine_generate_and_change_nothing(tmp_path: Path) -> None:
+    tools = ToolsOptions(("read_file",), tmp_path)
+    with serving(settings={"slot_save_path": tmp_path, "tools": tools}) as served, served.http() as client:
+        for origin in APPS:
+            headers = {"origin": origin}
+            preflight = client.options("/v1/completions", headers=headers | PREFLIGHT)
+            assert preflight.headers["access-control-allow-origin"] == origin
+            made = client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert made.status_code == 200 and made.headers["access-control-allow-origin"] == origin, origin
+            for path in ("/v1/models", "/v1/models/fake", "/api/tags", "/props", "/health"):
+                assert client.get(path, headers=headers).status_code == 200, path
+        for method, path in shut():
+            refused = client.request(method, path, headers={"origin": APPS[0]}, json={})
+            assert refused.status_code == 403, (method, path)
+            assert "--cors-origin http://localhost:3000" in refused.text, refused.text
+
+
+def shut() -> list[tuple[str, str]]:
+    """Every route that does more than generate."""
+    found = [
+        (method, path) for method, path, _ in (*ROUTES, *SERVER_ROUTES) if (method, path) not in FOR_APPS
+    ]
+    names = {path for _, path in found}
+    assert {"/tools", "/slots/{id_slot}", "/slots", "/models/load", "/api/pull", "/v1/stream"} <= names
+    return [(method, path) for method, path in found if path != "/v1/models/{name:path}"]
+
+
+def test_pages_of_the_web_are_refused_and_the_log_says_what_to_set(caplog: pytest.LogCaptureFixture) -> None:
+    with serving() as served, served.http() as client:
+        for origin in WEB:
+            answer = client.post("/v1/completions", json={"prompt": "a"}, headers={"origin": origin})
+            assert answer.status_code == 403, origin
+            assert "access-control-allow-origin" not in answer.headers
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("--cors-origin https://evil.example to let them" in line for line in logged), logged
+    lines = [record.getMessage() for record in caplog.records if record.name == "quengine.serve.access"]
+    assert all("403" in line and "may not use this server" in line for line in lines) and len(lines) == len(
+        WEB
+    )
+
+
+def test_named_origins_and_keys_take_the_place_of_apps() -> None:
+    for settings in (
+        {"cors_origins": ("https://app.example",)},
+        {"cors_origins": ("x",), "api_keys": ("k",)},
+    ):
+        with serving(settings=settings) as served, served.http() as client:
+            headers = {"origin": APPS[0], "authorization": "Bearer k"}
+            assert client.post("/tokenize", json={"content": "a"}, headers=headers).status_code == 403
+
+
+def test_an_app_that_is_admitted_still_names_this_server() -> None:
+    """DNS rebinding: the page of a name that has been made to point here."""
+    with serving() as served, served.http() as client:
+        for host in ("evil.example", "localhost.evil.example"):
+            for origin in (f"http://{host}", "http://localhost:3000", "app://obsidian.md"):
+                headers = {"host": host, "origin": origin}
+                answer = client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+                assert answer.status_code == 403 and "--allowed-host" in answer.text
 
 
 def test_cors_is_on_for_the_origins_of_the_settings() -> None:

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
-    with serving(settings={"tools": ToolsOptions(BUILT_IN, folder)}) as running:
+    with serving(settings={"tools": ToolsOptions(BUILT_IN, folder, as_root=True)}) as running:
         yield running
 
 

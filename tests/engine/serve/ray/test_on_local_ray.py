@@ -1,6 +1,7 @@
 """`engine serve --ray` as a program: two replicas of SmolLM2 on the CPU, on a Ray cluster of this machine."""
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -123,6 +126,74 @@ def test_a_client_that_leaves_releases_what_it_held(deployed: Deployed) -> None:
         time.sleep(0.05)
     ended = {labels: value for (_, labels), value in deployed.metrics("quengine_texts_total").items()}
     assert ended['reason="cancelled"'] == 1
+
+
+TASK = """
+import os, sys
+os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE=sys.argv[2], RAY_AUTH_TOKEN=sys.argv[3])
+import ray
+from ray.exceptions import AuthenticationError
+try:
+    ray.init(sys.argv[1], log_to_driver=False, logging_level="error", namespace="serve")
+    print("ran", ray.get(ray.remote(os.getpid).remote()))
+except (AuthenticationError, ConnectionError) as error:
+    print("refused", error)
+"""
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    """The addresses that it listens on."""
+    found = [each.laddr for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    return {(each.ip.removeprefix("::ffff:"), each.port) for each in found}
+
+
+def test_the_cluster_takes_no_task_of_a_process_without_its_token(deployed: Deployed) -> None:
+    children = psutil.Process(deployed.process.pid).children(recursive=True)
+    found = [(each.name(), address) for each in children for address in listening(each)]
+    # Ray Serve binds a port of each replica to all addresses; the next test is of it.
+    assert {name for name, (address, _) in found if address != "127.0.0.1"} <= {"ray::ServeReplic"}, found
+    (gcs,) = [port for name, (_, port) in found if name == "gcs_server"]
+    for mode, token in (("disabled", ""), ("token", "0" * 64)):
+        given = [sys.executable, "-c", TASK, f"127.0.0.1:{gcs}", mode, token]
+        made = subprocess.run(given, capture_output=True, text=True)
+        assert made.stdout.startswith("refused") and "ran" not in made.stdout.split(), made
+
+
+class Touch:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("token", ["", "0" * 64])
+def test_replicas_unpickle_nothing_without_the_token(deployed: Deployed, tmp_path: Path, token: str) -> None:
+    import grpc
+    from ray.serve.generated.serve_pb2 import ASGIRequest
+    from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
+
+    children = psutil.Process(deployed.process.pid).children(recursive=True)
+    ports = [
+        port
+        for each in children
+        if each.name().startswith("ray::ServeReplic")
+        for address, port in listening(each)
+        if address != "127.0.0.1"
+    ]
+    assert ports
+    request = ASGIRequest(pickled_request_metadata=pickle.dumps(Touch(tmp_path / "ran")))
+    metadata = [("authorization", f"Bearer {token}")] if token else []
+    for port in ports:
+        with (
+            grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+            pytest.raises(grpc.RpcError) as refused,
+        ):
+            ASGIServiceStub(channel).HandleRequest(request, metadata=metadata, timeout=60)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert not (tmp_path / "ran").exists()
 
 
 def test_sigterm_finishes_what_runs_and_leaves_nothing(deployed: Deployed) -> None:

@@ -1,6 +1,7 @@
 """What `engine serve --ray` checks before anything starts, and what the application is made of."""
 
 import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from quengine.cli.main import run
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
+from quengine.serve.ray.cluster import _CLUSTERS
 from quengine.serve.ray.deployment import ReplicaSize, application, check_room
 from quengine.serve.ray.replica_metrics import join_metrics
 
@@ -41,6 +43,24 @@ def test_without_ray_one_line_says_what_to_install(
     assert run(["serve", "-m", "smollm2-135m", "--ray"]) == 1
     error = capsys.readouterr().err
     assert "pip install 'quengine[ray]'" in error and error.count("\n") == 1
+
+
+def test_a_cluster_without_a_token_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv(_CLUSTERS, "1")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert run(["serve", "-m", "smollm2-135m", "--ray"]) == 1
+    assert "any process of this machine could run code" in capsys.readouterr().err
+    assert run(["serve", "-m", "smollm2-135m", "--ray", "--insecure"]) == 1
+    assert "pip install" in capsys.readouterr().err and "RAY_AUTH_TOKEN" not in os.environ
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    assert run(["serve", "-m", "smollm2-135m", "--ray"]) == 1
+    assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
+    assert os.environ[_CLUSTERS] == "0"
 
 
 @needs_ray

@@ -14,7 +14,7 @@ import pytest
 from quengine import EngineError
 from quengine.errors import CannotRunError
 from quengine.serve.settings import ServerSettings
-from quengine.serve.tools.confine_main import version
+from quengine.serve.tools.confine import landlock
 from quengine.serve.tools.options import BUILT_IN, ToolsOptions
 from quengine.serve.tools.search_main import Glob
 from quengine.serve.tools.toolset import Toolset
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
     folder.mkdir()
-    with serving(settings={"tools": ToolsOptions(BUILT_IN, folder)}) as running:
+    with serving(settings={"tools": ToolsOptions(BUILT_IN, folder, as_root=True)}) as running:
         yield running
 
 
@@ -275,7 +275,7 @@ def test_a_command_writes_in_the_folder_alone_and_reads_no_file_of_others(
         f"touch {folder.parent}/new",
     ):
         assert "[exit code: 0]" not in run(command), command
-    assert "[exit code: 0]" not in run(f"kill -0 {os.getpid()}") or version() < 6
+    assert "[exit code: 0]" not in run(f"kill -0 {os.getpid()}") or landlock.version() < 6
     assert outside.read_text() == "secret text" and not (folder.parent / "new").exists()
     done = run("mkdir -p a && echo kept > a/x && mv a/x a/y && cat a/y 2> /dev/null && ls /usr > /dev/null")
     assert done == "kept\n\n[exit code: 0]"
@@ -286,11 +286,9 @@ def test_a_command_writes_in_the_folder_alone_and_reads_no_file_of_others(
 def test_commands_that_cannot_be_confined_need_a_flag_of_their_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quengine.serve.tools import confine_main
-
-    monkeypatch.setattr(confine_main, "version", lambda: 0)
+    monkeypatch.setattr(landlock, "version", lambda: 0)
     with pytest.raises(CannotRunError, match="--no-confine-commands"):
-        Toolset(ToolsOptions(BUILT_IN, folder), print)
+        Toolset(ToolsOptions(BUILT_IN, folder, as_root=True), print)
     Toolset(ToolsOptions(("read_file",), folder), print)
     outside = folder.parent / "open.txt"
     outside.write_text("open")
@@ -300,6 +298,14 @@ def test_commands_that_cannot_be_confined_need_a_flag_of_their_own(
     ):
         assert "commands may do whatever you may do" in "".join(served.said)
         assert "open\n[exit code: 0]" in text(client, "exec_shell_command", command=f"cat {outside}")
+
+
+def test_root_runs_commands_with_a_flag_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(CannotRunError, match="start the server as another user, or give --commands-as-root"):
+        Toolset(ToolsOptions(BUILT_IN, folder), print)
+    Toolset(ToolsOptions(BUILT_IN, folder, as_root=True), print)
+    Toolset(ToolsOptions(("write_file",), folder), print)
 
 
 def test_a_shell_runs_only_what_needs_one() -> None:
@@ -321,11 +327,13 @@ def test_a_shell_runs_only_what_needs_one() -> None:
 
 
 def test_a_command_ends_in_time_with_all_that_it_started(client: httpx.Client, served: Served) -> None:
-    late = text(client, "exec_shell_command", command="echo begun; sleep 61 & sleep 61", timeout=1)
-    assert late == "begun\n\n[ended after 1 s]"
+    late = text(client, "exec_shell_command", command="echo begun; sleep 61 & sleep 61", timeout=3)
+    assert late == "begun\n\n[ended after 3 s]"
     left = text(client, "exec_shell_command", command="sleep 62 & echo done")
     assert left == "done\n\n[exit code: 0]"
-    assert served.wait_until(lambda: not runs("sleep", "61") and not runs("sleep", "62"))
+    leaving = "setsid sleep 64 & (setsid setsid sleep 64 &) ; echo done"
+    assert text(client, "exec_shell_command", command=leaving) == "done\n\n[exit code: 0]"
+    assert served.wait_until(lambda: not any(runs("sleep", seconds) for seconds in ("61", "62", "64")))
 
 
 def test_a_command_ends_when_its_client_leaves(client: httpx.Client, served: Served) -> None:

@@ -1,0 +1,165 @@
+"""Takes from a process what its user may do beside files: capabilities, and system calls that Landlock does not judge.
+
+The filter is a program of classic BPF over struct seccomp_data (https://docs.kernel.org/userspace-api/seccomp_filter.html).
+Numbers of system calls: linux/unistd.h of each architecture.
+"""
+
+import ctypes
+import os
+import platform
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from .libc import CAP_AMBIENT, CAPBSET_DROP, NO_NEW_PRIVS, SECCOMP, prctl, system_call
+
+_CLEAR_AMBIENT = 4
+_FILTER_MODE = 2
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+_X32 = 0x40000000
+"""Calls of x86's third interface begin here; on other architectures there are none."""
+_EPERM, _EAFNOSUPPORT, _ENOSYS = 1, 97, 38
+_AF_UNIX, _AF_VSOCK = 1, 40
+_SET_FLAGS, _SET_ATTRIBUTES = 0x40086602, 0x401C5820
+"""ioctls of chattr."""
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """`numbers` of the calls below; a name that an architecture lacks is not among them."""
+
+    architecture: int
+    capset: int
+    numbers: dict[str, int]
+
+
+_EVERYWHERE = {
+    "io_uring_setup": 425,
+    "pidfd_open": 434,
+    "fchmodat2": 452,
+    "setxattrat": 463,
+    "removexattrat": 466,
+    "file_setattr": 469,
+}
+_X86_NUMBERS = {
+    **{"ioctl": 16, "socket": 41, "kill": 62, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93},
+    **{"lchown": 94, "rt_sigqueueinfo": 129, "utime": 132, "setxattr": 188, "lsetxattr": 189},
+    **{"fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "tkill": 200},
+    **{"tgkill": 234, "utimes": 235, "add_key": 248, "request_key": 249, "keyctl": 250, "fchownat": 260},
+    **{"futimesat": 261, "fchmodat": 268, "utimensat": 280, "rt_tgsigqueueinfo": 297, "prlimit64": 302},
+}
+_ARM_NUMBERS = {
+    **{"setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15},
+    **{"fremovexattr": 16, "ioctl": 29, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55},
+    **{"utimensat": 88, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "socket": 198},
+    **{"add_key": 217, "request_key": 218, "keyctl": 219, "rt_tgsigqueueinfo": 240, "prlimit64": 261},
+}
+_MACHINES = {
+    "x86_64": _Machine(0xC000003E, 126, _X86_NUMBERS | _EVERYWHERE),
+    "aarch64": _Machine(0xC00000B7, 91, _ARM_NUMBERS | _EVERYWHERE),
+}
+_SHUT = ("add_key", "request_key", "keyctl", "io_uring_setup")
+"""The user's keys; and a way to make other calls that no filter sees."""
+_BY_PATH = (
+    *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat", "utime", "utimes", "futimesat"),
+    *("setxattr", "lsetxattr", "removexattr", "lremovexattr", "setxattrat", "removexattrat", "file_setattr"),
+)
+_BY_DESCRIPTOR = ("fchmod", "fchown", "fsetxattr", "fremovexattr")
+_AIMED = {"kill": 0, "tgkill": 0, "tkill": 0, "rt_sigqueueinfo": 0, "rt_tgsigqueueinfo": 0, "pidfd_open": 0}
+
+
+def supported() -> bool:
+    """Whether the system calls of this architecture are known."""
+    return platform.machine() in _MACHINES
+
+
+def drop_capabilities() -> None:
+    """Have none, nor get any by starting a program, as root either. Raises OSError."""
+    for capability in range(64):
+        with suppress(OSError):  # who may not lower the bound has none to lose
+            prctl(CAPBSET_DROP, capability)
+    with suppress(OSError):
+        prctl(CAP_AMBIENT, _CLEAR_AMBIENT)
+    header, none = struct.pack("=Ii", 0x20080522, 0), bytes(24)
+    system_call(_MACHINES[platform.machine()].capset, header, none)
+
+
+def filter_calls(keep_metadata: bool, keeper: int | None) -> None:
+    """Refuse system calls to this process and all that it starts. Raises OSError.
+
+    Sockets of files (AF_UNIX) are among them: the user's session bus or a container daemon runs any command for who
+    connects.
+
+    Args:
+        keep_metadata: whether mode, owner, times and attributes of files are kept as well. They change through an open
+            file, which Landlock has judged, and for root not at all, since /etc is among what it opens.
+        keeper: a process that gets no signals and no limits.
+    """
+    prctl(NO_NEW_PRIVS, 1)
+    made = program(_MACHINES[platform.machine()], keep_metadata, os.geteuid() == 0, keeper)
+    instructions = ctypes.create_string_buffer(made, len(made))
+    head = struct.pack("@HP", len(made) // 8, ctypes.addressof(instructions))
+    prctl(SECCOMP, _FILTER_MODE, ctypes.create_string_buffer(head, len(head)))
+
+
+def program(machine: _Machine, keep_metadata: bool, root: bool, keeper: int | None) -> bytes:
+    """The filter."""
+    numbers = machine.numbers
+    code = [
+        _step(_LOAD, _ARCHITECTURE_AT),
+        _step(_EQUAL, machine.architecture, 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER_AT),
+        _step(_AT_LEAST, _X32, 0, 1),
+        _step(_RETURN, _ERROR | _ENOSYS),
+    ]
+    refused = [
+        *_SHUT,
+        *(_BY_PATH if keep_metadata else ()),
+        *(_BY_DESCRIPTOR if keep_metadata and root else ()),
+    ]
+    for name in refused:
+        if name in numbers:
+            error = _ENOSYS if name == "io_uring_setup" else _EPERM
+            code += [_step(_EQUAL, numbers[name], 0, 1), _step(_RETURN, _ERROR | error)]
+    code += _argument_is(numbers["socket"], 0, (_AF_UNIX, _AF_VSOCK), _EAFNOSUPPORT)
+    if keep_metadata:
+        code += _argument_is(numbers["ioctl"], 1, (_SET_FLAGS, _SET_ATTRIBUTES), _EPERM)
+        code += _times_by_path(numbers["utimensat"], root)
+    if keeper is not None:
+        for name, at in _AIMED.items():
+            code += _argument_is(numbers[name], at, (keeper, -keeper, -1), _EPERM)
+        code += _argument_is(numbers["prlimit64"], 0, (keeper,), _EPERM)
+    return b"".join([*code, _step(_RETURN, _ALLOW)])
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """struct sock_filter."""
+    return struct.pack("=HBBI", code, if_true, if_false, value & 0xFFFFFFFF)
+
+
+def _argument_is(number: int, at: int, values: Sequence[int], error: int) -> list[bytes]:
+    """Refuse a call whose argument has one of these values, in its lower half: these arguments are of 32 bits."""
+    checks = [_step(_LOAD, _ARGUMENTS_AT + 8 * at)]
+    for value in values:
+        checks += [_step(_EQUAL, value, 0, 1), _step(_RETURN, _ERROR | error)]
+    checks.append(_step(_LOAD, _NUMBER_AT))
+    return [_step(_EQUAL, number, 0, len(checks)), *checks]
+
+
+def _times_by_path(number: int, root: bool) -> list[bytes]:
+    """Refuse utimensat with a path; without one it is of an open file, which root may not change either."""
+    refuse = _step(_RETURN, _ERROR | _EPERM)
+    if root:
+        return [_step(_EQUAL, number, 0, 1), refuse]
+    path = _ARGUMENTS_AT + 8
+    checks = [
+        *(_step(_LOAD, path), _step(_EQUAL, 0, 0, 2)),
+        *(_step(_LOAD, path + 4), _step(_EQUAL, 0, 1, 0)),
+        refuse,
+        _step(_LOAD, _NUMBER_AT),
+    ]
+    return [_step(_EQUAL, number, 0, len(checks)), *checks]
