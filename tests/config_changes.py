@@ -24,7 +24,6 @@ from quengine.errors import EngineError
 from quengine.models.architectures import MODEL_TYPES
 from quengine.models.hf.hf_checkpoint import HFCheckpoint
 from tests.transformers_models import (
-    CONTEXT,
     TOKENS,
     nmse,
     our_logits,
@@ -135,8 +134,7 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
             base = {**base, "num_hidden_layers": 3, "layer_types": _MIXED}
             yield "gemma3", Seed(name, base, vision=True)
         for kind, rope in KINDS.items():
-            own = _of_kinds(rope) if name == "gemma3_text" else rope
-            yield f"{name}, {kind}", Seed(name, {**base, "rope_parameters": own}, rotary=True)
+            yield f"{name}, {kind}", Seed(name, {**base, "rope_parameters": _of_kinds(rope)}, rotary=True)
     yield "phi3", Seed("phi3", {"sliding_window": 8})
     yield "phi3, longrope", Seed("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16})
 
@@ -471,7 +469,10 @@ def _compare(folder: Path) -> tuple[Outcome, str]:
         return "refused there", "no finite logits, or weights that no file has"
     if ours.shape != theirs.shape:
         return "other", f"{list(ours.shape)}, not {list(theirs.shape)}"
-    difference = nmse(ours, theirs)
+    some = theirs.abs().sum(-1) > 0  # a padding token whose embedding is zero has none in a window of itself
+    difference = nmse(ours[some], theirs[some])
+    if (ours[~some] != 0).any():
+        return "other", "logits that are zero there"
     return ("equal" if difference < TOLERANCE else "other"), f"NMSE {difference:.1e}"
 
 
@@ -489,5 +490,3 @@ def sample(found: list[Change], count: int, seed: int) -> list[Change]:
     """`count` of the changes, the same for the same seed."""
     return random.Random(seed).sample(found, min(count, len(found)))
 
-
-assert CONTEXT >= TOKENS

@@ -147,7 +147,7 @@ def our_logits(
     """The reference backend's logits, float64 [TOKENS, vocab], over a cache that keeps fp32, in a run of `context`."""
     config = checkpoint.config
     decoder = Decoder(config, checkpoint.tensors, backend or ReferenceBackend(keep=True), context, CONTEXT)
-    rows = torch.empty(2, CONTEXT, config.head_count_kv, config.head_dim)
+    rows = torch.zeros(2, CONTEXT, config.head_count_kv, config.head_dim)
     cache = [KVLayer(*rows.clone()) for _ in range(config.block_count)]
     return forward(decoder, token_ids(vocab), cache, all_logits=True)
 
