@@ -107,11 +107,9 @@ _MIXTURE = ModelType(
     },
     fields=_fields,
 )
-_SHARED = "shared_intermediate_size"
 _MIXTURE_SHARED = replace(
     _MIXTURE,
-    defaults={**_MIXTURE.defaults, _SHARED: 1024},
-    expert_keys={**_MIXTURE.expert_keys, "shared_feed_forward_length": _SHARED},
+    expert_keys={**_MIXTURE.expert_keys, "shared_feed_forward_length": "shared_intermediate_size"},
 )
 
 GRANITEMOE = Architecture(

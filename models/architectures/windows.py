@@ -9,7 +9,12 @@ from quengine.models.hf.hf_keys import config_error
 
 PATTERN = "attention.sliding_window_pattern"
 LOCAL_BASE = "rope.freq_base_swa"
-"""Keys of GGUF, the latter the rotary base of layers with a window."""
+"""Keys of GGUF, the latter the rotary base of layers with a window.
+
+The converter writes it where a folder has rotary parameters for each kind of layer, and `transformers` rotates by it.
+llama.cpp reads it for OLMo 3 too, but rotates all layers there by `rope.freq_base`; released OLMo 3 has one base for
+both.
+"""
 
 
 def full_layers(blocks: int, period: int) -> tuple[int, ...]:

@@ -37,6 +37,9 @@ ONCE_OTHER: list[tuple[str, str, Any, Outcome]] = [
     ("gemma3", f"text_config.{ORIGINAL}", 64, "equal"),
     ("gemma3_text, yarn", ORIGINAL, 64, "equal"),
     ("olmo3, llama3", ORIGINAL, 64, "equal"),
+    ("granitemoe", "shared_intermediate_size", 64, "equal"),
+    ("mistral3 of mistral", "text_config.layer_types", ["full_attention"] * 2, "equal"),
+    ("mistral", "layer_types", ["full_attention"] * 2, "equal"),
     # Routers that choose between experts all but equal differ by an fp16 cache, and must not by what config.json says.
     ("mixtral", "num_experts_per_tok", 1, "equal"),
     ("mixtral", "rms_norm_eps", Absent.KEY, "equal"),
