@@ -63,6 +63,7 @@ def lines_of(summary: ModelSummary, devices: list[dict[str, Any]], tensors: bool
         lines += _config_lines(summary.config)
         lines += _expert_lines(summary)
     lines += [f"note          {note}" for note in draft_note(summary.drafts)]
+    lines += [f"not with      {limit}" for limit in summary.limits()]
     lines += _device_lines(summary, devices)
     lines += _tokenizer_lines(summary)
     for name, text in summary.templates.items():
@@ -204,6 +205,7 @@ def as_object(summary: ModelSummary, devices: list[dict[str, Any]], tensors: boo
         "name": summary.name,
         "architecture": summary.architecture,
         "problem": summary.problem,
+        "limits": summary.limits(),
         "file_bytes": summary.nbytes,
         "parameters": summary.parameters,
         "active_parameters": summary.counts.active_parameters,

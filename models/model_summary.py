@@ -11,13 +11,16 @@ from math import prod
 from pathlib import Path
 
 from quengine.errors import EngineError
+from quengine.kernels.kv.cache_types import Q8_0_GROUP, can_store
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, GGUFFile, StringArray, open_gguf
+from quengine.models.gguf.errors import shown
 from quengine.models.gguf.vocab_checks import CHAT_TEMPLATE, MERGES, TOKENS, check_vocabulary
 from quengine.models.parameter_counts import ParameterCounts, count_parameters
 from quengine.models.tensor_table import DEQUANTIZED_TYPES, check_tensors, draft_tensors
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, or of an expert
+_OF_ONE_EXPERT = re.compile(r"\.(?:experts|ffn_gate|ffn_up|ffn_down)\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,19 @@ class ModelSummary:
     def weight_bytes(self) -> int:
         """Bytes the weights take in memory."""
         return self.counts.nbytes
+
+    def limits(self) -> list[str]:
+        """Options that refuse this model, each with the reason, a line each."""
+        config = self.config
+        if config is None or not self.tensors:
+            return []
+        found = []
+        if not can_store("q8_0", config.head_dim):
+            found.append(f"--cache-type q8_0: heads of {config.head_dim} are no multiple of {Q8_0_GROUP}")
+        alone = next((row.name for row in self.computed if _OF_ONE_EXPERT.search(row.name)), None)
+        if config.experts is not None and alone is not None:
+            found.append(f"--expert-parallel: each expert is in a tensor of its own, as {shown(alone)}")
+        return found
 
     def groups(self) -> list[TensorGroup]:
         """Tensors by role and type, those of all layers and experts together, in file order of the first of each."""

@@ -116,8 +116,8 @@ def token_ids(vocab: int = VOCAB) -> Tensor:
     return torch.randint(0, vocab, (TOKENS,), generator=torch.Generator().manual_seed(3))
 
 
-def transformers_logits(folder: Path, vocab: int = VOCAB) -> Tensor:
-    """What `from_pretrained` makes of the folder, in float64: [TOKENS, vocab]."""
+def transformers_model(folder: Path) -> tuple[Any, set[str]]:
+    """What `from_pretrained` makes of the folder, in float64, and the weights that it made up, as the folder lacks them."""
     import transformers
 
     makers = {
@@ -125,21 +125,30 @@ def transformers_logits(folder: Path, vocab: int = VOCAB) -> Tensor:
         "gemma3": transformers.Gemma3ForConditionalGeneration,
     }
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    model = (
-        makers.get(model_type, transformers.AutoModelForCausalLM)
-        .from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
-        .eval()
+    model, info = makers.get(model_type, transformers.AutoModelForCausalLM).from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager", output_loading_info=True
     )
+    return model.eval(), set(info["missing_keys"])
+
+
+def transformers_logits(folder: Path, vocab: int = VOCAB) -> Tensor:
+    """What `from_pretrained` makes of the folder, in float64: [TOKENS, vocab]."""
+    model, _ = transformers_model(folder)
     with torch.no_grad():
         logits: Tensor = model(token_ids(vocab)[None]).logits[0]
     return logits
 
 
-def our_logits(checkpoint: Checkpoint, vocab: int = VOCAB, backend: ReferenceBackend | None = None) -> Tensor:
-    """The reference backend's logits, float64 [TOKENS, vocab], over a cache that keeps fp32."""
+def our_logits(
+    checkpoint: Checkpoint,
+    vocab: int = VOCAB,
+    backend: ReferenceBackend | None = None,
+    context: int = CONTEXT,
+) -> Tensor:
+    """The reference backend's logits, float64 [TOKENS, vocab], over a cache that keeps fp32, in a run of `context`."""
     config = checkpoint.config
-    decoder = Decoder(config, checkpoint.tensors, backend or ReferenceBackend(keep=True), CONTEXT, CONTEXT)
-    rows = torch.empty(2, CONTEXT, config.head_count_kv, config.head_dim)
+    decoder = Decoder(config, checkpoint.tensors, backend or ReferenceBackend(keep=True), context, CONTEXT)
+    rows = torch.zeros(2, CONTEXT, config.head_count_kv, config.head_dim)
     cache = [KVLayer(*rows.clone()) for _ in range(config.block_count)]
     return forward(decoder, token_ids(vocab), cache, all_logits=True)
 

@@ -54,6 +54,7 @@ class ModelType:
     defaults: what it takes for keys that config.json lacks, where its classes differ.
     text_models: for a model with vision, the types that its `text_config` may have, the default first.
     layer_kinds: the kind of each layer, where `reads_layer_types` is False or config.json has no `layer_types`.
+    reads_layer_types: of a model with vision, whether its text model does, where that does by itself.
     reads_partial_rotary_factor: only that share of each head is rotated; other types pass the key over.
     expert_keys: of a mixture of experts, ExpertConfig or RouterKind field -> key of config.json: `count`, `used` and
         `feed_forward_length` at least; `shared_count` counts shared experts of that length. Empty: a dense model.

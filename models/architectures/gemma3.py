@@ -40,14 +40,8 @@ def _common_keys(keys: Keys) -> Keys:
             raise config_error(key, f"{keys[key]!r} is not implemented")
     if keys.get("sliding_window") is None:
         raise config_error("sliding_window", "missing: layers of this model have one")
-    full, local = rope_of_kinds(keys)
-    return {
-        **keys,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_theta": keys.get("rope_theta", 1e6), **full},
-        "rope_local_base_freq": local.get("rope_theta", keys.get("rope_local_base_freq")),
-        "hidden_act": keys.get("hidden_activation", "gelu_pytorch_tanh"),
-    }
+    keys = rope_of_kinds(keys, keys.get("rope_theta", 1e6), keys.get("rope_local_base_freq"))
+    return {**keys, "hidden_act": keys.get("hidden_activation", "gelu_pytorch_tanh")}
 
 
 def _fields(keys: Keys, _config: ModelConfig) -> Fields:

@@ -7,6 +7,7 @@ RMSNorms read the stream, and they do not see its scale once their epsilon is di
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import isfinite
 
 from quengine.errors import EngineError
@@ -103,16 +104,19 @@ _MIXTURE = ModelType(
         "count": "num_local_experts",
         "used": "num_experts_per_tok",
         "feed_forward_length": "intermediate_size",
-        "shared_feed_forward_length": "shared_intermediate_size",
     },
     fields=_fields,
+)
+_MIXTURE_SHARED = replace(
+    _MIXTURE,
+    expert_keys={**_MIXTURE.expert_keys, "shared_feed_forward_length": "shared_intermediate_size"},
 )
 
 GRANITEMOE = Architecture(
     name="granitemoe",
     block=BlockKind(rope_layout="pairs"),
     router=RouterKind(used=2, scores="softmax_of_chosen", normalized=False),
-    model_types={"granitemoe": _MIXTURE, "granitemoeshared": _MIXTURE},
+    model_types={"granitemoe": _MIXTURE, "granitemoeshared": _MIXTURE_SHARED},
     hf_modules={
         "ffn_gate_inp": "block_sparse_moe.router.layer",
         "ffn_gate_up_exps.weight": "block_sparse_moe.input_linear.weight",

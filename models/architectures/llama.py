@@ -86,7 +86,6 @@ MISTRAL3 = Architecture(
             {"tie_word_embeddings": True},
             text_models=("mistral", "ministral3"),
             layer_kinds=sliding_attention,
-            reads_layer_types=True,
         ),
         "ministral3": ModelType(
             {

@@ -27,14 +27,8 @@ def _layer_kinds(_keys: Keys, blocks: int) -> Sequence[LayerKind]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    full, local = rope_of_kinds(keys)
     base = keys.get("rope_theta", _BASE)
-    return {
-        **keys,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_theta": base, **full},
-        "rope_local_base_freq": local.get("rope_theta", base),
-    }
+    return rope_of_kinds(keys, base, base)
 
 
 def _fields(keys: Keys, _config: ModelConfig) -> Fields:

@@ -9,7 +9,12 @@ from quengine.models.hf.hf_keys import config_error
 
 PATTERN = "attention.sliding_window_pattern"
 LOCAL_BASE = "rope.freq_base_swa"
-"""Keys of GGUF, the latter the rotary base of layers with a window."""
+"""Keys of GGUF, the latter the rotary base of layers with a window.
+
+The converter writes it where a folder has rotary parameters for each kind of layer, and `transformers` rotates by it.
+llama.cpp reads it for OLMo 3 too, but rotates all layers there by `rope.freq_base`; released OLMo 3 has one base for
+both.
+"""
 
 
 def full_layers(blocks: int, period: int) -> tuple[int, ...]:
@@ -43,11 +48,25 @@ def gguf_fields(file: GGUFFile, config: ModelConfig, period: int, base: float | 
     }
 
 
-def rope_of_kinds(keys: Keys) -> tuple[Keys, Keys]:
-    """Those of layers without a window, to which `rope_scaling` belongs, and of layers with one, which are not scaled.
+def rope_of_kinds(keys: Keys, base: float | None, local_base: float | None) -> Keys:
+    """config.json in the keys of other models: parameters of layers without a window, to which `rope_scaling` belongs,
+    and the rotary base of those with one, which are not scaled.
+
+    base, local_base: where the parameters of a kind of layers have none. The original context at the top level is left
+    out: `transformers` passes over it where each kind of layers has parameters of its own.
 
     Raises EngineError for other values in config.json.
     """
+    full, local = _parameters_of_kinds(keys)
+    return {
+        **{key: value for key, value in keys.items() if key != "original_max_position_embeddings"},
+        "rope_scaling": None,
+        "rope_parameters": {"rope_theta": base, **full},
+        "rope_local_base_freq": local.get("rope_theta", local_base),
+    }
+
+
+def _parameters_of_kinds(keys: Keys) -> tuple[Keys, Keys]:
     given, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
     if isinstance(given, dict) and isinstance(scaling, dict):
         kinds = [given.get("full_attention"), given.get("sliding_attention")]

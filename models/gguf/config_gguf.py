@@ -136,7 +136,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         rope_freq_base=_float(file, f"{architecture}.rope.freq_base", 10000.0),
         rope_scaling=scaling,
         rms_eps=_rms_eps(file, architecture),
-        # Converters write 0 for "no window".
+        # Converters write 0 for "no window". A window is applied in every architecture, as `transformers` does with the
+        # folders that such files are made of (Mistral 7B v0.1, Phi-3); llama.cpp passes it over in most.
         sliding_window=window or None,
         tied_output="token_embd.weight" in file.tensors and "output.weight" not in file.tensors,
         attention_temperature_scale=temperature,
@@ -146,6 +147,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     )
     config = replace(config, **declared.size_fields(config))
     config = replace(config, **declared.gguf_fields(file, config))
+    _refuse_sizes_of_windows(file, config)
     for field, problem in config.problems():
         raise _field_error(file, config, field, problem)
     return config
@@ -189,6 +191,23 @@ def _refuse_unimplemented(file: GGUFFile, declared: Architecture) -> None:
         key = f"{architecture}.{suffix}"
         if key in file.metadata:
             raise file.error(key, "the decoder does not implement what this key asks for")
+
+
+def _refuse_sizes_of_windows(file: GGUFFile, config: ModelConfig) -> None:
+    """Refuse other sizes of heads in layers with a window.
+
+    Released files of these architectures have none (llama.cpp's converter writes them for Gemma 4 and others), and
+    llama.cpp would rotate or cut heads by them.
+    """
+    if config.sliding_window is None:
+        return
+    sizes = {"rope.dimension_count_swa": config.rope_dim}
+    sizes |= dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), config.head_dim)
+    for suffix, size in sizes.items():
+        key = f"{config.architecture}.{suffix}"
+        if file.get_int(key) not in (None, size):
+            problem = f"{file.get_int(key)}: the decoder has the same heads in all layers, here {size}"
+            raise file.error(key, problem)
 
 
 def _uniform_int(file: GGUFFile, architecture: str, field: str, default: int | None = None) -> int:
@@ -289,8 +308,10 @@ def _longrope(file: GGUFFile, prefix: str, context: int) -> RopeScaling:
 def _attention_factor(file: GGUFFile, prefix: str, kind: RopeScalingKind, factor: float) -> float:
     """The multiplier of cos and sin.
 
-    `yarn_attn_factor` is Hugging Face's `attention_factor`, which replaces YaRN's own; `attn_factor`
-    multiplies whatever there is.
+    `yarn_attn_factor` is Hugging Face's `attention_factor`, which the converter writes and which replaces YaRN's own in
+    `transformers`, with or without `yarn_log_multiplier`; llama.cpp passes it over in mistral3. `attn_factor`, which the
+    converter writes for Phi-3 alone, multiplies whatever there is; as part of the scaling it is not of layers with a
+    window whose rotation is not scaled (Gemma 3, OLMo 3), where llama.cpp applies it too.
     """
     extra = _float(file, f"{prefix}.attn_factor", 1.0)
     if kind != "yarn":

@@ -91,7 +91,10 @@ def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Map
         inner = text.get("model_type", model_type.text_models[0])
         if inner not in model_type.text_models:
             raise unsupported_architecture(f"{outer} with text model {inner}")
-        model_type = MODEL_TYPES[inner][1]
+        found = MODEL_TYPES[inner][1]
+        model_type = replace(found, reads_layer_types=found.reads_layer_types and model_type.reads_layer_types)
+    if text.get("rope_parameters") is None:  # the classes take null for a missing key here, and nowhere else
+        text = {key: value for key, value in text.items() if key != "rope_parameters"}
     return architecture, model_type, model_type.common_keys({**model_type.defaults, **text})
 
 
@@ -114,6 +117,9 @@ def _refuse_unimplemented(
     if quantization and method != model_type.quantization:
         problem = f"{method}: such folders are not read; take the unquantized model, or a GGUF file of it"
         raise config_error("quantization_config", problem)
+    for keys in (outer, text):
+        if (causal := keys.get("is_causal", True)) is not True:
+            raise config_error("is_causal", f"{causal!r} is not implemented: each token sees those before it")
     names = ACTIVATIONS[block.activation]
     activation = text.get("hidden_act", names[0])
     if activation not in names:

@@ -11,8 +11,11 @@ import pytest
 
 from quengine.cli.commands.show import show
 from quengine.errors import EngineError
+from quengine.loading.placement import part_of
+from quengine.models.checkpoint import open_checkpoint
 from quengine.models.parameter_counts import count_text
 from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
+from quengine.models.tensor_split import Rank
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder, spm_vocabulary
 from tests.hf_writer import hf_config, random_weights, write_hf
 
@@ -223,3 +226,36 @@ def test_layers_without_experts_are_counted(capsys, tmp_path, dense, words):
     text = shown(capsys, write_synthetic(tmp_path / "tiny.gguf", model))
     (line,) = (line for line in text.splitlines() if line.startswith("experts "))
     assert line.endswith(words)
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_options_that_refuse_the_model_are_said(capsys, tmp_path, kind):
+    sizes = ModelSizes(architecture="qwen3moe", experts=4, head_dim=48, separate=True)
+    path = tmp_path / "old.gguf"
+    if kind == "gguf":
+        model_builder(sizes, bpe_vocabulary()).write(path)
+    else:
+        path = write_hf(tmp_path / "folder", hf_config(sizes, 64), random_weights(sizes, 64))
+    one = "blk.0.ffn_gate.0.weight" if kind == "gguf" else "model.layers.0.mlp.experts.0.down_proj.weight"
+    limits = as_json(capsys, path)["limits"]
+    assert limits == [
+        "--cache-type q8_0: heads of 48 are no multiple of 32",
+        f"--expert-parallel: each expert is in a tensor of its own, as {one}",
+    ]
+    text = shown(capsys, path)
+    assert [line for line in text.splitlines() if line.startswith("not with")] == [
+        f"not with      {limit}" for limit in limits
+    ]
+    # Those options do refuse it.
+    checkpoint = open_checkpoint(path)
+    with pytest.raises(EngineError, match="--expert-parallel takes experts in one tensor"):
+        part_of(checkpoint, Rank(0, 2, by_expert=True))
+    with pytest.raises(EngineError, match="a q8_0 cache needs a head size"):
+        checkpoint.config.kv_cache_bytes(32, "q8_0")
+
+
+def test_a_model_that_every_option_takes_has_no_limits(capsys, tmp_path):
+    sizes = ModelSizes(architecture="qwen3moe", experts=4, head_dim=32)
+    path = model_builder(sizes, bpe_vocabulary()).write(tmp_path / "new.gguf")
+    assert as_json(capsys, path)["limits"] == []
+    assert "not with" not in shown(capsys, path)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.gguf.vocab_checks import check_vocabulary
@@ -101,3 +102,28 @@ def test_yarn_reads_its_own_keys(tmp_path: Path) -> None:
         yarn = BPE | {A + "rope.scaling.type": "yarn", A + "rope.scaling.factor": 4.0}
         with pytest.raises(GGUFError, match=key):
             GGUFCheckpoint(write(tmp_path, yarn, A + "rope.scaling." + key, value, kind))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "size"),
+    [
+        ("rope.dimension_count_swa", 16),
+        ("attention.key_length_swa", 16),
+        ("attention.value_length_swa", 16),
+    ],
+)
+def test_other_heads_in_layers_with_a_window_are_refused_by_name(
+    tmp_path: Path, suffix: str, size: int
+) -> None:
+    sizes = ModelSizes("gemma3")
+    metadata = {**sizes.metadata(), **SPM, "gemma3.attention.sliding_window": 4}
+
+    def config(**changes: Any) -> ModelConfig:
+        builder = GGUFBuilder().kvs(metadata | changes)
+        with open_gguf(builder.write(tmp_path / "m.gguf")) as file:
+            return ModelConfig.from_gguf(file)
+
+    key = f"gemma3.{suffix}"
+    assert config(**{key: size}) == config()
+    with pytest.raises(GGUFError, match=f"{key}.*8: the decoder has the same heads in all layers, here 16"):
+        config(**{key: 8})

@@ -1,0 +1,273 @@
+"""Changes each key of tiny GGUF files, one at a time, and compares the logits with llama.cpp's.
+
+    python -m benchmarks.checks.gguf_keys_sweep [--jobs 16] [--architectures gemma3 olmo2 ...] [--every 1]
+
+Run from the repository root. Files have random weights in F32, so that llama.cpp rounds little but its cache. Prints a
+line for each architecture: changes that give the same logits, that one side or the other refuses, that were decided
+otherwise (DECIDED says why), and those that are silently other, which follow one by one. One JSON line ends the report;
+exits with 1 if any was silently other or ended a process.
+
+The peer is the library within the package xllamacpp (pip install xllamacpp), called by the functions of llama.h.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quengine.errors import EngineError
+from quengine.models.architectures import ARCHITECTURES
+from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
+from tests.gguf_builder import ModelSizes
+from tests.llama_cpp_vocab import library
+from tests.tiny_models import chat_vocabulary, write_tiny
+from tests.transformers_models import TOKENS, nmse, our_logits, token_ids
+
+COLUMNS = ("equal", "refused here", "refused there", "decided", "other", "failed")
+TOLERANCE = 1e-3
+"""Of the logits: llama.cpp's cache in fp16 and its fast exponentials make up to 1e-5. A key that counts makes more."""
+
+DECIDED: Mapping[str, str] = {
+    r"(?!glm4moe).*\.expert_(weights_norm|weights_scale|gating_func)": "llama.cpp's router is fixed; the file says more",
+    r"(?!gemma3|gpt-oss|olmo2).*\.attention\.sliding_window": "transformers has the window, llama.cpp passes it over",
+    r"olmo2\.rope\.freq_base(_swa)?": "layers with a window have their own base, as in transformers",
+    r"mistral3\.rope\.scaling\.yarn_attn_factor": "replaces YaRN's own, as attention_factor in transformers",
+    r"(gemma3|olmo2)\.rope\.scaling\.attn_factor": "belongs to the scaling, which layers with a window have not",
+    r"gpt-oss\.rope\.scaling\.type": "YaRN's limits are not rounded, as the model was trained",
+}
+"""Pattern of a key -> why its meaning is another than llama.cpp's."""
+
+MORE: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
+    "olmo2": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
+    "gpt-oss": {"attention.sliding_window": 5},
+    "glm4moe": {"leading_dense_block_count": 0, "expert_weights_scale": 1.5, "expert_weights_norm": True},
+    "granite": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
+    "granitemoe": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
+    "mistral3": {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 32,
+        "rope.scaling.yarn_log_multiplier": 1.0,
+        "attention.temperature_scale": 0.1,
+    },
+}
+"""What the files of an architecture have besides the sizes."""
+
+VALUES: Mapping[str, tuple[Any, ...]] = {
+    "context_length": (64, 4096),
+    "embedding_length": (32, 128),
+    "block_count": (1, 3),
+    "feed_forward_length": (48, 192),
+    "attention.head_count": (2, 8),
+    "attention.head_count_kv": (1, 4),
+    "attention.key_length": (8, 32),
+    "attention.value_length": (8, 32),
+    "attention.layer_norm_rms_epsilon": (1e-6, 1e-2, 0.5),
+    "attention.sliding_window": (0, 1, 8, 64),
+    "attention.sliding_window_pattern": (1, 2, 6),
+    "attention.scale": (0.0, 0.1, 1.0),
+    "attention.output_scale": (0.5,),
+    "attention.clamp_kqv": (1.0,),
+    "attention.causal": (False, True),
+    "attention.temperature_scale": (0.3,),
+    "attention.temperature_length": (16,),
+    "attention.key_length_swa": (8, 16),
+    "attention.value_length_swa": (8, 16),
+    "attention.shared_kv_layers": (1,),
+    "attn_logit_softcapping": (5.0,),
+    "final_logit_softcapping": (5.0,),
+    "logit_scale": (2.0,),
+    "embedding_scale": (2.0,),
+    "residual_scale": (0.5,),
+    "rope.dimension_count": (8, 16),
+    "rope.dimension_count_swa": (8, 16),
+    "rope.freq_base": (500.0, 1e6),
+    "rope.freq_base_swa": (500.0, 1e6),
+    "rope.scale_linear": (2.0,),
+    "rope.scaling.type": ("none", "linear", "yarn", "longrope"),
+    "rope.scaling.factor": (2.0, 8.0),
+    "rope.scaling.attn_factor": (1.5,),
+    "rope.scaling.original_context_length": (16, 64),
+    "rope.scaling.finetuned": (True, False),
+    "rope.scaling.yarn_log_multiplier": (0.1, 1.0),
+    "rope.scaling.yarn_ext_factor": (0.0, 0.5, 1.0),
+    "rope.scaling.yarn_attn_factor": (0.7, 1.5),
+    "rope.scaling.yarn_beta_fast": (8.0, 64.0),
+    "rope.scaling.yarn_beta_slow": (2.0,),
+    "expert_count": (2, 4, 8),
+    "expert_used_count": (1, 3, 4),
+    "expert_feed_forward_length": (16, 64),
+    "expert_shared_feed_forward_length": (32, 128),
+    "expert_shared_count": (1, 2),
+    "expert_weights_norm": (True, False),
+    "expert_weights_scale": (0.5, 2.0),
+    "expert_gating_func": (0, 1, 2, 3),
+    "expert_group_count": (1, 2),
+    "expert_group_used_count": (1, 2),
+    "leading_dense_block_count": (1,),
+    "nextn_predict_layers": (1,),
+    "pooling_type": (0, 1, 3),
+    "use_parallel_residual": (True,),
+    "interleave_moe_layer_step": (2,),
+    "moe_every_n_layers": (2,),
+    "vocab_size": (17,),
+}
+"""Key after the architecture's prefix -> legal values to try, beside leaving it out."""
+
+WITH_SCALING = ("linear", "yarn")
+"""Kinds of scaling that every key of a rotation is tried with too."""
+
+
+class _ContextParams(ctypes.Structure):
+    """`llama_context_params` of llama.h as bytes, more than it has: it is passed on as the library made it."""
+
+    _fields_ = (("bytes", ctypes.c_byte * 1024),)
+
+
+class _Batch(ctypes.Structure):
+    """`llama_batch` of llama.h."""
+
+    _fields_ = (
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+    )
+
+
+def llama_cpp_logits(path: Path, vocab: int) -> np.ndarray | None:
+    """llama.cpp's logits of the tokens [TOKENS, vocab]; None where it does not load the file."""
+    lib = library()
+    lib.llama_context_default_params.restype = _ContextParams
+    lib.llama_init_from_model.argtypes = [ctypes.c_void_p, _ContextParams]
+    lib.llama_init_from_model.restype = ctypes.c_void_p
+    lib.llama_batch_init.restype = _Batch
+    lib.llama_decode.argtypes = [ctypes.c_void_p, _Batch]
+    lib.llama_get_logits_ith.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+    lib.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
+    model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+    context = model and lib.llama_init_from_model(model, lib.llama_context_default_params())
+    if not context:
+        return None
+    batch = lib.llama_batch_init(TOKENS, 0, 1)
+    batch.n_tokens = TOKENS
+    for i, token in enumerate(token_ids(vocab).tolist()):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
+        batch.seq_id[i][0] = 0
+    if lib.llama_decode(context, batch):
+        return None
+    return np.stack(
+        [np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab,)).copy() for i in range(TOKENS)]
+    )
+
+
+def compare(path: Path, key: str, vocab: int) -> tuple[str, str]:
+    """What became of a changed file, and how far the logits lie apart or what was said. Ends with the process."""
+    try:
+        ours = our_logits(GGUFCheckpoint(path), vocab)
+    except EngineError as error:
+        return "refused here", str(error)
+    theirs = llama_cpp_logits(path, vocab)
+    if theirs is None or not np.isfinite(theirs).all():
+        return "refused there", "not loaded, or no finite logits"
+    difference = nmse(ours, torch.from_numpy(theirs).double())
+    if difference < TOLERANCE:
+        return "equal", f"NMSE {difference:.1e}"
+    for pattern, reason in DECIDED.items():
+        if re.fullmatch(pattern, key):
+            return "decided", reason
+    return "other", f"NMSE {difference:.1e}"
+
+
+def changes(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and changed metadata (None: left out) of every change of an architecture's files."""
+    more = {f"{architecture}.{key}": value for key, value in MORE.get(architecture, {}).items()}
+    metadata = ModelSizes(architecture).metadata() | more
+    yield "as it is", more
+    for suffix, values in VALUES.items():
+        key = f"{architecture}.{suffix}"
+        if key in metadata:
+            yield f"without {key}", more | {key: None}
+        for value in values:
+            if metadata.get(key) != value:
+                yield f"{key} = {value}", more | {key: value}
+    scaling = f"{architecture}.rope.scaling"
+    for kind in WITH_SCALING:
+        base = {f"{scaling}.type": kind, f"{scaling}.factor": 4.0, f"{scaling}.original_context_length": 32}
+        for suffix, values in VALUES.items():
+            if suffix.startswith("rope.") and suffix != "rope.scaling.type":
+                for value in values:
+                    change = {f"{architecture}.{suffix}": value}
+                    yield f"{architecture}.{suffix} = {value} with {kind}", more | base | change
+
+
+def _in_a_process(architecture: str, name: str, change: Mapping[str, Any], scratch: Path) -> tuple[str, str]:
+    """`compare` in a child, which an assertion of llama.cpp may end."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        try:
+            vocabulary = chat_vocabulary()
+            path = write_tiny(scratch / f"{os.getpid()}.gguf", architecture, changes=change, vocabulary=vocabulary)
+            key = name.removeprefix("without ").split(" ")[0]
+            found = compare(path, key, len(vocabulary["tokenizer.ggml.tokens"]))
+            path.unlink()
+        except Exception as error:
+            found = "failed", f"{type(error).__name__}: {error}"[:300]
+        os.write(writer, json.dumps(found).encode()[:4000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answers:
+        answer = answers.read()
+    os.waitpid(child, 0)
+    outcome, said = json.loads(answer) if answer else ("refused there", "its process ended")
+    return outcome, said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--architectures", nargs="*", default=sorted(ARCHITECTURES))
+    parser.add_argument("--every", type=int, default=1, help="only every so many changes")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    library()
+    began, total = time.monotonic(), Counter[str]()
+    print(f"{'':12}{'changes':>8}" + "".join(f"{column:>15}" for column in COLUMNS))
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
+        for architecture in options.architectures:
+            chosen = list(changes(architecture))[:: options.every]
+            parts = [pool.submit(_in_a_process, architecture, *change, Path(scratch)) for change in chosen]
+            found = [(name, *part.result()) for (name, _), part in zip(chosen, parts, strict=True)]
+            counts = Counter(outcome for _, outcome, _ in found)
+            total += counts
+            line = f"{architecture:12}{len(found):8}" + "".join(f"{counts[column]:15}" for column in COLUMNS)
+            print(line, flush=True)
+            for name, outcome, said in found:
+                if outcome in ("decided", "other", "failed"):
+                    print(f"    {outcome}: {name}: {said}")
+    print(json.dumps({"changes": total.total(), **total, "seconds": round(time.monotonic() - began, 1)}))
+    return 1 if total["other"] or total["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
