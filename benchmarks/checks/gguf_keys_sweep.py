@@ -227,7 +227,9 @@ def _in_a_process(architecture: str, name: str, change: Mapping[str, Any], scrat
         os.dup2(silent, 2)
         try:
             vocabulary = chat_vocabulary()
-            path = write_tiny(scratch / f"{os.getpid()}.gguf", architecture, changes=change, vocabulary=vocabulary)
+            path = write_tiny(
+                scratch / f"{os.getpid()}.gguf", architecture, changes=change, vocabulary=vocabulary
+            )
             key = name.removeprefix("without ").split(" ")[0]
             found = compare(path, key, len(vocabulary["tokenizer.ggml.tokens"]))
             path.unlink()
@@ -244,7 +246,9 @@ def _in_a_process(architecture: str, name: str, change: Mapping[str, Any], scrat
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--architectures", nargs="*", default=sorted(ARCHITECTURES))
     parser.add_argument("--every", type=int, default=1, help="only every so many changes")

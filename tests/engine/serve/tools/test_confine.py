@@ -174,7 +174,7 @@ OUT = {
 
 
 def test_what_leads_out_is_refused(keeper: Keeper) -> None:
-    calls = [call for call in OUT if "keeper" not in call and "-1" not in call or not keeper.namespaced]
+    calls = [call for call in OUT if ("keeper" not in call and "-1" not in call) or not keeper.namespaced]
     program = f"""
 import ctypes, errno, os, resource, socket, sys
 x86, keeper = {platform.machine() == "x86_64"}, os.getppid()
