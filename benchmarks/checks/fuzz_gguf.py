@@ -2,8 +2,8 @@
 
     python -m benchmarks.checks.fuzz_gguf --cases 1000000 [--first 0] [--jobs 16]
 
-Run from the repository root, by `--jobs` processes. Prints one JSON line: cases, outcomes, the slowest case, and cases that failed; exits
-with 1 if any did. A failing case number is enough to make its file again.
+Run from the repository root, by `--jobs` processes. Prints one JSON line: cases, outcomes, the slowest case, and cases
+that failed; exits with 1 if any did. A failing case number is enough to make its file again.
 """
 
 import argparse

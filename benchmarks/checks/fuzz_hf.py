@@ -2,9 +2,9 @@
 
     python -m benchmarks.checks.fuzz_hf --cases 3000 [--first 0] [--jobs 16]
 
-Run from the repository root, by `--jobs` processes. Prints one JSON line: cases, outcomes, the slowest case, the most memory, and cases that
-failed; exits with 1 if any did. A failing case number is enough to make its folder again. Ctrl-C or SIGTERM ends it
-early, with the result so far.
+Run from the repository root, by `--jobs` processes. Prints one JSON line: cases, outcomes, the slowest case, the most
+memory, and cases that failed; exits with 1 if any did. A failing case number is enough to make its folder again. Ctrl-C
+or SIGTERM ends it early, with the result so far.
 """
 
 import argparse

@@ -200,7 +200,7 @@ class Connection(H11Protocol):
             self._timer = self.loop.call_later(limits.header_s, self._headers_too_slow)
 
     def _is_garbage(self) -> bool:
-        """Whether what has come and waits for its rest can be no request whatever follows; h11 waits for a whole one."""
+        """Whether the bytes so far can become no request, whatever follows; h11 alone would wait for a whole one."""
         waiting = self.conn.trailing_data[0]
         if not waiting:
             return False

@@ -134,8 +134,8 @@ class ServerSettings:
 
     The first of `model_names` is what answers call the model. Any of `api_keys`, to which those of `api_key_file` are
     added, opens every route; without one no key is needed. "*" allows any host, or any origin, and "localhost" the
-    origins of this machine; without origins CORS is on for all of them where a key is needed, and else for generating by
-    apps of this machine. `pooling`, `chat` and `defaults` hold where a request names no other.
+    origins of this machine; without origins CORS is on for all of them where a key is needed, and else for
+    generating by apps of this machine. `pooling`, `chat` and `defaults` hold where a request names no other.
 
     Raises:
         EngineError: a value is out of range, the keys cannot be read, or the address is not loopback and there is no

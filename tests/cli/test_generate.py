@@ -59,7 +59,7 @@ def test_text_goes_to_stdout_and_the_report_to_stderr(model: str, capsys: pytest
         assert word in captured.err
 
 
-LINE = r"\n  6 tokens, [\d.]+ tok/s, first token after [\d.]+ s( \([\d.]+ s of it compiled kernels, once\))?; (.*)\n"
+LINE = r"\n  6 tokens, [\d.]+ tok/s, first token after [\d.]+ s( \([\d.]+ s of it for compiling kernels, once\))?; (.*)\n"
 
 
 def test_the_report_is_a_line_unless_more_is_asked_for(
@@ -72,7 +72,7 @@ def test_the_report_is_a_line_unless_more_is_asked_for(
     assert "peak memory" in capsys.readouterr().err
     monkeypatch.setattr("quengine.kernels.compile_clock.seconds", iter([0, 2.5, *[2.5] * 100]).__next__)
     assert run(["generate", "-m", model, "the", *COMMON]) == 0
-    assert "(2.5 s of it compiled kernels, once)" in capsys.readouterr().err
+    assert "(2.5 s of it for compiling kernels, once)" in capsys.readouterr().err
 
 
 def test_why_an_answer_ended_is_told(model: str, capsys: pytest.CaptureFixture[str]) -> None:
