@@ -136,7 +136,10 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
         for kind, rope in KINDS.items():
             yield f"{name}, {kind}", Seed(name, {**base, "rope_parameters": _of_kinds(rope)}, rotary=True)
     yield "phi3", Seed("phi3", {"sliding_window": 8})
-    yield "phi3, longrope", Seed("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16})
+    yield (
+        "phi3, longrope",
+        Seed("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    )
 
 
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -275,7 +278,17 @@ _ALSO: dict[str, tuple[Any, ...]] = {
         {"sliding_attention": {"rope_theta": 2e4}},
         {"full_attention": None, "sliding_attention": None},
     ),
-    "rope_type": ("default", "linear", "yarn", "llama3", "longrope", "dynamic", "proportional", "su", "mrope"),
+    "rope_type": (
+        "default",
+        "linear",
+        "yarn",
+        "llama3",
+        "longrope",
+        "dynamic",
+        "proportional",
+        "su",
+        "mrope",
+    ),
     "type": ("default", "linear", "yarn", "llama3", "longrope", "dynamic", "su"),
     "factor": (0.5, 1, 1.0, 2, 8.0, 40.0, 1e3),
     "attention_factor": (0.5, 1.0, 2),
@@ -489,4 +502,3 @@ def _their_logits(folder: Path) -> Tensor | None:
 def sample(found: list[Change], count: int, seed: int) -> list[Change]:
     """`count` of the changes, the same for the same seed."""
     return random.Random(seed).sample(found, min(count, len(found)))
-

@@ -34,7 +34,9 @@ def _run(folder: Path, chosen: list[Change]) -> list[Finding]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seeds", nargs="*", default=[], help="those whose names begin so; all if none")
     parser.add_argument("--every", type=int, default=1, help="only every so many changes")
@@ -70,7 +72,9 @@ def main() -> int:
             line = f"{name:24}{len(found):9}" + "".join(f"{counts[column]:15}" for column in COLUMNS)
             print(line, flush=True)
             for change, outcome, said in found:
-                output.write(json.dumps({"seed": name, "change": change, "outcome": outcome, "said": said}) + "\n")
+                output.write(
+                    json.dumps({"seed": name, "change": change, "outcome": outcome, "said": said}) + "\n"
+                )
                 if outcome in ("other", "failed"):
                     print(f"    {outcome}: {change}: {said}")
     result = {"changes": total.total(), **total, "seconds": round(time.monotonic() - began, 1)}

@@ -70,8 +70,8 @@ def _router_fields(file: GGUFFile, prefix: str) -> dict[str, Any]:
 
     llama.cpp reads `expert_weights_norm`, `expert_weights_scale` and `expert_gating_func` for GLM-4.5 alone of these
     architectures, and takes the declared router for the others. Its converter writes the first two for GLM alone, and
-    the third where a folder has a `scoring_func`, so that released files of the others do not say them. A file that does
-    was made to be computed so, and is.
+    the third where a folder has a `scoring_func`, so that released files of the others do not say them. A file that
+    does was made to be computed so, and is.
     """
     fields: dict[str, Any] = {}
     gating_key = f"{prefix}.expert_gating_func"

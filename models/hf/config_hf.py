@@ -92,7 +92,9 @@ def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Map
         if inner not in model_type.text_models:
             raise unsupported_architecture(f"{outer} with text model {inner}")
         found = MODEL_TYPES[inner][1]
-        model_type = replace(found, reads_layer_types=found.reads_layer_types and model_type.reads_layer_types)
+        model_type = replace(
+            found, reads_layer_types=found.reads_layer_types and model_type.reads_layer_types
+        )
     if text.get("rope_parameters") is None:  # the classes take null for a missing key here, and nowhere else
         text = {key: value for key, value in text.items() if key != "rope_parameters"}
     return architecture, model_type, model_type.common_keys({**model_type.defaults, **text})
