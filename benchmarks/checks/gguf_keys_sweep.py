@@ -30,7 +30,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
-from tests.gguf_builder import ModelSizes
+from tests.gguf_builder import ModelSizes, spm_vocabulary
 from tests.llama_cpp_vocab import library
 from tests.tiny_models import chat_vocabulary, write_tiny
 from tests.transformers_models import TOKENS, our_logits, token_ids
@@ -46,15 +46,21 @@ DECIDED: Mapping[str, str] = {
     r".*\.rope\.scaling\.yarn_attn_factor .*": "replaces YaRN's own, as attention_factor in transformers",
     r".*\.rope\.scaling\.yarn_(beta_fast|beta_slow|log_multiplier) .*": "read in few architectures by llama.cpp",
     r"(gemma3|olmo2)\.rope\.scaling\.attn_factor .*": "belongs to the scaling, which windows have not",
+    r"gpt-oss\.attention\.sliding_window = 0": "no window, as converters write it",
     r"gpt-oss\..*yarn": "YaRN's limits are not rounded, as the model was trained",
 }
 """Pattern of a change -> why its meaning is another than llama.cpp's."""
 
 MORE: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
-    "olmo2": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
+    "olmo2": {"attention.sliding_window": 5},
     "gpt-oss": {"attention.sliding_window": 5},
-    "glm4moe": {"leading_dense_block_count": 0, "expert_weights_scale": 1.5, "expert_weights_norm": True},
+    "glm4moe": {
+        "expert_shared_count": 2,
+        "leading_dense_block_count": 0,
+        "expert_weights_scale": 1.5,
+        "expert_weights_norm": True,
+    },
     "granite": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "granitemoe": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "mistral3": {
@@ -127,6 +133,12 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "vocab_size": (17,),
 }
 """Key after the architecture's prefix -> legal values to try, beside leaving it out."""
+
+SIZES: Mapping[str, Mapping[str, int]] = {"olmoe": {"kv_heads": 4}}
+"""Where llama.cpp takes fewer sizes than are usual here."""
+
+SPM = ("phi3",)
+"""Architectures that llama.cpp reads with a SentencePiece vocabulary alone."""
 
 WITH_SCALING = ("linear", "yarn")
 """Kinds of scaling that every key of a rotation is tried with too."""
@@ -201,7 +213,7 @@ def compare(path: Path, name: str, vocab: int) -> tuple[str, str]:
 def changes(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and changed metadata (None: left out) of every change of an architecture's files."""
     more = {f"{architecture}.{key}": value for key, value in MORE.get(architecture, {}).items()}
-    metadata = ModelSizes(architecture).metadata() | more
+    metadata = ModelSizes(architecture, **SIZES.get(architecture, {})).metadata() | more
     yield "as it is", more
     for suffix, values in VALUES.items():
         key = f"{architecture}.{suffix}"
@@ -229,10 +241,14 @@ def _in_a_process(architecture: str, name: str, change: Mapping[str, Any], scrat
         os.dup2(silent, 1)
         os.dup2(silent, 2)
         try:
-            vocabulary = chat_vocabulary()
+            vocabulary = spm_vocabulary() if architecture in SPM else chat_vocabulary()
             del vocabulary["tokenizer.ggml.token_type"]  # not of the type that llama.cpp takes
             path = write_tiny(
-                scratch / f"{os.getpid()}.gguf", architecture, changes=change, vocabulary=vocabulary
+                scratch / f"{os.getpid()}.gguf",
+                architecture,
+                sizes=ModelSizes(architecture, **SIZES.get(architecture, {})),
+                changes=change,
+                vocabulary=vocabulary,
             )
             found = compare(path, name, len(vocabulary["tokenizer.ggml.tokens"]))
             path.unlink()
