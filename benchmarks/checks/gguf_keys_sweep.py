@@ -213,6 +213,7 @@ def compare(path: Path, name: str, vocab: int) -> tuple[str, str]:
 def changes(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and changed metadata (None: left out) of every change of an architecture's files."""
     more = {f"{architecture}.{key}": value for key, value in MORE.get(architecture, {}).items()}
+    more["general.name"] = "tiny"  # by some names llama.cpp expects tokens of a released model
     metadata = ModelSizes(architecture, **SIZES.get(architecture, {})).metadata() | more
     yield "as it is", more
     for suffix, values in VALUES.items():
@@ -242,7 +243,6 @@ def _in_a_process(architecture: str, name: str, change: Mapping[str, Any], scrat
         os.dup2(silent, 2)
         try:
             vocabulary = spm_vocabulary() if architecture in SPM else chat_vocabulary()
-            del vocabulary["tokenizer.ggml.token_type"]  # not of the type that llama.cpp takes
             path = write_tiny(
                 scratch / f"{os.getpid()}.gguf",
                 architecture,
