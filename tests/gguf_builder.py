@@ -86,6 +86,8 @@ def entry(key: str | bytes, value: Any, kind: str | None = None) -> bytes:
     """One metadata entry. `kind` is the value's type, of a list the elements' type."""
     if isinstance(value, list | tuple | np.ndarray):
         values = value.tolist() if isinstance(value, np.ndarray) else value
+        if isinstance(value, np.ndarray) and value.dtype.name in SCALAR_CODES:
+            kind = kind or value.dtype.name
         kind = kind or guess_type(values[0] if len(values) else "")
         return string(key) + struct.pack("<I", 9) + array(values, kind)
     kind = kind or guess_type(value)

@@ -117,7 +117,7 @@ def token_ids(vocab: int = VOCAB) -> Tensor:
 
 
 def transformers_model(folder: Path) -> tuple[Any, set[str]]:
-    """What `from_pretrained` makes of the folder, in float64, and the weights that it made up, as the folder lacks them."""
+    """What `from_pretrained` makes of the folder, in float64, and the weights that it made up, which are not there."""
     import transformers
 
     makers = {

@@ -309,9 +309,10 @@ def _attention_factor(file: GGUFFile, prefix: str, kind: RopeScalingKind, factor
     """The multiplier of cos and sin.
 
     `yarn_attn_factor` is Hugging Face's `attention_factor`, which the converter writes and which replaces YaRN's own
-    in `transformers`, with or without `yarn_log_multiplier`; llama.cpp passes it over in mistral3. `attn_factor`,
-    which the converter writes for Phi-3 alone, multiplies whatever there is. As part of the scaling it does not apply
-    to layers with a window whose rotation is not scaled (Gemma 3, OLMo 3); llama.cpp applies it there too.
+    in `transformers`, with or without `yarn_log_multiplier`. llama.cpp passes it over, and in most architectures
+    YaRN's betas too, which the converter writes for all. `attn_factor`, which the converter writes for Phi-3 alone,
+    multiplies whatever there is. As part of the scaling it does not apply to layers with a window whose rotation is
+    not scaled (Gemma 3, OLMo 3); llama.cpp applies it there too.
     """
     extra = _float(file, f"{prefix}.attn_factor", 1.0)
     if kind != "yarn":
