@@ -1,6 +1,7 @@
 """The scheduler of many sequences: turns, order, room, and that nothing stays held. No model is computed."""
 
 import random
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -36,6 +37,9 @@ class FakeSequence:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
         self.max_positions = len(self.token_ids) + self.wanted
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
 
     @property
     def finished(self) -> bool:
