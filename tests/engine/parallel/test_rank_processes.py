@@ -17,6 +17,7 @@ import torch
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.config import EngineConfig
+from quengine.errors import CannotRunError
 from quengine.parallel.group import RankFailedError, RankGroup
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence
@@ -179,8 +180,9 @@ def test_a_step_that_fails_here_ends_the_group(failing: LLM, monkeypatch: pytest
         raise MemoryError("no room")
 
     monkeypatch.setattr(failing.runner.decoder.backend, "attention", fail)
-    with pytest.raises(MemoryError, match="no room"):
+    with pytest.raises(CannotRunError, match="not enough memory") as raised:
         failing.generate("a", GREEDY)
+    assert str(raised.value.__cause__) == "no room"
     with pytest.raises(RankFailedError, match="out of step, since a step failed: no room"):
         failing.generate("a", GREEDY)
     assert not psutil.pid_exists(pid)
