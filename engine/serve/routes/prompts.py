@@ -88,11 +88,14 @@ def ending_of(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
 ) -> Ending:
-    """How a conversation's prompt ends. Raises ApiError where the two fields contradict each other."""
+    """How a conversation's prompt ends. Raises ApiError where the fields contradict each other, or nothing can go on."""
     if continue_final_message and add_generation_prompt:
         wrong = "continue_final_message and add_generation_prompt: only one of them can be true"
         raise bad_request(wrong, "continue_final_message")
     if continue_final_message:
+        if not messages:
+            wrong = "continue_final_message: the last message must be the assistant's, and there is none"
+            raise bad_request(wrong, "continue_final_message")
         return "continued"
     if add_generation_prompt is False:
         return "nothing"

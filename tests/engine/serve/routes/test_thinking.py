@@ -186,6 +186,7 @@ def test_an_answer_at_the_end_is_continued(tiny: Served) -> None:
     ("messages", "fields", "error"),
     [
         ([HELLO], {"continue_final_message": True}, "the last message must be the assistant's"),
+        ([], {"continue_final_message": True}, "the last message must be the assistant's, and there is none"),
         ([HELLO] + 2 * [{"role": "assistant", "content": "a"}], {}, "two of the assistant's"),
         ([HELLO], {"continue_final_message": True, "add_generation_prompt": True}, "only one of them"),
     ],
