@@ -107,13 +107,13 @@ def test_apps_of_this_machine_generate_and_change_nothing(tmp_path: Path) -> Non
 
 
 def shut() -> list[tuple[str, str]]:
-    """Every route that does more than generate."""
+    """Every route that does more than generate, but the page's files, which any origin may fetch."""
     found = [
         (method, path) for method, path, _ in (*ROUTES, *SERVER_ROUTES) if (method, path) not in FOR_APPS
     ]
     names = {path for _, path in found}
     assert {"/tools", "/slots/{id_slot}", "/slots", "/models/load", "/api/pull", "/v1/stream"} <= names
-    return [(method, path) for method, path in found if path != "/v1/models/{name:path}"]
+    return [each for each in found if each[1] not in ("/v1/models/{name:path}", "/page/{name}")]
 
 
 def test_pages_of_the_web_are_refused_and_the_log_says_what_to_set(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,6 +22,7 @@ SAYS = {
     "sunny": "<|channel|>final<|message|>It is sunny.",
     "record": f"<|channel|>final<|message|>{_RECORD}",
     "call Record": _CALL % ("Record", _RECORD),
+    "xxx": f"<|channel|>final<|message|>{HELLO}",
     "flaky": f"<|channel|>final<|message|>{HELLO}",
 }
 """The answer to a prompt that ends so; as litellm writes one for Ollama's `generate`, it ends with two newlines."""

@@ -141,10 +141,10 @@ def test_a_slot_is_saved_restored_and_erased(engine: ProcessEngine, tmp_path: Pa
     short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     events_of(engine, [request(21, list(range(70)), short, slot=2)])
     saved = done(SlotAction("save", 2, str(tmp_path / "x"), id=22))
-    assert saved.tokens == 64 and saved.nbytes == (tmp_path / "x").stat().st_size
-    assert done(SlotAction("erase", 2, id=23)) == SlotDone(23, 64)
+    assert saved.tokens == 72 and saved.nbytes == (tmp_path / "x").stat().st_size
+    assert done(SlotAction("erase", 2, id=23)) == SlotDone(23, 72)
     restored = done(SlotAction("restore", 1, str(tmp_path / "x"), id=24))
-    assert (restored.tokens, restored.nbytes) == (64, saved.nbytes)
+    assert (restored.tokens, restored.nbytes) == (72, saved.nbytes)
     (*_, end) = events_of(engine, [request(25, list(range(70)), short)])[25]
     assert isinstance(end, Finished) and end.timings.cached_tokens == 64
 

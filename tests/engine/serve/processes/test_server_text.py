@@ -88,7 +88,7 @@ def test_openais_client_reads_that_as_the_context_that_is_full(served: Served) -
 def test_a_million_prompts_are_refused_before_any_is_tokenized(served: Served) -> None:
     with served.http() as client:
         answer = client.post("/v1/completions", json={"prompt": ["1"] * 500_000})
-    assert answer.status_code == 400 and "500000 completions in one request" in answer.text
+    assert answer.status_code == 400 and "500000 inputs in one request" in answer.text
 
 
 @pytest.mark.parametrize("count", [10, 4000, 80_000], ids=["short", "long", "very long"])

@@ -346,6 +346,9 @@ def test_settings_of_the_samplers_are_read_and_told(client: httpx.Client) -> Non
     assert {name: told[name] for name in given} == given and told["post_sampling_probs"] is False
     answer = client.post("/completion", json={"prompt": "a", "n_predict": 1, "samplers": "kt"}).json()
     assert answer["generation_settings"]["samplers"] == ["top_k", "temperature"]
-    for wrong in (["tfs_z"], ["top_k", 3], "kq", 5, ["top_k"] * 33, "k" * 33):
+    for passed in (["tfs_z", "top_k"], ["adaptive_p", "top_k"], "ak"):
+        answer = client.post("/completion", json={"prompt": "a", "n_predict": 1, "samplers": passed}).json()
+        assert answer["generation_settings"]["samplers"] == ["top_k"], passed
+    for wrong in (["tfs"], ["top_k", 3], "kq", 5, ["top_k"] * 33, "k" * 33):
         error = client.post("/completion", json={"prompt": "a", "samplers": wrong})
         assert error.status_code == 400 and "samplers" in error.json()["error"]["message"], wrong

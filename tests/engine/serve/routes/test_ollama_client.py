@@ -382,7 +382,6 @@ def test_what_the_command_line_does_is_not_pretended(client: ollama.Client) -> N
             {"messages": [{"role": "user", "content": "x" * 5000}], "truncate": False},
             "context holds 4096",
         ),
-        ({"think": True}, "think"),
         ({"think": "much"}, "must be true, false"),
         ({"format": "yaml"}, 'must be "json" or a JSON schema'),
         ({"format": SCHEMA}, "JSON schema"),

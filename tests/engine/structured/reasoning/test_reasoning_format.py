@@ -22,7 +22,7 @@ TAGS = {
     "control": ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>", "<|START_TEXT|>"),
     "mixed": ReasoningTags("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 }
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": {}}}}]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": {"a": {}}}}}]
 
 
 @pytest.fixture(scope="module")
