@@ -10,7 +10,8 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Container
+from collections.abc import Callable, Container
+from functools import partial
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -25,6 +26,9 @@ from quengine.serve.schemas.errors import ApiError
 from quengine.serve.settings import ServerSettings, as_ip, is_loopback
 
 logger = logging.getLogger("quengine.serve")
+
+_REFUSAL = "quengine.refusal"
+"""Where the scope of an app's request has what makes the error of a change: (what) -> ApiError."""
 
 _OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 
@@ -54,6 +58,22 @@ def admits_apps(settings: ServerSettings) -> bool:
 def is_open(path: str) -> bool:
     """Whether a path needs no key: the state of the server, and the files of the chat page, which asks for the key."""
     return path in _OPEN_PATHS or _is_page_file(path)
+
+
+def check_may_change(scope: Scope, what: str) -> None:
+    """Apps of this machine that no origin names may generate; of a change the caller says what it is: "load a model".
+
+    Raises:
+        ApiError: 403, whose reason is logged.
+    """
+    refusal: Callable[[str], ApiError] | None = scope.get(_REFUSAL)
+    if refusal is not None:
+        raise refusal(what)
+
+
+def is_limited(scope: Scope) -> bool:
+    """Whether the request is an app's that may generate and change nothing."""
+    return _REFUSAL in scope
 
 
 def _is_page_file(path: str) -> bool:
@@ -88,22 +108,26 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._check(Headers(scope=scope), scope["path"], scope["method"])
+                self._check(scope)
             except ApiError as error:
                 access_log.current().error = error.message
                 if error.status == 403:
-                    self._refused.warning("%s %s: %s", scope["method"], scope["path"], error.message)
+                    self._log(scope, error)
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
-    def _check(self, headers: Headers, path: str, method: str) -> None:
+    def _log(self, scope: Scope, error: ApiError) -> None:
+        self._refused.warning("%s %s: %s", scope["method"], scope["path"], error.message)
+
+    def _check(self, scope: Scope) -> None:
+        headers, path, method = Headers(scope=scope), scope["path"], scope["method"]
         if method == "PRI":  # how a client that speaks HTTP/2 without TLS begins (RFC 9113, 3.4)
             raise ApiError(505, "this server speaks HTTP/1.1, not HTTP/2 (curl: --http1.1)")
         if not self._keys:
             self._check_host(headers)
         if not _is_page_file(path):
-            self._check_origin(headers, path, method)
+            self._check_origin(headers, scope)
         if self._keys and not is_open(path) and method != "OPTIONS":
             self._check_key(headers)
 
@@ -120,7 +144,7 @@ class Guard:
         if not own and name not in allowed:
             raise ApiError(403, f"the Host header {name[:80]!r} is not allowed here (--allowed-host)")
 
-    def _check_origin(self, headers: Headers, path: str, method: str) -> None:
+    def _check_origin(self, headers: Headers, scope: Scope) -> None:
         """A browser sends a form or plain text for any page unasked; this server does not compute for it."""
         origin = headers.get("origin", "")
         if "*" in self._origins or origin in self._origins or _same_origin(headers):
@@ -130,12 +154,17 @@ class Guard:
         what = "use this server"
         if admits_apps(self.settings) and APP_ORIGIN.fullmatch(origin):
             # A preflight asks for nothing: what follows it is judged.
-            if method == "OPTIONS" or self._may_apps(path, "GET" if method == "HEAD" else method):
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            if method == "OPTIONS" or self._may_apps(scope["path"], method):
+                scope[_REFUSAL] = partial(self._refuse_change, scope, origin)
                 return
             what = "do this here, but generate"
-        shown = repr(origin[:80])
-        needed = "" if origin in ("", "null") else f": start it with --cors-origin {origin[:80]} to let them"
-        raise ApiError(403, f"pages of {shown} may not {what}{needed}")
+        raise _refusal(origin, what)
+
+    def _refuse_change(self, scope: Scope, origin: str, what: str) -> ApiError:
+        error = _refusal(origin, f"{what} here, but generate")
+        self._log(scope, error)
+        return error
 
     def _may_apps(self, path: str, method: str) -> bool:
         return (method, path) in self._for_apps or (method == "GET" and path.startswith("/v1/models/"))
@@ -147,6 +176,11 @@ class Guard:
             raise ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
             )
+
+
+def _refusal(origin: str, what: str) -> ApiError:
+    needed = "" if origin in ("", "null") else f": start it with --cors-origin {origin[:80]} to let them"
+    return ApiError(403, f"pages of {origin[:80]!r} may not {what}{needed}")
 
 
 def _same_origin(headers: Headers) -> bool:

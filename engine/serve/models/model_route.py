@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from quengine.serve import access_log
+from quengine.serve.guard import check_may_change, is_limited
 from quengine.serve.http import read_raw, to_json, unless_gone
 from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.registry import Models
@@ -83,14 +84,17 @@ class ModelRoute:
             entry = self._models.named(wanted.name)
         if scope["path"].startswith("/api/") and wanted.keep_alive is not None:
             keep_s = seconds_of(wanted.keep_alive)
-            if keep_s == 0 and wanted.asks_nothing and not entry.loaded:
-                await (await endpoint(entry.service, request))(scope, receive, send)
-                return
+        limited = self._models.only is None and is_limited(scope)
+        if limited:
+            _check_changes_nothing(scope, entry, keep_s)
+        if keep_s == 0 and wanted.asks_nothing and not entry.loaded:
+            await (await endpoint(entry.service, request))(scope, receive, send)
+            return
         streams = wanted.stream is True and scope["path"] in _STREAMED
         stream = _WaitingStream(send, scope["path"]) if streams else None
         async with AsyncExitStack() as held:
             try:
-                entering = held.enter_async_context(self._models.using(entry, keep_s))
+                entering = held.enter_async_context(self._models.using(entry, keep_s, sets_keep=not limited))
                 if entry.admits:
                     service = await entering
                 else:
@@ -102,6 +106,16 @@ class ModelRoute:
                     raise
                 access_log.current().error = error.message
                 await stream.fail(error)
+
+
+def _check_changes_nothing(scope: Scope, entry: ModelEntry, keep_s: float | None) -> None:
+    """Of a request that may generate only. Raises ApiError where it would load or unload the model."""
+    if keep_s == 0:
+        check_may_change(scope, f"unload {entry.name}")
+    if not entry.admits and not entry.wanted:
+        check_may_change(scope, f"load {entry.name}")
+    if keep_s is not None:
+        access_log.current().ignored.append("keep_alive")
 
 
 async def _wanted(request: Request, limits: Limits) -> _Wanted:

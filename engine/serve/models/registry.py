@@ -107,14 +107,18 @@ class Models:
         return self.named(name) if name else self.only
 
     @asynccontextmanager
-    async def using(self, entry: ModelEntry, keep_s: float | None = None) -> AsyncIterator[Service]:
-        """The service of a model, loaded, which stays so in the block. `keep_s`: how long it does so afterwards.
+    async def using(
+        self, entry: ModelEntry, keep_s: float | None = None, sets_keep: bool = True
+    ) -> AsyncIterator[Service]:
+        """The service of a model, loaded, which stays so in the block.
+
+        `keep_s`: how long it does so afterwards, None: as the settings say; without `sets_keep` as before.
 
         Raises:
             ApiError: it cannot be loaded.
         """
         await self._acquire(entry)
-        if self.only is None:
+        if self.only is None and sets_keep:
             entry.keep_s = entry.spec.settings.sleep_s if keep_s is None else keep_s
         try:
             yield entry.service

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.models.hub.hub_name import quant_of
+from quengine.serve.guard import check_may_change
 from quengine.serve.http import json_response, read_request
 from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.registry import Models
@@ -20,6 +21,7 @@ _EPOCH = time.time() - time.monotonic()
 async def models(models: Models, request: Request) -> Response:
     """All models; with `?reload=1` they are looked for again before."""
     if request.query_params.get("reload", "0") not in ("0", "false", ""):
+        check_may_change(request.scope, "look for models")
         await models.rescan()
     return json_response(
         {

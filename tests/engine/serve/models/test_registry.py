@@ -149,6 +149,37 @@ def test_an_error_of_loading_is_told_to_all_who_wait_and_the_server_goes_on(
         assert ask(served, "a").status_code == 200
 
 
+def test_apps_of_this_machine_use_what_is_loaded_and_neither_load_nor_unload(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = {"origin": "http://localhost:3000"}
+    with serving_models(Device(), spec("a"), spec("b")) as served, served.http() as client:
+
+        def sent(model: str, **more: object) -> httpx.Response:
+            body = {"model": model, "prompt": "hi", "options": {"num_predict": 1}, "stream": False}
+            return client.post("/api/generate", json=body | more, headers=app)
+
+        client.post("/api/generate", json={"model": "a", "prompt": "", "keep_alive": -1})
+        entry = served.server.models.named("a")
+        for keep in ({}, {"keep_alive": "5m"}, {"keep_alive": 0.001}):
+            assert sent("a", **keep).status_code == 200 and entry.keep_s == -1, keep
+        for refused in (sent("b"), sent("b", stream=True), sent("b", prompt="", keep_alive=-1)):
+            assert refused.status_code == 403 and "may not load b here" in refused.json()["error"]
+            assert refused.headers["access-control-allow-origin"] == app["origin"]
+        given = {"model": "b", "prompt": "hi", "stream": True}
+        for path in ("/v1/completions", "/completion", "/tokenize"):
+            assert client.post(path, json=given | {"content": "hi"}, headers=app).status_code == 403, path
+        for prompt in ("", "hi"):
+            refused = sent("a", prompt=prompt, keep_alive=0)
+            assert refused.status_code == 403 and "may not unload a here" in refused.json()["error"]
+        assert client.get("/models?reload=1", headers=app).status_code == 403
+        assert client.get("/models", headers=app).status_code == 200
+        assert states(served) == {"a": "loaded", "b": "unloaded"}
+        assert ask(served, "b").status_code == 200 and sent("b").status_code == 200
+    logged = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("may not load b here" in line and "--cors-origin" in line for line in logged), logged
+
+
 def test_a_file_that_is_no_model_costs_no_other_its_place(tmp_path: Path) -> None:
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"GGUF" + bytes(3))
