@@ -88,7 +88,7 @@ def ending_of(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
 ) -> Ending:
-    """How a conversation's prompt ends. Raises ApiError where the fields contradict each other, or nothing can go on."""
+    """How a conversation's prompt ends. Raises ApiError for fields that contradict the others."""
     if continue_final_message and add_generation_prompt:
         wrong = "continue_final_message and add_generation_prompt: only one of them can be true"
         raise bad_request(wrong, "continue_final_message")

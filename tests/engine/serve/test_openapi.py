@@ -63,7 +63,8 @@ UNSAID = re.compile(
     "|suffix needs a prompt that is one text"
     "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
     "|filename: it has more than"
-    "|in a message of the assistant's|a raw prompt has none|no model is fetched|keep_alive"
+    "|in a message of the assistant's|the last message must be the assistant's"
+    "|a raw prompt has none|no model is fetched|keep_alive"
 )
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
@@ -89,6 +90,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/api/pull": {"model": "fake"},
     "/api/create": {"model": "other", "from": "fake"},
 }
+WITHOUT_EFFECT = ("verbosity",)
+"""Fields that are read, and counted as ignored where their value asks for what is not done here."""
 REFUSED = ("/api/pull", "/api/create", "/api/delete", "/api/copy", "/models/load", "/models/unload")
 """What is not done here; a pull, but of the model that is served; loading it, as it is there."""
 
@@ -155,6 +158,8 @@ def driven(shared_fields: bool, coverage: bool) -> Any:
     for name in () if shared_fields else _SHARING:
         for key in Sampling.__struct_fields__[len(Body.__struct_fields__) :]:
             del given["components"]["schemas"][name]["properties"][key]
+    if coverage:  # with no messages the fake engine has no prompt, and all else would be looked at in none
+        given["components"]["schemas"]["ChatRequest"]["properties"]["messages"]["minItems"] = 1
     config = {"generation": {"deterministic": True}, "phases": {"coverage": {"enabled": coverage}}}
     return schemathesis.openapi.from_dict(given, config=schemathesis.Config.from_dict(config))
 
@@ -267,18 +272,19 @@ def test_the_document_names_every_field_that_a_route_reads_and_no_other(
         for path, body in BODIES.items():
             read.clear()
             answer = client.post(path, json=body)
-            assert answer.status_code == 200, answer.text
+            status = 403 if path == "/api/create" else 200  # refused here, after it has been read
+            assert answer.status_code == status, answer.text
             reference = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]
             name = reference["schema"]["$ref"].rpartition("/")[2]
             assert [kind.__name__ for kind in read] == [name]
             (kind,) = read
-            assert SCHEMAS[name]["properties"].keys() == set(kind.__struct_fields__), path
+            assert SCHEMAS[name]["properties"].keys() == set(kind.__struct_encode_fields__), path
             for field in SCHEMAS[name]["properties"]:
                 ignored.clear()
                 client.post(path, json={**body, field: {"?": 1}})
-                assert field not in ignored, (path, field)
+                assert (field in ignored) == (field in WITHOUT_EFFECT), (path, field)
             answer = client.post(path, json={**body, "no_such_field": 1})
-            assert answer.status_code == 200 and "no_such_field" in ignored
+            assert answer.status_code == status and "no_such_field" in ignored
 
 
 def test_the_schemas_are_schemas_and_every_reference_is_there() -> None:
