@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from quengine.kernels.cpu.gemm.tile_matmul import tile_kind
 from quengine.kernels.cpu.runtime import kernel_table as table
@@ -20,9 +21,10 @@ from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 from quengine.platform.machine import usable_cpus
 
-COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.prepare()"
+COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.keep_bytecode()"
 _MOST_PROCESSES, _MOST_SECONDS = 4, 600
 _running: list[subprocess.Popen[bytes]] = []
+_ahead: list[KernelName] = []
 
 
 def compile_ahead(checkpoint: Checkpoint, progress: Callable[[str], None]) -> None:
@@ -32,9 +34,9 @@ def compile_ahead(checkpoint: Checkpoint, progress: Callable[[str], None]) -> No
     """
     store = code_store()
     missing = [name for name in kernels_of(checkpoint) if store.read(table.file_name(name)) is None]
-    if not missing:
+    if not missing or not store.has_folder():
         return
-    table.say_once()
+    _ahead.extend(missing)
 
     def report(waiting: bool) -> None:
         ready = sum(store.has_file(table.file_name(name)) for name in missing)
@@ -48,9 +50,17 @@ def compile_ahead(checkpoint: Checkpoint, progress: Callable[[str], None]) -> No
 
 
 def finish_compiling() -> None:
-    """Return when everything is compiled: where speed is measured, nothing computes beside it."""
+    """Compile here what is not on disk yet, the last first, and end the processes that did so beside this one: where
+    speed is measured, nothing computes beside it, and nothing waits for a process of low priority."""
+    store = code_store()
+    while _ahead:
+        name = _ahead.pop()
+        if store.read(table.file_name(name)) is None:
+            table.kernel(*name)
     while _running:
-        _running.pop().wait()
+        process = _running.pop()
+        process.terminate()
+        process.wait()
 
 
 def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
@@ -109,16 +119,24 @@ def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     assert process.stdin is not None
-    with process.stdin:
+    # A process that has ended reads nothing; what it would have compiled is compiled on use.
+    with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(json.dumps(names).encode())
     return process
 
 
 def compile_all() -> None:
-    """The processes' program: compiles the kernels that standard input names and that nobody has compiled meanwhile."""
+    """The processes' program: compiles the kernels that standard input names and that nobody has compiled meanwhile.
+
+    It ends early where it can keep none: the folder is gone, as a test's is, or full.
+    """
     os.nice(19)
     signal.alarm(_MOST_SECONDS)
     store = code_store()
     for name in json.load(sys.stdin):
+        if not store.has_folder():
+            return
         if store.read(table.file_name(name)) is None:
             table.kernel(*name)
+            if store.read(table.file_name(name)) is None:
+                return

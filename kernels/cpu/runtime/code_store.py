@@ -75,6 +75,10 @@ class CodeStore:
         """Whether something is kept under this name, of whichever version."""
         return any((folder / name).is_file() for folder in self.folders)
 
+    def has_folder(self) -> bool:
+        """Whether one of the folders is there: whoever has compiled a kernel and kept it has made one."""
+        return any(folder.is_dir() for folder in self.folders)
+
     def write(self, name: str, content: bytes) -> None:
         """Keep content under this name; where no folder can be written, say so once."""
         for folder in self.folders:

@@ -1,6 +1,7 @@
 """The CPU's kernels that are compiled ahead are those that requests of every kind ask for."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from quengine import LLM, SamplingParams
 from quengine.kernels.cpu.runtime import kernel_table
-from quengine.kernels.cpu.runtime.code_store import CodeStore
+from quengine.kernels.cpu.runtime.code_store import CodeStore, code_store
 from quengine.kernels.cpu.runtime.kernel_table import KernelName
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
@@ -87,15 +88,22 @@ def test_a_second_start_compiles_nothing_whatever_it_is_asked(tmp_path: Path) ->
 
 
 def test_the_bar_counts_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, store = write_synthetic(tmp_path / "m.gguf", "tiny"), CodeStore([tmp_path / "kernels"], "1")
+    path, folder = write_synthetic(tmp_path / "m.gguf", "tiny"), tmp_path / "kernels"
+    store = CodeStore([folder], "1")
+    folder.mkdir(mode=0o700)
     started: list[list[KernelName]] = []
     shown: list[str] = []
     monkeypatch.setattr(cpu_kernels, "code_store", lambda: store)
     monkeypatch.setattr(kernel_table, "watcher", None)
     monkeypatch.setattr(cpu_kernels, "_start", started.append)
     monkeypatch.setattr(cpu_kernels, "_running", [])
+    monkeypatch.setattr(cpu_kernels, "_ahead", [])
     checkpoint = open_checkpoint(path)
+    cpu_kernels.kernels_of(checkpoint)
+    said: list[None] = []
+    monkeypatch.setattr(kernel_table, "say_once", lambda: said.append(None))
     cpu_kernels.compile_ahead(checkpoint, shown.append)
+    assert not said  # the user waits for none of them yet
     names = cpu_kernels.kernels_of(checkpoint)
     assert sorted(str(name) for part in started for name in part) == sorted(map(str, names))
     store.write(kernel_table.file_name(names[0]), b"code")
@@ -109,3 +117,43 @@ def test_the_bar_counts_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.Monk
     cpu_kernels.compile_ahead(checkpoint, shown.append)
     checkpoint.close()
     assert not started
+
+
+NAME: KernelName = ("ops.add_kernels", "add_kernel")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CodeStore:
+    """An empty store, of this process and of those that it starts."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    store = code_store.__wrapped__()
+    monkeypatch.setattr(cpu_kernels, "code_store", lambda: store)
+    return store
+
+
+def test_a_process_compiles_what_it_is_told_and_ends(store: CodeStore) -> None:
+    store.folders[0].mkdir(mode=0o700, parents=True)
+    with cpu_kernels._start([NAME]) as process:
+        assert process.wait() == 0
+    assert store.read(kernel_table.file_name(NAME)) is not None
+
+
+def test_a_process_whose_folder_is_gone_compiles_nothing(store: CodeStore) -> None:
+    with cpu_kernels._start([NAME]) as process:
+        assert process.wait() == 0
+    assert not store.has_folder()
+
+
+def test_what_is_measured_waits_for_no_process_of_low_priority(
+    store: CodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other: KernelName = ("ops.add_kernels", "scale_kernel")
+    store.write(kernel_table.file_name(other), b"code")
+    compiled: list[KernelName] = []
+    monkeypatch.setattr(kernel_table, "kernel", lambda *name: compiled.append(name))
+    endless = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    monkeypatch.setattr(cpu_kernels, "_running", [endless])
+    monkeypatch.setattr(cpu_kernels, "_ahead", [NAME, other])
+    cpu_kernels.finish_compiling()
+    assert compiled == [NAME] and endless.returncode == -signal.SIGTERM
+    assert not cpu_kernels._running and not cpu_kernels._ahead
