@@ -105,13 +105,13 @@ class Repl:
             )
 
     def status(self) -> str:
-        """The model, how full the context is, and how fast the last answer came."""
+        """How full the context is, how fast the last answer came, and the model, whose name may not fit."""
         llm, used, last = self.session.llm, self.session.used_tokens, self.session.last
         full = f"{used} of {llm.ctx_size} tokens ({100 * used / llm.ctx_size:.0f}%)"
-        parts = [visible(self.models.name), full]
+        parts = [full]
         if last is not None and last.timings.decode_tok_s:
             parts.append(f"{last.timings.decode_tok_s:.1f} tok/s")
-        return " · ".join(parts)
+        return " · ".join([*parts, visible(self.models.name)])
 
     def edit_last(self) -> str | None:
         """The last message as the user changes it in the prompt; None where it stays.
