@@ -129,8 +129,9 @@ def load_model(
         drafts, said = made.drafts_beside(runner, draft, pools)
     notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts), *said]
     load_s = time.perf_counter() - began
+    in_vain = experts.note() if config.places_experts and not experts.layers else None
     for note in notes:
-        logger.info("%s", note)
+        logger.log(logging.WARNING if note == in_vain else logging.INFO, "%s", note)
     logger.info(
         "loaded in %.2f s: %s backend, %d threads, up to %d tokens of a prompt at once",
         *(load_s, runner.decoder.backend.name, threads, runner.decoder.chunk_size),
