@@ -295,7 +295,8 @@ def _place_tensors(
         if start + info.nbytes > cursor.size:
             ends = max(data_offset + each.offset + each.nbytes for each in infos)
             problem = (
-                f"its end, byte {start + info.nbytes} of {ends}, is past the file's, {cursor.size}; {CUT}"
+                f"it ends at byte {start + info.nbytes}, past the end of the file of {cursor.size} bytes "
+                f"(its tensors end at byte {ends}); {CUT}"
             )
             raise cursor.error(field, problem, info.info_offset)
         data = whole[start : start + info.nbytes].reshape(-1, info.type.row_bytes(info.ne[0]))

@@ -291,7 +291,12 @@ def test_unknown_tensor_types_are_refused(tmp_path, number):
 
 @pytest.mark.parametrize(
     ("offset", "says"),
-    [(1, "alignment"), (33, "alignment"), (2**20, "past the end"), (2**64 - 32, "past the end")],
+    [
+        (1, "alignment"),
+        (33, "alignment"),
+        (2**20, "past the end of the file"),
+        (2**64 - 32, "past the end of the file"),
+    ],
 )
 def test_offsets_unaligned_or_past_the_end_are_refused(tmp_path, offset, says):
     assert says in str(refusal(tmp_path, small().tensor("odd", (1,), offset=offset).build()))
