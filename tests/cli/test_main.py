@@ -45,7 +45,12 @@ def raising(error):
         (EngineError("no such file: x.gguf"), 1, "engine: error: no such file: x.gguf"),
         (CannotRunError("no CUDA device"), 2, "engine: error: no CUDA device"),
         (EngineError("two\nlines"), 1, "engine: error: two lines"),
-        (MemoryError(), 2, "engine: error: not enough memory"),
+        (
+            MemoryError(),
+            2,
+            "engine: error: not enough memory; lower -c or --parallel, choose a smaller model or quant type, or end "
+            "what else uses memory",
+        ),
         (typer.BadParameter("must be even"), 1, "engine: error: invalid value: must be even"),
     ],
 )

@@ -1,7 +1,9 @@
 """Markdown that comes in pieces looks as the whole does, whatever the pieces and the height of the screen."""
 
+import os
 import random
 import re
+import subprocess
 import sys
 
 import pytest
@@ -129,10 +131,18 @@ def test_a_long_line_of_code_is_one_line_once_its_block_has_ended(
     assert LONG in plain
 
 
-def test_code_has_a_background_to_the_end_of_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLORTERM", "truecolor")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    sent = written("```python\nx = 1\n\ny = 2\n```\n", monkeypatch)
+def test_code_has_a_background_to_the_end_of_its_lines() -> None:
+    # In a process of its own: rich keeps the codes of a style as those of the first terminal that showed it.
+    program = (
+        "from quengine.cli.display.markdown import MarkdownView\n"
+        "view = MarkdownView()\nview.write('```python\\nx = 1\\n\\ny = 2\\n```\\n')\nview.close()"
+    )
+    terminal = {"TERM": "xterm", "COLORTERM": "truecolor", "COLUMNS": "40", "LINES": "24"}
+    others = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=others | terminal, stdout=subprocess.PIPE, check=True
+    )
+    sent = done.stdout.decode()
     lines = [line for line in sent.rpartition("\x1b[J")[2].split("\n") if "48;2;38;38;38" in line]
     widths = [len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in lines]
     assert widths == [39, 39, 39]
