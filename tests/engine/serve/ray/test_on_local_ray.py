@@ -131,11 +131,12 @@ def test_a_client_that_leaves_releases_what_it_held(deployed: Deployed) -> None:
 TASK = """
 import os, sys
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE=sys.argv[2], RAY_AUTH_TOKEN=sys.argv[3])
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray looks for a cluster at 127.0.0.1 at another address
 import ray
 from ray.exceptions import AuthenticationError
 try:
     ray.init(sys.argv[1], log_to_driver=False, logging_level="error", namespace="serve")
-    print("ran", ray.get(ray.remote(os.getpid).remote()))
+    print("ran", ray.get(ray.remote(num_cpus=0)(lambda: os.getpid()).remote()))
 except (AuthenticationError, ConnectionError) as error:
     print("refused", error)
 """
@@ -147,16 +148,89 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
     return {(each.ip.removeprefix("::ffff:"), each.port) for each in found}
 
 
+@dataclass
+class Port:
+    process: str
+    address: str
+    number: int
+
+    @property
+    def of_replica(self) -> bool:
+        """The kernel cuts a name to 15 bytes; psutil has the whole one where the command line begins with it."""
+        return self.process.startswith("ray::ServeReplica"[:15])
+
+
+def ports_of(deployed: Deployed) -> list[Port]:
+    """All that the server, the cluster and its workers listen on."""
+    server = psutil.Process(deployed.process.pid)
+    processes = [server, *server.children(recursive=True)]
+    return [Port(each.name(), *address) for each in processes for address in listening(each)]
+
+
+CALLS = (
+    "ray.rpc.CoreWorkerService/PushTask",
+    "ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
+    "ray.rpc.NodeManagerService/RequestWorkerLease",
+    "ray.rpc.ObjectManagerService/Pull",
+    "ray.rpc.ReporterService/GetTraceback",
+    "ray.serve.ASGIService/HandleRequest",
+)
+"""A call of each service that a port of the cluster may have."""
+
+
+def call_codes(port: int) -> set[Any]:
+    """What the calls are answered without the token."""
+    import grpc
+
+    codes = set()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for name in CALLS:
+            method = channel.unary_unary(f"/{name}")
+            try:
+                method(b"", timeout=60)
+                codes.add(grpc.StatusCode.OK)
+            except grpc.RpcError as error:
+                codes.add(error.code())
+    return codes
+
+
+def test_every_port_of_the_cluster_asks_for_its_token(deployed: Deployed) -> None:
+    """But for pages of counters, and the server's own, which asks for its key."""
+    import grpc
+
+    ports = ports_of(deployed)
+    # Ray Serve binds a port of each replica to all addresses.
+    open_ports = [port for port in ports if port.address != "127.0.0.1"]
+    assert open_ports and all(port.of_replica for port in open_ports), ports
+    refused = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}
+    guarded = 0
+    for port in ports:
+        if deployed.url.endswith(f":{port.number}"):
+            continue
+        try:
+            page = httpx.get(f"http://127.0.0.1:{port.number}/api/jobs/", timeout=60)
+        except httpx.RemoteProtocolError:  # it speaks gRPC
+            codes = call_codes(port.number)
+            assert grpc.StatusCode.UNAUTHENTICATED in codes <= refused, (port, codes)
+            guarded += 1
+            continue
+        assert page.status_code == 401 or page.text.startswith("# HELP "), (port, page)
+    assert guarded > len(open_ports)
+
+
 def test_the_cluster_takes_no_task_of_a_process_without_its_token(deployed: Deployed) -> None:
     children = psutil.Process(deployed.process.pid).children(recursive=True)
-    found = [(each.name(), address) for each in children for address in listening(each)]
-    # Ray Serve binds a port of each replica to all addresses; the next test is of it.
-    assert {name for name, (address, _) in found if address != "127.0.0.1"} <= {"ray::ServeReplic"}, found
-    (gcs,) = [port for name, (_, port) in found if name == "gcs_server"]
-    for mode, token in (("disabled", ""), ("token", "0" * 64)):
-        given = [sys.executable, "-c", TASK, f"127.0.0.1:{gcs}", mode, token]
-        made = subprocess.run(given, capture_output=True, text=True)
-        assert made.stdout.startswith("refused") and "ran" not in made.stdout.split(), made
+    (gcs,) = [each for each in children if each.name() == "gcs_server"]
+    ((_, port),) = listening(gcs)
+    right = gcs.environ()["RAY_AUTH_TOKEN"]
+    for mode, token, done in (
+        ("disabled", "", "refused"),
+        ("token", "0" * 64, "refused"),
+        ("token", right, "ran"),
+    ):
+        given = [sys.executable, "-c", TASK, f"127.0.0.1:{port}", mode, token]
+        made = subprocess.run(given, capture_output=True, text=True, timeout=120)
+        assert made.stdout.split()[:1] == [done], made
 
 
 class Touch:
@@ -175,14 +249,7 @@ def test_replicas_unpickle_nothing_without_the_token(deployed: Deployed, tmp_pat
     from ray.serve.generated.serve_pb2 import ASGIRequest
     from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 
-    children = psutil.Process(deployed.process.pid).children(recursive=True)
-    ports = [
-        port
-        for each in children
-        if each.name().startswith("ray::ServeReplic")
-        for address, port in listening(each)
-        if address != "127.0.0.1"
-    ]
+    ports = [port.number for port in ports_of(deployed) if port.of_replica and port.address != "127.0.0.1"]
     assert ports
     request = ASGIRequest(pickled_request_metadata=pickle.dumps(Touch(tmp_path / "ran")))
     metadata = [("authorization", f"Bearer {token}")] if token else []
