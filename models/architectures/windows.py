@@ -52,7 +52,7 @@ def rope_of_kinds(keys: Keys, base: float | None, local_base: float | None) -> K
     """config.json in the keys of other models: parameters of layers without a window, to which `rope_scaling` belongs,
     and the rotary base of those with one, which are not scaled.
 
-    base, local_base: where the parameters of a kind of layers have none. Where each kind of layers has parameters of its
+    base, local_base: where the parameters of a kind of layers have none. Where each kind has parameters of its
     own, `transformers` passes over the original context at the top level of config.json, and reads YaRN's `truncate`
     beside the kinds and not within them.
 
