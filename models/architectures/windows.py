@@ -52,16 +52,18 @@ def rope_of_kinds(keys: Keys, base: float | None, local_base: float | None) -> K
     """config.json in the keys of other models: parameters of layers without a window, to which `rope_scaling` belongs,
     and the rotary base of those with one, which are not scaled.
 
-    base, local_base: where the parameters of a kind of layers have none. The original context at the top level is left
-    out: `transformers` passes over it where each kind of layers has parameters of its own.
+    base, local_base: where the parameters of a kind of layers have none. Where each kind has parameters of its
+    own, `transformers` passes over the original context at the top level of config.json, and reads YaRN's `truncate`
+    beside the kinds and not within them.
 
     Raises EngineError for other values in config.json.
     """
     full, local = _parameters_of_kinds(keys)
+    truncate = bool((keys.get("rope_parameters") or {}).get("truncate", True))
     return {
         **{key: value for key, value in keys.items() if key != "original_max_position_embeddings"},
         "rope_scaling": None,
-        "rope_parameters": {"rope_theta": base, **full},
+        "rope_parameters": {"rope_theta": base, **full, "truncate": truncate},
         "rope_local_base_freq": local.get("rope_theta", local_base),
     }
 
