@@ -7,6 +7,9 @@ from pathlib import Path
 
 from quengine.kernels.private_folder import check_private, user_cache
 
+PRELUDE = "from quengine.platform import torch_import; torch_import.keep_bytecode()"
+"""The first statements of a process that compiles kernels."""
+
 
 def keep_bytecode() -> None:
     """Keep bytecode in the user's cache from now on, where torch was installed without (as some images have it).

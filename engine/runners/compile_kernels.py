@@ -23,6 +23,7 @@ from quengine.kv_cache import KVCache
 from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.platform.machine import cpu_quota, usable_cpus
+from quengine.platform.torch_import import PRELUDE
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, biased_keys, decode_key
 
@@ -35,10 +36,6 @@ multiples of _TILE_ROWS, since the number of tiles of rows chooses among kernels
 
 _EAGER_SEQUENCES = (2, 12, 24, 40, 100)
 """Numbers of prompts in a step: behind the last layer's attention each is a row."""
-
-COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.keep_bytecode()"
-"""The process that records kernels imports torch without what it does not need either: of the modules put off,
-registrations of shapes would have operations on the meta device computed in Python, which imports torch's compiler."""
 
 _ANY_TOP_K = SamplingKind(0, bias=False, penalties=False)
 _DEFAULT = SamplingKind(64, bias=False, penalties=False)
@@ -105,7 +102,7 @@ def compile_ahead(
     if done.is_file():
         return None
     task = partial(stages_of, plan)
-    return CompilePool(task, gpu, compilers(), progress, marker=done, prelude=COMPILER_PRELUDE)
+    return CompilePool(task, gpu, compilers(), progress, marker=done, prelude=PRELUDE)
 
 
 def compilers() -> int:

@@ -20,8 +20,8 @@ from quengine.kernels.kv.cache_types import CACHE_TYPES, can_store
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 from quengine.platform.machine import usable_cpus
+from quengine.platform.torch_import import PRELUDE
 
-COMPILER_PRELUDE = "from quengine.platform import torch_import; torch_import.keep_bytecode()"
 _MOST_PROCESSES, _MOST_SECONDS = 4, 600
 _running: list[subprocess.Popen[bytes]] = []
 _ahead: list[KernelName] = []
@@ -113,7 +113,7 @@ def _name_operations(config: ModelConfig) -> None:
 def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:
     """A process that compiles them, of low priority and a session of its own: it outlives this one."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    program = f"{COMPILER_PRELUDE}\nfrom quengine.runners.cpu_kernels import compile_all; compile_all()"
+    program = f"{PRELUDE}\nfrom quengine.runners.cpu_kernels import compile_all; compile_all()"
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", program], env=environment, start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

@@ -22,8 +22,8 @@ from quengine.models.hub.hub import resolve_model
 from quengine.models.synthetic.presets import PRESETS, find_preset
 from quengine.models.synthetic.type_mix import tensor_type
 from quengine.models.tensor_table import required_tensors
+from quengine.platform.torch_import import PRELUDE
 from quengine.runners.compile_kernels import (
-    COMPILER_PRELUDE,
     KernelPlan,
     compilers,
     stages_of,
@@ -62,7 +62,7 @@ def build_pack(plan: PackPlan, path: Path, progress: Callable[[str], None] | Non
     for gpu in gpus(plan.archs):
         plans = [each for shape in shapes for each in _plans(shape, plan)]
         task = partial(stages_of, *plans)
-        pool = CompilePool(task, gpu, compilers(), progress, every=True, prelude=COMPILER_PRELUDE)
+        pool = CompilePool(task, gpu, compilers(), progress, every=True, prelude=PRELUDE)
         found = pool.finish()
         failed = [kernel for kernel in found if kernel.error]
         if failed:

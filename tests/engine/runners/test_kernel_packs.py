@@ -11,7 +11,7 @@ import pytest
 from quengine.errors import EngineError
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.models.synthetic.presets import PRESETS
-from quengine.runners.compile_kernels import COMPILER_PRELUDE
+from quengine.platform.torch_import import PRELUDE
 from quengine.runners.kernel_packs import PackPlan, _named, _plans, _shape, arch_of, gpus
 from tests.fork_server import without_interpreter
 
@@ -91,7 +91,7 @@ for name in ("tiny", "gpt-oss-tiny"):
 
 def test_the_compiling_process_records_the_same_kernels() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    code = f"{COMPILER_PRELUDE}\n{RECORDED}"
+    code = f"{PRELUDE}\n{RECORDED}"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment
     )
