@@ -14,11 +14,13 @@ from torch import Tensor
 
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import Communicator
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
+from quengine.kernels.short_conv import ShortConvSpec
 
 Hidden: TypeAlias = Any
 """What a backend hands from one of its operations to the next, [T, width] in meaning: a plain tensor on the
@@ -44,6 +46,34 @@ class KVLayer:
     def tensors(self) -> list[Tensor]:
         """All that is stored, each with the positions first."""
         return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The same by block, views: [blocks, BLOCK_SIZE, kv_heads, width]."""
+        return [t.view(-1, BLOCK_SIZE, *t.shape[1:]) for t in self.tensors]
+
+
+@dataclass(frozen=True)
+class SlotLayer:
+    """One layer's state of each sequence, written in place: `rows` fp32 [slots, ...], the first for padding.
+
+    A sequence's slot is the one entry of its block table in the layer's cache group (ForwardBatch.slots_of).
+    """
+
+    rows: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.rows]
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """A slot is a block of its pool."""
+        return [self.rows]
+
+
+LayerState: TypeAlias = KVLayer | SlotLayer
+"""What a layer keeps of sequences from step to step."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +253,12 @@ class Backend(Protocol[WeightT]):
 
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first. The keys and values are written to `layer`
         before they are read. Returns [T, heads * head_dim].
+        """
+        ...
+
+    def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:
+        """The gated short convolution of the step's tokens, x [T, 3 * channels], and their values in `state`:
+        [T, channels]. See kernels/short_conv.py.
         """
         ...
 

@@ -83,6 +83,10 @@ class ForwardBatch:
         """The block tables [S, most blocks] of a group of layers, contiguous."""
         return self.block_tables[group]
 
+    def slots_of(self, group: int) -> Tensor:
+        """The slots [S] of the sequences in a group of layers that keep a state: a table has that one entry."""
+        return self.block_tables[group][:, 0]
+
     def chunks(self, group: int) -> Iterator[tuple[slice, int, Tensor]]:
         """Of each sequence in prefill: its rows, the position of the first, and its block table [blocks]."""
         ends = accumulate(self.query_lens)

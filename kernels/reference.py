@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.attention import attention, mask_slice
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation, glu
@@ -24,6 +24,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm, rms_norm
 from quengine.kernels.rope_store import first_visible, rope_store
+from quengine.kernels.short_conv import ShortConvSpec, short_conv
 
 _ROWS_AT_A_TIME = 4096
 
@@ -203,6 +204,9 @@ class ReferenceBackend:
         rows = slot_mapping(torch.arange(first, end), table)
         keys, values = (t.to(self.dtype) for t in read_rows(layer, rows))
         return attention(q, keys, values, mask, spec.scale, spec.sinks).reshape(tokens, -1)
+
+    def short_conv(self, batch: ForwardBatch, x: Tensor, spec: ShortConvSpec, state: SlotLayer) -> Tensor:
+        return short_conv(batch, x, spec, state.rows)
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]

@@ -5,7 +5,7 @@ What the two sources call things is in `gguf.config_gguf` and `hf.config_hf`, wh
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite, log, pow, sqrt
 from typing import TYPE_CHECKING, Any, Literal
@@ -139,10 +139,11 @@ class ExpertConfig:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that keep the same positions: the last `window` of them, or all (None)."""
+    """Layers that keep the same of a sequence: the last `window` positions, or all (None), or a state of one size."""
 
     window: int | None
     layers: tuple[int, ...]
+    is_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,9 @@ class ModelConfig:
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
     embedding. `experts`: the mixture of experts, None in a dense model. `draft_layers`: how many layers the files have
     behind the `block_count`, which draft tokens further ahead; the decoder passes them over. `pooling`: what a model
-    that was made for embeddings makes of a text's hidden rows; None: the files do not say. `ranks`: how many
+    that was made for embeddings makes of a text's hidden rows; None: the files do not say. `recurrent_layers` keep a
+    state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
+    (blocks/short_conv.py). `output_norm`: GGUF's name of the norm in front of the output matrix. `ranks`: how many
     processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
     `stage`: which layers this process has, where processes have whole ones (layer_split.py).
     """
@@ -219,6 +222,10 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     draft_layers: int = 0
     pooling: Pooling | None = None
+    recurrent_layers: tuple[int, ...] = ()
+    conv_taps: int = 0
+    conv_channels: int = 0
+    output_norm: str = "output_norm"
     ranks: int = 1
     stage: Stage | None = None
 
@@ -249,16 +256,22 @@ class ModelConfig:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The layers by the positions that they keep; those that keep every position, if any, come first.
+        """The layers by what they keep: those that keep every position, if any, come first, those with a state last.
 
         Of a process that has some of the layers, only these; the groups are those of all.
         """
         groups: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.layer_windows):
-            groups.setdefault(window, []).append(layer)
+            if layer not in self.recurrent_layers:
+                groups.setdefault(window, []).append(layer)
         order = sorted(groups, key=lambda window: (window is not None, window))
-        held = self.held_layers
-        return tuple(CacheGroup(window, tuple(i for i in groups[window] if i in held)) for window in order)
+        found = [CacheGroup(window, self._held(groups[window])) for window in order]
+        if self.recurrent_layers:
+            found.append(CacheGroup(None, self._held(self.recurrent_layers), is_state=True))
+        return tuple(found)
+
+    def _held(self, layers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(layer for layer in layers if layer in self.held_layers)
 
     @property
     def held_layers(self) -> range:
@@ -301,7 +314,8 @@ class ModelConfig:
 
         Raises EngineError where the heads cannot be stored in `cache_type`.
         """
-        rows = 2 * self.block_count * self.head_count_kv * positions
+        layers = self.block_count - len(self.recurrent_layers)
+        rows = 2 * layers * self.head_count_kv * positions
         return rows * row_bytes(cache_type, self.head_dim)
 
     def problems(self) -> Iterator[tuple[str, str]]:

@@ -1,50 +1,45 @@
-"""The decoder of every architecture. What differs between them is data: a `ModelConfig`, after its declaration."""
+"""The decoder of every architecture: its layers one after the other, as the architecture declares them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.attention import causal_mask_band
-from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.backend import Backend, Hidden, LayerState
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
-from quengine.kernels.rope import rope_table
+from quengine.models.architectures import layers_of
+from quengine.models.blocks.block import Block
 from quengine.models.config import ModelConfig, Stage
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.handed_rows import HandedRows
-from quengine.models.layers import Attention, FeedForward, LayerTensors
+from quengine.models.layer_tables import LayerTables
+from quengine.models.layers import LayerTensors
 from quengine.models.tensor_split import token_counts
 
 
-class Block:
-    """One transformer layer."""
+class DecoderLayer:
+    """One layer on a backend: a mixer, then a feed-forward (models/blocks)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        tensors: LayerTensors,
-        spec: AttentionSpec,
-        ffn: FeedForward | MixtureOfExperts,
-    ) -> None:
-        self.attention = Attention(config, tensors, spec)
-        self.ffn = ffn
+    def __init__(self, block: Block, tensors: LayerTensors, tables: LayerTables) -> None:
+        self.mixer = block.mixer.load(tensors, tables)
+        self.ffn = block.feed_forward.load(tensors, tables)
 
     def __call__(
         self,
         batch: ForwardBatch,
         x: Hidden,
-        cache: KVLayer,
+        cache: LayerState,
         next_norm: RMSNorm | None,
         rows: Tensor | None = None,
     ) -> Hidden:
-        """`next_norm`: the norm behind this layer, the next one's or the output's. `rows`: see Attention."""
-        x = self.attention(batch, x, cache, self.ffn.ffn_norm, rows)
+        """`next_norm`: the norm behind this layer, the next one's or the output's. `rows`: those gathered behind the
+        mixer; None: all."""
+        x = self.mixer(batch, x, cache, self.ffn.norm, rows)
         return self.ffn(batch, x, next_norm)
 
 
@@ -76,36 +71,38 @@ class Decoder:
         self.host_experts = host_experts
         self.backend = backend
         self.chunk_size = chunk_size
-        top = LayerTensors(tensors, "", backend, config.rms_eps)
+        top = LayerTensors(tensors, None, backend, config.rms_eps)
         self._stage = stage = config.stage or Stage(0, (0, config.block_count))
         self.token_embd: Any = top.weight("token_embd") if top.has("token_embd") else None
         self.output: Any = None
         self.output_norm: RMSNorm | None = None
         if stage.is_last:
-            self.output_norm = RMSNorm(top.vector("output_norm") * config.logit_scale, config.rms_eps)
+            norm = top.vector(config.output_norm)
+            self.output_norm = RMSNorm(norm * config.logit_scale, config.rms_eps)
             self.output = top.weight("output") if top.has("output") else self.token_embd
         self._output_rows = token_counts(config.vocab_size, config.ranks)
-        specs = _attention_specs(config, backend.device, ctx_size, chunk_size)
+        tables = LayerTables(config, backend.device, ctx_size, chunk_size, host_experts)
+        layers = layers_of(config)
         self.blk = [
-            self._block(i, LayerTensors(tensors, f"blk.{i}.", backend, config.rms_eps), spec)
-            for i, spec in zip(config.held_layers, specs, strict=True)
+            DecoderLayer(layers[i], LayerTensors(tensors, i, backend, config.rms_eps), tables)
+            for i in config.held_layers
         ]
         last_norm = self.output_norm
         if not stage.is_last:
-            behind = LayerTensors(tensors, f"blk.{stage.layers.stop}.", backend, config.rms_eps)
+            behind = LayerTensors(tensors, stage.layers.stop, backend, config.rms_eps)
             last_norm = behind.norm("attn_norm", config.block.norms != "post")
         self._step_bytes: dict[int, int] = {}
-        self._next_norms = [*(block.attention.attn_norm for block in self.blk[1:]), last_norm]
+        self._next_norms = [*(block.mixer.norm for block in self.blk[1:]), last_norm]
         self._handed = HandedRows(stage, backend, config.embedding_length)
 
-    def forward(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all, given the cache before them."""
         rows = batch.logits_rows
         x = self._layers(batch, cache, rows)
         return self._logits(batch, x, len(batch) if rows is None else len(rows))
 
     def forward_parts(
-        self, batch: ForwardBatch, cache: Sequence[KVLayer], parts: Iterable[Tensor]
+        self, batch: ForwardBatch, cache: Sequence[LayerState], parts: Iterable[Tensor]
     ) -> Iterator[Tensor]:
         """Logits [n, vocab] of the rows in each of `parts`, int64 [n] on the device; `batch.logits_rows` is not read.
 
@@ -115,7 +112,7 @@ class Decoder:
         for rows in parts:
             yield self._logits(batch, self.backend.gather_rows(x, rows), len(rows))
 
-    def hidden(self, batch: ForwardBatch, cache: Sequence[KVLayer]) -> Tensor:
+    def hidden(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """The rows that the output matrix would read, of all tokens: [T, embedding length]."""
         x = self._layers(batch, cache, None)
         if self.output_norm is None:
@@ -131,13 +128,13 @@ class Decoder:
             return self._of_last_stage(logits, *logits.shape)
         return self.backend.communicator.all_gather(logits, self._output_rows)
 
-    def _layers(self, batch: ForwardBatch, cache: Sequence[KVLayer], rows: Tensor | None) -> Hidden:
+    def _layers(self, batch: ForwardBatch, cache: Sequence[LayerState], rows: Tensor | None) -> Hidden:
         """`rows`: those gathered behind the last layer's attention; None: all."""
         last, stage = self.blk[-1], self._stage
         if stage.is_first:
             x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
         else:
-            x = self._handed.receive(len(batch), self.blk[0].attention.attn_norm)
+            x = self._handed.receive(len(batch), self.blk[0].mixer.norm)
         held = cache[stage.layers.start : stage.layers.stop]
         for block, layer, next_norm in zip(self.blk, held, self._next_norms, strict=True):
             x = block(batch, x, layer, next_norm, rows if stage.is_last and block is last else None)
@@ -157,7 +154,7 @@ class Decoder:
     @cached_property
     def bytes_per_token(self) -> int:
         """Weight bytes that one decoded token reads: every matrix once, of experts those used, one embedding row."""
-        blocks = sum(block.attention.nbytes + block.ffn.nbytes for block in self.blk)
+        blocks = sum(block.mixer.nbytes + block.ffn.nbytes for block in self.blk)
         read = self.token_embd.nbytes // self.token_embd.rows if self._stage.is_first else 0
         return int(blocks + read + (self.output.nbytes if self._stage.is_last else 0))
 
@@ -170,53 +167,3 @@ class Decoder:
             more = sum(ffn.step_bytes(rows) - ffn.nbytes for ffn in experts)
             self._step_bytes[rows] = self.bytes_per_token + more
         return self._step_bytes[rows]
-
-    def _block(self, layer: int, tensors: LayerTensors, spec: AttentionSpec) -> Block:
-        if self.config.block.qk_norm:
-            q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
-            spec = replace(spec, q_norm=q_norm, k_norm=k_norm)
-        return Block(self.config, tensors, spec, self._feed_forward(layer, tensors))
-
-    def _feed_forward(self, layer: int, tensors: LayerTensors) -> FeedForward | MixtureOfExperts:
-        if not self.config.has_experts(layer):
-            return FeedForward(self.config, tensors)
-        host = self.host_experts
-        return MixtureOfExperts(
-            self.config, tensors, host if host is not None and layer < host.layers else None
-        )
-
-
-def _attention_specs(
-    config: ModelConfig, device: torch.device, ctx_size: int, chunk_size: int
-) -> list[AttentionSpec]:
-    """What each layer's attention is given, without norms; layers of a cache group share their tables."""
-    specs: dict[int, AttentionSpec] = {}
-    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-    query_scale = _query_scale(config, ctx_size, device)
-    for index, group in enumerate(config.cache_groups):
-        windowed = group.window is not None
-        cos, sin = rope_table(config.rope(ctx_size, windowed), ctx_size, device)
-        spec = AttentionSpec(
-            heads=config.head_count,
-            kv_heads=config.head_count_kv,
-            head_dim=config.head_dim,
-            scale=scale,
-            window=group.window,
-            rope_layout=config.block.rope_layout,
-            cos=cos,
-            sin=sin,
-            query_scale=query_scale,
-            mask_band=causal_mask_band(min(chunk_size, ctx_size), ctx_size, group.window, device),
-            eps=config.rms_eps,
-            cache_group=index,
-        )
-        specs |= dict.fromkeys(group.layers, spec)
-    return [specs[layer] for layer in config.held_layers]
-
-
-def _query_scale(config: ModelConfig, ctx_size: int, device: torch.device) -> Tensor | None:
-    """What the query at each position is multiplied with, fp32 [ctx_size] (Ministral 3), or None."""
-    if not config.attention_temperature_scale:
-        return None
-    steps = torch.arange(ctx_size, dtype=torch.float64) // config.attention_temperature_length
-    return (1.0 + config.attention_temperature_scale * torch.log1p(steps)).to(device, torch.float32)

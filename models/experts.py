@@ -11,7 +11,7 @@ from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.moe.router import Router
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
-from quengine.models.config import ModelConfig
+from quengine.models.blocks.experts import Experts
 from quengine.models.layers import LayerTensors
 
 
@@ -26,22 +26,20 @@ class MixtureOfExperts:
 
     chosen: Tensor | None = None
 
-    def __init__(self, config: ModelConfig, tensors: LayerTensors, host: HostExperts | None = None) -> None:
-        assert config.experts is not None
+    def __init__(self, declared: Experts, tensors: LayerTensors, host: HostExperts | None = None) -> None:
+        form, experts = declared.form, declared.experts
         self.backend = tensors.backend
         self.expert_backend = host or tensors.backend
-        self.partial = config.ranks > 1
-        self.activation = config.block.activation
-        self.experts = config.experts
-        alone = host is None and not config.experts.shared_feed_forward_length
-        self.ffn_norm = RMSNorm(
-            tensors.vector(config.block.ffn_norm), tensors.eps, config.experts.router.used if alone else 0
-        )
-        self.router = _router(config, tensors)
-        bias, count, held = config.block.expert_bias, config.experts.count, config.experts.held
+        self.partial = declared.partial
+        self.activation = form.activation
+        self.experts = experts
+        alone = host is None and not experts.shared_feed_forward_length
+        self.norm = RMSNorm(tensors.vector(form.ffn_norm), tensors.eps, experts.router.used if alone else 0)
+        self.router = _router(declared, tensors)
+        bias, count, held = form.expert_bias, experts.count, experts.held
         self.local = None if held is None else _local_numbers(held, count).to(self.backend.device)
         count = count if held is None else len(held) + 1
-        gate, up = _gate_and_up(tensors, count, config.experts.feed_forward_length)
+        gate, up = _gate_and_up(tensors, count, experts.feed_forward_length)
         down = _of_experts(tensors, "down", count)
         gate_up_bias = _bias(tensors, "gate", "up", count=count) if bias else None
         self.gate_up = self.expert_backend.gate_up_experts(gate, up, gate_up_bias)
@@ -49,13 +47,13 @@ class MixtureOfExperts:
             down, _bias(tensors, "down", count=count) if bias else None
         )
         self.shared_gate_up = self.shared_down = None
-        if config.experts.shared_feed_forward_length:
+        if experts.shared_feed_forward_length:
             self.shared_gate_up = self.backend.gate_up_weight(*tensors.take("ffn_gate_shexp", "ffn_up_shexp"))
             self.shared_down = tensors.weight("ffn_down_shexp")
 
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
-        backend, norm = self.backend, self.ffn_norm
+        backend, norm = self.backend, self.norm
         given = () if self.chosen is None else (self.chosen,)
         routing = backend.route(batch, x, norm, self.router, *given)
         if self.local is not None:
@@ -93,11 +91,10 @@ def _local_numbers(held: range, count: int) -> Tensor:
     return numbers
 
 
-def _router(config: ModelConfig, tensors: LayerTensors) -> Router:
-    assert config.experts is not None
-    block, count = config.block, config.experts.count
+def _router(declared: Experts, tensors: LayerTensors) -> Router:
+    block, count = declared.form, declared.experts.count
     return Router(
-        kind=config.experts.router,
+        kind=declared.experts.router,
         weight=tensors.vector("ffn_gate_inp").view(count, -1),
         bias=tensors.vector("ffn_gate_inp", kind="bias") if block.expert_bias else None,
         selection_bias=tensors.vector("exp_probs_b", kind="bias") if block.selection_bias else None,

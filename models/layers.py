@@ -1,26 +1,31 @@
-"""The layers of a decoder. Attributes carry the GGUF tensor names, so there is no rename table."""
+"""The layers of a decoder that most models have, on a backend."""
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, Backend, Hidden, KVLayer
+from quengine.kernels.backend import Backend, Hidden, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
-from quengine.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from quengine.models.blocks.attention import Attention
+    from quengine.models.blocks.feed_forward import FeedForward
+    from quengine.models.layer_tables import LayerTables
 
 
 class LayerTensors:
-    """The tensors under one prefix (`blk.3.`), taken by their short names onto a backend."""
+    """The tensors of a layer (`blk.3.`), or of no layer (None), taken by their short names onto a backend."""
 
     def __init__(
-        self, tensors: Mapping[str, QuantTensor], prefix: str, backend: Backend[Any], eps: float
+        self, tensors: Mapping[str, QuantTensor], layer: int | None, backend: Backend[Any], eps: float
     ) -> None:
         self.tensors = tensors
-        self.prefix = prefix
+        self.layer = -1 if layer is None else layer
+        self.prefix = "" if layer is None else f"blk.{layer}."
         self.backend = backend
         self.eps = eps
 
@@ -42,23 +47,28 @@ class LayerTensors:
         return RMSNorm(self.vector(name), self.eps) if there else None
 
 
-class Attention:
+class AttentionLayer:
     """Merged query/key/value projection, rotary causal attention over the cache, output projection.
 
-    `attn_norm` is the norm in front, `post_norm` that of the result before the residual is added; None: there is none.
+    `norm` is the norm in front, `post_norm` that of the result before the residual is added; None: there is none.
+    `entry` and `output` are the matrices of the projections, as in every mixer.
     """
 
-    def __init__(self, config: ModelConfig, tensors: LayerTensors, spec: AttentionSpec) -> None:
-        block = config.block
+    def __init__(self, declared: "Attention", tensors: LayerTensors, tables: "LayerTables") -> None:
+        form = declared.form
         self.backend = tensors.backend
-        self.partial = config.ranks > 1 and config.splits_heads
-        self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if block.sinks else spec
-        self.attn_norm = tensors.norm("attn_norm", block.norms != "post")
-        self.attn_qkv = tensors.weight(*_qkv(tensors, "weight"))
-        self.attn_qkv_bias = tensors.vector(*_qkv(tensors, "bias"), kind="bias") if block.qkv_bias else None
-        self.attn_output = tensors.weight("attn_output")
-        self.attn_output_bias = tensors.vector("attn_output", kind="bias") if block.output_bias else None
-        self.post_norm = tensors.norm("post_attention_norm", block.norms != "pre")
+        self.partial = declared.config.ranks > 1 and declared.config.splits_heads
+        spec = tables.attention(tensors.layer, declared.heads, declared.kv_heads, declared.head_dim)
+        if form.qk_norm:
+            q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
+            spec = replace(spec, q_norm=q_norm, k_norm=k_norm)
+        self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if form.sinks else spec
+        self.norm = tensors.norm("attn_norm", form.norms != "post")
+        self.entry = tensors.weight(*_qkv(tensors, "weight"))
+        self.entry_bias = tensors.vector(*_qkv(tensors, "bias"), kind="bias") if form.qkv_bias else None
+        self.output = tensors.weight("attn_output")
+        self.output_bias = tensors.vector("attn_output", kind="bias") if form.output_bias else None
+        self.post_norm = tensors.norm("post_attention_norm", form.norms != "pre")
 
     def __call__(
         self,
@@ -69,18 +79,18 @@ class Attention:
         rows: Tensor | None = None,
     ) -> Hidden:
         """`next_norm`: the norm that reads the result. `rows`: those gathered behind the attention; None: all."""
-        qkv = self.backend.norm_linear(batch, x, self.attn_norm, self.attn_qkv, self.attn_qkv_bias)
+        qkv = self.backend.norm_linear(batch, x, self.norm, self.entry, self.entry_bias)
         y = self.backend.attention(batch, qkv, self.spec, cache)
         if rows is not None:
             y, x = self.backend.gather_rows(y, rows), self.backend.gather_rows(x, rows)
         return self.backend.linear_add(
-            *(batch, y, self.attn_output, x, next_norm, self.post_norm, self.attn_output_bias),
+            *(batch, y, self.output, x, next_norm, self.post_norm, self.output_bias),
             partial=self.partial,
         )
 
     @property
     def nbytes(self) -> int:
-        return int(self.attn_qkv.nbytes + self.attn_output.nbytes)
+        return int(self.entry.nbytes + self.output.nbytes)
 
 
 def _qkv(tensors: LayerTensors, kind: str) -> list[str]:
@@ -88,27 +98,27 @@ def _qkv(tensors: LayerTensors, kind: str) -> list[str]:
     return ["attn_qkv"] if tensors.has("attn_qkv", kind) else ["attn_q", "attn_k", "attn_v"]
 
 
-class FeedForward:
-    """Merged gate and up projection, gated activation, down projection; norms as in Attention."""
+class FeedForwardLayer:
+    """Merged gate and up projection, gated activation, down projection; norms as in AttentionLayer."""
 
-    def __init__(self, config: ModelConfig, tensors: LayerTensors) -> None:
-        block = config.block
+    def __init__(self, declared: "FeedForward", tensors: LayerTensors) -> None:
+        form = declared.form
         self.backend = tensors.backend
-        self.partial = config.ranks > 1
-        self.activation = block.activation
-        self.ffn_norm = tensors.norm(block.ffn_norm, block.norms != "post")
-        if block.merged:
+        self.partial = declared.partial
+        self.activation = form.activation
+        self.norm = tensors.norm(form.ffn_norm, form.norms != "post")
+        if form.merged:
             (merged,) = tensors.take("ffn_up")
-            gate, up = merged.row_slices(config.feed_forward_length)
+            gate, up = merged.row_slices(declared.length)
         else:
             gate, up = tensors.take("ffn_gate", "ffn_up")
         self.ffn_gate_up = self.backend.gate_up_weight(gate, up)
         self.ffn_down = tensors.weight("ffn_down")
-        self.post_norm = tensors.norm("post_ffw_norm", block.norms != "pre")
+        self.post_norm = tensors.norm("post_ffw_norm", form.norms != "pre")
 
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
-        gated = self.backend.norm_glu(batch, x, self.ffn_norm, self.ffn_gate_up, self.activation)
+        gated = self.backend.norm_glu(batch, x, self.norm, self.ffn_gate_up, self.activation)
         return self.backend.linear_add(
             batch, gated, self.ffn_down, x, next_norm, self.post_norm, partial=self.partial
         )

@@ -1,4 +1,4 @@
-"""How a model is divided between the ranks of a tensor-parallel group: which tensor is cut how, in one table.
+"""How a model is divided between the ranks of a tensor-parallel group: the cuts that its layers declare, by numbers.
 
 Matrices that read the residual stream are cut along their rows (outputs): queries, keys and values by heads, gate and
 up by the feed-forward's columns, the output matrix by tokens. Those that write to it are cut along their columns
@@ -10,14 +10,16 @@ way, or, on demand, each rank has some of them whole. Everything else is on ever
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import lcm, prod
-from typing import Literal, NamedTuple
 
 import torch
 
 from quengine.errors import EngineError
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.blocks.block import OUTPUT_CUT, Axis, Cut
 from quengine.models.config import ModelConfig
+from quengine.models.tensor_table import joined_specs, tensor_specs
 
 MOST_RANKS = 64
 
@@ -38,69 +40,19 @@ class Rank:
     by_expert: bool = False
 
 
-Axis = Literal["queries", "keys", "heads", "inner", "expert_inner", "experts", "shared_inner", "tokens"]
-"""What is divided: elements of all query heads, of all key (or value) heads, query heads by number, the width of a
-feed-forward, of an expert's, experts by number, the width of the shared expert's, the vocabulary."""
-
-
-class Cut(NamedTuple):
-    """What a rank has of a tensor: a range of its "rows" (of each matrix, where there are several), of its "columns",
-    or all of it on the "first" rank and zeros on the others. `axes`: one for each part that lies one behind the other
-    along the rows or columns. `experts`: it has a matrix, or a row, for each expert, of which a rank has a range where
-    experts are shared whole, and zeros behind them, for all experts of the others.
-    """
-
-    along: Literal["rows", "columns", "first", "experts"]
-    axes: tuple[Axis, ...] = ()
-    experts: bool = False
-
-
-TABLE: Mapping[str, Cut] = {
-    "attn_q.weight": Cut("rows", ("queries",)),
-    "attn_k.weight": Cut("rows", ("keys",)),
-    "attn_v.weight": Cut("rows", ("keys",)),
-    "attn_qkv.weight": Cut("rows", ("queries", "keys", "keys")),
-    "attn_qkv.bias": Cut("columns", ("queries", "keys", "keys")),
-    "attn_q.bias": Cut("columns", ("queries",)),
-    "attn_k.bias": Cut("columns", ("keys",)),
-    "attn_v.bias": Cut("columns", ("keys",)),
-    "attn_sinks.weight": Cut("columns", ("heads",)),
-    "attn_output.weight": Cut("columns", ("queries",)),
-    "ffn_gate.weight": Cut("rows", ("inner",)),
-    "ffn_up.weight": Cut("rows", ("inner",)),
-    "ffn_down.weight": Cut("columns", ("inner",)),
-    "ffn_gate_exps.weight": Cut("rows", ("expert_inner",), experts=True),
-    "ffn_up_exps.weight": Cut("rows", ("expert_inner",), experts=True),
-    "ffn_gate_up_exps.weight": Cut("rows", ("expert_inner", "expert_inner"), experts=True),
-    "ffn_down_exps.weight": Cut("columns", ("expert_inner",), experts=True),
-    "ffn_gate_exps.bias": Cut("columns", ("expert_inner",), experts=True),
-    "ffn_up_exps.bias": Cut("columns", ("expert_inner",), experts=True),
-    "ffn_down_exps.bias": Cut("first", experts=True),
-    "ffn_gate_shexp.weight": Cut("rows", ("shared_inner",)),
-    "ffn_up_shexp.weight": Cut("rows", ("shared_inner",)),
-    "ffn_down_shexp.weight": Cut("columns", ("shared_inner",)),
-    "output.weight": Cut("rows", ("tokens",)),
-}
-"""By a tensor's name without its layer. What is not here (the embedding, norms, routers, the bias of the attention's
-output) is on every rank."""
-
-_ATTENTION = ("attn_q.", "attn_k.", "attn_v.", "attn_qkv.", "attn_sinks.", "attn_output.")
-_LAYER = re.compile(r"blk\.\d+\.")
 _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.\d+\.weight")
 
 
-def cut_of(name: str, config: ModelConfig, by_expert: bool = False) -> Cut | None:
-    """How the tensor `name` of a model is cut; None: every rank has all of it. `by_expert`: see Rank.
+@lru_cache(32)
+def _cuts(config: ModelConfig) -> Mapping[str, Cut | None]:
+    """By name, as the layers declare them. An embedding that is the output matrix, too, is cut as "output.weight"."""
+    specs = {**tensor_specs(config), **joined_specs(config)}
+    return {"output.weight": OUTPUT_CUT, **{name: spec.cut for name, spec in specs.items()}}
 
-    A norm of a whole row of queries and keys needs all heads: such an attention is computed by every rank.
-    """
-    kind = _LAYER.sub("", name)
-    kind = _EXPERT.sub(r"\1_exps.weight", kind)  # of old files, an expert each
-    if not config.splits_heads and kind.startswith(_ATTENTION):
-        return None
-    if kind == "ffn_up.weight" and config.block.merged:
-        return Cut("rows", ("inner", "inner"))
-    cut = TABLE.get(kind)
+
+def cut_of(name: str, config: ModelConfig, by_expert: bool = False) -> Cut | None:
+    """How the tensor `name` of a model is cut; None: every rank has all of it. `by_expert`: see Rank."""
+    cut = _cuts(config).get(_EXPERT.sub(r"\1_exps.weight", name))  # old files have an expert each
     return Cut("experts", ("experts",)) if cut is not None and cut.experts and by_expert else cut
 
 
@@ -210,7 +162,10 @@ class ModelSplit:
         config, count = self.whole, self.rank.count
         widths = {axis: len(self._ranges[axis][0]) for axis in self._units}
         made = replace(
-            config, ranks=count, feed_forward_length=widths.get("inner", config.feed_forward_length)
+            config,
+            ranks=count,
+            feed_forward_length=widths.get("inner", config.feed_forward_length),
+            conv_channels=widths.get("channels", config.conv_channels),
         )
         if config.splits_heads:
             kv_heads = max(1, config.head_count_kv // count)
@@ -253,6 +208,7 @@ _DOWN: Mapping[Axis, str] = {
     "inner": "ffn_down",
     "expert_inner": "ffn_down_exps",
     "shared_inner": "ffn_down_shexp",
+    "channels": "shortconv.out_proj",
 }
 
 
@@ -273,7 +229,8 @@ def _experts_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor], co
 def _units(
     config: ModelConfig, tensors: Mapping[str, QuantTensor], by_expert: bool
 ) -> dict[Axis, tuple[int, int]]:
-    """How long each feed-forward axis of the model is, and in what units it is cut: blocks of all matrices along it."""
+    """How long each axis that is cut by columns is, of feed-forwards and convolutions, and in what units: blocks of all
+    matrices along it."""
     sizes: dict[Axis, int] = {}
     experts = config.experts
     if experts is None or experts.dense_layers:
@@ -283,6 +240,8 @@ def _units(
             sizes["expert_inner"] = experts.feed_forward_length
         if experts.shared_feed_forward_length:
             sizes["shared_inner"] = experts.shared_feed_forward_length
+    if config.conv_channels:
+        sizes["channels"] = config.conv_channels
     units = dict.fromkeys(sizes, _GROUP)
     for name in tensors:
         cut = cut_of(name, config, by_expert)

@@ -1,8 +1,12 @@
-"""Which tensors a model must have, and of what shape and types: the table that a file is checked against before use."""
+"""Which tensors a model has, as its layers declare them: what a file is checked against before use."""
 
 import logging
-from collections.abc import Iterable, Sized
+import re
+from collections.abc import Iterable, Mapping, Sized
+from functools import lru_cache
 
+from quengine.models.architectures import layers_of
+from quengine.models.blocks.block import OUTPUT_CUT, Shape, TensorSpec
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile, GGUFTensor
 from quengine.models.gguf.errors import shown
@@ -22,8 +26,6 @@ DEQUANTIZED_TYPES = frozenset(
 )
 MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | DEQUANTIZED_TYPES
 
-Shape = tuple[int, ...]
-
 # Ends of tensor names of layers that some model has and that change its result: never to be passed over.
 _MEANINGFUL = (
     *(".bias", ".scale", "norm.weight", "attn_qkv.weight", "attn_sinks.weight"),
@@ -42,89 +44,32 @@ _MEANINGFUL_TOP = (
 _ROW = ".ffn_gate_inp_shexp.weight"
 
 
-def required_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Name and torch-order shape of every tensor that a model of this configuration has."""
-    shapes: dict[str, Shape] = {"token_embd.weight": (config.vocab_size, config.embedding_length)}
-    for i in range(config.block_count):
-        shapes |= {f"blk.{i}.{name}": shape for name, shape in _block_tensors(config, i).items()}
-    shapes["output_norm.weight"] = (config.embedding_length,)
+@lru_cache(32)
+def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    """Every tensor that a model of this configuration has, by name, layer by layer."""
+    vocab, width = config.vocab_size, config.embedding_length
+    specs = {"token_embd.weight": TensorSpec((vocab, width))}
+    for i, block in enumerate(layers_of(config)):
+        specs |= {f"blk.{i}.{name}": spec for name, spec in block.tensors().items()}
+    specs[f"{config.output_norm}.weight"] = TensorSpec((width,))
     if not config.tied_output:
-        shapes["output.weight"] = (config.vocab_size, config.embedding_length)
+        specs["output.weight"] = TensorSpec((vocab, width), OUTPUT_CUT)
     if config.rope_scaling.kind == "longrope":
         names = ["rope_factors_long.weight", "rope_factors_short.weight"]
     else:
         names = [] if config.rope_scaling.freq_factors is None else ["rope_freqs.weight"]
-    return shapes | dict.fromkeys(names, (config.rope_dim // 2,))
+    return specs | dict.fromkeys(names, TensorSpec((config.rope_dim // 2,)))
 
 
-def _block_tensors(config: ModelConfig, layer: int) -> dict[str, Shape]:
-    hidden, block = config.embedding_length, config.block
-    q, kv = config.head_count * config.head_dim, config.head_count_kv * config.head_dim
-    pre, post = block.norms != "post", block.norms != "pre"
-    shapes: dict[str, Shape] = {"attn_norm.weight": (hidden,)} if pre else {}
-    if block.merged:
-        shapes["attn_qkv.weight"] = (q + 2 * kv, hidden)
-    else:
-        shapes |= {f"attn_{name}.weight": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
-    shapes["attn_output.weight"] = (hidden, q)
-    if post:
-        shapes["post_attention_norm.weight"] = (hidden,)
-    if pre:
-        shapes[f"{block.ffn_norm}.weight"] = (hidden,)
-    shapes |= _expert_tensors(config) if config.has_experts(layer) else _dense_tensors(config)
-    if post:
-        shapes["post_ffw_norm.weight"] = (hidden,)
-    if block.qkv_bias:
-        shapes |= {"attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,)}
-    if block.output_bias:
-        shapes["attn_output.bias"] = (hidden,)
-    if block.sinks:
-        shapes["attn_sinks.weight"] = (config.head_count,)
-    if block.qk_norm == "head":
-        shapes |= {"attn_q_norm.weight": (config.head_dim,), "attn_k_norm.weight": (config.head_dim,)}
-    elif block.qk_norm == "row":
-        shapes |= {"attn_q_norm.weight": (q,), "attn_k_norm.weight": (kv,)}
-    return shapes
+def joined_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    """Tensors that hold several of a model's tensors, one behind the other, in some files."""
+    layers = enumerate(layers_of(config))
+    return {f"blk.{i}.{name}": spec for i, block in layers for name, spec in block.joined().items()}
 
 
-def _dense_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Of a feed-forward that is not a mixture of experts."""
-    hidden, inner = config.embedding_length, config.feed_forward_length
-    if config.block.merged:
-        gate_up: dict[str, Shape] = {"ffn_up.weight": (2 * inner, hidden)}
-    else:
-        gate_up = {"ffn_gate.weight": (inner, hidden), "ffn_up.weight": (inner, hidden)}
-    return {**gate_up, "ffn_down.weight": (hidden, inner)}
-
-
-def _expert_tensors(config: ModelConfig) -> dict[str, Shape]:
-    assert config.experts is not None
-    block, hidden, count = config.block, config.embedding_length, config.experts.count
-    inner, shared = config.experts.feed_forward_length, config.experts.shared_feed_forward_length
-    shapes: dict[str, Shape] = {
-        "ffn_gate_inp.weight": (count, hidden),
-        "ffn_gate_exps.weight": (count, inner, hidden),
-        "ffn_up_exps.weight": (count, inner, hidden),
-        "ffn_down_exps.weight": (count, hidden, inner),
-    }
-    if block.expert_bias:
-        shapes |= {
-            "ffn_gate_inp.bias": (count,),
-            "ffn_gate_exps.bias": (count, inner),
-            "ffn_up_exps.bias": (count, inner),
-            "ffn_down_exps.bias": (count, hidden),
-        }
-    if block.selection_bias:
-        shapes["exp_probs_b.bias"] = (count,)
-    if shared:
-        shapes |= {
-            "ffn_gate_shexp.weight": (shared, hidden),
-            "ffn_up_shexp.weight": (shared, hidden),
-            "ffn_down_shexp.weight": (hidden, shared),
-        }
-    if shared and block.shared_gate:
-        shapes["ffn_gate_inp_shexp.weight"] = (hidden,)
-    return shapes
+def required_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Name and torch-order shape of every tensor that a model of this configuration has."""
+    return {name: spec.shape for name, spec in tensor_specs(config).items()}
 
 
 def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.") -> frozenset[str]:
@@ -155,8 +100,9 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
         GGUFError: a tensor is missing, or its shape or type is wrong, or the decoder does not apply it.
     """
     required: dict[str, Shape] = {}
+    joined = joined_specs(config)
     for name, shape in required_tensors(config).items():
-        stored = _stored_form(file, config, name, shape)
+        stored = _stored_form(file, joined, name, shape)
         required |= stored
         _check_same_type(file, list(stored))
     for name, shape in required.items():
@@ -182,30 +128,26 @@ def _check_extra(file: GGUFFile, config: ModelConfig, extra: list[str]) -> None:
         log.warning("%s: %d tensors that nothing uses: %s", file.path, len(extra), names)
 
 
-def _stored_form(file: GGUFFile, config: ModelConfig, name: str, shape: Shape) -> dict[str, Shape]:
+def _stored_form(
+    file: GGUFFile, joined: Mapping[str, TensorSpec], name: str, shape: Shape
+) -> dict[str, Shape]:
     """The tensors that hold `name` in the file, or must hold it there: for most `name` itself."""
-    joined = (_query_key_value(config, name, shape), _gate_and_up(name, shape))
-    forms = (*joined, {name: shape}, _of_each_expert(name, shape))
+    holder = _holder(name)
+    together = {holder: joined[holder].shape} if holder in joined else {}
+    forms = (together, {name: shape}, _of_each_expert(name, shape))
     return next((form for form in forms if any(one in file.tensors for one in form)), {name: shape})
 
 
-def _query_key_value(config: ModelConfig, name: str, shape: Shape) -> dict[str, Shape]:
-    """Name and shape of the tensor that has query, key and value rows, or their biases; none for other tensors."""
-    layer, _, kind = name.rpartition(".attn_")
-    part, _, ending = kind.partition(".")
-    if part not in ("q", "k", "v"):
-        return {}
-    rows = (config.head_count + 2 * config.head_count_kv) * config.head_dim
-    return {f"{layer}.attn_qkv.{ending}": (rows, *shape[1:])}
+def _holder(name: str) -> str:
+    """The tensor that holds `name` beside others, where a file has such a one."""
+    return _HELD.sub(lambda found: f".{_HOLDERS[found[1]]}.", name)
 
 
-def _gate_and_up(name: str, shape: Shape) -> dict[str, Shape]:
-    """Name and shape of the tensor that has gate and up of all experts, [E, 2F, K]; none for tensors of other kinds."""
-    layer, _, kind = name.rpartition(".ffn_")
-    if kind not in ("gate_exps.weight", "up_exps.weight"):
-        return {}
-    count, rows, cols = shape
-    return {f"{layer}.ffn_gate_up_exps.weight": (count, 2 * rows, cols)}
+_HOLDERS = {
+    **dict.fromkeys(("attn_q", "attn_k", "attn_v"), "attn_qkv"),
+    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "ffn_gate_up_exps"),
+}
+_HELD = re.compile(rf"\.({'|'.join(_HOLDERS)})\.")
 
 
 def _of_each_expert(name: str, shape: Shape) -> dict[str, Shape]:

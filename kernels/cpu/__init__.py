@@ -5,6 +5,7 @@
     embed(weight, ids, scale=1.0)                                   rows of a weight as fp32 [T, K]
     rms_norm(x, weight, eps)                                        rows of x normalised [T, K]
     rope_store(qkv, spec, layer, batch)                             rotated queries; keys and values go to the cache
+    short_conv(batch, bcx, spec, layer)                             gated short convolution [T, C]; also to the state
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
     batch_attention(q, layer, batch, scale, window)                 newest tokens of B sequences: q [B, H, hd]
     prefill_attention(q, layer, start, scale, window, block_table)  T tokens of a sequence: q [T, H, hd]
@@ -28,6 +29,7 @@ from quengine.kernels.cpu.gemv.matmul import (
 from quengine.kernels.cpu.ops.glu import glu
 from quengine.kernels.cpu.ops.rms_norm import rms_norm
 from quengine.kernels.cpu.ops.rope_store import rope_store
+from quengine.kernels.cpu.ops.short_conv import short_conv
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, max_threads, run, set_threads
 
 __all__ = [
@@ -44,4 +46,5 @@ __all__ = [
     "rope_store",
     "run",
     "set_threads",
+    "short_conv",
 ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cpu
-from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer
+from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.moe.experts import CpuExperts
 from quengine.kernels.cpu.moe.operations import down_experts, experts_add, experts_glu, gate_up_experts
@@ -24,6 +24,7 @@ from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
+from quengine.kernels.short_conv import ShortConvSpec
 
 
 class CpuBackend:
@@ -190,6 +191,11 @@ class CpuBackend:
             ]
             out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
         return out.reshape(len(q), -1)
+
+    def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.short_conv(x, spec, state)
+        return cpu.short_conv(batch, x, spec, state)
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return x[rows]

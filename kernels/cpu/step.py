@@ -47,7 +47,8 @@ class Step:
             used = position // BLOCK_SIZE + 1
             for group, table in enumerate(of_token):
                 self._tables[group, i, :used] = table[:used]
-                self._slots[group, i] = table[used - 1] * BLOCK_SIZE + position % BLOCK_SIZE
+                newest = table[min(used, len(table)) - 1]  # a group with a state has one entry
+                self._slots[group, i] = newest * BLOCK_SIZE + position % BLOCK_SIZE
         return self._run([position + 1 for position in positions])
 
     def _check(self, tokens: Sequence[int], positions: Sequence[int]) -> None:

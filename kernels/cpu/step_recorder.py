@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
 from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, quantize_launch, task_rows
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
@@ -26,6 +26,7 @@ from quengine.kernels.cpu.ops.add import add_launch, scale_launch
 from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
+from quengine.kernels.cpu.ops.short_conv import short_conv_launch
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.forward_batch import ForwardBatch
@@ -34,6 +35,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
+from quengine.kernels.short_conv import ShortConvSpec
 
 # A stage has so many tasks for each thread, where a matrix has the rows, so that threads end close together.
 _SHARES = 4
@@ -243,6 +245,12 @@ class StepRecorder:
         stage = self._stage([splits])
         self.attentions.append(RecordedAttention(stage, spec.kv_heads, spec.window, visible))
         return Rows(out, self._after(stage, combine))
+
+    def short_conv(self, bcx: Rows, spec: ShortConvSpec, layer: SlotLayer) -> Rows:
+        out = self._fp32("convolved", spec.channels)
+        tables = self.tables[spec.cache_group]
+        launch = short_conv_launch(bcx.values, spec, layer, self.positions, tables, out)
+        return Rows(out, self._after(bcx.stage, launch))
 
     def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
         y = self._fp32("logits", weight.rows)

@@ -16,6 +16,10 @@ Q8_0_GROUP = 32
 BLOCK_SIZE = 32
 """Positions in a block of a paged cache."""
 
+CONV_HISTORY = 32
+"""Positions that a short convolution's state holds, the newest ones: those that it reads next, and those of drafted
+tokens, which are written over when a draft is not accepted."""
+
 PADDING_BLOCK = 0
 """The block that no sequence owns: rows without a sequence write to it, and entries of a block table whose positions
 are not read name it."""

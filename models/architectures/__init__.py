@@ -1,6 +1,7 @@
 """The architectures that the decoder computes, a declaration each. docs/architecture.md says how one is added."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from quengine.errors import EngineError
 from quengine.models.architectures.architecture import Architecture, ModelType
@@ -14,6 +15,8 @@ from quengine.models.architectures.olmoe import OLMOE
 from quengine.models.architectures.phi3 import PHI3
 from quengine.models.architectures.qwen import QWEN2, QWEN3
 from quengine.models.architectures.qwen_moe import QWEN2MOE, QWEN3MOE
+from quengine.models.blocks.block import Block
+from quengine.models.config import ModelConfig
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     a.name: a
@@ -30,6 +33,12 @@ MODEL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
     for name, model_type in architecture.model_types.items()
 }
 """By the `model_type` of a Hugging Face config.json."""
+
+
+@lru_cache(32)
+def layers_of(config: ModelConfig) -> Sequence[Block]:
+    """The layers of a model, in order; with ranks those of one of them (tensor_split.py)."""
+    return tuple(ARCHITECTURES[config.architecture].build(config))
 
 
 def unsupported_architecture(name: str, why: str = "is not supported") -> EngineError:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quengine.kernels.moe.router_kind import RouterKind
+from quengine.models.blocks.block import Block
+from quengine.models.blocks.uniform import uniform_layers
 from quengine.models.config import BlockKind, ModelConfig
 
 if TYPE_CHECKING:
@@ -82,7 +84,8 @@ class Architecture:
     """A decoder by the name that GGUF has for it.
 
     model_types: the Hugging Face models of this architecture.
-    block: what each layer computes, from which its tensors follow (`tensor_table`).
+    block: what each layer computes, from which its tensors follow.
+    build: the layers of a model, as `models.blocks` declares them.
     router: how experts are chosen and weighted, where a file does not say; `used` is the file's. None: no experts.
     rope_scalings: the kinds of rotary scaling that it has.
     hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, where others have another; a key with .weight
@@ -101,6 +104,7 @@ class Architecture:
     name: str
     model_types: Mapping[str, ModelType]
     block: BlockKind
+    build: Callable[[ModelConfig], Sequence[Block]] = uniform_layers
     router: RouterKind | None = None
     rope_scalings: frozenset[str] = frozenset({"linear", "yarn", "llama3"})
     hf_modules: Mapping[str, str] = field(default_factory=dict)

@@ -16,8 +16,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
 from quengine.llm import LLM
 from quengine.loading import placement
 from quengine.models.config import CacheGroup, ModelConfig
-from quengine.models.decoder import Block, Decoder
-from quengine.models.layers import LayerTensors
+from quengine.models.layer_tables import LayerTables
 from quengine.request.output import Completion
 from quengine.request.sampling_params import SamplingParams
 from tests.gguf_builder import ModelSizes
@@ -44,15 +43,16 @@ Load = Callable[..., Any]
 def load(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     """The model with layers 1 and 3 seeing WINDOW positions; their cache is released behind it, or kept."""
 
-    made = Decoder._block
+    made = LayerTables.attention
 
-    def block(self: Decoder, layer: int, tensors: LayerTensors, shared: AttentionSpec) -> Block:
+    def attention(self: LayerTables, layer: int, heads: int, kv_heads: int, head_dim: int) -> AttentionSpec:
+        shared = made(self, layer, heads, kv_heads, head_dim)
         if layer % 2:
             band = causal_mask_band(CHUNK, CTX, WINDOW)
             shared = replace(shared, window=WINDOW, mask_band=band, cache_group=1)
-        return made(self, layer, tensors, shared)
+        return shared
 
-    monkeypatch.setattr(Decoder, "_block", block)
+    monkeypatch.setattr(LayerTables, "attention", attention)
 
     @contextmanager
     def loaded(releases: bool, **options: Any) -> Iterator[LLM]:

@@ -255,7 +255,7 @@ def test_each_group_of_layers_has_rotary_tables_of_its_own(windowed: ModelConfig
 @pytest.mark.parametrize("name", ["gemma3-tiny", "qwen3moe-tiny"])
 def test_rotary_tables_are_counted_as_the_decoder_holds_them(tmp_path: Path, name: str) -> None:
     loaded = load_model(write_synthetic(tmp_path / "m.gguf", name), EngineConfig("cpu", 100, 1))
-    specs = [block.attention.spec for block in loaded.decoder.blk]
+    specs = [block.mixer.spec for block in loaded.decoder.blk]
     tables = {id(table): table.nbytes for spec in specs for table in (spec.cos, spec.sin)}
     assert CacheNeeds(loaded.checkpoint.config, 64).table_bytes(100) == sum(tables.values())
     loaded.close()

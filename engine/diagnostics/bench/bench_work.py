@@ -3,7 +3,7 @@
 from quengine.llm import LLM
 from quengine.models.config import ModelConfig
 from quengine.models.experts import MixtureOfExperts
-from quengine.models.layers import FeedForward
+from quengine.models.layers import FeedForwardLayer
 
 
 def bytes_per_token(llm: LLM, depth: int, generate: int, batch: int = 1) -> int:
@@ -29,9 +29,9 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     chunks = -(-prompt // decoder.chunk_size)
     matrices = 0
     for block in decoder.blk:
-        output = block.attention.attn_output
+        entry, output = block.mixer.entry, block.mixer.output
         rows = chunks if block is decoder.blk[-1] else prompt
-        matrices += 2 * block.attention.attn_qkv.rows * block.attention.attn_qkv.cols * prompt
+        matrices += 2 * entry.rows * entry.cols * prompt
         matrices += (2 * output.rows * output.cols + _feed_forward_operations(config, block.ffn)) * rows
     seen = sum(
         len(group.layers) * min(position + 1, group.window or position + 1)
@@ -44,9 +44,9 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     return int(matrices + attention + logits)
 
 
-def _feed_forward_operations(config: ModelConfig, ffn: FeedForward | MixtureOfExperts) -> int:
+def _feed_forward_operations(config: ModelConfig, ffn: FeedForwardLayer | MixtureOfExperts) -> int:
     """Of the matrices of one layer's feed-forward, for one row."""
-    if isinstance(ffn, FeedForward):
+    if isinstance(ffn, FeedForwardLayer):
         return int(sum(2 * weight.rows * weight.cols for weight in (ffn.ffn_gate_up, ffn.ffn_down)))
     experts = ffn.experts
     inner = experts.router.used * experts.feed_forward_length + experts.shared_feed_forward_length

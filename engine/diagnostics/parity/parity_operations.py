@@ -139,7 +139,7 @@ def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
     """While it lasts, every operation of `decoder` goes through `watch`."""
     holders: list[tuple[Any, str, bool]] = [(decoder, "backend", False)]
     for block in decoder.blk:
-        holders += [(block.attention, "backend", False), (block.ffn, "backend", True)]
+        holders += [(block.mixer, "backend", False), (block.ffn, "backend", True)]
         if isinstance(block.ffn, MixtureOfExperts):
             holders.append((block.ffn, "expert_backend", True))
     own = [getattr(holder, name) for holder, name, _ in holders]

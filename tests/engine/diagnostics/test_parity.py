@@ -167,7 +167,7 @@ def test_one_matrix_that_is_read_wrong_fails_in_every_phase(
 
 def respin(llm: LLM, change: Callable[[Tensor], Tensor]) -> None:
     """Change the rotary tables [ctx, rope_dim / 2] where they lie, so that whatever reads them sees it."""
-    spec = llm.runner.decoder.blk[0].attention.spec
+    spec = llm.runner.decoder.blk[0].mixer.spec
     for table in (spec.cos, spec.sin):
         table.copy_(change(table.clone()))
 
@@ -209,7 +209,7 @@ def test_decode_that_disagrees_with_prefill_on_positions_fails_where_both_meet(
 def test_a_norm_with_another_epsilon_fails(reference: LLMSide, model: Path, workload: Workload) -> None:
     def spoil(llm: LLM) -> None:
         for block in llm.runner.decoder.blk:
-            block.ffn.ffn_norm = replace(block.ffn.ffn_norm, eps=1e-2)
+            block.ffn.norm = replace(block.ffn.norm, eps=1e-2)
 
     assert not judged(reference, model, workload, spoil).within
 

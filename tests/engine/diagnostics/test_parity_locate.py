@@ -129,7 +129,7 @@ def placed(place: Place) -> ParityReport:
 
 def test_wrong_rotation_is_the_first_layers_attention(reference: LLMSide, model: Path) -> None:
     def spoil(llm: LLM) -> None:
-        spec = llm.runner.decoder.blk[0].attention.spec
+        spec = llm.runner.decoder.blk[0].mixer.spec
         for table in (spec.cos, spec.sin):
             table.copy_(table.roll(1, dims=1))
 

@@ -1,0 +1,79 @@
+"""The gated short convolution in compiled code: the twin of kernels/short_conv.py.
+
+Positions and slots are read from memory, so that a list of kernels made once serves every token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import SlotLayer
+from quengine.kernels.cpu.runtime.arguments import Arguments
+from quengine.kernels.cpu.runtime.kernel_table import short_conv_kernel
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.short_conv import ShortConvSpec
+
+_LEAST = 64
+"""Channels of a task, at least: 256 bytes of each row."""
+
+
+@dataclass
+class ShortConvArguments(Arguments):
+    """bcx, weight, state, out: fp32 at addresses. positions: int64, one a row. tables: int64, a row's slot first,
+    `table_stride` bytes a row. channels, taps, history: numbers; task_channels: of a task."""
+
+    bcx: int
+    weight: int
+    state: int
+    out: int
+    positions: int
+    tables: int
+    table_stride: int
+    rows: int
+    channels: int
+    taps: int
+    history: int
+    task_channels: int
+
+
+def short_conv_launch(
+    bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer, positions: Tensor, tables: Tensor, out: Tensor
+) -> Launch:
+    """out [T, C] of bcx [T, 3C], fp32 and contiguous both; a task takes some channels of all rows, in order.
+
+    positions: int64 [T]. tables: int64 [T, ...], whose first column has the slots; both read when the kernel runs.
+    """
+    assert bcx.is_contiguous() and out.is_contiguous() and spec.weight.is_contiguous()
+    assert layer.rows.is_contiguous() and layer.rows.dtype == torch.float32 and tables.stride(-1) == 1
+    step = max(_LEAST, -(-spec.channels // (4 * get_threads())) // 8 * 8)
+    arguments = ShortConvArguments(
+        bcx=bcx.data_ptr(),
+        weight=spec.weight.data_ptr(),
+        state=layer.rows.data_ptr(),
+        out=out.data_ptr(),
+        positions=positions.data_ptr(),
+        tables=tables.data_ptr(),
+        table_stride=8 * tables.stride(0),
+        rows=len(bcx),
+        channels=spec.channels,
+        taps=spec.taps,
+        history=layer.rows.shape[1],
+        task_channels=step,
+    )
+    keep = (bcx, spec.weight, layer.rows, out, positions, tables)
+    return Launch(short_conv_kernel(), arguments, -(-spec.channels // step), keep=keep)
+
+
+def short_conv(batch: ForwardBatch, bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer) -> Tensor:
+    """See kernels/short_conv.py: fp32 [T, C]."""
+    slots = batch.slots_of(spec.cache_group).to(torch.int64)
+    if batch.phase == "prefill":
+        slots = slots.repeat_interleave(torch.tensor(batch.query_lens))
+    out = torch.empty(len(bcx), spec.channels)
+    positions = batch.positions.to(torch.int64)
+    run([short_conv_launch(bcx.contiguous(), spec, layer, positions, slots.view(-1, 1), out)])
+    return out

@@ -1,0 +1,129 @@
+"""What a layer declares: its tensors, how ranks cut them, what it keeps of a sequence, and how it is loaded.
+
+Declarations need no torch: a file's check, `engine show` and the memory plan read them before anything is loaded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+
+from quengine.kernels.kv.cache_types import CacheType, row_bytes
+
+if TYPE_CHECKING:
+    from quengine.models.layer_tables import LayerTables
+    from quengine.models.layers import LayerTensors
+
+Shape: TypeAlias = tuple[int, ...]
+
+Axis = Literal[
+    *("queries", "keys", "heads", "channels"),
+    *("inner", "expert_inner", "experts", "shared_inner", "tokens"),
+]
+"""What ranks divide: elements of all query heads, of all key (or value) heads, query heads by number, channels of a
+convolution, the width of a feed-forward, of an expert's, experts by number, the width of the shared expert's, the
+vocabulary."""
+
+
+class Cut(NamedTuple):
+    """What a rank has of a tensor: a range of its "rows" (of each matrix, where there are several), of its "columns",
+    or all of it on the "first" rank and zeros on the others. `axes`: one for each part that lies one behind the other
+    along the rows or columns. `experts`: it has a matrix, or a row, for each expert, of which a rank has a range where
+    experts are shared whole, and zeros behind them, for all experts of the others.
+    """
+
+    along: Literal["rows", "columns", "first", "experts"]
+    axes: tuple[Axis, ...] = ()
+    experts: bool = False
+
+
+OUTPUT_CUT = Cut("rows", ("tokens",))
+"""Of the output matrix."""
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of a layer. shape: rows first. cut: how ranks share it; None: every rank has all of it."""
+
+    shape: Shape
+    cut: Cut | None = None
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """Keys and values of every position that a layer attends to, in blocks of positions: fp16 or q8_0.
+
+    window: how many positions, the token's own among them, are kept; None: all.
+    """
+
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def nbytes(self, positions: int, cache_type: CacheType = "f16") -> int:
+        """Bytes of so many positions. Raises EngineError where the heads cannot be stored in `cache_type`."""
+        return 2 * self.kv_heads * positions * row_bytes(cache_type, self.head_dim)
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """A fixed amount for each sequence, whatever its length: fp32 values of this shape."""
+
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * prod(self.shape)
+
+
+State: TypeAlias = PagedKV | SlotState
+
+
+class Part(Protocol):
+    """What mixers and feed-forwards have in common."""
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """By GGUF's name below the layer, with .weight or .bias."""
+        ...
+
+    def joined(self) -> Mapping[str, TensorSpec]:
+        """Tensors that hold several of these, one behind the other, in files that do not have those."""
+        ...
+
+
+class Mixer(Part, Protocol):
+    """The part of a layer in which positions see each other. `kind`: for people."""
+
+    kind: str
+
+    @property
+    def state(self) -> State:
+        """What it keeps of a sequence from step to step."""
+        ...
+
+    def load(self, tensors: "LayerTensors", tables: "LayerTables") -> Any:
+        """The layer on a backend: called with (batch, x, state, next_norm, rows)."""
+        ...
+
+
+class ChannelMixer(Part, Protocol):
+    """The part of a layer that computes each position by itself: a feed-forward, or a mixture of experts."""
+
+    def load(self, tensors: "LayerTensors", tables: "LayerTables") -> Any:
+        """The layer on a backend: called with (batch, x, next_norm)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer of a model."""
+
+    mixer: Mixer
+    feed_forward: ChannelMixer
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Those of both parts, the mixer's first."""
+        return {**self.mixer.tensors(), **self.feed_forward.tensors()}
+
+    def joined(self) -> Mapping[str, TensorSpec]:
+        """See Part.joined."""
+        return {**self.mixer.joined(), **self.feed_forward.joined()}

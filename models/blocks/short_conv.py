@@ -1,0 +1,54 @@
+"""The gated short convolution (LFM2), declared.
+
+`in_proj` gives each position three vectors b, c and x of `channels`; u = b * x goes through a causal convolution of
+each channel by itself over the last `taps` positions, and y = c * conv(u) through `out_proj`. Source: `Lfm2ShortConv`
+in the `transformers` library; "LFM2 Technical Report", Liquid AI 2025, section 2.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quengine.kernels.kv.cache_types import CONV_HISTORY
+from quengine.models.blocks.block import Cut, SlotState, TensorSpec
+
+if TYPE_CHECKING:
+    from quengine.models.layer_tables import LayerTables
+    from quengine.models.layers import LayerTensors
+    from quengine.models.short_conv import ShortConvLayer
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """width: of the residual stream. channels: of the convolution, of a rank those that it has. taps: positions that
+    the convolution reads, the token's own among them. partial: a rank has some of the channels."""
+
+    width: int
+    channels: int
+    taps: int
+    partial: bool = False
+    kind = "short convolution"
+
+    @property
+    def state(self) -> SlotState:
+        """u of the last positions."""
+        return SlotState((CONV_HISTORY, self.channels))
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        three = Cut("rows", ("channels",) * 3)
+        return {
+            "attn_norm.weight": TensorSpec((self.width,)),
+            "shortconv.in_proj.weight": TensorSpec((3 * self.channels, self.width), three),
+            "shortconv.conv.weight": TensorSpec((self.channels, self.taps), Cut("rows", ("channels",))),
+            "shortconv.out_proj.weight": TensorSpec(
+                (self.width, self.channels), Cut("columns", ("channels",))
+            ),
+        }
+
+    def joined(self) -> Mapping[str, TensorSpec]:
+        return {}
+
+    def load(self, tensors: "LayerTensors", tables: "LayerTables") -> "ShortConvLayer":
+        from quengine.models.short_conv import ShortConvLayer
+
+        return ShortConvLayer(self, tensors, tables)

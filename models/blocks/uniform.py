@@ -1,0 +1,23 @@
+"""The layers of a model that are alike: attention and a feed-forward, or experts where the layer has them."""
+
+from collections.abc import Sequence
+
+from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.block import Block, ChannelMixer
+from quengine.models.blocks.experts import Experts
+from quengine.models.blocks.feed_forward import FeedForward
+from quengine.models.config import ModelConfig
+
+
+def uniform_layers(config: ModelConfig) -> Sequence[Block]:
+    """Attention in every layer, with the windows of `config.layer_windows`."""
+    return [Block(Attention.of(config, i), channel_mixer(config, i)) for i in range(config.block_count)]
+
+
+def channel_mixer(config: ModelConfig, layer: int) -> ChannelMixer:
+    """The feed-forward of a layer, or its mixture of experts."""
+    form, width, partial = config.block, config.embedding_length, config.ranks > 1
+    if config.has_experts(layer):
+        assert config.experts is not None
+        return Experts(form, width, config.experts, partial)
+    return FeedForward(form, width, config.feed_forward_length, partial)

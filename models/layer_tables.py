@@ -1,0 +1,78 @@
+"""What layers share while they are loaded: rotary tables and causal masks, made once for all layers that are alike."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.attention import causal_mask_band
+from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.moe.host_experts import HostExperts
+from quengine.kernels.rope import rope_table
+from quengine.models.config import ModelConfig
+
+
+class LayerTables:
+    """See the module docstring.
+
+    Args:
+        config: of the model. device: where the tables are.
+        ctx_size: positions for which there are rotary rows. chunk_size: rows of the causal mask at most.
+        host: computes the experts of the first `host.layers` layers; None: the backend computes all.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        ctx_size: int,
+        chunk_size: int,
+        host: HostExperts | None = None,
+    ) -> None:
+        self.config = config
+        self._device, self._ctx_size, self._chunk_size = device, ctx_size, chunk_size
+        self._host = host
+        self._groups = {layer: n for n, group in enumerate(config.cache_groups) for layer in group.layers}
+        self._attention: dict[int, dict[str, Any]] = {}
+        self._query_scale = _query_scale(config, ctx_size, device)
+
+    def cache_group(self, layer: int) -> int:
+        """The group of layers whose block tables a layer uses (ModelConfig.cache_groups)."""
+        return self._groups[layer]
+
+    def host_experts(self, layer: int) -> HostExperts | None:
+        """What computes a layer's experts, where it is not the backend."""
+        return self._host if self._host is not None and layer < self._host.layers else None
+
+    def attention(self, layer: int, heads: int, kv_heads: int, head_dim: int) -> AttentionSpec:
+        """What a layer's attention is given, without norms and sinks."""
+        config, group = self.config, self.cache_group(layer)
+        if group not in self._attention:
+            self._attention[group] = self._of_window(config.cache_groups[group].window)
+        return AttentionSpec(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            rope_layout=config.block.rope_layout,
+            query_scale=self._query_scale,
+            eps=config.rms_eps,
+            cache_group=group,
+            **self._attention[group],
+        )
+
+    def _of_window(self, window: int | None) -> dict[str, Any]:
+        cos, sin = rope_table(
+            self.config.rope(self._ctx_size, window is not None), self._ctx_size, self._device
+        )
+        rows = min(self._chunk_size, self._ctx_size)
+        mask = causal_mask_band(rows, self._ctx_size, window, self._device)
+        return {"window": window, "cos": cos, "sin": sin, "mask_band": mask}
+
+
+def _query_scale(config: ModelConfig, ctx_size: int, device: torch.device) -> Tensor | None:
+    """What the query at each position is multiplied with, fp32 [ctx_size] (Ministral 3), or None."""
+    if not config.attention_temperature_scale:
+        return None
+    steps = torch.arange(ctx_size, dtype=torch.float64) // config.attention_temperature_length
+    return (1.0 + config.attention_temperature_scale * torch.log1p(steps)).to(device, torch.float32)
