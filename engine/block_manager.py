@@ -7,6 +7,10 @@ can be found by it, until it is needed for another; the least recently used goes
 
 In a group whose attention has a window W, the token at position p sees positions p-W+1 .. p. A block that no position
 still to be computed sees is released, and its entry in the table becomes the padding block.
+
+In a group of layers that keep a state, a block is the state of one sequence, its table's one entry, from admission to
+release. Blocks without an owner hold checkpoints: copies of states at the ends of full blocks, found by the same keys.
+A prefix is found where every group holds it, so only as far as there is a checkpoint at its end.
 """
 
 from array import array
@@ -14,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import NamedTuple
 
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, blocks_for
 
@@ -24,11 +29,13 @@ class CachePool:
 
     window: how many positions, the token's own among them, attention sees; None: all.
     chunk: most tokens of a sequence that a step computes; it counts where there is a window.
+    is_state: a block is the state of a sequence, whatever its length.
     """
 
     num_blocks: int
     window: int | None = None
     chunk: int = 0
+    is_state: bool = False
 
     def first_visible(self, position: int) -> int:
         """The index in a block table of the first block that a token at `position`, or behind it, sees."""
@@ -36,16 +43,28 @@ class CachePool:
 
     def most_blocks(self, positions: int) -> int:
         """Blocks that a sequence of so many positions owns at once."""
-        every = blocks_for(positions)
+        every = 1 if self.is_state else blocks_for(positions)
         return every if self.window is None else min(every, blocks_for(self.window + self.chunk) + 1)
+
+
+class StateCopy(NamedTuple):
+    """The state in block `source` of a group is to be copied to block `target`."""
+
+    group: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """New block tables, one per group; their blocks hold the first `num_cached_tokens` tokens already."""
+    """New block tables, one per group; their blocks hold the first `num_cached_tokens` tokens already.
+
+    states: of each group with a state the checkpoint, and the block that it is to be copied to before the next step.
+    """
 
     block_tables: tuple[list[int], ...]
     num_cached_tokens: int
+    states: tuple[StateCopy, ...] = ()
 
 
 def extend_keys(keys: list[bytes], token_ids: Seq[int]) -> None:
@@ -64,16 +83,27 @@ class BlockManager:
 
     def __init__(self, pools: Seq[CachePool]) -> None:
         self._pools = [_Pool(pool) for pool in pools]
+        self._paged_groups = [n for n, pool in enumerate(pools) if not pool.is_state]
+        self._paged = [self._pools[n] for n in self._paged_groups]
 
     @property
     def num_free(self) -> int:
-        """Blocks without an owner in the pool that has fewest."""
-        return min(pool.num_free for pool in self._pools)
+        """Blocks without an owner in the pool that has fewest, of those whose sequences come to need more."""
+        return min(pool.num_free for pool in self._paged)
 
     @property
     def num_used(self) -> int:
         """Blocks with an owner in the pool that has most."""
-        return max(pool.shape.num_blocks - pool.num_free for pool in self._pools)
+        return max(pool.shape.num_blocks - pool.num_free for pool in self._paged)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are groups with a state."""
+        return len(self._paged) < len(self._pools)
+
+    def covered(self, tables: Seq[Seq[int]]) -> int:
+        """Positions that these tables cover."""
+        return min([len(tables[group]) for group in self._paged_groups]) * BLOCK_SIZE
 
     def fits(self, positions: int) -> bool:
         """Whether a sequence of so many positions can run while no other does."""
@@ -87,16 +117,33 @@ class BlockManager:
         """
         found = self._match(keys)
         shared = [pool.blocks_of(keys, found) for pool in self._pools]
-        new = [pool.end(found * BLOCK_SIZE, positions) - found for pool in self._pools]
+        new = [pool.missing(found, positions) for pool in self._pools]
         for pool, blocks, count in zip(self._pools, shared, new, strict=True):
-            if count + pool.count_free(blocks) + reserve > pool.num_free:
+            needed = count + pool.count_free(blocks) + (0 if pool.shape.is_state else reserve)
+            if needed > pool.num_free:
                 return None
-        tables = []
-        for pool, blocks, count in zip(self._pools, shared, new, strict=True):
+        tables, states = [], []
+        for group, (pool, blocks, count) in enumerate(zip(self._pools, shared, new, strict=True)):
+            if pool.shape.is_state:
+                source = pool.checkpoint_of(keys[found - 1]) if found else PADDING_BLOCK
+                tables.append([pool.take()])
+                if found:
+                    states.append(StateCopy(group, source, tables[-1][0]))
+                continue
             pool.own(blocks)
             hidden = [PADDING_BLOCK] * (found - len(blocks))
             tables.append(hidden + blocks + [pool.take() for _ in range(count)])
-        return Allocation(tuple(tables), found * BLOCK_SIZE)
+        return Allocation(tuple(tables), found * BLOCK_SIZE, tuple(states))
+
+    def checkpoint(self, tables: Seq[Seq[int]], key: bytes) -> list[StateCopy]:
+        """Blocks for copies of a sequence's states, which stand for the tokens up to the end of the block with this
+        key: they are found by it from now on, and are to be copied before the next step. Least recently used ones make
+        room; where no block is free there is none."""
+        copies = []
+        for group, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
+            if pool.shape.is_state and key not in pool.by_key and pool.num_free:
+                copies.append(StateCopy(group, table[0], pool.keep_new(key)))
+        return copies
 
     def grow(self, tables: Seq[list[int]], start: int, positions: int) -> bool:
         """Make room for a step from position `start` on: append blocks until the tables cover `positions`.
@@ -108,7 +155,7 @@ class BlockManager:
             if pool.shape.window is not None:
                 pool.release_hidden(table, start)
         # Nearly every step ends here.
-        if min(map(len, tables)) * BLOCK_SIZE >= positions:
+        if self.covered(tables) >= positions:
             return True
         ends = [pool.end(start, positions) for pool in self._pools]
         missing = [max(0, end - len(table)) for end, table in zip(ends, tables, strict=True)]
@@ -121,6 +168,8 @@ class BlockManager:
     def computed(self, tables: Seq[Seq[int]], keys: Seq[bytes], first: int) -> None:
         """The full blocks `first`, ... of these tables hold what `keys` stand for: they can be shared from now on."""
         for pool, table in zip(self._pools, tables, strict=True):
+            if pool.shape.is_state:  # they change with every step: see `checkpoint`
+                continue
             for number, key in zip(table[first:], keys[first:], strict=False):
                 pool.name(number, key)
 
@@ -136,7 +185,11 @@ class BlockManager:
         """
         prefix = keys[: self._match(keys)]
         return [
-            {index: pool.by_key[key] for index, key in enumerate(prefix) if key in pool.by_key}
+            {
+                index: pool.by_key[key]
+                for index, key in enumerate(prefix)
+                if key in pool.by_key and (not pool.shape.is_state or index == len(prefix) - 1)
+            }
             for pool in self._pools
         ]
 
@@ -187,11 +240,11 @@ class BlockManager:
             for group, pool in enumerate(self._pools):
                 if key not in pool.by_key:
                     held_from[group] = index + 1
-                    if pool.shape.window is None:
+                    if pool.shape.window is None and not pool.shape.is_state:
                         return longest
             behind = (index + 1) * BLOCK_SIZE
             if all(
-                first <= pool.shape.first_visible(behind)
+                first <= (index if pool.shape.is_state else pool.shape.first_visible(behind))
                 for pool, first in zip(self._pools, held_from, strict=True)
             ):
                 longest = index + 1
@@ -224,8 +277,29 @@ class _Pool:
         """Up to which entry a table is filled that has to cover `positions`, before a step from position `start` on."""
         return min(blocks_for(positions), self.shape.first_visible(start) + self.shape.most_blocks(positions))
 
+    def missing(self, found: int, positions: int) -> int:
+        """Blocks that a table for `positions` lacks whose first `found` are there."""
+        return 1 if self.shape.is_state else self.end(found * BLOCK_SIZE, positions) - found
+
+    def checkpoint_of(self, key: bytes) -> int:
+        """The block with this content, which was used just now."""
+        number = self.by_key[key]
+        if number in self._kept:
+            self._kept[number] = self._kept.pop(number)
+        return number
+
+    def keep_new(self, key: bytes) -> int:
+        """A free block that gets this content, and stays free."""
+        number = self.take()
+        self.name(number, key)
+        self.release([number])
+        return number
+
     def blocks_of(self, keys: Seq[bytes], count: int) -> list[int]:
-        """The blocks of the first `count` keys, without those that the token behind them does not see."""
+        """The blocks of the first `count` keys, without those that the token behind them does not see; of states
+        none, as they are not shared."""
+        if self.shape.is_state:
+            return []
         first = self.shape.first_visible(count * BLOCK_SIZE)
         return [self.by_key[key] for key in keys[first:count]]
 

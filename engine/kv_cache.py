@@ -1,26 +1,42 @@
-"""The key/value cache: blocks of positions that sequences share, allocated once."""
+"""What a model keeps of sequences: blocks of keys and values, which they share, and states; allocated once."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from quengine.block_manager import CachePool
-from quengine.kernels.backend import KVLayer
+from quengine.block_manager import CachePool, StateCopy
+from quengine.kernels.backend import LayerState, SlotLayer
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType, blocks_for
 from quengine.kernels.kv.kv_rows import allocate_layer
-from quengine.models.config import ModelConfig
+from quengine.models.architectures import layers_of
+from quengine.models.blocks.block import SlotState, State
+from quengine.models.config import CacheGroup, ModelConfig
+
+
+def pools_of_one(config: ModelConfig, ctx_size: int) -> list[CachePool]:
+    """Of each group of layers the blocks of one sequence, which keeps all positions."""
+    blocks = blocks_for(ctx_size)
+    return [CachePool(1 if g.is_state else blocks, is_state=g.is_state) for g in config.cache_groups]
+
+
+def _allocate(state: State, blocks: int, device: torch.device, cache_type: CacheType) -> LayerState:
+    """A layer's blocks; rows are written before they are read."""
+    if isinstance(state, SlotState):
+        return SlotLayer(torch.empty(blocks, *state.shape, dtype=torch.float32, device=device))
+    return allocate_layer(blocks * BLOCK_SIZE, state.kv_heads, state.head_dim, device, cache_type)
 
 
 @dataclass
 class KVCache:
-    """Keys and values of sequences of at most `ctx_size` positions.
+    """Keys and values, and states, of sequences of at most `ctx_size` positions.
 
     `pools`: the blocks of each group of layers (ModelConfig.cache_groups), at least as many as one sequence needs. A
-    layer has (num_blocks + 1) * BLOCK_SIZE rows: those of the padding block, then those that sequences own.
+    layer has the padding block, then `num_blocks` that sequences own, of BLOCK_SIZE rows of keys and values or of a
+    state each.
     """
 
-    layers: list[KVLayer]
+    layers: list[LayerState]
     ctx_size: int
     pools: tuple[CachePool, ...]
 
@@ -41,17 +57,26 @@ class KVCache:
         in `cache_type`.
         """
         if pools is None:
-            pools = [CachePool(blocks_for(ctx_size)) for _ in config.cache_groups]
-        rows = [0] * config.block_count
+            pools = pools_of_one(config, ctx_size)
+        blocks = [0] * config.block_count
         for group, pool in zip(config.cache_groups, pools, strict=True):
             for layer in group.layers:
-                rows[layer] = (pool.num_blocks + 1) * BLOCK_SIZE
-        heads, head_dim = config.head_count_kv, config.head_dim
-        layers = [allocate_layer(count, heads, head_dim, device, cache_type) for count in rows]
-        padding = slice(PADDING_BLOCK * BLOCK_SIZE, (PADDING_BLOCK + 1) * BLOCK_SIZE)
-        for tensor in (tensor for layer in layers for tensor in layer.tensors):
-            tensor[padding].zero_()
+                blocks[layer] = pool.num_blocks + 1
+        layers = [
+            _allocate(block.mixer.state, count, device, cache_type)
+            for block, count in zip(layers_of(config), blocks, strict=True)
+        ]
+        for tensor in (tensor for layer in layers for tensor in layer.blocks if len(tensor)):
+            tensor[PADDING_BLOCK].zero_()
         return cls(layers, ctx_size, tuple(pools))
+
+    def copy_states(self, copies: Iterable[StateCopy], groups: Sequence[CacheGroup]) -> None:
+        """Copy states between blocks of their groups, behind the steps that were launched before. `groups`: of the
+        model."""
+        for group, source, target in copies:
+            for layer in groups[group].layers:
+                for tensor in self.layers[layer].blocks:
+                    tensor[target].copy_(tensor[source])
 
     @property
     def whole_tables(self) -> tuple[list[int], ...]:
@@ -59,8 +84,10 @@ class KVCache:
 
         Where a pool has fewer blocks than the context, they are used again behind the window.
         """
+        blocks = blocks_for(self.ctx_size)
         return tuple(
-            [1 + index % pool.num_blocks for index in range(blocks_for(self.ctx_size))] for pool in self.pools
+            [1 + index % pool.num_blocks for index in range(1 if pool.is_state else blocks)]
+            for pool in self.pools
         )
 
     def most_sequences(self, positions: int) -> int:

@@ -502,4 +502,5 @@ class LLM:
             packed,
             config.reuse_prefix or config.parallel > 1,
             BACKLOG_CHUNK[kind],
+            self.runner.copy_states,
         )

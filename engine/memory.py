@@ -9,6 +9,8 @@ from quengine.block_manager import CachePool
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
+from quengine.models.architectures import layers_of
+from quengine.models.blocks.block import SlotState, State
 from quengine.models.config import ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
@@ -24,6 +26,9 @@ captured for, on a CUDA device. Measured, with all captured: see tests/engine/te
 
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """The same for a draft model beside another."""
+
+CHECKPOINTS = 16
+"""States that are kept beside those of sequences, for prompts that begin as earlier ones did."""
 
 CONTEXT_STEP = 256
 """A context that is cut to fit is a multiple of so many tokens."""
@@ -52,15 +57,17 @@ class CacheNeeds:
 
     def pools(self) -> list[CachePool]:
         """A pool for each group of layers, without its number of blocks."""
-        windows = [group.window for group in self.config.cache_groups]
+        groups = self.config.cache_groups
+        windows = [group.window for group in groups]
         if self.draft is not None:
             windows[0] = None
-        return [CachePool(0, window, self.chunk) for window in windows]
+        pairs = zip(groups, windows, strict=True)
+        return [CachePool(0, window, self.chunk, group.is_state) for group, window in pairs]
 
     def block_bytes(self, cache_type: CacheType) -> list[int]:
         """Bytes of a block of each group."""
-        layer = self.config.kv_cache_bytes(BLOCK_SIZE, cache_type) // self.config.block_count
-        sizes = [layer * len(group.layers) for group in self.config.cache_groups]
+        layers = [_block_bytes(block.mixer.state, cache_type) for block in layers_of(self.config)]
+        sizes = [sum(layers[i] for i in group.layers) for group in self.config.cache_groups]
         if self.draft is not None:
             sizes[0] += self.draft.kv_cache_bytes(BLOCK_SIZE, cache_type)
         return sizes
@@ -152,6 +159,11 @@ def choose_context(
     )
 
 
+def _block_bytes(state: State, cache_type: CacheType) -> int:
+    """Bytes of a layer's block: of a sequence's state, or of keys and values of BLOCK_SIZE positions."""
+    return state.nbytes if isinstance(state, SlotState) else state.bytes_of(BLOCK_SIZE, cache_type)
+
+
 def wanted_bytes(
     needs: CacheNeeds, memory: DeviceMemory, requested: int | None, parallel: int, cache_type: CacheType
 ) -> int:
@@ -174,8 +186,13 @@ def choose_pools(
     sizes = needs.block_bytes(cache_type)
     one = [pool.most_blocks(ctx_size) for pool in needs.pools()]
 
+    states = [CHECKPOINTS if pool.is_state else 0 for pool in needs.pools()]
+
     def blocks(most: int) -> list[int]:
-        return [max(each, min(most, parallel * each)) for each in one]
+        return [
+            parallel + more if more else max(each, min(most, parallel * each))
+            for each, more in zip(one, states, strict=True)
+        ]
 
     def nbytes(most: int) -> int:
         return sum(map(mul, blocks(most), sizes))
@@ -247,11 +264,16 @@ def _every_rows_feed_forward(config: ModelConfig) -> int:
 
 
 def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -> int:
-    """Bytes of the keys and values that a token reads which is the last of so many."""
-    layer = config.kv_cache_bytes(1, cache_type) // config.block_count
-    return layer * sum(
-        min(positions, group.window or positions) * len(group.layers) for group in config.cache_groups
-    )
+    """Bytes of keys, values and states that a token reads which is the last of so many."""
+    total = 0
+    layers = layers_of(config)
+    for group in config.cache_groups:
+        for state in (layers[i].mixer.state for i in group.layers):
+            if isinstance(state, SlotState):
+                total += state.nbytes
+            else:
+                total += state.bytes_of(min(positions, group.window or positions), cache_type)
+    return total
 
 
 def layers_that_free(experts: Mapping[int, int], missing: int) -> int | None:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from quengine.batch import Batch, Chunk
+from quengine.block_manager import StateCopy
 from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import Forward, Hidden, Message, Parts, Together, alone
+from quengine.parallel.wire import CopyStates, Forward, Hidden, Message, Parts, Together, alone
 from quengine.platform.ranges import Range
 from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
@@ -213,6 +214,11 @@ class ModelRunner:
             batch = forward_batch("prefill", rows, device)
             tensors = (torch.tensor(part, device=device) for part in parts)
             yield from self.decoder.forward_parts(batch, self.cache.layers, tensors)
+
+    def copy_states(self, copies: Seq[StateCopy]) -> None:
+        """Copy states of sequences, behind the steps that were launched before."""
+        with self.together(CopyStates(copies)):
+            self.cache.copy_states(copies, self.decoder.config.cache_groups)
 
     def together(self, message: Message) -> AbstractContextManager[None]:
         """What is inside is computed by all ranks, as `message` tells the others."""

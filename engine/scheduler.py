@@ -13,12 +13,14 @@ them.
 
 import time
 from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from itertools import chain
 
 from quengine.batch import Batch, Chunk
-from quengine.block_manager import BlockManager, extend_keys
+from quengine.block_manager import BlockManager, StateCopy, extend_keys
 from quengine.errors import EngineError
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, blocks_for
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
 from quengine.request.sequence import Sequence
 
@@ -42,6 +44,7 @@ class Scheduler:
         packed: a step may hold the chunks of several prompts.
         shares: blocks that hold the beginning of a prompt already are taken for it.
         backlog_chunk: `mixed_chunk` while more tokens of prompts wait than `chunk_size`.
+        copy_states: copies states of sequences behind the steps that were launched before (ModelRunner.copy_states).
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Scheduler:
         packed: bool = False,
         shares: bool = True,
         backlog_chunk: int = 0,
+        copy_states: Callable[[Seq[StateCopy]], None] | None = None,
     ) -> None:
         self.cache = cache
         self.parallel = parallel
@@ -65,6 +69,7 @@ class Scheduler:
         self.packed = packed
         self.shares = shares
         self.blocks = BlockManager(cache.pools)
+        self._copy_states = copy_states or (lambda _copies: None)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # both in order of arrival
         self.decoding: list[Sequence] = []
@@ -178,7 +183,7 @@ class Scheduler:
         end = min(len(sequence.token_ids) + most, sequence.max_positions)
         if self.blocks.num_free > len(self._running):
             self.blocks.grow(sequence.block_tables, sequence.num_cached_tokens, end)
-        held = min(map(len, sequence.block_tables)) * BLOCK_SIZE
+        held = self.blocks.covered(sequence.block_tables)
         return max(0, min(most, held - len(sequence.token_ids)))
 
     def release(self) -> None:
@@ -225,6 +230,15 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
                 self._cached(sequence, chunk.end - sequence.num_cached_tokens)
+                self._checkpoint(sequence)
+
+    def _checkpoint(self, sequence: Sequence) -> None:
+        """Keep the states behind a chunk that ends with a full block, for prompts that begin like this one."""
+        end = sequence.num_cached_tokens
+        if self.blocks.has_states and end % BLOCK_SIZE == 0 and end <= self._most_shared(sequence):
+            key = self._keys(sequence, end)[-1]
+            if copies := self.blocks.checkpoint(sequence.block_tables, key):
+                self._copy_states(copies)
 
     def _cached(self, sequence: Sequence, count: int) -> None:
         """So many tokens more are in the cache: blocks that they fill can be shared."""
@@ -335,6 +349,8 @@ class Scheduler:
         self.waiting.popleft()
         sequence.block_tables = allocation.block_tables
         sequence.num_cached_tokens = allocation.num_cached_tokens
+        if allocation.states:
+            self._copy_states(allocation.states)
         if not sequence.started:
             sequence.start()
             sequence.reused_tokens = allocation.num_cached_tokens
@@ -345,11 +361,17 @@ class Scheduler:
         return True
 
     def _may_grow(self, sequence: Sequence) -> bool:
-        return min(map(len, sequence.block_tables)) < blocks_for(sequence.max_positions)
+        return self.blocks.covered(sequence.block_tables) < sequence.max_positions
 
     def _chunk(self, sequence: Sequence, most: int) -> Chunk:
         start = sequence.num_cached_tokens
         end = min(start + most, self._prompt_end(sequence))
+        if self.blocks.has_states and start < (
+            last := self._most_shared(sequence) // BLOCK_SIZE * BLOCK_SIZE
+        ):
+            # Up to the end of a block, behind which a checkpoint can be kept.
+            end = min(end, last)
+            end -= end % BLOCK_SIZE if end - end % BLOCK_SIZE > start else 0
         return Chunk(sequence, sequence.token_ids[start:end], start)
 
     def _chunk_size(self, beside: bool) -> int:

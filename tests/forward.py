@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import KVLayer
+from quengine.kernels.backend import KVLayer, LayerState
 from quengine.kernels.forward_batch import ForwardBatch, Phase, decode_batch, prefill_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.models.decoder import Decoder
@@ -37,10 +37,16 @@ def one_sequence(
 
 
 def forward(
-    decoder: Decoder, ids: Sequence[int] | Tensor, layers: Sequence[KVLayer], start: int = 0, **options: Any
+    decoder: Decoder,
+    ids: Sequence[int] | Tensor,
+    layers: Sequence[LayerState],
+    start: int = 0,
+    **options: Any,
 ) -> Tensor:
     """Logits of such a step, on the decoder's device: `one_sequence` has the options."""
-    options.setdefault("blocks", layers[0].k.shape[0] // BLOCK_SIZE)
+    options.setdefault(
+        "blocks", next(len(layer.k) for layer in layers if isinstance(layer, KVLayer)) // BLOCK_SIZE
+    )
     options.setdefault("groups", len(decoder.config.cache_groups))
     batch = one_sequence(ids, start, device=decoder.backend.device, **options)
     return decoder.forward(batch, layers)

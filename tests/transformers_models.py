@@ -13,9 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quengine.kernels.backend import KVLayer
+from quengine.kernels.backend import KVLayer, LayerState, SlotLayer
 from quengine.kernels.reference import ReferenceBackend
+from quengine.models.architectures import layers_of
+from quengine.models.blocks.block import SlotState
 from quengine.models.checkpoint import Checkpoint
+from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from tests.forward import forward
 
@@ -148,9 +151,20 @@ def our_logits(
     """The reference backend's logits, float64 [TOKENS, vocab], over a cache that keeps fp32, in a run of `context`."""
     config = checkpoint.config
     decoder = Decoder(config, checkpoint.tensors, backend or ReferenceBackend(keep=True), context, CONTEXT)
-    rows = torch.zeros(2, CONTEXT, config.head_count_kv, config.head_dim)
-    cache = [KVLayer(*rows.clone()) for _ in range(config.block_count)]
+    cache = unrounded_cache(config)
     return forward(decoder, token_ids(vocab), cache, all_logits=True)
+
+
+def unrounded_cache(config: ModelConfig) -> list[LayerState]:
+    """A cache for one sequence that keeps keys and values in fp32."""
+    cache: list[LayerState] = []
+    for block in layers_of(config):
+        state = block.mixer.state
+        if isinstance(state, SlotState):
+            cache.append(SlotLayer(torch.zeros(2, *state.shape)))
+        else:
+            cache.append(KVLayer(*torch.zeros(2, CONTEXT, state.kv_heads, state.head_dim)))
+    return cache
 
 
 def nmse(ours: Tensor, theirs: Tensor) -> float:

@@ -114,7 +114,8 @@ class PrefixFiles:
         held, layers = [], [list[Tensor]() for _ in cache.layers]
         for number, (group, pool) in enumerate(zip(config.cache_groups, cache.pools, strict=True)):
             indices = self._indices(tensors, f"held.{number}")
-            needed = range(pool.first_visible(blocks * BLOCK_SIZE), blocks)
+            first = blocks - 1 if pool.is_state else pool.first_visible(blocks * BLOCK_SIZE)
+            needed = range(max(first, 0), blocks)
             if sorted({*indices, *needed}) != indices or (
                 indices and not 0 <= indices[0] <= indices[-1] < blocks
             ):
@@ -126,8 +127,8 @@ class PrefixFiles:
 
     def _layer(self, tensors: dict[str, Tensor], layer: int, blocks: int) -> list[Tensor]:
         found = []
-        for name, own in zip(_NAMES, self._loaded.cache.layers[layer].tensors, strict=False):
-            tensor, shape = tensors.get(f"layer.{layer}.{name}"), (blocks, BLOCK_SIZE, *own.shape[1:])
+        for name, own in zip(_NAMES, self._loaded.cache.layers[layer].blocks, strict=False):
+            tensor, shape = tensors.get(f"layer.{layer}.{name}"), (blocks, *own.shape[1:])
             if tensor is None or tensor.dtype != own.dtype or tuple(tensor.shape) != shape:
                 raise EngineError(f"its {name} of layer {layer} is not {own.dtype} {list(shape)}")
             found.append(tensor)

@@ -26,7 +26,8 @@ class SavedPrefix:
         token_ids: of the prefix. Those behind its last whole block have no keys and values here: only whole blocks are
             found by prompts.
         held: of each group of layers the indices of its blocks; one with a window has the last ones alone.
-        layers: of each layer its tensors as `KVLayer.tensors`, on the host: [blocks, BLOCK_SIZE, kv_heads, width].
+        layers: of each layer its tensors as `LayerState.blocks`, on the host: [blocks, BLOCK_SIZE, kv_heads, width], or
+            its state at the end, [1, ...].
     """
 
     token_ids: list[int]
@@ -69,8 +70,8 @@ def read_blocks(
     for group, of_group in zip(config.cache_groups, blocks, strict=True):
         numbers = _on_device(scheduler, of_group.values())
         for layer in group.layers:
-            for tensor in scheduler.cache.layers[layer].tensors:
-                yield layer, _by_block(tensor)[numbers]
+            for tensor in scheduler.cache.layers[layer].blocks:
+                yield layer, tensor[numbers]
 
 
 def restore_blocks(
@@ -96,9 +97,9 @@ def restore_blocks(
         numbers = _on_device(scheduler, wanted.values())
         rows = None if len(wanted) == len(indices) else _on_device(scheduler, wanted)
         for layer in group.layers:
-            for tensor, values in zip(scheduler.cache.layers[layer].tensors, layers[layer], strict=True):
+            for tensor, values in zip(scheduler.cache.layers[layer].blocks, layers[layer], strict=True):
                 there = values.to(tensor.device, non_blocking=True)
-                _by_block(tensor)[numbers] = there if rows is None else there[rows]
+                tensor[numbers] = there if rows is None else there[rows]
     scheduler.blocks.given_back(keys, taken)
 
 
@@ -112,7 +113,7 @@ def erase_prefix(scheduler: Scheduler, token_ids: list[int]) -> int:
 
 def _on_device(scheduler: Scheduler, numbers: Iterable[int]) -> Tensor:
     """Int64, where the cache is."""
-    device = scheduler.cache.layers[0].k.device
+    device = scheduler.cache.layers[0].tensors[0].device
     return torch.tensor(list(numbers), dtype=torch.int64).to(device)
 
 
@@ -126,8 +127,3 @@ def _keys(token_ids: list[int]) -> list[bytes]:
     keys: list[bytes] = []
     extend_keys(keys, token_ids)
     return keys
-
-
-def _by_block(tensor: Tensor) -> Tensor:
-    """[rows, ...] as [blocks, BLOCK_SIZE, ...]: a view."""
-    return tensor.view(-1, BLOCK_SIZE, *tensor.shape[1:])

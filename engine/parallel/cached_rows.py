@@ -1,4 +1,5 @@
-"""Keys and values of positions in the cache's first blocks, of all heads, whichever rank has them.
+"""Keys and values of positions in the cache's first blocks, of all heads, whichever rank has them; and the states of
+the sequence that has these blocks, whose channels are then what is called heads here.
 
 Of many layers at a time: what is exchanged and copied between host and device is one array of bytes, a row for each
 position, with the tensors of the layers one beside the other.
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quengine.kernels.backend import SlotLayer
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.model_runner import ModelRunner
 from quengine.parallel.wire import ReadCache, WriteCache
@@ -20,10 +22,12 @@ _MOST_BYTES = 32 << 20
 
 
 class _Stored(NamedTuple):
-    """A tensor of a layer, [slots, heads, width], and the slots of the positions, [n]; empty if not `held`."""
+    """A tensor of a layer, [slots, heads, width], and the slots of the positions, [n], or of the sequence, [1]; empty
+    if not `held`."""
 
     layer: int
     held: bool
+    is_state: bool
     tensor: Tensor
     slots: Tensor
 
@@ -33,16 +37,18 @@ class _Stored(NamedTuple):
 
 def read_cached(runner: ModelRunner, start: int, end: int, kv_heads: int) -> list[Tensor]:
     """A copy, on the host, of what every layer stores of positions start .. end - 1, [n, kv_heads, width] each: keys
-    and values, or in q8_0 their codes and scales. On rank 0."""
+    and values, or in q8_0 their codes and scales; or of its state, [1, channels, history]. On rank 0."""
     with runner.together(ReadCache(start, end)):
         rows = read_rows(runner, start, end)
     # Where there are fewer key/value heads than ranks, some ranks have the same.
-    return [tensor[:, :: tensor.shape[1] // kv_heads] for tensor in rows]
+    pairs = zip(_stored(runner, start, end), rows, strict=True)
+    return [rows if one.is_state else rows[:, :: rows.shape[1] // kv_heads] for one, rows in pairs]
 
 
 def write_cached(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor]) -> None:
     """Store what `read_cached` gave. On rank 0."""
-    kv_heads = rows[0].shape[1]
+    pairs = zip(_stored(runner, start, end), rows, strict=True)
+    kv_heads = next(given.shape[1] for one, given in pairs if not one.is_state)
     with runner.together(WriteCache(start, end, kv_heads)):
         write_rows(runner, start, end, kv_heads, rows)
 
@@ -56,14 +62,16 @@ def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
         if group[0].held:
             own = torch.cat([_bytes(one.tensor[one.slots]) for one in group], dim=1)
         else:
-            own = torch.empty(end - start, sum(sizes), dtype=torch.uint8, device=group[0].tensor.device)
+            own = torch.empty(
+                len(group[0].slots), sum(sizes), dtype=torch.uint8, device=group[0].tensor.device
+            )
         if config.stage is not None:
             communicator.broadcast(own, config.stage.rank_of(group[0].layer))
         elif ranks > 1:
             own = communicator.all_gather(own, [sum(sizes)] * ranks)
-        parts = torch.split(own.view(end - start, ranks, sum(sizes)).cpu(), sizes, dim=2)
+        parts = torch.split(own.view(len(own), ranks, sum(sizes)).cpu(), sizes, dim=2)
         for one, part in zip(group, parts, strict=True):
-            shape = (end - start, ranks * one.tensor.shape[1], one.tensor.shape[2])
+            shape = (len(own), ranks * one.tensor.shape[1], one.tensor.shape[2])
             rows.append(part.contiguous().view(one.tensor.dtype).view(shape))
     return rows
 
@@ -74,19 +82,19 @@ def write_rows(
     """Each rank's part of `write_cached`; `rows`: on rank 0."""
     communicator, config, done = runner.decoder.backend.communicator, runner.decoder.config, 0
     cut = config.ranks > 1 and config.splits_heads
-    first = communicator.rank * kv_heads // communicator.size if cut else 0
     for group in _groups(runner, start, end):
-        sizes = [one.row_bytes(kv_heads) for one in group]
-        values = torch.empty(end - start, sum(sizes), dtype=torch.uint8, device=group[0].tensor.device)
+        heads = config.ranks * group[0].tensor.shape[1] if group[0].is_state else kv_heads
+        first = communicator.rank * heads // communicator.size if cut else 0
+        sizes = [one.row_bytes(heads) for one in group]
+        count = len(group[0].slots)
+        values = torch.empty(count, sum(sizes), dtype=torch.uint8, device=group[0].tensor.device)
         if rows is not None:
             values.copy_(torch.cat([_bytes(each) for each in rows[done : done + len(group)]], dim=1))
         done += len(group)
         communicator.broadcast(values)
         for one, part in zip(group, torch.split(values, sizes, dim=1), strict=True):
             if one.held:
-                given = (
-                    part.contiguous().view(one.tensor.dtype).view(end - start, kv_heads, one.tensor.shape[2])
-                )
+                given = part.contiguous().view(one.tensor.dtype).view(count, heads, one.tensor.shape[2])
                 one.tensor[one.slots] = given[:, first : first + one.tensor.shape[1]]
 
 
@@ -101,6 +109,7 @@ def _groups(runner: ModelRunner, start: int, end: int) -> Iterator[list[_Stored]
     for one in _stored(runner, start, end):
         more = (end - start) * one.row_bytes(one.tensor.shape[1])
         moves = group and stage is not None and stage.rank_of(one.layer) != stage.rank_of(group[0].layer)
+        moves = moves or (group and one.is_state != group[0].is_state)
         if group and (moves or size + more > _MOST_BYTES):
             yield group
             group, size = [], 0
@@ -114,7 +123,11 @@ def _stored(runner: ModelRunner, start: int, end: int) -> Iterator[_Stored]:
     positions, slots = torch.arange(start, end), dict[int, Tensor]()
     groups = replace(config, stage=None).cache_groups
     for group, table in zip(groups, cache.whole_tables, strict=True):
-        slots |= dict.fromkeys(group.layers, slot_mapping(positions, torch.tensor(table)).to(device))
+        blocks = torch.tensor(table)
+        found = blocks[:1] if group.is_state else slot_mapping(positions, blocks)
+        slots |= dict.fromkeys(group.layers, found.to(device))
     for number, layer in enumerate(cache.layers):
+        is_state = isinstance(layer, SlotLayer)
         for stored in layer.tensors:
-            yield _Stored(number, number in config.held_layers, stored, slots[number])
+            tensor = stored.transpose(1, 2) if is_state else stored
+            yield _Stored(number, number in config.held_layers, is_state, tensor, slots[number])

@@ -11,7 +11,9 @@ from quengine.parallel.wire import (
     Capture,
     Choose,
     Configure,
+    CopyStates,
     Forward,
+    Graphs,
     Hidden,
     Launch,
     Message,
@@ -37,13 +39,15 @@ def run(runner: ModelRunner, message: Message) -> None:
             read_rows(runner, start, end)
         case WriteCache(start, end, kv_heads):
             write_rows(runner, start, end, kv_heads, None)
+        case CopyStates(copies):
+            runner.copy_states(copies)
         case Choose(experts):
             _choose(runner, experts)
         case _:
             _run_graphs(runner, message)
 
 
-def _run_graphs(runner: ModelRunner, message: Launch | Configure | Capture | Prompts) -> None:
+def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
     """On a CUDA device: what is captured, with the tokens chosen by every rank for itself, from the same logits."""
     from quengine.kernels.cuda.sampling.sampling import Settings
     from quengine.runners.cuda_graphs import CudaGraphs

@@ -9,8 +9,10 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
+from quengine.block_manager import StateCopy
 from quengine.kernels.forward_batch import Phase
 from quengine.runners.graph_keys import GraphKey, SamplingKind
 from quengine.runners.step_rows import SequenceRows
@@ -31,6 +33,7 @@ class Operation(IntEnum):
     CONFIGURE = 7
     CAPTURE = 8
     PROMPTS = 9
+    COPY_STATES = 10
 
 
 class Forward(NamedTuple):
@@ -105,7 +108,15 @@ class Prompts(NamedTuple):
     lengths: Sequence[int]
 
 
-Message = Forward | Hidden | Parts | ReadCache | WriteCache | Choose | Launch | Configure | Capture | Prompts
+class CopyStates(NamedTuple):
+    """`ModelRunner.copy_states`."""
+
+    copies: Sequence[StateCopy]
+
+
+Step: TypeAlias = Forward | Hidden | Parts | ReadCache | WriteCache | CopyStates | Choose
+Graphs: TypeAlias = Launch | Configure | Capture | Prompts
+Message: TypeAlias = Step | Graphs
 
 Together = Callable[[Message], AbstractContextManager[None]]
 
@@ -130,6 +141,8 @@ def encode(message: Message) -> bytes:
             numbers = [Operation.READ_CACHE, start, end]
         case WriteCache(start, end, kv_heads):
             numbers = [Operation.WRITE_CACHE, start, end, kv_heads]
+        case CopyStates(copies):
+            numbers = [Operation.COPY_STATES, len(copies), *chain.from_iterable(copies)]
         case Choose(experts):
             numbers = [Operation.CHOOSE, len(experts)]
             for layer, chosen in experts.items():
@@ -178,6 +191,9 @@ def decode(data: bytes) -> Message:
         return Choose({layer: [_read_list(source) for _ in range(rows)] for layer, rows in layers})
     if operation is Operation.READ_CACHE:
         return ReadCache(next(source), next(source))
+    if operation is Operation.COPY_STATES:
+        fields = ((next(source), next(source), next(source)) for _ in range(next(source)))
+        return CopyStates([StateCopy(*each) for each in fields])
     return WriteCache(next(source), next(source), next(source))
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from quengine.block_manager import CachePool
 from quengine.config import DEFAULT_CHUNK
 from quengine.errors import CannotRunError, EngineError, nearest
 from quengine.kernels.cuda.aot.aot_cases import ARCHS, TABLE_GPU
@@ -15,7 +14,8 @@ from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.kernel_pack import Pack, install_pack, write_pack
 from quengine.kernels.cuda.launch.launcher import build_launchers
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
+from quengine.kernels.kv.cache_types import CacheType
+from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
 from quengine.models.hub.hub import resolve_model
@@ -129,7 +129,7 @@ def _plans(shape: Shape, plan: PackPlan) -> list[KernelPlan]:
     """One for a single sequence, one for many."""
     config, tensors = shape
     context = min(_CONTEXT, config.context_length)
-    pools = [CachePool(context // BLOCK_SIZE) for _ in config.cache_groups]
+    pools = pools_of_one(config, context)
     most = DEFAULT_CHUNK["cuda"]
     return [
         KernelPlan(config, tensors, context, pools, min(most, context), plan.cache_type, rows, most)

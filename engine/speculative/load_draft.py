@@ -18,6 +18,11 @@ def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
         draft = open_checkpoint(resolve_model(str(config.draft_model)))
     except EngineError as error:
         raise type(error)(f"draft model: {error}") from None
+    if draft.config.recurrent_layers:
+        raise EngineError(
+            f"the draft model {draft.path.name} ({draft.config.architecture}) keeps a state, which a draft that is not "
+            "accepted would spoil; use one with attention in every layer"
+        )
     check_vocabulary(target, draft)
     return draft
 

@@ -250,7 +250,9 @@ class StepRecorder:
         out = self._fp32("convolved", spec.channels)
         tables = self.tables[spec.cache_group]
         launch = short_conv_launch(bcx.values, spec, layer, self.positions, tables, out)
-        return Rows(out, self._after(bcx.stage, launch))
+        if self.rows == 1:
+            return Rows(out, self._after(bcx.stage, launch))
+        return Rows(out, self._stage([launch]))  # a task is some channels of all rows, never a row
 
     def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
         y = self._fp32("logits", weight.rows)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
@@ -54,6 +54,7 @@ from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.peers import PeerBuffers
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
+from quengine.kernels.cuda.short_conv import short_conv
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.glu import Activation
@@ -61,6 +62,7 @@ from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
+from quengine.kernels.short_conv import ShortConvSpec
 
 HOPPER = (9, 0)
 
@@ -110,6 +112,7 @@ class CudaBackend:
         self._scratch: QuantizationScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
         self._tiles: tuple[ForwardBatch, PrefillTiles] | None = None
+        self._sequences: tuple[ForwardBatch, Tensor] | None = None
         self._experts = ExpertOperations(device, self._room, self.pdl)
         self._widest = 0
         self._largest = 0
@@ -242,6 +245,16 @@ class CudaBackend:
         overlaps = self.pdl and batch.phase == "decode" and not batch.shares_sequences
         return self._decode(batch, qkv, spec, layer, overlaps)
 
+    def short_conv(
+        self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: ShortConvSpec, state: SlotLayer
+    ) -> Tensor:
+        x = x.finish() if isinstance(x, ScaledProduct) else x
+        tables, sequences = batch.block_tables_of(spec.cache_group), None
+        if batch.phase == "prefill":
+            sequences = self._sequences_of(batch)
+        shares = batch.shares_sequences
+        return short_conv(x, spec, state, batch.positions, tables, sequences, shares, self.pdl)
+
     def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
         """fp32. One row is then computed as a decode step's, unless kernels are batch-invariant."""
         if isinstance(x, Fp16Operand):
@@ -361,6 +374,16 @@ class CudaBackend:
         if self._tiles is None or self._tiles[0] is not batch:
             self._tiles = (batch, prefill_tiles(batch, spec.head_dim, self.batch_invariant))
         return self._tiles[1]
+
+    def _sequences_of(self, batch: ForwardBatch) -> Tensor:
+        """int32 [T], made once for the layers of a step."""
+        if batch.tiles is not None:
+            return batch.tiles.sequences
+        if self._sequences is None or self._sequences[0] is not batch:
+            lengths = torch.tensor(batch.query_lens)
+            numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
+            self._sequences = (batch, numbers.to(self.device))
+        return self._sequences[1]
 
     def _write_rows(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer

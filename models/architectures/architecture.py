@@ -99,6 +99,7 @@ class Architecture:
     size_fields: what follows from the sizes, in files of both kinds and synthetic models.
     gguf_keys: metadata keys, without the architecture's prefix, that only `gguf_fields` reads.
     gguf_fields: what follows from keys and tensors of its own. Raises GGUFError as a ModelType's functions do.
+    has_recurrent_layers: some layers have no attention, and 0 key and value heads in files.
     """
 
     name: str
@@ -115,6 +116,7 @@ class Architecture:
     size_fields: Callable[[ModelConfig], Fields] = lambda _config: {}
     gguf_keys: tuple[str, ...] = ()
     gguf_fields: Callable[["GGUFFile", ModelConfig], Fields] = lambda _file, _config: {}
+    has_recurrent_layers: bool = False
 
     @property
     def may_be_dense(self) -> bool:

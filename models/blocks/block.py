@@ -59,7 +59,7 @@ class PagedKV:
     head_dim: int
     window: int | None = None
 
-    def nbytes(self, positions: int, cache_type: CacheType = "f16") -> int:
+    def bytes_of(self, positions: int, cache_type: CacheType = "f16") -> int:
         """Bytes of so many positions. Raises EngineError where the heads cannot be stored in `cache_type`."""
         return 2 * self.kv_heads * positions * row_bytes(cache_type, self.head_dim)
 

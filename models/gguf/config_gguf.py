@@ -110,7 +110,9 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     _refuse_unimplemented(file, declared)
     check_chat_templates(file)
     heads = _uniform_int(file, architecture, "head_count")
-    heads_kv = _uniform_int(file, architecture, "head_count_kv", default=heads)
+    heads_kv = _uniform_int(
+        file, architecture, "head_count_kv", default=heads, but_zeros=declared.has_recurrent_layers
+    )
     embedding = _uniform_int(file, architecture, "embedding_length")
     context = _uniform_int(file, architecture, "context_length")
     head_dim = _head_dim(file, architecture, embedding, heads)
@@ -210,8 +212,11 @@ def _refuse_sizes_of_windows(file: GGUFFile, config: ModelConfig) -> None:
             raise file.error(key, problem)
 
 
-def _uniform_int(file: GGUFFile, architecture: str, field: str, default: int | None = None) -> int:
-    return uniform_int(file, f"{architecture}.{KEYS[field]}", *LIMITS[field], default=default)
+def _uniform_int(
+    file: GGUFFile, architecture: str, field: str, default: int | None = None, but_zeros: bool = False
+) -> int:
+    key = f"{architecture}.{KEYS[field]}"
+    return uniform_int(file, key, *LIMITS[field], default=default, but_zeros=but_zeros)
 
 
 def _float(file: GGUFFile, key: str, default: float) -> float:

@@ -5,8 +5,12 @@ import numpy as np
 from quengine.models.gguf.file import GGUFFile
 
 
-def uniform_int(file: GGUFFile, key: str, low: int, high: int, default: int | None = None) -> int:
+def uniform_int(
+    file: GGUFFile, key: str, low: int, high: int, default: int | None = None, but_zeros: bool = False
+) -> int:
     """The integer at `key`, or that of an array in which all layers agree; `default` where the key is absent.
+
+    but_zeros: layers with 0 have none of what is counted, and need not agree.
 
     Raises:
         GGUFError: absent without a default, of another type, not in [low, high], or different between layers.
@@ -15,7 +19,7 @@ def uniform_int(file: GGUFFile, key: str, low: int, high: int, default: int | No
     if isinstance(value, np.ndarray):
         values = file.get_ints(key)
         assert values is not None
-        distinct = np.unique(values).tolist()
+        distinct = [value for value in np.unique(values).tolist() if value or not but_zeros]
         if len(distinct) != 1:
             shown = ", ".join(map(str, distinct[:4]))
             raise file.error(key, f"differs between layers ({shown}), which the decoder does not implement")

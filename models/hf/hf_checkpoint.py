@@ -8,7 +8,7 @@ tensors that lie within others (`hf_parts`). Quantized checkpoints are refused, 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import HFPart
+from quengine.models.blocks.block import Shape
 from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_headers import read_config, read_pooling
 from quengine.models.hf.hf_names import HFNames, prefix
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
 # Tensors whose rows belong to heads that are rotated -> the ModelConfig field that counts those.
 HEADS: Mapping[str, str] = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 
-# A vector that is stored as a matrix of one row.
-_ROW: Mapping[str, tuple[int, ...]] = {"ffn_gate_inp_shexp": (1,)}
+# Tensors that are stored with a dimension of one more: a vector as a matrix of a row, a convolution by group.
+_STORED: Mapping[str, Callable[[Shape], Shape]] = {
+    "ffn_gate_inp_shexp": lambda shape: (1, *shape),
+    "conv": lambda shape: (shape[0], 1, shape[1]),
+}
 # Not in a checkpoint: the configuration gives these numbers.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # In old checkpoints, a buffer of what the decoder computes.
@@ -157,7 +161,8 @@ class HFTensors(Mapping[str, QuantTensor]):
         if name == "token_embd.weight" and config.tied_output and hf_name not in self._shards.files:
             hf_name = self._output  # of two tied tensors either may be the one that is stored
         tensor = name.split(".")[-2]
-        self.stored[name] = self._shards.stored(hf_name, _ROW.get(tensor, ()) + shape)
+        as_stored = _STORED.get(tensor, lambda same: same)(shape)
+        self.stored[name] = replace(self._shards.stored(hf_name, as_stored), shape=shape)
         if tensor in HEADS and config.block.rope_layout == "pairs":
             self.heads[name] = getattr(config, HEADS[tensor])
 

@@ -11,6 +11,7 @@ from quengine.models.architectures.architecture import Architecture
 TOP_MODULES: Mapping[str, str] = {
     "token_embd": "{body}embed_tokens",
     "output_norm": "{body}norm",
+    "token_embd_norm": "{body}embedding_norm",
     "output": "{head}lm_head",
 }
 """GGUF tensor (without .weight or .bias) -> module."""
@@ -84,4 +85,6 @@ class HFNames:
 
 def prefix(held: Collection[str]) -> tuple[str, str]:
     """Which of PREFIXES the names `held` have; where none, the missing tensor is named as a text model's."""
-    return next((found for found in PREFIXES if f"{found[0]}norm.weight" in held), PREFIXES[0])
+    modules = [TOP_MODULES[name] for name in ("output_norm", "token_embd_norm")]
+    names = ((found, [f"{module.format(body=found[0])}.weight" for module in modules]) for found in PREFIXES)
+    return next((found for found, norms in names if any(name in held for name in norms)), PREFIXES[0])

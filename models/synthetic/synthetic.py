@@ -194,7 +194,7 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         f"{a}.block_count": config.block_count,
         f"{a}.feed_forward_length": config.feed_forward_length,
         f"{a}.attention.head_count": config.head_count,
-        f"{a}.attention.head_count_kv": config.head_count_kv,
+        f"{a}.attention.head_count_kv": _kv_heads(config),
         f"{a}.attention.key_length": config.head_dim,
         f"{a}.attention.value_length": config.head_dim,
         f"{a}.attention.layer_norm_rms_epsilon": config.rms_eps,
@@ -207,6 +207,8 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         sizes[f"{a}.rope.scaling.type"] = "yarn"
         sizes[f"{a}.rope.scaling.factor"] = config.rope_scaling.factor
         sizes[f"{a}.rope.scaling.original_context_length"] = config.rope_scaling.original_context_length
+    if config.conv_taps:
+        sizes[f"{a}.shortconv.l_cache"] = config.conv_taps
     if config.experts is not None:
         sizes |= {f"{a}.{key}": value for key, value in _expert_metadata(config.experts).items()}
     if ARCHITECTURES[a].vocabulary == "bpe":
@@ -214,6 +216,13 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
     else:
         vocabulary = spm_metadata(config.vocab_size)
     return {**sizes, **vocabulary}
+
+
+def _kv_heads(config: ModelConfig) -> int | list[int]:
+    """Of all layers, or where some keep a state of each."""
+    if not config.recurrent_layers:
+        return config.head_count_kv
+    return [0 if i in config.recurrent_layers else config.head_count_kv for i in range(config.block_count)]
 
 
 def _expert_metadata(experts: ExpertConfig) -> Metadata:

@@ -5,13 +5,13 @@ from quengine.models.tensor_table import Shape
 
 
 def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
-    """Vectors, biases and routers are F32, other matrices `spec.quant` or what the mix of that name says.
+    """Vectors, biases, routers and convolutions are F32, other matrices `spec.quant` or what the mix of that name says.
 
     Q4_K_M: Q4_K, but Q6_K for the output matrix, and for attn_v and every kind of ffn_down in the first and last eighth
     of the layers and every third between; Q5_K for attn_qkv. A model of exactly 8 experts has Q8_0 for attn_k and
     attn_v, Q5_K for attn_output. MXFP4_MOE: MXFP4 for the experts, Q8_0 for all else.
     """
-    if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight")):
+    if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight", "shortconv.conv.weight")):
         return "F32"
     if spec.quant == MXFP4_MOE:
         return "MXFP4" if len(shape) == 3 else "Q8_0"

@@ -44,6 +44,11 @@ class SharedBlocks:
     """A region as tensors of one engine's cache."""
 
     def __init__(self, llm: LLM, descriptor: int) -> None:
+        if llm.scheduler.blocks.has_states:
+            raise EngineError(
+                f"--prefill-replicas: {llm.model_config.architecture} models keep a state, which engines do not hand "
+                "over; use --replicas"
+            )
         self.region = BlockRegion(descriptor)
         self._llm = llm
         self._bytes = torch.frombuffer(self.region.memory, dtype=torch.uint8)

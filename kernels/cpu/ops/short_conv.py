@@ -48,7 +48,7 @@ def short_conv_launch(
     positions: int64 [T]. tables: int64 [T, ...], whose first column has the slots; both read when the kernel runs.
     """
     assert bcx.is_contiguous() and out.is_contiguous() and spec.weight.is_contiguous()
-    assert layer.rows.is_contiguous() and layer.rows.dtype == torch.float32 and tables.stride(-1) == 1
+    assert layer.rows.is_contiguous() and layer.rows.dtype == torch.float32
     step = max(_LEAST, -(-spec.channels // (4 * get_threads())) // 8 * 8)
     arguments = ShortConvArguments(
         bcx=bcx.data_ptr(),
@@ -70,7 +70,7 @@ def short_conv_launch(
 
 def short_conv(batch: ForwardBatch, bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer) -> Tensor:
     """See kernels/short_conv.py: fp32 [T, C]."""
-    slots = batch.slots_of(spec.cache_group).to(torch.int64)
+    slots = batch.slots_of(spec.cache_group).to(torch.int64).contiguous()
     if batch.phase == "prefill":
         slots = slots.repeat_interleave(torch.tensor(batch.query_lens))
     out = torch.empty(len(bcx), spec.channels)

@@ -259,8 +259,8 @@ def _without_a_norm(config: ModelConfig, tensors: Tensors) -> tuple[ModelConfig,
 
 
 def _exchanged(config: ModelConfig, tensors: Tensors) -> tuple[ModelConfig, Tensors]:
-    """The attention outputs of the two layers that come first stand in each other's place."""
-    first, second = (tensors[f"blk.{layer}.attn_output.weight"] for layer in range(2))
+    """The attention outputs of the first two layers that have one stand in each other's place."""
+    first, second = [tensors[name] for name in tensors if name.endswith(".attn_output.weight")][:2]
     return config, {**tensors, first.name: second, second.name: first}
 
 

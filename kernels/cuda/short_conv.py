@@ -1,0 +1,105 @@
+"""The gated short convolution: y = c * conv(b * x), and the newest b * x to the sequences' states.
+
+Definition: kernels/short_conv.py. A program takes a row and some of its channels. In a step of single rows it also
+stores what it makes. Where rows of a step read each other's, what is stored has a launch of its own: after the others
+in prompts, whose chunks read the state of before and each other's rows from the step itself; ahead of them in decode
+steps with drafts, whose rows read the state alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quengine.kernels.backend import SlotLayer
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.pdl import wait_then_launch
+from quengine.kernels.short_conv import ShortConvSpec
+
+_BLOCK = 256
+
+
+@DirectLaunch
+@triton.jit
+def _short_conv_kernel(
+    bcx_ptr, weight_ptr, state_ptr, out_ptr, positions_ptr, tables_ptr, sequences_ptr, rows, table_stride,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, HISTORY: tl.constexpr, BLOCK: tl.constexpr,
+    COMPUTES: tl.constexpr, STORES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """sequences_ptr: of a prompt's rows; None in decode, where each row has a table of its own."""
+    wait_then_launch(PDL)
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < CHANNELS
+    position = tl.load(positions_ptr + row)
+    sequence = row
+    if sequences_ptr is not None:
+        sequence = tl.load(sequences_ptr + row)
+    state = state_ptr + tl.load(tables_ptr + sequence * table_stride).to(tl.int64) * (HISTORY * CHANNELS)
+    own = bcx_ptr + row.to(tl.int64) * (3 * CHANNELS) + channel
+    newest = tl.load(own, mask=inside, other=0.0) * tl.load(own + 2 * CHANNELS, mask=inside, other=0.0)
+    if COMPUTES:
+        total = tl.zeros([BLOCK], tl.float32)
+        for tap in tl.static_range(TAPS):
+            back: tl.constexpr = TAPS - 1 - tap
+            if back == 0:
+                u = newest
+            else:
+                read = position - back
+                is_beside = False
+                if sequences_ptr is not None:
+                    other = tl.load(sequences_ptr + row - back, mask=row >= back, other=-1)
+                    is_beside = other == sequence
+                at = state + (read + HISTORY) % HISTORY * CHANNELS + channel
+                u = tl.load(at, mask=inside & (read >= 0) & (not is_beside), other=0.0)
+                if sequences_ptr is not None:
+                    near = inside & is_beside
+                    b = tl.load(own - back * 3 * CHANNELS, mask=near, other=0.0)
+                    x = tl.load(own - back * 3 * CHANNELS + 2 * CHANNELS, mask=near, other=0.0)
+                    u += b * x
+            total += tl.load(weight_ptr + tap * CHANNELS + channel, mask=inside, other=0.0) * u
+        total *= tl.load(own + CHANNELS, mask=inside, other=0.0)
+        tl.store(out_ptr + row.to(tl.int64) * CHANNELS + channel, total, mask=inside)
+    if STORES:
+        stored = inside
+        if sequences_ptr is not None:  # the newest rows of a chunk alone, no two of which have the same place
+            later = tl.load(sequences_ptr + row + HISTORY, mask=row + HISTORY < rows, other=-1)
+            stored &= later != sequence
+        tl.store(state + position % HISTORY * CHANNELS + channel, newest, mask=stored)
+
+
+def short_conv(
+    bcx: torch.Tensor,
+    spec: ShortConvSpec,
+    layer: SlotLayer,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    sequences: torch.Tensor | None = None,
+    shares_sequences: bool = False,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """y fp32 [T, C] of bcx fp32 [T, 3C].
+
+    positions: int32 [T]. tables: int32 [S, ...], whose first column has the slots. sequences: int32 [T], of which
+    sequence each of a prompt's rows is; None: row t is sequence t. shares_sequences: rows of a decode step may be of
+    the same sequence, at positions that follow each other.
+    """
+    rows, channels = len(bcx), spec.channels
+    assert bcx.is_contiguous() and layer.rows.is_contiguous() and spec.weight.is_contiguous()
+    out = torch.empty(rows, channels, dtype=torch.float32, device=bcx.device)
+
+    def launch(computes: bool, stores: bool) -> None:
+        _short_conv_kernel[(rows, triton.cdiv(channels, _BLOCK))](
+            bcx, spec.weight, layer.rows, out, positions, tables, sequences, rows, tables.stride(0),
+            CHANNELS=channels, TAPS=spec.taps, HISTORY=layer.rows.shape[1], BLOCK=_BLOCK,
+            COMPUTES=computes, STORES=stores, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+
+    if sequences is None and not shares_sequences:
+        launch(computes=True, stores=True)
+    elif sequences is None:
+        launch(computes=False, stores=True)
+        launch(computes=True, stores=False)
+    else:
+        launch(computes=True, stores=False)
+        launch(computes=False, stores=True)
+    return out
