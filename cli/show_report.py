@@ -1,5 +1,6 @@
 """The report of `engine show`, for people and as JSON: what a model's header says, and where the model fits."""
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from quengine.config import DEFAULT_CHUNK
 from quengine.errors import CannotRunError
 from quengine.memory import CacheNeeds, DeviceMemory, choose_context, gib, workspace_bytes
+from quengine.models.architectures import layers_of
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.errors import shown
 from quengine.models.model_summary import ModelSummary
@@ -102,13 +104,19 @@ def _config_lines(config: ModelConfig) -> list[str]:
     return [
         f"context       {config.context_length} tokens{window}",
         f"layers        {config.block_count} of width {config.embedding_length}, "
-        f"feed-forward {config.feed_forward_length}",
+        f"feed-forward {config.feed_forward_length}{_mixers(config)}",
         f"attention     {config.head_count} heads of {config.head_dim}, "
         f"{config.head_count_kv} key/value heads",
         f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.rope_layout}, "
         f"base {config.rope_freq_base:g}{scaled}{local}",
         f"vocabulary    {config.vocab_size}" + (f"; {', '.join(traits)}" if traits else ""),
     ]
+
+
+def _mixers(config: ModelConfig) -> str:
+    """The kinds of mixers and their numbers, where there are several."""
+    counts = Counter(block.mixer.kind for block in layers_of(config))
+    return "" if len(counts) == 1 else "; " + ", ".join(f"{n} with {kind}" for kind, n in counts.items())
 
 
 def _expert_lines(summary: ModelSummary) -> list[str]:

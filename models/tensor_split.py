@@ -201,6 +201,9 @@ class ModelSplit:
             if total // unit < count:
                 name, way = _DOWN[axis], ", or --expert-parallel" if axis == "expert_inner" else ""
                 return f"{name} has {total} columns, {total // unit} pieces of {unit} for {count} ranks{way}"
+            if axis == "channels" and total // unit % count:  # ranks hand over equal parts of a state
+                pieces = f"{total // unit} pieces of {unit} columns"
+                return f"{_DOWN[axis]} has {pieces}, which {count} ranks cannot share equally"
         return _experts_problem(config, tensors, count) if self.rank.by_expert else None
 
 

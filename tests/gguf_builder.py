@@ -219,6 +219,9 @@ def bpe_vocabulary(
     }
 
 
+TAPS = 3
+"""Positions that a convolution reads."""
+
 BLOCK = {
     "attn_norm.weight": "d",
     "attn_q.weight": "q d",
@@ -308,8 +311,22 @@ CHANGES = {
         "attn_qkv.weight": "qkv d",
         "ffn_up.weight": "2f d",
     },
+    "lfm2": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
 }
 """Architecture -> what other layers than llama's have besides or otherwise; "" for tensors that they lack."""
+
+CONVOLUTION = {
+    "attn_q.weight": "",
+    "attn_k.weight": "",
+    "attn_v.weight": "",
+    "attn_q_norm.weight": "",
+    "attn_k_norm.weight": "",
+    "attn_output.weight": "",
+    "shortconv.in_proj.weight": "3d d",
+    "shortconv.conv.weight": "d t",
+    "shortconv.out_proj.weight": "d d",
+}
+"""What the layers of lfm2 that are convolutions, the even ones, have besides or otherwise."""
 
 MIXTURES = {
     "qwen2moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
@@ -362,14 +379,21 @@ class ModelSizes:
             f"{a}.embedding_length": self.embedding,
             f"{a}.feed_forward_length": self.feed_forward,
             f"{a}.attention.head_count": self.heads,
-            f"{a}.attention.head_count_kv": self.kv_heads,
+            f"{a}.attention.head_count_kv": self._kv_heads(),
             f"{a}.attention.key_length": self.head_dim,
             f"{a}.attention.value_length": self.head_dim,
             f"{a}.attention.layer_norm_rms_epsilon": 1e-5,
             f"{a}.rope.dimension_count": self.head_dim,
             f"{a}.rope.freq_base": 10000.0,
+            **({f"{a}.shortconv.l_cache": TAPS} if a == "lfm2" else {}),
             **self._mixture(),
         }
+
+    def _kv_heads(self) -> int | list[int]:
+        """Of all layers, or of each."""
+        if self.architecture != "lfm2":
+            return self.kv_heads
+        return [self.kv_heads if layer % 2 else 0 for layer in range(self.blocks)]
 
     def _mixture(self) -> dict[str, Any]:
         if not self.experts:
@@ -387,11 +411,12 @@ class ModelSizes:
         sizes = {"d": self.embedding, "f": self.feed_forward, "2f": 2 * self.feed_forward, "h": self.head_dim}
         sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv, "n": self.heads}
         sizes |= {"e": self.experts or 0, "x": self.expert_feed_forward, "s": self.shared_feed_forward}
-        sizes["2x"] = 2 * self.expert_feed_forward
+        sizes |= {"2x": 2 * self.expert_feed_forward, "3d": 3 * self.embedding, "t": TAPS}
         shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
         for i in range(self.blocks):
             block = BLOCK | (MIXTURE if self.experts else {}) | CHANGES.get(self.architecture, {})
             block |= GATE_UP if self.gate_up else {}
+            block |= CONVOLUTION if self.architecture == "lfm2" and i % 2 == 0 else {}
             for name, letters in block.items():
                 shape = tuple(sizes[size] for size in letters.split())
                 if self.separate and name.endswith("_exps.weight"):
@@ -399,7 +424,8 @@ class ModelSizes:
                     shapes |= {f"{one}.{expert}.weight": shape[1:] for expert in range(shape[0])}
                 elif shape:
                     shapes[f"blk.{i}.{name}"] = shape
-        shapes["output_norm.weight"] = (self.embedding,)
+        norm = "token_embd_norm" if self.architecture == "lfm2" else "output_norm"
+        shapes[f"{norm}.weight"] = (self.embedding,)
         if not tied:
             shapes["output.weight"] = (vocab, self.embedding)
         return shapes
@@ -418,5 +444,5 @@ def model_builder(
     metadata = {**sizes.metadata(), **vocabulary, **(changes or {})}
     builder = GGUFBuilder().kvs({k: v for k, v in metadata.items() if v is not None})
     for name, shape in sizes.tensor_shapes(len(vocabulary["tokenizer.ggml.tokens"]), tied).items():
-        builder.tensor(name, shape, kind if len(shape) > 1 else "F32")
+        builder.tensor(name, shape, kind if len(shape) > 1 and shape[-1] != TAPS else "F32")
     return builder

@@ -81,7 +81,7 @@ def write_tiny(
     builder = GGUFBuilder().kvs({key: value for key, value in metadata.items() if value is not None})
     weights = random_weights(sizes, len(vocabulary["tokenizer.ggml.tokens"]), tied, seed)
     for name, values in weights.items():
-        stored = kind if values.ndim > 1 else "F32"
+        stored = kind if values.ndim > 1 and "shortconv.conv" not in name else "F32"
         builder.tensor(name, values.shape, stored, quantize(values, GGMLQuantizationType[stored]))
     return builder.write(path)
 

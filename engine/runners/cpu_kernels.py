@@ -96,6 +96,8 @@ def _name_operations(config: ModelConfig) -> None:
             table.key_panel_kernel(cache_type), table.value_panel_kernel(cache_type)
             table.rope_store_kernel(config.block.rope_layout, cache_type != "f16")
             table.kv_split_kernel(cache_type != "f16")
+    if config.recurrent_layers:
+        table.short_conv_kernel()
     if config.experts is not None:
         table.router_kernel(config.experts.router.scores)
         table.group_kernel(), table.spread_kernel(), table.pack_groups_kernel(), table.grouped_matmul_kernel()

@@ -91,7 +91,7 @@ def _are_layers(indices: object, blocks: int) -> bool:
 def _size_fields(config: ModelConfig) -> Fields:
     """The layers of a synthetic model: those of LFM2 1.2B, or attention in every third."""
     blocks = config.block_count
-    full = _ATTENTION_OF_1_2B if blocks == 16 else range(2, blocks, 3)
+    full = _ATTENTION_OF_1_2B if blocks == 16 else (*range(2, blocks, 3), blocks - 1)
     return {
         "recurrent_layers": tuple(i for i in range(blocks) if i not in full),
         "conv_taps": 3,

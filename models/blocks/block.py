@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 Shape: TypeAlias = tuple[int, ...]
 
 Axis = Literal[
-    *("queries", "keys", "heads", "channels"),
-    *("inner", "expert_inner", "experts", "shared_inner", "tokens"),
+    "queries", "keys", "heads", "channels", "inner", "expert_inner", "experts", "shared_inner", "tokens"
 ]
 """What ranks divide: elements of all query heads, of all key (or value) heads, query heads by number, channels of a
 convolution, the width of a feed-forward, of an expert's, experts by number, the width of the shared expert's, the

@@ -161,7 +161,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         if name == "token_embd.weight" and config.tied_output and hf_name not in self._shards.files:
             hf_name = self._output  # of two tied tensors either may be the one that is stored
         tensor = name.split(".")[-2]
-        as_stored = _STORED.get(tensor, lambda same: same)(shape)
+        as_stored = _STORED[tensor](shape) if tensor in _STORED else shape
         self.stored[name] = replace(self._shards.stored(hf_name, as_stored), shape=shape)
         if tensor in HEADS and config.block.rope_layout == "pairs":
             self.heads[name] = getattr(config, HEADS[tensor])

@@ -4,8 +4,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quengine.kernels.block_formats import FORMATS
+from quengine.models.blocks.block import Shape
 from quengine.models.synthetic.random_blocks import random_rows
-from quengine.models.tensor_table import Shape
 
 _POOL_BYTES = 1 << 25
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.architectures import ARCHITECTURES
+from quengine.models.blocks.block import Shape
 from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
@@ -25,7 +26,7 @@ from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, Synthe
 from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
 from quengine.models.synthetic.type_mix import tensor_type
-from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, Shape, required_tensors
+from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, required_tensors
 
 # Spread of the logits: enough that greedy choices are clear, as a trained model's are.
 LOGIT_STD = 4.0

@@ -1,7 +1,7 @@
 """The type of each tensor of a synthetic model, after llama.cpp's quantizer (`llama-quant.cpp`)."""
 
+from quengine.models.blocks.block import Shape
 from quengine.models.synthetic.presets import MXFP4_MOE, Q4_K_M, SyntheticModel
-from quengine.models.tensor_table import Shape
 
 
 def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:

@@ -80,7 +80,7 @@ def test_a_written_model_is_whole_and_as_described(tmp_path, caplog, architectur
         assert config == spec.config()
         for tensor in file.tensors.values():
             assert np.isfinite(weights(tensor.data, tensor.type_name)).all()
-        norm = file.tensors["output_norm.weight"].data.view("<f4")
+        norm = file.tensors[f"{config.output_norm}.weight"].data.view("<f4")
         assert norm.mean() == pytest.approx(1.0, abs=0.05) and norm.std() == pytest.approx(0.1, abs=0.03)
     assert not caplog.records
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_experts import expert_cases
 from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
@@ -23,10 +23,11 @@ from quengine.kernels.cuda.launch.gpu import Gpu, assuming
 from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.forward_batch import ForwardBatch, Phase
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CONV_HISTORY, CacheType, can_store
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
+from quengine.kernels.short_conv import ShortConvSpec
 
 ARCHS = (80, 89, 90)
 CONTEXT = 4096
@@ -176,6 +177,11 @@ def _block_cases() -> Iterator[Case]:
         yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
         call = partial(_projections, "Q8_0", 2880, 4096, _step(rows))
         yield Case(f"gpt-oss output bias, qwen2moe row scales, {_rows(rows)}", rows == 1, (90,), call)
+    for name, step in (
+        *(("decode", _decode(1)), ("drafts", _decode(BATCH, shares_sequences=True))),
+        ("a prompt", _prefill(PREFILL_ROWS)),
+    ):
+        yield Case(f"lfm2-1.2b, short convolution, {name}", True, ARCHS, partial(_short_conv, 2048, 3, step))
 
 
 def _type_cases() -> Iterator[Case]:
@@ -313,6 +319,12 @@ def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, ba
     backend.norm_linear(batch, x, None, backend.weight([stored(name, hidden, hidden)]))
     gated = backend.norm_glu(batch, x, None, gate_up)
     backend.linear_add(batch, gated, down_weight, x, None, norm)
+
+
+def _short_conv(channels: int, taps: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """LFM2's, between its projections."""
+    spec, state = ShortConvSpec(empty(taps, channels), 0), SlotLayer(empty(2, CONV_HISTORY, channels))
+    backend.short_conv(batch, empty(len(batch), 3 * channels), spec, state)
 
 
 def _projections(name: str, hidden: int, width: int, batch: ForwardBatch, backend: MetaBackend) -> None:

@@ -13,9 +13,7 @@ from tests.kernels.short_conv_steps import STEPS, expected, rows_of, spec_of, st
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(("channels", "taps"), [(300, 3), (24, 4), (64, 1)])
-def test_steps_are_those_of_the_definition(
-    step: str, channels: int, taps: int, device: torch.device
-) -> None:
+def test_steps_are_those_of_the_definition(step: str, channels: int, taps: int, device: torch.device) -> None:
     batch, spec, state = STEPS[step], spec_of(channels, taps), states(channels)
     bcx = rows_of(len(batch), channels, 3)
     wanted, after = expected(batch, bcx, spec, state)

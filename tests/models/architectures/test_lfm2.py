@@ -75,7 +75,9 @@ def test_what_is_not_computed_is_refused(root: Path, changes: dict[str, Any], me
         ModelConfig.from_hf(config)
 
 
-PROMPTS = [[(7 * i + 3 * n) % 250 for i in range(length)] for n, length in enumerate((40, 1, 130, 97, 33, 64))]
+PROMPTS = [
+    [(7 * i + 3 * n) % 250 for i in range(length)] for n, length in enumerate((40, 1, 130, 97, 33, 64))
+]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
@@ -126,7 +128,9 @@ def test_checkpoints_make_room_for_newer_ones(tiny: Path) -> None:
         short = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         for prompt in prompts:
             llm.generate(prompt, short)
-        cached = [llm.generate(prompt, short)[0].timings.cached_tokens for prompt in (prompts[-1], prompts[0])]
+        cached = [
+            llm.generate(prompt, short)[0].timings.cached_tokens for prompt in (prompts[-1], prompts[0])
+        ]
         assert cached == [128, 0]
 
 
