@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quengine.models.blocks.block import Cut, PagedKV, TensorSpec
+from quengine.models.blocks.block import Axis, Cut, PagedKV, TensorSpec
 from quengine.models.config import BlockKind, ModelConfig
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quengine.models.layers import AttentionLayer, LayerTensors
 
 _QUERIES, _KEYS, _HEADS = Cut("rows", ("queries",)), Cut("rows", ("keys",)), Cut("columns", ("heads",))
-_ALL = ("queries", "keys", "keys")
+_ALL: tuple[Axis, ...] = ("queries", "keys", "keys")
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,9 @@ class Attention:
     def _biases(self) -> dict[str, TensorSpec]:
         found: dict[str, TensorSpec] = {}
         if self.form.qkv_bias:
-            for name, axis, heads in (
-                ("q", "queries", self.heads),
-                ("k", "keys", self.kv_heads),
-                ("v", "keys", self.kv_heads),
-            ):
-                found[f"attn_{name}.bias"] = TensorSpec((heads * self.head_dim,), Cut("columns", (axis,)))
+            for name, axis in zip("qkv", _ALL, strict=True):
+                rows = self.head_dim * (self.heads if axis == "queries" else self.kv_heads)
+                found[f"attn_{name}.bias"] = TensorSpec((rows,), Cut("columns", (axis,)))
         if self.form.output_bias:
             found["attn_output.bias"] = TensorSpec((self.width,))
         return found

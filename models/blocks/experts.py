@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quengine.models.blocks.block import Cut, TensorSpec
+from quengine.models.blocks.block import Axis, Cut, TensorSpec
 from quengine.models.config import BlockKind, ExpertConfig
 
 if TYPE_CHECKING:
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from quengine.models.layer_tables import LayerTables
     from quengine.models.layers import LayerTensors
 
-_INNER, _SHARED = ("expert_inner",), ("shared_inner",)
+_INNER: tuple[Axis, ...] = ("expert_inner",)
+_SHARED: tuple[Axis, ...] = ("shared_inner",)
 _ROWS, _COLUMNS = Cut("rows", _INNER, experts=True), Cut("columns", _INNER, experts=True)
 
 
@@ -44,7 +45,7 @@ class Experts:
     def joined(self) -> Mapping[str, TensorSpec]:
         """The tensor that holds gate and up of all experts, [E, 2F, width], in files that do not have two."""
         shape = (self.experts.count, 2 * self.experts.feed_forward_length, self.width)
-        return {"ffn_gate_up_exps.weight": TensorSpec(shape, Cut("rows", 2 * _INNER, experts=True))}
+        return {"ffn_gate_up_exps.weight": TensorSpec(shape, Cut("rows", (*_INNER, *_INNER), experts=True))}
 
     def load(self, tensors: "LayerTensors", tables: "LayerTables") -> "MixtureOfExperts":
         from quengine.models.experts import MixtureOfExperts
