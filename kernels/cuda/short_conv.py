@@ -40,8 +40,8 @@ def _short_conv_kernel(
     if COMPUTES:
         total = tl.zeros([BLOCK], tl.float32)
         for tap in tl.static_range(TAPS):
-            back: tl.constexpr = TAPS - 1 - tap
-            if back == 0:
+            back = TAPS - 1 - tap
+            if tap == TAPS - 1:
                 u = newest
             else:
                 read = position - back
