@@ -27,6 +27,7 @@ _builder, _semantic = interpreter.interpreter_builder, interpreter.interpreter_s
 _create_dot = interpreter.InterpreterBuilder.create_dot
 _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
 _broadcast_impl_value, _init_block_type = _semantic.broadcast_impl_value, tl.block_type.__init__
+_unwrap, constexpr = tl.core._unwrap_if_constexpr, tl.constexpr
 _check_binary, _generic_reduce = _semantic.binary_op_type_checking_impl, interpreter.ReduceOps.generic_reduce
 _np_dtypes: dict[str, np.dtype[Any]] = {}
 _Sizes = tuple[tl.tuple, tl.constexpr]
@@ -53,6 +54,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_attr", patch_attr)
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", generic_reduce)
     monkeypatch.setattr(interpreter.TensorHandle, "__init__", init_handle)
+    monkeypatch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_if_constexpr)
     monkeypatch.setattr(tl.tensor, "__init__", init_tensor)
     monkeypatch.setattr(tl.block_type, "__init__", init_block_type)
     monkeypatch.setattr(tl.block_type, "with_element_ty", with_element_ty)
@@ -186,6 +188,14 @@ def generic_reduce(reduction: interpreter.ReduceOps, given: tuple[tl.tensor, ...
     return [reduction.to_tensor(row, part.dtype) for row, part in zip(rows, given, strict=True)]
 
 
+def unwrap_if_constexpr(given: Any) -> Any:
+    """Stands for `_unwrap_if_constexpr`, which looks for lists and tuples first."""
+    kind = given.__class__
+    if kind is constexpr:
+        return given.value
+    return given if kind is tl.tensor or kind is int else _unwrap(given)
+
+
 def init_handle(handle: Any, data: NDArray[Any], dtype: tl.dtype, attr: dict[str, Any] | None = None) -> None:
     """Stands for `TensorHandle.__init__`, without its check."""
     handle.data, handle.dtype, handle.attr = data, dtype, {} if attr is None else attr
@@ -201,7 +211,7 @@ def init_block_type(block: tl.block_type, element_ty: tl.dtype, shape: Iterable[
     """Stands for `block_type.__init__`."""
     known = _block_sizes.get(id(shape))
     if known is None:
-        known = _block_shape(tuple(tl.core._unwrap_if_constexpr(size) for size in shape))
+        known = _block_shape(tuple([each.value if each.__class__ is constexpr else each for each in shape]))
     block.element_ty = element_ty
     block.shape, block.numel, text = known
     block.name = f"<{text}, {element_ty}>"
