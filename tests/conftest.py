@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +21,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Tests put the user's cache elsewhere, and kernels would be compiled in each of them.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "kernels"))
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import torch
+
+# Without bytecode every worker would rewrite the assertions of all tests, and each process compile what it imports.
+sys.dont_write_bytecode = False
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -69,7 +69,9 @@ def same(got: list[Completion], expected: list[Completion]) -> None:
         assert ours.tokens == theirs.tokens and ours.logprobs == theirs.logprobs
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize(
+    ("load", "cache_type"), [("auto", "f16"), ("auto", "q8_0"), ("reference", "q8_0")], indirect=["load"]
+)
 def test_tokens_and_their_bits_are_those_of_a_cache_that_keeps_everything(
     load: Load, cache_type: CacheType
 ) -> None:

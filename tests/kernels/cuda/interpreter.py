@@ -6,7 +6,9 @@ GPU's matrix units they do not. Tests of bit-equality mean the kernels, so their
 
 It also takes long for what is not arithmetic. It puts its own functions into `triton.language` at every call of a
 function within a kernel, though the launch has done so; computes each integer operation a second time, in 64 bits, for
-an assertion that only its debug option makes; and makes the objects that describe a shape anew for every tensor.
+an assertion that only its debug option makes; makes the objects that describe a shape anew for every tensor; works out
+the common type of two operands of one type, and the tensor of a constant, at every operation; and reduces by a function
+one element at a time.
 """
 
 import math
@@ -25,7 +27,20 @@ _builder, _semantic = interpreter.interpreter_builder, interpreter.interpreter_s
 _create_dot = interpreter.InterpreterBuilder.create_dot
 _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
 _broadcast_impl_value, _init_block_type = _semantic.broadcast_impl_value, tl.block_type.__init__
+_unwrap, constexpr = tl.core._unwrap_if_constexpr, tl.constexpr
+_check_binary, _generic_reduce = _semantic.binary_op_type_checking_impl, interpreter.ReduceOps.generic_reduce
 _np_dtypes: dict[str, np.dtype[Any]] = {}
+_Sizes = tuple[tl.tuple, tl.constexpr]
+_tensor_sizes: dict[int, _Sizes] = {}
+_block_sizes: dict[int, tuple[tl.tuple, int, str]] = {}
+"""Of shapes that are one object, which stays, by its id."""
+_block_types: dict[tuple[int, str], tl.block_type] = {}
+_constants: dict[tuple[object, ...], tl.tensor] = {}
+MOST_CONSTANTS = 1024
+KEEP_THEIR_TYPE = frozenset(
+    ["int1", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)), "fp32", "fp64"]
+)
+"""Types of which every binary operation on two tensors computes in that type, division too."""
 
 
 def patch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,8 +50,14 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
     monkeypatch.setattr(interpreter, "_get_np_dtype", get_np_dtype)
     monkeypatch.setattr(_semantic, "broadcast_impl_value", broadcast_impl_value)
+    monkeypatch.setattr(_semantic, "binary_op_type_checking_impl", binary_op_type_checking_impl)
+    monkeypatch.setattr(interpreter, "_patch_attr", patch_attr)
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", generic_reduce)
+    monkeypatch.setattr(interpreter.TensorHandle, "__init__", init_handle)
+    monkeypatch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_if_constexpr)
     monkeypatch.setattr(tl.tensor, "__init__", init_tensor)
     monkeypatch.setattr(tl.block_type, "__init__", init_block_type)
+    monkeypatch.setattr(tl.block_type, "with_element_ty", with_element_ty)
 
 
 def ordered_matmul(a: NDArray[Any], b: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -100,26 +121,123 @@ def broadcast_impl_value(lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.
     return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast_impl_value(lhs, rhs)
 
 
+def binary_op_type_checking_impl(
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Stands for `TritonSemantic.binary_op_type_checking_impl`, which it asks where the operands' types differ."""
+    flags = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+    if lhs.__class__ is not tl.tensor:
+        return _check_binary(lhs, rhs, *flags)
+    kind = lhs.dtype.name
+    if rhs.__class__ is tl.tensor:
+        same = kind == rhs.dtype.name and kind in KEEP_THEIR_TYPE
+        if same or (allow_lhs_ptr and lhs.dtype.is_ptr() and rhs.dtype.is_int()):
+            return _semantic.broadcast_impl_value(lhs, rhs)
+    elif rhs.__class__ in (int, float) and rhs == rhs and kind in KEEP_THEIR_TYPE:
+        return _with_constant(lhs, rhs, flags)
+    return _check_binary(lhs, rhs, *flags)
+
+
+def _with_constant(lhs: tl.tensor, value: float, flags: tuple[bool, ...]) -> tuple[tl.tensor, tl.tensor]:
+    """The tensor, and that of a number: the same one for the same number, type and shape."""
+    key = value.__class__, value, lhs.dtype.name, id(lhs.shape), flags
+    known = _constants.get(key)
+    if known is not None:
+        return lhs, known
+    left, right = _check_binary(lhs, value, *flags)
+    if left is lhs:
+        if len(_constants) >= MOST_CONSTANTS:
+            _constants.clear()
+        right.handle.data.flags.writeable = False
+        _constants[key] = right
+    return left, right
+
+
+def patch_attr(obj: Any, name: str, member: Callable[..., Any], _builder: Any, scope: Any) -> None:
+    """Stands for `_patch_attr`, without the check that the argument which it adds is there."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        return function(*args, _semantic=interpreter.interpreter_semantic, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+def generic_reduce(reduction: interpreter.ReduceOps, given: tuple[tl.tensor, ...]) -> list[tl.tensor]:
+    """Stands for `ReduceOps.generic_reduce`: neighbours are combined, all pairs of them at once."""
+    axis, shape = reduction.axis, given[0].handle.data.shape
+    if axis is None or shape[axis] & (shape[axis] - 1):
+        return _generic_reduce(reduction, given)  # type: ignore[no-any-return]
+    parts = list(given)
+    while (count := parts[0].handle.data.shape[axis]) > 1:
+        first, second = (
+            [
+                reduction.to_tensor(part.handle.data.take(range(start, count, 2), axis), part.dtype)
+                for part in parts
+            ]
+            for start in (0, 1)
+        )
+        combined = reduction.combine_fn.fn(*first, *second)
+        parts = list(combined) if isinstance(combined, (tuple, tl.tuple)) else [combined]
+    rows = (part.handle.data if reduction.keep_dims else part.handle.data.take(0, axis) for part in parts)
+    return [reduction.to_tensor(row, part.dtype) for row, part in zip(rows, given, strict=True)]
+
+
+def unwrap_if_constexpr(given: Any) -> Any:
+    """Stands for `_unwrap_if_constexpr`, which looks for lists and tuples first."""
+    kind = given.__class__
+    if kind is constexpr:
+        return given.value
+    return given if kind is tl.tensor or kind is int else _unwrap(given)
+
+
+def init_handle(handle: Any, data: NDArray[Any], dtype: tl.dtype, attr: dict[str, Any] | None = None) -> None:
+    """Stands for `TensorHandle.__init__`, without its check."""
+    handle.data, handle.dtype, handle.attr = data, dtype, {} if attr is None else attr
+
+
 def init_tensor(tensor: tl.tensor, handle: Any, type: tl.dtype) -> None:
     """Stands for `tensor.__init__`."""
     tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
-    tensor.shape, tensor.numel = _tensor_shape(tuple(type.shape) if type.is_block() else ())
+    tensor.shape, tensor.numel = _tensor_sizes[id(type.shape)] if type.is_block() else _SCALAR
 
 
 def init_block_type(block: tl.block_type, element_ty: tl.dtype, shape: Iterable[int | tl.constexpr]) -> None:
     """Stands for `block_type.__init__`."""
+    known = _block_sizes.get(id(shape))
+    if known is None:
+        known = _block_shape(tuple([each.value if each.__class__ is constexpr else each for each in shape]))
     block.element_ty = element_ty
-    block.shape, block.numel, text = _block_shape(tuple(tl.core._unwrap_if_constexpr(size) for size in shape))
+    block.shape, block.numel, text = known
     block.name = f"<{text}, {element_ty}>"
 
 
-@cache
-def _tensor_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+def with_element_ty(block: tl.block_type, scalar_ty: tl.dtype) -> tl.block_type:
+    """Stands for `block_type.with_element_ty`."""
+    if scalar_ty.__class__ is not tl.dtype:  # names of pointers do not say all
+        return tl.block_type(scalar_ty, block.shape)
+    key = id(block.shape), scalar_ty.name
+    if key not in _block_types:
+        _block_types[key] = tl.block_type(scalar_ty, block.shape)
+    return _block_types[key]
+
+
+def _tensor_shape(sizes: tuple[int, ...]) -> _Sizes:
     return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+
+_SCALAR = _tensor_shape(())
 
 
 @cache
 def _block_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, int, str]:
     block = tl.block_type.__new__(tl.block_type)
     _init_block_type(block, tl.int32, list(sizes))
-    return block.shape, block.numel, str(block.shape)
+    made = block.shape, block.numel, str(block.shape)
+    _block_sizes[id(block.shape)], _tensor_sizes[id(block.shape)] = made, _tensor_shape(sizes)
+    return made
