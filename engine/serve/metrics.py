@@ -112,6 +112,7 @@ class Metrics:
     def observe(self, events: Sequence[Event]) -> None:
         """Count what came from the engine in a step."""
         tokens = sum(len(event.tokens) for event in events if isinstance(event, Piece))
+        tokens += sum(event.timings.end_tokens for event in events if isinstance(event, Finished))
         self._generated.inc(tokens)
         self.llama.generated(tokens)
         for event in events:

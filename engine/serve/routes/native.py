@@ -60,7 +60,7 @@ async def _prepared(
 def native_result(
     service: Service, index: int, request: GenerationRequest, end: Finished, text: str, tokens: Sequence[int]
 ) -> dict[str, Any]:
-    """llama-server's own answer for one completion. `truncated`: the context was full, and ended the text or was
+    """llama-server's own answer for one completion. The newest token is not in the cache. `truncated`: the context was full, and ended the text or was
     shifted; no prompt is ever cut."""
     model = service.model
     prompt, generated = len(request.prompt), end.timings.generated_tokens
@@ -76,7 +76,7 @@ def native_result(
         "model": service.model_name,
         "tokens_predicted": generated,
         "tokens_evaluated": prompt,
-        "tokens_cached": held,
+        "tokens_cached": held - min(1, generated),
         "generation_settings": generation_settings(request.params, model) | {"seed": end.seed},
         "prompt": b"".join(map(model.token_bytes, request.prompt)).decode(errors="replace"),
         "has_new_line": "\n" in text,

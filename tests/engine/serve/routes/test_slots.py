@@ -207,7 +207,7 @@ def test_a_shifted_context_is_said_in_the_answer(client: httpx.Client) -> None:
     assert answer["truncated"] and answer["tokens_predicted"] == 150 and answer["stop_type"] == "limit"
     # 159 tokens in the cache, 40 kept: 59 go, and then nothing more is full.
     assert (timings["shift_n"], timings["shift_discarded_n"]) == (2, 118)
-    assert answer["tokens_cached"] == 250 - 118 and answer["generation_settings"]["n_keep"] == 40
+    assert answer["tokens_cached"] == 249 - 118 and answer["generation_settings"]["n_keep"] == 40
     assert answer["generation_settings"]["context_shift"] is True
     kept = post(client, "/completion", BODY | {"n_predict": 60})
     left = (PROMPT + kept["tokens"])[:40] + (PROMPT + kept["tokens"])[99:]
