@@ -212,7 +212,8 @@ class Sequence:
             generated_tokens=count,
             end_tokens=self.end_tokens,
             decode_s=max(0.0, self.last_token - self.first_token - (compiled - compiled_prompt)),
-            bytes_per_token=self._weight_bytes(step_bytes, count) // max(1, count) + cache_bytes(mean_context),
+            bytes_per_token=self._weight_bytes(step_bytes, count) // max(1, count)
+            + cache_bytes(mean_context),
             peak_bytes=peak,
             drafts=self.drafts_by_length.total(),
             drafted_tokens=sum(length * steps for length, steps in self.drafts_by_length.items()),
@@ -231,8 +232,8 @@ class Sequence:
         )
 
     def _weight_bytes(self, step_bytes: Callable[[int], int], count: int) -> int:
-        """What all of its steps for `count` tokens read, and what read for its drafts. Rows of a step, its newest token's and those of the
-        drafted ones, share a pass over the weights; of a mixture of experts they read more of them.
+        """What all of its steps for `count` tokens read, and what read for its drafts. Rows of a step, its newest
+        token's and those of the drafted ones, share a pass over the weights; of a mixture of experts they read more.
         """
         alone = step_bytes(1)
         more = sum(

@@ -173,12 +173,12 @@ class ChatAnswer:
         """What was held back."""
         return self._kept(self._parser.finish())
 
-    def checked(self, end: Finished) -> dict[str, Any]:
-        """The field of a choice that ended by itself and is not valid under its schema."""
+    def checked(self, service: Service, end: Finished) -> dict[str, Any]:
+        """The field of an answer that ended by itself and is not valid under its schema."""
         if end.reason != "stop" or (self._constraint is None):
             return {}
         text, calls = collect(self._deltas)
-        return violation_field(answer_violation(self._constraint, self._use, text, calls))
+        return violation_field(service, answer_violation(self._constraint, self._use, text, calls))
 
     def _kept(self, deltas: list[Delta]) -> list[Delta]:
         if self._constraint is not None:
@@ -222,7 +222,7 @@ def _body(
                 "message": messages[index],
                 "logprobs": _logprobs(requests[index], piece, service.model),
                 "finish_reason": answers[index].reason(end),
-                **answers[index].checked(end),
+                **answers[index].checked(service, end),
             }
             for index, (piece, end) in enumerate(outputs)
         ],
@@ -274,7 +274,9 @@ class _Chunks(ChunkForm):
         more = {} if self.include_usage else {"timings": timings_body(end.timings)}
         if self.verbose:
             more |= verbose_chunk(self.service, choice, self.requests[choice], end)
-        return held + self._chunk(choice, {}, answer.reason(end), more=more, last=answer.checked(end))
+        return held + self._chunk(
+            choice, {}, answer.reason(end), more=more, last=answer.checked(self.service, end)
+        )
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         reasoning = sum(answer.reasoning_tokens for answer in self.answers) if self.include_usage else 0

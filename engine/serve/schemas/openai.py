@@ -26,6 +26,7 @@ from quengine.serve.schemas.fields import (
 from quengine.serve.schemas.openapi_parts import (
     ANY,
     BOOLEAN,
+    CHECKED,
     COUNT,
     NULL,
     NUMBER,
@@ -191,8 +192,6 @@ OPENAI_BODIES: tuple[type[Body], ...] = (
 
 
 _TAIL = {"usage": ref("Usage"), "seed": COUNT, "timings": ref("Timings")}
-_CHECKED = {"schema_violation": STRING}
-"""Of a finished text that is not valid under the request's JSON schema."""
 _VERBOSE = {
     "__verbose": {"anyOf": [ref("NativeCompletion"), {"type": "array", "items": ref("NativeCompletion")}]}
 }
@@ -256,8 +255,8 @@ def _chat() -> dict[str, Schema]:
     texts = {"content": STRING, "reasoning_content": STRING}
     delta = record({"role": const("assistant"), **texts, "content": TEXT_OR_NULL, "tool_calls": array(part)})
     logprobs = or_null(record(content=array(entry), refusal=NULL))
-    choice = record(_CHECKED, index=COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
-    piece = record(_CHECKED, index=COUNT, delta=delta, logprobs=logprobs, finish_reason=or_null(_CHAT_REASON))
+    choice = record(CHECKED, index=COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
+    piece = record(CHECKED, index=COUNT, delta=delta, logprobs=logprobs, finish_reason=or_null(_CHAT_REASON))
     return {
         "ChatCompletion": record(_VERBOSE, **_head("chat.completion"), choices=array(choice), **_TAIL),
         "ChatChunk": record(
@@ -281,13 +280,13 @@ def _completions() -> dict[str, Schema]:
         "Completion": record(
             _VERBOSE,
             **_head("text_completion"),
-            choices=array(record(_CHECKED, **choice, finish_reason=_REASON)),
+            choices=array(record(CHECKED, **choice, finish_reason=_REASON)),
             **_TAIL,
         ),
         "CompletionChunk": record(
             {**_TAIL, **PROGRESS, **_VERBOSE},
             **_head("text_completion"),
-            choices=array(record(**choice, finish_reason=or_null(_REASON))),
+            choices=array(record(CHECKED, **choice, finish_reason=or_null(_REASON))),
         ),
     }
 
@@ -334,6 +333,7 @@ def _response() -> Schema:
     )
     count_or_null: Schema = {"type": ["integer", "null"]}
     return record(
+        CHECKED,
         id=STRING,
         object=const("response"),
         created_at=COUNT,

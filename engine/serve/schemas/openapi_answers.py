@@ -10,6 +10,7 @@ from quengine.serve.schemas.openai import openai_answers
 from quengine.serve.schemas.openapi_parts import (
     ANY,
     BOOLEAN,
+    CHECKED,
     COUNT,
     NUMBER,
     OBJECT,
@@ -88,7 +89,7 @@ def _native() -> dict[str, Schema]:
         "tokens_evaluated": COUNT,
     }
     last = record(
-        probabilities,
+        probabilities | CHECKED,
         **shared,
         stop=const(True),
         model=STRING,

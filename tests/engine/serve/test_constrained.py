@@ -5,8 +5,11 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
+import anthropic
 import jsonschema
+import ollama
 import openai
 import pytest
 
@@ -194,6 +197,83 @@ def test_an_answer_that_no_grammar_can_hold_is_checked(client: openai.OpenAI, st
     choice = list(answer)[-1].choices[0] if stream else answer.choices[0]
     assert choice.finish_reason == "stop"
     assert choice.schema_violation == "None of [1,1] are valid under the given schema"
+
+
+_UNHOLDABLE = {
+    "type": "array",
+    "items": {"const": 1},
+    "minItems": 2,
+    "maxItems": 2,
+    "contains": {"const": 2},
+}
+_VIOLATION = "None of [1,1] are valid under the given schema"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/completion", {"prompt": "a", "json_schema": _UNHOLDABLE}),
+        ("/v1/completions", {"prompt": "a", "json_schema": _UNHOLDABLE}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "json_schema": _UNHOLDABLE}),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": _UNHOLDABLE}}},
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": MESSAGES,
+                "max_tokens": 99,
+                "output_config": {"format": {"type": "json_schema", "schema": _UNHOLDABLE}},
+            },
+        ),
+        ("/api/chat", {"messages": MESSAGES, "format": _UNHOLDABLE}),
+        ("/api/generate", {"prompt": "a", "format": _UNHOLDABLE}),
+    ],
+)
+def test_every_api_says_what_no_grammar_held(
+    served: Served, route: str, body: dict[str, object], stream: bool
+) -> None:
+    def violations() -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return next(
+            float(each.split()[-1]) for each in lines if "violations_total" in each and each[0] != "#"
+        )
+
+    with served.http() as http:
+        before = violations()
+        limits = {"max_tokens": 99, "max_output_tokens": 99, "options": {"num_predict": 99}}
+        answer = http.post(route, json=body | {"model": "tiny", "stream": stream} | limits)
+        assert violations() == before + 1
+    assert answer.status_code == 200, answer.text
+    assert answer.text.count(json.dumps(_VIOLATION)) == 1, answer.text
+    assert answer.text.count("schema_violation") == 1
+    assert _VIOLATION in answer.text[-3000:]
+
+
+def test_clients_read_answers_that_say_so(served: Served, client: openai.OpenAI) -> None:
+    limits: dict[str, Any] = {"max_tokens": 99}
+    answer = client.responses.create(
+        model="tiny",
+        input="a",
+        text={"format": {"type": "json_schema", "name": "x", "schema": _UNHOLDABLE}},
+        max_output_tokens=99,
+    )
+    assert json.loads(answer.output_text) == [1, 1] and answer.schema_violation == _VIOLATION  # type: ignore[attr-defined]
+    given = {"model": "tiny", "prompt": "a", "extra_body": {"json_schema": _UNHOLDABLE}, **limits}
+    *_, last = client.completions.create(**given, stream=True)
+    assert last.choices[0].schema_violation == _VIOLATION
+    config = {"output_config": {"format": {"type": "json_schema", "schema": _UNHOLDABLE}}}
+    with anthropic.Anthropic(base_url=served.url, api_key="x", max_retries=0) as claude:
+        asked: Any = {"model": "tiny", "messages": MESSAGES, "extra_body": config, **limits}
+        message = claude.messages.create(**asked)
+        assert message.stop_reason == "end_turn" and message.schema_violation == _VIOLATION
+        with claude.messages.stream(**asked) as events:
+            assert events.get_final_message().stop_reason == "end_turn"
+    given = {"messages": MESSAGES, "format": _UNHOLDABLE, "options": {"num_predict": 99}}
+    parts: Any = list(ollama.Client(host=served.url).chat("tiny", **given, stream=True))
+    assert parts[-1].done and json.loads("".join(part.message.content or "" for part in parts)) == [1, 1]
 
 
 def test_arguments_of_a_required_call_have_no_invented_keys(client: openai.OpenAI) -> None:

@@ -75,7 +75,9 @@ def test_the_end_token_is_counted_once(
             assert event["timings"]["predicted_n"] == generated
 
 
-def test_metrics_and_the_log_count_it_too(served: tuple[Served, int], caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_and_the_log_count_it_too(
+    served: tuple[Served, int], caplog: pytest.LogCaptureFixture
+) -> None:
     server, generated = served
 
     def total() -> dict[str, float]:
