@@ -103,6 +103,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/embeddings", native_embeddings),
     ("POST", "/embedding", native_embeddings),
     ("POST", "/v1/rerank", rerank),
+    ("POST", "/v2/rerank", rerank),
     ("POST", "/rerank", rerank),
     ("POST", "/v1/reranking", rerank),
     ("POST", "/reranking", rerank),

@@ -231,7 +231,9 @@ def read_messages(body: ChatRequest | TemplateRequest) -> tuple[list[dict[str, A
 
 
 def spoken(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose refusal is its text; an answer, or a tool's result, of null has none."""
+    """A message whose refusal is its text; one of the user's, an answer, or a tool's result of null has none."""
+    if message.get("role") == "user" and message.get("content", "") is None:
+        return {**message, "content": ""}
     if message.get("role") not in ("assistant", "tool"):
         return message
     content = message.get("content", message.get("refusal"))

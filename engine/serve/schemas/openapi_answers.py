@@ -57,6 +57,7 @@ def answer_schemas() -> dict[str, Schema]:
 def _ranked() -> Schema:
     entry = record({"document": record(text=STRING)}, index=COUNT, relevance_score=NUMBER)
     return record(
+        {"id": STRING, "meta": record(api_version=record(version=const("2")))},  # Cohere's, of /v2/rerank
         model=STRING,
         object=const("list"),
         method=STRING,
