@@ -12,8 +12,10 @@ from quengine.errors import EngineError
 from quengine.serve.http import off_loop
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.routes.old_functions import with_tools
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Generation, Tools
+from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.requests import TemplateRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import NO_CALLS
@@ -65,8 +67,11 @@ def read_constraint(body: Generation) -> ConstraintSpec | None:
 async def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolUse:
     """The tools of a request and how they are to be used. Raises ApiError where the model has no form of calls."""
     form = model.answer_format
+    given = body.tools, body.tool_choice, body.parallel_tool_calls
+    if isinstance(body, ChatRequest | TemplateRequest):
+        given = with_tools(body)
     try:
-        use = ToolUse.from_openai(body.tools, body.tool_choice, body.parallel_tool_calls)
+        use = ToolUse.from_openai(*given)
     except EngineError as error:
         raise bad_request(str(error), "tools") from None
     if use.callable and not form.calls_tools:

@@ -14,6 +14,7 @@ from quengine.request.pooling import with_end
 from quengine.serve import access_log
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
+from quengine.serve.routes.old_functions import with_calls
 from quengine.serve.routes.shortening import shortened
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Tools
@@ -221,7 +222,7 @@ def read_messages(body: ChatRequest | TemplateRequest) -> tuple[list[dict[str, A
 
     Parts of a message that is continued are joined by an empty line, as llama-server does.
     """
-    given = [spoken(value) for value in body.messages]
+    given = [spoken(value) for value in with_calls(body.messages)]
     read = read_part(list[Message], given, "messages")
     messages = [template_message(value, each.content) for value, each in zip(given, read, strict=True)]
     ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)

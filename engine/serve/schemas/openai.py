@@ -56,6 +56,10 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
     MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict", "max_new_tokens")
 
     messages: Messages
+    functions: Annotated[list[Annotated[Any, component("Function")]], Meta(max_length=MAX_TOOLS)] | None = (
+        None
+    )
+    function_call: Annotated[Any, component("FunctionChoice")] = None
     n: Annotated[int, Meta(ge=1)] = 1
     n_cmpl: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: UntilFull | None = None
@@ -196,7 +200,7 @@ _VERBOSE = {
     "__verbose": {"anyOf": [ref("NativeCompletion"), {"type": "array", "items": ref("NativeCompletion")}]}
 }
 _REASON = enum("stop", "length")
-_CHAT_REASON = enum("stop", "length", "tool_calls")
+_CHAT_REASON = enum("stop", "length", "tool_calls", "function_call")
 
 
 def openai_answers() -> dict[str, Schema]:
@@ -247,13 +251,14 @@ def _chat() -> dict[str, Schema]:
         function=record({"name": STRING}, arguments=STRING),
     )
     message = record(
-        {"reasoning_content": STRING, "tool_calls": array(call)},
+        {"reasoning_content": STRING, "tool_calls": array(call), "function_call": record(**function)},
         role=const("assistant"),
         content=TEXT_OR_NULL,
         refusal=NULL,
     )
     texts = {"content": STRING, "reasoning_content": STRING}
-    delta = record({"role": const("assistant"), **texts, "content": TEXT_OR_NULL, "tool_calls": array(part)})
+    called = {"tool_calls": array(part), "function_call": record({"name": STRING}, arguments=STRING)}
+    delta = record({"role": const("assistant"), **texts, "content": TEXT_OR_NULL, **called})
     logprobs = or_null(record(content=array(entry), refusal=NULL))
     choice = record(CHECKED, index=COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
     piece = record(CHECKED, index=COUNT, delta=delta, logprobs=logprobs, finish_reason=or_null(_CHAT_REASON))

@@ -127,8 +127,10 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     tools: Annotated[list[Annotated[Any, component("Tool")]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Any, component("ToolChoice")] = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[Any, only([], "none")] = None
-    function_call: Annotated[Any, only([], "none")] = None
+    functions: Annotated[list[Annotated[Any, component("Function")]], Meta(max_length=MAX_TOOLS)] | None = (
+        None
+    )
+    function_call: Annotated[Any, component("FunctionChoice")] = None
     parse_tool_calls: Any = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     reasoning_effort: Effort | None = None

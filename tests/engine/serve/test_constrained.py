@@ -350,3 +350,52 @@ def test_a_prompt_names_tools_unless_none_may_be_called(served: Served) -> None:
         assert "look" in http.post("/apply-template", json=body).json()["prompt"]
         none = http.post("/apply-template", json=body | {"tool_choice": "none"}).json()["prompt"]
         assert "look" not in none
+
+
+FUNCTION: dict[str, Any] = {"functions": [TOOL["function"]], "function_call": {"name": "look"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_are_called_in_their_old_form(client: openai.OpenAI, stream: bool) -> None:
+    given: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "seed": 3, "max_tokens": 300, **FUNCTION}
+    answer: Any = client.chat.completions.create(**given, stream=stream)
+    if stream:
+        choices = [chunk.choices[0] for chunk in answer]
+        calls = [choice.delta.function_call for choice in choices if choice.delta.function_call]
+        name, arguments = calls[0].name, "".join(call.arguments or "" for call in calls)
+        assert not any(choice.delta.tool_calls for choice in choices)
+        reason = choices[-1].finish_reason
+    else:
+        (choice,) = answer.choices
+        name, arguments = choice.message.function_call.name, choice.message.function_call.arguments
+        assert choice.message.tool_calls is None and choice.message.content is None
+        reason = choice.finish_reason
+    assert (name, reason) == ("look", "function_call")
+    jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+def test_old_calls_are_told_to_the_template_as_those_of_tools(served: Served) -> None:
+    call = {"name": "look", "arguments": '{"ok": true}'}
+    old = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "look", "content": "seen"},
+    ]
+    called = {"id": "call_1", "type": "function", "function": call}
+    new = [
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "name": "look", "content": "seen"},
+    ]
+    with served.http() as http:
+        prompts = [
+            http.post("/apply-template", json={"messages": [*MESSAGES, *turns], **tools}).json()["prompt"]
+            for turns, tools in ((old, {"functions": [TOOL["function"]]}), (new, {"tools": [TOOL]}))
+        ]
+        assert prompts[0] == prompts[1] and "look" in prompts[0]
+        for wrong in (
+            {"tools": [TOOL], "functions": [TOOL["function"]]},
+            {"functions": [TOOL["function"]], "function_call": {"name": "none"}},
+            {"functions": [TOOL["function"]], "function_call": "required"},
+            {"functions": [5]},
+        ):
+            answer = http.post("/v1/chat/completions", json={"messages": MESSAGES, **wrong})
+            assert answer.status_code == 400, answer.text
