@@ -173,6 +173,7 @@ def make_app(models: Models) -> Starlette:
         ),
         *(Route(path, _of_model(models, each), methods=list(each)) for path, each in of_models.items()),
     ]
+    routes.sort(key=lambda route: "{" in route.path)  # OPTIONS of a path is answered by the first that fits
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
     origins, apps = cors_origins(settings), admits_apps(settings)
     if origins or apps:

@@ -57,8 +57,13 @@ def request_schemas(
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array"}}},
         *({"required": [key], "properties": {key: _SOME_TEXT}} for key in ("refusal", *REASONING_KEYS)),
     ]
-    content = schemas["ToolMessage"]["properties"]["content"]
-    schemas["ToolMessage"]["properties"]["content"] = {"anyOf": [NULL, content]}
+    for name in ("ToolMessage", "UserMessage", "MessageItem"):
+        fields = schemas[name]["properties"]
+        fields["content"] = {"anyOf": [NULL, fields["content"]]}
+    schemas["MessageItem"]["anyOf"] = [
+        {"properties": {"role": {"enum": ["user", "assistant"]}}},
+        {"properties": {"content": {"not": NULL}}},
+    ]
     schemas["NativeEmbeddingRequest"]["anyOf"] = [
         {"required": [key], "properties": {key: ref("Prompt"), other: NULL}}
         for key, other in (("input", "content"), ("content", "input"))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import jsonschema
 import ollama
 import openai
@@ -331,6 +332,60 @@ def test_a_required_call_that_is_cut_anywhere_leaves_nothing_of_it_in_the_text(
         with served.http() as http:
             items = http.post("/v1/responses", json=body).json()["output"]
         assert not any(part["text"] for item in items for part in item.get("content", []))
+
+
+_ENDLESS = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 400}},
+    "required": ["text"],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_without_an_end_is_cut_and_said_so_in_every_api(served: Served, stream: bool) -> None:
+    """Nothing of it may look like a call that is whole: arguments are no JSON, or there is no call at all."""
+    function = {"name": "note", "parameters": _ENDLESS}
+    tools = [{"type": "function", "function": function}]
+    cut = {"tool_choice": "required", "max_tokens": 60, "max_output_tokens": 60, "seed": 3, "stream": stream}
+    with served.http() as http:
+        given = {"messages": MESSAGES, "tools": tools, **cut}
+        chat = _events(http.post("/v1/chat/completions", json=given))
+        old = {"messages": MESSAGES, "functions": [function], "function_call": {"name": "note"}}
+        before = _events(http.post("/v1/chat/completions", json={**cut, "tool_choice": None, **old}))
+        flat = {"input": "a", "tools": [{"type": "function", **function}], **cut}
+        response = _events(http.post("/v1/responses", json=flat))[-1]
+        named = [{"name": "note", "input_schema": _ENDLESS}]
+        asked = {"messages": MESSAGES, "tools": named, "max_tokens": 60, "stream": stream}
+        claude = _events(http.post("/v1/messages", json={**asked, "tool_choice": {"type": "any"}}))
+    for events in (chat, before):
+        choices = [choice for event in events for choice in event["choices"]]
+        assert choices[-1]["finish_reason"] == "length"
+        parts = [choice.get("message", choice.get("delta")) for choice in choices]
+        calls = [call["function"] for part in parts for call in part.get("tool_calls") or ()]
+        calls += [part["function_call"] for part in parts if part.get("function_call")]
+        with pytest.raises(json.JSONDecodeError):
+            json.loads("".join(call["arguments"] for call in calls))
+    response = response.get("response", response)
+    assert response["status"] == "incomplete" and response["output"][-1]["status"] == "incomplete"
+    reasons = [event.get("stop_reason", event.get("delta", {}).get("stop_reason")) for event in claude]
+    assert "max_tokens" in reasons
+    whole = [block for event in claude for block in event.get("content", ()) if block["type"] == "tool_use"]
+    assert not whole
+    pieces = [
+        event["delta"].get("partial_json") for event in claude if event["type"] == "content_block_delta"
+    ]
+    if pieces:
+        with pytest.raises(json.JSONDecodeError):
+            json.loads("".join(filter(None, pieces)))
+
+
+def _events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The objects of a stream, or the one of a whole answer."""
+    assert answer.status_code == 200, answer.text
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return [answer.json()]
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
 
 
 def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:

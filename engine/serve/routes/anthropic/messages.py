@@ -68,7 +68,8 @@ class _Form(ChunkForm):
         self._content.take(self._answer.read(piece) + self._answer.rest())
         self._content.finish()
         usage = self._usage(end)
-        return {**self._head, "content": self._content.blocks, **self._stop(end), "usage": usage}
+        content = self._content.whole() if end.reason == "length" else self._content.blocks
+        return {**self._head, "content": content, **self._stop(end), "usage": usage}
 
     def begin(self) -> bytes:
         no_stop = {"stop_reason": None, "stop_sequence": None}
