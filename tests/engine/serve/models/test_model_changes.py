@@ -427,10 +427,14 @@ def test_no_name_leads_out_of_the_folder(served: Served, folder: Path) -> None:
             for path, body in (
                 ("/api/copy", {"source": "old", "destination": name}),
                 ("/api/pull", {"model": name}),
+                ("/api/create", {"model": name, "from": "old"}),
             ):
                 answer = http.post(path, json=body)
                 assert answer.status_code == 400, (path, name, answer.text)
                 assert "\n" not in answer.json()["error"]
+            gone = http.request("DELETE", "/api/delete", json={"model": name})
+            made = http.post("/api/create", json={"model": "made", "from": name})
+            assert gone.status_code in (400, 404) and made.status_code in (400, 404), name
     assert sorted(folder.parent.rglob("*")) == before
 
 

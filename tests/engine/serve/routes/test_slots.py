@@ -1,5 +1,6 @@
 """Slots as llama-server's clients use them: id_slot, saving, restoring and erasing; context shift; no adapters."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,6 +123,12 @@ def test_a_slot_of_less_than_a_block_keeps_its_tokens(client: httpx.Client) -> N
         ("1?action=save", {"filename": "a\\b"}, "filename = "),
         ("1?action=save", {"filename": ".."}, "filename = "),
         ("1?action=save", {"filename": "x\n"}, "filename = "),
+        ("1?action=save", {"filename": "x\0y"}, "filename = "),
+        ("1?action=save", {"filename": "."}, "filename = "),
+        ("1?action=save", {"filename": "a/../../x"}, "filename = "),
+        ("1?action=save", {"filename": "a\u2215x"}, "filename = "),
+        ("1?action=save", {"filename": "C:x"}, "filename = "),
+        ("1?action=restore", {"filename": "../one.bin"}, "filename = "),
         ("1?action=save", {"filename": ""}, "filename = "),
         ("1?action=save", {"filename": "x" * 256}, "filename = "),
         ("1?action=save", {"filename": "\u00e9" * 200}, "more than 255 bytes"),
@@ -158,6 +165,24 @@ def test_a_file_that_does_not_fit_or_cannot_be_written(client: httpx.Client, fol
     status, message = refused(client, "/slots/0?action=save", {"filename": "taken"})
     assert status == 500 and message.startswith("slot 0 cannot be saved as 'taken': cannot be written")
     assert post(client, "/completion", BODY)["id_slot"] == 1
+
+
+def test_only_plain_files_are_read_and_a_link_is_replaced_not_followed(
+    client: httpx.Client, folder: Path, tmp_path: Path
+) -> None:
+    os.mkfifo(folder / "pipe")
+    (folder / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "device"):
+        status, message = refused(client, "/slots/0?action=restore", {"filename": name})
+        assert status == 400 and "there is no such file" in message
+    (tmp_path / "kept").write_text("kept")
+    (folder / "link").symlink_to(tmp_path / "kept")
+    post(client, "/completion", BODY)
+    post(client, "/slots/1?action=save", {"filename": "link"})
+    assert (tmp_path / "kept").read_text() == "kept" and not (folder / "link").is_symlink()
+    for name in ("CON", "nul", "con.bin"):  # plain names here
+        assert post(client, "/slots/1?action=save", {"filename": name})["filename"] == name
+        assert (folder / name).is_file()
 
 
 def test_without_a_folder_there_are_no_actions() -> None:
