@@ -35,6 +35,11 @@ class SavedPrefix:
     layers: list[list[Tensor]]
 
     @property
+    def reusable_tokens(self) -> int:
+        """Those that are not computed again: of whole blocks."""
+        return len(self.token_ids) // BLOCK_SIZE * BLOCK_SIZE
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer)
 

@@ -35,11 +35,13 @@ class Timings:
 
     `compile_s` is the time that the request waited for kernels to be compiled, which counts in no rate, `prompt_s` that
     to compute the prompt's tokens that were not cached, `ttft_s` the time from the request
-    to its first token, `decode_s` the time of the tokens after the first. `gb_s` is `bytes_per_token` (weights,
-    and the cache read on average) over the time of a decoded token, in 1e9 bytes per second. Rates of phases
-    that did not happen are 0. `drafts` are the decode steps that also computed drafted tokens, `drafted_tokens` those
-    tokens, `accepted_tokens` the ones among them that the sequence accepted. `shifts` is how often the context was full
-    and `discarded_tokens` of it were dropped; `prompt_tokens` do not count what was computed again then.
+    to its first token, `decode_s` the time of the tokens after the first. `generated_tokens` are all that were chosen,
+    the token that ended the text among them, which no text and no list of tokens has: `end_tokens` is 1 then. `gb_s` is
+    `bytes_per_token` (weights, and the cache read on average) over the time of a decoded token, in 1e9 bytes per
+    second. Rates of phases that did not happen are 0. `drafts` are the decode steps that also computed drafted tokens,
+    `drafted_tokens` those tokens, `accepted_tokens` the ones among them that the sequence accepted. `shifts` is how
+    often the context was full and `discarded_tokens` of it were dropped; `prompt_tokens` do not count what was computed
+    again then.
     """
 
     load_s: float = 0.0
@@ -49,6 +51,7 @@ class Timings:
     prompt_s: float = 0.0
     ttft_s: float = 0.0
     generated_tokens: int = 0
+    end_tokens: int = 0
     decode_s: float = 0.0
     bytes_per_token: int = 0
     peak_bytes: int = 0

@@ -29,6 +29,7 @@ class Sequence:
         block_keys: identify the contents of its full blocks (block_manager.extend_keys).
         error: why the sequence could not go on.
         thread: the one that made the sequence.
+        end_tokens: 1 once a token of `end_ids` has ended it, which was generated too.
         pool: takes the hidden rows of all of the prompt, with which the sequence then ends.
         scores: collects the log-probabilities of the prompt's tokens, where they are wanted.
         draft: tokens that may follow the newest one, to be computed with it in the next step.
@@ -54,6 +55,7 @@ class Sequence:
     finish_reason: str | None = None
     error: Exception | None = None
     generated: list[int] = field(default_factory=list)
+    end_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     thread: int = field(default_factory=threading.get_ident)
     arrived: float = field(default_factory=time.perf_counter)
@@ -128,10 +130,12 @@ class Sequence:
         if self.params.max_tokens == 0:  # the prompt's logits give a token all the same
             return self._finish("length")
         token = sample.token
-        if token in self.end_ids:
-            return self._finish("stop")
         self.last_token = now
         self.compiled[2] = compile_clock.seconds()
+        if token in self.end_ids:
+            self.end_tokens = 1
+            self.cached_at_token += len(self.token_ids) + 1
+            return self._finish("stop")
         self.token_ids.append(token)
         self.generated.append(token)
         self.cached_at_token += len(self.token_ids)
@@ -195,7 +199,7 @@ class Sequence:
         step_bytes(n): what a step of n rows reads of the weights. cache_bytes(n): what the last of n tokens reads of
         the cache.
         """
-        count = len(self.generated)
+        count = len(self.generated) + self.end_tokens
         mean_context = self.cached_at_token // count if count else 0
         compiled_before, compiled_prompt, compiled = self.compiled
         timings = Timings(
@@ -206,8 +210,10 @@ class Sequence:
             prompt_s=max(0.0, self.first_token - self.started - (compiled_prompt - compiled_before)),
             ttft_s=max(0.0, self.first_token - self.arrived),
             generated_tokens=count,
+            end_tokens=self.end_tokens,
             decode_s=max(0.0, self.last_token - self.first_token - (compiled - compiled_prompt)),
-            bytes_per_token=self._weight_bytes(step_bytes) // max(1, count) + cache_bytes(mean_context),
+            bytes_per_token=self._weight_bytes(step_bytes, count) // max(1, count)
+            + cache_bytes(mean_context),
             peak_bytes=peak,
             drafts=self.drafts_by_length.total(),
             drafted_tokens=sum(length * steps for length, steps in self.drafts_by_length.items()),
@@ -225,12 +231,12 @@ class Sequence:
             logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
         )
 
-    def _weight_bytes(self, step_bytes: Callable[[int], int]) -> int:
-        """What all of its steps read, and what read for its drafts. Rows of a step, its newest token's and those of the
-        drafted ones, share a pass over the weights; of a mixture of experts they read more of them.
+    def _weight_bytes(self, step_bytes: Callable[[int], int], count: int) -> int:
+        """What all of its steps for `count` tokens read, and what read for its drafts. Rows of a step, its newest
+        token's and those of the drafted ones, share a pass over the weights; of a mixture of experts they read more.
         """
         alone = step_bytes(1)
         more = sum(
             steps * (step_bytes(1 + length) - alone) for length, steps in self.drafts_by_length.items()
         )
-        return alone * max(1, len(self.generated) - self.accepted_tokens) + more + self.draft_bytes
+        return alone * max(1, count - self.accepted_tokens) + more + self.draft_bytes

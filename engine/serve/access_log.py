@@ -44,6 +44,7 @@ class RequestRecord:
         if isinstance(event, Piece):
             self.completion_tokens += len(event.tokens)
         else:
+            self.completion_tokens += event.timings.end_tokens
             self.cached_tokens = max(self.cached_tokens, event.timings.cached_tokens)
 
     def line(self, status: int) -> str:

@@ -103,6 +103,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/embeddings", native_embeddings),
     ("POST", "/embedding", native_embeddings),
     ("POST", "/v1/rerank", rerank),
+    ("POST", "/v2/rerank", rerank),
     ("POST", "/rerank", rerank),
     ("POST", "/v1/reranking", rerank),
     ("POST", "/reranking", rerank),
@@ -172,6 +173,7 @@ def make_app(models: Models) -> Starlette:
         ),
         *(Route(path, _of_model(models, each), methods=list(each)) for path, each in of_models.items()),
     ]
+    routes.sort(key=lambda route: "{" in route.path)  # OPTIONS of a path is answered by the first that fits
     middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
     origins, apps = cors_origins(settings), admits_apps(settings)
     if origins or apps:

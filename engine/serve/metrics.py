@@ -84,6 +84,9 @@ class Metrics:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of finished completions.")
         self._cached = self._counter("prompt_tokens_cached", "Of these, taken from the cache.")
         self._generated = self._counter("generated_tokens", "Tokens generated.")
+        self._violations = self._counter(
+            "schema_violations", "Finished answers that are not valid under their JSON schema."
+        )
         self._drafts = self._counter("draft_steps", "Steps that checked drafted tokens.")
         self._drafted = self._counter("drafted_tokens", "Tokens drafted.")
         self._accepted = self._counter("accepted_tokens", "Drafted tokens that were accepted.")
@@ -112,6 +115,7 @@ class Metrics:
     def observe(self, events: Sequence[Event]) -> None:
         """Count what came from the engine in a step."""
         tokens = sum(len(event.tokens) for event in events if isinstance(event, Piece))
+        tokens += sum(event.timings.end_tokens for event in events if isinstance(event, Finished))
         self._generated.inc(tokens)
         self.llama.generated(tokens)
         for event in events:
@@ -133,6 +137,10 @@ class Metrics:
         self._ttft.observe(times.ttft_s)
         if times.generated_tokens > 1:
             self._token.observe(times.decode_s / (times.generated_tokens - 1))
+
+    def violated(self) -> None:
+        """A finished answer is not valid under its schema."""
+        self._violations.inc()
 
     def cancelled(self, completions: int) -> None:
         self._ended.labels("cancelled").inc(completions)

@@ -1,7 +1,8 @@
 """Names that clients add to the models of a folder, and remove: links to GGUF files, or files themselves.
 
 A name is checked before it becomes a path, and the folders on the way are opened one by one without following a link
-(openat, O_NOFOLLOW), so that nothing outside of the folder is made or removed. Nothing that is there is replaced.
+(openat, O_NOFOLLOW), so that nothing outside of the folder is made or removed. Nothing that is there is replaced, but
+models that clients have created.
 """
 
 import os
@@ -128,6 +129,36 @@ def unlinked_model(folder: Path, file: Path) -> Iterator[None]:
     with suppress(OSError):  # one that is not empty
         for number in range(len(above), 0, -1):
             folder.joinpath(*above[:number]).rmdir()
+
+
+@contextmanager
+def remade_model(
+    folder: Path, name: str, existing: Path, file: Path, options: Mapping[str, Any]
+) -> Iterator[None]:
+    """`linked_model` in place of the model `existing` of that name, which has options beside it; undone where the block
+    raises. Of the same file the options alone are changed.
+
+    Raises:
+        ApiError: as `linked_model`; or the model has no options, so that its file may be the only one.
+    """
+    own = existing.with_name(options_name(existing.name))
+    if not existing.is_relative_to(folder) or not own.exists():
+        wrong = f"there is a model {name} already, which /api/create has not made: delete it first"
+        raise bad_request(wrong, code="invalid_value")
+    if not file.samefile(existing):
+        with unlinked_model(folder, existing), linked_model(folder, name, file, options):
+            yield
+        return
+    with _opened(folder, existing.relative_to(folder).parts[:-1]) as descriptor:
+        aside = f".{uuid4().hex}"
+        os.rename(own.name, aside, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+        try:
+            _write(toml_text(options), own.name, descriptor)
+            yield
+        except BaseException:
+            os.rename(aside, own.name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+            raise
+        os.unlink(aside, dir_fd=descriptor)
 
 
 @contextmanager

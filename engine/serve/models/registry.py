@@ -11,7 +11,7 @@ from quengine.models.hub.hub import resolve_model
 from quengine.serve.http import off_loop
 from quengine.serve.metrics import ServerMetrics
 from quengine.serve.models.model_entry import ModelEntry
-from quengine.serve.models.model_links import folder_name, linked_model, unlinked_model
+from quengine.serve.models.model_links import folder_name, linked_model, remade_model, unlinked_model
 from quengine.serve.models.model_options import read_options
 from quengine.serve.models.model_spec import ModelSpec, check_names
 from quengine.serve.models.pulls import Pulls
@@ -204,20 +204,27 @@ class Models:
         await self._link(other, path, await off_loop(lambda: read_options(path)))
 
     async def create(self, name: str, base: str, options: Mapping[str, Any]) -> None:
-        """Give a model another name, which has been checked, with options over its own. Raises ApiError."""
+        """Give a model another name, which has been checked, with options over its own; a model that was made so
+        before is replaced. Raises ApiError."""
         path = self.named(base).spec.path
         if path is None:
             raise bad_request(f"{base[:80]} has no file", "from")
         own = await off_loop(lambda: read_options(path))
-        await self._link(name, path, {**own, **options})
+        await self._link(name, path, {**own, **options}, replaces=True)
 
-    async def _link(self, name: str, path: Path, options: Mapping[str, Any] | None = None) -> None:
+    async def _link(
+        self, name: str, path: Path, options: Mapping[str, Any] | None = None, replaces: bool = False
+    ) -> None:
         folder = self.settings.models.folder
         assert folder is not None
         async with self._looking:
+            change = linked_model(folder, name, path, options)
             if name in self._names:
-                raise bad_request(f"there is a model {name} already", code="invalid_value")
-            await self._set_found(await self._found(linked_model(folder, name, path, options)))
+                existing = self.named(name).spec.path
+                if existing is None or not replaces:
+                    raise bad_request(f"there is a model {name} already", code="invalid_value")
+                change = remade_model(folder, name, existing, path, options or {})
+            await self._set_found(await self._found(change))
 
     async def remove(self, name: str) -> None:
         """Delete the file of a model in the folder; those who wait for it get an error. Raises ApiError."""

@@ -87,4 +87,5 @@ class EngineSlots:
             message = f"slot {action.slot} cannot be {done} {Path(action.path).name!r}: {error}"
             return failed(action.id, EngineError(message), "request" if restores else "engine")
         ids = tuple(saved.token_ids) if restores else ()
-        return SlotDone(action.id, len(saved.token_ids), size, time.perf_counter() - began, ids)
+        count = saved.reusable_tokens if restores else len(saved.token_ids)
+        return SlotDone(action.id, count, size, time.perf_counter() - began, ids)

@@ -141,7 +141,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class SlotDone(msgspec.Struct, frozen=True, tag=True):
-    """The end of an action on a slot of so many tokens, with the bytes of its file and the seconds that it took.
+    """The end of an action on a slot of so many tokens (restored are those of whole blocks), with the bytes of its file
+    and the seconds that it took.
 
     `token_ids`: of a prefix that was restored.
     """

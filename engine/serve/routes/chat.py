@@ -22,6 +22,7 @@ from quengine.serve.routes.answers import (
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools, violation_field
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
+from quengine.serve.routes.old_functions import old_form
 from quengine.serve.routes.prompts import (
     chat_ids,
     given_answer,
@@ -88,7 +89,8 @@ async def prepare_chat(
     )
     special = not body.skip_special_tokens or form.shown(use)
     answers = [
-        ChatAnswer(model, form, use, prompt.end, params.constraint) for _ in range(completions_of(body))
+        ChatAnswer(model, form, use, prompt.end, params.constraint, bool(body.functions))
+        for _ in range(completions_of(body))
     ]
     return requests_of(
         [prompt.ids], completions_of(body), params, special, False, body.reports, body.id_slot
@@ -133,7 +135,10 @@ async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited
 
 
 class ChatAnswer:
-    """One answer, taken apart as the model's form has it. `prompt`: the prompt's end (`ServedModel.end_of`)."""
+    """One answer, taken apart as the model's form has it. `prompt`: the prompt's end (`ServedModel.end_of`).
+
+    functions: its call is given as OpenAI's API had it before tools.
+    """
 
     def __init__(
         self,
@@ -142,8 +147,10 @@ class ChatAnswer:
         use: ToolUse,
         prompt: str,
         constraint: ConstraintSpec | None = None,
+        functions: bool = False,
     ) -> None:
         self._model = model
+        self._functions = functions
         self._form = form
         self._use = use
         self._prompt = prompt
@@ -158,7 +165,7 @@ class ChatAnswer:
 
     def push(self, piece: Piece) -> list[dict[str, Any]]:
         """The `delta` of each chunk that this piece becomes."""
-        return [_delta(part) for part in self.read(piece)]
+        return [self._delta(part) for part in self.read(piece)]
 
     def read(self, piece: Piece) -> list[Delta]:
         """What this piece makes certain."""
@@ -167,18 +174,18 @@ class ChatAnswer:
 
     def finish(self) -> list[dict[str, Any]]:
         """The `delta` of each chunk of what was held back."""
-        return [_delta(part) for part in self.rest()]
+        return [self._delta(part) for part in self.rest()]
 
     def rest(self) -> list[Delta]:
         """What was held back."""
         return self._kept(self._parser.finish())
 
-    def checked(self, end: Finished) -> dict[str, Any]:
-        """The field of a choice that ended by itself and is not valid under its schema."""
+    def checked(self, service: Service, end: Finished) -> dict[str, Any]:
+        """The field of an answer that ended by itself and is not valid under its schema."""
         if end.reason != "stop" or (self._constraint is None):
             return {}
         text, calls = collect(self._deltas)
-        return violation_field(answer_violation(self._constraint, self._use, text, calls))
+        return violation_field(service, answer_violation(self._constraint, self._use, text, calls))
 
     def _kept(self, deltas: list[Delta]) -> list[Delta]:
         if self._constraint is not None:
@@ -186,7 +193,8 @@ class ChatAnswer:
         return deltas
 
     def reason(self, end: Finished) -> str:
-        return "tool_calls" if self._parser.calls and end.reason == "stop" else end.reason
+        called = "function_call" if self._functions else "tool_calls"
+        return called if self._parser.calls and end.reason == "stop" else end.reason
 
     def message(self, piece: Piece) -> dict[str, Any]:
         """The whole answer."""
@@ -197,13 +205,13 @@ class ChatAnswer:
             message["reasoning_content"] = reasoning
         if calls:
             message |= {"content": spoken or None, "tool_calls": [call.as_openai() for call in calls]}
-        return message
+        return old_form(message) if self._functions else message
 
-
-def _delta(part: Delta) -> dict[str, Any]:
-    if isinstance(part, CallDelta):
-        return {"tool_calls": [part.as_openai()]}
-    return {"reasoning_content" if isinstance(part, ReasoningDelta) else "content": part.text}
+    def _delta(self, part: Delta) -> dict[str, Any]:
+        if isinstance(part, CallDelta):
+            called = {"tool_calls": [part.as_openai()]}
+            return old_form(called) if self._functions else called
+        return {"reasoning_content" if isinstance(part, ReasoningDelta) else "content": part.text}
 
 
 def _body(
@@ -222,7 +230,7 @@ def _body(
                 "message": messages[index],
                 "logprobs": _logprobs(requests[index], piece, service.model),
                 "finish_reason": answers[index].reason(end),
-                **answers[index].checked(end),
+                **answers[index].checked(service, end),
             }
             for index, (piece, end) in enumerate(outputs)
         ],
@@ -274,7 +282,9 @@ class _Chunks(ChunkForm):
         more = {} if self.include_usage else {"timings": timings_body(end.timings)}
         if self.verbose:
             more |= verbose_chunk(self.service, choice, self.requests[choice], end)
-        return held + self._chunk(choice, {}, answer.reason(end), more=more, last=answer.checked(end))
+        return held + self._chunk(
+            choice, {}, answer.reason(end), more=more, last=answer.checked(self.service, end)
+        )
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         reasoning = sum(answer.reasoning_tokens for answer in self.answers) if self.include_usage else 0

@@ -11,7 +11,7 @@ from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end
-from quengine.serve.routes.constraints import read_constraint, text_checked
+from quengine.serve.routes.constraints import TextCheck, read_constraint
 from quengine.serve.routes.infill import suffix_prompt
 from quengine.serve.routes.logprob_forms import (
     completion_logprobs,
@@ -74,6 +74,9 @@ def _body(
     echoed: Sequence[str],
     outputs: Sequence[tuple[Piece, Finished]],
 ) -> dict[str, Any]:
+    check = TextCheck(service, requests)
+    for index, (piece, _) in enumerate(outputs):
+        check.add(index, piece.text)
     return {
         **answer_head(service, "cmpl-", "text_completion"),
         "choices": [
@@ -82,7 +85,7 @@ def _body(
                 "text": echoed[index] + piece.text,
                 "logprobs": _logprobs(requests[index], piece, service.model),
                 "finish_reason": end.reason,
-                **text_checked(requests[index].params.constraint, piece.text, end),
+                **check.field(index, end),
             }
             for index, (piece, end) in enumerate(outputs)
         ],
@@ -118,6 +121,7 @@ class _Chunks(ChunkForm):
         self._head = answer_head(self.service, "cmpl-", "text_completion")
         self._with_logprobs = self.requests[0].params.logprobs is not None
         self._model = self.service.model
+        self._check = TextCheck(self.service, self.requests)
 
     def begin(self) -> bytes:
         if self.requests[0].score_prompt:
@@ -126,6 +130,7 @@ class _Chunks(ChunkForm):
         return b"".join(self._chunk(index, text, None, None) for index, text in echoed)
 
     def piece(self, choice: int, piece: Piece) -> bytes:
+        self._check.add(choice, piece.text)
         return self._progress(choice, piece) + self._text(choice, piece)
 
     def _progress(self, choice: int, piece: Piece) -> bytes:
@@ -155,7 +160,7 @@ class _Chunks(ChunkForm):
         more = {} if self.include_usage else answer_tail([self.requests[choice]], [end])
         if self.verbose:
             more |= verbose_chunk(self.service, choice, self.requests[choice], end)
-        return self._chunk(choice, "", None, end.reason, more)
+        return self._chunk(choice, "", None, end.reason, more, self._check.field(choice, end))
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         return stream_end(self._head, self.requests, ends, self.include_usage)
@@ -167,6 +172,7 @@ class _Chunks(ChunkForm):
         logprobs: dict[str, Any] | None,
         reason: str | None,
         more: Mapping[str, Any] | None = None,
+        last: Mapping[str, Any] | None = None,
     ) -> bytes:
-        entry = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        entry = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason, **(last or {})}
         return data({**self._head, "choices": [entry], **(more or {})})

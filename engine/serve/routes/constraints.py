@@ -5,16 +5,19 @@ A request that wants what the model cannot do is refused; nothing is answered wi
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quengine.errors import EngineError
 from quengine.serve.http import off_loop
-from quengine.serve.processes.shared_engine import Finished
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.routes.old_functions import with_tools
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Generation, Tools
+from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.requests import TemplateRequest
+from quengine.serve.service import Service
 from quengine.structured.answer_format import NO_CALLS
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.schema_check import answer_violation
@@ -64,8 +67,11 @@ def read_constraint(body: Generation) -> ConstraintSpec | None:
 async def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolUse:
     """The tools of a request and how they are to be used. Raises ApiError where the model has no form of calls."""
     form = model.answer_format
+    given = body.tools, body.tool_choice, body.parallel_tool_calls
+    if isinstance(body, ChatRequest | TemplateRequest):
+        given = with_tools(body)
     try:
-        use = ToolUse.from_openai(body.tools, body.tool_choice, body.parallel_tool_calls)
+        use = ToolUse.from_openai(*given)
     except EngineError as error:
         raise bad_request(str(error), "tools") from None
     if use.callable and not form.calls_tools:
@@ -77,17 +83,35 @@ async def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolU
     return use
 
 
-def violation_field(violation: str | None) -> dict[str, Any]:
-    """The field of a choice whose finished text is not valid under its schema, which the log is told too."""
+def violation_field(service: Service, violation: str | None) -> dict[str, Any]:
+    """The field of an answer whose finished text is not valid under its schema, which the log and the metrics are told
+    too."""
     if violation is None:
         return {}
+    service.metrics.violated()
     logger.warning("a finished answer is not valid under its schema: %s", violation)
     return {"schema_violation": violation}
 
 
-def text_checked(constraint: ConstraintSpec | None, text: str, end: Finished) -> dict[str, Any]:
-    """`violation_field` of a completion's text that ended by itself."""
-    return violation_field(answer_violation(constraint, None, text)) if end.reason == "stop" else {}
+class TextCheck:
+    """Checks completions that are all text against the schemas that they were held to, when they end."""
+
+    def __init__(self, service: Service, requests: Sequence[GenerationRequest]) -> None:
+        self._service = service
+        self._constraints = [request.params.constraint for request in requests]
+        self._texts: dict[int, list[str]] = {}
+
+    def add(self, choice: int, text: str) -> None:
+        """More of a completion's text, kept where it has a constraint."""
+        if text and self._constraints[choice] is not None:
+            self._texts.setdefault(choice, []).append(text)
+
+    def field(self, choice: int, end: Finished) -> dict[str, Any]:
+        """`violation_field` of a completion that ended by itself."""
+        if end.reason != "stop":
+            return {}
+        text = "".join(self._texts.get(choice, ()))
+        return violation_field(self._service, answer_violation(self._constraints[choice], None, text))
 
 
 def answer_constraint(

@@ -12,7 +12,7 @@ from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import LiveTimings, timings_body
-from quengine.serve.routes.constraints import read_constraint, text_checked
+from quengine.serve.routes.constraints import TextCheck, read_constraint
 from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
@@ -40,7 +40,7 @@ async def native_answer(
     for index, (piece, end) in enumerate(await whole_answer(service, request, requests)):
         tokens = piece.tokens if body.return_tokens else ()
         answer = native_result(service, index, requests[index], end, piece.text, tokens)
-        answer |= text_checked(requests[index].params.constraint, piece.text, end)
+        answer |= form.checked(index, piece.text, end)
         answers.append(_chosen(answer | form.probabilities(index, piece.logprobs), body.response_fields))
     return json_response(answers if len(answers) > 1 else answers[0])
 
@@ -60,8 +60,8 @@ async def _prepared(
 def native_result(
     service: Service, index: int, request: GenerationRequest, end: Finished, text: str, tokens: Sequence[int]
 ) -> dict[str, Any]:
-    """llama-server's own answer for one completion. `truncated`: the context was full, and ended the text or was
-    shifted; no prompt is ever cut."""
+    """llama-server's own answer for one completion. The newest token is not in the cache. `truncated`: the context was
+    full, and ended the text or was shifted; no prompt is ever cut."""
     model = service.model
     prompt, generated = len(request.prompt), end.timings.generated_tokens
     held = prompt + generated - end.timings.discarded_tokens
@@ -76,7 +76,7 @@ def native_result(
         "model": service.model_name,
         "tokens_predicted": generated,
         "tokens_evaluated": prompt,
-        "tokens_cached": held,
+        "tokens_cached": held - min(1, generated),
         "generation_settings": generation_settings(request.params, model) | {"seed": end.seed},
         "prompt": b"".join(map(model.token_bytes, request.prompt)).decode(errors="replace"),
         "has_new_line": "\n" in text,
@@ -129,6 +129,9 @@ class _Form(ChunkForm):
     _predicted: dict[int, int] = field(default_factory=dict)
     _lines: set[int] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self._check = TextCheck(self.service, self.requests)
+
     def piece(self, choice: int, piece: Piece) -> bytes:
         progress = b"".join(
             data(self._chunk(choice, "", ()) | each) for each in self.live.progress(choice, piece)
@@ -138,12 +141,19 @@ class _Form(ChunkForm):
         self._predicted[choice] = self._predicted.get(choice, 0) + len(piece.tokens)
         if "\n" in piece.text:
             self._lines.add(choice)
+        self._check.add(choice, piece.text)
         chunk = self._chunk(choice, piece.text, piece.tokens) | self.live.after(choice, piece)
         return progress + data(chunk | self.probabilities(choice, piece.logprobs))
 
     def finished(self, choice: int, end: Finished) -> bytes:
         last = native_result(self.service, choice, self.requests[choice], end, "", ())
+        last |= self.checked(choice, "", end)
         return data(_chosen(last | {"has_new_line": choice in self._lines}, self.fields))
+
+    def checked(self, choice: int, text: str, end: Finished) -> dict[str, Any]:
+        """The field of a completion whose last part is `text`, where it is not valid under its schema."""
+        self._check.add(choice, text)
+        return self._check.field(choice, end)
 
     def _chunk(self, choice: int, text: str, tokens: Sequence[int]) -> dict[str, Any]:
         return {

@@ -14,6 +14,7 @@ from quengine.request.pooling import with_end
 from quengine.serve import access_log
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
+from quengine.serve.routes.old_functions import with_calls
 from quengine.serve.routes.shortening import shortened
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Tools
@@ -221,7 +222,7 @@ def read_messages(body: ChatRequest | TemplateRequest) -> tuple[list[dict[str, A
 
     Parts of a message that is continued are joined by an empty line, as llama-server does.
     """
-    given = [spoken(value) for value in body.messages]
+    given = [spoken(value) for value in with_calls(body.messages)]
     read = read_part(list[Message], given, "messages")
     messages = [template_message(value, each.content) for value, each in zip(given, read, strict=True)]
     ending = ending_of(messages, body.add_generation_prompt, body.continue_final_message)
@@ -231,7 +232,9 @@ def read_messages(body: ChatRequest | TemplateRequest) -> tuple[list[dict[str, A
 
 
 def spoken(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose refusal is its text; an answer, or a tool's result, of null has none."""
+    """A message whose refusal is its text; one of the user's, an answer, or a tool's result of null has none."""
+    if message.get("role") == "user" and message.get("content", "") is None:
+        return {**message, "content": ""}
     if message.get("role") not in ("assistant", "tool"):
         return message
     content = message.get("content", message.get("refusal"))

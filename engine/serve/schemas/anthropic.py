@@ -14,6 +14,7 @@ from quengine.request.sampling_params import RANGES
 from quengine.serve.schemas.fields import Fields, JSONSchema, Sampling, SomeText
 from quengine.serve.schemas.messages import Content
 from quengine.serve.schemas.openapi_parts import (
+    CHECKED,
     COUNT,
     OBJECT,
     STRING,
@@ -213,6 +214,7 @@ def anthropic_answers() -> dict[str, Schema]:
     reasons = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded")
     stop = {"stop_reason": or_null(enum(*reasons)), "stop_sequence": TEXT_OR_NULL}
     message = record(
+        CHECKED,
         id=STRING,
         type=const("message"),
         role=const("assistant"),
@@ -234,7 +236,7 @@ def anthropic_answers() -> dict[str, Schema]:
         event("content_block_start", index=COUNT, content_block=ref("AnthropicBlock")),
         event("content_block_delta", index=COUNT, delta=delta),
         event("content_block_stop", index=COUNT),
-        event("message_delta", delta=record(**stop), usage=usage),
+        event("message_delta", delta=record(CHECKED, **stop), usage=usage),
         event("message_stop"),
     ]
     return {

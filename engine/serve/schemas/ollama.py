@@ -21,6 +21,7 @@ from quengine.serve.schemas.fields import (
     only,
 )
 from quengine.serve.schemas.openapi_parts import (
+    CHECKED,
     COUNT,
     NUMBER,
     OBJECT,
@@ -287,6 +288,6 @@ def _ollama_answer(optional: dict[str, Schema], given: dict[str, Schema]) -> tup
     durations = [f"{what}_duration" for what in ("total", "load", "prompt_eval", "eval")]
     counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), COUNT)
     optional = {**optional, **logprobs}
-    end = record(optional, **head, done=const(True), done_reason=enum("stop", "length"), **counts)
+    end = record(optional | CHECKED, **head, done=const(True), done_reason=enum("stop", "length"), **counts)
     empty = record(**head, done=const(True), done_reason=enum("load", "unload"))
     return {"anyOf": [end, empty]}, {"anyOf": [record(optional, **head, done=const(False)), end]}

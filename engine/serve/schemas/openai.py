@@ -26,6 +26,7 @@ from quengine.serve.schemas.fields import (
 from quengine.serve.schemas.openapi_parts import (
     ANY,
     BOOLEAN,
+    CHECKED,
     COUNT,
     NULL,
     NUMBER,
@@ -55,6 +56,10 @@ class ChatRequest(Tools, frozen=True, kw_only=True):
     MAX_TOKENS = ("max_completion_tokens", "max_tokens", "n_predict", "max_new_tokens")
 
     messages: Messages
+    functions: Annotated[list[Annotated[Any, component("Function")]], Meta(max_length=MAX_TOOLS)] | None = (
+        None
+    )
+    function_call: Annotated[Any, component("FunctionChoice")] = None
     n: Annotated[int, Meta(ge=1)] = 1
     n_cmpl: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: UntilFull | None = None
@@ -191,13 +196,11 @@ OPENAI_BODIES: tuple[type[Body], ...] = (
 
 
 _TAIL = {"usage": ref("Usage"), "seed": COUNT, "timings": ref("Timings")}
-_CHECKED = {"schema_violation": STRING}
-"""Of a finished text that is not valid under the request's JSON schema."""
 _VERBOSE = {
     "__verbose": {"anyOf": [ref("NativeCompletion"), {"type": "array", "items": ref("NativeCompletion")}]}
 }
 _REASON = enum("stop", "length")
-_CHAT_REASON = enum("stop", "length", "tool_calls")
+_CHAT_REASON = enum("stop", "length", "tool_calls", "function_call")
 
 
 def openai_answers() -> dict[str, Schema]:
@@ -248,16 +251,17 @@ def _chat() -> dict[str, Schema]:
         function=record({"name": STRING}, arguments=STRING),
     )
     message = record(
-        {"reasoning_content": STRING, "tool_calls": array(call)},
+        {"reasoning_content": STRING, "tool_calls": array(call), "function_call": record(**function)},
         role=const("assistant"),
         content=TEXT_OR_NULL,
         refusal=NULL,
     )
     texts = {"content": STRING, "reasoning_content": STRING}
-    delta = record({"role": const("assistant"), **texts, "content": TEXT_OR_NULL, "tool_calls": array(part)})
+    called = {"tool_calls": array(part), "function_call": record({"name": STRING}, arguments=STRING)}
+    delta = record({"role": const("assistant"), **texts, "content": TEXT_OR_NULL, **called})
     logprobs = or_null(record(content=array(entry), refusal=NULL))
-    choice = record(_CHECKED, index=COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
-    piece = record(_CHECKED, index=COUNT, delta=delta, logprobs=logprobs, finish_reason=or_null(_CHAT_REASON))
+    choice = record(CHECKED, index=COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
+    piece = record(CHECKED, index=COUNT, delta=delta, logprobs=logprobs, finish_reason=or_null(_CHAT_REASON))
     return {
         "ChatCompletion": record(_VERBOSE, **_head("chat.completion"), choices=array(choice), **_TAIL),
         "ChatChunk": record(
@@ -281,13 +285,13 @@ def _completions() -> dict[str, Schema]:
         "Completion": record(
             _VERBOSE,
             **_head("text_completion"),
-            choices=array(record(_CHECKED, **choice, finish_reason=_REASON)),
+            choices=array(record(CHECKED, **choice, finish_reason=_REASON)),
             **_TAIL,
         ),
         "CompletionChunk": record(
             {**_TAIL, **PROGRESS, **_VERBOSE},
             **_head("text_completion"),
-            choices=array(record(**choice, finish_reason=or_null(_REASON))),
+            choices=array(record(CHECKED, **choice, finish_reason=or_null(_REASON))),
         ),
     }
 
@@ -334,6 +338,7 @@ def _response() -> Schema:
     )
     count_or_null: Schema = {"type": ["integer", "null"]}
     return record(
+        CHECKED,
         id=STRING,
         object=const("response"),
         created_at=COUNT,

@@ -206,6 +206,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/embeddings"): _ROWS,
     ("POST", "/embedding"): _ROWS,
     ("POST", "/v1/rerank"): _RERANK,
+    ("POST", "/v2/rerank"): _RERANK,
     ("POST", "/rerank"): _RERANK,
     ("POST", "/v1/reranking"): _RERANK,
     ("POST", "/reranking"): _RERANK,

@@ -10,6 +10,7 @@ from quengine.serve.schemas.openai import openai_answers
 from quengine.serve.schemas.openapi_parts import (
     ANY,
     BOOLEAN,
+    CHECKED,
     COUNT,
     NUMBER,
     OBJECT,
@@ -56,6 +57,7 @@ def answer_schemas() -> dict[str, Schema]:
 def _ranked() -> Schema:
     entry = record({"document": record(text=STRING)}, index=COUNT, relevance_score=NUMBER)
     return record(
+        {"id": STRING, "meta": record(api_version=record(version=const("2")))},  # Cohere's, of /v2/rerank
         model=STRING,
         object=const("list"),
         method=STRING,
@@ -88,7 +90,7 @@ def _native() -> dict[str, Schema]:
         "tokens_evaluated": COUNT,
     }
     last = record(
-        probabilities,
+        probabilities | CHECKED,
         **shared,
         stop=const(True),
         model=STRING,

@@ -51,6 +51,8 @@ def const(value: Any) -> Schema:
 
 TIMINGS = {"timings": ref("Timings")}
 PROGRESS = {"prompt_progress": ref("PromptProgress")}
+CHECKED = {"schema_violation": STRING}
+"""Of a finished text that is not valid under the request's JSON schema."""
 
 
 def error_schema() -> Schema:

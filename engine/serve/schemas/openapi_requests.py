@@ -57,8 +57,13 @@ def request_schemas(
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array"}}},
         *({"required": [key], "properties": {key: _SOME_TEXT}} for key in ("refusal", *REASONING_KEYS)),
     ]
-    content = schemas["ToolMessage"]["properties"]["content"]
-    schemas["ToolMessage"]["properties"]["content"] = {"anyOf": [NULL, content]}
+    for name in ("ToolMessage", "UserMessage", "MessageItem"):
+        fields = schemas[name]["properties"]
+        fields["content"] = {"anyOf": [NULL, fields["content"]]}
+    schemas["MessageItem"]["anyOf"] = [
+        {"properties": {"role": {"enum": ["user", "assistant"]}}},
+        {"properties": {"content": {"not": NULL}}},
+    ]
     schemas["NativeEmbeddingRequest"]["anyOf"] = [
         {"required": [key], "properties": {key: ref("Prompt"), other: NULL}}
         for key, other in (("input", "content"), ("content", "input"))
@@ -142,6 +147,8 @@ def _written(limits: Limits) -> dict[str, Schema]:
         "Prompt": _prompt(),
         "Tool": _tool(),
         "ToolChoice": _chat_tool_choice(),
+        "Function": _function(),
+        "FunctionChoice": {"anyOf": [NULL, {"enum": ["none", "auto"]}, _function_name()]},
         "ResponseTool": _response_tool(),
         "ResponseToolChoice": _response_tool_choice(),
         "TextFormat": _text_format(),
@@ -179,17 +186,27 @@ def _prompt() -> Schema:
     return {"anyOf": [_SOME_TEXT, one, *objects, several], "description": about}
 
 
+_FUNCTION: Schema = {"name": _NAME, "parameters": {"type": ["object", "null"]}, "description": ANY}
+
+
+def _function() -> Schema:
+    return {"type": "object", "required": ["name"], "properties": _FUNCTION}
+
+
+def _function_name() -> Schema:
+    return {"type": "object", "required": ["name"], "properties": {"name": STRING}}
+
+
 def _tool() -> Schema:
-    function = {"name": _NAME, "parameters": {"type": ["object", "null"]}, "description": ANY}
     kind = {"type": {"const": "function"}}
-    nested = {"type": "object", "required": ["name"], "properties": function}
+    nested = {**kind, "function": _function()}
     return {
         "anyOf": [
-            {"type": "object", "required": ["type", "function"], "properties": {**kind, "function": nested}},
+            {"type": "object", "required": ["type", "function"], "properties": nested},
             {
                 "type": "object",
                 "required": ["type", "name"],
-                "properties": {**kind, **function, "function": False},
+                "properties": {**kind, **_FUNCTION, "function": False},
             },
         ]
     }
@@ -197,10 +214,10 @@ def _tool() -> Schema:
 
 def _named_function() -> Schema:
     kind = {"type": {"const": "function"}}
-    named = {"type": "object", "required": ["name"], "properties": {"name": STRING}}
+    named = {**kind, "function": _function_name()}
     return {
         "anyOf": [
-            {"type": "object", "required": ["type", "function"], "properties": {**kind, "function": named}},
+            {"type": "object", "required": ["type", "function"], "properties": named},
             {
                 "type": "object",
                 "required": ["type", "name"],

@@ -83,17 +83,23 @@ class NativeEmbeddingRequest(Body, frozen=True, kw_only=True):
     parse_special: bool = True
 
 
+class Document(msgspec.Struct, frozen=True):
+    """A document as an object; what it has beside its text is not read."""
+
+    text: SomeText
+
+
 Documents = Annotated[
-    list[SomeText], Meta(min_length=1, extra={"rule": "must be an array of at least one text"})
+    list[SomeText | Document], Meta(min_length=1, extra={"rule": "must be an array of at least one text"})
 ]
 
 
 class RerankRequest(Body, frozen=True, kw_only=True):
-    """Jina's fields, and those of text-embeddings-inference: `texts` and `return_text`."""
+    """Jina's and Cohere's fields, and those of text-embeddings-inference: `texts` and `return_text`."""
 
     query: SomeText
     documents: Documents | None = None
-    texts: Documents | None = None
+    texts: Annotated[list[SomeText], Meta(min_length=1)] | None = None
     top_n: Annotated[int, Meta(ge=1, description="Answer with so many of the best.")] | None = None
     return_documents: bool = False
     return_text: bool = False
@@ -121,8 +127,10 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     tools: Annotated[list[Annotated[Any, component("Tool")]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[Any, component("ToolChoice")] = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[Any, only([], "none")] = None
-    function_call: Annotated[Any, only([], "none")] = None
+    functions: Annotated[list[Annotated[Any, component("Function")]], Meta(max_length=MAX_TOOLS)] | None = (
+        None
+    )
+    function_call: Annotated[Any, component("FunctionChoice")] = None
     parse_tool_calls: Any = None
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     reasoning_effort: Effort | None = None

@@ -173,8 +173,8 @@ class McpSession:
 
         timeout = httpx2.Timeout(self.server.seconds, connect=_CONNECT_SECONDS)
         http = await held.enter_async_context(
-            httpx2.AsyncClient(headers=dict(self.server.headers), timeout=timeout)
-        )
+            httpx2.AsyncClient(headers=dict(self.server.headers), timeout=timeout, follow_redirects=False)
+        )  # a redirect would take the headers, which may hold a key, to another address
         return streamable_http_client(self.server.url, http_client=http)
 
     async def _idle_or_left(self) -> None:

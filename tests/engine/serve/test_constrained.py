@@ -5,8 +5,12 @@ import ast
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
+import anthropic
+import httpx
 import jsonschema
+import ollama
 import openai
 import pytest
 
@@ -196,6 +200,83 @@ def test_an_answer_that_no_grammar_can_hold_is_checked(client: openai.OpenAI, st
     assert choice.schema_violation == "None of [1,1] are valid under the given schema"
 
 
+_UNHOLDABLE = {
+    "type": "array",
+    "items": {"const": 1},
+    "minItems": 2,
+    "maxItems": 2,
+    "contains": {"const": 2},
+}
+_VIOLATION = "None of [1,1] are valid under the given schema"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/completion", {"prompt": "a", "json_schema": _UNHOLDABLE}),
+        ("/v1/completions", {"prompt": "a", "json_schema": _UNHOLDABLE}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "json_schema": _UNHOLDABLE}),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": _UNHOLDABLE}}},
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": MESSAGES,
+                "max_tokens": 99,
+                "output_config": {"format": {"type": "json_schema", "schema": _UNHOLDABLE}},
+            },
+        ),
+        ("/api/chat", {"messages": MESSAGES, "format": _UNHOLDABLE}),
+        ("/api/generate", {"prompt": "a", "format": _UNHOLDABLE}),
+    ],
+)
+def test_every_api_says_what_no_grammar_held(
+    served: Served, route: str, body: dict[str, object], stream: bool
+) -> None:
+    def violations() -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return next(
+            float(each.split()[-1]) for each in lines if "violations_total" in each and each[0] != "#"
+        )
+
+    with served.http() as http:
+        before = violations()
+        limits = {"max_tokens": 99, "max_output_tokens": 99, "options": {"num_predict": 99}}
+        answer = http.post(route, json=body | {"model": "tiny", "stream": stream} | limits)
+        assert violations() == before + 1
+    assert answer.status_code == 200, answer.text
+    assert answer.text.count(json.dumps(_VIOLATION)) == 1, answer.text
+    assert answer.text.count("schema_violation") == 1
+    assert _VIOLATION in answer.text[-3000:]
+
+
+def test_clients_read_answers_that_say_so(served: Served, client: openai.OpenAI) -> None:
+    limits: dict[str, Any] = {"max_tokens": 99}
+    answer = client.responses.create(
+        model="tiny",
+        input="a",
+        text={"format": {"type": "json_schema", "name": "x", "schema": _UNHOLDABLE}},
+        max_output_tokens=99,
+    )
+    assert json.loads(answer.output_text) == [1, 1] and answer.schema_violation == _VIOLATION  # type: ignore[attr-defined]
+    given = {"model": "tiny", "prompt": "a", "extra_body": {"json_schema": _UNHOLDABLE}, **limits}
+    *_, last = client.completions.create(**given, stream=True)
+    assert last.choices[0].schema_violation == _VIOLATION
+    config = {"output_config": {"format": {"type": "json_schema", "schema": _UNHOLDABLE}}}
+    with anthropic.Anthropic(base_url=served.url, api_key="x", max_retries=0) as claude:
+        asked: Any = {"model": "tiny", "messages": MESSAGES, "extra_body": config, **limits}
+        message = claude.messages.create(**asked)
+        assert message.stop_reason == "end_turn" and message.schema_violation == _VIOLATION
+        with claude.messages.stream(**asked) as events:
+            assert events.get_final_message().stop_reason == "end_turn"
+    given = {"messages": MESSAGES, "format": _UNHOLDABLE, "options": {"num_predict": 99}}
+    parts: Any = list(ollama.Client(host=served.url).chat("tiny", **given, stream=True))
+    assert parts[-1].done and json.loads("".join(part.message.content or "" for part in parts)) == [1, 1]
+
+
 def test_arguments_of_a_required_call_have_no_invented_keys(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}}
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
@@ -253,6 +334,60 @@ def test_a_required_call_that_is_cut_anywhere_leaves_nothing_of_it_in_the_text(
         assert not any(part["text"] for item in items for part in item.get("content", []))
 
 
+_ENDLESS = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "minLength": 400}},
+    "required": ["text"],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_without_an_end_is_cut_and_said_so_in_every_api(served: Served, stream: bool) -> None:
+    """Nothing of it may look like a call that is whole: arguments are no JSON, or there is no call at all."""
+    function = {"name": "note", "parameters": _ENDLESS}
+    tools = [{"type": "function", "function": function}]
+    cut = {"tool_choice": "required", "max_tokens": 60, "max_output_tokens": 60, "seed": 3, "stream": stream}
+    with served.http() as http:
+        given = {"messages": MESSAGES, "tools": tools, **cut}
+        chat = _events(http.post("/v1/chat/completions", json=given))
+        old = {"messages": MESSAGES, "functions": [function], "function_call": {"name": "note"}}
+        before = _events(http.post("/v1/chat/completions", json={**cut, "tool_choice": None, **old}))
+        flat = {"input": "a", "tools": [{"type": "function", **function}], **cut}
+        response = _events(http.post("/v1/responses", json=flat))[-1]
+        named = [{"name": "note", "input_schema": _ENDLESS}]
+        asked = {"messages": MESSAGES, "tools": named, "max_tokens": 60, "stream": stream}
+        claude = _events(http.post("/v1/messages", json={**asked, "tool_choice": {"type": "any"}}))
+    for events in (chat, before):
+        choices = [choice for event in events for choice in event["choices"]]
+        assert choices[-1]["finish_reason"] == "length"
+        parts = [choice.get("message", choice.get("delta")) for choice in choices]
+        calls = [call["function"] for part in parts for call in part.get("tool_calls") or ()]
+        calls += [part["function_call"] for part in parts if part.get("function_call")]
+        with pytest.raises(json.JSONDecodeError):
+            json.loads("".join(call["arguments"] for call in calls))
+    response = response.get("response", response)
+    assert response["status"] == "incomplete" and response["output"][-1]["status"] == "incomplete"
+    reasons = [event.get("stop_reason", event.get("delta", {}).get("stop_reason")) for event in claude]
+    assert "max_tokens" in reasons
+    whole = [block for event in claude for block in event.get("content", ()) if block["type"] == "tool_use"]
+    assert not whole
+    pieces = [
+        event["delta"].get("partial_json") for event in claude if event["type"] == "content_block_delta"
+    ]
+    if pieces:
+        with pytest.raises(json.JSONDecodeError):
+            json.loads("".join(filter(None, pieces)))
+
+
+def _events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The objects of a stream, or the one of a whole answer."""
+    assert answer.status_code == 200, answer.text
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return [answer.json()]
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
 def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"ok": true}'}}
     messages = [
@@ -270,3 +405,52 @@ def test_a_prompt_names_tools_unless_none_may_be_called(served: Served) -> None:
         assert "look" in http.post("/apply-template", json=body).json()["prompt"]
         none = http.post("/apply-template", json=body | {"tool_choice": "none"}).json()["prompt"]
         assert "look" not in none
+
+
+FUNCTION: dict[str, Any] = {"functions": [TOOL["function"]], "function_call": {"name": "look"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_are_called_in_their_old_form(client: openai.OpenAI, stream: bool) -> None:
+    given: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "seed": 3, "max_tokens": 300, **FUNCTION}
+    answer: Any = client.chat.completions.create(**given, stream=stream)
+    if stream:
+        choices = [chunk.choices[0] for chunk in answer]
+        calls = [choice.delta.function_call for choice in choices if choice.delta.function_call]
+        name, arguments = calls[0].name, "".join(call.arguments or "" for call in calls)
+        assert not any(choice.delta.tool_calls for choice in choices)
+        reason = choices[-1].finish_reason
+    else:
+        (choice,) = answer.choices
+        name, arguments = choice.message.function_call.name, choice.message.function_call.arguments
+        assert choice.message.tool_calls is None and choice.message.content is None
+        reason = choice.finish_reason
+    assert (name, reason) == ("look", "function_call")
+    jsonschema.validate(json.loads(arguments), SCHEMA)
+
+
+def test_old_calls_are_told_to_the_template_as_those_of_tools(served: Served) -> None:
+    call = {"name": "look", "arguments": '{"ok": true}'}
+    old = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "look", "content": "seen"},
+    ]
+    called = {"id": "call_1", "type": "function", "function": call}
+    new = [
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "name": "look", "content": "seen"},
+    ]
+    with served.http() as http:
+        prompts = [
+            http.post("/apply-template", json={"messages": [*MESSAGES, *turns], **tools}).json()["prompt"]
+            for turns, tools in ((old, {"functions": [TOOL["function"]]}), (new, {"tools": [TOOL]}))
+        ]
+        assert prompts[0] == prompts[1] and "look" in prompts[0]
+        for wrong in (
+            {"tools": [TOOL], "functions": [TOOL["function"]]},
+            {"functions": [TOOL["function"]], "function_call": {"name": "none"}},
+            {"functions": [TOOL["function"]], "function_call": "required"},
+            {"functions": [5]},
+        ):
+            answer = http.post("/v1/chat/completions", json={"messages": MESSAGES, **wrong})
+            assert answer.status_code == 400, answer.text

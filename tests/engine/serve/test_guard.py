@@ -267,3 +267,8 @@ def test_a_slash_at_the_end_changes_nothing() -> None:
         assert client.post("/v1/completions//", json={"prompt": "a"}).status_code == 200
         assert client.get("/").status_code == 200 and client.get("/none/").status_code == 404
         assert 'path="/v1/completions",status="200"' in client.get("/metrics/").text
+
+
+def test_options_of_a_path_are_not_those_of_a_pattern_that_fits_it() -> None:
+    with serving() as served, served.http() as client:
+        assert "POST" in client.options("/v1/responses/input_tokens").headers["allow"]

@@ -43,6 +43,12 @@ class ContentBlocks:
         """The events of the answer's end. There is at least one block then."""
         return ([] if self.blocks else self._begin({"type": "text", "text": ""})) + self._close()
 
+    def whole(self) -> list[Block]:
+        """The blocks of a finished answer, without a call that was cut: it would look like one without arguments."""
+        called = bool(self.blocks) and self.blocks[-1]["type"] == "tool_use"
+        cut = called and _object(self._input) is None
+        return (self.blocks[:-1] or [{"type": "text", "text": ""}]) if cut else self.blocks
+
     def _text(self, kind: Literal["text", "thinking"], text: str) -> list[Event]:
         goes_on = self._open and self.blocks[-1]["type"] == kind
         if not goes_on and any(block["type"] == kind for block in self.blocks):
@@ -79,7 +85,7 @@ class ContentBlocks:
             block["signature"] = _SIGNATURE
             events.append(self._delta("signature_delta", "signature", _SIGNATURE))
         elif block["type"] == "tool_use":
-            block["input"] = _object(self._input)
+            block["input"] = _object(self._input) or {}
         return [*events, {"type": "content_block_stop", "index": self._index}]
 
     def _delta(self, kind: str, key: str, text: str) -> Event:
@@ -90,10 +96,10 @@ class ContentBlocks:
         return len(self.blocks) - 1
 
 
-def _object(text: str) -> dict[str, Any]:
-    """A call's input; none of one that was cut off."""
+def _object(text: str) -> dict[str, Any] | None:
+    """A call's input; None of one that was cut off."""
     try:
-        value = json.loads(text)
+        value = json.loads(text or "{}")
     except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        return None
+    return value if isinstance(value, dict) else None

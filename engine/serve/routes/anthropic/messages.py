@@ -53,6 +53,7 @@ class _Form(ChunkForm):
     def __init__(
         self, service: Service, request: GenerationRequest, answer: ChatAnswer, content: ContentBlocks
     ) -> None:
+        self._service = service
         self._request = request
         self._answer = answer
         self._content = content
@@ -67,7 +68,8 @@ class _Form(ChunkForm):
         self._content.take(self._answer.read(piece) + self._answer.rest())
         self._content.finish()
         usage = self._usage(end)
-        return {**self._head, "content": self._content.blocks, **self._stop(end), "usage": usage}
+        content = self._content.whole() if end.reason == "length" else self._content.blocks
+        return {**self._head, "content": content, **self._stop(end), "usage": usage}
 
     def begin(self) -> bytes:
         no_stop = {"stop_reason": None, "stop_sequence": None}
@@ -80,11 +82,12 @@ class _Form(ChunkForm):
 
     def finished(self, choice: int, end: Finished) -> bytes:
         del choice
+        rest = self._content.take(self._answer.rest()) + self._content.finish()
         last: list[Event] = [
             {"type": "message_delta", "delta": self._stop(end), "usage": self._usage(end)},
             {"type": "message_stop"},
         ]
-        return _events(self._content.take(self._answer.rest()) + self._content.finish() + last)
+        return _events(rest + last)
 
     def failed(self, error: ApiError) -> bytes:
         return _event(AnthropicError(error).body)
@@ -95,7 +98,11 @@ class _Form(ChunkForm):
             reason = "stop_sequence"
         elif reason == "max_tokens" and end.timings.generated_tokens < (self._request.params.max_tokens or 0):
             reason = "model_context_window_exceeded"
-        return {"stop_reason": reason, "stop_sequence": end.stop_text}
+        return {
+            "stop_reason": reason,
+            "stop_sequence": end.stop_text,
+            **self._answer.checked(self._service, end),
+        }
 
     def _usage(self, end: Finished | None) -> dict[str, Any]:
         """Tokens from the cache, which are known at the end, are not among those of the input."""

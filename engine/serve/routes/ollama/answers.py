@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from quengine.serve.http import to_json
 from quengine.serve.models.model_route import seconds_of
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.routes.constraints import TextCheck
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.streaming import ChunkForm
 from quengine.serve.schemas.error_forms import OllamaError
@@ -30,15 +31,25 @@ class Reader(Protocol):
 
     def finish(self) -> list[dict[str, Any]]: ...
 
+    def checked(self, service: Service, end: Finished) -> dict[str, Any]: ...
+
 
 class RawReader:
     """Of an answer that is all text."""
 
+    def __init__(self, service: Service, request: GenerationRequest) -> None:
+        self._check = TextCheck(service, [request])
+
     def push(self, piece: Piece) -> list[dict[str, Any]]:
+        self._check.add(0, piece.text)
         return [{"content": piece.text}] if piece.text else []
 
     def finish(self) -> list[dict[str, Any]]:
         return []
+
+    def checked(self, service: Service, end: Finished) -> dict[str, Any]:
+        del service
+        return self._check.field(0, end)
 
 
 @dataclass
@@ -135,6 +146,7 @@ class AnswerLines(ChunkForm, ABC):
             "prompt_eval_duration": nanoseconds(timings.prompt_s),
             "eval_count": timings.generated_tokens,
             "eval_duration": nanoseconds(timings.decode_s),
+            **self._reader.checked(self._service, end),
         }
 
     def _rest(self) -> list[Part]:

@@ -125,6 +125,6 @@ async def _prepared(
 ) -> tuple[GenerationRequest, Reader]:
     if isinstance(body, CompletionRequest):
         (request,) = await prepare_completions(service, body)
-        return request, RawReader()
+        return request, RawReader(service, request)
     (request,), (reader,) = await prepare_chat(service, body)
     return request, reader

@@ -6,12 +6,14 @@ from typing import Any
 
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import LiveTimings, new_id, timings_body, token_counts
+from quengine.serve.routes.constraints import violation_field
 from quengine.serve.routes.responses.output_items import Event, OutputItems
 from quengine.serve.routes.responses.tools import OfferedTools
 from quengine.serve.routes.streaming import ChunkForm, named_event
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openai import ResponseRequest
 from quengine.serve.service import Service
+from quengine.structured.schema_check import answer_violation
 from quengine.structured.tool_calls import ToolUse
 
 Item = dict[str, Any]
@@ -92,10 +94,19 @@ class ResponseForm(ChunkForm):
             "completed_at": None if cut else int(time.time()),
             "output": self._output.items,
             "usage": self._usage(end),
+            **self._checked(end),
         }
         if self._stored:
             self._service.responses.put(response, [*self._conversation, *self._output.items])
         return response
+
+    def _checked(self, end: Finished) -> Item:
+        """The field of a response that ended by itself and is not valid under its schema."""
+        constraint = self.request.params.constraint
+        if end.reason != "stop" or constraint is None:
+            return {}
+        text, calls = self._output.said()
+        return violation_field(self._service, answer_violation(constraint, self._use, text, calls))
 
     def _response(self, status: str) -> Item:
         """The object, as it is before the first item."""

@@ -12,7 +12,7 @@ from quengine.serve.routes.answers import new_id
 from quengine.serve.routes.responses.input_items import sealed
 from quengine.serve.routes.responses.tools import CustomInput
 from quengine.structured.answer_parser import BETWEEN, AnswerParser
-from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta
+from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta, ToolCall
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]
@@ -46,6 +46,12 @@ class OutputItems:
         if not self.items:
             events += self._begin_text(_MESSAGE)
         return events + self._close("incomplete" if cut else "completed")
+
+    def said(self) -> tuple[str, list[ToolCall]]:
+        """The text of all messages, and the calls of functions."""
+        text = "".join(item["content"][0]["text"] for item in self.items if item["type"] == "message")
+        calls = [item for item in self.items if item["type"] == "function_call"]
+        return text, [ToolCall(call["call_id"], call["name"], call["arguments"]) for call in calls]
 
     def _take(self, deltas: Sequence[Delta]) -> list[Event]:
         events: list[Event] = []

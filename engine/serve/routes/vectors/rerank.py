@@ -4,7 +4,9 @@ The engine has no ranking models. The score is the cosine of the embeddings of q
 in its header X-Rerank-Method and, where it is an object, in `method`.
 """
 
+from collections.abc import Sequence
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from starlette.requests import Request
@@ -15,7 +17,7 @@ from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.vectors.embeddings import chosen_pooling, embedded
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.reading import wrong_value
-from quengine.serve.schemas.requests import RerankRequest
+from quengine.serve.schemas.requests import Document, RerankRequest
 from quengine.serve.service import Service
 
 METHOD = "embedding-cosine"
@@ -23,15 +25,17 @@ METHOD = "embedding-cosine"
 
 
 async def rerank(service: Service, request: Request) -> Response:
-    """In Jina's form, or for `texts` in that of Hugging Face's text-embeddings-inference; best first."""
+    """In Jina's and Cohere's form, or for `texts` in that of Hugging Face's text-embeddings-inference; best first."""
     body = await read_request(request, RerankRequest, service.limits)
     service.check_model_name(body.model)
+    documents: Sequence[str | Document] | None
     key, documents = ("texts", body.texts) if body.documents is None else ("documents", body.documents)
     if body.documents is not None and body.texts is not None:
         raise bad_request("documents and texts: only one of them can hold", "texts", "invalid_value")
     if documents is None:
         raise wrong_value(RerankRequest, "documents", None)
-    given = [body.query, *documents]
+    texts = [each.text if isinstance(each, Document) else each for each in documents]
+    given = [body.query, *texts]
     prompts = await unless_gone(
         request.receive, read_prompts(service, given, key, parse_special=False, ended=True)
     )
@@ -45,20 +49,24 @@ async def rerank(service: Service, request: Request) -> Response:
         return json_response(
             [
                 {"index": index, "score": scores[index]}
-                | ({"text": documents[index]} if body.return_text else {})
+                | ({"text": texts[index]} if body.return_text else {})
                 for index in order
             ],
             headers=headers,
         )
     results = [
         {"index": index, "relevance_score": scores[index]}
-        | ({"document": {"text": documents[index]}} if body.return_documents else {})
+        | ({"document": {"text": texts[index]}} if body.return_documents else {})
         for index in order
     ]
-    return json_response(_answer(service, results, sum(map(len, prompts))), headers=headers)
+    answer = _answer(service, results, sum(len(prompts[0]) + len(prompt) for prompt in prompts[1:]))
+    if request.url.path == "/v2/rerank":
+        answer |= {"id": str(uuid4()), "meta": {"api_version": {"version": "2"}}}
+    return json_response(answer, headers=headers)
 
 
 def _answer(service: Service, results: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+    """`tokens`: of each pair of query and document, as ranking models and llama-server count."""
     return {
         "model": service.model_name,
         "object": "list",

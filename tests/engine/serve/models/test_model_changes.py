@@ -325,6 +325,36 @@ def test_a_created_model_has_options_of_its_own(client: ollama.Client, served: S
     assert sorted(file.name for file in folder.iterdir()) == ["old.gguf"]
 
 
+def test_a_created_model_is_replaced_when_it_is_created_again(
+    client: ollama.Client, served: Served, folder: Path
+) -> None:
+    def system(name: str) -> str | None:
+        return served.server.models.named(name).spec.settings.chat.system
+
+    client.create("pirate", from_="old", system="Arr.", parameters={"temperature": 0.5})
+    assert client.generate("pirate", "hi", raw=True).model == "pirate"
+    client.create("pirate", from_="pirate", system="Ahoy.")
+    spec = served.server.models.named("pirate").spec
+    assert system("pirate") == "Ahoy." and spec.settings.defaults.temperature == 0.5
+    client.create("pirate", from_="old", system="Yo.")
+    assert system("pirate") == "Yo." and client.generate("pirate", "hi", raw=True).model == "pirate"
+    other = folder / "other.gguf"
+    other.write_bytes(b"other")
+    client.copy("old", "third")
+    client.create("pirate", from_="third", system="Ho.")
+    with served.http() as http:
+        wrong = http.post(
+            "/api/create", json={"model": "pirate", "from": "old", "parameters": {"temperature": -1}}
+        )
+        assert wrong.status_code == 400 and system("pirate") == "Ho."
+        kept = http.post("/api/create", json={"model": "third", "from": "pirate"})
+        assert kept.status_code == 400 and "delete it first" in kept.text
+    for name in ("pirate", "third"):
+        client.delete(name)
+    other.unlink()
+    assert sorted(file.name for file in folder.iterdir()) == ["old.gguf"]
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -427,10 +457,14 @@ def test_no_name_leads_out_of_the_folder(served: Served, folder: Path) -> None:
             for path, body in (
                 ("/api/copy", {"source": "old", "destination": name}),
                 ("/api/pull", {"model": name}),
+                ("/api/create", {"model": name, "from": "old"}),
             ):
                 answer = http.post(path, json=body)
                 assert answer.status_code == 400, (path, name, answer.text)
                 assert "\n" not in answer.json()["error"]
+            gone = http.request("DELETE", "/api/delete", json={"model": name})
+            made = http.post("/api/create", json={"model": "made", "from": name})
+            assert gone.status_code in (400, 404) and made.status_code in (400, 404), name
     assert sorted(folder.parent.rglob("*")) == before
 
 

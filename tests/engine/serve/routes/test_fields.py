@@ -52,6 +52,7 @@ def test_unknown_fields_are_ignored_counted_and_named_with_v(
     ("message", "text"),
     [
         ({"role": "assistant", "content": None}, ""),
+        ({"role": "user", "content": None}, ""),
         ({"role": "assistant", "content": None, "refusal": "No."}, "No."),
         ({"role": "assistant", "refusal": "No."}, "No."),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "No."),

@@ -42,8 +42,21 @@ def test_documents_are_scored_by_cosine_best_first(client: httpx.Client, path: s
     assert [scores[index] for index in range(4)] == pytest.approx(cosines())
     assert answer["results"][0] == {"index": 1, "relevance_score": pytest.approx(1.0)}
     assert list(scores.values()) == sorted(scores.values(), reverse=True)
-    count = len(QUERY) + sum(map(len, DOCUMENTS))
+    count = len(QUERY) * len(DOCUMENTS) + sum(map(len, DOCUMENTS))  # of pairs, as llama-server counts
     assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
+
+
+def test_the_second_version_is_coheres(client: httpx.Client) -> None:
+    body = {
+        "documents": [{"text": DOCUMENTS[0], "id": 7}, *DOCUMENTS[1:]],
+        "top_n": 2,
+        "max_tokens_per_doc": None,
+    }
+    answer = post(client, "/v2/rerank", **body, model="rerank-v3.5", return_documents=True)
+    assert answer["id"] and answer["meta"]["api_version"] == {"version": "2"}
+    assert answer["results"][0]["index"] == 1 and len(answer["results"]) == 2
+    plain = post(client, "/rerank", documents=DOCUMENTS)
+    assert post(client, "/rerank", documents=[{"text": each} for each in DOCUMENTS]) == plain
 
 
 def test_texts_are_answered_in_the_other_form(client: httpx.Client) -> None:
@@ -67,6 +80,8 @@ def test_top_n_is_how_many(client: httpx.Client, top_n: int | None, count: int) 
         {"documents": None},
         {"documents": 123},
         {"documents": [1, 2]},
+        {"documents": [{"text": ""}]},
+        {"documents": [{"title": "a"}]},
         {"documents": ["a", ""]},
         {"documents": ["a"], "texts": ["a"]},
         {"documents": ["a"], "top_n": 0},

@@ -1,5 +1,6 @@
 """Slots as llama-server's clients use them: id_slot, saving, restoring and erasing; context shift; no adapters."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_a_slot_that_was_saved_is_restored_by_another_server(
     with running(path, folder) as other, other.http() as fresh:
         restored = post(fresh, "/slots/0?action=restore", {"filename": "one.bin"})
         assert restored.pop("timings")["restore_ms"] > 0
-        assert restored == {"id_slot": 0, "filename": "one.bin", "n_restored": 119, "n_read": size}
+        assert restored == {"id_slot": 0, "filename": "one.bin", "n_restored": 96, "n_read": size}
         again = post(fresh, "/completion", BODY)
         assert (again["timings"]["cache_n"], again["timings"]["prompt_n"]) == (96, 4)
         assert again["tokens"] == first["tokens"]
@@ -102,13 +103,13 @@ def test_an_erased_slot_is_computed_again(client: httpx.Client) -> None:
 
 
 def test_a_slot_of_less_than_a_block_keeps_its_tokens(client: httpx.Client) -> None:
-    """Its keys and values are computed again, which `cache_n` says."""
+    """Its keys and values are computed again, which `n_restored` and `cache_n` say."""
     body = BODY | {"prompt": PROMPT[50:70], "n_predict": 3, "id_slot": 0}
     first = post(client, "/completion", body)
     assert post(client, "/slots/0?action=save", {"filename": "short"})["n_saved"] == 22
     assert post(client, "/slots/0?action=erase") == {"id_slot": 0, "n_erased": 22}
     assert post(client, "/slots/0?action=erase") == {"id_slot": 0, "n_erased": 0}
-    assert post(client, "/slots/0?action=restore", {"filename": "short"})["n_restored"] == 22
+    assert post(client, "/slots/0?action=restore", {"filename": "short"})["n_restored"] == 0
     assert post(client, "/slots/0?action=save", {"filename": "again"})["n_saved"] == 22
     again = post(client, "/completion", body)
     assert again["tokens"] == first["tokens"] and again["timings"]["cache_n"] == 0
@@ -122,6 +123,12 @@ def test_a_slot_of_less_than_a_block_keeps_its_tokens(client: httpx.Client) -> N
         ("1?action=save", {"filename": "a\\b"}, "filename = "),
         ("1?action=save", {"filename": ".."}, "filename = "),
         ("1?action=save", {"filename": "x\n"}, "filename = "),
+        ("1?action=save", {"filename": "x\0y"}, "filename = "),
+        ("1?action=save", {"filename": "."}, "filename = "),
+        ("1?action=save", {"filename": "a/../../x"}, "filename = "),
+        ("1?action=save", {"filename": "a\u2215x"}, "filename = "),
+        ("1?action=save", {"filename": "C:x"}, "filename = "),
+        ("1?action=restore", {"filename": "../one.bin"}, "filename = "),
         ("1?action=save", {"filename": ""}, "filename = "),
         ("1?action=save", {"filename": "x" * 256}, "filename = "),
         ("1?action=save", {"filename": "\u00e9" * 200}, "more than 255 bytes"),
@@ -158,6 +165,24 @@ def test_a_file_that_does_not_fit_or_cannot_be_written(client: httpx.Client, fol
     status, message = refused(client, "/slots/0?action=save", {"filename": "taken"})
     assert status == 500 and message.startswith("slot 0 cannot be saved as 'taken': cannot be written")
     assert post(client, "/completion", BODY)["id_slot"] == 1
+
+
+def test_only_plain_files_are_read_and_a_link_is_replaced_not_followed(
+    client: httpx.Client, folder: Path, tmp_path: Path
+) -> None:
+    os.mkfifo(folder / "pipe")
+    (folder / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "device"):
+        status, message = refused(client, "/slots/0?action=restore", {"filename": name})
+        assert status == 400 and "there is no such file" in message
+    (tmp_path / "kept").write_text("kept")
+    (folder / "link").symlink_to(tmp_path / "kept")
+    post(client, "/completion", BODY)
+    post(client, "/slots/1?action=save", {"filename": "link"})
+    assert (tmp_path / "kept").read_text() == "kept" and not (folder / "link").is_symlink()
+    for name in ("CON", "nul", "con.bin"):  # plain names here
+        assert post(client, "/slots/1?action=save", {"filename": name})["filename"] == name
+        assert (folder / name).is_file()
 
 
 def test_without_a_folder_there_are_no_actions() -> None:
@@ -207,7 +232,7 @@ def test_a_shifted_context_is_said_in_the_answer(client: httpx.Client) -> None:
     assert answer["truncated"] and answer["tokens_predicted"] == 150 and answer["stop_type"] == "limit"
     # 159 tokens in the cache, 40 kept: 59 go, and then nothing more is full.
     assert (timings["shift_n"], timings["shift_discarded_n"]) == (2, 118)
-    assert answer["tokens_cached"] == 250 - 118 and answer["generation_settings"]["n_keep"] == 40
+    assert answer["tokens_cached"] == 249 - 118 and answer["generation_settings"]["n_keep"] == 40
     assert answer["generation_settings"]["context_shift"] is True
     kept = post(client, "/completion", BODY | {"n_predict": 60})
     left = (PROMPT + kept["tokens"])[:40] + (PROMPT + kept["tokens"])[99:]

@@ -5,11 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,47 @@ def test_a_server_is_reached_over_http_also_after_it_was_started_again(
         time.sleep(0.1)
         with over_http(port):
             assert tool(client, "remote_add", a=1, b=3) == {"plain_text_response": "4"}
+
+
+@pytest.mark.parametrize("status", [302, 307, 308])
+def test_a_server_that_redirects_is_not_followed(status: int) -> None:
+    """Neither its requests nor the headers of the configuration, which may hold a key, go to another address."""
+    asked, reached = list[str](), list[str]()
+
+    class Elsewhere(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            reached.append(self.headers.get("Authorization", ""))
+            self.send_error(404)
+
+        def do_GET(self) -> None:
+            self.do_POST()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    class Redirects(Elsewhere):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("Location", f"http://127.0.0.1:{elsewhere.server_port}/mcp")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as elsewhere,
+        ThreadingHTTPServer(("127.0.0.1", 0), Redirects) as redirects,
+    ):
+        for each in (elsewhere, redirects):
+            threading.Thread(target=each.serve_forever, daemon=True).start()
+        given = {
+            "url": f"http://127.0.0.1:{redirects.server_port}/mcp",
+            "headers": {"Authorization": "Bearer x"},
+        }
+        with serving(settings={"tools": config(far=given)}) as served, served.http() as http:
+            listed = http.get("/tools")
+            assert listed.status_code == 200 and "far_" not in listed.text
+        for each in (elsewhere, redirects):
+            each.shutdown()
+    assert asked and not reached
 
 
 def test_the_configuration_is_read_and_checked(tmp_path: Path) -> None:
