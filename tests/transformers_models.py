@@ -131,6 +131,9 @@ def transformers_model(folder: Path) -> tuple[Any, set[str]]:
     model, info = makers.get(model_type, transformers.AutoModelForCausalLM).from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager", output_loading_info=True
     )
+    # transformers 5.17 unpacks packed experts to bfloat16, whatever is asked for.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
     return model.eval(), set(info["missing_keys"])
 
 

@@ -53,8 +53,11 @@ def _scaled(
 
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
+    """Multipliers that are missing are 1; an attention's that is null is that of other models, as in `transformers`."""
     scales = {name: number(keys, key, 1.0) for name, key in _HF_KEYS.items()}
-    return _scaled(config, scales, lambda name, problem: config_error(_HF_KEYS[name], problem))
+    fields = _scaled(config, scales, lambda name, problem: config_error(_HF_KEYS[name], problem))
+    null = keys.get(_HF_KEYS[_ATTENTION], 1.0) is None
+    return {**fields, "attention_scale": None} if null else fields
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:

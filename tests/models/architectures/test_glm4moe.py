@@ -191,6 +191,10 @@ def test_traits_of_metadata(tmp_path: Path) -> None:
     config = from_metadata(tmp_path)
     assert config.block.qk_norm == "head" and config.block.qkv_bias
     experts = config.experts
+    assert experts is not None and experts.router == RouterKind(
+        2, "sigmoid", normalized=False
+    )  # as llama.cpp
+    experts = from_metadata(tmp_path, expert_weights_norm=True).experts
     assert experts is not None and experts.router == RouterKind(2, "sigmoid", normalized=True)
     drafts = from_metadata(tmp_path, nextn_predict_layers=1)
     assert (drafts.block_count, drafts.draft_layers) == (1, 1)

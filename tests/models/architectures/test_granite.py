@@ -43,6 +43,11 @@ def as_released(folder: Path) -> None:
     edit(folder, layer_types=["attention"] * 2, head_dim=DROP)
 
 
+def with_null(folder: Path) -> None:
+    """An attention's multiplier of null, with which `transformers` 5.23 takes that of other models."""
+    edit(folder, attention_multiplier=None)
+
+
 CASES = {
     "plain": Case("granite", SCALES),
     "tied": Case("granite", {**SCALES, "tie_word_embeddings": True}),
@@ -54,6 +59,7 @@ CASES = {
         "granitemoe", {**SCALES, "num_experts_per_tok": 8, "tie_word_embeddings": True}
     ),
     "a shared expert": Case("granitemoeshared", {**SCALES, "shared_intermediate_size": 80}),
+    "null": Case("granitemoe", SCALES, edit=with_null, converts=False),
 }
 
 
