@@ -64,6 +64,7 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=5)
     given = parser.parse_args()
     counts: Counter[str] = Counter()
+    not_enforced: set[str] = set()  # said once: a constraint that was compiled before is taken from memory
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = byte_tokenizer(Path(folder))
     compiler = ConstraintCompiler(tokenizer, tokenizer.vocab_size)
@@ -86,6 +87,8 @@ def main() -> int:
                 print(f"seed {seed}: refused: {error}: {json.dumps(schema, ensure_ascii=False)[:600]}")
             continue
         counts["schemas"] += 1
+        if told:
+            not_enforced.add(spec.lark)
         for text in sorted(documents):
             counts["valid documents"] += 1
             if (place := allows(compiler.compile(spec), ids, text)) is not None:
@@ -102,7 +105,7 @@ def main() -> int:
                 continue
             counts["texts"] += 1
             if (wrong := violation(spec.schema, schema, text)) is not None:
-                whole = not told and "oneOf" not in spec.schema
+                whole = spec.lark not in not_enforced and "oneOf" not in spec.schema
                 counts["invalid" if whole else "invalid, told by the check"] += 1
                 if whole:
                     print(f"seed {seed}: {text!r}: {wrong}: {json.dumps(schema, ensure_ascii=False)[:600]}")

@@ -56,16 +56,16 @@ def grammar_schema(standard: Schema) -> GrammarSchema:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys that schemas of one value know; `open`: one of them says that there may be others."""
+    """Keys that schemas of one value know, in their order; `open`: one of them says that there may be others."""
 
-    names: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ()
     patterns: frozenset[str] = frozenset()
     open: bool = False
 
     @classmethod
     def all_of(cls, parts: Iterable["_Keys"]) -> "_Keys":
         every = list(parts)
-        names = frozenset().union(*(keys.names for keys in every))
+        names = tuple(dict.fromkeys(name for keys in every for name in keys.names))
         patterns = frozenset().union(*(keys.patterns for keys in every))
         return cls(names, patterns, any(keys.open for keys in every))
 
@@ -214,13 +214,13 @@ class _Builder:
 
     def _own_keys(self, schema: Mapping[str, Any]) -> _Keys:
         dependent = schema.get("dependentRequired", {})
-        names = {*schema.get("properties", ()), *schema.get("required", ()), *dependent}
-        names.update(*dependent.values())
+        names = [*schema.get("properties", ()), *schema.get("required", ()), *dependent]
+        names += [name for each in dependent.values() for name in each]
         opened = any(
             schema.get(keyword, False) is not False
             for keyword in ("additionalProperties", "unevaluatedProperties")
         )
-        return _Keys(frozenset(names), frozenset(schema.get("patternProperties", ())), opened)
+        return _Keys(tuple(dict.fromkeys(names)), frozenset(schema.get("patternProperties", ())), opened)
 
     def _keys_of_group(self, group: _Group) -> _Keys:
         return _Keys.all_of(map(self._keys, group.alternatives))
@@ -319,8 +319,8 @@ class _Builder:
         if "additionalProperties" in schema:
             own["additionalProperties"] = self._part(schema["additionalProperties"])
         self._take_unevaluated(own, schema, groups)
-        self._take_property_names(own, schema.get("propertyNames"))
         others = _Keys.all_of([around, *map(self._keys_of_group, groups)])
+        self._take_property_names(own, schema, others)
         self._close(own, schema, others)
         return self._take_counts_of_properties(own, others)
 
@@ -342,23 +342,35 @@ class _Builder:
         else:
             own["additionalProperties"] = self._part(rest)
 
-    def _take_property_names(self, own: dict[str, Any], names: Schema | None) -> None:
-        seen = 0
+    def _take_property_names(self, own: dict[str, Any], schema: Mapping[str, Any], others: _Keys) -> None:
+        names, seen = schema.get("propertyNames"), 0
         while isinstance(names, dict) and names.keys() == {"$ref"} and seen <= len(self.given):
             names, seen = self.given[names["$ref"].rpartition("/")[2]], seen + 1
         if names is None or isinstance(names, bool):
             if names is False:
                 own["maxProperties"] = 0
             return
-        if names.keys() <= _OF_TEXTS and (properties := own.get("properties")):
+        simple = names.keys() <= _OF_TEXTS
+        if simple and (properties := own.get("properties")):
             rule = json.dumps(names)
             own["properties"] = {
                 name: part if value_violation(rule, name) is None else False
                 for name, part in properties.items()
             }
-        rest = own.get("additionalProperties", "properties" not in own)
-        if rest is False or "patternProperties" in own:
-            return  # the schema's own names
+        rest = own.get("additionalProperties", "properties" not in schema)
+        if rest is False or "patternProperties" in own:  # the schema's own names
+            more = (
+                others.names
+                or others.patterns
+                or own.get("minProperties", 0) > len(own.get("properties", {}))
+            )
+            if more or not simple or "patternProperties" in own:
+                self.dropped.append("propertyNames")
+            return
+        self._open_names(own, names, rest, simple)
+
+    def _open_names(self, own: dict[str, Any], names: Mapping[str, Any], rest: Schema, simple: bool) -> None:
+        """`propertyNames` of an object that is open, its other values under `rest`."""
         values = _finite(names)
         if values is not None:
             own["properties"] = {each: rest for each in values if isinstance(each, str)} | own.get(
@@ -371,7 +383,7 @@ class _Builder:
         if pattern is None and {"minLength", "maxLength"} & names.keys():
             pattern = f"^(?s:.{{{least},{most}}})$"
         shared = rest is not True and own.get("properties")  # the pattern would hold these to `rest` too
-        if pattern is None or shared or not names.keys() <= _OF_TEXTS:
+        if pattern is None or shared or not simple:
             self.dropped.append("propertyNames")
             return
         own["patternProperties"] = {pattern: rest}
@@ -390,7 +402,7 @@ class _Builder:
             or schema.get("unevaluatedProperties", False) is not False
         ):
             return
-        names = [*required, *sorted(others.names)]
+        names = [*required, *others.names]
         properties = {**own.get("properties", {})}
         properties |= {name: True for name in names if name not in properties}
         patterns = {
@@ -411,6 +423,8 @@ class _Builder:
         possible = [name for name, part in properties.items() if part is not False]
         required = [name for name in own.get("required", ()) if name in properties]
         closed = own.get("additionalProperties") is False and "patternProperties" not in own
+        if most is not None and most < max(least, len(set(own.get("required", ())))):
+            return self._only_others(own)
         if closed and least >= len(possible) > 0:
             if least > len(possible):
                 return self._only_others(own)
@@ -434,6 +448,8 @@ class _Builder:
         if others.names or others.patterns or (optional and not (simple and least in (0, len(required) + 1))):
             self.dropped.append("minProperties" if least else "maxProperties")
             return True
+        if least > 1 and not closed:
+            self.dropped.append("minProperties")  # of the same key twice, which the compiler counts as two
         own |= ({"minProperties": least} if least else {}) | (
             {"maxProperties": most} if most is not None else {}
         )

@@ -2,6 +2,7 @@
 
 schema = random_schema(rng)                 every keyword that a schema has, in all dialects that are read
 text = random_document(rng, schema)         JSON; its keys in the schema's order, no others
+is_valid(schema, text)                      under the schema, its objects closed as the constraint closes them
 allows(constraint, vocabulary, text)        whether the constraint lets the text through, byte by byte
 random_text(rng, constraint, vocabulary)    what a model of no mind would write under the constraint
 """
@@ -207,10 +208,7 @@ def _document(rng: random.Random, schema: Any, root: Any, depth: int) -> Any:
     if isinstance(schema, bool) or depth == 0:
         return _value(rng, 0)
     if "$ref" in schema:
-        found = root
-        for step in schema["$ref"].split("/")[1:]:
-            found = found[step.replace("~1", "/").replace("~0", "~")]
-        return _document(rng, found, root, depth - 1)
+        return _document(rng, _referred(root, schema["$ref"]), root, depth - 1)
     if "const" in schema:
         return schema["const"]
     if "enum" in schema:
@@ -260,9 +258,72 @@ def _object_document(rng: random.Random, schema: Mapping[str, Any], root: Any, d
     return made
 
 
+def closed(schema: Any, root: Any = None, whole: bool = True) -> Any:
+    """A schema under which objects have no keys but those that the schemas of the same value know.
+
+    It closes more than the constraint, which leaves an alternative without `properties` open.
+    whole: the schema is all that is said of a value, and no part of it.
+    """
+    root = schema if root is None else root
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for keyword in ("properties", "patternProperties"):
+        if keyword in made:
+            made[keyword] = {name: closed(part, root) for name, part in made[keyword].items()}
+    for keyword in ("$defs", "definitions"):
+        if keyword in made:
+            made[keyword] = {name: closed(part, root, False) for name, part in made[keyword].items()}
+    for keyword in ("additionalProperties", "items"):
+        if keyword in made:
+            made[keyword] = closed(made[keyword], root)
+    if "prefixItems" in made:
+        made["prefixItems"] = [closed(part, root) for part in made["prefixItems"]]
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        if keyword in made:
+            made[keyword] = [closed(part, root, False) for part in made[keyword]]
+        if keyword in made and keyword != "allOf":
+            made[keyword] = [_known_last(part) for part in made[keyword]]
+    for keyword in ("if", "then", "else"):
+        if keyword in made:
+            made[keyword] = closed(made[keyword], root, False)
+    if whole and _knows_keys(schema, root, set()):
+        made.setdefault("unevaluatedProperties", False)
+    return made
+
+
+def _known_last(part: Any) -> Any:
+    """An alternative whose other keys are the generator's own: those of another alternative may come too early."""
+    if not isinstance(part, dict) or part.get("additionalProperties", False) is False:
+        return part
+    patterns = {**part.get("patternProperties", {}), "^more$": part["additionalProperties"]}
+    return {**part, "patternProperties": patterns, "additionalProperties": False}
+
+
+def _knows_keys(schema: Any, root: Any, seen: set[str]) -> bool:
+    """Whether a schema or another of the same value names keys."""
+    if not isinstance(schema, dict):
+        return False
+    if {"properties", "patternProperties"} & schema.keys():
+        return True
+    parts = [part for keyword in ("allOf", "anyOf", "oneOf") for part in schema.get(keyword, ())]
+    parts += [schema[keyword] for keyword in ("if", "then", "else") if keyword in schema]
+    if (name := schema.get("$ref", "")) and name not in seen:
+        seen.add(name)
+        parts.append(_referred(root, name))
+    return any(_knows_keys(part, root, seen) for part in parts)
+
+
+def _referred(root: Any, name: str) -> Any:
+    found = root
+    for step in name.split("/")[1:]:
+        found = found[step.replace("~1", "/").replace("~0", "~")]
+    return found
+
+
 def is_valid(schema: Any, text: str) -> bool:
-    """Whether a document is valid by the package jsonschema, and by the check of finished texts."""
-    validator = jsonschema.Draft202012Validator(schema, format_checker=FORMAT_CHECKER)
+    """Whether a document is valid by the package jsonschema with closed objects, and by the check of finished texts."""
+    validator = jsonschema.Draft202012Validator(closed(schema), format_checker=FORMAT_CHECKER)
     try:
         if not validator.is_valid(json.loads(text)):
             return False

@@ -14,6 +14,7 @@ from quengine.structured import compile_probe
 from quengine.structured.constraint import Constraint, ConstraintCompiler
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.schema_check import schema_violation
+from quengine.structured.schema_grammar import grammar_schema
 from tests.engine.structured.random_schemas import (
     allows,
     bytes_by_id,
@@ -233,6 +234,55 @@ def test_joined_regexes_of_a_lark_grammar_that_have_no_end_are_refused(
 def test_hostile_patterns_do_not_stop_the_check() -> None:
     for pattern in ("^(a+)+$", "^((a+)+)\\1$", "^(?=(a+)+b)", "(", "((a{1,200}){1,200}){1,200}"):
         violated({"type": "string", "pattern": pattern}, "a" * 5000 + "c")
+
+
+def test_keys_of_joined_schemas_come_in_their_order(
+    compiler: ConstraintCompiler, tokenizer: Tokenizer
+) -> None:
+    parts = [{"type": "object", "properties": {name: True}, "required": [name]} for name in ("z", "y", "a")]
+    node = {"type": "object", "properties": {"z": True, "a": True}}
+    ids = bytes_by_id(tokenizer)
+    for schema, text in (
+        ({"allOf": parts}, '{"z": 1, "y": 2, "a": 3}'),
+        ({"type": "object", "properties": {}, "$defs": {"n": node}, "$ref": "#/$defs/n"}, '{"z": 1, "a": 2}'),
+    ):
+        assert allows(compiler.compile(ConstraintSpec.json_schema(schema)), ids, text) is None
+
+
+def test_more_required_keys_than_there_may_be_are_no_object(compiler: ConstraintCompiler) -> None:
+    schema = {"properties": {"a": True}, "required": ["a"], "maxProperties": 0}
+    with pytest.raises(EngineError, match="no text can be"):
+        compiler.compile(ConstraintSpec.json_schema({"type": "object", **schema}))
+    nearest = grammar_schema({"type": ["object", "null"], **schema}).schema
+    assert isinstance(nearest, dict) and nearest["type"] == ["null"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"patternProperties": {"^x-": True}},
+        {"properties": {"a": True}, "minProperties": 2},
+        {"properties": {}, "allOf": [{"properties": {"name": True}}]},
+    ],
+    ids=lambda schema: ", ".join(schema),
+)
+def test_names_that_the_grammar_does_not_hold_are_said_to_be_dropped(schema: dict[str, Any]) -> None:
+    names = {"type": "object", "propertyNames": {"maxLength": 3}}
+    assert "propertyNames" in grammar_schema(schema | names).dropped
+
+
+def test_names_are_held_beside_a_key_that_may_not_be(
+    compiler: ConstraintCompiler, tokenizer: Tokenizer
+) -> None:
+    schema = {"type": "object", "propertyNames": {"maxLength": 4}, "not": {"required": ["b"]}}
+    compiled = compiler.compile(ConstraintSpec.json_schema(schema))
+    assert allows(compiled, bytes_by_id(tokenizer), '{"longer": 1}') is not None
+
+
+def test_a_least_number_of_open_keys_is_said_to_be_checked() -> None:
+    """The compiler counts a key that comes twice as two."""
+    assert grammar_schema({"type": "object", "minProperties": 2}).dropped == ("minProperties",)
+    assert not grammar_schema({"type": "object", "minProperties": 1}).dropped
 
 
 @pytest.mark.parametrize("seed", range(60))
