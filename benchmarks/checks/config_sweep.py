@@ -10,6 +10,7 @@ if there was any of the last two. Some 35 ms a change.
 import argparse
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -26,6 +27,13 @@ from tests.config_changes import SEEDS, Change, Outcome, changes, compare, known
 COLUMNS: tuple[Outcome, ...] = ("equal", "refused here", "refused there", "other", "failed")
 Finding = tuple[str, Outcome, str]
 """A change, what became of it, and what was said of it."""
+
+MEMORY = 8 << 30
+"""Bytes that a process may map: by some sizes `transformers` takes all that a machine has."""
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.RLIM_INFINITY))
 
 
 def _run(folder: Path, chosen: list[Change]) -> list[Finding]:
@@ -54,7 +62,7 @@ def main() -> int:
     total: Counter[str] = Counter()
     with (
         tempfile.TemporaryDirectory() as root,
-        ProcessPoolExecutor(options.jobs, get_context("fork")) as pool,
+        ProcessPoolExecutor(options.jobs, get_context("fork"), _limit_memory) as pool,
         (options.output or Path(os.devnull)).open("w") as output,
     ):
         folders = dict(zip(names, pool.map(write_seed, [Path(root)] * len(names), names), strict=True))

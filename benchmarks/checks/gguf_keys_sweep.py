@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +40,41 @@ COLUMNS = ("equal", "refused here", "refused there", "decided", "other", "failed
 TOLERANCE = 1e-3
 """Of the logits: llama.cpp's cache in fp16 and its fast exponentials make up to 1e-5. A key that counts makes more."""
 
+_NO_WINDOWS = "glm4moe|granite|granitemoe|llama|mistral3|olmoe|phi3|qwen2|qwen2moe|qwen3|qwen3moe"
+_YARN = "glm4moe|gpt-oss|granite|granitemoe|llama|olmoe|qwen2|qwen2moe|qwen3|qwen3moe"
+_MIXTURES = "gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
 DECIDED: Mapping[str, str] = {
-    r"(?!glm4moe).*\.expert_(weights_norm|weights_scale|gating_func) .*": "llama.cpp's router is fixed for these",
-    r"(?!gemma3|gpt-oss|olmo2).*\.attention\.sliding_window .*": "transformers has the window, llama.cpp not",
-    r"(without )?olmo2\.rope\.freq_base.*": "layers with a window have their own base, as in transformers",
-    r".*\.rope\.scaling\.yarn_attn_factor .*": "replaces YaRN's own, as attention_factor in transformers",
-    r".*\.rope\.scaling\.yarn_(beta_fast|beta_slow|log_multiplier) .*": "read in few architectures by llama.cpp",
-    r"(gemma3|olmo2)\.rope\.scaling\.attn_factor .*": "belongs to the scaling, which windows have not",
+    rf"({_MIXTURES})\.expert_weights_scale = (0\.5|2\.0)": "llama.cpp's router is fixed for these",
+    r"(olmoe|qwen2moe)\.expert_weights_norm = True": "llama.cpp's router is fixed for these",
+    r"qwen3moe\.expert_weights_norm = False": "llama.cpp's router is fixed for these",
+    rf"({_MIXTURES})\.expert_gating_func = 2": "llama.cpp's router is fixed for these",
+    r"granitemoe\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
+    r"(olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
+    rf"({_NO_WINDOWS})\.attention\.sliding_window = (1|8)": "transformers has the window, llama.cpp not",
+    r"olmo2\.rope\.freq_base_swa = (500\.0|1000000\.0)( with (linear|yarn))?": (
+        "layers with a window have their own base, as in transformers"
+    ),
+    rf"({_YARN})\.rope\.scaling\.yarn_attn_factor = (0\.7|1\.5) with yarn": (
+        "replaces YaRN's own, as attention_factor in transformers"
+    ),
+    r"mistral3\.rope\.scaling\.yarn_attn_factor = (0\.7|1\.5)( with yarn)?": (
+        "replaces YaRN's own, as attention_factor in transformers"
+    ),
+    rf"({_YARN})\.rope\.scaling\.yarn_log_multiplier = (0\.1|1\.0) with yarn": (
+        "read in few architectures by llama.cpp"
+    ),
+    rf"({_YARN})\.rope\.scaling\.yarn_beta_slow = 2\.0 with yarn": "read in few architectures by llama.cpp",
+    r"gpt-oss\.rope\.scaling\.yarn_beta_fast = (8\.0|64\.0) with yarn": "read in few architectures by llama.cpp",
+    r"gemma3\.rope\.scaling\.attn_factor = 1\.5( with (linear|yarn))?": (
+        "belongs to the scaling, which windows have not"
+    ),
     r"gpt-oss\.attention\.sliding_window = 0": "no window, as converters write it",
-    r"gpt-oss\..*yarn": "YaRN's limits are not rounded, as the model was trained",
 }
-"""Pattern of a change -> why its meaning is another than llama.cpp's."""
+"""Pattern of a change -> why its meaning is another than llama.cpp's. A pattern has the keys and values that were
+looked into, and no more."""
+
+ROUNDED = "YaRN's limits are not rounded, as the model was trained: with rounded ones the logits are the same"
+"""Why gpt-oss is other with YaRN, which `compare` makes sure of."""
 
 MORE: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
@@ -193,21 +218,39 @@ def llama_cpp_logits(path: Path, vocab: int) -> np.ndarray | None:
 def compare(path: Path, name: str, vocab: int) -> tuple[str, str]:
     """What became of a changed file, and how far the logits lie apart or what was said. Ends with the process."""
     try:
-        ours = our_logits(GGUFCheckpoint(path), vocab)
+        file = GGUFCheckpoint(path)
+        ours = our_logits(file, vocab)
     except EngineError as error:
         return "refused here", str(error)
     theirs = llama_cpp_logits(path, vocab)
     if theirs is None or not np.isfinite(theirs).all():
         return "refused there", "not loaded, or no finite logits"
-    # Of half the positions: at others a router may tip between experts all but equal, by the cache's rounding.
-    signal, error = torch.from_numpy(theirs).double(), ours - torch.from_numpy(theirs).double()
-    difference = float((error.square().sum(-1) / signal.square().sum(-1)).median())
+    difference = _difference(ours, theirs)
     if difference < TOLERANCE:
         return "equal", f"NMSE {difference:.1e}"
     for pattern, reason in DECIDED.items():
         if re.fullmatch(pattern, name):
             return "decided", reason
+    if (
+        name.startswith("gpt-oss.")
+        and "yarn" in name
+        and _difference(_rounded(file, vocab), theirs) < TOLERANCE
+    ):
+        return "decided", ROUNDED
     return "other", f"NMSE {difference:.1e}"
+
+
+def _difference(ours: torch.Tensor, theirs: np.ndarray) -> float:
+    """The median position's NMSE: at some a router may tip between experts all but equal, by the cache's rounding."""
+    signal = torch.from_numpy(theirs).double()
+    return float(((ours - signal).square().sum(-1) / signal.square().sum(-1)).median())
+
+
+def _rounded(file: GGUFCheckpoint, vocab: int) -> torch.Tensor:
+    """Logits with YaRN's limits rounded, as llama.cpp does for every model."""
+    scaling = replace(file.config.rope_scaling, truncate=True)
+    file.config = replace(file.config, rope_scaling=scaling)
+    return our_logits(file, vocab)
 
 
 def changes(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:

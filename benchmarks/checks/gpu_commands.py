@@ -9,8 +9,9 @@ replaced by one with random weights (`--model`, else `mistral-7b-2l`), files by 
 `--full`, released shapes are replaced by slices of two layers, and numbers of tokens by small ones. What needs a
 network, more GPUs than there are, or another program is left out, with the reason.
 
-A command passes if it exits with 0, or if it runs until `--limit` without an error. A server passes if it becomes
-healthy, completes a text and exits with 0 on SIGTERM. The exit code is 1 if a command failed.
+A command passes if it exits with 0 and leaves no process of its group behind, or if it runs until `--limit` without an
+error. A server passes if it becomes healthy, completes a text and exits with 0 on SIGTERM. The exit code is 1 if a
+command failed.
 """
 
 import argparse
@@ -56,6 +57,8 @@ FILES = {
     "notes.txt": "The sky is blue.",
 }
 KEY = FILES["keys"].strip()
+OF_A_MODEL = ("benchmarks.cuda.launch_cost",)
+"""Benchmarks that take a model's file."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="a GGUF file in place of the random one")
-    parser.add_argument("--only", default="", help="commands with this text")
+    parser.add_argument("--only", default="", help="those that match this regular expression")
     parser.add_argument("--skip", default="", help="not those that match this regular expression")
     parser.add_argument("--benchmarks", action="store_true", help="those of benchmarks/cuda too")
     parser.add_argument("--full", action="store_true", help="with the sizes that are written")
@@ -80,14 +83,14 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="of commands that do not say one")
     given = parser.parse_args()
     failed, outcomes = 0, list[dict[str, object]]()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         check = Check(Path(folder), given.model, given.full, given.limit, given.device)
         lines = list(documented())
         if given.benchmarks:
             lines += documented_benchmarks()
         for line in dict.fromkeys(lines):
             text = " ".join(line)
-            if given.only not in text or (given.skip and re.search(given.skip, text)):
+            if not re.search(given.only, text) or (given.skip and re.search(given.skip, text)):
                 continue
             outcome = check.run(line)
             failed += outcome.kind == "FAILED"
@@ -130,7 +133,8 @@ class Check:
         for name, text in FILES.items():
             (folder / name).write_text(text.replace("MODEL", self.model))
         (folder / "keys").chmod(0o600)
-        (folder / "project").mkdir()
+        for name in ("project", "talks"):
+            (folder / name).mkdir()
         self.environment = {
             **os.environ,
             "HOME": str(folder),
@@ -142,7 +146,7 @@ class Check:
         if reason := self._left_out(line):
             return Outcome("left out", 0.0, reason)
         if line[0] == "python":
-            return self._to_its_end([sys.executable, *line[1:]])
+            return self._to_its_end([sys.executable, *line[1:], *[self.model] * (line[-1] in OF_A_MODEL)])
         words = self._here([word for word in line[1:] if word != "-v"])
         began = time.monotonic()
         try:
@@ -191,12 +195,16 @@ class Check:
                 made.append(self.model)
             elif word.startswith("["):  # "[--deterministic]": both ways stand in the document
                 continue
+            elif word == "/keys":  # a container's
+                made.append("keys")
             else:
                 made.append(word.replace("~", str(self.folder)))
         if words[0] in ("chat", "run"):
             made += ["--chat-template", "chatml"]
         if words[0] == "generate" and "-n" not in words:
             made += ["-n", "16"]
+        if words[:2] == ["kernels", "clear"]:
+            made.append("-y")
         if words[0] == "parity" and "--quick" not in words and not self.full:
             made += ["--texts", "1", "--prompts", "1", "--tokens", "8"]
         takes_device = words[0] in ("generate", "chat", "run", "bench", "serve")
@@ -219,6 +227,8 @@ class Check:
                 return Outcome("ok, cut", self.limit)
             return Outcome("FAILED", self.limit, _last_line(said))
         seconds = time.monotonic() - began
+        if not _ended(process.pid):
+            return Outcome("FAILED", seconds, "left processes behind")
         if process.returncode or "Traceback" in said:
             return Outcome("FAILED", seconds, f"exit {process.returncode}: {_last_line(said)}")
         return Outcome("ok", seconds)
@@ -249,6 +259,18 @@ class Check:
                 process.wait()
             log.close()
         return (time.monotonic() - began,)
+
+
+def _ended(group: int) -> bool:
+    """Whether no process of a group is there a second later; those that are, are ended."""
+    for _ in range(20):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    os.killpg(group, signal.SIGKILL)
+    return False
 
 
 class CheckError(Exception):

@@ -44,7 +44,7 @@ class Command:
 
 
 SWEPT = {
-    "--help": Command("--help"),
+    "help": Command("--help"),
     "generate": Command(
         "generate -m {model} --raw -p a -n 100000 --ignore-eos --context-shift --device cpu -t 1"
     ),
@@ -61,7 +61,7 @@ SWEPT = {
     "rm": Command("rm -y swept"),
     "bench": Command("bench -m {model} -p 64 -n 64 -r 1000 --device cpu -t 1"),
     "bench --synthetic": Command("bench --synthetic llama-3.2-1b -p 64 -n 8 -r 1000 --device cpu -t 1"),
-    "parity": Command("parity -m {model} --quick --device cpu"),
+    "parity": Command("parity -m {model} --texts 14 --prompts 50 --b cpu -t 1"),
     "tokenize": Command("tokenize -m {model} hello"),
     "kernels": Command("kernels list"),
     "doctor": Command("doctor"),
@@ -163,7 +163,11 @@ def strike(where: Place, command: Command, number: int, after: float, within: fl
 
 def fault(code: int, number: int, said: str, took: float, within: float, drains: bool, own: Path) -> str:
     """What is wrong, or ""."""
-    if number == signal.SIGINT and "Traceback" in said and "/quengine/" not in said:
+    if (
+        number == signal.SIGINT
+        and "/quengine/" not in said
+        and re.search(r"Traceback|^KeyboardInterrupt$", said)
+    ):
         return "python"
     if code == 0 and (drains or took <= ENDING):
         pass
