@@ -20,7 +20,7 @@ def uniform_int(
         values = file.get_ints(key)
         assert values is not None
         distinct = [value for value in np.unique(values).tolist() if value or not but_zeros]
-        if not distinct:
+        if not distinct and len(values):
             raise file.error(key, "is 0 in every layer, which the decoder does not implement")
         if len(distinct) != 1:
             shown = ", ".join(map(str, distinct[:4]))

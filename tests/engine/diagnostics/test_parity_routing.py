@@ -136,7 +136,7 @@ def test_on_the_cpu_a_choice_at_a_clear_margin_fails_though_every_value_is_right
 def test_values_are_compared_under_the_same_routing_and_small_margins_are_only_reported(
     reference: LLMSide, model: Path, workload: Workload
 ) -> None:
-    spoil = choose_otherwise(3e-5)
+    spoil = choose_otherwise(3e-4)
     report = judged(reference, model, workload, spoil)
     assert report.failures == []
     assert all(metrics.nmse_max < 1e-9 for metrics in report.phases.values())
