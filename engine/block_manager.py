@@ -30,12 +30,14 @@ class CachePool:
     window: how many positions, the token's own among them, attention sees; None: all.
     chunk: most tokens of a sequence that a step computes; it counts where there is a window.
     is_state: a block is the state of a sequence, whatever its length.
+    rewinds: a state serves to go on from that many positions before its newest one.
     """
 
     num_blocks: int
     window: int | None = None
     chunk: int = 0
     is_state: bool = False
+    rewinds: int = 0
 
     def first_visible(self, position: int) -> int:
         """The index in a block table of the first block that a token at `position`, or behind it, sees."""
@@ -134,6 +136,11 @@ class BlockManager:
             hidden = [PADDING_BLOCK] * (found - len(blocks))
             tables.append(hidden + blocks + [pool.take() for _ in range(count)])
         return Allocation(tuple(tables), found * BLOCK_SIZE, tuple(states))
+
+    @property
+    def rewinds(self) -> int:
+        """How many positions before the newest one all states serve to go on from."""
+        return min((pool.shape.rewinds for pool in self._pools if pool.shape.is_state), default=0)
 
     def checkpoint(self, tables: Seq[Seq[int]], key: bytes) -> list[StateCopy]:
         """Blocks for copies of a sequence's states, which stand for the tokens up to the end of the block with this

@@ -17,7 +17,16 @@ from quengine.models.config import CacheGroup, ModelConfig
 def pools_of_one(config: ModelConfig, ctx_size: int) -> list[CachePool]:
     """Of each group of layers the blocks of one sequence, which keeps all positions."""
     blocks = blocks_for(ctx_size)
-    return [CachePool(1 if g.is_state else blocks, is_state=g.is_state) for g in config.cache_groups]
+    return [
+        state_pool(config, group, 1) if group.is_state else CachePool(blocks) for group in config.cache_groups
+    ]
+
+
+def state_pool(config: ModelConfig, group: CacheGroup, states: int) -> CachePool:
+    """A pool of so many states of a group's layers."""
+    layers = layers_of(config)
+    kept = [state for i in group.layers if isinstance(state := layers[i].mixer.state, SlotState)]
+    return CachePool(states, is_state=True, rewinds=min((state.rewinds for state in kept), default=0))
 
 
 def _allocate(state: State, blocks: int, device: torch.device, cache_type: CacheType) -> LayerState:

@@ -9,6 +9,7 @@ from quengine.block_manager import CachePool
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
+from quengine.kv_cache import state_pool
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import SlotState, State
 from quengine.models.config import ModelConfig
@@ -62,7 +63,10 @@ class CacheNeeds:
         if self.draft is not None:
             windows[0] = None
         pairs = zip(groups, windows, strict=True)
-        return [CachePool(0, window, self.chunk, group.is_state) for group, window in pairs]
+        return [
+            state_pool(self.config, group, 0) if group.is_state else CachePool(0, window, self.chunk)
+            for group, window in pairs
+        ]
 
     def block_bytes(self, cache_type: CacheType) -> list[int]:
         """Bytes of a block of each group."""

@@ -27,6 +27,9 @@ from quengine.request.sequence import Sequence
 LEAST_CHUNK = 16
 """Tokens of a prompt that a step takes however slow the machine is."""
 
+_PENDING = 4
+"""Positions behind the tokens that the host knows which steps launched ahead may have computed, drafts aside."""
+
 LOOKAHEAD = 1
 """Positions behind a sequence's newest token that it already has blocks for, for a runner that is a step ahead."""
 
@@ -240,6 +243,16 @@ class Scheduler:
             if copies := self.blocks.checkpoint(sequence.block_tables, key):
                 self._copy_states(copies)
 
+    def _checkpoint_end(self, sequence: Sequence) -> None:
+        """Keep the states of a sequence that ends, or is preempted, where they serve at its last full block."""
+        known = sequence.num_cached_tokens
+        ahead = _PENDING + max(sequence.drafts_by_length, default=0)
+        end = min(known, self._prompt_end(sequence)) // BLOCK_SIZE * BLOCK_SIZE
+        if end and self.shares and known + ahead - end <= self.blocks.rewinds:
+            key = self._keys(sequence, end)[-1]
+            if copies := self.blocks.checkpoint(sequence.block_tables, key):
+                self._copy_states(copies)
+
     def _cached(self, sequence: Sequence, count: int) -> None:
         """So many tokens more are in the cache: blocks that they fill can be shared."""
         before = sequence.num_cached_tokens
@@ -434,6 +447,8 @@ class Scheduler:
             self.prefilling.remove(sequence)
         else:
             self.decoding.remove(sequence)
+            if self.blocks.has_states and sequence.error is None:
+                self._checkpoint_end(sequence)
         if sequence.error is not None:
             self.blocks.discard(sequence.block_keys)
         self.blocks.free(sequence.block_tables)

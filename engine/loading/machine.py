@@ -4,7 +4,7 @@ import logging
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class Machine:
         from quengine.parallel.group import RankGroup, RankPlan
 
         def plan(number: int, meeting: str) -> RankPlan:
-            sizes = tuple((pool.num_blocks, pool.window, pool.chunk) for pool in pools)
+            sizes = tuple(map(astuple, pools))
             options = of_rank(replace(self.config, device=self.device.type), number).values()
             options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
             count = self.config.ranks

@@ -61,7 +61,7 @@ class RankPlan:
     number: int
     count: int
     ctx_size: int
-    pools: tuple[tuple[int, int | None, int], ...]
+    pools: tuple[tuple[int, int | None, int, bool, int], ...]
     threads: int
     meeting: str
     bounds: tuple[int, ...] = ()

@@ -16,9 +16,9 @@ Q8_0_GROUP = 32
 BLOCK_SIZE = 32
 """Positions in a block of a paged cache."""
 
-CONV_HISTORY = 32
-"""Positions that a short convolution's state holds, the newest ones: those that it reads next, and those of drafted
-tokens, which are written over when a draft is not accepted."""
+CONV_HISTORY = 2 * BLOCK_SIZE
+"""Positions that a short convolution's state holds, the newest ones: those that it reads next, those of drafted tokens,
+which are written over when a draft is not accepted, and those behind the last full block."""
 
 PADDING_BLOCK = 0
 """The block that no sequence owns: rows without a sequence write to it, and entries of a block table whose positions

@@ -65,9 +65,13 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class SlotState:
-    """A fixed amount for each sequence, whatever its length: fp32 values of this shape."""
+    """A fixed amount for each sequence, whatever its length: fp32 values of this shape.
+
+    rewinds: a state serves to go on from that many positions before its newest one.
+    """
 
     shape: Shape
+    rewinds: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -27,22 +27,22 @@ def rows_of(count: int, channels: int, seed: int) -> Tensor:
 
 def prompt(lengths: Sequence[int], starts: Sequence[int], slots: Sequence[int]) -> ForwardBatch:
     """Chunks of sequences with these slots, in the second group of layers."""
-    tables = [[[1, 2, 3], [slot]] for slot in slots]
+    tables = [[list(range(1, 7)), [slot]] for slot in slots]
     return prefill_batch([[0] * length for length in lengths], starts, tables, torch.device("cpu"))
 
 
 def tokens(positions: Sequence[int], slots: Sequence[int], shares: bool = False) -> ForwardBatch:
-    tables = [[[1, 2, 3], [slot]] for slot in slots]
+    tables = [[list(range(1, 7)), [slot]] for slot in slots]
     return decode_batch([0] * len(positions), positions, tables, torch.device("cpu"), shares)
 
 
 STEPS: dict[str, ForwardBatch] = {
-    "a prompt's first chunk": prompt([70], [0], [2]),
-    "a chunk of whole turns of the state": prompt([64], [32], [1]),
-    "chunks of one and of few tokens": prompt([1, 2, 5, 33], [0, 1, 31, 7], [1, 2, 3, 0]),
+    "a prompt's first chunk": prompt([150], [0], [2]),
+    "a chunk of whole turns of the state": prompt([2 * CONV_HISTORY], [32], [1]),
+    "chunks of one and of few tokens": prompt([1, 2, 5, 70], [0, 1, CONV_HISTORY - 1, 7], [1, 2, 3, 0]),
     "first tokens": tokens([0, 1, 2], [1, 2, 3]),
-    "tokens": tokens([40, 31, 32, 99], [3, 1, 2, 0]),
-    "tokens behind drafts": tokens([33, 34, 35, 36, 5, 6], [2, 2, 2, 2, 1, 1], shares=True),
+    "tokens": tokens([40, CONV_HISTORY - 1, CONV_HISTORY, 199], [3, 1, 2, 0]),
+    "tokens behind drafts": tokens([65, 66, 67, 68, 5, 6], [2, 2, 2, 2, 1, 1], shares=True),
 }
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from quengine import LLM
+from quengine.context.prefix_file import PrefixFiles
+from quengine.context.saved_prefix import restore_prefix, save_prefix
 from quengine.errors import EngineError
 from quengine.memory import CHECKPOINTS
 from quengine.models.architectures import layers_of
@@ -125,6 +127,31 @@ def test_a_prompt_that_begins_as_another_goes_on_from_its_checkpoint(
     assert first.tokens == again.tokens == alone[2].tokens
     with LLM(tiny, where, ctx_size=256, deterministic=True, reuse_prefix=False) as llm:
         assert longer.tokens == llm.generate([*PROMPTS[2], 5, 6, 7], PARAMS)[0].tokens
+
+
+def test_a_conversation_goes_on_from_the_end_of_its_answer(tiny: Path, where: str) -> None:
+    with LLM(tiny, where, ctx_size=256, reuse_prefix=True) as llm:
+        first = llm.generate(PROMPTS[0], PARAMS)[0]
+        second = [*PROMPTS[0], *first.tokens, 5, 6, 7]
+        answer = llm.generate(second, PARAMS)[0]
+    assert answer.timings.cached_tokens == 64, "of 40 tokens of the prompt and 39 of the answer"
+    with LLM(tiny, where, ctx_size=256, reuse_prefix=False) as llm:
+        llm.generate(PROMPTS[0], PARAMS)
+        logits = llm.logits(second)
+    assert answer.tokens[0] == int(logits[-1].argmax())
+
+
+def test_a_saved_prefix_has_the_state_at_its_end(tiny: Path, where: str, tmp_path: Path) -> None:
+    options = {"ctx_size": 256, "reuse_prefix": True, "deterministic": True}
+    with LLM(tiny, where, **options) as llm:
+        first = llm.generate(PROMPTS[2], PARAMS)[0]
+        files = PrefixFiles(llm.loaded, "f16", True)
+        files.write(tmp_path / "saved", save_prefix(llm.scheduler, llm.model_config, PROMPTS[2]))
+    with LLM(tiny, where, **options) as llm:
+        saved, _ = PrefixFiles(llm.loaded, "f16", True).read(tmp_path / "saved")
+        restore_prefix(llm.scheduler, llm.model_config, saved)
+        again = llm.generate(PROMPTS[2], PARAMS)[0]
+    assert (again.timings.cached_tokens, again.tokens) == (128, first.tokens)
 
 
 def test_checkpoints_make_room_for_newer_ones(tiny: Path, where: str) -> None:
