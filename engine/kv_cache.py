@@ -9,6 +9,7 @@ from quengine.block_manager import CachePool, StateCopy
 from quengine.kernels.backend import LayerState, SlotLayer
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType, blocks_for
 from quengine.kernels.kv.kv_rows import allocate_layer
+from quengine.memory import state_pool
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import SlotState, State
 from quengine.models.config import CacheGroup, ModelConfig
@@ -20,13 +21,6 @@ def pools_of_one(config: ModelConfig, ctx_size: int) -> list[CachePool]:
     return [
         state_pool(config, group, 1) if group.is_state else CachePool(blocks) for group in config.cache_groups
     ]
-
-
-def state_pool(config: ModelConfig, group: CacheGroup, states: int) -> CachePool:
-    """A pool of so many states of a group's layers."""
-    layers = layers_of(config)
-    kept = [state for i in group.layers if isinstance(state := layers[i].mixer.state, SlotState)]
-    return CachePool(states, is_state=True, rewinds=min((state.rewinds for state in kept), default=0))
 
 
 def _allocate(state: State, blocks: int, device: torch.device, cache_type: CacheType) -> LayerState:

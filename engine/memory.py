@@ -9,10 +9,9 @@ from quengine.block_manager import CachePool
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
-from quengine.kv_cache import state_pool
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import SlotState, State
-from quengine.models.config import ModelConfig
+from quengine.models.config import CacheGroup, ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes set aside by kind of device for what does not grow with the model: the program, kernels, libraries, graphs, the
@@ -166,6 +165,13 @@ def choose_context(
 def _block_bytes(state: State, cache_type: CacheType) -> int:
     """Bytes of a layer's block: of a sequence's state, or of keys and values of BLOCK_SIZE positions."""
     return state.nbytes if isinstance(state, SlotState) else state.bytes_of(BLOCK_SIZE, cache_type)
+
+
+def state_pool(config: ModelConfig, group: CacheGroup, states: int) -> CachePool:
+    """A pool of so many states of a group's layers."""
+    layers = layers_of(config)
+    kept = [state for i in group.layers if isinstance(state := layers[i].mixer.state, SlotState)]
+    return CachePool(states, is_state=True, rewinds=min((state.rewinds for state in kept), default=0))
 
 
 def wanted_bytes(

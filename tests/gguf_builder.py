@@ -312,6 +312,7 @@ CHANGES = {
         "ffn_up.weight": "2f d",
     },
     "lfm2": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
+    "lfm2moe": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h", "exp_probs_b.bias": "e"},
 }
 """Architecture -> what other layers than llama's have besides or otherwise; "" for tensors that they lack."""
 
@@ -326,7 +327,10 @@ CONVOLUTION = {
     "shortconv.conv.weight": "d t",
     "shortconv.out_proj.weight": "d d",
 }
-"""What the layers of lfm2 that are convolutions, the even ones, have besides or otherwise."""
+"""What layers that are convolutions, the even ones, have besides or otherwise."""
+
+CONVOLVED = ("lfm2", "lfm2moe")
+"""Architectures with such layers."""
 
 MIXTURES = {
     "qwen2moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
@@ -335,6 +339,7 @@ MIXTURES = {
     "glm4moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "granitemoe": (),
     "gpt-oss": ("expert_feed_forward_length",),
+    "lfm2moe": ("expert_feed_forward_length",),
 }
 """Architectures whose models always have experts -> the keys that their files have for the experts' lengths."""
 
@@ -385,13 +390,13 @@ class ModelSizes:
             f"{a}.attention.layer_norm_rms_epsilon": 1e-5,
             f"{a}.rope.dimension_count": self.head_dim,
             f"{a}.rope.freq_base": 10000.0,
-            **({f"{a}.shortconv.l_cache": TAPS} if a == "lfm2" else {}),
+            **({f"{a}.shortconv.l_cache": TAPS} if a in CONVOLVED else {}),
             **self._mixture(),
         }
 
     def _kv_heads(self) -> int | list[int]:
         """Of all layers, or of each."""
-        if self.architecture != "lfm2":
+        if self.architecture not in CONVOLVED:
             return self.kv_heads
         return [self.kv_heads if layer % 2 else 0 for layer in range(self.blocks)]
 
@@ -416,7 +421,7 @@ class ModelSizes:
         for i in range(self.blocks):
             block = BLOCK | (MIXTURE if self.experts else {}) | CHANGES.get(self.architecture, {})
             block |= GATE_UP if self.gate_up else {}
-            block |= CONVOLUTION if self.architecture == "lfm2" and i % 2 == 0 else {}
+            block |= CONVOLUTION if self.architecture in CONVOLVED and i % 2 == 0 else {}
             for name, letters in block.items():
                 shape = tuple(sizes[size] for size in letters.split())
                 if self.separate and name.endswith("_exps.weight"):
@@ -424,7 +429,7 @@ class ModelSizes:
                     shapes |= {f"{one}.{expert}.weight": shape[1:] for expert in range(shape[0])}
                 elif shape:
                     shapes[f"blk.{i}.{name}"] = shape
-        norm = "token_embd_norm" if self.architecture == "lfm2" else "output_norm"
+        norm = "token_embd_norm" if self.architecture in CONVOLVED else "output_norm"
         shapes[f"{norm}.weight"] = (self.embedding,)
         if not tied:
             shapes["output.weight"] = (vocab, self.embedding)

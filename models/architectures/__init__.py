@@ -9,7 +9,7 @@ from quengine.models.architectures.gemma3 import GEMMA3
 from quengine.models.architectures.glm4moe import GLM4MOE
 from quengine.models.architectures.gpt_oss import GPT_OSS
 from quengine.models.architectures.granite import GRANITE, GRANITEMOE
-from quengine.models.architectures.lfm2 import LFM2
+from quengine.models.architectures.lfm2 import LFM2, LFM2MOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
 from quengine.models.architectures.olmo2 import OLMO2
 from quengine.models.architectures.olmoe import OLMOE
@@ -23,7 +23,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     a.name: a
     for a in (
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
-        *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS),
+        *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
     )
 }
 """By the name that GGUF has for them."""

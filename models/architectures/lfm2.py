@@ -1,21 +1,27 @@
-"""LFM2: gated short convolutions, with attention in some layers.
+"""LFM2: gated short convolutions, with attention in some layers; and its mixture of experts.
 
 In GGUF files a layer without key and value heads is a convolution, and the norm in front of the output matrix has the
-name `token_embd_norm`. Source: "LFM2 Technical Report", Liquid AI 2025; `Lfm2Model` in the `transformers` library.
+name `token_embd_norm`. Experts are chosen by sigmoid scores, most with a bias of each; the first layers have none.
+`transformers` adds 1e-6 to the sum by which their weights are normalized, which is less than fp32 holds of it. Source:
+"LFM2 Technical Report", Liquid AI 2025; `Lfm2Model` and `Lfm2MoeModel` in the `transformers` library.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.short_conv import ShortConv
 from quengine.models.blocks.uniform import channel_mixer
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.config import LIMITS, BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 
-_ATTENTION_OF_1_2B = (2, 5, 8, 10, 12, 14)
+_ATTENTION: Mapping[int, tuple[int, ...]] = {16: (2, 5, 8, 10, 12, 14), 24: (2, 6, 10, 14, 18, 21)}
+"""Of released models of so many layers (1.2B, 8B-A1B) those with attention."""
+
 _TAPS = "shortconv.l_cache"
 _MOST_TAPS = 16
 _DEFAULTS: Mapping[str, object] = {
@@ -44,7 +50,11 @@ def _build(config: ModelConfig) -> Sequence[Block]:
 def _common_keys(keys: Keys) -> Keys:
     if keys.get("conv_bias"):
         raise config_error("conv_bias", "biases of convolutions are not implemented")
-    return {**keys, "rms_norm_eps": keys["norm_eps"], "intermediate_size": _feed_forward_length(keys)}
+    return {**keys, "rms_norm_eps": keys["norm_eps"]}
+
+
+def _dense_keys(keys: Keys) -> Keys:
+    return {**_common_keys(keys), "intermediate_size": _feed_forward_length(keys)}
 
 
 def _feed_forward_length(keys: Keys) -> int:
@@ -89,9 +99,9 @@ def _are_layers(indices: object, blocks: int) -> bool:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    """The layers of a synthetic model: those of LFM2 1.2B, or attention in every third."""
+    """The layers of a synthetic model: those of a released one, or attention in every third."""
     blocks = config.block_count
-    full = _ATTENTION_OF_1_2B if blocks == 16 else (*range(2, blocks, 3), blocks - 1)
+    full = _ATTENTION.get(blocks, (*range(2, blocks, 3), blocks - 1))
     return {
         "recurrent_layers": tuple(i for i in range(blocks) if i not in full),
         "conv_taps": 3,
@@ -101,33 +111,50 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    key = "lfm2.attention.head_count_kv"
+    key = f"{config.architecture}.attention.head_count_kv"
     heads = file.get_ints(key) if not isinstance(file.metadata.get(key), int) else None
     if heads is not None and len(heads) != config.block_count:
         raise file.error(key, f"has {len(heads)} numbers for {config.block_count} layers")
     recurrent = () if heads is None else tuple(i for i, count in enumerate(heads.tolist()) if not count)
     return {
         "recurrent_layers": recurrent,
-        "conv_taps": file.require_int(f"lfm2.{_TAPS}", 1, _MOST_TAPS),
+        "conv_taps": file.require_int(f"{config.architecture}.{_TAPS}", 1, _MOST_TAPS),
     }
+
+
+def _moe_fields(keys: Keys, config: ModelConfig) -> Fields:
+    block = replace(config.block, selection_bias=flag(keys, "use_expert_bias"))
+    return {**_fields(keys, config), "block": block}
+
+
+def _moe_gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
+    biases = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
+    return {**_gguf_fields(file, config), "block": replace(config.block, selection_bias=biases)}
+
+
+def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
+    return range(min(integer(keys, "num_dense_layers", 0, LIMITS["block_count"][1]), blocks))
+
+
+_MODULES = {
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.{expert}": "conv.{expert}",
+}
 
 
 LFM2 = Architecture(
     name="lfm2",
     block=BlockKind(qk_norm="head"),
     build=_build,
-    model_types={"lfm2": ModelType(_DEFAULTS, common_keys=_common_keys, fields=_fields)},
-    hf_modules={
-        "attn_norm": "operator_norm",
-        "attn_output": "self_attn.out_proj",
-        "attn_q_norm": "self_attn.q_layernorm",
-        "attn_k_norm": "self_attn.k_layernorm",
-        "ffn_norm": "ffn_norm",
-        "ffn_gate": "feed_forward.w1",
-        "ffn_up": "feed_forward.w3",
-        "ffn_down": "feed_forward.w2",
-        "shortconv.{expert}": "conv.{expert}",
-    },
+    model_types={"lfm2": ModelType(_DEFAULTS, common_keys=_dense_keys, fields=_fields)},
+    hf_modules=_MODULES,
     size_fields=_size_fields,
     gguf_keys=(_TAPS,),
     gguf_fields=_gguf_fields,
@@ -145,5 +172,69 @@ LFM2 = Architecture(
             "tied_output": True,
         },
         "lfm2-tiny": {"block_count": 4, "tied_output": True},
+    },
+)
+
+LFM2MOE = Architecture(
+    name="lfm2moe",
+    block=BlockKind(qk_norm="head", selection_bias=True),
+    build=_build,
+    router=RouterKind(used=4, scores="sigmoid", normalized=True),
+    model_types={
+        "lfm2_moe": ModelType(
+            {
+                **_DEFAULTS,
+                "hidden_size": 2048,
+                "intermediate_size": 7168,
+                "moe_intermediate_size": 1792,
+                "num_dense_layers": 2,
+                "num_experts": 32,
+                "num_experts_per_tok": 4,
+                "norm_topk_prob": True,
+                "use_expert_bias": True,
+            },
+            expert_keys={
+                "count": "num_experts",
+                "used": "num_experts_per_tok",
+                "feed_forward_length": "moe_intermediate_size",
+                "normalized": "norm_topk_prob",
+                "scale": "routed_scaling_factor",
+            },
+            dense_layers=_dense_layers,
+            common_keys=_common_keys,
+            fields=_moe_fields,
+        )
+    },
+    hf_modules={
+        **_MODULES,
+        "ffn_gate_inp": "feed_forward.gate",
+        "exp_probs_b.bias": "feed_forward.expert_bias",
+        "ffn_gate.{expert}": "feed_forward.experts.{expert}.w1",
+        "ffn_up.{expert}": "feed_forward.experts.{expert}.w3",
+        "ffn_down.{expert}": "feed_forward.experts.{expert}.w2",
+        "ffn_gate_up_exps.weight": "feed_forward.experts.gate_up_proj",
+        "ffn_down_exps.weight": "feed_forward.experts.down_proj",
+    },
+    size_fields=_size_fields,
+    gguf_keys=(_TAPS,),
+    gguf_fields=_moe_gguf_fields,
+    has_recurrent_layers=True,
+    synthetic={
+        "lfm2-8b-a1b": {
+            "vocab_size": 65536,
+            "context_length": 128000,
+            "embedding_length": 2048,
+            "block_count": 24,
+            "feed_forward_length": 7168,
+            "head_count": 32,
+            "head_count_kv": 8,
+            "head_dim": 64,
+            "tied_output": True,
+            "experts": 32,
+            "experts_used": 4,
+            "expert_feed_forward_length": 1792,
+            "dense_layers": 2,
+        },
+        "lfm2moe-tiny": {"block_count": 4, "tied_output": True, "dense_layers": 1},
     },
 )

@@ -32,7 +32,9 @@ def sized(architecture: str = "llama", **sizes: Any) -> ModelSizes:
         "expert_feed_forward": 128,
         "shared_feed_forward": 160,
         "head_dim": 32,
-        "embedding": 128 if architecture == "lfm2" else 64,  # a group of channels for each of four ranks
+        "embedding": 128
+        if architecture.startswith("lfm2")
+        else 64,  # a group of channels for each of four ranks
     } | sizes
     return ModelSizes(architecture, **given)
 

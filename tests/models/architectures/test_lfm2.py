@@ -24,6 +24,14 @@ from tests.transformers_models import DROP, edit, nmse
 LAYERS = ["conv", "full_attention", "conv", "conv", "full_attention"]
 SIZES = {"num_hidden_layers": 5, "layer_types": LAYERS, "block_auto_adjust_ff_dim": False}
 
+MOE = {
+    **{key: SIZES[key] for key in ("num_hidden_layers", "layer_types")},
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
 
 def as_released(folder: Path) -> None:
     """With the keys of the first release: indices of layers, and other names."""
@@ -37,12 +45,17 @@ CASES = {
         "lfm2", {**SIZES, "block_auto_adjust_ff_dim": True, "block_multiple_of": 32, "intermediate_size": 160}
     ),
     "as released": Case("lfm2", SIZES, edit=as_released, converts=False),
+    "experts": Case("lfm2_moe", MOE, mixture=True),
+    "experts without a bias": Case("lfm2_moe", {**MOE, "use_expert_bias": False}, mixture=True),
+    "experts, not normalized": Case(
+        "lfm2_moe", {**MOE, "norm_topk_prob": False, "routed_scaling_factor": 1.5}, converts=False
+    ),
     "convolution last": Case("lfm2", {**SIZES, "layer_types": [*LAYERS[1:], "conv"]}),
 }
 
 
 class TestLogits(SameLogits):
-    main = ("plain", "convolution last")
+    main = ("plain", "convolution last", "experts")
 
 
 def test_layers_are_declared_one_by_one(root: Path) -> None:

@@ -49,6 +49,7 @@ FAMILIES = {
     "granitemoe": "granite-3.1-3b-a800m-q4k",
     "glm4moe": "glm-4.5-air-q4k",
     "gpt-oss": "gpt-oss-20b",
+    "lfm2moe": "lfm2-8b-a1b-q4k",
 }
 
 
