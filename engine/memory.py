@@ -81,12 +81,14 @@ class CacheNeeds:
         return sum(map(mul, blocks, self.block_bytes(cache_type)))
 
     def table_bytes(self, positions: int) -> int:
-        """Bytes of the rotary tables: for each group of layers cos and sin, fp32 [positions, rope_dim / 2] each."""
+        """Bytes of the rotary tables: for each kind of layers cos and sin, fp32 [positions, rope_dim / 2] each."""
         total = 0
         for config in (self.config, self.draft):
             if config is not None:
                 rows = min(positions, config.context_length)
-                total += len(config.cache_groups) * rows * 4 * config.rope_dim
+                windowed = {g.window is not None for g in config.cache_groups if not g.is_state}
+                tables = len(windowed) * (2 if config.unrotated_layers else 1)
+                total += tables * rows * 4 * config.rope_dim
         return total
 
     def nbytes(self, positions: int, cache_type: CacheType = "f16") -> int:

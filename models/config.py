@@ -186,9 +186,10 @@ class ModelConfig:
     `logit_scale` the logits.
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
-    embedding. `experts`: the mixture of experts, None in a dense model. `draft_layers`: how many layers the files have
-    behind the `block_count`, which draft tokens further ahead; the decoder passes them over. `pooling`: what a model
-    that was made for embeddings makes of a text's hidden rows; None: the files do not say. `recurrent_layers` keep a
+    embedding. `experts`: the mixture of experts, None in a dense model.
+    `draft_layers`: how many layers the files have behind the `block_count`, which draft tokens further ahead; the
+    decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden rows;
+    None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers` keep a
     state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
     (blocks/short_conv.py). `output_norm`: GGUF's name of the norm in front of the output matrix. `ranks`: how many
     processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
@@ -222,6 +223,7 @@ class ModelConfig:
     experts: ExpertConfig | None = None
     draft_layers: int = 0
     pooling: Pooling | None = None
+    unrotated_layers: tuple[int, ...] = ()
     recurrent_layers: tuple[int, ...] = ()
     conv_taps: int = 0
     conv_channels: int = 0

@@ -33,7 +33,8 @@ class LayerTables:
         self._device, self._ctx_size, self._chunk_size = device, ctx_size, chunk_size
         self._host = host
         self._groups = {layer: n for n, group in enumerate(config.cache_groups) for layer in group.layers}
-        self._attention: dict[int, dict[str, Any]] = {}
+        self._masks: dict[int, dict[str, Any]] = {}
+        self._rotations: dict[tuple[bool, bool], dict[str, Tensor]] = {}
         self._query_scale = _query_scale(config, ctx_size, device)
 
     def cache_group(self, layer: int) -> int:
@@ -47,8 +48,11 @@ class LayerTables:
     def attention(self, layer: int, heads: int, kv_heads: int, head_dim: int) -> AttentionSpec:
         """What a layer's attention is given, without norms and sinks."""
         config, group = self.config, self.cache_group(layer)
-        if group not in self._attention:
-            self._attention[group] = self._of_window(config.cache_groups[group].window)
+        window = config.cache_groups[group].window
+        if group not in self._masks:
+            rows = min(self._chunk_size, self._ctx_size)
+            mask = causal_mask_band(rows, self._ctx_size, window, self._device)
+            self._masks[group] = {"window": window, "mask_band": mask}
         return AttentionSpec(
             heads=heads,
             kv_heads=kv_heads,
@@ -58,16 +62,21 @@ class LayerTables:
             query_scale=self._query_scale,
             eps=config.rms_eps,
             cache_group=group,
-            **self._attention[group],
+            **self._masks[group],
+            **self._rotation(window is not None, layer not in config.unrotated_layers),
         )
 
-    def _of_window(self, window: int | None) -> dict[str, Any]:
-        cos, sin = rope_table(
-            self.config.rope(self._ctx_size, window is not None), self._ctx_size, self._device
-        )
-        rows = min(self._chunk_size, self._ctx_size)
-        mask = causal_mask_band(rows, self._ctx_size, window, self._device)
-        return {"window": window, "cos": cos, "sin": sin, "mask_band": mask}
+    def _rotation(self, windowed: bool, rotates: bool) -> dict[str, Tensor]:
+        """Cosines and sines of layers with or without a window; where none rotates those of 0, which change no bit."""
+        if (windowed, rotates) not in self._rotations:
+            spec = self.config.rope(self._ctx_size, windowed)
+            if rotates:
+                cos, sin = rope_table(spec, self._ctx_size, self._device)
+            else:
+                cos = torch.ones(self._ctx_size, spec.dim // 2, device=self._device)
+                sin = torch.zeros_like(cos)
+            self._rotations[windowed, rotates] = {"cos": cos, "sin": sin}
+        return self._rotations[windowed, rotates]
 
 
 def _query_scale(config: ModelConfig, ctx_size: int, device: torch.device) -> Tensor | None:
