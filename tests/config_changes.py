@@ -90,6 +90,7 @@ _GLM = {
     "use_qk_norm": True,
     "num_nextn_predict_layers": 0,
 }
+_LFM = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -112,6 +113,9 @@ _TYPES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": _GLM,
     "gpt_oss": {**_EXPERTS, "num_hidden_layers": 3, "sliding_window": 5, "attention_bias": True},
+    "smollm3": {"num_hidden_layers": 4},
+    "lfm2": {**_LFM, "block_multiple_of": 32},
+    "lfm2_moe": {**_LFM, **_QWEN_EXPERTS, "num_dense_layers": 1},
 }
 
 
@@ -122,6 +126,7 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
             yield f"{name}, {kind}", Seed(name, {**config, "rope_parameters": rope}, rotary=True)
     for name in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
         yield f"{name}, windows", Seed(name, {**_TYPES[name], **_WINDOWS, "max_window_layers": 1})
+    yield "smollm3, windows", Seed("smollm3", {**_TYPES["smollm3"], **_WINDOWS})
     yield "ministral3", Seed("ministral3", {"rope_parameters": MINISTRAL})
     rope = {**LINEAR, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16}
     yield "ministral3, linear", Seed("ministral3", {"rope_parameters": rope}, rotary=True)
