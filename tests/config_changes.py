@@ -114,6 +114,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "glm4_moe": _GLM,
     "gpt_oss": {**_EXPERTS, "num_hidden_layers": 3, "sliding_window": 5, "attention_bias": True},
     "smollm3": {"num_hidden_layers": 4},
+    "exaone4": {"num_hidden_layers": 4, "sliding_window": 8},
     "lfm2": {**_LFM, "block_multiple_of": 32},
     "lfm2_moe": {**_LFM, **_QWEN_EXPERTS, "num_dense_layers": 1},
 }

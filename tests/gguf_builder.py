@@ -311,6 +311,14 @@ CHANGES = {
         "attn_qkv.weight": "qkv d",
         "ffn_up.weight": "2f d",
     },
+    "exaone4": {
+        "attn_norm.weight": "",
+        "ffn_norm.weight": "",
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+    },
     "lfm2": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
     "lfm2moe": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h", "exp_probs_b.bias": "e"},
 }

@@ -66,7 +66,7 @@ def write_model(
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     outer = {"tie_word_embeddings": config.pop("tie_word_embeddings", True)} if vision else {}
-    without = ("qwen2", "olmo2", "phi3", "smollm3", "lfm2", "lfm2_moe")  # these have no such key
+    without = ("qwen2", "olmo2", "phi3", "smollm3", "lfm2", "lfm2_moe", "exaone4")  # these have no such key
     head_dim = {} if model_type in without else {"head_dim": 16}
     text = transformers.AutoConfig.for_model(
         model_type, **{**SIZES, "vocab_size": vocab, "pad_token_id": 0, **head_dim, **config}

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from quengine.errors import EngineError
 from quengine.models.architectures.architecture import Architecture, ModelType
+from quengine.models.architectures.exaone4 import EXAONE4
 from quengine.models.architectures.gemma3 import GEMMA3
 from quengine.models.architectures.glm4moe import GLM4MOE
 from quengine.models.architectures.gpt_oss import GPT_OSS
@@ -23,7 +24,7 @@ from quengine.models.config import ModelConfig
 ARCHITECTURES: Mapping[str, Architecture] = {
     a.name: a
     for a in (
-        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2, SMOLLM3),
+        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2, SMOLLM3, EXAONE4),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
     )
 }

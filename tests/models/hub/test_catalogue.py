@@ -39,6 +39,7 @@ FAMILIES = {
     "qwen2": "qwen2.5-7b-q4k",
     "qwen3": "qwen3-8b-q4k",
     "lfm2": "lfm2-1.2b-q4k",
+    "exaone4": "exaone-4-1.2b-q4k",
     "smollm3": "smollm3-3b-q4k",
     "olmo2": "olmo-2-7b-q4k",
     "gemma3": "gemma-3-4b-q4k",
