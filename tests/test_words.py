@@ -56,6 +56,7 @@ def sources() -> Iterator[Path]:
             if path.suffix in (".py", ".md", ".html") and path.name not in (*EXCEPT, Path(__file__).name):
                 yield path
     yield ROOT / "README.md"
+    yield ROOT / "CONTRIBUTING.md"
 
 
 def test_the_fields_words_are_used() -> None:
