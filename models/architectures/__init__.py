@@ -1,4 +1,4 @@
-"""The architectures that the decoder computes, a declaration each. docs/architecture.md says how one is added."""
+"""The architectures that the decoder computes, a declaration each. docs/adding.md says how one is added."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

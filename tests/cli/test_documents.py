@@ -1,5 +1,5 @@
-"""The README, the docs, the changelog and the help's examples name commands, flags, files, headings and benchmarks that
-there are."""
+"""The README, CONTRIBUTING, the docs, the changelog and the help's examples name commands, flags, files, headings and
+benchmarks that there are."""
 
 import re
 import shlex
@@ -14,10 +14,10 @@ from quengine.cli import main
 from quengine.cli.foreign_flags import FOREIGN
 
 ROOT = Path(__file__).parents[2]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [*DOCS, ROOT / "CHANGELOG.md"]
-PRESENT = [path for path in DOCS if path.name not in ("performance-log.md", "llama-server-tests.md")]
-"""Those that name only what is there: the log has what was, the other page llama.cpp's files."""
+PRESENT = [path for path in DOCS if path.name != "llama-server-tests.md"]
+"""Those that name only what is there: that page names llama.cpp's files."""
 FOLDERS = ("engine", "kernels", "models", "cli", "tests", "benchmarks", "docs")
 PLACEHOLDERS = {"tests/models/architectures/test_NAME.py"}
 OTHERS = {"--fuse-qkv", "--fuse-gate-up-exps", "--gpus"}
