@@ -24,9 +24,9 @@ def pools_of_one(config: ModelConfig, ctx_size: int) -> list[CachePool]:
 
 
 def _allocate(state: State, blocks: int, device: torch.device, cache_type: CacheType) -> LayerState:
-    """A layer's blocks; rows are written before they are read."""
+    """A layer's blocks. Rows of keys and values are written before they are read; states begin as zeros."""
     if isinstance(state, SlotState):
-        return SlotLayer(torch.empty(blocks, *state.shape, dtype=torch.float32, device=device))
+        return SlotLayer(torch.zeros(blocks, *state.shape, dtype=torch.float32, device=device))
     return allocate_layer(blocks * BLOCK_SIZE, state.kv_heads, state.head_dim, device, cache_type)
 
 

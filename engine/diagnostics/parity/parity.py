@@ -201,7 +201,9 @@ def _teacher_forced(pair: Pair, windows: list[list[int]], phase: Phase, progress
         done, elapsed = sum(map(len, windows[:index])), time.perf_counter() - began
         rate = f", {done / elapsed:.0f} tok/s{_left(done, sum(map(len, windows)), elapsed)}" if done else ""
         progress(f"{phase}: text {index + 1} of {len(windows)}, {len(ids)} tokens{rate}")
-        span = DECODE_SPAN if phase == "decode" else max(pair.a.step(phase), pair.b.step(phase))
+        span = pair.most_together(phase)
+        if phase == "decode" and not any(pair.a.are_states):
+            span = DECODE_SPAN
         for start in range(0, len(ids), span):
             logits = pair.span(
                 ids[start : start + span],

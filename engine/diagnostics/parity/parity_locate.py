@@ -125,8 +125,9 @@ def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: Place, start: int
     chunk = a.step("prefill")
     for first in range(0, start, chunk):
         a.forward(place.ids[first : min(first + chunk, start)], first)
+    before = a.cached(0, start)  # states change with the step
     calls = _calls_of(a, ids, start)
-    b.set_cached(0, start, a.cached(0, start))
+    b.set_cached(0, start, before)
     replay = _Replay(calls, a, b, phase, start, end)
     with watched(b.decoder, replay):
         b.eager(ids, start)
@@ -227,9 +228,9 @@ def _weighted_as(call: _Call, routing: Routing) -> Routing:
 
 
 def _layer_rows(side: LLMSide, layer: int, start: int, end: int) -> list[Tensor]:
-    rows = side.cached(start, end)
-    each = len(rows) // len(side.decoder.blk)
-    return rows[layer * each : (layer + 1) * each]
+    counts = [len(of_layer.tensors) for of_layer in side.llm.runner.cache.layers]
+    first = sum(counts[:layer])
+    return side.cached(start, end)[first : first + counts[layer]]
 
 
 def _of_what_is_added(call: _Call, output: Tensor) -> float:

@@ -51,6 +51,7 @@ _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "embed": ("embed", ()),
     "norm_linear": ("norm+qkv", (1,)),
     "attention": ("attention", (1,)),
+    "short_conv": ("attention", (1,)),
     "linear_add": ("output+residual", (1, 3)),
     "norm_glu": ("norm+glu", (1,)),
     "route": ("route", (1,)),

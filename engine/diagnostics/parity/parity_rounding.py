@@ -56,7 +56,8 @@ class RoundedSide(LLMSide):
     """Side a once more, on the same weights and cache, with the input of every operation rounded once.
 
     It borrows the model of `side`. The rows that it caches itself, at positions from `_first` on, are written to the
-    cache for its own steps only; between them the cache has side a's. On CUDA a norm that the operation in front has
+    cache for its own steps only; between them the cache has side a's. States go on from those that side a had before
+    its newest steps. On CUDA a norm that the operation in front has
     begun cannot be rounded again and is left as it is.
     """
 
@@ -65,6 +66,7 @@ class RoundedSide(LLMSide):
         self._bits = SIGNIFICANT_BITS[phase]
         self._first = 0
         self._rows: list[Tensor] = []
+        self._before: list[Tensor] = []
 
     def forward(self, ids: list[int], start: int) -> Tensor:
         """As `LLMSide.forward`, rounded."""
@@ -76,7 +78,10 @@ class RoundedSide(LLMSide):
             self._first, self._rows = start, []
         of_a = super().cached(self._first, end)
         if self._rows:
-            super().set_cached(self._first, start, [rows[: start - self._first] for rows in self._rows])
+            super().set_cached(self._first, start, self._parts(0, start - self._first))
+        elif start and any(self.are_states):
+            held = zip(self.are_states, self._before, super().cached(start - 1, start), strict=True)
+            super().set_cached(start - 1, start, [before if state else rows for state, before, rows in held])
         with watched(self.decoder, self._rounded):
             logits = super().eager(ids, start)
         self._rows = super().cached(self._first, end)
@@ -85,12 +90,19 @@ class RoundedSide(LLMSide):
 
     def cached(self, start: int, end: int) -> list[Tensor]:
         """What the last steps cached themselves."""
-        return [rows[start - self._first : end - self._first] for rows in self._rows]
+        return self._parts(start - self._first, end - self._first)
+
+    def _parts(self, first: int, last: int) -> list[Tensor]:
+        """Rows first .. last - 1 of what the last steps cached, and the states behind them."""
+        pairs = zip(self.are_states, self._rows, strict=True)
+        return [rows if is_state else rows[first:last] for is_state, rows in pairs]
 
     def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
         """Go on from side a's rows, which the cache has."""
-        del start, end, rows
+        del start, rows
         self._rows = []
+        if any(self.are_states):
+            self._before = super().cached(end - 1, end)
 
     def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
         self._rows = []

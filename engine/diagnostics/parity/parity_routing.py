@@ -102,6 +102,11 @@ class Pair:
     _rows: int = 0
     _chosen: dict[int, _Choices] = field(default_factory=dict)
 
+    def most_together(self, phase: Phase) -> int:
+        """How many tokens each side computes before the other does: a state is handed over as it is behind them."""
+        steps = self.a.step(phase), self.b.step(phase)
+        return min(steps) if any(self.a.are_states) else max(steps)
+
     def span(
         self, ids: list[int], start: int, phase: Phase, after: Callable[[int, int], None] = lambda *_: None
     ) -> tuple[Tensor, Tensor]:
@@ -128,7 +133,7 @@ class Pair:
 
     def _together(self, prompt: list[int], tokens: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         phases: tuple[Phase, ...] = ("prefill", "decode")
-        chunk, step = (max(self.a.step(phase), self.b.step(phase)) for phase in phases)
+        chunk, step = (self.most_together(phase) for phase in phases)
         for start in range(0, len(prompt), chunk):
             last = self.span(prompt[start : start + chunk], start, "prefill")
         yield last[0][-1:], last[1][-1:]

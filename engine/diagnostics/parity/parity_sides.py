@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quengine.config import EngineConfig, Split
 from quengine.errors import EngineError
+from quengine.kernels.backend import SlotLayer
 from quengine.kernels.forward_batch import Phase
 from quengine.llm import LLM
 from quengine.parallel.cached_rows import read_cached, write_cached
@@ -40,7 +41,8 @@ class LLMSide:
     """A loaded model as one of the two sides: `name` for the report, `device` as in `SideSpec`; `has_experts`: it is a
     mixture of experts.
 
-    The reference is one definition, not an implementation of phases: it always runs in chunks, which is quick.
+    The reference is one definition, not an implementation of phases: it runs in chunks, which is quick, but where a
+    state goes from one side to the other.
     """
 
     def __init__(self, name: str, llm: LLM, device: str | None = None) -> None:
@@ -56,8 +58,15 @@ class LLMSide:
         return self.decoder.config.ranks == 1 and self.decoder.config.stage is None
 
     def step(self, phase: Phase) -> int:
-        """How many tokens the side computes at once in a phase."""
-        return 1 if phase == "decode" and self.device != REFERENCE else self.decoder.chunk_size
+        """How many tokens the side computes at once in a phase, one by one where it hands over states."""
+        alone = self.device != REFERENCE or any(self.are_states)
+        return 1 if phase == "decode" and alone else self.decoder.chunk_size
+
+    @property
+    def are_states(self) -> list[bool]:
+        """Of each tensor of `cached`, whether it is a state, which has no positions."""
+        layers = self.llm.runner.cache.layers
+        return [isinstance(layer, SlotLayer) for layer in layers for _ in layer.tensors]
 
     def forward(self, ids: list[int], start: int) -> Tensor:
         """Logits [T, vocab] of `ids` at positions start .. start + T - 1, over what is cached before them."""
@@ -76,7 +85,7 @@ class LLMSide:
 
     def cached(self, start: int, end: int) -> list[Tensor]:
         """A copy of what is stored of positions start .. end - 1 in every layer: keys and values, or in q8_0 their
-        codes and scales.
+        codes and scales; or of its state as it is now.
         """
         return read_cached(self.llm.runner, start, end, self.llm.model_config.head_count_kv)
 

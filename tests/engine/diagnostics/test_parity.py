@@ -350,6 +350,7 @@ class TableSide:
     """A side whose logits and cached rows come from tables; notes what it is asked for."""
 
     has_experts = False
+    are_states: tuple[bool, ...] = ()
     watchable = False
 
     def __init__(self, name: str, logits: Tensor, rows: Tensor, **steps: int) -> None:

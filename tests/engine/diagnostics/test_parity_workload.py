@@ -83,6 +83,7 @@ class TimedSide:
     """A side on a clock of its own: so many seconds a token in a chunk, so many one at a time."""
 
     has_experts = False
+    are_states: tuple[bool, ...] = ()
 
     def __init__(self, clock: list[float], prefill: float, decode: float, first: float = 0.0) -> None:
         self.name = "timed"
