@@ -88,6 +88,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     },
     "granite": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "granitemoe": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
+    "lfm2moe": {"leading_dense_block_count": 0, "expert_gating_func": 2},
     "mistral3": {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": 4.0,

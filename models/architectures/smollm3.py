@@ -32,7 +32,12 @@ def _layer_kinds(keys: Keys, blocks: int) -> Sequence[LayerKind]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    return keys if keys.get("use_sliding_window") else {**keys, "sliding_window": None, "layer_types": None}
+    """`transformers` passes the window over without `use_sliding_window`, but for its mask, which follows the layers."""
+    if keys.get("use_sliding_window"):
+        return keys
+    if keys.get("sliding_window") is not None and "sliding_attention" in (keys.get("layer_types") or ()):
+        raise config_error("use_sliding_window", "is not true, and layer_types has layers with a window")
+    return {**keys, "sliding_window": None, "layer_types": None}
 
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:

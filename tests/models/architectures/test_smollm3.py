@@ -35,6 +35,12 @@ def test_every_fourth_layer_does_not_rotate(root: Path) -> None:
     assert windowed.layer_windows == (None, None, None, 5, None)
 
 
+def test_a_window_that_is_and_is_not_used_is_refused(root: Path) -> None:
+    config = json.loads((root / "a window" / "config.json").read_text())
+    with pytest.raises(EngineError, match="use_sliding_window: is not true, and layer_types has layers"):
+        ModelConfig.from_hf({**config, "use_sliding_window": False})
+
+
 @pytest.mark.parametrize("flags", [[1, 1], "1111", [1, 1, 2, 0, 1], [True, False, True, True, True]])
 def test_what_is_no_flag_for_each_layer_is_refused(root: Path, flags: Any) -> None:
     config = json.loads((root / "plain" / "config.json").read_text())
