@@ -32,7 +32,7 @@ def _layer_kinds(keys: Keys, blocks: int) -> Sequence[LayerKind]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    """`transformers` passes the window over without `use_sliding_window`, but for its mask, which follows the layers."""
+    """Without `use_sliding_window` `transformers` has no window, but for its mask, which follows the layers."""
     if keys.get("use_sliding_window"):
         return keys
     if keys.get("sliding_window") is not None and "sliding_attention" in (keys.get("layer_types") or ()):
