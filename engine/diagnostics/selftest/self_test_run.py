@@ -21,6 +21,7 @@ from quengine.diagnostics.selftest.self_test_experts import (
     check_experts,
     check_router,
 )
+from quengine.diagnostics.selftest.self_test_states import STATES, check_state
 from quengine.kernels.block_formats import FORMATS
 from quengine.platform.machine import usable_cpus
 
@@ -37,7 +38,7 @@ Unit = tuple[str, str]
 
 GPU_UNITS: tuple[Unit, ...] = (
     *((name, use.name) for name in FORMATS for use in USES),
-    *((name, "") for name in (*OPERATIONS, *PAGED)),
+    *((name, "") for name in (*OPERATIONS, *PAGED, *STATES)),
     *((name, use.name) for name in SUBJECTS for use in EXPERT_USES),
     *((ROUTER, name) for name in ROUTERS),
     *((name, test) for name, tests in SAMPLING.items() for test in tests),
@@ -50,7 +51,7 @@ QUICK_FORMAT = "Q4_K"
 
 def quick_units() -> tuple[Unit, ...]:
     """Of GPU_UNITS one of each kind: every use of one format, every operation, one router."""
-    kinds = {QUICK_FORMAT, *OPERATIONS, *PAGED, f"experts {QUICK_FORMAT}", *SAMPLING}
+    kinds = {QUICK_FORMAT, *OPERATIONS, *PAGED, *STATES, f"experts {QUICK_FORMAT}", *SAMPLING}
     return tuple(unit for unit in GPU_UNITS if unit[0] in kinds or unit == (ROUTER, next(iter(ROUTERS))))
 
 
@@ -64,6 +65,8 @@ def check_cpu(threads: int, quick: bool = False) -> Iterator[KernelCheck]:
             yield check_use(backend, name, use)
     for name in OPERATIONS:
         yield from check_operation(backend, name)
+    for name in STATES:
+        yield from check_state(backend, name)
     for name in (f"experts {QUICK_FORMAT}",) if quick else SUBJECTS:
         for use in EXPERT_USES:
             yield check_experts(backend, name, use)
@@ -113,6 +116,8 @@ def check_on_gpu(index: int, unit: Unit) -> list[KernelCheck]:
         return [check_experts(backend, subject, use) for use in EXPERT_USES if use.name == test]
     if subject == ROUTER:
         return list(check_router(backend, test))
+    if subject in STATES:
+        return list(check_state(backend, subject))
     return list(check_operation(backend, subject))
 
 
