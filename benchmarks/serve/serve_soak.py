@@ -417,6 +417,7 @@ async def run(program: Program, given: argparse.Namespace) -> dict[str, Any]:
 def faults(log: Path) -> list[str]:
     """Lines of the log that tell of a fault: not of requests, clients that send no HTTP or read nothing, or kernels."""
     provoked = "Invalid HTTP request|.*a write was not taken|compiling kernels|GET /health: (pages of|the Host header) "
+    provoked += "|JSON schema: not enforced, but checked"
     fault = re.compile(rf"Traceback|caused by|^engine: (error|warning): (?!{provoked})")
     return [line[:300] for line in log.read_text(errors="replace").splitlines() if fault.search(line)][:10]
 
