@@ -19,8 +19,8 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.sampling_chain.chain import Choice, SamplerChain
 from quengine.sampling_chain.dry import Breakers
 from quengine.sampling_chain.infill import Infill
-from quengine.structured.constraint import ConstraintError, Mask
-from quengine.structured.token_mask import TokenMask
+from quengine.structured.constraint import ConstraintError
+from quengine.structured.token_mask import Mask, TokenMask
 
 if TYPE_CHECKING:
     from torch import Tensor
