@@ -25,8 +25,6 @@ from quengine.structured.token_mask import Mask, TokenMask
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quengine.request.sequence import Sequence
-
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -200,14 +198,6 @@ class Sampler:
         counts = np.fromiter(recent.values(), dtype=np.int64, count=len(recent))
         penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
         return sampling.penalize(logits, ids, counts, *penalties)
-
-
-def sample_next(sequence: "Sequence", logits: "Tensor") -> Result:
-    """The token after a sequence's newest one, given the logits [vocab_size] there, or why there is none."""
-    try:
-        return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
-    except Exception as error:
-        return error
 
 
 class RecentTokens:

@@ -1,6 +1,6 @@
 """How a declared layer becomes one on a backend: which class computes each kind of mixer and feed-forward.
 
-Declarations (models/blocks) know nothing of these classes, which need torch; the classes read the declarations.
+Declarations (models/blocks) need no torch; these classes do, and read them.
 """
 
 from typing import Any, Protocol
