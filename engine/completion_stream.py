@@ -1,8 +1,9 @@
 """One request being computed, as its user iterates over it."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.output import Completion
@@ -11,8 +12,32 @@ from quengine.structured.answer_parser import AnswerParser
 from quengine.structured.schema_check import schema_violation
 from quengine.structured.tool_calls import Delta, TextDelta, collect, reasoning_of
 
-if TYPE_CHECKING:
-    from quengine.llm import LLM
+
+class StreamEngine(Protocol):
+    """What computes the requests of streams: an LLM. Any thread may call it."""
+
+    dropped: deque[Sequence]
+    """Sequences that were cancelled and are still to be taken out."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises EngineError where it does not fit into the cache, or after a fork."""
+        ...
+
+    def step(self) -> object:
+        """Compute one batch, or wait for the one that another thread computes."""
+        ...
+
+    def end_step(self) -> None:
+        """Wait for the step under way, if there is one."""
+        ...
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Take a sequence out, now or before the next step. Never waits."""
+        ...
+
+    def completion(self, sequence: Sequence) -> Completion:
+        """What a finished or interrupted sequence has come to."""
+        ...
 
 
 class CompletionStream:
@@ -28,8 +53,8 @@ class CompletionStream:
     # Nothing here may lead back to the stream (no bound method, no generator over `self`): it would outlive its last
     # reference until the next garbage collection.
 
-    def __init__(self, llm: "LLM", sequence: Sequence) -> None:
-        self._llm = llm
+    def __init__(self, engine: StreamEngine, sequence: Sequence) -> None:
+        self._engine = engine
         self.sequence = sequence
         self.progress: Callable[[int, int], None] | None = None
         self._started = False
@@ -50,11 +75,11 @@ class CompletionStream:
                 if self.progress is not None and not self.sequence.generated:
                     total = self.sequence.num_prompt_tokens
                     self.progress(min(self.sequence.num_cached_tokens, total), total)
-                self._llm.step()
+                self._engine.step()
             return text
         except BaseException as error:
             # One call of C: a second interrupt may come anywhere, and finds the sequence noted.
-            self._llm.dropped.append(self.sequence)
+            self._engine.dropped.append(self.sequence)
             self.close()
             if (problem := out_of_memory(error)) is not None:
                 raise problem from error
@@ -70,7 +95,7 @@ class CompletionStream:
 
     @property
     def completion(self) -> Completion:
-        return _checked(self._llm.completion(self.sequence), self.sequence)
+        return _checked(self._engine.completion(self.sequence), self.sequence)
 
     def start(self) -> None:
         """Queue the request now; else the first iteration does. Then it must be finished or closed.
@@ -80,7 +105,7 @@ class CompletionStream:
         """
         if not self._started:
             self._started = True
-            self._llm._add(self.sequence)
+            self._engine.add(self.sequence)
 
     def finish(self) -> Completion:
         """Compute to the end."""
@@ -90,12 +115,12 @@ class CompletionStream:
 
     def close(self) -> None:
         """Cancel the request, unless it has finished."""
-        self._llm._cancel(self.sequence)
+        self._engine.cancel(self.sequence)
         self._closed = True
 
     def _end(self) -> str:
         """The last piece of a sequence that has finished meanwhile. Raises its error, or StopIteration."""
-        self._llm._end_step()
+        self._engine.end_step()
         if text := self.sequence.stream.read():
             return text
         if self.sequence.error is not None:
@@ -118,8 +143,10 @@ class ChatStream(CompletionStream):
     parser for one answer.
     """
 
-    def __init__(self, llm: "LLM", sequence: Sequence, new_parser: Callable[[], AnswerParser]) -> None:
-        super().__init__(llm, sequence)
+    def __init__(
+        self, engine: StreamEngine, sequence: Sequence, new_parser: Callable[[], AnswerParser]
+    ) -> None:
+        super().__init__(engine, sequence)
         self._new_parser = new_parser
         self._parser: AnswerParser | None = new_parser()
 
@@ -139,7 +166,7 @@ class ChatStream(CompletionStream):
 
     @property
     def completion(self) -> Completion:
-        completion, parser = self._llm.completion(self.sequence), self._new_parser()
+        completion, parser = self._engine.completion(self.sequence), self._new_parser()
         deltas = parser.push(completion.text)
         if self.sequence.finished:
             deltas += parser.finish()

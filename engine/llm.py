@@ -229,10 +229,10 @@ class LLM:
         sequences = [self.embedding_sequence(ids, pooling) for ids in texts]
         try:
             for sequence in sequences:
-                self._add(sequence)
+                self.add(sequence)
             while not all(sequence.finished for sequence in sequences):
                 self.step()
-            self._end_step()
+            self.end_step()
             return [sequence.embedding() for sequence in sequences]
         finally:
             self.dropped.extend(sequences)
@@ -415,7 +415,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises EngineError where it does not fit into the cache, or after a fork."""
         with self._uninterrupted():
             try:
@@ -425,7 +425,7 @@ class LLM:
             finally:
                 self._lock.release()
 
-    def _end_step(self) -> None:
+    def end_step(self) -> None:
         """Wait for the step under way, if there is one: what it does to a sequence that has finished is then done."""
         with self._uninterrupted():
             try:
@@ -433,7 +433,7 @@ class LLM:
             finally:
                 self._lock.release()
 
-    def _cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: Sequence) -> None:
         """Take a sequence out, now or before the next step. Never waits: finalizers call it."""
         self.dropped.append(sequence)
         self._cancel_dropped_now()

@@ -25,7 +25,7 @@ from quengine.request.sequence import Sequence
 from quengine.runners.graph_keys import GraphKey
 from quengine.runners.host_copy import HostCopy
 from quengine.runners.step_rows import SequenceRows, decode_rows, forward_batch, prefill_rows
-from quengine.sampler import NO_CHOICE, Result, Sample, Verified, sample_next
+from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
@@ -298,7 +298,7 @@ class ModelRunner:
         with Range("sample"):
             for sequence, row in zip(sampled, rows_left, strict=True):
                 if results[sequence] is None:
-                    results[sequence] = sample_next(sequence, row)
+                    results[sequence] = sequence.sample_next(row)
         return list(results.values())
 
     @torch.no_grad()
@@ -324,7 +324,7 @@ def _sampled(chunks: Seq[Chunk], logits: Tensor) -> list[Result]:
     """The tokens behind prompts that end with their chunk, given the logits [chunks, vocab] on the host."""
     with Range("sample"):
         return [
-            sample_next(chunk.sequence, row) if chunk.samples and chunk.sequence.block_tables else None
+            chunk.sequence.sample_next(row) if chunk.samples and chunk.sequence.block_tables else None
             for chunk, row in zip(chunks, logits, strict=True)
         ]
 
@@ -333,10 +333,10 @@ def _choose(sequence: Sequence, logits: Tensor) -> Result:
     """The result of a sequence, given the logits of its rows."""
     if not sequence.next_is_newest:
         return None
-    first = sample_next(sequence, logits[0])
+    first = sequence.sample_next(logits[0])
     if not sequence.draft or not isinstance(first, Sample):
         return first
-    return Verified(first, lambda number: sample_next(sequence, logits[number]))
+    return Verified(first, lambda number: sequence.sample_next(logits[number]))
 
 
 def _wanted_rows(

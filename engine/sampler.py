@@ -19,13 +19,11 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.sampling_chain.chain import Choice, SamplerChain
 from quengine.sampling_chain.dry import Breakers
 from quengine.sampling_chain.infill import Infill
-from quengine.structured.constraint import ConstraintError, Mask
-from quengine.structured.token_mask import TokenMask
+from quengine.structured.constraint import ConstraintError
+from quengine.structured.token_mask import Mask, TokenMask
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from quengine.request.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -200,14 +198,6 @@ class Sampler:
         counts = np.fromiter(recent.values(), dtype=np.int64, count=len(recent))
         penalties = (params.repeat_penalty, params.presence_penalty, params.frequency_penalty)
         return sampling.penalize(logits, ids, counts, *penalties)
-
-
-def sample_next(sequence: "Sequence", logits: "Tensor") -> Result:
-    """The token after a sequence's newest one, given the logits [vocab_size] there, or why there is none."""
-    try:
-        return sequence.sampler.sample(logits, sequence.token_ids, len(sequence.token_ids))
-    except Exception as error:
-        return error
 
 
 class RecentTokens:

@@ -1,21 +1,20 @@
 """The shape of a model: one frozen dataclass, filled from GGUF metadata or a Hugging Face config.json.
 
-What the two sources call things is in `gguf.config_gguf` and `hf.config_hf`, what each architecture computes in
-`architectures`. What values must agree on is checked here, once, for all of them.
+`gguf.config_gguf` and `hf.config_hf` read it and know what the two sources call things; what each architecture computes
+is in `architectures`. What values must agree on is checked here, once, for all of them.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite, log, pow, sqrt
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from quengine.kernels.kv.cache_types import CacheType, row_bytes
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, RouterKind
 
 if TYPE_CHECKING:
     from quengine.kernels.rope import RopeSpec
-    from quengine.models.gguf import GGUFFile
 
 RopeLayout = Literal["pairs", "halves"]
 Pooling = Literal["mean", "cls", "last", "rank"]
@@ -230,25 +229,6 @@ class ModelConfig:
     output_norm: str = "output_norm"
     ranks: int = 1
     stage: Stage | None = None
-
-    @classmethod
-    def from_gguf(cls, file: "GGUFFile") -> "ModelConfig":
-        """The configuration in a GGUF file's metadata; needs no tensor data beyond `rope_freqs.weight`.
-
-        Raises:
-            GGUFError: a value is missing, of the wrong type, out of range or at odds with another.
-            EngineError: an architecture, or a trait of one, that the decoder does not implement.
-        """
-        from quengine.models.gguf.config_gguf import read_gguf_config
-
-        return read_gguf_config(file)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "ModelConfig":
-        """The configuration in a parsed Hugging Face config.json. Raises EngineError as `from_gguf` does."""
-        from quengine.models.hf.config_hf import read_hf_config
-
-        return read_hf_config(config)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -13,34 +13,13 @@ from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.architectures import layers_of
-from quengine.models.blocks.block import Block
 from quengine.models.config import ModelConfig, Stage
+from quengine.models.decoder_layer import DecoderLayer
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.handed_rows import HandedRows
 from quengine.models.layer_tables import LayerTables
 from quengine.models.layers import LayerTensors
 from quengine.models.tensor_split import token_counts
-
-
-class DecoderLayer:
-    """One layer on a backend: a mixer, then a feed-forward (models/blocks)."""
-
-    def __init__(self, block: Block, tensors: LayerTensors, tables: LayerTables) -> None:
-        self.mixer = block.mixer.load(tensors, tables)
-        self.ffn = block.feed_forward.load(tensors, tables)
-
-    def __call__(
-        self,
-        batch: ForwardBatch,
-        x: Hidden,
-        cache: LayerState,
-        next_norm: RMSNorm | None,
-        rows: Tensor | None = None,
-    ) -> Hidden:
-        """`next_norm`: the norm behind this layer, the next one's or the output's. `rows`: those gathered behind the
-        mixer; None: all."""
-        x = self.mixer(batch, x, cache, self.ffn.norm, rows)
-        return self.ffn(batch, x, next_norm)
 
 
 class Decoder:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -10,11 +10,9 @@ from quengine.kernels.backend import Backend, Hidden, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
-
-if TYPE_CHECKING:
-    from quengine.models.blocks.attention import Attention
-    from quengine.models.blocks.feed_forward import FeedForward
-    from quengine.models.layer_tables import LayerTables
+from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.feed_forward import FeedForward
+from quengine.models.layer_tables import LayerTables
 
 
 class LayerTensors:
@@ -54,7 +52,7 @@ class AttentionLayer:
     `entry` and `output` are the matrices of the projections, as in every mixer.
     """
 
-    def __init__(self, declared: "Attention", tensors: LayerTensors, tables: "LayerTables") -> None:
+    def __init__(self, declared: Attention, tensors: LayerTensors, tables: LayerTables) -> None:
         form = declared.form
         self.backend = tensors.backend
         self.partial = declared.config.ranks > 1 and declared.config.splits_heads
@@ -101,7 +99,7 @@ def _qkv(tensors: LayerTensors, kind: str) -> list[str]:
 class FeedForwardLayer:
     """Merged gate and up projection, gated activation, down projection; norms as in AttentionLayer."""
 
-    def __init__(self, declared: "FeedForward", tensors: LayerTensors) -> None:
+    def __init__(self, declared: FeedForward, tensors: LayerTensors) -> None:
         form = declared.form
         self.backend = tensors.backend
         self.partial = declared.partial

@@ -14,8 +14,10 @@ from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import Q8_0_GROUP, can_store
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, GGUFFile, StringArray, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.gguf.errors import shown
 from quengine.models.gguf.vocab_checks import CHAT_TEMPLATE, MERGES, TOKENS, check_vocabulary
+from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.parameter_counts import ParameterCounts, count_parameters
 from quengine.models.tensor_table import DEQUANTIZED_TYPES, check_tensors, draft_tensors
 
@@ -137,7 +139,7 @@ def summarize(path: Path) -> ModelSummary:
 def _summarize_gguf(path: Path, file: GGUFFile) -> ModelSummary:
     config, problem = None, None
     try:
-        config = ModelConfig.from_gguf(file)
+        config = read_gguf_config(file)
         if file.tensors:
             check_tensors(file, config)
         else:
@@ -211,7 +213,7 @@ def _summarize_folder(path: Path) -> ModelSummary:
     raw = read_config(path)
     config, problem = None, None
     try:
-        config = ModelConfig.from_hf(raw)
+        config = read_hf_config(raw)
     except EngineError as error:
         problem = str(error)
     files, rows = safetensors_rows(path)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quengine.errors import EngineError
-from quengine.models.config import ModelConfig
 from quengine.models.gguf import open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.gguf.vocab_checks import check_vocabulary
 from quengine.models.model_summary import summarize
 from quengine.models.tensor_table import check_tensors
@@ -402,7 +402,7 @@ def read_everything(path: Path) -> str:
             for tensor in file.tensors.values():
                 assert tensor.data.nbytes == tensor.nbytes
                 tensor.data.max()
-            config = ModelConfig.from_gguf(file)
+            config = read_gguf_config(file)
             check_tensors(file, config)
             check_vocabulary(file)
     except EngineError as error:

@@ -3,7 +3,10 @@
 import ast
 import tomllib
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("kernels", "models", "engine", "cli")
@@ -17,12 +20,25 @@ def sources(folder: str) -> list[Path]:
     return [path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts]
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+def module_name(path: Path) -> str:
+    """What a file of the product is imported as; a package's __init__ ends so."""
+    layer, *parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("quengine", *parts) if layer == "engine" else ("quengine", layer, *parts))
+
+
+def imports(source: str, name: str) -> Iterator[str]:
+    """What the module `name` imports: at its top, within functions, and for types alone (under TYPE_CHECKING)."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            package = name.split(".")[: -node.level] if node.level else []
+            module = ".".join([*package, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def imports_of(path: Path) -> list[str]:
+    return list(imports(path.read_text(), module_name(path)))
 
 
 def layer_of(module: str) -> str:
@@ -41,15 +57,46 @@ def test_every_room_is_installed() -> None:
     assert len(rooms) > 30 and set(packages) == rooms
 
 
+def test_imports_are_found_wherever_they_stand() -> None:
+    source = """
+import a.b
+from c import d
+from . import here
+from .near import x
+if TYPE_CHECKING:
+    from e import f
+def g():
+    from h import i
+"""
+    assert set(imports(source, "p.q")) == {"a.b", "c.d", "p.here", "p.near.x", "e.f", "h.i"}
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    """Not even one that fails nowhere, since an import of it stands within a function or is for types alone."""
+    files = {module_name(path).removesuffix(".__init__"): path for layer in LAYERS for path in sources(layer)}
+    graph = {
+        name: {each if each in files else each.rpartition(".")[0] for each in imports_of(path)} & files.keys()
+        for name, path in files.items()
+    }
+    assert "quengine.request.sequence" in graph["quengine.llm"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
 def test_imports_point_down() -> None:
-    """`quengine.errors`, which imports nothing, is everybody's."""
+    """Those within functions and for types alone too. The one exception is `quengine.errors`: it imports nothing, and
+    is everybody's."""
     for layer in LAYERS:
         above = LAYERS[LAYERS.index(layer) + 1 :]
         for path in sources(layer):
             wrong = [
                 name
-                for name in imports(path)
-                if name.startswith("quengine.") and name != "quengine.errors" and layer_of(name) in above
+                for name in imports_of(path)
+                if name.startswith("quengine.")
+                and not f"{name}.".startswith("quengine.errors.")
+                and layer_of(name) in above
             ]
             assert not wrong, (path, wrong)
 
@@ -57,7 +104,7 @@ def test_imports_point_down() -> None:
 def test_the_core_imports_no_optional_room() -> None:
     for folder in CORE:
         for path in (ROOT / folder).glob("*.py"):
-            assert not [name for name in imports(path) if name.startswith(OPTIONAL)], path
+            assert not [name for name in imports_of(path) if name.startswith(OPTIONAL)], path
 
 
 def test_every_room_says_what_it_is_for() -> None:

@@ -13,10 +13,10 @@ from quengine.models.tokenizer import Tokenizer
 from quengine.structured.answer_format import (
     PROMPT_TOKENS,
     AnswerFormat,
-    answer_format,
     effort_variables,
     switch_variables,
 )
+from quengine.structured.format_choice import answer_format
 from quengine.structured.reasoning.tags import reasoning_in
 
 Messages = Sequence[Mapping[str, Any]]

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from quengine.context.context_shift import ContextShift
 from quengine.kernels import compile_clock
@@ -13,7 +14,10 @@ from quengine.request.pooling import Pool
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.text_stream import TextStream
-from quengine.sampler import Sample, Sampler, TokenLogprobs
+from quengine.sampler import Result, Sample, Sampler, TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(eq=False)
@@ -120,6 +124,13 @@ class Sequence:
             raise self.error
         assert self.pool is not None
         return self.pool.embedding()
+
+    def sample_next(self, logits: "Tensor") -> Result:
+        """The token after its newest one, given the logits [vocab_size] there, or why there is none."""
+        try:
+            return self.sampler.sample(logits, self.token_ids, len(self.token_ids))
+        except Exception as error:
+            return error
 
     def advance(self, sample: Sample) -> str:
         """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""

@@ -22,7 +22,7 @@ from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
 from quengine.runners.decode_slots import DecodeRow, DecodeSlots, Slot
 from quengine.runners.graph_keys import SamplingKind
-from quengine.sampler import NO_CHOICE, Result, Sample, Verified, sample_next
+from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 
 _PATIENCE = 4
 """Steps in which slots are not equally far ahead, and the device waits for the host, before one is spent on it."""
@@ -166,7 +166,7 @@ class DeviceDecoder:
 def _token(sequence: Sequence, kind: SamplingKind | None, step: StepTokens, index: int) -> Result:
     """The token behind a row."""
     if kind is None:
-        return sample_next(sequence, step.logits(index))
+        return sequence.sample_next(step.logits(index))
     token = step.wait()[index]
     return NO_CHOICE if token == NO_TOKEN else Sample(token)
 

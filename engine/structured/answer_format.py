@@ -1,32 +1,22 @@
 """How a model writes an answer: which of its text is reasoning, which is for the user, and which are tool calls.
 
-The one place where a model's form is chosen, by its chat template and vocabulary. `harmony_format` is gpt-oss's; any
-other model writes text, with calls in it of the form that `calls.named` finds, and in front of it a section of
-reasoning where `reasoning.tags` finds one.
+Which form a model has, `format_choice` finds.
 
 `prompt` is everywhere the end of the prompt as text, which may have begun the answer: DeepSeek-R1's opens the section.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from quengine.errors import EngineError
 from quengine.structured.answer_parser import AnswerParser, TextParser
 from quengine.structured.calls.format import CallFormat
-from quengine.structured.calls.named import marked_form, template_form
-from quengine.structured.calls.probe import Render as CallsRender
 from quengine.structured.constraint_spec import ConstraintSpec
-from quengine.structured.harmony_format import HarmonyFormat
-from quengine.structured.reasoning.reasoning_format import ReasoningFormat
-from quengine.structured.reasoning.tags import ReasoningTags, Render, switches
+from quengine.structured.reasoning.tags import switches
 from quengine.structured.tool_calls import ToolUse
 
 NO_CALLS = "tools: the chat template of this model has no known form of calls"
-
-if TYPE_CHECKING:
-    from quengine.models.tokenizer import Tokenizer
 
 
 class AnswerFormat(Protocol):
@@ -161,40 +151,6 @@ class TextFormat:
 
 PROMPT_TOKENS = 64
 """So many tokens at the end of a prompt hold what it has begun of an answer."""
-
-
-def answer_format(
-    template: str | None,
-    tokenizer: "Tokenizer",
-    render: Render | None = None,
-    calls: CallsRender | None = None,
-) -> AnswerFormat:
-    """The form of a model with this chat template and vocabulary; of text alone without a template.
-
-    render: the template as a function, for what its source does not show (`reasoning.tags`). calls: the same as
-        `ChatTemplate.render`, by which the form of calls is found; without it there are none.
-    """
-    if template is None:
-        return TextFormat()
-    harmony = HarmonyFormat.of(template, tokenizer)
-    if harmony is not None:
-        return harmony
-    text = TextFormat()
-    if calls is not None:
-        marked = marked_form(template)
-        form = CallFormat(marked or partial(template_form, template, calls), tokenizer)
-        text = TextFormat(form, marked is not None and bool(marked.text_ends))
-
-    def has_token(text: str) -> bool:
-        return len(tokenizer.encode(text, special=True)) == 1
-
-    tags = ReasoningTags.of(template, render if _may_reason(template) else None, has_token)
-    return text if tags is None else ReasoningFormat.of(tags, text, tokenizer)
-
-
-def _may_reason(template: str) -> bool:
-    """Whether it is worth rendering: a template that writes reasoning names it."""
-    return "reasoning" in template or "think" in template
 
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

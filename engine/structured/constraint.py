@@ -19,13 +19,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from quengine.errors import EngineError
 from quengine.structured.compile_probe import needs_probe, probe
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.reasoning.budget import BudgetConstraint
 from quengine.structured.schema_fallback import simpler_grammars
+from quengine.structured.token_mask import Mask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from quengine.models.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-Mask = npt.NDArray[np.bool_]
 
 COMPILE_SECONDS = 10.0
 _COMPILING_AT_ONCE = 4  # also those whose requests were cancelled

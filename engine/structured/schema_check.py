@@ -1,7 +1,6 @@
 """Whether a finished text is valid under its schema, which a grammar enforces as far as it can (`schema_grammar`)."""
 
 import json
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +8,6 @@ from quengine.platform import strict_json
 
 if TYPE_CHECKING:
     from jsonschema_rs import Draft202012Validator
-
-    from quengine.structured.constraint_spec import ConstraintSpec
-    from quengine.structured.tool_calls import ToolCall, ToolUse
 
 _STEPS = 100_000
 """The most steps back that a pattern may take: a hostile one ends, and counts as not matched."""
@@ -65,28 +61,3 @@ def _without_patterns(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {key: _without_patterns(value) for key, value in schema.items() if key != "pattern"}
-
-
-def answer_violation(
-    spec: "ConstraintSpec | None", use: "ToolUse | None", text: str, calls: Sequence["ToolCall"] = ()
-) -> str | None:
-    """What of a finished answer is not valid under the schemas that it was held to, in one line; None where all is.
-
-    Args:
-        spec: the request's constraint.
-        use: its tools; the arguments of calls are checked where calls were required.
-        text: the answer's text, without its reasoning.
-        calls: its calls.
-    """
-    if use is not None and use.choice == "required":
-        from quengine.structured.calls.form import arguments_expression
-
-        tools = {tool.name: tool for tool in use.callable}
-        for call in calls:
-            if call.name not in tools:
-                continue
-            wrong = schema_violation(arguments_expression(tools[call.name]).standard, call.arguments)
-            if wrong is not None:
-                return f"{call.name}: {wrong}"
-        return None
-    return schema_violation(spec.schema, text) if spec is not None else None

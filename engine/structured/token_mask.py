@@ -1,11 +1,13 @@
 """Which tokens the sampler may choose next: what a constraint's mask and that of `min_tokens` have in common."""
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from quengine.structured.constraint import Mask
+Mask: TypeAlias = npt.NDArray[np.bool_]
+"""For each token of the vocabulary, whether it is allowed: [vocab_size]."""
 
 
 class TokenMask(Protocol):
@@ -22,6 +24,15 @@ class TokenMask(Protocol):
 
     def advance(self, token: int) -> None:
         """Go on by an allowed token. Raises EngineError."""
+        ...
+
+
+class TextMask(TokenMask, Protocol):
+    """The mask of a whole text, which also says where that may end."""
+
+    @property
+    def accepting(self) -> bool:
+        """Whether the text so far may be all of it."""
         ...
 
 

@@ -2,14 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quengine.models.blocks.block import Axis, Cut, PagedKV, TensorSpec
 from quengine.models.config import BlockKind, ModelConfig
-
-if TYPE_CHECKING:
-    from quengine.models.layer_tables import LayerTables
-    from quengine.models.layers import AttentionLayer, LayerTensors
 
 _QUERIES, _KEYS, _HEADS = Cut("rows", ("queries",)), Cut("rows", ("keys",)), Cut("columns", ("heads",))
 _ALL: tuple[Axis, ...] = ("queries", "keys", "keys")
@@ -65,11 +60,6 @@ class Attention:
             "attn_qkv.weight": TensorSpec((rows, self.width), Cut("rows", _ALL) if cut else None),
             "attn_qkv.bias": TensorSpec((rows,), Cut("columns", _ALL) if cut else None),
         }
-
-    def load(self, tensors: "LayerTensors", tables: "LayerTables") -> "AttentionLayer":
-        from quengine.models.layers import AttentionLayer
-
-        return AttentionLayer(self, tensors, tables)
 
     def _projections(self) -> dict[str, TensorSpec]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim

@@ -1,18 +1,15 @@
-"""What a layer declares: its tensors, how ranks cut them, what it keeps of a sequence, and how it is loaded.
+"""What a layer declares: its tensors, how ranks cut them, and what it keeps of a sequence.
 
 Declarations need no torch: a file's check, `engine show` and the memory plan read them before anything is loaded.
+`models/decoder_layer.py` makes the layers of them.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from quengine.kernels.kv.cache_types import CacheType, row_bytes
-
-if TYPE_CHECKING:
-    from quengine.models.layer_tables import LayerTables
-    from quengine.models.layers import LayerTensors
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -103,17 +100,9 @@ class Mixer(Part, Protocol):
         """What it keeps of a sequence from step to step."""
         ...
 
-    def load(self, tensors: "LayerTensors", tables: "LayerTables") -> Any:
-        """The layer on a backend: called with (batch, x, state, next_norm, rows)."""
-        ...
-
 
 class ChannelMixer(Part, Protocol):
     """The part of a layer that computes each position by itself: a feed-forward, or a mixture of experts."""
-
-    def load(self, tensors: "LayerTensors", tables: "LayerTables") -> Any:
-        """The layer on a backend: called with (batch, x, next_norm)."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quengine.models.blocks.block import Axis, Cut, TensorSpec
 from quengine.models.config import BlockKind, ExpertConfig
-
-if TYPE_CHECKING:
-    from quengine.models.experts import MixtureOfExperts
-    from quengine.models.layer_tables import LayerTables
-    from quengine.models.layers import LayerTensors
 
 _INNER: tuple[Axis, ...] = ("expert_inner",)
 _SHARED: tuple[Axis, ...] = ("shared_inner",)
@@ -46,11 +40,6 @@ class Experts:
         """The tensor that holds gate and up of all experts, [E, 2F, width], in files that do not have two."""
         shape = (self.experts.count, 2 * self.experts.feed_forward_length, self.width)
         return {"ffn_gate_up_exps.weight": TensorSpec(shape, Cut("rows", (*_INNER, *_INNER), experts=True))}
-
-    def load(self, tensors: "LayerTensors", tables: "LayerTables") -> "MixtureOfExperts":
-        from quengine.models.experts import MixtureOfExperts
-
-        return MixtureOfExperts(self, tensors, tables.host_experts(tensors.layer))
 
     def _biases(self) -> dict[str, TensorSpec]:
         count, inner = self.experts.count, self.experts.feed_forward_length

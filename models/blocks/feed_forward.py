@@ -2,14 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quengine.models.blocks.block import Cut, TensorSpec
 from quengine.models.config import BlockKind
-
-if TYPE_CHECKING:
-    from quengine.models.layer_tables import LayerTables
-    from quengine.models.layers import FeedForwardLayer, LayerTensors
 
 _ROWS, _COLUMNS = Cut("rows", ("inner",)), Cut("columns", ("inner",))
 
@@ -40,8 +35,3 @@ class FeedForward:
 
     def joined(self) -> Mapping[str, TensorSpec]:
         return {}
-
-    def load(self, tensors: "LayerTensors", _tables: "LayerTables") -> "FeedForwardLayer":
-        from quengine.models.layers import FeedForwardLayer
-
-        return FeedForwardLayer(self, tensors)

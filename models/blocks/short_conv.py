@@ -7,15 +7,9 @@ in the `transformers` library; "LFM2 Technical Report", Liquid AI 2025, section 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from quengine.kernels.kv.cache_types import CONV_HISTORY
 from quengine.models.blocks.block import Cut, SlotState, TensorSpec
-
-if TYPE_CHECKING:
-    from quengine.models.layer_tables import LayerTables
-    from quengine.models.layers import LayerTensors
-    from quengine.models.short_conv import ShortConvLayer
 
 
 @dataclass(frozen=True)
@@ -47,8 +41,3 @@ class ShortConv:
 
     def joined(self) -> Mapping[str, TensorSpec]:
         return {}
-
-    def load(self, tensors: "LayerTensors", tables: "LayerTables") -> "ShortConvLayer":
-        from quengine.models.short_conv import ShortConvLayer
-
-        return ShortConvLayer(self, tensors, tables)

@@ -97,7 +97,12 @@ _OTHER_FILES: Mapping[str, str] = {
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
-    """See ModelConfig.from_gguf."""
+    """The configuration in a GGUF file's metadata; needs no tensor data beyond `rope_freqs.weight`.
+
+    Raises:
+        GGUFError: a value is missing, of the wrong type, out of range or at odds with another.
+        EngineError: an architecture, or a trait of one, that the decoder does not implement.
+    """
     kind = file.metadata.get("general.type")
     if isinstance(kind, str) and kind in _OTHER_FILES:
         raise EngineError(f"{file.path}: {_OTHER_FILES[kind]}")

@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quengine.models.config import ModelConfig
 from quengine.models.gguf import open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.tensor_table import check_tensors, draft_note, draft_tensors
 from quengine.models.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = open_gguf(path)
-        self.config = ModelConfig.from_gguf(self.file)
+        self.config = read_gguf_config(self.file)
         check_tensors(self.file, self.config)
         self._drafts = draft_tensors(self.config, self.file.tensors)
         self._stored = {name: t for name, t in self.file.tensors.items() if name not in self._drafts}

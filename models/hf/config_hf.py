@@ -37,7 +37,12 @@ ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
-    """See ModelConfig.from_hf."""
+    """The configuration in a parsed Hugging Face config.json.
+
+    Raises:
+        EngineError: a value is missing, of the wrong type, out of range or at odds with another; or an architecture, or
+            a trait of one, that the decoder does not implement.
+    """
     architecture, model_type, text = _text_model(config)
     _refuse_unimplemented(config, text, architecture.block, model_type)
     heads = _int(text, "head_count")

@@ -23,6 +23,7 @@ from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import HFPart
 from quengine.models.blocks.block import Shape
 from quengine.models.config import ModelConfig
+from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.hf.hf_headers import read_config, read_pooling
 from quengine.models.hf.hf_names import HFNames, prefix
 from quengine.models.hf.hf_parts import StoredPart
@@ -61,7 +62,7 @@ class HFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        declared = replace(ModelConfig.from_hf(read_config(path)), pooling=read_pooling(path))
+        declared = replace(read_hf_config(read_config(path)), pooling=read_pooling(path))
         self._shards = HFShards(path)
         self.config = _with_own_output(declared, self._shards)
         self._untied = self.config is not declared

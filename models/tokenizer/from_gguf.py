@@ -14,10 +14,10 @@ from quengine.models.tokenizer.added_tokens import AddedTokenEncoder
 from quengine.models.tokenizer.byte_level import ByteLevelBPE, byte_level_bytes
 from quengine.models.tokenizer.character_bpe import CharacterBPE
 from quengine.models.tokenizer.errors import TokenizerError
+from quengine.models.tokenizer.parts import TextEncoder, TokenizerParts
 from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer
 from quengine.models.tokenizer.scored_bpe import ScoredBPE, scored_bytes
 from quengine.models.tokenizer.token_length import of_gguf
-from quengine.models.tokenizer.tokenizer import TextEncoder, Tokenizer
 from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary, with_roles_by_text
 
 _PREFIX = "tokenizer.ggml."
@@ -53,7 +53,7 @@ _OTHER_KINDS = {
 }
 
 
-def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
+def read_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
     """Raises GGUFError for missing or unfit metadata, TokenizerError for kinds that are not supported."""
     kind = file.require_str(_PREFIX + "model")
     if kind in ("gpt2", "gemma4"):
@@ -66,7 +66,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:
     )
 
 
-def _merging(file: GGUFFile, kind: str) -> Tokenizer:
+def _merging(file: GGUFFile, kind: str) -> TokenizerParts:
     name = kind if kind == "gemma4" else file.get_str(_PREFIX + "pre")
     if name is None:
         name = "default"
@@ -86,14 +86,14 @@ def _merging(file: GGUFFile, kind: str) -> Tokenizer:
     if splits.always_bos:
         vocabulary = replace(vocabulary, add_bos="bos" in vocabulary.named_ids)
     kind_of_bpe = ByteLevelBPE if splits.byte_level else CharacterBPE
-    return Tokenizer(
+    return TokenizerParts(
         vocabulary,
         lambda: AddedTokenEncoder(vocabulary, kind_of_bpe(vocabulary, merges, splits)),
         length=lambda: of_gguf(vocabulary, splits.byte_level),
     )
 
 
-def _scored(file: GGUFFile) -> Tokenizer:
+def _scored(file: GGUFFile) -> TokenizerParts:
     checked = check_vocabulary(file)
     vocabulary = _vocabulary(file, checked.texts, True, _SCORED_ROLES, scored_bytes)
     said = file.get_bool(_PREFIX + "add_space_prefix")
@@ -106,7 +106,9 @@ def _scored(file: GGUFFile) -> Tokenizer:
     def make_encoder() -> TextEncoder:
         return AddedTokenEncoder(vocabulary, ScoredBPE(vocabulary, values, space_prefix))
 
-    return Tokenizer(vocabulary, make_encoder, space_prefix, lambda: of_gguf(vocabulary, byte_level=False))
+    return TokenizerParts(
+        vocabulary, make_encoder, lambda: of_gguf(vocabulary, byte_level=False), space_prefix
+    )
 
 
 def _vocabulary(

@@ -7,21 +7,15 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from quengine.models.tokenizer.added_tokens import partition
 from quengine.models.tokenizer.errors import TokenizerError
-from quengine.models.tokenizer.vocabulary import Vocabulary
+from quengine.models.tokenizer.parts import TextEncoder, TokenizerParts
 
 if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
     from quengine.models.tokenizer.token_length import TokenLength
-
-
-class TextEncoder(Protocol):
-    """Cuts a text into ids; control tokens are matched by their text where `special` asks."""
-
-    def encode(self, text: str, special: bool) -> list[int]: ...
 
 
 class Tokenizer:
@@ -32,17 +26,11 @@ class Tokenizer:
     which `decode` takes away again.
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        make_encoder: Callable[[], TextEncoder],
-        space_prefix: bool = False,
-        length: "Callable[[], TokenLength | None]" = lambda: None,
-    ) -> None:
-        self.space_prefix = space_prefix
-        self._length = length
-        self._vocabulary = vocabulary
-        self._make_encoder: Callable[[], TextEncoder] | None = make_encoder
+    def __init__(self, parts: TokenizerParts) -> None:
+        self.space_prefix = parts.space_prefix
+        self._length = parts.length
+        self._vocabulary = parts.vocabulary
+        self._make_encoder: Callable[[], TextEncoder] | None = parts.make_encoder
         self._encoder: TextEncoder | None = None
         self._lock = Lock()
 
@@ -53,9 +41,10 @@ class Tokenizer:
         Raises GGUFError for a file that cannot be read, TokenizerError for a tokenizer that is not supported.
         """
         from quengine.models.gguf import open_gguf
-        from quengine.models.tokenizer.from_gguf import tokenizer_from_gguf
+        from quengine.models.tokenizer.from_gguf import read_gguf_tokenizer
 
-        return tokenizer_from_gguf(open_gguf(source) if isinstance(source, str | Path) else source)
+        file = open_gguf(source) if isinstance(source, str | Path) else source
+        return cls(read_gguf_tokenizer(file))
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> "Tokenizer":
@@ -63,9 +52,9 @@ class Tokenizer:
 
         Raises EngineError for a file that is missing or cannot be read, TokenizerError for one that does not work.
         """
-        from quengine.models.tokenizer.hf.from_hf import tokenizer_from_hf
+        from quengine.models.tokenizer.hf.from_hf import read_hf_tokenizer
 
-        return tokenizer_from_hf(Path(folder))
+        return cls(read_hf_tokenizer(Path(folder)))
 
     @property
     def vocab_size(self) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quengine.errors import EngineError
-from quengine.models.config import ModelConfig
+from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.hf.hf_headers import read_config
 
 
@@ -20,5 +20,5 @@ def test_a_quantization_method_is_named_without_its_control_characters(tmp_path:
     config = {"model_type": "llama", "quantization_config": {"quant_method": "\x1b[2J\x1b]0;owned\x07\nawq"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineError, match="awq") as raised:
-        ModelConfig.from_hf(read_config(tmp_path))
+        read_hf_config(read_config(tmp_path))
     assert str(raised.value).isprintable()

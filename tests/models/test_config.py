@@ -9,6 +9,8 @@ import pytest
 from quengine.errors import EngineError
 from quengine.models.config import BlockKind, CacheGroup, ModelConfig, RopeScaling, yarn_attention_factor
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder, spm_vocabulary
 
 NAN, INF = float("nan"), float("inf")
@@ -26,7 +28,7 @@ def from_metadata(tmp_path, changes=None, architecture="llama", tensors=()):
     for name, data in tensors:
         builder.tensor(name, data.shape, "F32", data)
     with open_gguf(builder.write(tmp_path / "m.gguf")) as file:
-        return ModelConfig.from_gguf(file)
+        return read_gguf_config(file)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ def test_sizes_and_traits_come_from_the_metadata(tmp_path, architecture, layout)
     vocabulary = bpe_vocabulary()
     path = model_builder(ModelSizes(architecture), vocabulary).write(tmp_path / "m.gguf")
     with open_gguf(path) as file:
-        config = ModelConfig.from_gguf(file)
+        config = read_gguf_config(file)
     assert config == ModelConfig(
         architecture=architecture,
         name=f"tiny {architecture}",
@@ -83,7 +85,7 @@ def test_a_head_size_of_its_own_and_partial_rotation(tmp_path):
 def test_the_output_is_tied_where_its_matrix_is_absent(tmp_path):
     for tied in (False, True):
         with open_gguf(model_builder(tied=tied).write(tmp_path / "m.gguf")) as file:
-            assert ModelConfig.from_gguf(file).tied_output is tied
+            assert read_gguf_config(file).tied_output is tied
 
 
 def test_counts_given_per_layer_are_accepted_when_all_equal(tmp_path):
@@ -277,7 +279,7 @@ def test_bad_frequency_factors_are_refused(tmp_path, factors):
 
 
 def test_kv_cache_bytes():
-    config = ModelConfig.from_hf(LLAMA)
+    config = read_hf_config(LLAMA)
     assert config.kv_cache_bytes(10) == 2 * 2 * 2 * 16 * 10 * 2
     wide = replace(config, head_dim=64)
     assert wide.kv_cache_bytes(10, "q8_0") == 2 * 2 * 2 * 10 * 64 * 34 // 32
@@ -300,7 +302,7 @@ LLAMA = {
 
 
 def hf(**changes):
-    return ModelConfig.from_hf({k: v for k, v in (LLAMA | changes).items() if v is not None})
+    return read_hf_config({k: v for k, v in (LLAMA | changes).items() if v is not None})
 
 
 def test_config_json_and_gguf_give_the_same(tmp_path):
@@ -328,16 +330,16 @@ def test_model_types(model_type, architecture, bias, norm):
 
 def test_the_text_half_of_a_mistral3_checkpoint():
     text = LLAMA | {"model_type": "mistral", "sliding_window": None}
-    config = ModelConfig.from_hf({"model_type": "mistral3", "text_config": text, "vision_config": {}})
+    config = read_hf_config({"model_type": "mistral3", "text_config": text, "vision_config": {}})
     assert config.architecture == "mistral3" and config.embedding_length == 64
     with pytest.raises(EngineError, match="supported are"):
-        ModelConfig.from_hf({"model_type": "mistral3", "text_config": LLAMA | {"model_type": "mistral4"}})
+        read_hf_config({"model_type": "mistral3", "text_config": LLAMA | {"model_type": "mistral4"}})
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "jamba", "qwen3_next", None, 3, ["llama"]])
 def test_other_model_types_are_refused(model_type):
     with pytest.raises(EngineError, match="supported are llama, mistral3, qwen2, qwen3"):
-        ModelConfig.from_hf(LLAMA | {"model_type": model_type})
+        read_hf_config(LLAMA | {"model_type": model_type})
 
 
 def test_rope_parameters_of_newer_checkpoints():
@@ -382,9 +384,7 @@ def test_llama3_scaling_becomes_frequency_factors():
 def test_sliding_windows_of_config_json():
     assert hf(model_type="mistral", sliding_window=64).sliding_window == 64
     assert hf(model_type="mistral").sliding_window == 4096
-    assert (
-        ModelConfig.from_hf(LLAMA | {"model_type": "mistral", "sliding_window": None}).sliding_window is None
-    )
+    assert read_hf_config(LLAMA | {"model_type": "mistral", "sliding_window": None}).sliding_window is None
     assert hf(sliding_window=64).sliding_window is None
     assert hf(model_type="qwen2", sliding_window=64).sliding_window is None
     assert hf(model_type="qwen2", sliding_window=64, use_sliding_window=True).sliding_window is None

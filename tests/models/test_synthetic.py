@@ -8,8 +8,8 @@ import pytest
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.architectures import ARCHITECTURES
-from quengine.models.config import ModelConfig
 from quengine.models.gguf import open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, check_vocabulary
 from quengine.models.synthetic import pooled_rows, synthetic
 from quengine.models.synthetic.random_blocks import random_rows
@@ -74,7 +74,7 @@ def test_a_written_model_is_whole_and_as_described(tmp_path, caplog, architectur
     spec = replace(SMALL, architecture=architecture, tied_output=tied, head_dim=128, rope_dim=64)
     path = write_synthetic(tmp_path / "m.gguf", spec)
     with open_gguf(path) as file:
-        config = ModelConfig.from_gguf(file)
+        config = read_gguf_config(file)
         check_tensors(file, config)
         check_vocabulary(file)
         assert config == spec.config()
@@ -106,7 +106,7 @@ def test_frequency_factors_and_a_window_are_written(tmp_path):
     factors = tuple(float(f) for f in np.linspace(1, 8, 32, dtype=np.float32))
     spec = replace(SMALL, rope_freq_factors=factors, sliding_window=16)
     with open_gguf(write_synthetic(tmp_path / "m.gguf", spec)) as file:
-        config = ModelConfig.from_gguf(file)
+        config = read_gguf_config(file)
         check_tensors(file, config)
     assert config.rope_scaling.freq_factors == factors and config.sliding_window == 16
 
@@ -158,7 +158,7 @@ def test_experts_cut_from_a_pool_differ(tmp_path, monkeypatch):
     first, again, other = (path.read_bytes() for path in paths)
     assert first == again != other
     with open_gguf(paths[0]) as file:
-        check_tensors(file, ModelConfig.from_gguf(file))
+        check_tensors(file, read_gguf_config(file))
         tensor = file.tensors["blk.0.ffn_gate_exps.weight"]
         matrices = weights(tensor.data, tensor.type_name).reshape(8, -1)
     assert len(np.unique(matrices, axis=0)) == 8
@@ -169,7 +169,7 @@ def test_layers_cut_from_a_pool_differ(tmp_path, monkeypatch):
     monkeypatch.setattr(pooled_rows, "_POOL_BYTES", 100 * 144)
     path = write_synthetic(tmp_path / "a", replace(SMALL, block_count=2, pooled=True))
     with open_gguf(path) as file:
-        check_tensors(file, ModelConfig.from_gguf(file))
+        check_tensors(file, read_gguf_config(file))
         first, second = (
             weights(file.tensors[f"blk.{layer}.attn_q.weight"].data, "Q4_K") for layer in range(2)
         )
@@ -249,6 +249,6 @@ def test_a_default_model_is_mistral_7b():
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("tiny")])
 def test_tiny_presets_are_as_described(tmp_path, preset):
     with open_gguf(write_synthetic(tmp_path / "m.gguf", preset)) as file:
-        config = ModelConfig.from_gguf(file)
+        config = read_gguf_config(file)
         check_tensors(file, config)
     assert config == PRESETS[preset].config()

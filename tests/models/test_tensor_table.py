@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from quengine.models.architectures import ARCHITECTURES
-from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.tensor_table import (
     DEQUANTIZED_TYPES,
     FLOAT_TYPES,
@@ -20,7 +21,7 @@ from tests.gguf_builder import GGUFBuilder, ModelSizes, model_builder
 
 def check(tmp_path, builder: GGUFBuilder) -> None:
     with open_gguf(builder.write(tmp_path / "m.gguf")) as file:
-        check_tensors(file, ModelConfig.from_gguf(file))
+        check_tensors(file, read_gguf_config(file))
 
 
 def without(builder: GGUFBuilder, name: str) -> GGUFBuilder:
@@ -112,7 +113,7 @@ def test_a_llama_model_with_query_key_value_biases_passes(tmp_path):
 def test_sinks_and_an_output_bias_are_needed_where_they_are_declared(tmp_path):
     def checked(builder: GGUFBuilder) -> None:
         with open_gguf(builder.write(tmp_path / "m.gguf")) as file:
-            config = ModelConfig.from_gguf(file)
+            config = read_gguf_config(file)
             block = replace(config.block, sinks=True, output_bias=True)
             check_tensors(file, replace(config, block=block))
 
@@ -149,7 +150,7 @@ def test_the_sets_of_types_cover_what_the_kernels_have():
 
 def test_required_tensors_are_those_the_builder_makes():
     sizes = ModelSizes("qwen3")
-    config = ModelConfig.from_hf(
+    config = read_hf_config(
         {
             "model_type": "qwen3",
             "vocab_size": 300,

@@ -34,9 +34,9 @@ from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whol
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.service import Service
+from quengine.structured.answer_check import answer_violation
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.constraint_spec import ConstraintSpec
-from quengine.structured.schema_check import answer_violation
 from quengine.structured.tool_calls import (
     CallDelta,
     Delta,

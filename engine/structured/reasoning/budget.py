@@ -4,15 +4,12 @@ It is a constraint like a grammar's: a mask of the next token, all of them allow
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from quengine.structured.constraint_spec import ReasoningBudget
-
-if TYPE_CHECKING:
-    from quengine.structured.constraint import Constraint
+from quengine.structured.token_mask import Mask, TextMask
 
 
 class BudgetConstraint:
@@ -32,7 +29,7 @@ class BudgetConstraint:
         closing: Sequence[int],
         token_bytes: Callable[[int], bytes],
         vocab_size: int,
-        inner: "Constraint | None",
+        inner: TextMask | None,
     ) -> None:
         self._token_bytes = token_bytes
         self._inner = inner
@@ -55,7 +52,7 @@ class BudgetConstraint:
         """Whether nothing can follow what has been generated."""
         return self._inner is not None and self._inner.finished
 
-    def allowed(self) -> npt.NDArray[np.bool_]:
+    def allowed(self) -> Mask:
         """The mask [vocab_size] of the next token. Raises EngineError as `Constraint.allowed`."""
         if self._state == "closing":
             mask = np.zeros_like(self._all)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.answer_parser import AnswerParser
 from quengine.structured.constraint_spec import ConstraintSpec, ReasoningBudget
 from quengine.structured.markers import control_ids, marker
@@ -14,7 +15,6 @@ from quengine.structured.tool_calls import ToolUse
 
 if TYPE_CHECKING:
     from quengine.models.tokenizer import Tokenizer
-    from quengine.structured.answer_format import AnswerFormat
 
 _SPACE = r"/[ \t\r\n]{0,4}/"
 
@@ -29,13 +29,13 @@ class ReasoningFormat:
     """
 
     tags: ReasoningTags
-    rest: "AnswerFormat"
+    rest: AnswerFormat
     controls: Mapping[str, int] = field(default_factory=dict, hash=False)
     apart: bool = True
     efforts = None
 
     @classmethod
-    def of(cls, tags: ReasoningTags, rest: "AnswerFormat", tokenizer: "Tokenizer") -> "ReasoningFormat":
+    def of(cls, tags: ReasoningTags, rest: AnswerFormat, tokenizer: "Tokenizer") -> "ReasoningFormat":
         written = tags.begin + tags.end + tags.header
         names = [text for text in tokenizer.control_texts if text in written]
         return cls(tags, rest, control_ids(tokenizer, names))

@@ -15,9 +15,9 @@ from quengine.models.hf.json_file import read_json
 from quengine.models.tokenizer.byte_level import byte_level_bytes
 from quengine.models.tokenizer.errors import TokenizerError
 from quengine.models.tokenizer.hf.hf_engine import Described, WholeTextEncoder, describe, engine_for
+from quengine.models.tokenizer.parts import TokenizerParts
 from quengine.models.tokenizer.scored_bpe import SPACE, scored_bytes
 from quengine.models.tokenizer.token_length import of_pipeline
-from quengine.models.tokenizer.tokenizer import Tokenizer
 from quengine.models.tokenizer.vocabulary import (
     END_OF_GENERATION,
     TokenType,
@@ -28,7 +28,7 @@ from quengine.models.tokenizer.vocabulary import (
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-def tokenizer_from_hf(folder: Path) -> Tokenizer:
+def read_hf_tokenizer(folder: Path) -> TokenizerParts:
     """Raises EngineError for a file that is missing or no JSON, TokenizerError for one that does not work."""
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -60,8 +60,8 @@ def tokenizer_from_hf(folder: Path) -> Tokenizer:
     )
     prefix = not byte_level and _puts_space_first(parts)
     complete = with_roles_by_text(vocabulary)
-    return Tokenizer(
-        complete, lambda: WholeTextEncoder(engine, path), prefix, lambda: of_pipeline(complete, parts)
+    return TokenizerParts(
+        complete, lambda: WholeTextEncoder(engine, path), lambda: of_pipeline(complete, parts), prefix
     )
 
 

@@ -61,6 +61,12 @@ class FakeSequence:
     def next_is_newest(self) -> bool:
         return self.num_cached_tokens + 1 == len(self.token_ids)
 
+    def sample_next(self, logits: torch.Tensor) -> Sample | Exception:
+        try:
+            return self.sampler.sample(logits, self.token_ids, len(self.token_ids))
+        except EngineError as error:
+            return error
+
 
 @dataclass
 class FakeStep:

@@ -9,6 +9,8 @@ import pytest
 from quengine.errors import EngineError
 from quengine.models.config import CacheGroup, ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.models.architectures.both_files import Case, SameLogits, opened
 
@@ -66,7 +68,7 @@ TEXT = {
 
 
 def config_of(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_hf({"model_type": "gemma3", "text_config": TEXT | changes})
+    return read_hf_config({"model_type": "gemma3", "text_config": TEXT | changes})
 
 
 def test_a_released_folder_leaves_most_to_defaults() -> None:
@@ -129,7 +131,7 @@ def from_metadata(tmp_path: Path, **changes: Any) -> ModelConfig:
         sizes, tied=True, changes={f"gemma3.{key}": value for key, value in keys.items()}
     ).write(tmp_path / "m.gguf")
     with open_gguf(path) as file:
-        return ModelConfig.from_gguf(file)
+        return read_gguf_config(file)
 
 
 def test_layer_patterns_of_metadata(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from quengine.errors import EngineError
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.model_summary import summarize
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.models.architectures.both_files import Case, SameLogits, opened, path_of
@@ -126,7 +128,7 @@ RELEASED = {
 
 
 def test_the_released_configuration() -> None:
-    config = ModelConfig.from_hf(RELEASED)
+    config = read_hf_config(RELEASED)
     assert (config.block_count, config.draft_layers, config.rope_dim) == (46, 1, 64)
     assert config.block.qkv_bias and config.block.qk_norm is None
     experts = config.experts
@@ -139,7 +141,7 @@ def test_the_released_configuration() -> None:
     without = {
         key: value for key, value in RELEASED.items() if key not in ("partial_rotary_factor", "n_group")
     }
-    assert ModelConfig.from_hf(without) == config  # the class's defaults
+    assert read_hf_config(without) == config  # the class's defaults
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_the_released_configuration() -> None:
 )
 def test_bad_config_json_values_are_refused_in_one_line(key: str, value: Any) -> None:
     with pytest.raises(EngineError, match=f"^config.json: {key}: ") as caught:
-        ModelConfig.from_hf(RELEASED | {key: value})
+        read_hf_config(RELEASED | {key: value})
     assert "\n" not in str(caught.value)
 
 
@@ -175,7 +177,7 @@ def from_metadata(tmp_path: Path, **changes: Any) -> ModelConfig:
     metadata = {f"glm4moe.{key}": value for key, value in changes.items()}
     path = model_builder(ModelSizes("glm4moe"), changes=metadata).write(tmp_path / "m.gguf")
     with open_gguf(path) as file:
-        return ModelConfig.from_gguf(file)
+        return read_gguf_config(file)
 
 
 def test_groups_of_metadata_must_divide_the_experts(tmp_path: Path) -> None:

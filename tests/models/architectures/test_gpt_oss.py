@@ -13,6 +13,8 @@ from quengine.kernels.glu import CLAMP, SWISH_SLOPE
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import CacheGroup, ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.model_summary import summarize
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config, packed
@@ -132,7 +134,7 @@ RELEASED = {
 
 
 def test_the_released_configuration() -> None:
-    config = ModelConfig.from_hf(RELEASED)
+    config = read_hf_config(RELEASED)
     experts = config.experts
     assert experts is not None and (experts.count, experts.router.used) == (32, 4)
     assert experts.feed_forward_length == 2880 and not experts.router.normalized
@@ -143,7 +145,7 @@ def test_the_released_configuration() -> None:
 
 def test_the_activations_numbers_are_the_kernels() -> None:
     given = {"swiglu_alpha": SWISH_SLOPE, "swiglu_limit": CLAMP}
-    assert ModelConfig.from_hf(RELEASED | given) == ModelConfig.from_hf(RELEASED)
+    assert read_hf_config(RELEASED | given) == read_hf_config(RELEASED)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +171,14 @@ def test_what_the_decoder_does_not_compute_is_refused_in_one_line(
     changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(EngineError, match=f"^config.json: {named}: ") as caught:
-        ModelConfig.from_hf(RELEASED | changes)
+        read_hf_config(RELEASED | changes)
     assert "\n" not in str(caught.value)
 
 
 def test_mxfp4_folders_of_other_models_are_refused() -> None:
     quantized = {"quantization_config": {"quant_method": "mxfp4"}}
     with pytest.raises(EngineError, match="quantization_config: mxfp4"):
-        ModelConfig.from_hf(hf_config(ModelSizes("qwen3moe"), 64, **quantized))
+        read_hf_config(hf_config(ModelSizes("qwen3moe"), 64, **quantized))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +215,7 @@ def from_metadata(tmp_path: Path, **changes: Any) -> ModelConfig:
     metadata = {f"gpt-oss.{key}": value for key, value in changes.items()}
     path = model_builder(ModelSizes("gpt-oss"), changes=metadata).write(tmp_path / "m.gguf")
     with open_gguf(path) as file:
-        return ModelConfig.from_gguf(file)
+        return read_gguf_config(file)
 
 
 def test_layers_and_yarn_of_metadata(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from quengine.kv_cache import KVCache
 from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
 from tests.forward import one_sequence
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config
@@ -91,9 +93,9 @@ def test_embeddings_are_not_divided_as_logits_are(root: Path) -> None:
 def test_other_models_of_granite_4_are_refused_by_name(changes: dict[str, Any], problem: str) -> None:
     released = {"model_type": "granitemoehybrid", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
     config = {**released, "num_attention_heads": 4, **WITHOUT_MAMBA}
-    assert ModelConfig.from_hf(config).feed_forward_length == 96
+    assert read_hf_config(config).feed_forward_length == 96
     with pytest.raises(EngineError, match=problem):
-        ModelConfig.from_hf(config | changes)
+        read_hf_config(config | changes)
 
 
 def test_the_shared_experts_halves_are_views_on_the_file(root: Path) -> None:
@@ -117,7 +119,7 @@ def test_multipliers_go_into_epsilon_and_the_embedding(root: Path) -> None:
 @pytest.mark.parametrize("key", SCALES)
 def test_multipliers_out_of_range_are_refused(key: str, value: Any) -> None:
     with pytest.raises(EngineError, match=f"^config.json: {key}: ") as caught:
-        ModelConfig.from_hf(hf_config(ModelSizes("granite"), 64, **{key: value}))
+        read_hf_config(hf_config(ModelSizes("granite"), 64, **{key: value}))
     assert "\n" not in str(caught.value)
 
 
@@ -128,7 +130,7 @@ def from_metadata(tmp_path: Path, **changes: Any) -> ModelConfig:
     metadata = {f"granite.{key}": value for key, value in changes.items()}
     path = model_builder(ModelSizes("granite"), changes=metadata).write(tmp_path / "m.gguf")
     with open_gguf(path) as file:
-        return ModelConfig.from_gguf(file)
+        return read_gguf_config(file)
 
 
 def test_multipliers_of_zero_are_not_applied(tmp_path: Path) -> None:
@@ -146,9 +148,9 @@ def test_bad_metadata_is_refused(tmp_path: Path, key: str, value: Any) -> None:
 
 def test_what_is_not_computed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"residual_multiplier.*too small beside an epsilon"):
-        ModelConfig.from_hf(hf_config(ModelSizes("granite"), 64, residual_multiplier=0.001))
+        read_hf_config(hf_config(ModelSizes("granite"), 64, residual_multiplier=0.001))
     with pytest.raises(GGUFError, match="layers without rotation"):
         from_metadata(tmp_path, **{"rope.scaling.finetuned": False})
     for flag in ("attention_bias", "mlp_bias"):
         with pytest.raises(EngineError, match=flag):
-            ModelConfig.from_hf(hf_config(ModelSizes("granite"), 64, **{flag: True}))
+            read_hf_config(hf_config(ModelSizes("granite"), 64, **{flag: True}))

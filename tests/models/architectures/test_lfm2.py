@@ -14,7 +14,8 @@ from quengine.errors import EngineError
 from quengine.memory import CHECKPOINTS
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.short_conv import ShortConv
-from quengine.models.config import CacheGroup, ModelConfig
+from quengine.models.config import CacheGroup
+from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import Completion
 from quengine.request.sampling_params import SamplingParams
@@ -87,7 +88,7 @@ def test_what_is_not_computed_is_refused(root: Path, changes: dict[str, Any], me
     config = json.loads((root / "plain" / "config.json").read_text())
     config = {key: value for key, value in {**config, **changes}.items() if value is not DROP}
     with pytest.raises(EngineError, match=message):
-        ModelConfig.from_hf(config)
+        read_hf_config(config)
 
 
 PROMPTS = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quengine.errors import EngineError
-from quengine.models.config import ModelConfig
+from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import ModelSizes
 from tests.hf_writer import hf_config
 from tests.models.architectures.both_files import MIXTURE_KINDS, Case, SameLogits, opened, reference_run
@@ -99,7 +99,7 @@ def test_an_expert_that_every_row_chooses_computes_all(root: Path) -> None:
 
 
 def test_a_folder_without_experts_in_its_config_has_those_of_mixtral() -> None:
-    config = ModelConfig.from_hf(hf_config(ModelSizes("mixtral"), 64, rope_theta=None, rms_norm_eps=None))
+    config = read_hf_config(hf_config(ModelSizes("mixtral"), 64, rope_theta=None, rms_norm_eps=None))
     assert config.experts is not None and config.architecture == "llama"
     assert (config.experts.count, config.experts.router.used) == (8, 2)
     assert (config.rope_freq_base, config.rms_eps) == (1e6, 1e-5)
@@ -109,4 +109,4 @@ def test_a_folder_without_experts_in_its_config_has_those_of_mixtral() -> None:
 @pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
 def test_experts_of_a_dense_model_type_are_refused(model_type: str, key: str) -> None:
     with pytest.raises(EngineError, match=f"{model_type}' with a mixture of experts is not supported"):
-        ModelConfig.from_hf(hf_config(ModelSizes(model_type), 64, **{key: 8}))
+        read_hf_config(hf_config(ModelSizes(model_type), 64, **{key: 8}))

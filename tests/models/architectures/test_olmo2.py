@@ -7,8 +7,10 @@ import pytest
 
 from quengine.errors import EngineError
 from quengine.kernels.rope import RopeSpec
-from quengine.models.config import CacheGroup, ModelConfig
+from quengine.models.config import CacheGroup
 from quengine.models.gguf import open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config
 from tests.models.architectures.both_files import KINDS, Case, SameLogits, opened
@@ -70,7 +72,7 @@ def test_layers_of_metadata(tmp_path: Path) -> None:
         keys = {f"olmo2.{key}": value for key, value in changes.items()}
         path = model_builder(ModelSizes("olmo2", blocks=4), changes=keys).write(tmp_path / "m.gguf")
         with open_gguf(path) as file:
-            return ModelConfig.from_gguf(file).layer_windows
+            return read_gguf_config(file).layer_windows
 
     assert windows() == (None,) * 4
     assert windows(**{"attention.sliding_window": 8}) == (8, 8, 8, None)
@@ -82,4 +84,4 @@ def test_scaled_layers_with_a_window_are_refused() -> None:
     rope = {"full_attention": {"rope_type": "default"}, "sliding_attention": {**YARN, "rope_type": "yarn"}}
     config = {**hf_config(ModelSizes("olmo2"), 64), "model_type": "olmo3", "rope_parameters": rope}
     with pytest.raises(EngineError, match="rope_parameters: 'yarn' for layers with a window"):
-        ModelConfig.from_hf(config)
+        read_hf_config(config)

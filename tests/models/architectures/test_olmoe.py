@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from quengine.errors import EngineError
-from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config
 from tests.models.architectures.both_files import Case, SameLogits, opened
@@ -38,8 +39,8 @@ def test_norms_are_over_whole_rows(root: Path) -> None:
 
 def test_clipped_queries_are_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"clip_qkv: 8.0 is not implemented"):
-        ModelConfig.from_hf(hf_config(ModelSizes("olmoe"), 64, clip_qkv=8.0))
+        read_hf_config(hf_config(ModelSizes("olmoe"), 64, clip_qkv=8.0))
     changes = {"olmoe.attention.clamp_kqv": 8.0}
     path = model_builder(ModelSizes("olmoe"), changes=changes).write(tmp_path / "m.gguf")
     with open_gguf(path) as file, pytest.raises(GGUFError, match=r"clamp_kqv.*does not implement"):
-        ModelConfig.from_gguf(file)
+        read_gguf_config(file)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from quengine.errors import EngineError
-from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config
 from tests.models.architectures.both_files import Case, SameLogits, opened
@@ -70,7 +71,7 @@ HF = hf_config(ModelSizes("phi3"), 64, head_dim=None)
 @pytest.mark.parametrize("name", ["su", "yarn"])
 def test_older_names_of_longrope(name: str) -> None:
     scaling = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-    config = ModelConfig.from_hf(HF | {"rope_scaling": scaling, "original_max_position_embeddings": 64})
+    config = read_hf_config(HF | {"rope_scaling": scaling, "original_max_position_embeddings": 64})
     assert config.rope_scaling.kind == "longrope"
     assert config.rope(65).freq_factors == (2.0,) * 8
 
@@ -94,7 +95,7 @@ def test_older_names_of_longrope(name: str) -> None:
 )
 def test_bad_rotary_parameters_are_refused_in_one_line(changes: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match=r"^config.json: ") as caught:
-        ModelConfig.from_hf(HF | changes)
+        read_hf_config(HF | changes)
     assert "\n" not in str(caught.value)
 
 
@@ -112,4 +113,4 @@ def test_factors_in_a_file_are_checked(tmp_path: Path, factors: dict[str, int], 
     for name, count in factors.items():
         builder.tensor(f"rope_factors_{name}.weight", (count,), "F32", np.ones(count, np.float32))
     with open_gguf(builder.write(tmp_path / "m.gguf")) as file, pytest.raises(GGUFError, match=named):
-        ModelConfig.from_gguf(file)
+        read_gguf_config(file)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from quengine.errors import EngineError
-from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.hf_writer import hf_config
 from tests.models.architectures.both_files import Case, SameLogits, opened
@@ -60,7 +61,7 @@ def test_files_without_the_experts_lengths_have_those_of_llama_cpp(tmp_path: Pat
     keys = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
     changes = {f"{architecture}.{key}": None for key in keys}
     with open_gguf(model_builder(sizes, changes=changes).write(tmp_path / "m.gguf")) as file:
-        experts = ModelConfig.from_gguf(file).experts
+        experts = read_gguf_config(file).experts
     assert experts is not None and experts.feed_forward_length == sizes.feed_forward // 4
     shared = sizes.feed_forward if architecture == "qwen2moe" else 0
     assert experts.shared_feed_forward_length == shared
@@ -72,7 +73,7 @@ def test_files_without_experts_are_refused(tmp_path: Path, architecture: str, co
     changes = {f"{architecture}.expert_count": count}
     path = model_builder(ModelSizes(architecture), changes=changes).write(tmp_path / "m.gguf")
     with open_gguf(path) as file, pytest.raises(GGUFError, match=f"{architecture}.expert_count"):
-        ModelConfig.from_gguf(file)
+        read_gguf_config(file)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,6 @@ def test_files_without_experts_are_refused(tmp_path: Path, architecture: str, co
     ],
 )
 def test_values_that_are_not_implemented_are_refused(changes: dict[str, Any], problem: str) -> None:
-    assert ModelConfig.from_hf(hf_config(ModelSizes("qwen2_moe"), 64)).experts
+    assert read_hf_config(hf_config(ModelSizes("qwen2_moe"), 64)).experts
     with pytest.raises(EngineError, match=problem):
-        ModelConfig.from_hf(hf_config(ModelSizes("qwen2_moe"), 64, **changes))
+        read_hf_config(hf_config(ModelSizes("qwen2_moe"), 64, **changes))

@@ -9,6 +9,7 @@ from quengine.errors import EngineError
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, RouterKind
 from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
 from tests.gguf_builder import GGUFBuilder, ModelSizes, spm_vocabulary
 
 NAN, INF = float("nan"), float("inf")
@@ -25,7 +26,7 @@ def config(folder: Path, architecture: str = "llama", blocks: int = 4, **changes
         elif value is not None:
             builder.kv(key, value)
     with open_gguf(builder.write(folder / "m.gguf")) as file:
-        return ModelConfig.from_gguf(file)
+        return read_gguf_config(file)
 
 
 def experts(folder: Path, architecture: str = "llama", **changes: Any) -> ExpertConfig:

@@ -12,6 +12,7 @@ import pytest
 
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.gguf.vocab_checks import check_vocabulary
 from tests.gguf_builder import GGUFBuilder, ModelSizes, spm_vocabulary
@@ -121,7 +122,7 @@ def test_other_heads_in_layers_with_a_window_are_refused_by_name(
     def config(**changes: Any) -> ModelConfig:
         builder = GGUFBuilder().kvs(metadata | changes)
         with open_gguf(builder.write(tmp_path / "m.gguf")) as file:
-            return ModelConfig.from_gguf(file)
+            return read_gguf_config(file)
 
     key = f"gemma3.{suffix}"
     assert config(**{key: size}) == config()

@@ -8,6 +8,7 @@ from quengine.errors import EngineError
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, RouterKind
 from quengine.models.architectures import MODEL_TYPES
 from quengine.models.config import ExpertConfig, ModelConfig
+from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import ModelSizes
 from tests.hf_writer import hf_config
 
@@ -21,7 +22,7 @@ def config(model_type: str, **fields: Any) -> ModelConfig:
     keys = MODEL_TYPES[model_type][1].expert_keys
     changes = {keys[field]: value for field, value in (SMALL | fields).items() if field in keys}
     given = hf_config(ModelSizes(model_type, blocks=4), 64)
-    return ModelConfig.from_hf({**given, "intermediate_size": 48, "sliding_window": 8, **changes})
+    return read_hf_config({**given, "intermediate_size": 48, "sliding_window": 8, **changes})
 
 
 def experts(model_type: str, **fields: Any) -> ExpertConfig:
@@ -50,7 +51,7 @@ def test_traits_of_the_router_are_those_of_the_folder() -> None:
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_the_number_of_experts_goes_by_either_name(model_type: str, key: str) -> None:
     given = hf_config(ModelSizes(model_type), 64, **{key: 12})
-    found = ModelConfig.from_hf(given).experts
+    found = read_hf_config(given).experts
     assert found is not None and found.count == 12
 
 

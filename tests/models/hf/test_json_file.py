@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quengine.errors import EngineError
-from quengine.models.config import ModelConfig
+from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.hf.json_file import MAX_JSON_BYTES, MAX_TEXT_BYTES, read_json, read_text
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -108,7 +108,7 @@ def test_numbers_and_types_that_no_model_has_are_errors_of_the_configuration(key
     }
     config |= {"sliding_window": 8, key: value}  # type: ignore[dict-item]
     try:
-        rope = ModelConfig.from_hf(json.loads(json.dumps(config))).rope()
+        rope = read_hf_config(json.loads(json.dumps(config))).rope()
     except EngineError as error:
         assert str(error).startswith("config.json: ")
     else:

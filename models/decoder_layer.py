@@ -1,0 +1,87 @@
+"""How a declared layer becomes one on a backend: which class computes each kind of mixer and feed-forward.
+
+Declarations (models/blocks) need no torch; these classes do, and read them.
+"""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from quengine.kernels.backend import Hidden, LayerState
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.rms_norm import RMSNorm
+from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.block import Block, ChannelMixer, Mixer
+from quengine.models.blocks.experts import Experts
+from quengine.models.blocks.feed_forward import FeedForward
+from quengine.models.blocks.short_conv import ShortConv
+from quengine.models.experts import MixtureOfExperts
+from quengine.models.layer_tables import LayerTables
+from quengine.models.layers import AttentionLayer, FeedForwardLayer, LayerTensors
+from quengine.models.short_conv import ShortConvLayer
+
+
+class MixerLayer(Protocol):
+    """A mixer on a backend. `entry` and `output` are the matrices of its projections."""
+
+    norm: RMSNorm | None
+    entry: Any
+    output: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a step reads."""
+        ...
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        state: Any,
+        next_norm: RMSNorm | None,
+        rows: Tensor | None = None,
+        /,
+    ) -> Hidden:
+        """`state`: what the cache holds for its kind (`Mixer.state`); else as DecoderLayer has it."""
+        ...
+
+
+def mixer_layer(declared: Mixer, tensors: LayerTensors, tables: LayerTables) -> MixerLayer:
+    match declared:
+        case Attention():
+            return AttentionLayer(declared, tensors, tables)
+        case ShortConv():
+            return ShortConvLayer(declared, tensors, tables)
+    raise TypeError(f"no layer computes {declared}")
+
+
+def feed_forward_layer(
+    declared: ChannelMixer, tensors: LayerTensors, tables: LayerTables
+) -> FeedForwardLayer | MixtureOfExperts:
+    match declared:
+        case FeedForward():
+            return FeedForwardLayer(declared, tensors)
+        case Experts():
+            return MixtureOfExperts(declared, tensors, tables.host_experts(tensors.layer))
+    raise TypeError(f"no layer computes {declared}")
+
+
+class DecoderLayer:
+    """One layer on a backend: a mixer, then a feed-forward."""
+
+    def __init__(self, block: Block, tensors: LayerTensors, tables: LayerTables) -> None:
+        self.mixer = mixer_layer(block.mixer, tensors, tables)
+        self.ffn = feed_forward_layer(block.feed_forward, tensors, tables)
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        cache: LayerState,
+        next_norm: RMSNorm | None,
+        rows: Tensor | None = None,
+    ) -> Hidden:
+        """`next_norm`: the norm behind this layer, the next one's or the output's. `rows`: those gathered behind the
+        mixer; None: all."""
+        x = self.mixer(batch, x, cache, self.ffn.norm, rows)
+        return self.ffn(batch, x, next_norm)
