@@ -34,7 +34,7 @@ class LayerTables:
         self._host = host
         self._groups = {layer: n for n, group in enumerate(config.cache_groups) for layer in group.layers}
         self._masks: dict[int, dict[str, Any]] = {}
-        self._rotations: dict[tuple[bool, bool], dict[str, Tensor]] = {}
+        self._rotations: dict[tuple[bool, bool], dict[str, Any]] = {}
         self._query_scale = _query_scale(config, ctx_size, device)
 
     def cache_group(self, layer: int) -> int:
@@ -66,7 +66,7 @@ class LayerTables:
             **self._rotation(window is not None, layer not in config.unrotated_layers),
         )
 
-    def _rotation(self, windowed: bool, rotates: bool) -> dict[str, Tensor]:
+    def _rotation(self, windowed: bool, rotates: bool) -> dict[str, Any]:
         """Cosines and sines of layers with or without a window; where none rotates those of 0, which change no bit."""
         if (windowed, rotates) not in self._rotations:
             spec = self.config.rope(self._ctx_size, windowed)

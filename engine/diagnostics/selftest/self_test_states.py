@@ -42,6 +42,7 @@ def _steps(device: torch.device) -> Iterator[tuple[str, ForwardBatch, ForwardBat
     """Each step on the device and on the host."""
     one, three = [[[1]]], [[[1]], [[2]], [[3]]]
     prompt, positions = [[0] * PROMPT], [PROMPT + 1, 0, 1]
-    yield "prompt", *(prefill_batch(prompt, [0], one, where) for where in (device, _CPU))
-    yield "1 token", *(decode_batch([0], [PROMPT], one, where) for where in (device, _CPU))
-    yield "batch", *(decode_batch([0] * 3, positions, three, where) for where in (device, _CPU))
+    yield "prompt", prefill_batch(prompt, [0], one, device), prefill_batch(prompt, [0], one, _CPU)
+    yield "1 token", decode_batch([0], [PROMPT], one, device), decode_batch([0], [PROMPT], one, _CPU)
+    ids = [0] * len(three)
+    yield "batch", decode_batch(ids, positions, three, device), decode_batch(ids, positions, three, _CPU)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quengine.errors import EngineError
-from quengine.models.config import ModelConfig
+from quengine.models.hf.config_hf import read_hf_config
 from tests.models.architectures.both_files import KINDS, Case, SameLogits, opened
 
 FIVE = {"num_hidden_layers": 5}
@@ -38,11 +38,11 @@ def test_every_fourth_layer_does_not_rotate(root: Path) -> None:
 def test_a_window_that_is_and_is_not_used_is_refused(root: Path) -> None:
     config = json.loads((root / "a window" / "config.json").read_text())
     with pytest.raises(EngineError, match="use_sliding_window: is not true, and layer_types has layers"):
-        ModelConfig.from_hf({**config, "use_sliding_window": False})
+        read_hf_config({**config, "use_sliding_window": False})
 
 
 @pytest.mark.parametrize("flags", [[1, 1], "1111", [1, 1, 2, 0, 1], [True, False, True, True, True]])
 def test_what_is_no_flag_for_each_layer_is_refused(root: Path, flags: Any) -> None:
     config = json.loads((root / "plain" / "config.json").read_text())
     with pytest.raises(EngineError, match="no_rope_layers: is not a 0 or 1 for each of 5 layers"):
-        ModelConfig.from_hf({**config, "no_rope_layers": flags})
+        read_hf_config({**config, "no_rope_layers": flags})
