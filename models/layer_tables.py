@@ -46,7 +46,7 @@ class LayerTables:
         return self._host if self._host is not None and layer < self._host.layers else None
 
     def attention(self, layer: int, heads: int, kv_heads: int, head_dim: int) -> AttentionSpec:
-        """What a layer's attention is given, without norms and sinks."""
+        """What a layer's attention is given, without tensors of its own."""
         config, group = self.config, self.cache_group(layer)
         window = config.cache_groups[group].window
         if group not in self._masks:
