@@ -23,7 +23,10 @@ from llvmlite import binding
 
 from tests.models.architectures import both_files as models
 
-ARCHITECTURES = ("gemma3", "glm4moe", "gpt_oss", "granite", "mixtral", "olmo2", "olmoe", "phi3", "qwen_moe")
+ARCHITECTURES = (
+    *("exaone4", "gemma3", "glm4moe", "gpt_oss", "granite", "lfm2", "mixtral"),
+    *("olmo2", "olmoe", "phi3", "qwen_moe", "smollm3"),
+)
 COLUMNS = ("prompt", "decode", "engine", "AMX", "fault")
 
 AVX2 = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c"}

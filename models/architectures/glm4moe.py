@@ -33,7 +33,12 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     norms = kinds & {"attn_q_norm.weight", "attn_k_norm.weight"}
     biases = kinds & {"attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"}
     drafts = file.get_int(f"glm4moe.{_DRAFTS}", 0, config.block_count - 1) or 0
+    assert config.experts is not None
+    # A file that does not say so normalizes no weights, as in llama.cpp; folders do unless they say otherwise.
+    normalized = bool(file.get_bool("glm4moe.expert_weights_norm"))
+    router = replace(config.experts.router, normalized=normalized)
     return {
+        "experts": replace(config.experts, router=router),
         "block": replace(config.block, qkv_bias=bool(biases), qk_norm="head" if norms else None),
         "block_count": config.block_count - drafts,
         "draft_layers": drafts,

@@ -29,9 +29,6 @@ EXPERT_KEYS: Mapping[str, str] = {
 SCORES: Mapping[int, Scores] = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chosen"}
 """What `expert_gating_func` stands for."""
 
-_SAY_WHETHER_NORMALIZED = frozenset(["glm4moe"])
-"""Architectures whose files normalize no weights where they do not say that they do."""
-
 
 def read_experts(file: GGUFFile, declared: Architecture, length: int, blocks: int) -> ExpertConfig | None:
     """The mixture of experts of a file of architecture `declared`; None of a dense model.
@@ -72,8 +69,7 @@ def _router_fields(file: GGUFFile, prefix: str) -> dict[str, Any]:
     """RouterKind fields that the file says; a scale, scores or groups of 0 say nothing, as in llama.cpp.
 
     llama.cpp reads `expert_weights_norm`, `expert_weights_scale` and `expert_gating_func` for GLM-4.5 alone of these
-    architectures, whose weights are normalized only where the file says so, and takes the declared router for the
-    others. Its converter writes the first two for GLM alone, and
+    architectures, and takes the declared router for the others. Its converter writes the first two for GLM alone, and
     the third where a folder has a `scoring_func`, so that released files of the others do not say them. A file that
     does was made to be computed so, and is.
     """
@@ -85,8 +81,6 @@ def _router_fields(file: GGUFFile, prefix: str) -> dict[str, Any]:
             raise file.error(gating_key, f"{gating} is not implemented; {known} are")
         fields["scores"] = SCORES[gating]
     normalized = file.get_bool(f"{prefix}.expert_weights_norm")
-    if normalized is None and prefix in _SAY_WHETHER_NORMALIZED:
-        normalized = False
     if normalized is not None:
         fields["normalized"] = normalized
     if scale := file.get_float(f"{prefix}.expert_weights_scale"):
