@@ -178,9 +178,23 @@ class RankGroup:
         threading.Thread(target=self._watch_join, args=(joined,), daemon=True).start()
         try:
             self._communicator = join(Rank(0, self.count), device, Path(meeting), deterministic)
+        except RuntimeError as error:
+            raise self._not_met(error) from error
         finally:
             joined.set()
         return self._communicator
+
+    def _not_met(self, error: RuntimeError) -> EngineError:
+        """Why the ranks did not meet: what one reports that failed right behind the meeting and left it before this one
+        had come to its end; else what the meeting says."""
+        reports = list[EngineError]()
+        for follower in self._followers:
+            try:
+                follower.receive(READY, END_SECONDS)
+            except EngineError as report:
+                reports.append(report)
+        reports.sort(key=lambda report: "gloo" in str(report).lower())  # of one that misses another, last
+        return reports[0] if reports else RankFailedError(f"the ranks did not meet: {error}")
 
     def wait_until_loaded(self) -> None:
         """Until all ranks have loaded their parts. Raises EngineError as loading does, and RankFailedError."""

@@ -18,6 +18,7 @@ import torch
 from quengine import LLM, EngineError, SamplingParams
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError
+from quengine.parallel.communicator import join
 from quengine.parallel.group import RankFailedError, RankGroup
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence
@@ -209,7 +210,11 @@ def test_ranks_end_with_the_process(folder: Path) -> None:
         assert gone and not alive
 
 
-def test_what_a_rank_cannot_load_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("meets", [True, False], ids=["after the meeting", "within it"])
+def test_what_a_rank_cannot_load_is_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, meets: bool
+) -> None:
+    """Also where the rank leaves the meeting before rank 0 has come to its end, as on a busy machine."""
     path = write_tiny(folder / "unloadable.gguf", sizes=ModelSizes(context=64))
 
     load = RankGroup.load
@@ -221,7 +226,13 @@ def test_what_a_rank_cannot_load_is_reported(folder: Path, monkeypatch: pytest.M
 
         return load(self, other, *others)
 
+    def left_alone(*arguments: Any) -> Any:
+        join(*arguments)
+        raise RuntimeError("Gloo connectFullMesh failed: connection closed by peer")
+
     monkeypatch.setattr(RankGroup, "load", without_file)
+    if not meets:
+        monkeypatch.setattr("quengine.parallel.group.join", left_alone)
     with pytest.raises(EngineError, match=r"rank 1: .*none\.gguf"):
         LLM(path, device="cpu", threads=2, tensor_parallel=2)
 
