@@ -70,9 +70,10 @@ def test_a_message_is_answered_with_the_engines_text_and_its_costs(page: Any) ->
 def test_an_answer_streams_and_stops_with_escape_and_with_the_button(page: Any, served: Served) -> None:
     choose(page, max_tokens=3000)
     worker = served.server.worker
-    for stop in (lambda: page.keyboard.press("Escape"), page.get_by_role("button", name="Stop").click):
+    stops = (lambda: page.keyboard.press("Escape"), page.get_by_role("button", name="Stop").click)
+    for number, stop in enumerate(stops):
         ask(page, "a long one")
-        last = page.locator(".assistant").last
+        last = page.locator(".assistant").nth(number)  # not `.last`, which is the answer before until this one begins
         wait_for_text(last, PARTIAL)
         early = last.locator(".markdown").inner_text().strip()
         stop()

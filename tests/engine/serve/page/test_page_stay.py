@@ -230,11 +230,11 @@ def test_a_connection_that_breaks_is_read_on_from_its_place(page: Any, served: S
 
 def test_a_stopped_or_deleted_answer_ends_at_the_server(page: Any, served: Served) -> None:
     worker = served.server.worker
-    for end in ("Stop", "Delete"):
+    for number, end in enumerate(("Stop", "Delete")):
         choose(page, max_tokens=3000)
         with page.expect_request("**/v1/chat/completions") as sent:
             ask(page, f"to {end}")
-        wait_for_text(page.locator(".assistant .markdown").last, PARTIAL)
+        wait_for_text(page.locator(".assistant .markdown").nth(number), PARTIAL)
         if end == "Stop":
             page.keyboard.press("Escape")
         else:

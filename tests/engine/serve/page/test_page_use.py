@@ -384,11 +384,11 @@ def test_an_answer_that_is_continued_counts_all_its_tokens_and_says_when_none_ca
     answered(page)
     answer_with(page, stream("ghi", size=1))
     act(page, "assistant", "Continue")
-    wait_for_text(page.locator(".costs"), "9 tokens")
+    wait_for_text(page.locator(".costs summary"), "9 tokens")  # the whole line also counts the prompt: 9 tokens
     answer_with(page, stream(""))
     act(page, "assistant", "Continue")
     wait_for_text(page.locator(".notice"), "The model adds nothing to this answer")
-    assert "9 tokens" in page.locator(".costs").inner_text()
+    assert "9 tokens" in page.locator(".costs summary").inner_text()
     assert page.locator(".assistant .markdown").inner_text() == "abcdefghi"
 
 
@@ -421,7 +421,7 @@ def test_an_answer_draws_its_own_message_and_not_the_hundreds_before_it(page: An
     page.locator(".message").nth(499).wait_for()
     page.route("**/v1/chat/completions", lambda route: route.continue_(post_data=json.dumps(short(route))))
     ask(page, "go on")
-    wait_for_text(page.locator(".assistant .markdown").last, PARTIAL)
+    wait_for_text(page.locator(".message").nth(501).locator(".markdown"), PARTIAL)
     # Each message that is drawn asks for the values of the chat's messages, to find its versions.
     drawn = page.evaluate(
         "() => new Promise(done => { const values = Object.values; let count = 0;"
