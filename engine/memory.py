@@ -9,7 +9,7 @@ from quengine.block_manager import CachePool
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
-from quengine.models.architectures import layers_of
+from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.blocks.block import SlotState, State
 from quengine.models.config import CacheGroup, ModelConfig
 
@@ -72,7 +72,7 @@ class CacheNeeds:
         layers = [_block_bytes(block.mixer.state, cache_type) for block in layers_of(self.config)]
         sizes = [sum(layers[i] for i in group.layers) for group in self.config.cache_groups]
         if self.draft is not None:
-            sizes[0] += self.draft.kv_cache_bytes(BLOCK_SIZE, cache_type)
+            sizes[0] += kv_cache_bytes(self.draft, BLOCK_SIZE, cache_type)
         return sizes
 
     def cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:
@@ -81,14 +81,13 @@ class CacheNeeds:
         return sum(map(mul, blocks, self.block_bytes(cache_type)))
 
     def table_bytes(self, positions: int) -> int:
-        """Bytes of the rotary tables: for each kind of layers cos and sin, fp32 [positions, rope_dim / 2] each."""
+        """Bytes of the rotary tables: for each rotation of layers cos and sin, fp32 [positions, dim / 2] each."""
         total = 0
         for config in (self.config, self.draft):
             if config is not None:
                 rows = min(positions, config.context_length)
-                windowed = {g.window is not None for g in config.cache_groups if not g.is_state}
-                tables = len(windowed) * (2 if config.unrotated_layers else 1)
-                total += tables * rows * 4 * config.rope_dim
+                rotations = {attention.rotation for attention in attentions_of(config)}
+                total += sum(4 * rows * rotation.dim for rotation in rotations)
         return total
 
     def nbytes(self, positions: int, cache_type: CacheType = "f16") -> int:
@@ -103,7 +102,8 @@ class CacheNeeds:
         )
 
     def can_store(self, cache_type: CacheType) -> bool:
-        return all(can_store(cache_type, m.head_dim) for m in (self.config, self.draft) if m is not None)
+        models = (config for config in (self.config, self.draft) if config is not None)
+        return all(can_store(cache_type, a.head_dim) for config in models for a in attentions_of(config))
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,14 @@ def choose_context(
         f"free {gib(memory.free)}; "
         + ("try " + " or ".join(ways) if ways else "use a smaller model or a smaller quantization")
     )
+
+
+def kv_cache_bytes(config: ModelConfig, positions: int, cache_type: CacheType = "f16") -> int:
+    """Bytes of keys and values of all layers for `positions` tokens, windows aside.
+
+    Raises EngineError where the heads cannot be stored in `cache_type`.
+    """
+    return sum(a.state.bytes_of(positions, cache_type) for a in attentions_of(config))
 
 
 def _block_bytes(state: State, cache_type: CacheType) -> int:

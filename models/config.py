@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields
 from math import isfinite, log, pow, sqrt
 from typing import TYPE_CHECKING, Literal
 
-from quengine.kernels.kv.cache_types import CacheType, row_bytes
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, RouterKind
 
 if TYPE_CHECKING:
@@ -75,6 +74,41 @@ class RopeScaling:
     attention_factor: float = 1.0
     freq_factors: tuple[float, ...] | None = None
     long_freq_factors: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotary embedding of a layer: how the first `dim` elements of each head turn with the position.
+
+    base, scaling: of the frequencies. layout: which elements turn together (`BlockKind.rope_layout`). turns: False: by
+    an angle of 0 at every position.
+    """
+
+    dim: int
+    base: float
+    layout: RopeLayout
+    scaling: RopeScaling = RopeScaling()
+    turns: bool = True
+
+    def spec(self, context: int = 0) -> "RopeSpec":
+        """As the kernels define it, in a run of `context` positions."""
+        from quengine.kernels.rope import RopeSpec
+
+        scaling = self.scaling
+        long = scaling.kind == "longrope" and context > scaling.original_context_length
+        return RopeSpec(
+            dim=self.dim,
+            base=self.base,
+            layout=self.layout,
+            scaling=scaling.kind if scaling.kind in ("linear", "yarn") else "none",
+            factor=scaling.factor,
+            original_context=scaling.original_context_length,
+            beta_fast=scaling.beta_fast,
+            beta_slow=scaling.beta_slow,
+            truncate=scaling.truncate,
+            attention_factor=scaling.attention_factor,
+            freq_factors=scaling.long_freq_factors if long else scaling.freq_factors,
+        )
 
 
 @dataclass(frozen=True)
@@ -269,36 +303,12 @@ class ModelConfig:
         """Whether a layer's feed-forward is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
-    def rope(self, context: int = 0, windowed: bool = False) -> "RopeSpec":
-        """The rotary embedding of layers with or without a window, in a run of `context` positions."""
-        from quengine.kernels.rope import RopeSpec
-
-        layout, scaling = self.block.rope_layout, self.rope_scaling
-        if windowed and self.rope_freq_base_swa is not None:
-            return RopeSpec(self.rope_dim, self.rope_freq_base_swa, layout)
-        long = scaling.kind == "longrope" and context > scaling.original_context_length
-        return RopeSpec(
-            dim=self.rope_dim,
-            base=self.rope_freq_base,
-            layout=layout,
-            scaling=scaling.kind if scaling.kind in ("linear", "yarn") else "none",
-            factor=scaling.factor,
-            original_context=scaling.original_context_length,
-            beta_fast=scaling.beta_fast,
-            beta_slow=scaling.beta_slow,
-            truncate=scaling.truncate,
-            attention_factor=scaling.attention_factor,
-            freq_factors=scaling.long_freq_factors if long else scaling.freq_factors,
-        )
-
-    def kv_cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:
-        """Bytes of keys and values of all layers for `positions` tokens, windows aside.
-
-        Raises EngineError where the heads cannot be stored in `cache_type`.
-        """
-        layers = self.block_count - len(self.recurrent_layers)
-        rows = 2 * layers * self.head_count_kv * positions
-        return rows * row_bytes(cache_type, self.head_dim)
+    def rotation(self, layer: int) -> Rotation:
+        """The rotary embedding of a layer."""
+        layout, turns = self.block.rope_layout, layer not in self.unrotated_layers
+        if self.layer_windows[layer] is not None and self.rope_freq_base_swa is not None:
+            return Rotation(self.rope_dim, self.rope_freq_base_swa, layout, turns=turns)
+        return Rotation(self.rope_dim, self.rope_freq_base, layout, self.rope_scaling, turns)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """(field, what is wrong with it) for every value out of range or at odds with another."""

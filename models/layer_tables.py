@@ -1,7 +1,5 @@
 """What layers share while they are loaded: rotary tables and causal masks, made once for all layers that are alike."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,8 @@ from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.rope import rope_table
-from quengine.models.config import ModelConfig
+from quengine.models.blocks.attention import Attention
+from quengine.models.config import ModelConfig, Rotation
 
 
 class LayerTables:
@@ -29,13 +28,12 @@ class LayerTables:
         chunk_size: int,
         host: HostExperts | None = None,
     ) -> None:
-        self.config = config
         self._device, self._ctx_size, self._chunk_size = device, ctx_size, chunk_size
         self._host = host
         self._groups = {layer: n for n, group in enumerate(config.cache_groups) for layer in group.layers}
-        self._masks: dict[int, dict[str, Any]] = {}
-        self._rotations: dict[tuple[bool, bool], dict[str, Any]] = {}
-        self._query_scale = _query_scale(config, ctx_size, device)
+        self._masks: dict[int | None, Tensor] = {}
+        self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
+        self._query_scales: dict[tuple[float, int], Tensor] = {}
 
     def cache_group(self, layer: int) -> int:
         """The group of layers whose block tables a layer uses (ModelConfig.cache_groups)."""
@@ -45,43 +43,46 @@ class LayerTables:
         """What computes a layer's experts, where it is not the backend."""
         return self._host if self._host is not None and layer < self._host.layers else None
 
-    def attention(self, layer: int, heads: int, kv_heads: int, head_dim: int) -> AttentionSpec:
-        """What a layer's attention is given, without tensors of its own."""
-        config, group = self.config, self.cache_group(layer)
-        window = config.cache_groups[group].window
-        if group not in self._masks:
-            rows = min(self._chunk_size, self._ctx_size)
-            mask = causal_mask_band(rows, self._ctx_size, window, self._device)
-            self._masks[group] = {"window": window, "mask_band": mask}
+    def attention(self, layer: int, declared: Attention, eps: float) -> AttentionSpec:
+        """What a layer's attention is given, without tensors of its own. `eps`: of its norms."""
+        cos, sin = self._rotation(declared.rotation)
         return AttentionSpec(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
-            rope_layout=config.block.rope_layout,
-            query_scale=self._query_scale,
-            eps=config.rms_eps,
-            cache_group=group,
-            **self._masks[group],
-            **self._rotation(window is not None, layer not in config.unrotated_layers),
+            heads=declared.heads,
+            kv_heads=declared.kv_heads,
+            head_dim=declared.head_dim,
+            scale=declared.scale,
+            rope_layout=declared.rotation.layout,
+            query_scale=self._query_scale(declared.temperature),
+            eps=eps,
+            cache_group=self.cache_group(layer),
+            window=declared.window,
+            mask_band=self._mask(declared.window),
+            cos=cos,
+            sin=sin,
         )
 
-    def _rotation(self, windowed: bool, rotates: bool) -> dict[str, Any]:
-        """Cosines and sines of layers with or without a window; where none rotates those of 0, which change no bit."""
-        if (windowed, rotates) not in self._rotations:
-            spec = self.config.rope(self._ctx_size, windowed)
-            if rotates:
-                cos, sin = rope_table(spec, self._ctx_size, self._device)
+    def _mask(self, window: int | None) -> Tensor:
+        if window not in self._masks:
+            rows = min(self._chunk_size, self._ctx_size)
+            self._masks[window] = causal_mask_band(rows, self._ctx_size, window, self._device)
+        return self._masks[window]
+
+    def _rotation(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [ctx_size, dim / 2]; those of 0 change no bit."""
+        if rotation not in self._rotations:
+            if rotation.turns:
+                cos, sin = rope_table(rotation.spec(self._ctx_size), self._ctx_size, self._device)
             else:
-                cos = torch.ones(self._ctx_size, spec.dim // 2, device=self._device)
+                cos = torch.ones(self._ctx_size, rotation.dim // 2, device=self._device)
                 sin = torch.zeros_like(cos)
-            self._rotations[windowed, rotates] = {"cos": cos, "sin": sin}
-        return self._rotations[windowed, rotates]
+            self._rotations[rotation] = cos, sin
+        return self._rotations[rotation]
 
-
-def _query_scale(config: ModelConfig, ctx_size: int, device: torch.device) -> Tensor | None:
-    """What the query at each position is multiplied with, fp32 [ctx_size] (Ministral 3), or None."""
-    if not config.attention_temperature_scale:
-        return None
-    steps = torch.arange(ctx_size, dtype=torch.float64) // config.attention_temperature_length
-    return (1.0 + config.attention_temperature_scale * torch.log1p(steps)).to(device, torch.float32)
+    def _query_scale(self, temperature: tuple[float, int] | None) -> Tensor | None:
+        """What the query at each position is multiplied with, fp32 [ctx_size] (Ministral 3), or None."""
+        if temperature is not None and temperature not in self._query_scales:
+            scale, length = temperature
+            steps = torch.arange(self._ctx_size, dtype=torch.float64) // length
+            values = 1.0 + scale * torch.log1p(steps)
+            self._query_scales[temperature] = values.to(self._device, torch.float32)
+        return None if temperature is None else self._query_scales[temperature]

@@ -55,8 +55,8 @@ class AttentionLayer:
     def __init__(self, declared: Attention, tensors: LayerTensors, tables: LayerTables) -> None:
         form = declared.form
         self.backend = tensors.backend
-        self.partial = declared.config.ranks > 1 and declared.config.splits_heads
-        spec = tables.attention(tensors.layer, declared.heads, declared.kv_heads, declared.head_dim)
+        self.partial = declared.partial
+        spec = tables.attention(tensors.layer, declared, tensors.eps)
         if form.qk_norm:
             q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
             spec = replace(spec, q_norm=q_norm, k_norm=k_norm)

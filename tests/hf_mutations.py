@@ -430,7 +430,7 @@ def read_everything(folder: Path) -> str:
 def _read_weights(folder: Path) -> None:
     checkpoint = open_checkpoint(folder)
     assert checkpoint.nbytes > 0 and checkpoint.weights > 0
-    assert checkpoint.config.rope().factor > 0 and " ".join(checkpoint.notes).isprintable()
+    assert checkpoint.config.rotation(0).spec().factor > 0 and " ".join(checkpoint.notes).isprintable()
     for tensor in checkpoint.tensors.values():
         tensor.data.max()
     checkpoint.close()

@@ -21,6 +21,7 @@ from quengine.context.saved_prefix import SavedPrefix
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.load import LoadedModel
+from quengine.models.architectures import attentions_of
 
 FORMAT, VERSION = "quengine saved prefix", "1"
 _NAMES = ("k", "v", "k_scale", "v_scale")
@@ -45,7 +46,7 @@ class PrefixFiles:
     def header(self) -> dict[str, str]:
         """What has to be equal in a file and here; `kernels` only for a deterministic engine."""
         config, context = self._loaded.checkpoint.config, self._loaded.cache.ctx_size
-        rope = repr([config.rope(context, windowed) for windowed in (False, True)])
+        rope = repr([attention.rotation.spec(context) for attention in attentions_of(config)])
         kernels = self._loaded.decoder.backend.name
         return {
             "format": FORMAT,

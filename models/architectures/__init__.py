@@ -18,6 +18,7 @@ from quengine.models.architectures.phi3 import PHI3
 from quengine.models.architectures.qwen import QWEN2, QWEN3
 from quengine.models.architectures.qwen_moe import QWEN2MOE, QWEN3MOE
 from quengine.models.architectures.smollm3 import SMOLLM3
+from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block
 from quengine.models.config import ModelConfig
 
@@ -42,6 +43,11 @@ MODEL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
 def layers_of(config: ModelConfig) -> Sequence[Block]:
     """The layers of a model, in order; with ranks those of one of them (tensor_split.py)."""
     return tuple(ARCHITECTURES[config.architecture].build(config))
+
+
+def attentions_of(config: ModelConfig) -> Sequence[Attention]:
+    """Those of the layers that attend, in order."""
+    return [block.mixer for block in layers_of(config) if isinstance(block.mixer, Attention)]
 
 
 def unsupported_architecture(name: str, why: str = "is not supported") -> EngineError:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quengine.models.blocks.block import Axis, Cut, PagedKV, TensorSpec
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.config import BlockKind, ModelConfig, Rotation
 
 _QUERIES, _KEYS, _HEADS = Cut("rows", ("queries",)), Cut("rows", ("keys",)), Cut("columns", ("heads",))
 _ALL: tuple[Axis, ...] = ("queries", "keys", "keys")
@@ -12,29 +12,41 @@ _ALL: tuple[Axis, ...] = ("queries", "keys", "keys")
 
 @dataclass(frozen=True)
 class Attention:
-    """`heads` query heads of `head_dim` share `kv_heads` key and value heads; see BlockKind for what `kind_of` says.
+    """`heads` query heads of `head_dim` share `kv_heads` key and value heads.
 
-    width: of the residual stream. window: positions that a token sees, its own among them; None: all before it.
+    form: what it has beside the projections. width: of the residual stream. scale: multiplies the scores. window:
+    positions that a token sees, its own among them; None: all before it. temperature: (scale, length), by which queries
+    grow with the position (`ModelConfig.attention_temperature_scale`), or None. partial: a rank has some of the heads.
     """
 
-    config: ModelConfig
+    form: BlockKind
     width: int
     heads: int
     kv_heads: int
     head_dim: int
+    rotation: Rotation
+    scale: float
     window: int | None = None
+    temperature: tuple[float, int] | None = None
+    partial: bool = False
     kind = "attention"
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> "Attention":
-        """The attention of a layer, in a model whose layers with attention have the same sizes."""
-        sizes = (config.embedding_length, config.head_count, config.head_count_kv, config.head_dim)
-        return cls(config, *sizes, config.layer_windows[layer])
-
-    @property
-    def form(self) -> BlockKind:
-        """What it has beside the projections."""
-        return self.config.block
+        """The attention of a layer as the model's configuration has it."""
+        scale, length = config.attention_temperature_scale, config.attention_temperature_length
+        return cls(
+            form=config.block,
+            width=config.embedding_length,
+            heads=config.head_count,
+            kv_heads=config.head_count_kv,
+            head_dim=config.head_dim,
+            rotation=config.rotation(layer),
+            scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            window=config.layer_windows[layer],
+            temperature=(scale, length) if scale else None,
+            partial=config.ranks > 1 and config.splits_heads,
+        )
 
     @property
     def state(self) -> PagedKV:

@@ -12,6 +12,7 @@ import pytest
 from quengine.cli.commands.show import show
 from quengine.errors import EngineError
 from quengine.loading.placement import part_of
+from quengine.memory import kv_cache_bytes
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.parameter_counts import count_text
 from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
@@ -251,7 +252,7 @@ def test_options_that_refuse_the_model_are_said(capsys, tmp_path, kind):
     with pytest.raises(EngineError, match="--expert-parallel takes experts in one tensor"):
         part_of(checkpoint, Rank(0, 2, by_expert=True))
     with pytest.raises(EngineError, match="a q8_0 cache needs a head size"):
-        checkpoint.config.kv_cache_bytes(32, "q8_0")
+        kv_cache_bytes(checkpoint.config, 32, "q8_0")
 
 
 def test_a_model_that_every_option_takes_has_no_limits(capsys, tmp_path):

@@ -11,6 +11,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, 
 from quengine.kernels.kv.kv_rows import read_rows, write_rows
 from quengine.kv_cache import KVCache
 from quengine.llm import LLM
+from quengine.memory import kv_cache_bytes
 from quengine.request.sampling_params import SamplingParams
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import small_config, write_tiny
@@ -29,8 +30,8 @@ def test_what_is_allocated_is_what_was_estimated(cache_type: CacheType) -> None:
     config = dataclasses.replace(small_config(), head_dim=64)
     cache = KVCache.allocate(config, 100, torch.device("cpu"), cache_type)
     # Whole blocks, and the padding block.
-    assert cache.pools == (CachePool(4),) and cache.nbytes == config.kv_cache_bytes(
-        5 * BLOCK_SIZE, cache_type
+    assert cache.pools == (CachePool(4),) and cache.nbytes == kv_cache_bytes(
+        config, 5 * BLOCK_SIZE, cache_type
     )
     assert row_bytes(cache_type, 64) == {"f16": 128, "q8_0": 68}[cache_type]
 

@@ -14,7 +14,7 @@ from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.load import load_model
 from quengine.loading.machine import Machine, make_backend
 from quengine.loading.placement import choose_cache
-from quengine.memory import WORKSPACE, workspace_bytes
+from quengine.memory import WORKSPACE, kv_cache_bytes, workspace_bytes
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.platform.device import choose_device
@@ -105,7 +105,7 @@ def test_a_cache_for_many_takes_what_memory_holds_and_says_so(
 ) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0")
     checkpoint = open_checkpoint(path)
-    cache = checkpoint.config.kv_cache_bytes(cached_blocks * 32)
+    cache = kv_cache_bytes(checkpoint.config, cached_blocks * 32)
     free = checkpoint.nbytes + WORKSPACE["cpu"] + cache + 64 * 4 * checkpoint.config.rope_dim
     checkpoint.close()
     monkeypatch.setattr("quengine.loading.placement.available_memory", lambda: free)
@@ -123,7 +123,7 @@ def test_a_cache_for_many_holds_one_of_them_whole_and_a_padding_block_or_is_refu
 ) -> None:
     path = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0")
     checkpoint = open_checkpoint(path)
-    context = checkpoint.config.kv_cache_bytes(128 + 2 * 32) + 128 * 4 * checkpoint.config.rope_dim
+    context = kv_cache_bytes(checkpoint.config, 128 + 2 * 32) + 128 * 4 * checkpoint.config.rope_dim
     free = checkpoint.nbytes + WORKSPACE["cpu"] + context
     checkpoint.close()
     monkeypatch.setattr("quengine.loading.placement.available_memory", lambda: free - missing)
@@ -147,7 +147,7 @@ def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(tm
     checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", "mixtral-tiny"))
     device, shape = torch.device("cuda"), checkpoint.config
     workspace = workspace_bytes("cuda", shape, checkpoint.nbytes, 64, 1)
-    context = 4 * shape.kv_cache_bytes(32) + 64 * 4 * shape.rope_dim  # of the blocks two are for padding
+    context = 4 * kv_cache_bytes(shape, 32) + 64 * 4 * shape.rope_dim  # of the blocks two are for padding
 
     def choose(config: EngineConfig, missing: int) -> int:
         experts = ExpertPlacement.choose(config, checkpoint, "cuda")

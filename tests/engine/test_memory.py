@@ -28,9 +28,10 @@ from quengine.memory import (
     choose_pools,
     cpu_expert_bytes,
     expert_bytes,
+    kv_cache_bytes,
     workspace_bytes,
 )
-from quengine.models.config import CacheGroup, ExpertConfig, ModelConfig
+from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.tiny_models import small_config
 
@@ -58,7 +59,7 @@ def test_the_models_own_context_is_taken_when_it_fits(config: ModelConfig) -> No
 
 
 def test_blocks_are_those_of_all_sequences_or_what_fits_beside_a_padding_block(config: ModelConfig) -> None:
-    room = 13 * config.kv_cache_bytes(32) + needs(config).table_bytes(100)
+    room = 13 * kv_cache_bytes(config, 32) + needs(config).table_bytes(100)
     assert choose_pools(needs(config), 100, 3, room, "f16") == [CachePool(12, None, 512)]
     assert choose_pools(needs(config), 100, 3, room - 1, "f16") == [CachePool(11, None, 512)]
     assert choose_pools(needs(config), 100, 3, 24 * GIB, "q8_0") == [CachePool(12, None, 512)]
@@ -68,8 +69,8 @@ def test_blocks_are_those_of_all_sequences_or_what_fits_beside_a_padding_block(c
 def test_the_context_is_cut_to_what_fits(config: ModelConfig) -> None:
     chosen = choose_context(needs(config), None, memory(6 * GIB))
     assert 0 < chosen < 32768
-    assert config.kv_cache_bytes(chosen) <= 2 * GIB
-    assert config.kv_cache_bytes(chosen) > 1.5 * GIB
+    assert kv_cache_bytes(config, chosen) <= 2 * GIB
+    assert kv_cache_bytes(config, chosen) > 1.5 * GIB
 
 
 def test_a_context_that_was_asked_for_is_never_cut(config: ModelConfig) -> None:
@@ -224,28 +225,34 @@ def test_the_buffers_of_grouped_rows_are_counted(
 
 
 @pytest.fixture
-def windowed(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+def windowed() -> ModelConfig:
     """Every sixth of 36 layers keeps all positions, the others see 1024."""
-    full = tuple(range(5, 36, 6))
-    rest = tuple(layer for layer in range(36) if layer not in full)
-    groups = (CacheGroup(None, full), CacheGroup(1024, rest))
-    monkeypatch.setattr(ModelConfig, "cache_groups", property(lambda _: groups))
     return dataclasses.replace(
-        small_config(), block_count=36, head_count=8, head_count_kv=2, head_dim=256, context_length=131072
+        small_config(),
+        block_count=36,
+        head_count=8,
+        head_count_kv=2,
+        head_dim=256,
+        context_length=131072,
+        sliding_window=1024,
+        full_attention_layers=tuple(range(5, 36, 6)),
+        rope_freq_base_swa=1e5,
     )
 
 
 def test_a_window_needs_its_own_positions_and_those_of_a_chunk(windowed: ModelConfig) -> None:
     layer = 2 * 2 * 256 * 2  # bytes a position
-    assert needs(windowed).cache_bytes(512) == windowed.kv_cache_bytes(512) == 36 * layer * 512
+    assert needs(windowed).cache_bytes(512) == kv_cache_bytes(windowed, 512) == 36 * layer * 512
     assert needs(windowed).cache_bytes(32768) == 6 * layer * 32768 + 30 * layer * (1024 + 512 + 32)
-    assert needs(windowed).cache_bytes(32768) < windowed.kv_cache_bytes(32768) / 4
-    assert attended_bytes(windowed, 1000, "f16") == windowed.kv_cache_bytes(1000)
+    assert needs(windowed).cache_bytes(32768) < kv_cache_bytes(windowed, 32768) / 4
+    assert attended_bytes(windowed, 1000, "f16") == kv_cache_bytes(windowed, 1000)
     assert attended_bytes(windowed, 5000, "f16") == layer * (6 * 5000 + 30 * 1024)
 
 
-def test_each_group_of_layers_has_rotary_tables_of_its_own(windowed: ModelConfig) -> None:
+def test_each_rotation_of_layers_has_rotary_tables_of_its_own(windowed: ModelConfig) -> None:
     gemma = dataclasses.replace(windowed, rope_dim=256)
+    alike = dataclasses.replace(gemma, rope_freq_base_swa=None)
+    assert needs(alike).table_bytes(131072) == 134_217_728
     assert needs(gemma).table_bytes(131072) == 2 * 134_217_728
     assert needs(gemma).nbytes(131072) == needs(gemma).cache_bytes(131072) + 2 * 134_217_728
     shorter = dataclasses.replace(gemma, context_length=8192, rope_dim=64)
@@ -306,7 +313,7 @@ def test_with_a_draft_model_the_first_group_keeps_all_positions(windowed: ModelC
     draft = dataclasses.replace(windowed, block_count=2)
     both = CacheNeeds(windowed, 512, draft)
     assert [pool.window for pool in both.pools()] == [None, 1024]
-    assert both.cache_bytes(32768) == needs(windowed).cache_bytes(32768) + draft.kv_cache_bytes(32768)
+    assert both.cache_bytes(32768) == needs(windowed).cache_bytes(32768) + kv_cache_bytes(draft, 32768)
 
 
 def test_a_window_of_all_layers_is_kept_with_a_draft_model(config: ModelConfig) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from quengine.errors import EngineError
+from quengine.memory import kv_cache_bytes
 from quengine.models.config import BlockKind, CacheGroup, ModelConfig, RopeScaling, yarn_attention_factor
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
@@ -79,7 +80,7 @@ def test_a_head_size_of_its_own_and_partial_rotation(tmp_path):
         "llama.rope.dimension_count": 20,
     }
     config = from_metadata(tmp_path, changes)
-    assert (config.head_dim, config.rope_dim, config.rope().dim) == (40, 20, 20)
+    assert (config.head_dim, config.rope_dim, config.rotation(0).spec().dim) == (40, 20, 20)
 
 
 def test_the_output_is_tied_where_its_matrix_is_absent(tmp_path):
@@ -249,7 +250,7 @@ def test_yarn_of_a_ministral_file(tmp_path):
     assert config.rope_scaling == RopeScaling("yarn", 16.0, 16384, attention_factor=1.0)
     assert config.attention_temperature_scale == pytest.approx(0.1)
     assert config.attention_temperature_length == 16384
-    assert config.rope().attention_factor == 1.0
+    assert config.rotation(0).spec().attention_factor == 1.0
 
 
 def test_the_magnitude_of_yarn(tmp_path):
@@ -266,8 +267,10 @@ def test_frequency_factors_are_llama_3_scaling(tmp_path):
     factors = np.linspace(1, 8, 8, dtype=np.float32)
     config = from_metadata(tmp_path, tensors=[("rope_freqs.weight", factors)])
     assert config.rope_scaling.kind == "llama3"
-    assert config.rope_scaling.freq_factors == tuple(factors.tolist()) == config.rope().freq_factors
-    assert config.rope().scaling == "none"
+    assert (
+        config.rope_scaling.freq_factors == tuple(factors.tolist()) == config.rotation(0).spec().freq_factors
+    )
+    assert config.rotation(0).spec().scaling == "none"
 
 
 @pytest.mark.parametrize(
@@ -280,11 +283,11 @@ def test_bad_frequency_factors_are_refused(tmp_path, factors):
 
 def test_kv_cache_bytes():
     config = read_hf_config(LLAMA)
-    assert config.kv_cache_bytes(10) == 2 * 2 * 2 * 16 * 10 * 2
+    assert kv_cache_bytes(config, 10) == 2 * 2 * 2 * 16 * 10 * 2
     wide = replace(config, head_dim=64)
-    assert wide.kv_cache_bytes(10, "q8_0") == 2 * 2 * 2 * 10 * 64 * 34 // 32
+    assert kv_cache_bytes(wide, 10, "q8_0") == 2 * 2 * 2 * 10 * 64 * 34 // 32
     with pytest.raises(EngineError, match="multiple of 32, and this model's is 16; use --cache-type f16"):
-        config.kv_cache_bytes(10, "q8_0")
+        kv_cache_bytes(config, 10, "q8_0")
 
 
 LLAMA = {
@@ -454,5 +457,5 @@ def test_the_kernels_rope_takes_every_kind():
         RopeScaling("yarn", 4.0, 32),
         RopeScaling("llama3", freq_factors=(1.0,) * 8),
     ):
-        spec = replace(base, rope_scaling=scaling).rope()
+        spec = replace(base, rope_scaling=scaling).rotation(0).spec()
         assert (spec.dim, spec.base, spec.layout) == (16, 10000.0, "pairs")

@@ -25,6 +25,7 @@ from quengine.diagnostics.bench.profile import read_profile
 from quengine.diagnostics.bench.profile_run import PROFILED_STEPS, Traced
 from quengine.errors import CannotRunError
 from quengine.kernels.cpu.runtime.threads import max_threads
+from quengine.memory import kv_cache_bytes
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
 from quengine.platform.host_experts import ExpertPlacement, expert_bytes
@@ -368,7 +369,7 @@ def test_bytes_of_a_token_are_the_weights_and_the_cache_so_far(model: Path) -> N
     plan = BenchPlan([model], [BenchTest(0, 4), BenchTest(0, 4, depth=50)], 1, threads=(1,), config=CPU)
     near, far = run_bench(plan, lambda _: None)
     with LLM(model, "cpu", 64, 1) as llm:
-        weights, cache = llm.runner.decoder.bytes_per_token, llm.model_config.kv_cache_bytes(1)
+        weights, cache = llm.runner.decoder.bytes_per_token, kv_cache_bytes(llm.model_config, 1)
     assert near.bytes_per_token == weights + 2 * cache
     assert far.bytes_per_token == near.bytes_per_token + 50 * cache
 

@@ -14,7 +14,7 @@ from quengine.errors import CannotRunError
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.load import load_model
-from quengine.memory import DRAFT_WORKSPACE, WORKSPACE
+from quengine.memory import DRAFT_WORKSPACE, WORKSPACE, kv_cache_bytes
 from quengine.models.checkpoint import open_checkpoint
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
@@ -229,7 +229,7 @@ def test_weights_and_caches_of_both_models_are_counted_before_anything_is_alloca
     target, draft = write(tmp_path / "target.gguf", context=512), write(tmp_path / "draft.gguf", blocks=1)
     checkpoints = [open_checkpoint(path) for path in (target, draft)]
     positions = 256 + 2 * BLOCK_SIZE
-    needed = sum(c.nbytes + c.config.kv_cache_bytes(positions) for c in checkpoints)
+    needed = sum(c.nbytes + kv_cache_bytes(c.config, positions) for c in checkpoints)
     needed += sum(4 * c.config.rope_dim * min(256, c.config.context_length) for c in checkpoints)
     needed += WORKSPACE["cpu"] + DRAFT_WORKSPACE["cpu"]
     for path, enough in ((draft, True), (draft, False), (None, True)):

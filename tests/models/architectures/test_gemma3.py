@@ -83,7 +83,7 @@ def test_a_released_folder_leaves_most_to_defaults() -> None:
     assert (config.rope_freq_base, config.rope_freq_base_swa) == (1e6, 1e4)
     assert config.tied_output and config.attention_scale == 256**-0.5
     assert config.embedding_scale == float(np.sqrt(np.float32(2560)))
-    full, windowed = config.rope(), config.rope(windowed=True)
+    full, windowed = config.rotation(5).spec(), config.rotation(0).spec()
     assert (full.scaling, full.factor, full.base) == ("linear", 8.0, 1e6)
     assert (windowed.scaling, windowed.base) == ("none", 1e4)
 

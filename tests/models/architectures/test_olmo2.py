@@ -64,7 +64,8 @@ def test_three_of_four_layers_have_the_window(root: Path) -> None:
     for kind in KINDS:
         config = opened(root, "OLMo 3", kind).config
         assert config.cache_groups == (CacheGroup(None, (3,)), CacheGroup(5, (0, 1, 2, 4)))
-        assert opened(root, "OLMo 3, yarn", kind).config.rope(windowed=True) == RopeSpec(16, 1e4, "halves")
+        windowed = opened(root, "OLMo 3, yarn", kind).config.rotation(0)
+        assert windowed.spec() == RopeSpec(16, 1e4, "halves", attention_factor=1.0)
 
 
 def test_layers_of_metadata(tmp_path: Path) -> None:

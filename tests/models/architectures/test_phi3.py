@@ -50,11 +50,11 @@ class TestLogits(SameLogits):
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
 def test_the_context_of_a_run_chooses_the_factors(root: Path, kind: str) -> None:
     config = opened(root, "long factors", kind).config
-    assert config.rope(32).freq_factors == pytest.approx(LONGROPE["short_factor"])
-    assert config.rope(33).freq_factors == pytest.approx(LONGROPE["long_factor"])
+    assert config.rotation(0).spec(32).freq_factors == pytest.approx(LONGROPE["short_factor"])
+    assert config.rotation(0).spec(33).freq_factors == pytest.approx(LONGROPE["long_factor"])
     magnitude = math.sqrt(1.0 + math.log(128 / 32) / math.log(32))
-    assert config.rope(32).magnitude == pytest.approx(magnitude)
-    assert config.rope(33).magnitude == pytest.approx(magnitude)
+    assert config.rotation(0).spec(32).magnitude == pytest.approx(magnitude)
+    assert config.rotation(0).spec(33).magnitude == pytest.approx(magnitude)
 
 
 def test_merged_tensors_are_cut_without_a_copy(root: Path) -> None:
@@ -73,7 +73,7 @@ def test_older_names_of_longrope(name: str) -> None:
     scaling = {"type": name, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     config = read_hf_config(HF | {"rope_scaling": scaling, "original_max_position_embeddings": 64})
     assert config.rope_scaling.kind == "longrope"
-    assert config.rope(65).freq_factors == (2.0,) * 8
+    assert config.rotation(0).spec(65).freq_factors == (2.0,) * 8
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_numbers_and_types_that_no_model_has_are_errors_of_the_configuration(key
     }
     config |= {"sliding_window": 8, key: value}  # type: ignore[dict-item]
     try:
-        rope = read_hf_config(json.loads(json.dumps(config))).rope()
+        rope = read_hf_config(json.loads(json.dumps(config))).rotation(0).spec()
     except EngineError as error:
         assert str(error).startswith("config.json: ")
     else:
