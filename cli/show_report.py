@@ -1,6 +1,7 @@
 """The report of `engine show`, for people and as JSON: what a model's header says, and where the model fits."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from quengine.config import DEFAULT_CHUNK
 from quengine.errors import CannotRunError
 from quengine.memory import CacheNeeds, DeviceMemory, choose_context, gib, workspace_bytes
-from quengine.models.architectures import layers_of
+from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.errors import shown
 from quengine.models.model_summary import ModelSummary
@@ -97,20 +98,31 @@ def _config_lines(config: ModelConfig) -> list[str]:
         )
         if there
     ]
-    windowed = sum(window is not None for window in config.layer_windows)
+    attentions = attentions_of(config)
+    windowed = sum(attention.window is not None for attention in attentions)
+    heads, kv_heads, dims = (
+        _range(getattr(attention, name) for attention in attentions)
+        for name in ("heads", "kv_heads", "head_dim")
+    )
+    lengths = _range(config.sizes(layer).feed_forward_length for layer in range(config.block_count))
     window = f", sliding window {config.sliding_window}" if windowed else ""
     if 0 < windowed < config.block_count:
         window += f" in {windowed} of {config.block_count} layers"
     return [
         f"context       {config.context_length} tokens{window}",
         f"layers        {config.block_count} of width {config.embedding_length}, "
-        f"feed-forward {config.feed_forward_length}{_mixers(config)}",
-        f"attention     {config.head_count} heads of {config.head_dim}, "
-        f"{config.head_count_kv} key/value heads",
+        f"feed-forward {lengths}{_mixers(config)}",
+        f"attention     {heads} heads of {dims}, {kv_heads} key/value heads",
         f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.rope_layout}, "
         f"base {config.rope_freq_base:g}{scaled}{local}",
         f"vocabulary    {config.vocab_size}" + (f"; {', '.join(traits)}" if traits else ""),
     ]
+
+
+def _range(values: Iterable[int]) -> str:
+    """What layers have of something: 12, or 12 to 20."""
+    found = sorted(set(values))
+    return f"{found[0]} to {found[-1]}" if len(found) > 1 else "".join(map(str, found))
 
 
 def _mixers(config: ModelConfig) -> str:

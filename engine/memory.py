@@ -237,8 +237,9 @@ def workspace_bytes(
     fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind]
     if kind == "cpu":
         return fixed + cpu_expert_bytes(config, chunk)
-    width, queries = config.embedding_length, config.head_count * config.head_dim
-    qkv = queries + 2 * config.head_count_kv * config.head_dim
+    width, attentions = config.embedding_length, attentions_of(config)
+    queries = max((a.heads * a.head_dim for a in attentions), default=0)
+    qkv = max(((a.heads + 2 * a.kv_heads) * a.head_dim for a in attentions), default=0)
     inner = _every_rows_feed_forward(config)
     largest = width * max(inner, qkv)
     # fp32: the stream between layers, products of qkv; fp16: normed rows, then queries or SwiGLU's rows.
@@ -277,10 +278,7 @@ def cpu_expert_bytes(config: ModelConfig, chunk: int) -> int:
 
 def _every_rows_feed_forward(config: ModelConfig) -> int:
     """The width of the widest feed-forward that computes every row: a dense layer's, or the shared expert's."""
-    experts = config.experts
-    if experts is None:
-        return config.feed_forward_length
-    return max(experts.shared_feed_forward_length, config.feed_forward_length if experts.dense_layers else 0)
+    return max(block.feed_forward.every_row_length for block in layers_of(config))
 
 
 def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -> int:

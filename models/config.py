@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import isfinite, log, pow, sqrt
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, RouterKind
 
@@ -170,6 +170,14 @@ class ExpertConfig:
         return self.count * (1.0 - pow(1.0 - self.router.used / self.count, rows))
 
 
+class LayerSizes(NamedTuple):
+    """Of one layer, as ModelConfig has them of all."""
+
+    head_count: int
+    head_count_kv: int
+    feed_forward_length: int
+
+
 @dataclass(frozen=True)
 class CacheGroup:
     """Layers that keep the same of a sequence: the last `window` positions, or all (None), or a state of one size."""
@@ -213,6 +221,7 @@ class ModelConfig:
 
     `embedding_length`, `feed_forward_length` and the rest carry GGUF's names. `head_count` query heads of
     `head_dim` share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated.
+    `layer_sizes`: of each layer, where they differ; the fields of these names are then the largest.
     `sliding_window` W lets position i see i-W+1 .. i in all layers but `full_attention_layers`; None is full
     attention everywhere. Layers with a window rotate by `rope_freq_base_swa`, without scaling, where it is given.
     `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding,
@@ -261,8 +270,14 @@ class ModelConfig:
     conv_taps: int = 0
     conv_channels: int = 0
     output_norm: str = "output_norm"
+    layer_sizes: tuple[LayerSizes, ...] = ()
     ranks: int = 1
     stage: Stage | None = None
+
+    def sizes(self, layer: int) -> LayerSizes:
+        """Those of a layer."""
+        same = LayerSizes(self.head_count, self.head_count_kv, self.feed_forward_length)
+        return self.layer_sizes[layer] if self.layer_sizes else same
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -317,11 +332,7 @@ class ModelConfig:
             value = getattr(self, field.name)
             if high and not low <= value <= high:
                 yield field.name, f"{value} is not from {low} to {high}"
-        if self.head_count_kv > 0 and self.head_count % self.head_count_kv:
-            yield (
-                "head_count",
-                f"{self.head_count} is not a multiple of the {self.head_count_kv} key/value heads",
-            )
+        yield from self._head_problems()
         if self.rope_dim > self.head_dim:
             yield "rope_dim", f"{self.rope_dim} is more than the head size, {self.head_dim}"
         if self.rope_dim % 2:
@@ -337,6 +348,13 @@ class ModelConfig:
         yield from self._scaling_problems()
         if self.experts is not None:
             yield from _expert_problems(self.experts, self.block_count, self.block.shared_gate)
+
+    def _head_problems(self) -> Iterator[tuple[str, str]]:
+        for layer in range(len(self.layer_sizes) or 1):
+            heads, kv_heads, _ = self.sizes(layer)
+            if kv_heads > 0 and heads % kv_heads:
+                where = f" of layer {layer}" if self.layer_sizes else ""
+                yield "head_count", f"{heads} is not a multiple of the {kv_heads} key/value heads{where}"
 
     def _scaling_problems(self) -> Iterator[tuple[str, str]]:
         scaling = self.rope_scaling

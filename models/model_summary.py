@@ -12,6 +12,7 @@ from pathlib import Path
 
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import Q8_0_GROUP, can_store
+from quengine.models.architectures import attentions_of
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, GGUFFile, StringArray, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
@@ -106,8 +107,9 @@ class ModelSummary:
         if config is None or not self.tensors:
             return []
         found = []
-        if not can_store("q8_0", config.head_dim):
-            found.append(f"--cache-type q8_0: heads of {config.head_dim} are no multiple of {Q8_0_GROUP}")
+        sizes = {attention.head_dim for attention in attentions_of(config)}
+        if odd := [size for size in sorted(sizes) if not can_store("q8_0", size)]:
+            found.append(f"--cache-type q8_0: heads of {odd[0]} are no multiple of {Q8_0_GROUP}")
         alone = next((row.name for row in self.computed if _OF_ONE_EXPERT.search(row.name)), None)
         if config.experts is not None and alone is not None:
             found.append(f"--expert-parallel: each expert is in a tensor of its own, as {shown(alone)}")

@@ -18,7 +18,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.blocks.block import OUTPUT_CUT, Axis, Cut
-from quengine.models.config import ModelConfig
+from quengine.models.config import LayerSizes, ModelConfig
 from quengine.models.tensor_table import joined_specs, tensor_specs
 
 MOST_RANKS = 64
@@ -40,6 +40,7 @@ class Rank:
     by_expert: bool = False
 
 
+_LAYER = re.compile(r"blk\.(\d+)\.")
 _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.\d+\.weight")
 
 
@@ -87,7 +88,7 @@ class ModelSplit:
             fitting = [n for n in range(1, 9) if n != rank.count and self._problem(n, tensors) is None]
             ways = " or ".join(map(str, fitting))
             raise EngineError(f"--tensor-parallel {rank.count}: {problem}; this model takes {ways}")
-        self._ranges = self._axis_ranges()
+        self._of_sizes = {sizes: self._axis_ranges(sizes) for sizes in _sizes(config)}
         self.config = self._rank_config()
 
     def tensor(self, tensor: QuantTensor) -> QuantTensor:
@@ -98,7 +99,7 @@ class ModelSplit:
         if cut.along == "first":
             data = tensor.data if self.rank.number == 0 else torch.zeros_like(tensor.data)
             return replace(tensor, data=data)
-        kept = self._kept(cut)
+        kept = self._kept(tensor.name, cut)
         shape = self.shape(tensor)
         if cut.along == "experts":
             experts = tensor.data.view(tensor.shape[0], -1, tensor.data.shape[1])
@@ -119,7 +120,7 @@ class ModelSplit:
         cut = self._cut(tensor)
         if cut is None or cut.along == "first":
             return tensor.shape
-        size = sum(map(len, self._kept(cut)))
+        size = sum(map(len, self._kept(tensor.name, cut)))
         if cut.along == "experts":
             return (size + 1, *tensor.shape[1:])
         if cut.along == "columns":
@@ -129,19 +130,21 @@ class ModelSplit:
     def _cut(self, tensor: QuantTensor) -> Cut | None:
         return cut_of(tensor.name, self.whole, self.rank.by_expert)
 
-    def _kept(self, cut: Cut) -> list[range]:
-        """Which rows or columns the rank has, of each of the parts that lie one behind the other."""
+    def _kept(self, name: str, cut: Cut) -> list[range]:
+        """Which rows or columns of a tensor the rank has, of each of the parts that lie one behind the other."""
+        layer = _LAYER.match(name)
+        ranges = self._of_sizes[self.whole.sizes(int(layer[1]) if layer else 0)]
         start, kept = 0, list[range]()
         for axis in cut.axes:
-            part, total = self._ranges[axis]
+            part, total = ranges[axis]
             kept.append(range(start + part.start, start + part.stop))
             start += total
         return kept
 
-    def _axis_ranges(self) -> dict[Axis, tuple[range, int]]:
-        """What the rank has of each axis, and how long the whole is."""
+    def _axis_ranges(self, sizes: LayerSizes) -> dict[Axis, tuple[range, int]]:
+        """What the rank has of each axis in a layer of these sizes, and how long the whole is."""
         config, (number, count) = self.whole, (self.rank.number, self.rank.count)
-        size, heads, kv_heads = config.head_dim, config.head_count, config.head_count_kv
+        size, heads, kv_heads = config.head_dim, sizes.head_count, sizes.head_count_kv
         own = shares(heads, 1, count)[number]
         held = max(1, kv_heads // count)
         first = number * kv_heads // count
@@ -153,58 +156,81 @@ class ModelSplit:
         }
         if config.experts is not None:
             ranges["experts"] = (shares(config.experts.count, 1, count)[number], config.experts.count)
-        for axis, (total, unit) in self._units.items():
+        for axis, unit in self._units.items():
+            total = _lengths(config, sizes)[axis]
             ranges[axis] = (shares(total, unit, count)[number], total)
         return ranges
 
     def _rank_config(self) -> ModelConfig:
         """The model's shape as the rank computes it."""
         config, count = self.whole, self.rank.count
-        widths = {axis: len(self._ranges[axis][0]) for axis in self._units}
+        ranges = self._of_sizes[config.sizes(0)]
+        widths = {axis: len(ranges[axis][0]) for axis in self._units}
+        of_layers = [self._rank_sizes(config.sizes(layer)) for layer in range(config.block_count)]
         made = replace(
             config,
             ranks=count,
-            feed_forward_length=widths.get("inner", config.feed_forward_length),
+            head_count=max(sizes.head_count for sizes in of_layers),
+            head_count_kv=max(sizes.head_count_kv for sizes in of_layers),
+            feed_forward_length=max(sizes.feed_forward_length for sizes in of_layers),
+            layer_sizes=tuple(of_layers) if config.layer_sizes else (),
             conv_channels=widths.get("channels", config.conv_channels),
         )
-        if config.splits_heads:
-            kv_heads = max(1, config.head_count_kv // count)
-            made = replace(made, head_count=config.head_count // count, head_count_kv=kv_heads)
         if config.experts is not None:
             experts = replace(
                 config.experts,
                 feed_forward_length=widths.get("expert_inner", config.experts.feed_forward_length),
                 shared_feed_forward_length=widths.get("shared_inner", 0),
-                held=self._ranges["experts"][0] if self.rank.by_expert else None,
+                held=ranges["experts"][0] if self.rank.by_expert else None,
             )
             made = replace(made, experts=experts)
         return made
+
+    def _rank_sizes(self, sizes: LayerSizes) -> LayerSizes:
+        """What a layer of these sizes has on the rank."""
+        count, (heads, kv_heads, length) = self.rank.count, sizes
+        if self.whole.splits_heads:
+            heads, kv_heads = heads // count, max(1, kv_heads // count)
+        inner = self._of_sizes[sizes].get("inner")
+        return LayerSizes(heads, kv_heads, length if inner is None else len(inner[0]))
 
     def _problem(self, count: int, tensors: Mapping[str, QuantTensor]) -> str | None:
         """Why `count` ranks cannot share the model; None: they can."""
         config = self.whole
         if not 1 <= count <= MOST_RANKS:
             return f"must be from 1 to {MOST_RANKS}"
-        heads, kv_heads = config.head_count, config.head_count_kv
+        for sizes, layer in _sizes(config).items():
+            problem = self._problem_of_layer(count, tensors, layer, sizes)
+            if problem is not None:
+                return problem
+        return _experts_problem(config, tensors, count) if self.rank.by_expert else None
+
+    def _problem_of_layer(
+        self, count: int, tensors: Mapping[str, QuantTensor], layer: int, sizes: LayerSizes
+    ) -> str | None:
+        """The same of the layers of some sizes, of which `layer` is the first."""
+        config, heads, kv_heads = self.whole, sizes.head_count, sizes.head_count_kv
         if config.splits_heads:
             if heads % count:
-                return f"blk.0.attn_q has {heads} heads, which {count} ranks cannot share equally"
+                return f"blk.{layer}.attn_q has {heads} heads, which {count} ranks cannot share equally"
             if kv_heads % count and count % kv_heads:
-                return f"blk.0.attn_k has {kv_heads} heads, which neither divide {count} ranks nor are a multiple"
+                found = f"blk.{layer}.attn_k has {kv_heads} heads"
+                return f"{found}, which neither divide {count} ranks nor are a multiple"
             columns = heads // count * config.head_dim
-            for name in _named(tensors, "attn_output.weight"):
+            for name in _named(tensors, "attn_output.weight", config, sizes):
                 block = lcm(tensors[name].format.block, _GROUP)
                 if count > 1 and columns % block:
                     form = tensors[name].format.name
                     return f"{name} ({form}) has {columns} columns a rank, not a multiple of {block}"
-        for axis, (total, unit) in self._units.items():
+        for axis, unit in self._units.items():
+            total = _lengths(config, sizes)[axis]
             if total // unit < count:
                 name, way = _DOWN[axis], ", or --expert-parallel" if axis == "expert_inner" else ""
                 return f"{name} has {total} columns, {total // unit} pieces of {unit} for {count} ranks{way}"
             if axis == "channels" and total // unit % count:  # ranks hand over equal parts of a state
                 pieces = f"{total // unit} pieces of {unit} columns"
                 return f"{_DOWN[axis]} has {pieces}, which {count} ranks cannot share equally"
-        return _experts_problem(config, tensors, count) if self.rank.by_expert else None
+        return None
 
 
 _DOWN: Mapping[Axis, str] = {
@@ -229,32 +255,44 @@ def _experts_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor], co
     )
 
 
-def _units(
-    config: ModelConfig, tensors: Mapping[str, QuantTensor], by_expert: bool
-) -> dict[Axis, tuple[int, int]]:
-    """How long each axis that is cut by columns is, of feed-forwards and convolutions, and in what units: blocks of all
-    matrices along it."""
-    sizes: dict[Axis, int] = {}
+def _sizes(config: ModelConfig) -> Mapping[LayerSizes, int]:
+    """The sizes that layers have, each with the first layer that has them."""
+    return {config.sizes(layer): layer for layer in reversed(range(config.block_count))}
+
+
+def _lengths(config: ModelConfig, sizes: LayerSizes) -> dict[Axis, int]:
+    """How long each axis is that is cut by columns, of feed-forwards and convolutions, in layers of these sizes."""
+    lengths: dict[Axis, int] = {}
     experts = config.experts
     if experts is None or experts.dense_layers:
-        sizes["inner"] = config.feed_forward_length
+        lengths["inner"] = sizes.feed_forward_length
     if experts is not None:
-        if not by_expert:
-            sizes["expert_inner"] = experts.feed_forward_length
+        lengths["expert_inner"] = experts.feed_forward_length
         if experts.shared_feed_forward_length:
-            sizes["shared_inner"] = experts.shared_feed_forward_length
+            lengths["shared_inner"] = experts.shared_feed_forward_length
     if config.conv_channels:
-        sizes["channels"] = config.conv_channels
-    units = dict.fromkeys(sizes, _GROUP)
+        lengths["channels"] = config.conv_channels
+    return lengths
+
+
+def _units(config: ModelConfig, tensors: Mapping[str, QuantTensor], by_expert: bool) -> dict[Axis, int]:
+    """In what units each axis is cut that is cut by columns: blocks of all matrices along it."""
+    units: dict[Axis, int] = dict.fromkeys(_lengths(config, config.sizes(0)), _GROUP)
+    if by_expert:
+        units.pop("expert_inner", None)
     for name in tensors:
         cut = cut_of(name, config, by_expert)
         if cut is not None and cut.along == "columns" and cut.axes[0] in units and name.endswith(".weight"):
             units[cut.axes[0]] = lcm(units[cut.axes[0]], tensors[name].format.block)
-    return {axis: (size, units[axis]) for axis, size in sizes.items()}
+    return units
 
 
-def _named(tensors: Mapping[str, QuantTensor], kind: str) -> Sequence[str]:
-    return [name for name in tensors if name.endswith(f".{kind}")]
+def _named(
+    tensors: Mapping[str, QuantTensor], kind: str, config: ModelConfig, sizes: LayerSizes
+) -> Sequence[str]:
+    """The tensors of this kind of layers of these sizes."""
+    found = ((name, _LAYER.match(name)) for name in tensors if name.endswith(f".{kind}"))
+    return [name for name, layer in found if layer and config.sizes(int(layer[1])) == sizes]
 
 
 class SplitTensors(Mapping[str, QuantTensor]):

@@ -15,6 +15,9 @@ from torch import Tensor
 from quengine.kernels.backend import SlotLayer
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.model_runner import ModelRunner
+from quengine.models.architectures import layers_of
+from quengine.models.blocks.block import SlotState, State
+from quengine.models.config import ModelConfig
 from quengine.parallel.wire import ReadCache, WriteCache
 
 _MOST_BYTES = 32 << 20
@@ -35,22 +38,26 @@ class _Stored(NamedTuple):
         return heads * self.tensor.shape[2] * self.tensor.itemsize
 
 
-def read_cached(runner: ModelRunner, start: int, end: int, kv_heads: int) -> list[Tensor]:
+def read_cached(runner: ModelRunner, start: int, end: int, whole: ModelConfig) -> list[Tensor]:
     """A copy, on the host, of what every layer stores of positions start .. end - 1, [n, kv_heads, width] each: keys
-    and values, or in q8_0 their codes and scales; or of its state, [1, channels, history]. On rank 0."""
+    and values, or in q8_0 their codes and scales; or of its state, [1, channels, history]. On rank 0. `whole`: the
+    model's configuration, of all ranks."""
     with runner.together(ReadCache(start, end)):
         rows = read_rows(runner, start, end)
-    # Where there are fewer key/value heads than ranks, some ranks have the same.
+    states = [block.mixer.state for block in layers_of(whole)]
     pairs = zip(_stored(runner, start, end), rows, strict=True)
-    return [rows if one.is_state else rows[:, :: rows.shape[1] // kv_heads] for one, rows in pairs]
+    return [_without_copies(rows, states[one.layer]) for one, rows in pairs]
+
+
+def _without_copies(rows: Tensor, state: State) -> Tensor:
+    """Each head once: where there are fewer key/value heads than ranks, some ranks have the same."""
+    return rows if isinstance(state, SlotState) else rows[:, :: rows.shape[1] // state.kv_heads]
 
 
 def write_cached(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor]) -> None:
     """Store what `read_cached` gave. On rank 0."""
-    pairs = zip(_stored(runner, start, end), rows, strict=True)
-    kv_heads = next(given.shape[1] for one, given in pairs if not one.is_state)
-    with runner.together(WriteCache(start, end, kv_heads)):
-        write_rows(runner, start, end, kv_heads, rows)
+    with runner.together(WriteCache(start, end)):
+        write_rows(runner, start, end, rows)
 
 
 def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
@@ -76,26 +83,31 @@ def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
     return rows
 
 
-def write_rows(
-    runner: ModelRunner, start: int, end: int, kv_heads: int, rows: Sequence[Tensor] | None
-) -> None:
+def write_rows(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor] | None) -> None:
     """Each rank's part of `write_cached`; `rows`: on rank 0."""
     communicator, config, done = runner.decoder.backend.communicator, runner.decoder.config, 0
-    cut = config.ranks > 1 and config.splits_heads
+    ranks = config.ranks if config.splits_heads else 1
+    number = communicator.rank if ranks > 1 else 0
     for group in _groups(runner, start, end):
-        heads = config.ranks * group[0].tensor.shape[1] if group[0].is_state else kv_heads
-        first = communicator.rank * heads // communicator.size if cut else 0
-        sizes = [one.row_bytes(heads) for one in group]
+        heads = [ranks * one.tensor.shape[1] for one in group]
+        sizes = [one.row_bytes(every) for one, every in zip(group, heads, strict=True)]
         count = len(group[0].slots)
         values = torch.empty(count, sum(sizes), dtype=torch.uint8, device=group[0].tensor.device)
         if rows is not None:
-            values.copy_(torch.cat([_bytes(each) for each in rows[done : done + len(group)]], dim=1))
+            given = zip(rows[done : done + len(group)], heads, strict=True)
+            values.copy_(torch.cat([_bytes(_with_copies(each, every)) for each, every in given], dim=1))
         done += len(group)
         communicator.broadcast(values)
         for one, part in zip(group, torch.split(values, sizes, dim=1), strict=True):
             if one.held:
-                given = part.contiguous().view(one.tensor.dtype).view(count, heads, one.tensor.shape[2])
-                one.tensor[one.slots] = given[:, first : first + one.tensor.shape[1]]
+                own = one.tensor.shape[1]
+                whole = part.contiguous().view(one.tensor.dtype).view(count, -1, one.tensor.shape[2])
+                one.tensor[one.slots] = whole[:, number * own : (number + 1) * own]
+
+
+def _with_copies(rows: Tensor, heads: int) -> Tensor:
+    """As the ranks have them side by side, [n, heads, width]: what `_without_copies` was given."""
+    return rows.repeat_interleave(heads // rows.shape[1], dim=1)
 
 
 def _bytes(rows: Tensor) -> Tensor:

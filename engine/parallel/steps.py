@@ -37,8 +37,8 @@ def run(runner: ModelRunner, message: Message) -> None:
                 pass
         case ReadCache(start, end):
             read_rows(runner, start, end)
-        case WriteCache(start, end, kv_heads):
-            write_rows(runner, start, end, kv_heads, None)
+        case WriteCache(start, end):
+            write_rows(runner, start, end, None)
         case CopyStates(copies):
             runner.copy_states(copies)
         case Choose(experts):

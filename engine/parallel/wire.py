@@ -66,11 +66,10 @@ class ReadCache(NamedTuple):
 
 
 class WriteCache(NamedTuple):
-    """`cached_rows.write_cached`, of so many heads: the values follow by broadcast."""
+    """`cached_rows.write_cached`: the values follow by broadcast."""
 
     start: int
     end: int
-    kv_heads: int
 
 
 class Choose(NamedTuple):
@@ -139,8 +138,8 @@ def encode(message: Message) -> bytes:
             numbers = [Operation.PARTS, len(parts), *lists, *_rows_numbers(rows)]
         case ReadCache(start, end):
             numbers = [Operation.READ_CACHE, start, end]
-        case WriteCache(start, end, kv_heads):
-            numbers = [Operation.WRITE_CACHE, start, end, kv_heads]
+        case WriteCache(start, end):
+            numbers = [Operation.WRITE_CACHE, start, end]
         case CopyStates(copies):
             numbers = [Operation.COPY_STATES, len(copies), *chain.from_iterable(copies)]
         case Choose(experts):
@@ -194,7 +193,7 @@ def decode(data: bytes) -> Message:
     if operation is Operation.COPY_STATES:
         fields = ((next(source), next(source), next(source)) for _ in range(next(source)))
         return CopyStates([StateCopy(*each) for each in fields])
-    return WriteCache(next(source), next(source), next(source))
+    return WriteCache(next(source), next(source))
 
 
 def _rows_numbers(rows: Sequence[SequenceRows]) -> Iterator[int]:

@@ -108,7 +108,7 @@ class CudaBackend:
         self.dtype = torch.float32
         self.pdl = has_dependent_launch(device)
         self.communicator: Communicator = ONE_RANK
-        self._decode_workspaces: list[DecodeWorkspace] = []
+        self._decode_workspaces: dict[tuple[int, int, int], list[DecodeWorkspace]] = {}
         self._scratch: QuantizationScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
         self._tiles: tuple[ForwardBatch, PrefillTiles] | None = None
@@ -477,11 +477,13 @@ class CudaBackend:
         return self._scratch
 
     def _decode_workspace(self, spec: AttentionSpec, rows: int) -> DecodeWorkspace:
-        """Room for the largest batch met. A smaller one is kept: a captured graph may write to it."""
-        if not self._decode_workspaces or self._decode_workspaces[-1].acc.shape[0] < rows:
-            room = DecodeWorkspace.allocate(rows, spec.heads, spec.kv_heads, spec.head_dim, self.device)
-            self._decode_workspaces.append(room)
-        return self._decode_workspaces[-1]
+        """Room for the largest batch that layers of these heads met. A smaller one is kept: a captured graph may write
+        to it."""
+        shape = (spec.heads, spec.kv_heads, spec.head_dim)
+        held = self._decode_workspaces.setdefault(shape, [])
+        if not held or held[-1].acc.shape[0] < rows:
+            held.append(DecodeWorkspace.allocate(rows, *shape, self.device))
+        return held[-1]
 
 
 def _stream(x: Residual) -> Tensor:

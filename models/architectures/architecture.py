@@ -100,6 +100,7 @@ class Architecture:
     gguf_keys: metadata keys, without the architecture's prefix, that only `gguf_fields` reads.
     gguf_fields: what follows from keys and tensors of its own. Raises GGUFError as a ModelType's functions do.
     has_recurrent_layers: some layers have no attention, and 0 key and value heads in files.
+    sizes_by_layer: GGUF files may give the numbers of heads and the length of the feed-forward for each layer.
     """
 
     name: str
@@ -117,6 +118,7 @@ class Architecture:
     gguf_keys: tuple[str, ...] = ()
     gguf_fields: Callable[["GGUFFile", ModelConfig], Fields] = lambda _file, _config: {}
     has_recurrent_layers: bool = False
+    sizes_by_layer: bool = False
 
     @property
     def may_be_dense(self) -> bool:

@@ -35,11 +35,12 @@ class Attention:
     def of(cls, config: ModelConfig, layer: int) -> "Attention":
         """The attention of a layer as the model's configuration has it."""
         scale, length = config.attention_temperature_scale, config.attention_temperature_length
+        heads, kv_heads, _ = config.sizes(layer)
         return cls(
             form=config.block,
             width=config.embedding_length,
-            heads=config.head_count,
-            kv_heads=config.head_count_kv,
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=config.head_dim,
             rotation=config.rotation(layer),
             scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,

@@ -104,6 +104,11 @@ class Mixer(Part, Protocol):
 class ChannelMixer(Part, Protocol):
     """The part of a layer that computes each position by itself: a feed-forward, or a mixture of experts."""
 
+    @property
+    def every_row_length(self) -> int:
+        """The width between up and down of what computes every row; 0: there is no such thing."""
+        ...
+
 
 @dataclass(frozen=True)
 class Block:

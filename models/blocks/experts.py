@@ -20,6 +20,11 @@ class Experts:
     experts: ExpertConfig
     partial: bool = False
 
+    @property
+    def every_row_length(self) -> int:
+        """Of the shared expert."""
+        return self.experts.shared_feed_forward_length
+
     def tensors(self) -> Mapping[str, TensorSpec]:
         count, inner = self.experts.count, self.experts.feed_forward_length
         found: dict[str, TensorSpec] = {}

@@ -18,6 +18,10 @@ class FeedForward:
     length: int
     partial: bool = False
 
+    @property
+    def every_row_length(self) -> int:
+        return self.length
+
     def tensors(self) -> Mapping[str, TensorSpec]:
         found: dict[str, TensorSpec] = {}
         if self.form.norms != "post":

@@ -1,4 +1,4 @@
-"""The layers of a model that are alike: attention and a feed-forward, or experts where the layer has them."""
+"""Layers that differ in sizes and windows at most: attention, then a feed-forward, or experts where there are some."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from quengine.models.config import ModelConfig
 
 
 def uniform_layers(config: ModelConfig) -> Sequence[Block]:
-    """Attention in every layer, with the windows of `config.layer_windows`."""
+    """Attention in every layer, with the sizes and the window that the configuration has for it."""
     return [Block(Attention.of(config, i), channel_mixer(config, i)) for i in range(config.block_count)]
 
 
@@ -20,4 +20,4 @@ def channel_mixer(config: ModelConfig, layer: int) -> ChannelMixer:
     if config.has_experts(layer):
         assert config.experts is not None
         return Experts(form, width, config.experts, partial)
-    return FeedForward(form, width, config.feed_forward_length, partial)
+    return FeedForward(form, width, config.sizes(layer).feed_forward_length, partial)

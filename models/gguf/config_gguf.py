@@ -5,7 +5,7 @@ the computation in a way the decoder lacks are refused, never ignored.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from quengine.models.architectures import ARCHITECTURES, unsupported_architectur
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.config import (
     LIMITS,
+    LayerSizes,
     ModelConfig,
     Pooling,
     RopeScaling,
@@ -23,7 +24,7 @@ from quengine.models.config import (
 )
 from quengine.models.gguf import GGUFError, GGUFFile
 from quengine.models.gguf.config_experts import EXPERT_KEYS, read_experts
-from quengine.models.gguf.layer_values import uniform_int
+from quengine.models.gguf.layer_values import ints_of_layers, uniform_int
 from quengine.models.gguf.vocab_checks import TOKENS, check_chat_templates
 
 log = logging.getLogger(__name__)
@@ -114,18 +115,14 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     architecture = declared.name
     _refuse_unimplemented(file, declared)
     check_chat_templates(file)
-    heads = _uniform_int(file, architecture, "head_count")
-    heads_kv = _uniform_int(
-        file, architecture, "head_count_kv", default=heads, but_zeros=declared.has_recurrent_layers
-    )
+    blocks = _uniform_int(file, architecture, "block_count")
+    (heads, heads_kv, feed_forward), of_layers = _sizes(file, declared, blocks)
     embedding = _uniform_int(file, architecture, "embedding_length")
     context = _uniform_int(file, architecture, "context_length")
-    head_dim = _head_dim(file, architecture, embedding, heads)
+    head_dim = _head_dim(file, architecture, embedding, heads, bool(of_layers))
     temperature = file.get_float(f"{architecture}.attention.temperature_scale") or 0.0
     scaling = _rope_scaling(file, declared, context, bool(temperature))
     window = file.get_int(f"{architecture}.attention.sliding_window")
-    blocks = _uniform_int(file, architecture, "block_count")
-    feed_forward = _uniform_int(file, architecture, "feed_forward_length")
     block = declared.block
     config = ModelConfig(
         architecture=architecture,
@@ -151,6 +148,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         attention_temperature_length=scaling.original_context_length if temperature else 0,
         experts=read_experts(file, declared, feed_forward, blocks),
         pooling=_POOLINGS.get(file.get_int(f"{architecture}.pooling_type") or 0),
+        layer_sizes=of_layers,
     )
     config = replace(config, **declared.size_fields(config))
     config = replace(config, **declared.gguf_fields(file, config))
@@ -217,6 +215,26 @@ def _refuse_sizes_of_windows(file: GGUFFile, config: ModelConfig) -> None:
             raise file.error(key, problem)
 
 
+def _sizes(file: GGUFFile, declared: Architecture, blocks: int) -> tuple[LayerSizes, tuple[LayerSizes, ...]]:
+    """The largest sizes, and those of each layer where they differ."""
+    if declared.sizes_by_layer:
+        heads = _ints_of_layers(file, declared, "head_count", blocks)
+        kv_heads = _ints_of_layers(file, declared, "head_count_kv", blocks, heads)
+        lengths = _ints_of_layers(file, declared, "feed_forward_length", blocks)
+        layers = tuple(map(LayerSizes, heads, kv_heads, lengths))
+        largest = LayerSizes(max(heads), max(kv_heads), max(lengths))
+        return largest, layers if len(set(layers)) > 1 else ()
+    head_count, zeros = _uniform_int(file, declared.name, "head_count"), declared.has_recurrent_layers
+    kv = _uniform_int(file, declared.name, "head_count_kv", default=head_count, but_zeros=zeros)
+    return LayerSizes(head_count, kv, _uniform_int(file, declared.name, "feed_forward_length")), ()
+
+
+def _ints_of_layers(
+    file: GGUFFile, declared: Architecture, field: str, blocks: int, default: Sequence[int] = ()
+) -> Sequence[int]:
+    return ints_of_layers(file, f"{declared.name}.{KEYS[field]}", *LIMITS[field], blocks, default)
+
+
 def _uniform_int(
     file: GGUFFile, architecture: str, field: str, default: int | None = None, but_zeros: bool = False
 ) -> int:
@@ -243,11 +261,15 @@ def _vocab_size(file: GGUFFile, architecture: str) -> int:
     return _uniform_int(file, architecture, "vocab_size") if tokens is None else len(tokens)
 
 
-def _head_dim(file: GGUFFile, architecture: str, embedding: int, heads: int) -> int:
+def _head_dim(file: GGUFFile, architecture: str, embedding: int, heads: int, differ: bool) -> int:
+    """`differ`: layers have other numbers of heads each, so that none gives their size."""
     key_length = file.get_int(f"{architecture}.attention.key_length", *LIMITS["head_dim"])
     value_key = f"{architecture}.attention.value_length"
     value_length = file.get_int(value_key, *LIMITS["head_dim"])
     if key_length is None:
+        if differ:
+            problem = "missing: layers differ in their number of heads"
+            raise file.error(f"{architecture}.attention.key_length", problem)
         if embedding % heads:
             problem = (
                 f"{embedding} is not a multiple of the {heads} heads, and there is no attention.key_length"

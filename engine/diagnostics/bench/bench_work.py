@@ -1,6 +1,8 @@
 """How much work a benchmark's test is, counted from the model's shape: bytes read, floating-point operations."""
 
 from quengine.llm import LLM
+from quengine.models.architectures import layers_of
+from quengine.models.blocks.attention import Attention
 from quengine.models.config import ModelConfig
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.layers import FeedForwardLayer
@@ -27,18 +29,17 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     decoder = llm.runner.decoder
     config = decoder.config
     chunks = -(-prompt // decoder.chunk_size)
-    matrices = 0
+    matrices, positions = 0, range(depth, depth + prompt)
     for block in decoder.blk:
         entry, output = block.mixer.entry, block.mixer.output
         rows = chunks if block is decoder.blk[-1] else prompt
         matrices += 2 * entry.rows * entry.cols * prompt
         matrices += (2 * output.rows * output.cols + _feed_forward_operations(config, block.ffn)) * rows
-    seen = sum(
-        len(group.layers) * min(position + 1, group.window or position + 1)
-        for group in config.cache_groups
-        for position in range(depth, depth + prompt)
-    )
-    attention = 4 * config.head_count * config.head_dim * seen
+    attention = 0
+    for layer, mixer in enumerate(block.mixer for block in layers_of(config)):
+        if isinstance(mixer, Attention) and layer in config.held_layers:
+            visible = (min(position + 1, mixer.window or position + 1) for position in positions)
+            attention += 4 * mixer.heads * mixer.head_dim * sum(visible)
     output = decoder.output  # None where another device has it
     logits = 0 if output is None else 2 * output.rows * output.cols * chunks
     return int(matrices + attention + logits)

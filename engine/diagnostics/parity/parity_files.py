@@ -25,6 +25,7 @@ SHAPE = (
     "head_count",
     "head_count_kv",
     "head_dim",
+    "layer_sizes",
     "experts.count",
     "experts.feed_forward_length",
     "experts.shared_feed_forward_length",

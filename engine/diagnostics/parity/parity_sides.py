@@ -87,7 +87,7 @@ class LLMSide:
         """A copy of what is stored of positions start .. end - 1 in every layer: keys and values, or in q8_0 their
         codes and scales; or of its state as it is now.
         """
-        return read_cached(self.llm.runner, start, end, self.llm.model_config.head_count_kv)
+        return read_cached(self.llm.runner, start, end, self.llm.model_config)
 
     def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
         """Store what another side's `cached` gave."""

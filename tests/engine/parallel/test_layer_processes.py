@@ -75,14 +75,14 @@ def test_logits_embeddings_and_scores_have_the_same_bits(one: LLM, shared: LLM) 
 
 def test_the_cache_of_all_layers_is_read_and_written(one: LLM, shared: LLM) -> None:
     """As parity does, whichever rank has a layer."""
-    heads = one.model_config.head_count_kv
+    config = one.model_config
     for llm in (one, shared):
         llm.logits(one.encode("the cat sat"))
-    rows = read_cached(one.runner, 0, 3, heads)
-    assert len(rows) == 8 and all(map(torch.equal, rows, read_cached(shared.runner, 0, 3, heads)))
+    rows = read_cached(one.runner, 0, 3, config)
+    assert len(rows) == 8 and all(map(torch.equal, rows, read_cached(shared.runner, 0, 3, config)))
     write_cached(shared.runner, 0, 3, [tensor + 1 for tensor in rows])
     assert all(
-        torch.equal(a, b + 1) for a, b in zip(read_cached(shared.runner, 0, 3, heads), rows, strict=True)
+        torch.equal(a, b + 1) for a, b in zip(read_cached(shared.runner, 0, 3, config), rows, strict=True)
     )
 
 

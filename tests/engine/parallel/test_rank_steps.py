@@ -157,15 +157,15 @@ def test_two_ranks_choose_the_tokens_of_one(
     leader.lead(group)
     try:
         assert tokens_of(leader, params) == wanted
-        stored = read_cached(leader, 0, 4, 1)
-        for mine, whole in zip(stored, read_cached(one, 0, 4, 1), strict=True):
+        stored = read_cached(leader, 0, 4, one.decoder.config)
+        for mine, whole in zip(stored, read_cached(one, 0, 4, one.decoder.config), strict=True):
             torch.testing.assert_close(mine, whole, rtol=2e-3, atol=2e-3)
         write_cached(leader, 0, 4, [rows + 1 for rows in stored])
-        again = read_cached(leader, 0, 4, 1)
+        again = read_cached(leader, 0, 4, one.decoder.config)
         assert all(torch.equal(a, b + 1) for a, b in zip(again, stored, strict=True))
         monkeypatch.setattr(cached_rows, "_MOST_BYTES", 1)  # one tensor at a time, where it was all at once
         write_cached(leader, 0, 4, stored)
-        assert all(map(torch.equal, read_cached(leader, 0, 4, 1), stored))
+        assert all(map(torch.equal, read_cached(leader, 0, 4, one.decoder.config), stored))
     finally:
         group.end()
     a, b = leader.graphs, follower.graphs
@@ -187,7 +187,7 @@ def test_two_ranks_that_share_the_layers_choose_the_tokens_of_one(tmp_path: Path
     leader.lead(group)
     try:
         assert tokens_of(leader, params) == wanted
-        stored, of_one = (read_cached(runner, 0, 5, 1) for runner in (leader, one))
+        stored, of_one = (read_cached(runner, 0, 5, one.decoder.config) for runner in (leader, one))
     finally:
         group.end()
     assert len(stored) == 4 and all(map(torch.equal, stored, of_one))

@@ -35,7 +35,7 @@ ROWS = [
         Hidden(ROWS),
         Parts(ROWS, [[0, 1], [], [2]]),
         ReadCache(3, 70000),
-        WriteCache(0, 4, 8),
+        WriteCache(0, 4),
         Choose({3: [[0, 2], [1, 5]], 0: []}),
         Launch(GraphKey("decode", 4, 4, SamplingKind(64, bias=True, penalties=False)), {7: 1, 100000: 0}),
         Configure(
