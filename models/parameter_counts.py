@@ -18,7 +18,7 @@ _EXPERTS = re.compile(
 )
 """Names of tensors that hold matrices or biases of experts, not the shared one's and not the router's."""
 
-_EMBEDDING = re.compile(r"^token_embd\.weight$|(^|\.)embed_tokens\.weight$")
+_EMBEDDING = re.compile(r"^token_embd\.weight$|(^|\.)(embed_tokens|token_embeddings)\.weight$")
 
 
 def count_text(parameters: int) -> str:

@@ -402,7 +402,7 @@ def known_keys() -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     keys: dict[str, Any] = {}
-    for name in sorted(MODEL_TYPES):
+    for name in sorted(MODEL_TYPES.keys() & CONFIG_MAPPING.keys()):
         for key, value in CONFIG_MAPPING[name]().to_dict().items():
             if keys.get(key) is None:
                 keys[key] = value

@@ -319,6 +319,14 @@ CHANGES = {
         "post_attention_norm.weight": "d",
         "post_ffw_norm.weight": "d",
     },
+    "openelm": {
+        "attn_q.weight": "",
+        "attn_k.weight": "",
+        "attn_v.weight": "",
+        "attn_qkv.weight": "qkv d",
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+    },
     "lfm2": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
     "lfm2moe": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h", "exp_probs_b.bias": "e"},
 }
@@ -339,6 +347,9 @@ CONVOLUTION = {
 
 CONVOLVED = ("lfm2", "lfm2moe")
 """Architectures with such layers."""
+
+GROWING = ("openelm",)
+"""Architectures whose odd layers have twice as many heads, and feed-forwards of twice the length."""
 
 MIXTURES = {
     "qwen2moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
@@ -390,8 +401,8 @@ class ModelSizes:
             f"{a}.block_count": self.blocks,
             f"{a}.context_length": self.context,
             f"{a}.embedding_length": self.embedding,
-            f"{a}.feed_forward_length": self.feed_forward,
-            f"{a}.attention.head_count": self.heads,
+            f"{a}.feed_forward_length": self._of_layers(self.feed_forward),
+            f"{a}.attention.head_count": self._of_layers(self.heads),
             f"{a}.attention.head_count_kv": self._kv_heads(),
             f"{a}.attention.key_length": self.head_dim,
             f"{a}.attention.value_length": self.head_dim,
@@ -405,8 +416,17 @@ class ModelSizes:
     def _kv_heads(self) -> int | list[int]:
         """Of all layers, or of each."""
         if self.architecture not in CONVOLVED:
-            return self.kv_heads
+            return self._of_layers(self.kv_heads)
         return [self.kv_heads if layer % 2 else 0 for layer in range(self.blocks)]
+
+    def _of_layers(self, size: int) -> int | list[int]:
+        """Of all layers, or of each."""
+        if self.architecture not in GROWING:
+            return size
+        return [size * self._times(layer) for layer in range(self.blocks)]
+
+    def _times(self, layer: int) -> int:
+        return 1 + layer % 2 if self.architecture in GROWING else 1
 
     def _mixture(self) -> dict[str, Any]:
         if not self.experts:
@@ -420,13 +440,9 @@ class ModelSizes:
 
     def tensor_shapes(self, vocab: int, tied: bool = False) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model and its torch-order shape."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sizes = {"d": self.embedding, "f": self.feed_forward, "2f": 2 * self.feed_forward, "h": self.head_dim}
-        sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv, "n": self.heads}
-        sizes |= {"e": self.experts or 0, "x": self.expert_feed_forward, "s": self.shared_feed_forward}
-        sizes |= {"2x": 2 * self.expert_feed_forward, "3d": 3 * self.embedding, "t": TAPS}
         shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
         for i in range(self.blocks):
+            sizes = self._letters(self._times(i))
             block = BLOCK | (MIXTURE if self.experts else {}) | CHANGES.get(self.architecture, {})
             block |= GATE_UP if self.gate_up else {}
             block |= CONVOLUTION if self.architecture in CONVOLVED and i % 2 == 0 else {}
@@ -442,6 +458,17 @@ class ModelSizes:
         if not tied:
             shapes["output.weight"] = (vocab, self.embedding)
         return shapes
+
+    def _letters(self, times: int) -> dict[str, int]:
+        """What the letters of a layer's shapes stand for; `times` as many heads and columns as `self` has."""
+        q, kv, f = (
+            times * size
+            for size in (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.feed_forward)
+        )
+        sizes = {"d": self.embedding, "f": f, "2f": 2 * f, "h": self.head_dim}
+        sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv, "n": times * self.heads}
+        sizes |= {"e": self.experts or 0, "x": self.expert_feed_forward, "s": self.shared_feed_forward}
+        return sizes | {"2x": 2 * self.expert_feed_forward, "3d": 3 * self.embedding, "t": TAPS}
 
 
 def model_builder(

@@ -233,7 +233,10 @@ def seeds() -> list[Seed]:
         model_builder(ModelSizes("qwen2", **tiny), bpe, tied=True),
         model_builder(ModelSizes("qwen3", **tiny), bpe, changes={"qwen3.attention.head_count_kv": [1]}),
         *(_of_others(name, ModelSizes(name, **tiny), bpe) for name in OTHERS),
-        model_builder(ModelSizes("lfm2", **{**tiny, "blocks": 2}), bpe, tied=True),
+        *(
+            model_builder(ModelSizes(name, **{**tiny, "blocks": 2}), bpe, tied=True)
+            for name in ("lfm2", "openelm")
+        ),
         GGUFBuilder().kvs({**ModelSizes().metadata(), **_small_spm()}),
         shard,
     ]

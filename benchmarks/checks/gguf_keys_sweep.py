@@ -11,7 +11,6 @@ The peer is the library within the package xllamacpp (pip install xllamacpp), ca
 """
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -32,9 +31,10 @@ from quengine.errors import EngineError
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.gguf_builder import ModelSizes, spm_vocabulary
+from tests.llama_cpp_logits import llama_cpp_logits
 from tests.llama_cpp_vocab import library
 from tests.tiny_models import chat_vocabulary, write_tiny
-from tests.transformers_models import TOKENS, our_logits, token_ids
+from tests.transformers_models import our_logits
 
 COLUMNS = ("equal", "refused here", "refused there", "decided", "other", "failed")
 TOLERANCE = 1e-3
@@ -168,52 +168,6 @@ SPM = ("phi3",)
 
 WITH_SCALING = ("linear", "yarn")
 """Kinds of scaling that every key of a rotation is tried with too."""
-
-
-class _ContextParams(ctypes.Structure):
-    """`llama_context_params` of llama.h as bytes, more than it has: it is passed on as the library made it."""
-
-    _fields_ = (("bytes", ctypes.c_byte * 1024),)
-
-
-class _Batch(ctypes.Structure):
-    """`llama_batch` of llama.h."""
-
-    _fields_ = (
-        ("n_tokens", ctypes.c_int32),
-        ("token", ctypes.POINTER(ctypes.c_int32)),
-        ("embd", ctypes.c_void_p),
-        ("pos", ctypes.POINTER(ctypes.c_int32)),
-        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
-        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-        ("logits", ctypes.POINTER(ctypes.c_int8)),
-    )
-
-
-def llama_cpp_logits(path: Path, vocab: int) -> np.ndarray | None:
-    """llama.cpp's logits of the tokens [TOKENS, vocab]; None where it does not load the file."""
-    lib = library()
-    lib.llama_context_default_params.restype = _ContextParams
-    lib.llama_init_from_model.argtypes = [ctypes.c_void_p, _ContextParams]
-    lib.llama_init_from_model.restype = ctypes.c_void_p
-    lib.llama_batch_init.restype = _Batch
-    lib.llama_decode.argtypes = [ctypes.c_void_p, _Batch]
-    lib.llama_get_logits_ith.argtypes = [ctypes.c_void_p, ctypes.c_int32]
-    lib.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
-    model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
-    context = model and lib.llama_init_from_model(model, lib.llama_context_default_params())
-    if not context:
-        return None
-    batch = lib.llama_batch_init(TOKENS, 0, 1)
-    batch.n_tokens = TOKENS
-    for i, token in enumerate(token_ids(vocab).tolist()):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
-        batch.seq_id[i][0] = 0
-    if lib.llama_decode(context, batch):
-        return None
-    return np.stack(
-        [np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab,)).copy() for i in range(TOKENS)]
-    )
 
 
 def compare(path: Path, name: str, vocab: int) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from quengine.models.architectures.lfm2 import LFM2, LFM2MOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
 from quengine.models.architectures.olmo2 import OLMO2
 from quengine.models.architectures.olmoe import OLMOE
+from quengine.models.architectures.openelm import OPENELM
 from quengine.models.architectures.phi3 import PHI3
 from quengine.models.architectures.qwen import QWEN2, QWEN3
 from quengine.models.architectures.qwen_moe import QWEN2MOE, QWEN3MOE
@@ -25,7 +26,7 @@ from quengine.models.config import ModelConfig
 ARCHITECTURES: Mapping[str, Architecture] = {
     a.name: a
     for a in (
-        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2, SMOLLM3, EXAONE4),
+        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2, SMOLLM3, EXAONE4, OPENELM),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
     )
 }

@@ -89,7 +89,7 @@ class Architecture:
     router: how experts are chosen and weighted, where a file does not say; `used` is the file's. None: no experts.
     rope_scalings: the kinds of rotary scaling that it has.
     hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, where others have another; a key with .weight
-        or .bias -> the whole name there (`hf.hf_names`).
+        or .bias -> the whole name there (`hf.hf_names`). The same of the embedding, beside the layers.
     hf_parts: GGUF tensor of a block, with .weight or .bias -> the tensor that holds it there, in folders where it has
         none of its own.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.

@@ -46,10 +46,11 @@ PREFIXES = (
     ("model.", ""),
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
+    ("transformer.", ""),
     ("", ""),
 )
 """(body, head) of names: a text model; the text part of a model with vision as it was released, and as newer releases
-of transformers save it; a model without an output matrix, which makes embeddings."""
+of transformers save it; OpenELM; a model without an output matrix, which makes embeddings."""
 
 
 class HFNames:
@@ -67,7 +68,9 @@ class HFNames:
         """
         if not name.startswith("blk."):
             tensor, kind = name.split(".")
-            return f"{TOP_MODULES[tensor].format(body=self.body, head=self.head)}.{kind}"
+            own = self._declared.get(tensor)
+            module = TOP_MODULES[tensor] if own is None else "{body}" + own
+            return f"{module.format(body=self.body, head=self.head)}.{kind}"
         _, layer, tensor, *expert, kind = name.split(".")
         key = f"{tensor}.{{expert}}" if expert else tensor
         found = [

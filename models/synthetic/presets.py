@@ -9,7 +9,13 @@ import numpy as np
 
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import Architecture
-from quengine.models.config import ExpertConfig, ModelConfig, RopeScaling, yarn_attention_factor
+from quengine.models.config import (
+    ExpertConfig,
+    LayerSizes,
+    ModelConfig,
+    RopeScaling,
+    yarn_attention_factor,
+)
 
 Q4_K_M, MXFP4_MOE = "Q4_K_M", "MXFP4_MOE"
 """Names of llama.cpp's mixes of types (`type_mix`)."""
@@ -28,6 +34,7 @@ class SyntheticModel:
         there is none.
     dense_layers: how many layers in front have no experts.
     pooled: matrices of layers are cut from a pool of random rows, as those of experts always are.
+    layer_sizes: of each layer, where they differ, in place of the numbers of heads and the feed-forward's length.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
     """
 
@@ -55,15 +62,19 @@ class SyntheticModel:
     shared_feed_forward_length: int = 0
     dense_layers: int = 0
     pooled: bool = False
+    layer_sizes: tuple[LayerSizes, ...] = ()
 
     def of_layers(self, count: int, preset: str) -> "SyntheticModel":
         """The model of `preset`, this one's first `count` layers."""
         dense = min(self.dense_layers, count - 1)
-        return replace(self, name=f"synthetic {preset}", block_count=count, dense_layers=dense)
+        name, sizes = f"synthetic {preset}", self.layer_sizes[:count]
+        return replace(self, name=name, block_count=count, dense_layers=dense, layer_sizes=sizes)
 
     def config(self) -> ModelConfig:
         """The configuration that a reader of the file finds."""
         declared = ARCHITECTURES[self.architecture]
+        same = LayerSizes(self.head_count, self.head_count_kv, self.feed_forward_length)
+        largest = LayerSizes(*map(max, zip(*(self.layer_sizes or (same,)), strict=True)))
         config = ModelConfig(
             architecture=self.architecture,
             name=self.name,
@@ -72,9 +83,9 @@ class SyntheticModel:
             context_length=self.context_length,
             embedding_length=self.embedding_length,
             block_count=self.block_count,
-            feed_forward_length=self.feed_forward_length,
-            head_count=self.head_count,
-            head_count_kv=self.head_count_kv,
+            feed_forward_length=largest.feed_forward_length,
+            head_count=largest.head_count,
+            head_count_kv=largest.head_count_kv,
             head_dim=self.head_dim,
             rope_dim=self.rope_dim or self.head_dim,
             rope_freq_base=self.rope_freq_base,
@@ -83,6 +94,7 @@ class SyntheticModel:
             sliding_window=self.sliding_window,
             tied_output=self.tied_output,
             experts=self._experts(declared),
+            layer_sizes=self.layer_sizes if len(set(self.layer_sizes)) > 1 else (),
         )
         return replace(config, **declared.size_fields(config))
 

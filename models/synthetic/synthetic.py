@@ -193,9 +193,7 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         f"{a}.context_length": config.context_length,
         f"{a}.embedding_length": config.embedding_length,
         f"{a}.block_count": config.block_count,
-        f"{a}.feed_forward_length": config.feed_forward_length,
-        f"{a}.attention.head_count": config.head_count,
-        f"{a}.attention.head_count_kv": _kv_heads(config),
+        **_sizes(config),
         f"{a}.attention.key_length": config.head_dim,
         f"{a}.attention.value_length": config.head_dim,
         f"{a}.attention.layer_norm_rms_epsilon": config.rms_eps,
@@ -219,11 +217,16 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
     return {**sizes, **vocabulary}
 
 
-def _kv_heads(config: ModelConfig) -> int | list[int]:
-    """Of all layers, or where some keep a state of each."""
-    if not config.recurrent_layers:
-        return config.head_count_kv
-    return [0 if i in config.recurrent_layers else config.head_count_kv for i in range(config.block_count)]
+def _sizes(config: ModelConfig) -> Metadata:
+    """Of all layers, or where they differ of each. Layers that keep a state have no key and value heads."""
+    a, layers = config.architecture, [config.sizes(layer) for layer in range(config.block_count)]
+    heads, kv_heads, lengths = map(list, zip(*layers, strict=True))
+    kv_heads = [0 if i in config.recurrent_layers else count for i, count in enumerate(kv_heads)]
+    keys = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+    return {
+        f"{a}.{key}": values if len(set(values)) > 1 else values[0]
+        for key, values in zip(keys, (lengths, heads, kv_heads), strict=True)
+    }
 
 
 def _expert_metadata(experts: ExpertConfig) -> Metadata:

@@ -41,6 +41,7 @@ FAMILIES = {
     "lfm2": "lfm2-1.2b-q4k",
     "exaone4": "exaone-4-1.2b-q4k",
     "smollm3": "smollm3-3b-q4k",
+    "openelm": "openelm-3b-q4k",
     "olmo2": "olmo-2-7b-q4k",
     "gemma3": "gemma-3-4b-q4k",
     "phi3": "phi-4-q4k",
