@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sized
 from functools import lru_cache
 
 from quengine.models.architectures import layers_of
-from quengine.models.blocks.block import OUTPUT_CUT, Shape, TensorSpec
+from quengine.models.blocks.block import NORM, OUTPUT_CUT, Draw, Shape, TensorSpec
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile, GGUFTensor
 from quengine.models.gguf.errors import shown
@@ -25,6 +25,9 @@ DEQUANTIZED_TYPES = frozenset(
     {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"} | {"TQ1_0", "TQ2_0"}
 )
 MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | DEQUANTIZED_TYPES
+
+LOGIT_STD = 4.0
+"""Of synthetic models: enough that greedy choices are clear, as a trained model's are."""
 
 # Ends of tensor names of layers that some model has and that change its result: never to be passed over.
 _MEANINGFUL = (
@@ -46,14 +49,17 @@ _ROW = ".ffn_gate_inp_shexp.weight"
 
 @lru_cache(32)
 def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Every tensor that a model of this configuration has, by name, layer by layer."""
+    """Every tensor that a model of this configuration has, by name, layer by layer. Names in a Hugging Face folder of
+    tensors of no layer begin with {body} or {head} (`hf.hf_names`)."""
     vocab, width = config.vocab_size, config.embedding_length
-    specs = {"token_embd.weight": TensorSpec((vocab, width))}
+    logits = Draw(LOGIT_STD)
+    embedding = logits if config.tied_output else Draw(by_columns=False)
+    specs = {"token_embd.weight": TensorSpec((vocab, width), hf="{body}embed_tokens.weight", draw=embedding)}
     for i, block in enumerate(layers_of(config)):
         specs |= {f"blk.{i}.{name}": spec for name, spec in block.tensors().items()}
-    specs[f"{config.output_norm}.weight"] = TensorSpec((width,))
+    specs[f"{config.output_norm}.weight"] = TensorSpec((width,), hf="{body}norm.weight", draw=NORM)
     if not config.tied_output:
-        specs["output.weight"] = TensorSpec((vocab, width), OUTPUT_CUT)
+        specs["output.weight"] = TensorSpec((vocab, width), OUTPUT_CUT, "{head}lm_head.weight", draw=logits)
     if config.rope_scaling.kind == "longrope":
         names = ["rope_factors_long.weight", "rope_factors_short.weight"]
     else:

@@ -59,10 +59,6 @@ EXAONE4 = Architecture(
             fields=_fields,
         )
     },
-    hf_modules={
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
     size_fields=_size_fields,
     gguf_keys=(PATTERN,),
     gguf_fields=_gguf_fields,

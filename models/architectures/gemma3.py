@@ -94,11 +94,7 @@ GEMMA3 = Architecture(
     name="gemma3",
     block=BlockKind(norms="both", qk_norm="head", activation="gelu_tanh"),
     model_types={"gemma3": replace(_TEXT, text_models=("gemma3_text",)), "gemma3_text": _TEXT},
-    hf_modules={
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
+    hf_modules={"ffn_norm": "pre_feedforward_layernorm"},
     hf_norm_offset=1.0,
     vocabulary="spm",
     size_fields=_size_fields,

@@ -81,8 +81,6 @@ GLM4MOE = Architecture(
         )
     },
     hf_modules={
-        "post_attention_norm": "post_attention_layernorm",
-        "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
         "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
         "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",

@@ -100,12 +100,7 @@ GPT_OSS = Architecture(
             fields=_fields,
         )
     },
-    hf_modules={
-        "post_attention_norm": "post_attention_layernorm",
-        "attn_sinks.weight": "self_attn.sinks",
-        "ffn_gate_inp": "mlp.router",
-        "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-    },
+    hf_modules={"ffn_gate_inp": "mlp.router"},
     hf_parts={
         "ffn_gate_exps.weight": HFPart("mlp.experts.gate_up_proj", "even", transposed=True),
         "ffn_up_exps.weight": HFPart("mlp.experts.gate_up_proj", "odd", transposed=True),

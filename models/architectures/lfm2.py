@@ -137,6 +137,7 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 
 
 _MODULES = {
+    "token_embd_norm": "embedding_norm",
     "attn_norm": "operator_norm",
     "attn_output": "self_attn.out_proj",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -145,7 +146,6 @@ _MODULES = {
     "ffn_gate": "feed_forward.w1",
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
-    "shortconv.{expert}": "conv.{expert}",
 }
 
 

@@ -52,10 +52,6 @@ OLMO2 = Architecture(
             fields=_fields,
         ),
     },
-    hf_modules={
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
     gguf_keys=(PATTERN, LOCAL_BASE),
     gguf_fields=_gguf_fields,
     synthetic={

@@ -40,7 +40,6 @@ PHI3 = Architecture(
             common_keys=_common_keys,
         )
     },
-    hf_modules={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     synthetic={
         "phi3-mini": {
             "vocab_size": 32064,

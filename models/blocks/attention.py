@@ -1,12 +1,12 @@
 """Rotary causal attention, declared: projections, norms, biases and sinks by name, and how ranks cut its heads."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import Axis, Cut, PagedKV, TensorSpec
+from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Draw, PagedKV, TensorSpec
 from quengine.models.config import BlockKind, ModelConfig, Rotation
 
-_QUERIES, _KEYS, _HEADS = Cut("rows", ("queries",)), Cut("rows", ("keys",)), Cut("columns", ("heads",))
+_HEADS = Cut("columns", ("heads",))
 _ALL: tuple[Axis, ...] = ("queries", "keys", "keys")
 
 
@@ -56,47 +56,60 @@ class Attention:
     def tensors(self) -> Mapping[str, TensorSpec]:
         found = self._projections()
         if self.form.norms != "post":
-            found = {"attn_norm.weight": TensorSpec((self.width,)), **found}
+            norm = TensorSpec((self.width,), hf="input_layernorm.weight", draw=NORM)
+            found = {"attn_norm.weight": norm, **found}
         if self.form.norms != "pre":
-            found["post_attention_norm.weight"] = TensorSpec((self.width,))
+            norm = TensorSpec((self.width,), hf="post_attention_layernorm.weight", draw=NORM)
+            found["post_attention_norm.weight"] = norm
         found |= self._biases()
         if self.form.sinks:
-            found["attn_sinks.weight"] = TensorSpec((self.heads,), _HEADS)
+            sinks = TensorSpec((self.heads,), _HEADS, "self_attn.sinks", draw=Draw(by_columns=False))
+            found["attn_sinks.weight"] = sinks
         if self.form.qk_norm == "row":  # a norm of all heads together needs all heads on every rank
-            found = {name: TensorSpec(spec.shape) for name, spec in found.items()}
+            found = {name: spec._replace(cut=None) for name, spec in found.items()}
         return found | self._norms()
 
     def joined(self) -> Mapping[str, TensorSpec]:
         """The tensors that hold query, key and value rows together, in files that do not have three."""
         rows, cut = (self.heads + 2 * self.kv_heads) * self.head_dim, self.form.qk_norm != "row"
+        by_rows, by_columns = (Cut("rows", _ALL), Cut("columns", _ALL)) if cut else (None, None)
         return {
-            "attn_qkv.weight": TensorSpec((rows, self.width), Cut("rows", _ALL) if cut else None),
-            "attn_qkv.bias": TensorSpec((rows,), Cut("columns", _ALL) if cut else None),
+            "attn_qkv.weight": TensorSpec((rows, self.width), by_rows, "self_attn.qkv_proj.weight"),
+            "attn_qkv.bias": TensorSpec((rows,), by_columns, "self_attn.qkv_proj.bias", draw=BIAS),
         }
 
     def _projections(self) -> dict[str, TensorSpec]:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
         if self.form.merged:
             found = {"attn_qkv.weight": self.joined()["attn_qkv.weight"]}
         else:
             found = {
-                "attn_q.weight": TensorSpec((queries, self.width), _QUERIES),
-                "attn_k.weight": TensorSpec((keys, self.width), _KEYS),
-                "attn_v.weight": TensorSpec((keys, self.width), _KEYS),
+                f"attn_{name}.weight": TensorSpec(
+                    (heads * self.head_dim, self.width),
+                    Cut("rows", (axis,)),
+                    f"self_attn.{name}_proj.weight",
+                    rotated=None if name == "v" else (heads, self.rotation.dim),
+                )
+                for name, axis, heads in self._three()
             }
-        return {
-            **found,
-            "attn_output.weight": TensorSpec((self.width, queries), Cut("columns", ("queries",))),
-        }
+        output = TensorSpec((self.width, queries), Cut("columns", ("queries",)), "self_attn.o_proj.weight")
+        return {**found, "attn_output.weight": output}
+
+    def _three(self) -> Iterable[tuple[str, Axis, int]]:
+        """Of query, key and value projection the letter, what ranks divide of it, and its heads."""
+        return zip("qkv", _ALL, (self.heads, self.kv_heads, self.kv_heads), strict=True)
 
     def _biases(self) -> dict[str, TensorSpec]:
         found: dict[str, TensorSpec] = {}
         if self.form.qkv_bias:
-            for name, axis in zip("qkv", _ALL, strict=True):
-                rows = self.head_dim * (self.heads if axis == "queries" else self.kv_heads)
-                found[f"attn_{name}.bias"] = TensorSpec((rows,), Cut("columns", (axis,)))
+            for name, axis, heads in self._three():
+                rotated = None if name == "v" else (heads, self.rotation.dim)
+                cut, hf = Cut("columns", (axis,)), f"self_attn.{name}_proj.bias"
+                found[f"attn_{name}.bias"] = TensorSpec(
+                    (heads * self.head_dim,), cut, hf, rotated=rotated, draw=BIAS
+                )
         if self.form.output_bias:
-            found["attn_output.bias"] = TensorSpec((self.width,))
+            found["attn_output.bias"] = TensorSpec((self.width,), hf="self_attn.o_proj.bias", draw=BIAS)
         return found
 
     def _norms(self) -> dict[str, TensorSpec]:
@@ -105,6 +118,8 @@ class Attention:
         of_row = self.form.qk_norm == "row"
         counts = (self.heads, self.kv_heads) if of_row else (1, 1)
         return {
-            f"attn_{name}_norm.weight": TensorSpec((count * self.head_dim,))
+            f"attn_{name}_norm.weight": TensorSpec(
+                (count * self.head_dim,), hf=f"self_attn.{name}_norm.weight", draw=NORM
+            )
             for name, count in zip("qk", counts, strict=True)
         }

@@ -37,11 +37,33 @@ OUTPUT_CUT = Cut("rows", ("tokens",))
 """Of the output matrix."""
 
 
+class Draw(NamedTuple):
+    """Normal values, for synthetic models. std: for one column, if `by_columns`: of n columns it is by n ** -0.5, and
+    products have the size of their input."""
+
+    std: float = 1.0
+    mean: float = 0.0
+    by_columns: bool = True
+
+
+NORM, BIAS = Draw(0.1, 1.0, by_columns=False), Draw(0.1, by_columns=False)
+
+
 class TensorSpec(NamedTuple):
-    """A tensor of a layer. shape: rows first. cut: how ranks share it; None: every rank has all of it."""
+    """A tensor of a layer.
+
+    shape: rows first. cut: how ranks share it; None: every rank has all of it. hf: its usual name in a Hugging Face
+    folder, below the layer; "": it has none. hf_each: that of the matrix of one expert, {expert} being its number.
+    rotated: of rows of heads that are rotated, how many heads, and how many elements of each. draw: what synthetic
+    models have.
+    """
 
     shape: Shape
     cut: Cut | None = None
+    hf: str = ""
+    hf_each: str = ""
+    rotated: tuple[int, int] | None = None
+    draw: Draw = Draw()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import Axis, Cut, TensorSpec
+from quengine.models.blocks.block import BIAS, Axis, Cut, TensorSpec
+from quengine.models.blocks.feed_forward import first_norm, last_norm
 from quengine.models.config import BlockKind, ExpertConfig
 
 _INNER: tuple[Axis, ...] = ("expert_inner",)
@@ -27,50 +28,57 @@ class Experts:
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         count, inner = self.experts.count, self.experts.feed_forward_length
-        found: dict[str, TensorSpec] = {}
-        if self.form.norms != "post":
-            found[f"{self.form.ffn_norm}.weight"] = TensorSpec((self.width,))
-        found |= {
-            "ffn_gate_inp.weight": TensorSpec((count, self.width)),
-            "ffn_gate_exps.weight": TensorSpec((count, inner, self.width), _ROWS),
-            "ffn_up_exps.weight": TensorSpec((count, inner, self.width), _ROWS),
-            "ffn_down_exps.weight": TensorSpec((count, self.width, inner), _COLUMNS),
+        each = "mlp.experts.{expert}"
+        return {
+            **first_norm(self.form, self.width),
+            "ffn_gate_inp.weight": TensorSpec((count, self.width), hf="mlp.gate.weight"),
+            "ffn_gate_exps.weight": TensorSpec(
+                (count, inner, self.width), _ROWS, hf_each=f"{each}.gate_proj.weight"
+            ),
+            "ffn_up_exps.weight": TensorSpec(
+                (count, inner, self.width), _ROWS, hf_each=f"{each}.up_proj.weight"
+            ),
+            "ffn_down_exps.weight": TensorSpec(
+                (count, self.width, inner), _COLUMNS, "mlp.experts.down_proj", f"{each}.down_proj.weight"
+            ),
+            **self._biases(),
+            **self._shared(),
+            **last_norm(self.form, self.width),
         }
-        found |= self._biases() | self._shared()
-        if self.form.norms != "pre":
-            found["post_ffw_norm.weight"] = TensorSpec((self.width,))
-        return found
 
     def joined(self) -> Mapping[str, TensorSpec]:
         """The tensor that holds gate and up of all experts, [E, 2F, width], in files that do not have two."""
         shape = (self.experts.count, 2 * self.experts.feed_forward_length, self.width)
-        return {"ffn_gate_up_exps.weight": TensorSpec(shape, Cut("rows", (*_INNER, *_INNER), experts=True))}
+        cut = Cut("rows", (*_INNER, *_INNER), experts=True)
+        return {"ffn_gate_up_exps.weight": TensorSpec(shape, cut, "mlp.experts.gate_up_proj")}
 
     def _biases(self) -> dict[str, TensorSpec]:
         count, inner = self.experts.count, self.experts.feed_forward_length
         found: dict[str, TensorSpec] = {}
         if self.form.expert_bias:
-            columns = Cut("columns", _INNER, experts=True)
+            columns, first = Cut("columns", _INNER, experts=True), Cut("first", experts=True)
+            down = TensorSpec((count, self.width), first, "mlp.experts.down_proj_bias", draw=BIAS)
             found |= {
-                "ffn_gate_inp.bias": TensorSpec((count,)),
-                "ffn_gate_exps.bias": TensorSpec((count, inner), columns),
-                "ffn_up_exps.bias": TensorSpec((count, inner), columns),
-                "ffn_down_exps.bias": TensorSpec((count, self.width), Cut("first", experts=True)),
+                "ffn_gate_inp.bias": TensorSpec((count,), hf="mlp.gate.bias", draw=BIAS),
+                "ffn_gate_exps.bias": TensorSpec((count, inner), columns, draw=BIAS),
+                "ffn_up_exps.bias": TensorSpec((count, inner), columns, draw=BIAS),
+                "ffn_down_exps.bias": down,
             }
         if self.form.selection_bias:
-            found["exp_probs_b.bias"] = TensorSpec((count,))
+            hf = "mlp.gate.e_score_correction_bias"
+            found["exp_probs_b.bias"] = TensorSpec((count,), hf=hf, draw=BIAS)
         return found
 
     def _shared(self) -> dict[str, TensorSpec]:
-        shared = self.experts.shared_feed_forward_length
+        shared, hf = self.experts.shared_feed_forward_length, "mlp.shared_expert"
         if not shared:
             return {}
         rows, columns = Cut("rows", _SHARED), Cut("columns", _SHARED)
         found = {
-            "ffn_gate_shexp.weight": TensorSpec((shared, self.width), rows),
-            "ffn_up_shexp.weight": TensorSpec((shared, self.width), rows),
-            "ffn_down_shexp.weight": TensorSpec((self.width, shared), columns),
+            "ffn_gate_shexp.weight": TensorSpec((shared, self.width), rows, f"{hf}.gate_proj.weight"),
+            "ffn_up_shexp.weight": TensorSpec((shared, self.width), rows, f"{hf}.up_proj.weight"),
+            "ffn_down_shexp.weight": TensorSpec((self.width, shared), columns, f"{hf}.down_proj.weight"),
         }
-        return found | (
-            {"ffn_gate_inp_shexp.weight": TensorSpec((self.width,))} if self.form.shared_gate else {}
-        )
+        if self.form.shared_gate:
+            found["ffn_gate_inp_shexp.weight"] = TensorSpec((self.width,), hf=f"{hf}_gate.weight")
+        return found

@@ -3,10 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import Cut, TensorSpec
+from quengine.models.blocks.block import NORM, Cut, TensorSpec
 from quengine.models.config import BlockKind
 
 _ROWS, _COLUMNS = Cut("rows", ("inner",)), Cut("columns", ("inner",))
+
+
+def first_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
+    """The norm in front of a feed-forward or experts, where there is one."""
+    norm = TensorSpec((width,), hf="post_attention_layernorm.weight", draw=NORM)
+    return {} if form.norms == "post" else {f"{form.ffn_norm}.weight": norm}
+
+
+def last_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
+    """The norm of their result, where there is one."""
+    norm = TensorSpec((width,), hf="post_feedforward_layernorm.weight", draw=NORM)
+    return {} if form.norms == "pre" else {"post_ffw_norm.weight": norm}
 
 
 @dataclass(frozen=True)
@@ -23,19 +35,18 @@ class FeedForward:
         return self.length
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        found: dict[str, TensorSpec] = {}
-        if self.form.norms != "post":
-            found[f"{self.form.ffn_norm}.weight"] = TensorSpec((self.width,))
+        found = first_norm(self.form, self.width)
         if self.form.merged_gate:
             both = Cut("rows", ("inner", "inner"))
-            found["ffn_up.weight"] = TensorSpec((2 * self.length, self.width), both)
+            found["ffn_up.weight"] = TensorSpec(
+                (2 * self.length, self.width), both, "mlp.gate_up_proj.weight"
+            )
         else:
-            found["ffn_gate.weight"] = TensorSpec((self.length, self.width), _ROWS)
-            found["ffn_up.weight"] = TensorSpec((self.length, self.width), _ROWS)
-        found["ffn_down.weight"] = TensorSpec((self.width, self.length), _COLUMNS)
-        if self.form.norms != "pre":
-            found["post_ffw_norm.weight"] = TensorSpec((self.width,))
-        return found
+            shape = (self.length, self.width)
+            found["ffn_gate.weight"] = TensorSpec(shape, _ROWS, "mlp.gate_proj.weight")
+            found["ffn_up.weight"] = TensorSpec(shape, _ROWS, "mlp.up_proj.weight")
+        down = TensorSpec((self.width, self.length), _COLUMNS, "mlp.down_proj.weight")
+        return {**found, "ffn_down.weight": down, **last_norm(self.form, self.width)}
 
     def joined(self) -> Mapping[str, TensorSpec]:
         return {}

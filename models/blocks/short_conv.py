@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quengine.kernels.kv.cache_types import CONV_HISTORY
-from quengine.models.blocks.block import Cut, SlotState, TensorSpec
+from quengine.models.blocks.block import NORM, Axis, Cut, SlotState, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,18 @@ class ShortConv:
         return SlotState((CONV_HISTORY, self.channels), rewinds=CONV_HISTORY - self.taps)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        three = Cut("rows", ("channels",) * 3)
+        channels: tuple[Axis, ...] = ("channels",)
+        three = Cut("rows", channels * 3)
         return {
-            "attn_norm.weight": TensorSpec((self.width,)),
-            "shortconv.in_proj.weight": TensorSpec((3 * self.channels, self.width), three),
-            "shortconv.conv.weight": TensorSpec((self.channels, self.taps), Cut("rows", ("channels",))),
+            "attn_norm.weight": TensorSpec((self.width,), hf="input_layernorm.weight", draw=NORM),
+            "shortconv.in_proj.weight": TensorSpec(
+                (3 * self.channels, self.width), three, "conv.in_proj.weight"
+            ),
+            "shortconv.conv.weight": TensorSpec(
+                (self.channels, self.taps), Cut("rows", channels), "conv.conv.weight"
+            ),
             "shortconv.out_proj.weight": TensorSpec(
-                (self.width, self.channels), Cut("columns", ("channels",))
+                (self.width, self.channels), Cut("columns", channels), "conv.out_proj.weight"
             ),
         }
 

@@ -21,21 +21,18 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import HFPart
-from quengine.models.blocks.block import Shape
+from quengine.models.blocks.block import Shape, TensorSpec
 from quengine.models.config import ModelConfig
 from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.hf.hf_headers import read_config, read_pooling
-from quengine.models.hf.hf_names import HFNames, prefix
+from quengine.models.hf.hf_names import HFNames
 from quengine.models.hf.hf_parts import StoredPart
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
-from quengine.models.tensor_table import draft_note, draft_tensors, required_tensors
+from quengine.models.tensor_table import draft_note, draft_tensors, tensor_specs
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quengine.models.template.chat_template import ChatTemplate
-
-# Tensors whose rows belong to heads that are rotated -> the ModelConfig field that counts those.
-HEADS: Mapping[str, str] = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 
 # Tensors that are stored with a dimension of one more: a vector as a matrix of a row, a convolution by group.
 _STORED: Mapping[str, Callable[[Shape], Shape]] = {
@@ -127,7 +124,7 @@ class HFCheckpoint:
 class HFTensors(Mapping[str, QuantTensor]):
     """GGUF name -> tensor of a checkpoint, made when asked for.
 
-    `stored` has the header behind each name, `heads` the number of heads of each tensor that is permuted,
+    `stored` has the header behind each name, `heads` the heads of each tensor that is permuted (`TensorSpec.rotated`),
     `offsets` what is added to each that is not stored as GGUF has it, `parts` the expert and its first row where a
     tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
     draft tokens, `unused` those outside the text model.
@@ -135,37 +132,35 @@ class HFTensors(Mapping[str, QuantTensor]):
 
     def __init__(self, shards: HFShards, config: ModelConfig) -> None:
         self._shards = shards
-        self._rope_dim = config.rope_dim
         self.stored: dict[str, StoredTensor] = {}
-        self.heads: dict[str, int] = {}
+        self.heads: dict[str, tuple[int, int]] = {}
         self.offsets: dict[str, float] = {}
         self.parts: dict[str, tuple[int, int]] = {}
         self.within: dict[str, StoredPart] = {}
         declared = ARCHITECTURES[config.architecture]
-        self._names = HFNames(declared, shards.files.keys())
-        self._output = f"{self._names.head}lm_head.weight"
-        for name, shape in required_tensors(config).items():
-            part = declared.hf_parts.get(name.split(".", 2)[-1])
+        self._names = HFNames(config, shards.files.keys())
+        for name, spec in tensor_specs(config).items():
+            part, shape = declared.hf_parts.get(name.split(".", 2)[-1]), spec.shape
             if part is not None and not self._has_own(name):
                 self._take_part(name, shape, part)
             elif name.endswith("_exps.weight"):
                 self._take_experts(name, shape)
             elif name not in _COMPUTED:
-                self._take(name, shape, config)
+                self._take(name, spec, config)
             if declared.hf_norm_offset and name.endswith("norm.weight"):
                 self.offsets[name] = declared.hf_norm_offset
         self.drafts = draft_tensors(config, shards.files, f"{self._names.body}layers.")
         self.unused = self._unused()
 
-    def _take(self, name: str, shape: tuple[int, ...], config: ModelConfig) -> None:
-        hf_name = self._names(name)
+    def _take(self, name: str, spec: TensorSpec, config: ModelConfig) -> None:
+        hf_name, shape = self._names(name), spec.shape
         if name == "token_embd.weight" and config.tied_output and hf_name not in self._shards.files:
-            hf_name = self._output  # of two tied tensors either may be the one that is stored
+            hf_name = self._names.output  # of two tied tensors either may be the one that is stored
         tensor = name.split(".")[-2]
         as_stored = _STORED[tensor](shape) if tensor in _STORED else shape
         self.stored[name] = replace(self._shards.stored(hf_name, as_stored), shape=shape)
-        if tensor in HEADS and config.block.rope_layout == "pairs":
-            self.heads[name] = getattr(config, HEADS[tensor])
+        if spec.rotated is not None and config.block.rope_layout == "pairs":
+            self.heads[name] = spec.rotated
 
     def _has_own(self, name: str) -> bool:
         """Whether a tensor that lies within another in some folders of the architecture has one of its own here."""
@@ -189,7 +184,10 @@ class HFTensors(Mapping[str, QuantTensor]):
             first = rows if kind == "up" else 0
             self.parts |= {name: (expert, first) for expert, name in enumerate(ours)}
             return
-        stored = {name: self._shards.stored(self._names(name), (rows, cols)) for name in ours}
+        stored = {
+            one: self._shards.stored(self._names.of_expert(name, expert), (rows, cols))
+            for expert, one in enumerate(ours)
+        }
         types = sorted({tensor.dtype for tensor in stored.values()})
         if len(types) > 1:
             raise self._shards.error(
@@ -198,7 +196,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.stored |= stored
 
     def _unused(self) -> list[str]:
-        body, output = self._names.body, self._output
+        body, output = self._names.body, self._names.output
         # An output matrix that is the embedding again needs no mention.
         known = {stored.name for stored in self.stored.values()} | {output} | self.drafts
         known |= {name for part in self.within.values() for name in part.names}
@@ -216,7 +214,7 @@ class HFTensors(Mapping[str, QuantTensor]):
             return QuantTensor(name, FORMATS[stored.dtype], stored.shape, self.within[name].data())
         tensor = self._shards.tensor(stored.name)
         if name in self.heads:
-            tensor = permute_heads(tensor, self.heads[name], self._rope_dim)
+            tensor = permute_heads(tensor, *self.heads[name])
         if name in self.parts:
             expert, row = self.parts[name]
             tensor = tensor[expert, row : row + stored.shape[0]]
@@ -254,8 +252,8 @@ def _with_own_output(config: ModelConfig, shards: HFShards) -> ModelConfig:
 
     So does `transformers`: a checkpoint that holds two different matrices was not trained with one.
     """
-    body, head = prefix(shards.files)
-    embedding, output = f"{body}embed_tokens.weight", f"{head}lm_head.weight"
+    names = HFNames(config, shards.files.keys())
+    embedding, output = names("token_embd.weight"), names.output
     if not config.tied_output or not {embedding, output} <= shards.files.keys():
         return config
     shape = (config.vocab_size, config.embedding_length)

@@ -1,46 +1,14 @@
-"""What tensors of a Hugging Face folder are called, by their GGUF names.
+"""What tensors of a Hugging Face folder are called, by their GGUF names: as the layers or the architecture declare it.
 
 Experts are stored one by one, as released folders have them, or all of a layer in one tensor, as `transformers` holds
 them: [E, 2F, H] with the gate's rows before those of up, and [E, H, F].
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
-from quengine.models.architectures.architecture import Architecture
-
-TOP_MODULES: Mapping[str, str] = {
-    "token_embd": "{body}embed_tokens",
-    "output_norm": "{body}norm",
-    "token_embd_norm": "{body}embedding_norm",
-    "output": "{head}lm_head",
-}
-"""GGUF tensor (without .weight or .bias) -> module."""
-
-LAYER_MODULES: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate.{expert}": "mlp.experts.{expert}.gate_proj",
-    "ffn_up.{expert}": "mlp.experts.{expert}.up_proj",
-    "ffn_down.{expert}": "mlp.experts.{expert}.down_proj",
-    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
-    "ffn_down_exps.weight": "mlp.experts.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-"""The same of a layer, below {body}layers.{i}, or the whole name there of a tensor with .weight; architectures declare
-others. Tensors of one expert have a number."""
+from quengine.models.architectures import ARCHITECTURES
+from quengine.models.config import ModelConfig
+from quengine.models.tensor_table import joined_specs, tensor_specs
 
 PREFIXES = (
     ("model.", ""),
@@ -54,40 +22,47 @@ of transformers save it; OpenELM; a model without an output matrix, which makes 
 
 
 class HFNames:
-    """Names in a folder that holds the tensors `held`, of a model of the architecture `declared`."""
+    """Names in a folder that holds the tensors `held`, of a model of this configuration.
 
-    def __init__(self, declared: Architecture, held: Collection[str]) -> None:
-        self.body, self.head = prefix(held)
-        self._declared, self._held = declared.hf_modules, held
+    output: that of the output matrix, which may be there where it is the embedding, too.
+    """
+
+    def __init__(self, config: ModelConfig, held: Collection[str]) -> None:
+        self._modules, self._held = ARCHITECTURES[config.architecture].hf_modules, held
+        self._specs = {**tensor_specs(config), **joined_specs(config)}
+        norm = self._usual_or_own(f"{config.output_norm}.weight")
+        found = (prefix for prefix in PREFIXES if norm.format(body=prefix[0], head=prefix[1]) in held)
+        self.body, self.head = next(found, PREFIXES[0])  # where none, the missing tensor is a text model's
+        self.output = f"{self.head}lm_head.weight"
 
     def __call__(self, name: str) -> str:
         """The name of the tensor that GGUF calls `name`.
 
-        That which the architecture declares, or where a folder lacks it and has that of most architectures, the latter:
+        That which the architecture declares, or where a folder lacks it and has the usual one, the latter:
         `transformers` 5 saves Mixtral under either.
         """
         if not name.startswith("blk."):
-            tensor, kind = name.split(".")
-            own = self._declared.get(tensor)
-            module = TOP_MODULES[tensor] if own is None else "{body}" + own
-            return f"{module.format(body=self.body, head=self.head)}.{kind}"
-        _, layer, tensor, *expert, kind = name.split(".")
-        key = f"{tensor}.{{expert}}" if expert else tensor
-        found = [
-            self._in_layer(modules, layer, key, kind, *expert)
-            for modules in (self._declared, LAYER_MODULES)
-            if key in modules or f"{key}.{kind}" in modules
-        ]
+            return self._usual_or_own(name).format(body=self.body, head=self.head)
+        _, layer, tensor = name.split(".", 2)
+        return self._in_layer(layer, self._own(tensor), self._specs[name].hf)
+
+    def of_expert(self, name: str, expert: int) -> str:
+        """The name of the matrix of one expert, where GGUF calls that of all `name`."""
+        _, layer, tensor = name.split(".", 2)
+        own = self._own(tensor.replace("_exps.", ".{expert}."))
+        return self._in_layer(layer, own, self._specs[name].hf_each).format(expert=expert)
+
+    def _own(self, tensor: str) -> str:
+        """What the architecture declares for a tensor, with .weight or .bias; "": nothing."""
+        module, kind = tensor.rsplit(".", 1)
+        whole = self._modules.get(tensor, "")
+        return f"{self._modules[module]}.{kind}" if not whole and module in self._modules else whole
+
+    def _usual_or_own(self, name: str) -> str:
+        """Of a tensor of no layer, with {body} or {head}."""
+        own = self._own(name)
+        return f"{{body}}{own}" if own else self._specs[name].hf
+
+    def _in_layer(self, layer: str, *candidates: str) -> str:
+        found = [f"{self.body}layers.{layer}.{candidate}" for candidate in candidates if candidate]
         return next((candidate for candidate in found if candidate in self._held), found[0])
-
-    def _in_layer(self, modules: Mapping[str, str], layer: str, key: str, kind: str, expert: str = "") -> str:
-        whole = modules.get(f"{key}.{kind}")
-        name = f"{modules[key]}.{kind}" if whole is None else whole
-        return f"{self.body}layers.{layer}.{name.format(expert=expert)}"
-
-
-def prefix(held: Collection[str]) -> tuple[str, str]:
-    """Which of PREFIXES the names `held` have; where none, the missing tensor is named as a text model's."""
-    modules = [TOP_MODULES[name] for name in ("output_norm", "token_embd_norm")]
-    names = ((found, [f"{module.format(body=found[0])}.weight" for module in modules]) for found in PREFIXES)
-    return next((found for found, norms in names if any(name in held for name in norms)), PREFIXES[0])

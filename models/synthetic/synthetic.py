@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.architectures import ARCHITECTURES
-from quengine.models.blocks.block import Shape
+from quengine.models.blocks.block import Shape, TensorSpec
 from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
@@ -26,11 +26,7 @@ from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, Synthe
 from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
 from quengine.models.synthetic.type_mix import tensor_type
-from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, required_tensors
-
-# Spread of the logits: enough that greedy choices are clear, as a trained model's are.
-LOGIT_STD = 4.0
-
+from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, required_tensors, tensor_specs
 
 Progress = Callable[[int], None]
 """Called with the bytes of weights that have been written."""
@@ -156,7 +152,7 @@ def _write(
         if len(shape) == 3 or (spec.pooled and len(shape) == 2 and name.startswith("blk.")):
             writer.write_tensor_data(pool.tensor(types[name], shape, rng))
         else:
-            writer.write_tensor_data(_weights(spec, name, shape, types[name], rng))
+            writer.write_tensor_data(_weights(spec, name, tensor_specs(config)[name], types[name], rng))
         written += _nbytes(shape, types[name])
         if progress is not None:
             progress(written)
@@ -164,23 +160,14 @@ def _write(
 
 
 def _weights(
-    spec: SyntheticModel, name: str, shape: Shape, kind: str, rng: np.random.Generator
+    spec: SyntheticModel, name: str, tensor: TensorSpec, kind: str, rng: np.random.Generator
 ) -> NDArray[np.uint8]:
-    """Norms about 1, frequency factors as given, small biases, sinks about 0, matrices that keep activations' size."""
-    rows, cols = prod(shape[:-1]), shape[-1]
+    """Drawn as the layers declare; frequency factors as given."""
     if name == "rope_freqs.weight":
         return np.array(spec.rope_freq_factors, "<f4").view(np.uint8)
-    if name.endswith("norm.weight"):
-        return random_rows("F32", rows, cols, 0.1, rng, mean=1.0).reshape(-1)
-    if name.endswith(".bias"):
-        return random_rows("F32", rows, cols, 0.1, rng).reshape(-1)
-    if name.endswith("attn_sinks.weight"):
-        return random_rows("F32", rows, cols, 1.0, rng).reshape(-1)
-    if name == "output.weight" or (name == "token_embd.weight" and spec.tied_output):
-        return random_rows(kind, rows, cols, LOGIT_STD * cols**-0.5, rng)
-    if name == "token_embd.weight":
-        return random_rows(kind, rows, cols, 1.0, rng)
-    return random_rows(kind, rows, cols, cols**-0.5, rng)
+    rows, cols, draw = prod(tensor.shape[:-1]), tensor.shape[-1], tensor.draw
+    std = draw.std * cols**-0.5 if draw.by_columns else draw.std
+    return random_rows(kind, rows, cols, std, rng, draw.mean)
 
 
 def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:

@@ -123,7 +123,7 @@ def test_the_order_of_query_rows_matters(tmp_path: Path, architecture: str) -> N
     if architecture == "llama":
         del hf.tensors.heads[name]
     else:
-        hf.tensors.heads[name] = 4
+        hf.tensors.heads[name] = (4, 16)
     assert (logits_of(hf) - logits_of(gguf)).abs().max() > 1e-3
 
 
