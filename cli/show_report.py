@@ -87,17 +87,8 @@ def _config_lines(config: ModelConfig) -> list[str]:
         scaled += f" x{scaling.factor:g} over {scaling.original_context_length}"
     base = config.rope_freq_base_swa
     local = "" if base is None else f"; base {base:g} in layers with a window"
-    traits = [
-        name
-        for name, there in (
-            ("query/key/value biases", config.block.qkv_bias),
-            ("query/key norms", config.block.qk_norm),
-            ("merged projections", config.block.merged or config.block.merged_gate),
-            ("attention sinks", config.block.sinks),
-            ("tied output", config.tied_output),
-        )
-        if there
-    ]
+    found = dict.fromkeys(trait for block in layers_of(config) for trait in block.traits)
+    traits = [*found, *(["tied output"] if config.tied_output else [])]
     attentions = attentions_of(config)
     windowed = sum(attention.window is not None for attention in attentions)
     heads, kv_heads, dims = (

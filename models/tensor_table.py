@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sized
 from functools import lru_cache
 
 from quengine.models.architectures import layers_of
+from quengine.models.blocks import attention, experts
 from quengine.models.blocks.block import NORM, OUTPUT_CUT, Draw, Shape, TensorSpec
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile, GGUFTensor
@@ -30,10 +31,7 @@ LOGIT_STD = 4.0
 """Of synthetic models: enough that greedy choices are clear, as a trained model's are."""
 
 # Ends of tensor names of layers that some model has and that change its result: never to be passed over.
-_MEANINGFUL = (
-    *(".bias", ".scale", "norm.weight", "attn_qkv.weight", "attn_sinks.weight"),
-    *("ffn_gate_inp.weight", "_exps.weight", "_shexp.weight"),
-)
+_MEANINGFUL = (".bias", ".scale", "norm.weight", *attention.OPTIONAL, *experts.OPTIONAL)
 _MEANINGFUL_TOP = (
     "output.bias",
     "output_norm.bias",

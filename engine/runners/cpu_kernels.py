@@ -17,6 +17,8 @@ from quengine.kernels.cpu.runtime.code_store import code_store
 from quengine.kernels.cpu.runtime.kernel_table import KernelName
 from quengine.kernels.cpu.runtime.threads import get_threads
 from quengine.kernels.kv.cache_types import CACHE_TYPES, can_store
+from quengine.models.architectures import attentions_of
+from quengine.models.blocks.attention import Attention
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 from quengine.platform.machine import usable_cpus
@@ -88,21 +90,16 @@ def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
 
 def _name_operations(config: ModelConfig) -> None:
     """All but the matrices', with either type of cache."""
-    sinks = (True,) if config.block.sinks else ()
-    table.scores_kernel(), table.softmax_kernel(), table.sums_kernel(), table.block_kernel(*sinks)
-    table.choose_kernel()
-    for cache_type in CACHE_TYPES:
-        if can_store(cache_type, config.head_dim):
-            table.key_panel_kernel(cache_type), table.value_panel_kernel(cache_type)
-            table.rope_store_kernel(config.block.rope_layout, cache_type != "f16")
-            table.kv_split_kernel(cache_type != "f16")
+    table.scores_kernel(), table.softmax_kernel(), table.sums_kernel(), table.choose_kernel()
+    for attention in attentions_of(config):
+        _name_attention(attention)
     if config.recurrent_layers:
         table.short_conv_kernel()
     if config.experts is not None:
         table.router_kernel(config.experts.router.scores)
         table.group_kernel(), table.spread_kernel(), table.pack_groups_kernel(), table.grouped_matmul_kernel()
         table.add_experts_kernel(), table.gate_up_kernel(), table.down_kernel(), table.down_add_kernel()
-    table.combine_kernel(*sinks), table.rms_norm_kernel(), table.glu_kernel(config.block.activation)
+    table.rms_norm_kernel(), table.glu_kernel(config.block.activation)
     (
         table.add_kernel(),
         table.scale_kernel(),
@@ -110,6 +107,17 @@ def _name_operations(config: ModelConfig) -> None:
         table.lead_function(),
         table.watch_function(),
     )
+
+
+def _name_attention(attention: Attention) -> None:
+    """Those of a layer."""
+    sinks = (True,) if attention.form.sinks else ()
+    table.block_kernel(*sinks), table.combine_kernel(*sinks)
+    for cache_type in CACHE_TYPES:
+        if can_store(cache_type, attention.head_dim):
+            table.key_panel_kernel(cache_type), table.value_panel_kernel(cache_type)
+            table.rope_store_kernel(attention.rotation.layout, cache_type != "f16")
+            table.kv_split_kernel(cache_type != "f16")
 
 
 def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:

@@ -1,12 +1,15 @@
 """Rotary causal attention, declared: projections, norms, biases and sinks by name, and how ranks cut its heads."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Draw, PagedKV, TensorSpec
 from quengine.models.config import BlockKind, ModelConfig, Rotation
 
 _HEADS = Cut("columns", ("heads",))
+OPTIONAL = ("attn_qkv.weight", "attn_sinks.weight")
+"""Matrices and vectors that only some models have, and that change what they compute; beside biases and norms."""
+
 _ALL: tuple[Axis, ...] = ("queries", "keys", "keys")
 
 
@@ -48,6 +51,17 @@ class Attention:
             temperature=(scale, length) if scale else None,
             partial=config.ranks > 1 and config.splits_heads,
         )
+
+    @property
+    def traits(self) -> Sequence[str]:
+        form = self.form
+        traits = {
+            "query/key/value biases": form.qkv_bias,
+            "query/key norms": form.qk_norm is not None,
+            "merged projections": form.merged,
+            "attention sinks": form.sinks,
+        }
+        return [trait for trait, there in traits.items() if there]
 
     @property
     def state(self) -> PagedKV:

@@ -4,7 +4,7 @@ Declarations need no torch: a file's check, `engine show` and the memory plan re
 `models/decoder_layer.py` makes the layers of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -111,6 +111,11 @@ class Part(Protocol):
         """Tensors that hold several of these, one behind the other, in files that do not have those."""
         ...
 
+    @property
+    def traits(self) -> Sequence[str]:
+        """What it has beside what all of its kind have, for people."""
+        ...
+
 
 class Mixer(Part, Protocol):
     """The part of a layer in which positions see each other. `kind`: for people."""
@@ -142,6 +147,11 @@ class Block:
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Those of both parts, the mixer's first."""
         return {**self.mixer.tensors(), **self.feed_forward.tensors()}
+
+    @property
+    def traits(self) -> Sequence[str]:
+        """See Part.traits."""
+        return (*self.mixer.traits, *self.feed_forward.traits)
 
     def joined(self) -> Mapping[str, TensorSpec]:
         """See Part.joined."""

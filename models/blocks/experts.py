@@ -1,11 +1,14 @@
 """A mixture of experts, declared: the router's tensors, those of all experts, those of the shared expert."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quengine.models.blocks.block import BIAS, Axis, Cut, TensorSpec
 from quengine.models.blocks.feed_forward import first_norm, last_norm
 from quengine.models.config import BlockKind, ExpertConfig
+
+OPTIONAL = ("ffn_gate_inp.weight", "_exps.weight", "_shexp.weight")
+"""Ends of the names of matrices that models without experts lack."""
 
 _INNER: tuple[Axis, ...] = ("expert_inner",)
 _SHARED: tuple[Axis, ...] = ("shared_inner",)
@@ -20,6 +23,10 @@ class Experts:
     width: int
     experts: ExpertConfig
     partial: bool = False
+
+    @property
+    def traits(self) -> Sequence[str]:
+        return ()
 
     @property
     def every_row_length(self) -> int:

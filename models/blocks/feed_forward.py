@@ -1,6 +1,6 @@
 """The gated feed-forward, declared."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quengine.models.blocks.block import NORM, Cut, TensorSpec
@@ -29,6 +29,10 @@ class FeedForward:
     width: int
     length: int
     partial: bool = False
+
+    @property
+    def traits(self) -> Sequence[str]:
+        return ("merged projections",) if self.form.merged_gate else ()
 
     @property
     def every_row_length(self) -> int:

@@ -5,7 +5,7 @@ each channel by itself over the last `taps` positions, and y = c * conv(u) throu
 in the `transformers` library; "LFM2 Technical Report", Liquid AI 2025, section 2.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quengine.kernels.kv.cache_types import CONV_HISTORY
@@ -22,6 +22,10 @@ class ShortConv:
     taps: int
     partial: bool = False
     kind = "short convolution"
+
+    @property
+    def traits(self) -> Sequence[str]:
+        return ()
 
     @property
     def state(self) -> SlotState:
