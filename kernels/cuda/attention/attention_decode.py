@@ -55,6 +55,9 @@ def attention_decode(
     Sources: Dao et al. 2023 (Flash-Decoding), Ainslie et al. 2023 (grouped queries).
     """
     shape = (qkv.shape[0], spec.heads * spec.head_dim)
+    sequences, heads, _, head_dim = workspace.acc.shape
+    assert sequences >= shape[0] and (heads, head_dim) == (spec.heads, spec.head_dim)
+    assert workspace.arrivals.shape[1] == spec.kv_heads
     quantize, form, stride = False, None, 0
     if isinstance(out, QuantizedActivations):
         assert out.high.shape == shape

@@ -65,7 +65,9 @@ def backend(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> CudaBacken
     return CudaBackend(device)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", *["llama"] * torch.cuda.is_available()])
+@pytest.mark.parametrize(
+    "architecture", ["qwen2", "qwen3", "openelm", *["llama"] * torch.cuda.is_available()]
+)
 def test_decode_is_the_reference_within_its_budget(
     architecture: str, backend: CudaBackend, tmp_path: Path
 ) -> None:
