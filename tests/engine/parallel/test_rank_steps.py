@@ -133,13 +133,14 @@ def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[int]:
     [
         ("qwen2moe", False, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
         ("qwen2moe", True, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
+        ("openelm", False, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
         (
             "qwen2",
             False,
             SamplingParams(temperature=0.7, seed=5, presence_penalty=0.5, max_tokens=8, logit_bias={9: 2.0}),
         ),
     ],
-    ids=["greedy", "by expert", "sampled"],
+    ids=["greedy", "by expert", "layers of unlike heads", "sampled"],
 )
 def test_two_ranks_choose_the_tokens_of_one(
     tmp_path: Path,
@@ -148,7 +149,7 @@ def test_two_ranks_choose_the_tokens_of_one(
     params: SamplingParams,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = write_model(tmp_path, architecture)
+    path = write_model(tmp_path, architecture, blocks=2 if architecture == "openelm" else 1)
     one = runner_of(path)
     wanted = tokens_of(one, params)
     meeting = Meeting(2)
