@@ -40,8 +40,8 @@ COLUMNS = ("equal", "refused here", "refused there", "decided", "other", "failed
 TOLERANCE = 1e-3
 """Of the logits: llama.cpp's cache in fp16 and its fast exponentials make up to 1e-5. A key that counts makes more."""
 
-_NO_WINDOWS = "glm4moe|granite|granitemoe|llama|mistral3|olmoe|phi3|qwen2|qwen2moe|qwen3|qwen3moe"
-_YARN = "glm4moe|gpt-oss|granite|granitemoe|llama|olmoe|qwen2|qwen2moe|qwen3|qwen3moe"
+_NO_WINDOWS = "glm4moe|granite|granitemoe|llama|mistral3|olmoe|openelm|phi3|qwen2|qwen2moe|qwen3|qwen3moe"
+_YARN = "glm4moe|gpt-oss|granite|granitemoe|llama|olmoe|openelm|qwen2|qwen2moe|qwen3|qwen3moe"
 _MIXTURES = "gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
 DECIDED: Mapping[str, str] = {
     rf"({_MIXTURES})\.expert_weights_scale = (0\.5|2\.0)": "llama.cpp's router is fixed for these",
@@ -166,6 +166,9 @@ SIZES: Mapping[str, Mapping[str, int]] = {"olmoe": {"kv_heads": 4}}
 SPM = ("phi3",)
 """Architectures that llama.cpp reads with a SentencePiece vocabulary alone."""
 
+TIED = ("openelm",)
+"""Architectures whose output matrix is the embedding for llama.cpp."""
+
 WITH_SCALING = ("linear", "yarn")
 """Kinds of scaling that every key of a rotation is tried with too."""
 
@@ -247,6 +250,7 @@ def _in_a_process(architecture: str, name: str, change: Mapping[str, Any], scrat
                 sizes=ModelSizes(architecture, **SIZES.get(architecture, {})),
                 changes=change,
                 vocabulary=vocabulary,
+                tied=architecture in TIED,
             )
             found = compare(path, name, len(vocabulary["tokenizer.ggml.tokens"]))
             path.unlink()
