@@ -10,6 +10,7 @@ from typing import Any, Literal
 from quengine.errors import EngineError
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.turn_order import TurnOrder
 from quengine.structured.answer_format import (
     PROMPT_TOKENS,
     AnswerFormat,
@@ -59,6 +60,12 @@ class ChatFormat:
         """How the model writes answers: reasoning, text, tool calls. The template is rendered to find it."""
         calls = None if self._template is None else self._template.render
         return answer_format(self.source, self._tokenizer, self._rendered, calls)
+
+    @cached_property
+    def order(self) -> TurnOrder:
+        """The orders of messages that the template writes. It is rendered to find them."""
+        variables = _variables(self.source or "")
+        return TurnOrder.of(lambda messages: self._rendered(messages, True, variables))
 
     def end_of(self, prompt: Sequence[int]) -> str:
         """The end of a prompt as text, which `answers` takes."""
@@ -110,7 +117,7 @@ class ChatFormat:
     ) -> "_Written":
         """What the template is given. An answer to be continued is not among it: it follows as the form writes it."""
         variables = {**_variables(self.source or ""), **variables}
-        given = self.answers.messages(messages, tools)
+        given = self.order.fit(self.answers.messages(messages, tools))
         if ending != "continued":
             return _Written(given, variables)
         *before, last = given
