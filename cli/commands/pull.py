@@ -42,7 +42,7 @@ def pull(
     """
     from pathlib import Path
 
-    from quengine.cli.pulling import fetch
+    from quengine.cli.loading import fetch
     from quengine.models.hub.catalogue import catalogue
     from quengine.models.hub.hub import packaged_file
     from quengine.models.hub.presets import base_model

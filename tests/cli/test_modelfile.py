@@ -3,7 +3,7 @@
 import pytest
 
 from quengine import EngineError
-from quengine.cli.presets.modelfile import is_modelfile, modelfile_table
+from quengine.cli.commands.create import is_modelfile, modelfile_table
 from quengine.models.template.template_worker import render
 from quengine.request.go_template import UnknownFormError, jinja_of
 

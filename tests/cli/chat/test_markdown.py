@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from quengine.cli.display import markdown
-from quengine.cli.display.markdown import MarkdownView
-from tests.cli.display.screen import Screen
+from quengine.cli.chat import markdown
+from quengine.cli.chat.markdown import MarkdownView
+from tests.cli.chat.screen import Screen
 
 TEXT = """# A title
 
@@ -134,7 +134,7 @@ def test_a_long_line_of_code_is_one_line_once_its_block_has_ended(
 def test_code_has_a_background_to_the_end_of_its_lines() -> None:
     # In a process of its own: rich keeps the codes of a style as those of the first terminal that showed it.
     program = (
-        "from quengine.cli.display.markdown import MarkdownView\n"
+        "from quengine.cli.chat.markdown import MarkdownView\n"
         "view = MarkdownView()\nview.write('```python\\nx = 1\\n\\ny = 2\\n```\\n')\nview.close()"
     )
     terminal = {"TERM": "xterm", "COLORTERM": "truecolor", "COLUMNS": "40", "LINES": "24"}

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
+from quengine.cli.commands.create import absolute, check_name
 from quengine.cli.flags import complete_models
-from quengine.cli.presets.create import absolute, check_name
 from quengine.errors import EngineError
 from quengine.models.hub.hub import ModelNotHereError, resolve_model
 from quengine.models.hub.presets import find_preset, write_preset

@@ -1,7 +1,6 @@
 """`engine kernels`: compiles CUDA kernels into packs, installs packs, shows and clears what is compiled."""
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 
 from quengine.cli.command_table import ExampleGroup, WholeHelpCommand
 from quengine.cli.progress import ProgressLine
+from quengine.cli.terminal import confirm_deletion
 from quengine.errors import EngineError
 
 group = typer.Typer(cls=ExampleGroup)
@@ -44,6 +44,7 @@ def build(
 
     A pack is for one version of Triton and of the engine, and of the files it was made of.
     """
+    from quengine.cli.flags import split_names
     from quengine.kernels.kv.cache_types import CACHE_TYPES
     from quengine.runners.kernel_packs import PackPlan, arch_of, build_pack
 
@@ -54,8 +55,8 @@ def build(
     if not output.parent.is_dir():
         raise EngineError(f"{output.parent}: no such folder")
     progress = ProgressLine()
-    archs = [arch_of(name) for name in dict.fromkeys(_split([arch]))]
-    pack = build_pack(PackPlan(_split(models), archs, parallel, cache_type), output, progress)
+    archs = [arch_of(name) for name in dict.fromkeys(split_names([arch]))]
+    pack = build_pack(PackPlan(list(split_names(models)), archs, parallel, cache_type), output, progress)
     progress.clear()
     size = output.stat().st_size / 1e6
     typer.echo(f"{output}: {len(pack.kernels)} kernels, {size:.1f} MB, for {_about(pack)}", err=True)
@@ -119,24 +120,12 @@ def clear(yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] 
 
     use_private_cache()
     found = cache_summary()
-    if not yes:
-        if not sys.stdin.isatty():
-            raise EngineError(
-                "deleting needs a yes: standard input is no terminal, so say so with: engine kernels clear -y"
-            )
-        if not typer.confirm(f"Delete {found.kernels} kernels in {found.folder}?", err=True):
-            typer.echo("nothing deleted", err=True)
-            return
+    question = f"Delete {found.kernels} kernels in {found.folder}?"
+    if not yes and not confirm_deletion(question, "engine kernels clear -y"):
+        return
     clear_kernels()
     typer.echo(f"{found.kernels} kernels deleted, {found.nbytes / 1e6:.1f} MB freed", err=True)
 
 
 def _about(pack: Any) -> str:
     return f"{', '.join(pack.targets)}, Triton {pack.triton_version}: {', '.join(pack.models)}"
-
-
-def _split(values: list[str]) -> list[str]:
-    """Values at commas, but for files whose names have one."""
-    return [
-        part for value in values for part in ([value] if Path(value).exists() else value.split(",")) if part
-    ]
