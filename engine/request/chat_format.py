@@ -17,7 +17,7 @@ from quengine.structured.answer_format import (
     switch_variables,
 )
 from quengine.structured.format_choice import answer_format
-from quengine.structured.reasoning.tags import reasoning_in
+from quengine.structured.reasoning_tags import reasoning_in
 
 Messages = Sequence[Mapping[str, Any]]
 Ending = Literal["answer", "nothing", "continued"]

@@ -1,7 +1,7 @@
 """The one place where a model's form of answers is chosen, by its chat template and vocabulary.
 
-`harmony_format` is gpt-oss's; any other model writes text, with calls in it of the form that `calls.named` finds, and
-in front of it a section of reasoning where `reasoning.tags` finds one.
+`harmony` is gpt-oss's; any other model writes text, with calls in it of the form that `calls.named` finds, and
+in front of it a section of reasoning where `reasoning_tags` finds one.
 """
 
 from functools import partial
@@ -11,9 +11,9 @@ from quengine.structured.answer_format import AnswerFormat, TextFormat
 from quengine.structured.calls.format import CallFormat
 from quengine.structured.calls.named import marked_form, template_form
 from quengine.structured.calls.probe import Render as CallsRender
-from quengine.structured.harmony_format import HarmonyFormat
-from quengine.structured.reasoning.reasoning_format import ReasoningFormat
-from quengine.structured.reasoning.tags import ReasoningTags, Render
+from quengine.structured.harmony import HarmonyFormat
+from quengine.structured.reasoning_format import ReasoningFormat
+from quengine.structured.reasoning_tags import ReasoningTags, Render
 
 if TYPE_CHECKING:
     from quengine.models.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ def answer_format(
 ) -> AnswerFormat:
     """The form of a model with this chat template and vocabulary; of text alone without a template.
 
-    render: the template as a function, for what its source does not show (`reasoning.tags`). calls: the same as
+    render: the template as a function, for what its source does not show (`reasoning_tags`). calls: the same as
         `ChatTemplate.render`, by which the form of calls is found; without it there are none.
     """
     if template is None:

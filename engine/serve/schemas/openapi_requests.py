@@ -19,7 +19,7 @@ from quengine.serve.schemas.openapi_parts import ANY, NULL, OBJECT, STRING, TOKE
 from quengine.serve.schemas.requests import BODIES
 from quengine.serve.schemas.response_items import KINDS, InputItem
 from quengine.serve.settings import Limits
-from quengine.structured.reasoning.tags import REASONING_KEYS
+from quengine.structured.reasoning_tags import REASONING_KEYS
 
 _PROMPT_PART: Schema = {"anyOf": [TOKEN, STRING]}
 _SCHEMA: Schema = {

@@ -21,7 +21,7 @@ from quengine.structured.calls.json_calls import ToolCallParser
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.format_choice import answer_format
-from quengine.structured.harmony_format import HarmonyFormat
+from quengine.structured.harmony import HarmonyFormat
 from quengine.structured.tool_calls import (
     CallDelta,
     Delta,

@@ -7,10 +7,9 @@ import pytest
 
 from quengine.models.template.template_worker import render
 from quengine.structured.answer_parser import TextParser
-from quengine.structured.calls.format import CallFormat
-from quengine.structured.calls.generic import GENERIC_FORM
-from quengine.structured.reasoning.parser import ReasoningParser
-from quengine.structured.reasoning.tags import ReasoningTags, State, switches
+from quengine.structured.calls.format import GENERIC_FORM, CallFormat
+from quengine.structured.reasoning_format import ReasoningParser
+from quengine.structured.reasoning_tags import ReasoningTags, State, switches
 from quengine.structured.tool_calls import CallDelta, ToolUse, collect, reasoning_of
 from tests.llama_cpp_source import llama_cpp_source
 
