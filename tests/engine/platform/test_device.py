@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from quengine.platform.compile_notice import CompileNotice
+from quengine.platform.device import CompileNotice
 
 
 def test_the_first_kernel_that_is_not_on_disk_is_told_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
