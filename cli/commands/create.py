@@ -146,7 +146,7 @@ def create(
 
 def check_name(name: str) -> Path:
     """Where the preset will be. Raises EngineError for a name that no preset can have, or that a model has."""
-    from quengine.models.hub.catalogue import catalogue
+    from quengine.models.hub.hub import catalogue
 
     path = preset_path(name)
     if name.lower() in catalogue():

@@ -45,8 +45,7 @@ def remove(
 
 
 def _find(name: str) -> "InstalledModel":
-    from quengine.models.hub.catalogue import catalogue
-    from quengine.models.hub.hub import hub_name, packaged_file
+    from quengine.models.hub.hub import catalogue, hub_name, packaged_file
     from quengine.models.hub.hub_cache import find_installed
 
     entry = catalogue().get(name.lower())
