@@ -1,6 +1,6 @@
 """How a model writes an answer: which of its text is reasoning, which is for the user, and which are tool calls.
 
-Which form a model has, `format_choice` finds. `answer_violation` checks a finished answer.
+Which form a model has, `request.chat_format` finds. `answer_violation` checks a finished answer.
 
 `prompt` is everywhere the end of the prompt as text, which may have begun the answer: DeepSeek-R1's opens the section.
 """

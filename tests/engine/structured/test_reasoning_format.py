@@ -6,11 +6,11 @@ import pytest
 
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.chat_format import answer_format
 from quengine.structured.answer_format import TextFormat
 from quengine.structured.calls.format import GENERIC_FORM, CallFormat
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.constraint_spec import ConstraintSpec
-from quengine.structured.format_choice import answer_format
 from quengine.structured.reasoning_format import ReasoningFormat
 from quengine.structured.reasoning_tags import ReasoningTags
 from quengine.structured.tool_calls import ToolUse, collect, reasoning_of
