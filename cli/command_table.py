@@ -26,13 +26,11 @@ class Entry:
         function: in the file of the command's name; or a typer.Typer there, of several commands.
         panel: its heading.
         examples: command lines, each on a line of its own below the flags.
-        room: the folder of `cli/` with its file.
     """
 
     function: str
     panel: str
     examples: tuple[str, ...]
-    room: str = "commands"
 
 
 class WholeHelpCommand(TyperCommand):
@@ -172,9 +170,8 @@ COMMANDS = {
         "create",
         MODELS,
         ("engine create pirate -f pirate.toml", "engine create mario -f Modelfile"),
-        "presets",
     ),
-    "cp": Entry("copy", MODELS, ("engine cp pirate corsair", "engine cp qwen3-4b-q4k small"), "presets"),
+    "cp": Entry("copy", MODELS, ("engine cp pirate corsair", "engine cp qwen3-4b-q4k small")),
     "rm": Entry("remove", MODELS, ("engine rm qwen3-4b-q4k", "engine rm -y pirate")),
     "bench": Entry(
         "bench",
@@ -198,7 +195,6 @@ COMMANDS = {
             "engine kernels install pack.zip",
             "engine kernels list",
         ),
-        "kernels",
     ),
     "doctor": Entry("doctor", MEASURE, ("engine doctor --json",)),
 }

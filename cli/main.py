@@ -84,7 +84,7 @@ def register_commands(args: list[str]) -> None:
     for name in [named] if named in COMMANDS else COMMANDS:
         if name not in present:
             entry = COMMANDS[name]
-            file = import_module(f"quengine.cli.{entry.room}.{name}")
+            file = import_module(f"quengine.cli.commands.{name}")
             made = getattr(file, entry.function)
             if isinstance(made, typer.Typer):
                 app.add_typer(made, name=name, rich_help_panel=entry.panel)

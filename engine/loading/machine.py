@@ -178,7 +178,7 @@ def _weights(
 
 
 def _copied(checkpoint: Checkpoint, progress: Callable[[str], None] | None) -> Mapping[str, QuantTensor]:
-    from quengine.platform.weight_copy import copy_weights
+    from quengine.platform.weight_loader import copy_weights
 
     try:
         return copy_weights(checkpoint.tensors, checkpoint.release_pages, progress)
@@ -196,7 +196,7 @@ def make_backend(
         return ReferenceBackend(keep=REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2)
     if device.type == "cuda":
         from quengine.kernels.cuda.backend import CudaBackend
-        from quengine.platform.compile_notice import announce_compilation
+        from quengine.platform.device import announce_compilation
 
         cuda_start.wait()
         announce_compilation(torch.cuda.get_device_name(device))

@@ -12,7 +12,7 @@ from quengine.models.architectures.architecture import Architecture
 from quengine.models.config import ExpertConfig, ModelConfig, RopeScaling, yarn_attention_factor
 
 Q4_K_M, MXFP4_MOE = "Q4_K_M", "MXFP4_MOE"
-"""Names of llama.cpp's mixes of types (`type_mix`)."""
+"""Names of llama.cpp's mixes of types (`synthetic.tensor_type`)."""
 
 _EXPERTS = 8
 

@@ -1,7 +1,7 @@
 """Writes GGUF models of true shapes with random weights: for benchmarks without a download, and for tests.
 
 Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest tensor.
-Those of experts, and of the layers of `pooled` presets, come from a pool (`pooled_rows`).
+Those of experts, and of the layers of `pooled` presets, come from a pool (`PooledRows`).
 """
 
 import fcntl
@@ -21,11 +21,9 @@ from quengine.models.blocks.block import Shape
 from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
-from quengine.models.synthetic.pooled_rows import PooledRows
 from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel, find_preset
-from quengine.models.synthetic.random_blocks import random_rows
+from quengine.models.synthetic.random_blocks import PooledRows, random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
-from quengine.models.synthetic.type_mix import tensor_type
 from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, required_tensors
 
 # Spread of the logits: enough that greedy choices are clear, as a trained model's are.
@@ -241,3 +239,36 @@ def _expert_metadata(experts: ExpertConfig) -> Metadata:
     if experts.dense_layers:
         sizes["leading_dense_block_count"] = len(experts.dense_layers)
     return sizes
+
+
+def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
+    """Vectors, biases, routers and convolutions are F32, other matrices `spec.quant` or what the mix of that name says.
+
+    Q4_K_M: Q4_K, but Q6_K for the output matrix, and for attn_v and every kind of ffn_down in the first and last eighth
+    of the layers and every third between; Q5_K for attn_qkv. A model of exactly 8 experts has Q8_0 for attn_k and
+    attn_v, Q5_K for attn_output. MXFP4_MOE: MXFP4 for the experts, Q8_0 for all else.
+    """
+    if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight", "shortconv.conv.weight")):
+        return "F32"
+    if spec.quant == MXFP4_MOE:
+        return "MXFP4" if len(shape) == 3 else "Q8_0"
+    return spec.quant if spec.quant != Q4_K_M else _of_q4_k_m(spec, name)
+
+
+def _of_q4_k_m(spec: SyntheticModel, name: str) -> str:
+    if name == "output.weight" or (name == "token_embd.weight" and spec.tied_output):
+        return "Q6_K"
+    experts = spec.config().experts
+    if experts is not None and experts.count == 8:
+        if name.endswith(("attn_k.weight", "attn_v.weight")):
+            return "Q8_0"
+        if name.endswith("attn_output.weight"):
+            return "Q5_K"
+    if name.endswith("attn_qkv.weight"):
+        return "Q5_K"
+    if name.endswith("attn_v.weight") or ".ffn_down" in name:
+        layer, count = int(name.split(".")[1]), spec.block_count
+        eighth = count // 8
+        if layer < eighth or layer >= 7 * count // 8 or (layer - eighth) % 3 == 2:
+            return "Q6_K"
+    return "Q4_K"

@@ -24,7 +24,7 @@ from quengine.serve.schemas.reading import are_token_ids, read_part, shown, toke
 from quengine.serve.schemas.requests import TemplateRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import effort_variables, nearest_effort, switch_variables
-from quengine.structured.reasoning.tags import reasoning_in
+from quengine.structured.reasoning_tags import reasoning_in
 
 logger = logging.getLogger("quengine.serve")
 

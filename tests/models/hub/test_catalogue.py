@@ -3,8 +3,7 @@
 import pytest
 
 from quengine.models.architectures import ARCHITECTURES
-from quengine.models.hub.catalogue import catalogue, closest_aliases
-from quengine.models.hub.hub import hub_name
+from quengine.models.hub.hub import catalogue, closest_aliases, hub_name
 from quengine.models.hub.hub_name import quant_of
 
 ENTRIES = list(catalogue().values())
