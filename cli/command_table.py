@@ -161,6 +161,15 @@ COMMANDS = {
             "engine serve -m qwen3-4b-q4k -c 8192 --host 0.0.0.0 --api-key-file keys",
         ),
     ),
+    "launch": Entry(
+        "launch",
+        RUN,
+        (
+            "engine launch claude -m qwen3-coder-30b-a3b-q4k -c 65536",
+            "engine launch codex                  # on the server that runs",
+            'engine launch opencode -m qwen3-8b-q4k -- run "Explain this repository"',
+        ),
+    ),
     "ps": Entry("ps", RUN, ("engine ps",)),
     "stop": Entry("stop", RUN, ("engine stop qwen3-4b-q4k",)),
     "list": Entry("list_models", MODELS, ("engine list --all",)),

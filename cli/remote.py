@@ -43,6 +43,10 @@ class RemoteServer:
             raise EngineError(f"--url {given}: must be as {DEFAULT_URL}")
         return text
 
+    @property
+    def given_key(self) -> str | None:
+        return self.api_key or os.environ.get("ENGINE_API_KEY")
+
     def get(self, path: str) -> Any:
         return self._answer(path, None)
 
@@ -51,7 +55,7 @@ class RemoteServer:
 
     def _answer(self, path: str, body: bytes | None) -> Any:
         """JSON. Raises EngineError with what the server says, CannotRunError where there is none."""
-        key = self.api_key or os.environ.get("ENGINE_API_KEY")
+        key = self.given_key
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         request = urllib.request.Request(self.address + path, body, headers)
         try:

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from quengine import LLM, SamplingParams
+from quengine.cli.agents import AGENTS, Endpoint
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import EngineWork, Event, Finished, GenerationRequest
@@ -56,49 +57,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Client:
-    """A program and how it is given a task; `tool` and `arguments` of the call by which it reads a file."""
+    """A program and its arguments for a task; `tool` and `arguments` of the call by which it reads a file."""
 
     name: str
     tool: Sequence[str]
     arguments: Callable[[Path], Mapping[str, Any]]
-    command: Callable[[str, str, bool, Path], Sequence[str]]
-    environment: Callable[[str, Path], Mapping[str, str]]
-
-
-def _claude(url: str, _home: Path) -> Mapping[str, str]:
-    names = ("OPUS", "SONNET", "HAIKU")
-    models = {f"ANTHROPIC_DEFAULT_{name}_MODEL": "tiny" for name in names}
-    return {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": "tiny", **models}
-
-
-def _codex(url: str, home: Path) -> Mapping[str, str]:
-    folder = home / ".codex"
-    folder.mkdir(exist_ok=True)
-    (folder / "config.toml").write_text(
-        f'model = "tiny"\nmodel_provider = "local"\nmodel_context_window = {CONTEXT}\n'
-        f'[model_providers.local]\nname = "local"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
-    )
-    return {"CODEX_HOME": str(folder)}
-
-
-def _opencode(url: str, home: Path) -> Mapping[str, str]:
-    folder = home / ".config" / "opencode"
-    folder.mkdir(parents=True, exist_ok=True)
-    model = {"name": "tiny", "limit": {"context": CONTEXT, "output": 4096}}
-    provider = {
-        "npm": "@ai-sdk/openai-compatible",
-        "name": "local",
-        "options": {"baseURL": f"{url}/v1"},
-        "models": {"tiny": model},
-    }
-    (folder / "opencode.json").write_text(
-        json.dumps({"provider": {"local": provider}, "model": "local/tiny"})
-    )
-    return {}
-
-
-def _qwen(url: str, _home: Path) -> Mapping[str, str]:
-    return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none", "OPENAI_MODEL": "tiny"}
+    command: Callable[[str, bool, Path], Sequence[str]]
 
 
 CLIENTS = (
@@ -106,36 +70,28 @@ CLIENTS = (
         "claude",
         ("Read",),
         lambda folder: {"file_path": str(folder / "notes.txt")},
-        lambda program, task, again, _: [program, "-p", *(["--continue"] if again else []), task],
-        _claude,
+        lambda task, again, _: ["-p", *(["--continue"] if again else []), task],
     ),
     Client(
         "codex",
         ("exec_command", "shell_command", "shell"),
         lambda _: {"cmd": "cat notes.txt"},
-        lambda program, task, again, _: [
-            *(program, "exec", "--skip-git-repo-check", "-s", "danger-full-access"),
+        lambda task, again, _: [
+            *("exec", "--skip-git-repo-check", "-s", "danger-full-access"),
             *(["resume", "--last", task] if again else [task]),
         ],
-        _codex,
     ),
     Client(
         "opencode",
         ("read",),
         lambda folder: {"filePath": str(folder / "notes.txt")},
-        lambda program, task, again, folder: [
-            *(program, "run", *(["--continue"] if again else []), "--dir", str(folder), task)
-        ],
-        _opencode,
+        lambda task, again, folder: ["run", *(["--continue"] if again else []), "--dir", str(folder), task],
     ),
     Client(
         "qwen",
         ("read_file",),
         lambda folder: {"file_path": str(folder / "notes.txt")},
-        lambda program, task, again, _: [
-            *(program, "--auth-type", "openai", "--yolo", *(["--continue"] if again else []), "-p", task)
-        ],
-        _qwen,
+        lambda task, again, _: ["--yolo", *(["--continue"] if again else []), "-p", task],
     ),
 )
 
@@ -215,12 +171,12 @@ def run(client: Client, programs: Path, model: Path) -> bool:
 
 
 def ask(client: Client, program: Path, served: Served, task: str, again: bool, home: str, folder: str) -> str:
-    given = {"HOME": home, "PATH": os.environ["PATH"], **client.environment(served.url, Path(home))}
-    command = client.command(str(program), task, again, Path(folder))
+    """What it prints, set up as `engine launch` does."""
+    start = AGENTS[client.name].start(Endpoint(served.url, "none", "tiny", CONTEXT), Path(home))
     done = subprocess.run(
-        command,
+        [program, *start.arguments, *client.command(task, again, Path(folder))],
         cwd=folder,
-        env=given,
+        env={"HOME": home, "PATH": os.environ["PATH"], **start.environment},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
