@@ -8,16 +8,25 @@ import select
 import socket
 import time
 from contextlib import suppress
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
-
-Decoder: TypeAlias = msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T]
+T_co = TypeVar("T_co", covariant=True)
 
 _LENGTH_BYTES = 8
 _encoder = msgspec.msgpack.Encoder()
+
+
+class TooLongError(Exception):
+    """A message is longer than may be received."""
+
+
+class Decoder(Protocol[T_co]):
+    """Makes a message of its bytes, as msgspec's decoders do."""
+
+    def decode(self, buf: bytearray, /) -> T_co: ...
 
 
 def encode(message: object) -> bytes:
@@ -47,22 +56,22 @@ class Channel(Generic[T]):
         """Send what is a message already. Raises OSError where the other end is closed."""
         self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
-    def receive(self, seconds: float | None = None) -> T:
+    def receive(self, seconds: float | None = None, most: int | None = None) -> T:
         """The next message. Raises as `receive_bytes`, and msgspec.MsgspecError for one of another type."""
-        return self._decoder.decode(self.receive_bytes(seconds))
+        return self._decoder.decode(self.receive_bytes(seconds, most))
 
     def receive_bytes(self, seconds: float | None = None, most: int | None = None) -> bytearray:
         """The bytes of the next message.
 
         Raises:
             TimeoutError: it is not here, as a whole, within `seconds`.
-            ValueError: it has more than `most` bytes.
+            TooLongError: it has more than `most` bytes.
             EOFError, OSError: the other end is closed, or has ended.
         """
         end = None if seconds is None else time.monotonic() + seconds
         length = int.from_bytes(self._read(_LENGTH_BYTES, end), "little")
         if most is not None and length > most:
-            raise ValueError(f"a message of {length} bytes, more than {most}")
+            raise TooLongError(f"a message of {length} bytes, more than {most}")
         return self._read(length, end)
 
     def _read(self, count: int, end: float | None) -> bytearray:

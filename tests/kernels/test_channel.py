@@ -6,7 +6,7 @@ import threading
 import msgspec
 import pytest
 
-from quengine.kernels.channel import Channel, encode
+from quengine.kernels.channel import Channel, TooLongError, encode
 
 
 class Say(msgspec.Struct, tag=True, frozen=True):
@@ -68,7 +68,7 @@ def test_a_message_that_does_not_come_as_a_whole_is_given_up(pair: Pair) -> None
 def test_a_message_that_is_too_long_is_not_read(pair: Pair) -> None:
     ours, _, theirs = pair
     theirs.sendall((1 << 60).to_bytes(8, "little"))
-    with pytest.raises(ValueError, match="more than 1024"):
+    with pytest.raises(TooLongError, match="more than 1024"):
         ours.receive_bytes(most=1024)
 
 
