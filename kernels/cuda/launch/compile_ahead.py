@@ -18,14 +18,7 @@ import triton
 from quengine.kernels.child_process import ChildProcess
 from quengine.kernels.compile_clock import compiling
 from quengine.kernels.cuda.launch import triton_cache
-from quengine.kernels.cuda.launch.compile_processes import (
-    FROM_LEADER,
-    Built,
-    FromLeader,
-    Order,
-    Stages,
-    Wanted,
-)
+from quengine.kernels.cuda.launch.compile_processes import FROM_LEADER, Built, FromLeader, Order, Stages
 from quengine.kernels.cuda.launch.gpu import Gpu
 
 _log = logging.getLogger(__name__)
@@ -90,7 +83,7 @@ class CompilePool:
             self._receive_until(lambda: self._recorded or key in self._pending)
             if key in self._pending:
                 with suppress(OSError):
-                    self._process.channel.send(Wanted(key))
+                    self._process.channel.send(key)
                 self._receive_until(lambda: key not in self._pending)
 
     def finish(self) -> list[Built]:
@@ -129,10 +122,10 @@ class CompilePool:
             self._pending.discard(report.key)
             if report.error:
                 _log.info("%s was not compiled ahead: %s", report.name, report.error)
-            return
-        self._pending.update(report.keys)
-        self._total += len(report.keys)
-        if report.last:
+        elif report is not None:
+            self._pending.update(report)
+            self._total += len(report)
+        else:
             self._recorded = True
             if self._total:
                 text = "compiling %d kernels for %s with %d processes, once; later runs find them on disk"

@@ -51,9 +51,9 @@ _NICENESS = 5
 """Reading the weights comes first."""
 
 
-class Order(msgspec.Struct, tag=True, frozen=True):
-    """To the first process: what is to be compiled; see `CompilePool`. `task` is pickled: a program, as the process
-    itself is one that the other has started."""
+class Order(msgspec.Struct, frozen=True):
+    """What is to be compiled; see `CompilePool`. `task` is pickled: a part of the program that the other process has
+    this one run."""
 
     task: bytes
     gpu: Gpu
@@ -62,20 +62,7 @@ class Order(msgspec.Struct, tag=True, frozen=True):
     marker: str | None
 
 
-class Wanted(msgspec.Struct, tag=True, frozen=True):
-    """To the first process, and to one that compiles: a kernel's key, to compile it next."""
-
-    key: str
-
-
-class Found(msgspec.Struct, tag=True, frozen=True):
-    """From the first process: the keys of kernels that are compiled, of one computation. `last`: of no other."""
-
-    keys: list[str]
-    last: bool = False
-
-
-class Built(msgspec.Struct, tag=True, frozen=True):
+class Built(msgspec.Struct, frozen=True):
     """A kernel that is in the cache now: its folder there, and, of an order of `every` kernel, what launches it. error:
     why it is not there."""
 
@@ -85,11 +72,11 @@ class Built(msgspec.Struct, tag=True, frozen=True):
     error: str = ""
 
 
-ToLeader: TypeAlias = Order | Wanted
-FromLeader: TypeAlias = Found | Built
+ToLeader: TypeAlias = Order | str
+FromLeader: TypeAlias = list[str] | Built | None
 TO_LEADER: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)
 FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
-_TO_WORKER, _FROM_WORKER = msgspec.msgpack.Decoder(Wanted), msgspec.msgpack.Decoder(Built)
+_TO_WORKER, _FROM_WORKER = msgspec.msgpack.Decoder(str), msgspec.msgpack.Decoder(Built)
 
 
 def main() -> None:
@@ -98,8 +85,8 @@ def main() -> None:
 
 
 def lead(channel: Channel[ToLeader]) -> None:
-    """What the first process does: it gets an Order, then the kernels that are wanted next; from it come the keys of
-    kernels that are compiled, and a Built for each kernel."""
+    """What the first process does. It gets an Order, then keys of kernels that are wanted next; from it come the keys
+    of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
     os.nice(_NICENESS)
     torch.set_num_threads(1)  # it is forked
     triton_cache.use_private_cache()
@@ -142,7 +129,7 @@ class _Leader:
                 new = [kernel for key, kernel in found.items() if key not in self._kernels]
                 self._kernels |= found
                 missing = sorted((k for k in new if self._order.every or not _is_cached(k)), key=_order)
-                self._channel.send(Found([kernel.key for kernel in missing]))
+                self._channel.send([kernel.key for kernel in missing])
                 self._waiting += missing
                 for _ in missing[: self._order.processes]:
                     process, end = _fork(lambda channel: _work(channel, self._kernels, self._order.every))
@@ -150,7 +137,7 @@ class _Leader:
                     self._workers[end] = len(self._kernels)
                     self._idle.append(end)
                 self._hand_out()
-            self._channel.send(Found([], last=True))
+            self._channel.send(None)
             return self._finish()
         finally:
             for process in processes:
@@ -169,32 +156,29 @@ class _Leader:
             self._waiting.remove(kernel)
             self._idle.remove(able[0])
             self._busy.append(able[0])
-            able[0].send(Wanted(kernel.key))
+            able[0].send(kernel.key)
 
     def _finish(self) -> bool:
         """Until all are done, or no process is left for them. Whether none has failed."""
         whole = True
         while self._busy:
             channels: list[Channel[Any]] = [self._channel, *self._busy]
-            ready = select.select(channels, [], [])[0]
-            if self._channel in ready:
-                self._put_first(self._channel.receive())
-            for worker in [each for each in self._busy if each in ready]:
-                self._busy.remove(worker)
+            for ready in select.select(channels, [], [])[0]:
+                if ready is self._channel:
+                    wanted = ready.receive()
+                    self._waiting.sort(key=lambda kernel: kernel.key != wanted)
+                    continue
+                self._busy.remove(ready)
                 try:
-                    built = worker.receive()
+                    built: Built = ready.receive()
                 except (EOFError, OSError):  # it crashed; its kernel is left to who launches it
                     whole = False
                     continue
-                self._idle.append(worker)
+                self._idle.append(ready)
                 whole &= not built.error
                 self._channel.send(built)
             self._hand_out()
         return whole and not self._waiting
-
-    def _put_first(self, wanted: ToLeader) -> None:
-        assert isinstance(wanted, Wanted)
-        self._waiting.sort(key=lambda kernel: kernel.key != wanted.key)
 
 
 def _order(kernel: Kernel) -> int:
@@ -205,8 +189,8 @@ def _is_cached(kernel: Kernel) -> bool:
     return bool(triton_cache.kernel_names(Path(triton.knobs.cache.dir) / kernel.key))
 
 
-def _work(channel: Channel[Wanted], kernels: dict[str, Kernel], tells_launchers: bool) -> None:
-    """A process that compiles the kernels that are wanted of it."""
+def _work(channel: Channel[str], kernels: dict[str, Kernel], tells_launchers: bool) -> None:
+    """A process that compiles the kernels whose keys it is sent."""
     for key in _received(channel):
         kernel, spec, error = kernels[key], None, ""
         try:
@@ -218,13 +202,13 @@ def _work(channel: Channel[Wanted], kernels: dict[str, Kernel], tells_launchers:
         channel.send(Built(key, kernel.name, spec if tells_launchers else None, error))
 
 
-def _received(channel: Channel[Wanted]) -> Iterator[str]:
+def _received(channel: Channel[str]) -> Iterator[str]:
     with suppress(EOFError):
         while True:
-            yield channel.receive().key
+            yield channel.receive()
 
 
-def _fork(run: Callable[[Channel[Wanted]], object]) -> tuple[int, Channel[Built]]:
+def _fork(run: Callable[[Channel[str]], object]) -> tuple[int, Channel[Built]]:
     """A forked process that does `run`, given its end of a channel. Its number, and the other end.
 
     It has no other channel of this process open, and so ends with it.
