@@ -98,8 +98,7 @@ class ProcessEngine:
                 text.tokenizer.prepare()
             ready = self._loaded(progress, make_room)
         except BaseException:
-            self._process.kill()
-            self.close()
+            self._process.close()
             raise
         cache_type = str(options.get("cache_type", "f16"))
         self.text = text
