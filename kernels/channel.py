@@ -44,8 +44,6 @@ class Channel(Generic[T]):
 
     def __init__(self, end: socket.socket, decoder: Decoder[T]) -> None:
         self._socket, self._decoder = end, decoder
-        self._poll = select.poll()
-        self._poll.register(end, select.POLLIN)
 
     def send(self, message: object) -> None:
         """Send a message as MessagePack. Raises OSError where the other end is closed; as `encode`, with nothing sent,
@@ -87,8 +85,13 @@ class Channel(Generic[T]):
         return data
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Whether there is a message, or the other end is closed; waits for it for `seconds`."""
-        return bool(self._poll.poll(1000 * seconds))
+        """Whether there is a message, or the other end is closed; waits for it for `seconds`. Raises OSError where this
+        end is closed."""
+        if self.fileno() < 0:
+            raise OSError("the channel is closed")
+        ready = select.poll()
+        ready.register(self.fileno(), select.POLLIN)
+        return bool(ready.poll(1000 * seconds))
 
     def fileno(self) -> int:
         """The descriptor, for `select` and its like; -1 where this end is closed."""

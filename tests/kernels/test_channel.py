@@ -109,3 +109,7 @@ def test_closing_wakes_the_thread_that_receives(pair: Pair) -> None:
     ours.close()
     thread.join(60)
     assert len(failures) == 1 and ours.fileno() == -1
+    for call in (ours.poll, ours.receive, lambda: ours.send(Say(""))):
+        with pytest.raises(OSError):
+            call()
+    ours.close()
