@@ -89,7 +89,7 @@ def measure(name: str, receiver: str, message: Any, times: int) -> None:
 
 def answer(receiver: str) -> None:
     channel = parent_channel(DECODERS[receiver])
-    end_with_parent(channel)
+    end_with_parent()
     with suppress(EOFError):
         while True:
             channel.receive()

@@ -97,11 +97,6 @@ class Channel(Generic[T]):
         """The descriptor, for `select` and its like; -1 where this end is closed."""
         return self._socket.fileno()
 
-    def end(self) -> None:
-        """Send nothing any more: the other end, once it has received all, raises EOFError."""
-        with suppress(OSError):  # the other end is closed
-            self._socket.shutdown(socket.SHUT_WR)
-
     def close(self) -> None:
         """Close this end. A thread of this process that receives from it raises EOFError."""
         with suppress(OSError):  # either end is closed

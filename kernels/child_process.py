@@ -5,7 +5,6 @@ Its session is its own: the terminal's Ctrl-C is for the process that has starte
 
 import atexit
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -32,7 +31,7 @@ class ChildProcess(Generic[T]):
         quiet: its standard error is dropped, as its standard output is always.
 
     Attributes:
-        channel: to the program, which it ends by: one that is closed or half closed has it end itself.
+        channel: to the program, which ends by itself when it is closed, unless it waits for something else.
 
     Raises:
         OSError: no process can be started.
@@ -53,7 +52,7 @@ class ChildProcess(Generic[T]):
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", *program, str(theirs.fileno()), *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # `end_with_parent`
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL if quiet else None,
                 env={**import_path(), **(environment or {})},
@@ -87,9 +86,15 @@ class ChildProcess(Generic[T]):
     def kill(self) -> None:
         self._process.kill()
 
-    def close(self, seconds: float = 0.0) -> int:
-        """Close the channel, by which it ends, and kill it where it has not ended within `seconds`. Its exit code."""
+    def end(self) -> None:
+        """Have it end, whatever it waits for. Returns at once."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         self.channel.close()
+
+    def close(self, seconds: float = 0.0) -> int:
+        """Have it end, and kill it where it has not ended within `seconds`. Its exit code."""
+        self.end()
         if self.wait(seconds) is None:
             self.kill()
         atexit.unregister(self.kill)
@@ -106,14 +111,15 @@ def parent_channel(decoder: Decoder[T]) -> Channel[T]:
     return Channel(socket.socket(fileno=int(sys.argv[1])), decoder)
 
 
-def end_with_parent(channel: Channel[T]) -> None:
-    """In a `ChildProcess`: end with the process that has started this one, whatever is waited for, by no Ctrl-C."""
+def end_with_parent() -> None:
+    """In a `ChildProcess`: end with the process that has started this one, whatever is waited for, by no Ctrl-C.
+
+    That one alone holds the other end of standard input open. Not all kernels (gVisor) report the hang-up of a socket.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    closed = select.poll()
-    closed.register(channel.fileno(), 0)  # of a closed other end, which needs no mask
 
     def wait() -> None:
-        closed.poll()
+        os.read(0, 1)
         os._exit(0)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()

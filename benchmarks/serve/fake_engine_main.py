@@ -27,7 +27,7 @@ class FakeProcess(ProcessEngine):
 def main() -> int:
     collector.starting()
     channel = parent_channel(TO_ENGINE)
-    end_with_parent(channel)
+    end_with_parent()
     Heartbeat(int(sys.argv[2])).keep_beating()
     wanted = channel.receive()
     assert isinstance(wanted, Load)

@@ -196,14 +196,14 @@ class RankGroup:
         self._closing = True
         atexit.unregister(self.close)
         for follower in self._followers:
-            follower.channel.end()  # it leaves the group as well
+            follower.channel.close()  # it leaves the group as well
         if self._communicator is not None:
             # Where a rank has failed, this may not end.
             leaving = threading.Thread(target=self._communicator.close, daemon=True)
             leaving.start()
             leaving.join(END_SECONDS)
         for follower in self._followers:
-            follower.channel.close()  # whatever it waits for
+            follower.end()
         end = time.monotonic() + END_SECONDS
         for follower in self._followers:
             follower.close(max(0.0, end - time.monotonic()))

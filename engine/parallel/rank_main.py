@@ -53,7 +53,7 @@ def follow(channel: Channel[ToRank]) -> None:
 
 def main() -> int:
     channel = parent_channel(TO_RANK)
-    end_with_parent(channel)
+    end_with_parent()
     log_lines.set_up(verbose="-v" in sys.argv[2:])
     if "-v" not in sys.argv[2:]:
         logging.disable(logging.WARNING)  # rank 0 says the same

@@ -137,7 +137,7 @@ def _device(kind: str, number: int) -> str:
 
 def main() -> None:
     channel = parent_channel(msgspec.msgpack.Decoder(None))
-    end_with_parent(channel)
+    end_with_parent()
     kind, count = sys.argv[2], int(sys.argv[3])
 
     def end(reason: str) -> None:

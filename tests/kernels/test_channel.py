@@ -83,17 +83,6 @@ def test_an_end_in_a_message_is_an_end(pair: Pair, begun: bytes) -> None:
         ours.send(Say("for nobody"))
 
 
-def test_an_end_that_sends_nothing_any_more_still_receives(pair: Pair) -> None:
-    ours, theirs, _ = pair
-    ours.send(Say("last"))
-    ours.end()
-    assert theirs.receive() == Say("last")
-    with pytest.raises(EOFError):
-        theirs.receive()
-    theirs.send(Say("answer"))
-    assert ours.receive() == Say("answer")
-
-
 def test_closing_wakes_the_thread_that_receives(pair: Pair) -> None:
     ours, _, _ = pair
     failures = list[Exception]()

@@ -20,7 +20,7 @@ import os, sys, threading
 import msgspec
 from quengine.kernels.child_process import end_with_parent, parent_channel
 channel = parent_channel(msgspec.msgpack.Decoder())
-end_with_parent(channel)
+end_with_parent()
 """
 ECHO = (
     BEGIN
@@ -68,12 +68,12 @@ def test_a_program_that_does_not_end_is_killed() -> None:
     assert child.close(0.01) == -9 and child.ending == "was ended by signal 9"
 
 
-def test_a_program_that_waits_for_something_else_ends_when_its_channel_is_closed() -> None:
+def test_a_program_that_waits_for_something_else_ends_when_it_is_to() -> None:
     child = started(HANG)
     assert child.channel.receive() == "begun"
-    child.channel.end()  # which only what receives would notice
+    child.channel.close()  # which only what receives would notice
     assert child.wait(0.2) is None
-    child.channel.close()
+    child.end()
     assert child.wait(120) == 0
 
 

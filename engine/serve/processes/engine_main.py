@@ -228,7 +228,7 @@ def load(channel: Channel[ToEngine]) -> "LLMEngine":
 
 def main() -> int:
     channel = parent_channel(TO_ENGINE)
-    end_with_parent(channel)
+    end_with_parent()
     log_lines.set_up(verbose="-v" in sys.argv[3:])
     collector.starting()
     bus_error.install()

@@ -48,7 +48,7 @@ def serve(channel: Channel[TextJob], path: Path) -> None:
 
 def main() -> int:
     channel = parent_channel(msgspec.json.Decoder(TextJob))
-    end_with_parent(channel)
+    end_with_parent()
     with suppress(ValueError, OSError):  # a system may have no such limit
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
