@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from quengine.block_manager import CachePool
 from quengine.config import EngineConfig
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.ranks.communicator import Communicator
@@ -41,7 +40,8 @@ from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.load_draft import open_draft
 
 if TYPE_CHECKING:
-    from quengine.parallel.group import RankGroup, RankPlan
+    from quengine.parallel.group import RankGroup
+    from quengine.parallel.wire import RankPlan
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -154,12 +154,12 @@ def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
     """The part of the model of a rank other than rank 0, with its cache. Raises as `load_model`."""
     config = EngineConfig(**plan.options)
     device, _ = choose_device(config)
-    stage = Stage(plan.number, tuple(plan.bounds)) if plan.bounds else None
+    stage = Stage(plan.number, plan.bounds) if plan.bounds else None
     part = part_of(open_checkpoint(Path(plan.model)), stage or plan.rank)
     torch.set_num_threads(plan.threads)
     experts = ExpertPlacement.choose(config, part, device.type)
     made = Machine(config, device, plan.threads, free_memory(device, plan.count), None, experts)
-    return made.runner(part, plan.ctx_size, [CachePool(*pool) for pool in plan.pools], communicator)
+    return made.runner(part, plan.ctx_size, plan.pools, communicator)
 
 
 def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:

@@ -4,7 +4,7 @@ import logging
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,15 @@ class Machine:
 
     def ranks(self, path: Path, part: Checkpoint, ctx_size: int, pools: Sequence[CachePool]) -> ModelRunner:
         """Rank 0 of a group, whose other ranks load their parts meanwhile."""
-        from quengine.parallel.group import RankGroup, RankPlan
+        from quengine.parallel.group import RankGroup
+        from quengine.parallel.wire import RankPlan
 
         def plan(number: int, meeting: str) -> RankPlan:
-            sizes = tuple(map(astuple, pools))
             options = of_rank(replace(self.config, device=self.device.type), number).values()
             options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
             count = self.config.ranks
             bounds = () if part.config.stage is None else part.config.stage.bounds
-            return RankPlan(str(path), options, number, count, ctx_size, sizes, self.threads, meeting, bounds)
+            return RankPlan(str(path), options, number, count, ctx_size, pools, self.threads, meeting, bounds)
 
         group = RankGroup(self.config.ranks)
         try:

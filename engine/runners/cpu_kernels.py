@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from quengine.kernels.child_process import import_path
 from quengine.kernels.cpu.gemm.tile_matmul import tile_kind
 from quengine.kernels.cpu.runtime import kernel_table as table
 from quengine.kernels.cpu.runtime.code_store import code_store
@@ -114,10 +115,9 @@ def _name_operations(config: ModelConfig) -> None:
 
 def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:
     """A process that compiles them, of low priority and a session of its own: it outlives this one."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     program = f"{PRELUDE}\nfrom quengine.runners.cpu_kernels import compile_all; compile_all()"
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", program], env=environment, start_new_session=True,
+        [sys.executable, "-P", "-c", program], env=import_path(), start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     assert process.stdin is not None

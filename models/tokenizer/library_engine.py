@@ -4,18 +4,17 @@ The library runs what the file says: a regular expression may take exponential t
 again and again, and what it cannot do it ends with a panic. Files in which nothing can are run in our own process
 (`bounded_parts`); of others, all the rest of the program sees is this script's answers.
 
-As a script, its arguments are seconds of processor time an answer (for a long text, and for building, more) and bytes
-of address space. Its input is one JSON line {"path", "json"}, then questions: {} is answered with what `describe`
-gives, {"text", "special"} with {"ids"}; either may be {"error"}. It imports nothing of ours.
+As a script (`limited_process`) it has its seconds of processor time for an answer, and more for a long text and for
+building. Its setup is {"path", "json"}; the request {} is answered with what `describe` gives, {"text", "special"} with
+{"ids"}; either may be {"error"}.
 """
 
 import json
 import os
-import resource
 import signal
-import sys
-from contextlib import suppress
 from typing import Any
+
+from quengine.models.template.limited_worker import Worker
 
 # A tenth of what it does on a slow machine.
 CHARS_PER_SECOND = 100_000
@@ -85,28 +84,24 @@ def _answer(engine: LibraryEngine, question: dict[str, Any], seconds: float) -> 
 
 
 def main() -> None:
-    """Answers standard input's questions on standard output."""
-    seconds, memory = float(sys.argv[1]), int(sys.argv[2])
+    """Answers requests."""
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
-    with suppress(ValueError, OSError):  # a system may have no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    setup = json.loads(sys.stdin.buffer.readline())
-    signal.setitimer(signal.ITIMER_VIRTUAL, BUILDING * seconds)
+    worker = Worker()
+    signal.setitimer(signal.ITIMER_VIRTUAL, BUILDING * worker.seconds)
     engine: LibraryEngine | None = None
     problem = ""
     try:
-        engine = LibraryEngine(setup["path"], setup["json"])
+        engine = LibraryEngine(worker.setup["path"], worker.setup["json"])
     except (ValueError, MemoryError) as failure:
-        problem = str(failure) or f"needs more than {memory >> 20} MiB of memory"
-    for line in sys.stdin.buffer:
+        problem = str(failure) or f"needs more than {worker.memory >> 20} MiB of memory"
+    for request in worker.requests():
         answer: dict[str, Any] = {"error": problem}
         if engine is not None:
             try:
-                answer = _answer(engine, json.loads(line), seconds)
+                answer = _answer(engine, json.loads(request), worker.seconds)
             except (ValueError, MemoryError) as failure:
-                answer = {"error": str(failure) or f"needs more than {memory >> 20} MiB of memory"}
-        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-        sys.stdout.buffer.flush()
+                answer = {"error": str(failure) or f"needs more than {worker.memory >> 20} MiB of memory"}
+        worker.answer(answer)
 
 
 if __name__ == "__main__":
