@@ -115,6 +115,8 @@ _TYPES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_EXPERTS, "num_hidden_layers": 3, "sliding_window": 5, "attention_bias": True},
     "smollm3": {"num_hidden_layers": 4},
     "exaone4": {"num_hidden_layers": 4, "sliding_window": 8},
+    "glm4": {},
+    "seed_oss": {"attention_out_bias": True},
     "lfm2": {**_LFM, "block_multiple_of": 32},
     "lfm2_moe": {**_LFM, **_QWEN_EXPERTS, "num_dense_layers": 1},
 }

@@ -319,6 +319,22 @@ CHANGES = {
         "post_attention_norm.weight": "d",
         "post_ffw_norm.weight": "d",
     },
+    "glm4": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+        "ffn_gate.weight": "",
+        "ffn_up.weight": "2f d",
+    },
+    "seed_oss": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+        "ffn_norm.weight": "",
+        "post_attention_norm.weight": "d",
+    },
     "lfm2": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
     "lfm2moe": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h", "exp_probs_b.bias": "e"},
 }

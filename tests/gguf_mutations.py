@@ -166,6 +166,7 @@ OTHERS: dict[str, dict[str, object]] = {
         "glm4moe.nextn_predict_layers": 1,
         "glm4moe.block_count": 2,
     },
+    "glm4": {"glm4.rope.dimension_count": 2, "glm4.nextn_predict_layers": 0},
     "granitemoe": {
         "granitemoe.attention.scale": 0.25,
         "granitemoe.residual_scale": 0.22,

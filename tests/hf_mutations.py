@@ -212,6 +212,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 1,
     },
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
     "granitemoe": {"residual_multiplier": 0.22, "logits_scaling": 8},
     "gpt-oss": {
         "rope_scaling": {

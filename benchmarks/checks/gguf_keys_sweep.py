@@ -40,8 +40,9 @@ COLUMNS = ("equal", "refused here", "refused there", "decided", "other", "failed
 TOLERANCE = 1e-3
 """Of the logits: llama.cpp's cache in fp16 and its fast exponentials make up to 1e-5. A key that counts makes more."""
 
-_NO_WINDOWS = "glm4moe|granite|granitemoe|llama|mistral3|olmoe|phi3|qwen2|qwen2moe|qwen3|qwen3moe"
-_YARN = "glm4moe|gpt-oss|granite|granitemoe|llama|olmoe|qwen2|qwen2moe|qwen3|qwen3moe"
+_PLAIN = "seed_oss|glm4|glm4moe|granite|granitemoe|llama|olmoe|qwen2|qwen2moe|qwen3|qwen3moe"
+_NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"
+_YARN = f"{_PLAIN}|gpt-oss"
 _MIXTURES = "gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
 DECIDED: Mapping[str, str] = {
     rf"({_MIXTURES})\.expert_weights_scale = (0\.5|2\.0)": "llama.cpp's router is fixed for these",

@@ -7,6 +7,7 @@ from quengine.errors import EngineError
 from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.architectures.exaone4 import EXAONE4
 from quengine.models.architectures.gemma3 import GEMMA3
+from quengine.models.architectures.glm4 import GLM4
 from quengine.models.architectures.glm4moe import GLM4MOE
 from quengine.models.architectures.gpt_oss import GPT_OSS
 from quengine.models.architectures.granite import GRANITE, GRANITEMOE
@@ -17,6 +18,7 @@ from quengine.models.architectures.olmoe import OLMOE
 from quengine.models.architectures.phi3 import PHI3
 from quengine.models.architectures.qwen import QWEN2, QWEN3
 from quengine.models.architectures.qwen_moe import QWEN2MOE, QWEN3MOE
+from quengine.models.architectures.seed_oss import SEED_OSS
 from quengine.models.architectures.smollm3 import SMOLLM3
 from quengine.models.blocks.block import Block
 from quengine.models.config import ModelConfig
@@ -24,7 +26,8 @@ from quengine.models.config import ModelConfig
 ARCHITECTURES: Mapping[str, Architecture] = {
     a.name: a
     for a in (
-        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2, SMOLLM3, EXAONE4),
+        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
+        *(SMOLLM3, EXAONE4, SEED_OSS, GLM4),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
     )
 }

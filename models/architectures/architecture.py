@@ -92,6 +92,7 @@ class Architecture:
         or .bias -> the whole name there (`hf.hf_names`).
     hf_parts: GGUF tensor of a block, with .weight or .bias -> the tensor that holds it there, in folders where it has
         none of its own.
+    hf_rope_pairs: folders too have the elements of a head that rotate together as neighbours, where `block` does.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
     vocabulary: of synthetic models, byte-level BPE or SentencePiece.
     synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the
@@ -110,6 +111,7 @@ class Architecture:
     rope_scalings: frozenset[str] = frozenset({"linear", "yarn", "llama3"})
     hf_modules: Mapping[str, str] = field(default_factory=dict)
     hf_parts: Mapping[str, HFPart] = field(default_factory=dict)
+    hf_rope_pairs: bool = False
     hf_norm_offset: float = 0.0
     vocabulary: Literal["bpe", "spm"] = "bpe"
     synthetic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

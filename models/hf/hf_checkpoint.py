@@ -142,6 +142,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.parts: dict[str, tuple[int, int]] = {}
         self.within: dict[str, StoredPart] = {}
         declared = ARCHITECTURES[config.architecture]
+        self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
         self._names = HFNames(declared, shards.files.keys())
         self._output = f"{self._names.head}lm_head.weight"
         for name, shape in required_tensors(config).items():
@@ -164,7 +165,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         tensor = name.split(".")[-2]
         as_stored = _STORED[tensor](shape) if tensor in _STORED else shape
         self.stored[name] = replace(self._shards.stored(hf_name, as_stored), shape=shape)
-        if tensor in HEADS and config.block.rope_layout == "pairs":
+        if tensor in HEADS and self._permuted:
             self.heads[name] = getattr(config, HEADS[tensor])
 
     def _has_own(self, name: str) -> bool:
