@@ -90,6 +90,14 @@ _GLM = {
     "use_qk_norm": True,
     "num_nextn_predict_layers": 0,
 }
+_ERNIE = {
+    "num_hidden_layers": 4,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 48,
+    "moe_layer_interval": 2,
+    "tie_word_embeddings": False,
+}
 _LFM = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 _TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -116,6 +124,8 @@ _TYPES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4},
     "exaone4": {"num_hidden_layers": 4, "sliding_window": 8},
     "glm4": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": _ERNIE,
     "seed_oss": {"attention_out_bias": True},
     "lfm2": {**_LFM, "block_multiple_of": 32},
     "lfm2_moe": {**_LFM, **_QWEN_EXPERTS, "num_dense_layers": 1},
@@ -327,6 +337,9 @@ _ALSO: dict[str, tuple[Any, ...]] = {
     "moe_k": (1,),
     "moe_topk": (1,),
     "top_k": (1,),
+    "moe_num_experts": (0, 2, 4, 8),
+    "moe_norm_min": (0, 1e-10, 1e-6, 0.5),
+    "use_bias": (True, False, None),
     "n_group": (1, 2, 4, 8),
     "topk_group": (1, 2, 3, 4),
     "scoring_func": ("softmax", "sigmoid"),

@@ -328,6 +328,12 @@ CHANGES = {
         "ffn_gate.weight": "",
         "ffn_up.weight": "2f d",
     },
+    "ernie4_5-moe": {
+        "exp_probs_b.bias": "e",
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
     "seed_oss": {
         "attn_q.bias": "q",
         "attn_k.bias": "kv",
@@ -363,6 +369,7 @@ MIXTURES = {
     "glm4moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "granitemoe": (),
     "gpt-oss": ("expert_feed_forward_length",),
+    "ernie4_5-moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "lfm2moe": ("expert_feed_forward_length",),
 }
 """Architectures whose models always have experts -> the keys that their files have for the experts' lengths."""

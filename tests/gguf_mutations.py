@@ -167,6 +167,10 @@ OTHERS: dict[str, dict[str, object]] = {
         "glm4moe.block_count": 2,
     },
     "glm4": {"glm4.rope.dimension_count": 2, "glm4.nextn_predict_layers": 0},
+    "ernie4_5-moe": {
+        "ernie4_5-moe.leading_dense_block_count": 0,
+        "ernie4_5-moe.interleave_moe_layer_step": 1,
+    },
     "granitemoe": {
         "granitemoe.attention.scale": 0.25,
         "granitemoe.residual_scale": 0.22,

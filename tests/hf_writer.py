@@ -36,7 +36,13 @@ MODULES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss"}
+MODEL_TYPES = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
+    "ernie4_5-moe": "ernie4_5_moe",
+}
 """Architecture -> model type, where they differ."""
 
 OTHER_MODULES = {
@@ -65,6 +71,11 @@ OTHER_MODULES = {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
+    },
+    "ernie4_5-moe": {
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -149,6 +160,9 @@ def within_others(weights: dict[str, Tensor], architecture: str) -> dict[str, Te
         ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
         if architecture == "glm4moe":
             held[f"{theirs}.mlp.gate.e_score_correction_bias"] = held.pop(f"{ours}.exp_probs_b.bias")
+        if architecture == "ernie4_5-moe":
+            bias = held.pop(f"{ours}.exp_probs_b.bias")
+            held[f"{theirs}.mlp.moe_statics.e_score_correction_bias"] = bias[None]
         if architecture == "granitemoe":
             both = [held.pop(f"{ours}.ffn_{kind}_exps.weight") for kind in ("gate", "up")]
             held[f"{theirs}.block_sparse_moe.input_linear.weight"] = torch.cat(both, dim=1)

@@ -40,17 +40,19 @@ COLUMNS = ("equal", "refused here", "refused there", "decided", "other", "failed
 TOLERANCE = 1e-3
 """Of the logits: llama.cpp's cache in fp16 and its fast exponentials make up to 1e-5. A key that counts makes more."""
 
-_PLAIN = "seed_oss|glm4|glm4moe|granite|granitemoe|llama|olmoe|qwen2|qwen2moe|qwen3|qwen3moe"
+_PLAIN = (
+    "seed_oss|ernie4_5|ernie4_5-moe|glm4|glm4moe|granite|granitemoe|llama|olmoe|qwen2|qwen2moe|qwen3|qwen3moe"
+)
 _NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"
 _YARN = f"{_PLAIN}|gpt-oss"
-_MIXTURES = "gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
+_MIXTURES = "ernie4_5-moe|gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
 DECIDED: Mapping[str, str] = {
     rf"({_MIXTURES})\.expert_weights_scale = (0\.5|2\.0)": "llama.cpp's router is fixed for these",
     r"(olmoe|qwen2moe)\.expert_weights_norm = True": "llama.cpp's router is fixed for these",
-    r"qwen3moe\.expert_weights_norm = False": "llama.cpp's router is fixed for these",
+    r"(ernie4_5-moe|qwen3moe)\.expert_weights_norm = False": "llama.cpp's router is fixed for these",
     rf"({_MIXTURES})\.expert_gating_func = 2": "llama.cpp's router is fixed for these",
     r"granitemoe\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
-    r"(olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
+    r"(ernie4_5-moe|olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
     rf"({_NO_WINDOWS})\.attention\.sliding_window = (1|8)": "transformers has the window, llama.cpp not",
     r"olmo2\.rope\.freq_base_swa = (500\.0|1000000\.0)( with (linear|yarn))?": (
         "layers with a window have their own base, as in transformers"
@@ -86,6 +88,11 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         "leading_dense_block_count": 0,
         "expert_weights_scale": 1.5,
         "expert_weights_norm": True,
+    },
+    "ernie4_5-moe": {
+        "interleave_moe_layer_step": 1,
+        "leading_dense_block_count": 0,
+        "expert_shared_count": 2,
     },
     "granite": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "granitemoe": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from quengine.errors import EngineError
 from quengine.models.architectures.architecture import Architecture, ModelType
+from quengine.models.architectures.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from quengine.models.architectures.exaone4 import EXAONE4
 from quengine.models.architectures.gemma3 import GEMMA3
 from quengine.models.architectures.glm4 import GLM4
@@ -27,8 +28,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     a.name: a
     for a in (
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
-        *(SMOLLM3, EXAONE4, SEED_OSS, GLM4),
-        *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
+        *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5),
+        *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE, ERNIE4_5_MOE),
     )
 }
 """By the name that GGUF has for them."""

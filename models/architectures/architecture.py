@@ -92,6 +92,7 @@ class Architecture:
         or .bias -> the whole name there (`hf.hf_names`).
     hf_parts: GGUF tensor of a block, with .weight or .bias -> the tensor that holds it there, in folders where it has
         none of its own.
+    hf_rows: vectors of a block that folders have as a matrix of one row.
     hf_rope_pairs: folders too have the elements of a head that rotate together as neighbours, where `block` does.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
     vocabulary: of synthetic models, byte-level BPE or SentencePiece.
@@ -111,6 +112,7 @@ class Architecture:
     rope_scalings: frozenset[str] = frozenset({"linear", "yarn", "llama3"})
     hf_modules: Mapping[str, str] = field(default_factory=dict)
     hf_parts: Mapping[str, HFPart] = field(default_factory=dict)
+    hf_rows: frozenset[str] = frozenset({"ffn_gate_inp_shexp"})
     hf_rope_pairs: bool = False
     hf_norm_offset: float = 0.0
     vocabulary: Literal["bpe", "spm"] = "bpe"
