@@ -78,14 +78,18 @@ _GRANITE = {
     "residual_multiplier": 0.5,
     "logits_scaling": 4.0,
 }
-_GLM = {
+_ROUTED = {
     "num_hidden_layers": 3,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
     "n_group": 4,
     "topk_group": 2,
+    "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
+}
+_GLM = {
+    **_ROUTED,
     "attention_bias": True,
     "use_qk_norm": True,
     "num_nextn_predict_layers": 0,
@@ -126,6 +130,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "ernie4_5": {},
     "ernie4_5_moe": _ERNIE,
+    "dots1": {**_ROUTED, "n_shared_experts": 1, "sliding_window": 8, "norm_topk_prob": True},
     "seed_oss": {"attention_out_bias": True},
     "lfm2": {**_LFM, "block_multiple_of": 32},
     "lfm2_moe": {**_LFM, **_QWEN_EXPERTS, "num_dense_layers": 1},

@@ -171,6 +171,7 @@ OTHERS: dict[str, dict[str, object]] = {
         "ernie4_5-moe.leading_dense_block_count": 0,
         "ernie4_5-moe.interleave_moe_layer_step": 1,
     },
+    "dots1": {"dots1.expert_weights_norm": True, "dots1.expert_group_count": 1},
     "granitemoe": {
         "granitemoe.attention.scale": 0.25,
         "granitemoe.residual_scale": 0.22,

@@ -45,13 +45,13 @@ MODEL_TYPES = {
 }
 """Architecture -> model type, where they differ."""
 
+SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 OTHER_MODULES = {
-    "glm4moe": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    },
+    "glm4moe": {"post_attention_norm": "post_attention_layernorm", **SHARED_EXPERTS},
     "granitemoe": {
         "ffn_gate_inp": "block_sparse_moe.router.layer",
         "ffn_down_exps": "block_sparse_moe.output_linear",
@@ -72,11 +72,8 @@ OTHER_MODULES = {
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
-    "ernie4_5-moe": {
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    },
+    "dots1": SHARED_EXPERTS,
+    "ernie4_5-moe": SHARED_EXPERTS,
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "gemma3": {
@@ -117,7 +114,7 @@ def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any)
 
 def _experts(sizes: ModelSizes) -> dict[str, Any]:
     counts = dict.fromkeys(("llama", "granitemoe", "gpt-oss"), "num_local_experts")
-    counts["glm4moe"] = "n_routed_experts"
+    counts |= dict.fromkeys(("glm4moe", "dots1"), "n_routed_experts")
     return {
         counts.get(sizes.architecture, "num_experts"): sizes.experts,
         "num_experts_per_tok": sizes.experts_used,
@@ -158,7 +155,7 @@ def within_others(weights: dict[str, Tensor], architecture: str) -> dict[str, Te
     held = dict(weights)
     for layer in {name.split(".")[1] for name in weights if name.startswith("blk.")}:
         ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
-        if architecture == "glm4moe":
+        if architecture in ("glm4moe", "dots1"):
             held[f"{theirs}.mlp.gate.e_score_correction_bias"] = held.pop(f"{ours}.exp_probs_b.bias")
         if architecture == "ernie4_5-moe":
             bias = held.pop(f"{ours}.exp_probs_b.bias")

@@ -40,8 +40,11 @@ COLUMNS = ("equal", "refused here", "refused there", "decided", "other", "failed
 TOLERANCE = 1e-3
 """Of the logits: llama.cpp's cache in fp16 and its fast exponentials make up to 1e-5. A key that counts makes more."""
 
-_PLAIN = (
-    "seed_oss|ernie4_5|ernie4_5-moe|glm4|glm4moe|granite|granitemoe|llama|olmoe|qwen2|qwen2moe|qwen3|qwen3moe"
+_PLAIN = "|".join(
+    (
+        *("seed_oss", "glm4", "granite", "llama", "qwen2", "qwen3", "ernie4_5", "ernie4_5-moe"),
+        *("glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "dots1"),
+    )
 )
 _NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"
 _YARN = f"{_PLAIN}|gpt-oss"
@@ -94,6 +97,7 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         "leading_dense_block_count": 0,
         "expert_shared_count": 2,
     },
+    "dots1": {"leading_dense_block_count": 0, "expert_weights_norm": True, "expert_weights_scale": 1.5},
     "granite": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "granitemoe": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "lfm2moe": {"leading_dense_block_count": 0, "expert_gating_func": 2},

@@ -18,9 +18,10 @@ def tensor_kinds(file: GGUFFile) -> frozenset[str]:
     return frozenset(name.split(".", 2)[-1] for name in file.tensors)
 
 
-def with_biases(block: BlockKind, kinds: frozenset[str]) -> BlockKind:
-    """`block` with biases of query, key and value where a file of tensors `kinds` has them."""
-    return replace(block, qkv_bias=not kinds.isdisjoint(_BIASES))
+def with_biases(block: BlockKind, kinds: frozenset[str], of_output: bool = False) -> BlockKind:
+    """`block` with biases of query, key and value, and `of_output`, where a file of tensors `kinds` has them."""
+    output = of_output and "attn_output.bias" in kinds
+    return replace(block, qkv_bias=not kinds.isdisjoint(_BIASES), output_bias=output)
 
 
 def has_head_norms(kinds: frozenset[str]) -> bool:

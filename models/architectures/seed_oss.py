@@ -17,8 +17,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    kinds = tensor_kinds(file)
-    return {"block": replace(with_biases(config.block, kinds), output_bias="attn_output.bias" in kinds)}
+    return {"block": with_biases(config.block, tensor_kinds(file), of_output=True)}
 
 
 SEED_OSS = Architecture(
