@@ -342,6 +342,14 @@ CHANGES = {
         "ffn_up_shexp.weight": "s d",
         "ffn_down_shexp.weight": "d s",
     },
+    "bailingmoe2": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "exp_probs_b.bias": "e",
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
     "seed_oss": {
         "attn_q.bias": "q",
         "attn_k.bias": "kv",
@@ -379,6 +387,7 @@ MIXTURES = {
     "gpt-oss": ("expert_feed_forward_length",),
     "ernie4_5-moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "dots1": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "bailingmoe2": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "lfm2moe": ("expert_feed_forward_length",),
 }
 """Architectures whose models always have experts -> the keys that their files have for the experts' lengths."""

@@ -172,6 +172,12 @@ OTHERS: dict[str, dict[str, object]] = {
         "ernie4_5-moe.interleave_moe_layer_step": 1,
     },
     "dots1": {"dots1.expert_weights_norm": True, "dots1.expert_group_count": 1},
+    "bailingmoe2": {
+        "bailingmoe2.expert_weights_norm": True,
+        "bailingmoe2.expert_group_count": 2,
+        "bailingmoe2.expert_group_used_count": 1,
+        "bailingmoe2.nextn_predict_layers": 0,
+    },
     "granitemoe": {
         "granitemoe.attention.scale": 0.25,
         "granitemoe.residual_scale": 0.22,

@@ -43,7 +43,7 @@ TOLERANCE = 1e-3
 _PLAIN = "|".join(
     (
         *("seed_oss", "glm4", "granite", "llama", "qwen2", "qwen3", "ernie4_5", "ernie4_5-moe"),
-        *("glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "dots1"),
+        *("glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "dots1", "bailingmoe2"),
     )
 )
 _NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"
@@ -98,6 +98,13 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         "expert_shared_count": 2,
     },
     "dots1": {"leading_dense_block_count": 0, "expert_weights_norm": True, "expert_weights_scale": 1.5},
+    "bailingmoe2": {
+        "expert_shared_count": 2,
+        "leading_dense_block_count": 0,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+        "expert_gating_func": 2,
+    },
     "granite": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "granitemoe": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "lfm2moe": {"leading_dense_block_count": 0, "expert_gating_func": 2},

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from quengine.errors import EngineError
 from quengine.models.architectures.architecture import Architecture, ModelType
+from quengine.models.architectures.bailingmoe2 import BAILINGMOE2
 from quengine.models.architectures.dots1 import DOTS1
 from quengine.models.architectures.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from quengine.models.architectures.exaone4 import EXAONE4
@@ -31,7 +32,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
         *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
-        *(ERNIE4_5_MOE, DOTS1),
+        *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2),
     )
 }
 """By the name that GGUF has for them."""
