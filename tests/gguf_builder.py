@@ -350,6 +350,11 @@ CHANGES = {
         "ffn_up_shexp.weight": "s d",
         "ffn_down_shexp.weight": "d s",
     },
+    "minimax-m2": {
+        "attn_q_norm.weight": "q",
+        "attn_k_norm.weight": "kv",
+        "exp_probs_b.bias": "e",
+    },
     "seed_oss": {
         "attn_q.bias": "q",
         "attn_k.bias": "kv",
@@ -388,6 +393,7 @@ MIXTURES = {
     "ernie4_5-moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "dots1": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "bailingmoe2": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "minimax-m2": ("expert_feed_forward_length",),
     "lfm2moe": ("expert_feed_forward_length",),
 }
 """Architectures whose models always have experts -> the keys that their files have for the experts' lengths."""

@@ -178,6 +178,7 @@ OTHERS: dict[str, dict[str, object]] = {
         "bailingmoe2.expert_group_used_count": 1,
         "bailingmoe2.nextn_predict_layers": 0,
     },
+    "minimax-m2": {"minimax-m2.rope.dimension_count": 2},
     "granitemoe": {
         "granitemoe.attention.scale": 0.25,
         "granitemoe.residual_scale": 0.22,

@@ -42,6 +42,7 @@ MODEL_TYPES = {
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
     "ernie4_5-moe": "ernie4_5_moe",
+    "minimax-m2": "minimax_m2",
 }
 """Architecture -> model type, where they differ."""
 
@@ -57,6 +58,12 @@ OTHER_MODULES = {
         "ffn_down_exps": "block_sparse_moe.output_linear",
     },
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    "minimax-m2": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate.*": "block_sparse_moe.experts.*.w1",
+        "ffn_up.*": "block_sparse_moe.experts.*.w3",
+        "ffn_down.*": "block_sparse_moe.experts.*.w2",
+    },
     "mixtral": {
         "ffn_gate_inp": "block_sparse_moe.gate",
         "ffn_gate.*": "block_sparse_moe.experts.*.w1",
@@ -113,7 +120,7 @@ def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any)
 
 
 def _experts(sizes: ModelSizes) -> dict[str, Any]:
-    counts = dict.fromkeys(("llama", "granitemoe", "gpt-oss"), "num_local_experts")
+    counts = dict.fromkeys(("llama", "granitemoe", "gpt-oss", "minimax-m2"), "num_local_experts")
     counts |= dict.fromkeys(("glm4moe", "dots1"), "n_routed_experts")
     return {
         counts.get(sizes.architecture, "num_experts"): sizes.experts,
@@ -157,6 +164,9 @@ def within_others(weights: dict[str, Tensor], architecture: str) -> dict[str, Te
         ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
         if architecture in ("glm4moe", "dots1"):
             held[f"{theirs}.mlp.gate.e_score_correction_bias"] = held.pop(f"{ours}.exp_probs_b.bias")
+        if architecture == "minimax-m2":
+            bias = held.pop(f"{ours}.exp_probs_b.bias")
+            held[f"{theirs}.block_sparse_moe.e_score_correction_bias"] = bias
         if architecture == "ernie4_5-moe":
             bias = held.pop(f"{ours}.exp_probs_b.bias")
             held[f"{theirs}.mlp.moe_statics.e_score_correction_bias"] = bias[None]

@@ -24,7 +24,19 @@ from llvmlite import binding
 from tests.models.architectures import both_files as models
 
 ARCHITECTURES = (
-    *("dots1", "ernie4_5", "exaone4", "gemma3", "glm4", "glm4moe", "gpt_oss", "granite", "lfm2", "mixtral"),
+    *(
+        "dots1",
+        "ernie4_5",
+        "exaone4",
+        "gemma3",
+        "glm4",
+        "glm4moe",
+        "gpt_oss",
+        "granite",
+        "lfm2",
+        "minimax_m2",
+        "mixtral",
+    ),
     *("olmo2", "olmoe", "phi3", "qwen_moe", "seed_oss", "smollm3"),
 )
 COLUMNS = ("prompt", "decode", "engine", "AMX", "fault")

@@ -43,7 +43,7 @@ TOLERANCE = 1e-3
 _PLAIN = "|".join(
     (
         *("seed_oss", "glm4", "granite", "llama", "qwen2", "qwen3", "ernie4_5", "ernie4_5-moe"),
-        *("glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "dots1", "bailingmoe2"),
+        *("glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "dots1", "bailingmoe2", "minimax-m2"),
     )
 )
 _NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"

@@ -16,6 +16,7 @@ from quengine.models.architectures.gpt_oss import GPT_OSS
 from quengine.models.architectures.granite import GRANITE, GRANITEMOE
 from quengine.models.architectures.lfm2 import LFM2, LFM2MOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
+from quengine.models.architectures.minimax_m2 import MINIMAX_M2
 from quengine.models.architectures.olmo2 import OLMO2
 from quengine.models.architectures.olmoe import OLMOE
 from quengine.models.architectures.phi3 import PHI3
@@ -32,7 +33,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
         *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
-        *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2),
+        *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2),
     )
 }
 """By the name that GGUF has for them."""

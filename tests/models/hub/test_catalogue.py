@@ -46,6 +46,7 @@ FAMILIES = {
     "ernie4_5-moe": "ernie-4.5-21b-a3b-q4k",
     "dots1": "dots1-142b-q4k",
     "bailingmoe2": "ling-mini-2.0-q4k",
+    "minimax-m2": "minimax-m2-q4k",
     "seed_oss": "seed-oss-36b-q4k",
     "olmo2": "olmo-2-7b-q4k",
     "gemma3": "gemma-3-4b-q4k",
