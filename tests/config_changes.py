@@ -151,6 +151,10 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
     yield "ministral3, linear", Seed("ministral3", {"rope_parameters": rope}, rotary=True)
     yield "mistral3", Seed("ministral3", {"rope_parameters": MINISTRAL}, vision=True)
     yield "mistral3 of mistral", Seed("mistral", {"sliding_window": 8}, vision=True)
+    sections = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        yield name, Seed(f"{name}_text", sections, vision=True)
+    yield "qwen3_vl_moe", Seed("qwen3_vl_moe_text", {**sections, **_QWEN_EXPERTS}, vision=True)
     for name, layers in (("gemma3_text", 7), ("olmo3", 4)):
         base = {"num_hidden_layers": layers, "sliding_window": 5}
         yield name, Seed(name, base)

@@ -343,6 +343,10 @@ CHANGES = {
         "ffn_down_shexp.weight": "d s",
     },
     "bailingmoe2": {
+        "attn_q.weight": "",
+        "attn_k.weight": "",
+        "attn_v.weight": "",
+        "attn_qkv.weight": "qkv d",
         "attn_q_norm.weight": "h",
         "attn_k_norm.weight": "h",
         "exp_probs_b.bias": "e",
@@ -354,6 +358,19 @@ CHANGES = {
         "attn_q_norm.weight": "q",
         "attn_k_norm.weight": "kv",
         "exp_probs_b.bias": "e",
+    },
+    "qwen2vl": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+    },
+    "qwen3vl": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+    },
+    "qwen3vlmoe": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
     },
     "seed_oss": {
         "attn_q.bias": "q",
@@ -394,6 +411,7 @@ MIXTURES = {
     "dots1": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "bailingmoe2": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "minimax-m2": ("expert_feed_forward_length",),
+    "qwen3vlmoe": ("expert_feed_forward_length",),
     "lfm2moe": ("expert_feed_forward_length",),
 }
 """Architectures whose models always have experts -> the keys that their files have for the experts' lengths."""

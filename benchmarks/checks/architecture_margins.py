@@ -37,7 +37,7 @@ ARCHITECTURES = (
         "minimax_m2",
         "mixtral",
     ),
-    *("olmo2", "olmoe", "phi3", "qwen_moe", "seed_oss", "smollm3"),
+    *("olmo2", "olmoe", "phi3", "qwen_moe", "qwen_vl", "seed_oss", "smollm3"),
 )
 COLUMNS = ("prompt", "decode", "engine", "AMX", "fault")
 

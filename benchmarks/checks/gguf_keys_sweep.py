@@ -43,7 +43,19 @@ TOLERANCE = 1e-3
 _PLAIN = "|".join(
     (
         *("seed_oss", "glm4", "granite", "llama", "qwen2", "qwen3", "ernie4_5", "ernie4_5-moe"),
-        *("glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "dots1", "bailingmoe2", "minimax-m2"),
+        *(
+            "glm4moe",
+            "granitemoe",
+            "olmoe",
+            "qwen2moe",
+            "qwen3moe",
+            "dots1",
+            "bailingmoe2",
+            "minimax-m2",
+            "qwen2vl",
+            "qwen3vl",
+            "qwen3vlmoe",
+        ),
     )
 )
 _NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"
@@ -97,14 +109,24 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         "leading_dense_block_count": 0,
         "expert_shared_count": 2,
     },
-    "dots1": {"leading_dense_block_count": 0, "expert_weights_norm": True, "expert_weights_scale": 1.5},
-    "bailingmoe2": {
+    "dots1": {
         "expert_shared_count": 2,
         "leading_dense_block_count": 0,
         "expert_weights_norm": True,
         "expert_weights_scale": 1.5,
         "expert_gating_func": 2,
     },
+    "minimax-m2": {"expert_gating_func": 2},
+    "bailingmoe2": {
+        "expert_shared_count": 1,
+        "leading_dense_block_count": 0,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+        "expert_gating_func": 2,
+    },
+    "qwen2vl": {"rope.dimension_sections": [4, 2, 2, 0]},
+    "qwen3vl": {"rope.dimension_sections": [3, 3, 2, 0]},
+    "qwen3vlmoe": {"rope.dimension_sections": [3, 3, 2, 0]},
     "granite": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "granitemoe": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "lfm2moe": {"leading_dense_block_count": 0, "expert_gating_func": 2},
@@ -179,7 +201,11 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 """Key after the architecture's prefix -> legal values to try, beside leaving it out."""
 
-SIZES: Mapping[str, Mapping[str, int]] = {"olmoe": {"kv_heads": 4}}
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "olmoe": {"kv_heads": 4},
+    "dots1": {"kv_heads": 4},
+    "minimax-m2": {"expert_feed_forward": 96},
+}
 """Where llama.cpp takes fewer sizes than are usual here."""
 
 SPM = ("phi3",)

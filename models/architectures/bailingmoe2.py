@@ -11,7 +11,7 @@ from quengine.models.config import BlockKind
 
 BAILINGMOE2 = Architecture(
     name="bailingmoe2",
-    block=BlockKind(qk_norm="head", selection_bias=True),
+    block=BlockKind(qk_norm="head", selection_bias=True, merged=True),
     router=RouterKind(used=8, scores="sigmoid", normalized=False),
     model_types={},
     gguf_keys=(DRAFTS,),

@@ -12,7 +12,8 @@ _DEFAULTS = {
 }
 
 
-def _common_keys(keys: Keys) -> Keys:
+def without_unused_window(keys: Keys) -> Keys:
+    """config.json, whose `sliding_window` counts only where it says so."""
     return keys if keys.get("use_sliding_window") else {**keys, "sliding_window": None}
 
 
@@ -21,7 +22,7 @@ def _model_type(**defaults: int) -> ModelType:
         {**_DEFAULTS, **defaults},
         layer_kinds=from_max_window_layers,
         reads_layer_types=True,
-        common_keys=_common_keys,
+        common_keys=without_unused_window,
     )
 
 
