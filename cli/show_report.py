@@ -91,7 +91,7 @@ def _config_lines(config: ModelConfig) -> list[str]:
         for name, there in (
             ("query/key/value biases", config.block.qkv_bias),
             ("query/key norms", config.block.qk_norm),
-            ("merged projections", config.block.merged),
+            ("merged projections", config.block.merged or config.block.merged_gate),
             ("attention sinks", config.block.sinks),
             ("tied output", config.tied_output),
         )

@@ -94,7 +94,8 @@ class BlockKind:
     expert_bias: experts and their router have biases.
     selection_bias: experts are chosen by their scores plus a bias of each.
     shared_gate: the shared expert is weighted by a gate of its own.
-    merged: one tensor `attn_qkv` holds query, key and value rows, one tensor `ffn_up` those of gate and up.
+    merged: one tensor `attn_qkv` holds query, key and value rows.
+    merged_gate: one tensor `ffn_up` holds the rows of gate and up.
     """
 
     rope_layout: RopeLayout = "halves"
@@ -109,6 +110,7 @@ class BlockKind:
     selection_bias: bool = False
     shared_gate: bool = False
     merged: bool = False
+    merged_gate: bool = False
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class FeedForwardLayer:
         self.partial = declared.partial
         self.activation = form.activation
         self.norm = tensors.norm(form.ffn_norm, form.norms != "post")
-        if form.merged:
+        if form.merged_gate:
             (merged,) = tensors.take("ffn_up")
             gate, up = merged.row_slices(declared.length)
         else:

@@ -40,8 +40,8 @@ _MEANINGFUL_TOP = (
     "rope_factors_short.weight",
 )
 
-# A vector that some files have as a matrix of one row.
-_ROW = ".ffn_gate_inp_shexp.weight"
+# Vectors that some files have as a matrix of one row.
+_ROWS = (".ffn_gate_inp_shexp.weight", ".exp_probs_b.bias")
 
 
 @lru_cache(32)
@@ -167,7 +167,7 @@ def _check_same_type(file: GGUFFile, names: list[str]) -> None:
 
 
 def _check_tensor(file: GGUFFile, tensor: GGUFTensor, shape: Shape) -> None:
-    as_row = tensor.name.endswith(_ROW) and tensor.shape == (1, *shape)
+    as_row = tensor.name.endswith(_ROWS) and tensor.shape == (1, *shape)
     if tensor.shape != shape and not as_row:
         problem = f"shape {list(tensor.shape)} (rows first), the metadata needs {list(shape)}"
         raise file.tensor_error(tensor.name, problem)

@@ -166,6 +166,20 @@ OTHERS: dict[str, dict[str, object]] = {
         "glm4moe.nextn_predict_layers": 1,
         "glm4moe.block_count": 2,
     },
+    "glm4": {"glm4.rope.dimension_count": 2, "glm4.nextn_predict_layers": 0},
+    "ernie4_5-moe": {
+        "ernie4_5-moe.leading_dense_block_count": 0,
+        "ernie4_5-moe.interleave_moe_layer_step": 1,
+    },
+    "dots1": {"dots1.expert_weights_norm": True, "dots1.expert_group_count": 1},
+    "bailingmoe2": {
+        "bailingmoe2.expert_weights_norm": True,
+        "bailingmoe2.expert_group_count": 2,
+        "bailingmoe2.expert_group_used_count": 1,
+        "bailingmoe2.nextn_predict_layers": 0,
+    },
+    "minimax-m2": {"minimax-m2.rope.dimension_count": 2},
+    "qwen3vl": {"qwen3vl.rope.dimension_sections": [1, 1, 0, 0]},
     "granitemoe": {
         "granitemoe.attention.scale": 0.25,
         "granitemoe.residual_scale": 0.22,

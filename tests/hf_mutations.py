@@ -212,6 +212,18 @@ OTHERS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 1,
     },
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "ernie4_5-moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 8,
+        "moe_layer_start_index": 0,
+        "moe_layer_interval": 1,
+        "use_bias": False,
+    },
+    "dots1": {"n_shared_experts": 8, "n_group": 2, "attention_bias": False, "max_window_layers": 1},
+    "minimax-m2": {"rotary_dim": 2},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
     "granitemoe": {"residual_multiplier": 0.22, "logits_scaling": 8},
     "gpt-oss": {
         "rope_scaling": {

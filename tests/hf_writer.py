@@ -36,21 +36,34 @@ MODULES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss"}
+MODEL_TYPES = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
+    "ernie4_5-moe": "ernie4_5_moe",
+    "minimax-m2": "minimax_m2",
+}
 """Architecture -> model type, where they differ."""
 
+SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 OTHER_MODULES = {
-    "glm4moe": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    },
+    "glm4moe": {"post_attention_norm": "post_attention_layernorm", **SHARED_EXPERTS},
     "granitemoe": {
         "ffn_gate_inp": "block_sparse_moe.router.layer",
         "ffn_down_exps": "block_sparse_moe.output_linear",
     },
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    "minimax-m2": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate.*": "block_sparse_moe.experts.*.w1",
+        "ffn_up.*": "block_sparse_moe.experts.*.w3",
+        "ffn_down.*": "block_sparse_moe.experts.*.w2",
+    },
     "mixtral": {
         "ffn_gate_inp": "block_sparse_moe.gate",
         "ffn_gate.*": "block_sparse_moe.experts.*.w1",
@@ -61,6 +74,14 @@ OTHER_MODULES = {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "dots1": SHARED_EXPERTS,
+    "ernie4_5-moe": SHARED_EXPERTS,
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "gemma3": {
         "post_attention_norm": "post_attention_layernorm",
@@ -99,8 +120,8 @@ def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any)
 
 
 def _experts(sizes: ModelSizes) -> dict[str, Any]:
-    counts = dict.fromkeys(("llama", "granitemoe", "gpt-oss"), "num_local_experts")
-    counts["glm4moe"] = "n_routed_experts"
+    counts = dict.fromkeys(("llama", "granitemoe", "gpt-oss", "minimax-m2"), "num_local_experts")
+    counts |= dict.fromkeys(("glm4moe", "dots1"), "n_routed_experts")
     return {
         counts.get(sizes.architecture, "num_experts"): sizes.experts,
         "num_experts_per_tok": sizes.experts_used,
@@ -141,8 +162,14 @@ def within_others(weights: dict[str, Tensor], architecture: str) -> dict[str, Te
     held = dict(weights)
     for layer in {name.split(".")[1] for name in weights if name.startswith("blk.")}:
         ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
-        if architecture == "glm4moe":
+        if architecture in ("glm4moe", "dots1"):
             held[f"{theirs}.mlp.gate.e_score_correction_bias"] = held.pop(f"{ours}.exp_probs_b.bias")
+        if architecture == "minimax-m2":
+            bias = held.pop(f"{ours}.exp_probs_b.bias")
+            held[f"{theirs}.block_sparse_moe.e_score_correction_bias"] = bias
+        if architecture == "ernie4_5-moe":
+            bias = held.pop(f"{ours}.exp_probs_b.bias")
+            held[f"{theirs}.mlp.moe_statics.e_score_correction_bias"] = bias[None]
         if architecture == "granitemoe":
             both = [held.pop(f"{ours}.ffn_{kind}_exps.weight") for kind in ("gate", "up")]
             held[f"{theirs}.block_sparse_moe.input_linear.weight"] = torch.cat(both, dim=1)

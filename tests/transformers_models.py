@@ -42,6 +42,26 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_OF_QWEN3 = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": SIZES["hidden_size"],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+QWEN_VISION = {
+    "qwen2_vl_text": {"embed_dim": 32, "hidden_size": SIZES["hidden_size"], "mlp_ratio": 2},
+    "qwen2_5_vl_text": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": SIZES["hidden_size"],
+        "fullatt_block_indexes": [0],
+    },
+    "qwen3_vl_text": _OF_QWEN3,
+    "qwen3_vl_moe_text": _OF_QWEN3,
+}
+"""Text model of a model with vision -> the vision part beside it."""
+
 DROP = object()
 """A value that takes the key out, for `edit`."""
 
@@ -66,12 +86,30 @@ def write_model(
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     outer = {"tie_word_embeddings": config.pop("tie_word_embeddings", True)} if vision else {}
-    without = ("qwen2", "olmo2", "phi3", "smollm3", "lfm2", "lfm2_moe", "exaone4")  # these have no such key
+    without = (
+        "qwen2",
+        "olmo2",
+        "phi3",
+        "smollm3",
+        "lfm2",
+        "lfm2_moe",
+        "exaone4",
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+    )  # these have no such key
     head_dim = {} if model_type in without else {"head_dim": 16}
     text = transformers.AutoConfig.for_model(
         model_type, **{**SIZES, "vocab_size": vocab, "pad_token_id": 0, **head_dim, **config}
     )
-    if vision and model_type == "gemma3_text":
+    if vision and model_type in QWEN_VISION:
+        whole = transformers.AutoConfig.for_model(
+            model_type.removesuffix("_text"),
+            text_config=text.to_dict(),
+            vision_config={**QWEN_VISION[model_type], "depth": 1, "num_heads": 2, "patch_size": 4},
+            **outer,
+        )
+        model = transformers.AutoModelForImageTextToText.from_config(whole)
+    elif vision and model_type == "gemma3_text":
         tower = transformers.SiglipVisionConfig(**VISION)
         both = transformers.Gemma3Config(
             text_config=text.to_dict(), vision_config=tower.to_dict(), mm_tokens_per_image=4, **outer
@@ -127,6 +165,7 @@ def transformers_model(folder: Path) -> tuple[Any, set[str]]:
     makers = {
         "mistral3": transformers.Mistral3ForConditionalGeneration,
         "gemma3": transformers.Gemma3ForConditionalGeneration,
+        **{name.removesuffix("_text"): transformers.AutoModelForImageTextToText for name in QWEN_VISION},
     }
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     model, info = makers.get(model_type, transformers.AutoModelForCausalLM).from_pretrained(

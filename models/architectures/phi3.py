@@ -25,7 +25,7 @@ def _common_keys(keys: Keys) -> Keys:
 
 PHI3 = Architecture(
     name="phi3",
-    block=BlockKind(merged=True),
+    block=BlockKind(merged=True, merged_gate=True),
     rope_scalings=frozenset({"longrope"}),
     vocabulary="spm",
     model_types={

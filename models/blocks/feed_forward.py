@@ -22,7 +22,7 @@ class FeedForward:
         found: dict[str, TensorSpec] = {}
         if self.form.norms != "post":
             found[f"{self.form.ffn_norm}.weight"] = TensorSpec((self.width,))
-        if self.form.merged:
+        if self.form.merged_gate:
             both = Cut("rows", ("inner", "inner"))
             found["ffn_up.weight"] = TensorSpec((2 * self.length, self.width), both)
         else:

@@ -106,9 +106,12 @@ def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Map
 
 
 def _tied(config: Mapping[str, Any]) -> bool:
-    """Whether the output matrix is the embedding; a vision model's own flag decides, not its text model's."""
+    """Whether the output matrix is the embedding; a vision model's own flag decides, in most not its text model's."""
     _, model_type = MODEL_TYPES[config["model_type"]]
     value = config.get("tie_word_embeddings", model_type.defaults.get("tie_word_embeddings", False))
+    text = config.get("text_config")
+    if value is False and model_type.tied_by_text and isinstance(text, Mapping):
+        value = text.get("tie_word_embeddings", False)
     if not isinstance(value, bool):
         raise config_error("tie_word_embeddings", f"{value!r} is not true or false")
     return value

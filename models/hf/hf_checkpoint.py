@@ -8,7 +8,7 @@ tensors that lie within others (`hf_parts`). Quantized checkpoints are refused, 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -21,7 +21,6 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import HFPart
-from quengine.models.blocks.block import Shape
 from quengine.models.config import ModelConfig
 from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.hf.hf_headers import read_config, read_pooling
@@ -37,11 +36,7 @@ if TYPE_CHECKING:
 # Tensors whose rows belong to heads that are rotated -> the ModelConfig field that counts those.
 HEADS: Mapping[str, str] = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 
-# Tensors that are stored with a dimension of one more: a vector as a matrix of a row, a convolution by group.
-_STORED: Mapping[str, Callable[[Shape], Shape]] = {
-    "ffn_gate_inp_shexp": lambda shape: (1, *shape),
-    "conv": lambda shape: (shape[0], 1, shape[1]),
-}
+_CONVOLUTION = "conv"  # stored with a dimension of one more, by group
 # Not in a checkpoint: the configuration gives these numbers.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # In old checkpoints, a buffer of what the decoder computes.
@@ -142,6 +137,8 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.parts: dict[str, tuple[int, int]] = {}
         self.within: dict[str, StoredPart] = {}
         declared = ARCHITECTURES[config.architecture]
+        self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
+        self._rows = declared.hf_rows
         self._names = HFNames(declared, shards.files.keys())
         self._output = f"{self._names.head}lm_head.weight"
         for name, shape in required_tensors(config).items():
@@ -162,9 +159,10 @@ class HFTensors(Mapping[str, QuantTensor]):
         if name == "token_embd.weight" and config.tied_output and hf_name not in self._shards.files:
             hf_name = self._output  # of two tied tensors either may be the one that is stored
         tensor = name.split(".")[-2]
-        as_stored = _STORED[tensor](shape) if tensor in _STORED else shape
+        as_stored = (1, *shape) if tensor in self._rows else shape
+        as_stored = (shape[0], 1, shape[1]) if tensor == _CONVOLUTION else as_stored
         self.stored[name] = replace(self._shards.stored(hf_name, as_stored), shape=shape)
-        if tensor in HEADS and config.block.rope_layout == "pairs":
+        if tensor in HEADS and self._permuted:
             self.heads[name] = getattr(config, HEADS[tensor])
 
     def _has_own(self, name: str) -> bool:

@@ -49,7 +49,10 @@ class StoredPart:
             shards.stored(packed[1], groups, ("U8",))
             self.header = StoredTensor(packed[0], "MXFP4", shape)
             return
-        matrix = (cols, every) if part.transposed else (every, cols)
+        self._transposed = part.transposed is True or (
+            part.transposed == "by shape" and shards.shape(name) != (*outer, every, cols)
+        )
+        matrix = (cols, every) if self._transposed else (every, cols)
         whole = (*outer, every) if bias else (*outer, *matrix)
         self.header = StoredTensor(name, shards.stored(name, whole).dtype, shape)
 
@@ -59,7 +62,7 @@ class StoredPart:
             blocks, scales = (self._shards.tensor(name) for name in self.names)
             return gguf_blocks(blocks[..., self._rows, :, :], scales[..., self._rows, :])
         tensor = self._shards.tensor(self.names[0])
-        if self._part.transposed:
+        if self._transposed:
             tensor = tensor.transpose(-1, -2)
         tensor = tensor[..., self._rows] if self._bias else tensor[..., self._rows, :]
         return tensor.reshape(-1, self.header.shape[-1]).contiguous().view(torch.uint8)
