@@ -87,6 +87,7 @@ class AttentionSpec:
     [head_dim], or of all heads of a row together, with weights [heads * head_dim] and [kv_heads * head_dim].
     `cache_group` is the group of layers whose block tables this layer uses (ForwardBatch.block_tables_of).
     `sinks` [heads] fp32 are logits, one per query head, in the softmax's denominator (see kernels/attention.py).
+    `gated`: each query head's columns are followed by head_dim gates (`gate_output` of kernels/attention.py).
     """
 
     heads: int
@@ -104,6 +105,7 @@ class AttentionSpec:
     eps: float = 0.0
     cache_group: int = 0
     sinks: Tensor | None = None
+    gated: bool = False
 
 
 class Weight(Protocol):
@@ -251,8 +253,8 @@ class Backend(Protocol[WeightT]):
     def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
         """Rotary embedding, cache write and causal attention of the step's tokens.
 
-        `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first. The keys and values are written to `layer`
-        before they are read. Returns [T, heads * head_dim].
+        `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first, where the spec is `gated` heads * head_dim
+        columns more. The keys and values are written to `layer` before they are read. Returns [T, heads * head_dim].
         """
         ...
 
