@@ -26,7 +26,8 @@ def pools_of_one(config: ModelConfig, ctx_size: int) -> list[CachePool]:
 def _allocate(state: State, blocks: int, device: torch.device, cache_type: CacheType) -> LayerState:
     """A layer's blocks. Rows of keys and values are written before they are read; states begin as zeros."""
     if isinstance(state, SlotState):
-        return SlotLayer(torch.zeros(blocks, *state.shape, dtype=torch.float32, device=device))
+        zeros = (torch.zeros(blocks, *shape, dtype=torch.float32, device=device) for shape in state.shapes)
+        return SlotLayer(tuple(zeros))
     return allocate_layer(blocks * BLOCK_SIZE, state.kv_heads, state.head_dim, device, cache_type)
 
 

@@ -55,21 +55,21 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class SlotLayer:
-    """One layer's state of each sequence, written in place: `rows` fp32 [slots, ...], the first for padding.
+    """One layer's state of each sequence, written in place: `parts` fp32 [slots, ...] each, slot 0 for padding.
 
     A sequence's slot is the one entry of its block table in the layer's cache group (ForwardBatch.slots_of).
     """
 
-    rows: Tensor
+    parts: tuple[Tensor, ...]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.rows]
+        return list(self.parts)
 
     @property
     def blocks(self) -> list[Tensor]:
         """A slot is a block of its pool."""
-        return [self.rows]
+        return list(self.parts)
 
 
 LayerState: TypeAlias = KVLayer | SlotLayer

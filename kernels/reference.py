@@ -210,7 +210,7 @@ class ReferenceBackend:
         return attention(q, keys, values, mask, spec.scale, spec.sinks).reshape(tokens, -1)
 
     def short_conv(self, batch: ForwardBatch, x: Tensor, spec: ShortConvSpec, state: SlotLayer) -> Tensor:
-        return short_conv(batch, x, spec, state.rows)
+        return short_conv(batch, x, spec, state.parts[0])
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]

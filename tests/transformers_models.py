@@ -165,7 +165,7 @@ def unrounded_cache(config: ModelConfig) -> list[LayerState]:
     for block in layers_of(config):
         state = block.mixer.state
         if isinstance(state, SlotState):
-            cache.append(SlotLayer(torch.zeros(2, *state.shape)))
+            cache.append(SlotLayer(tuple(torch.zeros(2, *shape) for shape in state.shapes)))
         else:
             cache.append(KVLayer(*torch.zeros(2, CONTEXT, state.kv_heads, state.head_dim)))
     return cache

@@ -7,6 +7,7 @@ position, with the tensors of the layers one beside the other.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -22,8 +23,8 @@ _MOST_BYTES = 32 << 20
 
 
 class _Stored(NamedTuple):
-    """A tensor of a layer, [slots, heads, width], and the slots of the positions, [n], or of the sequence, [1]; empty
-    if not `held`."""
+    """A tensor of a layer, [slots, heads, ...], and the slots of the positions, [n], or of the sequence, [1]; empty if
+    not `held`."""
 
     layer: int
     held: bool
@@ -32,12 +33,13 @@ class _Stored(NamedTuple):
     slots: Tensor
 
     def row_bytes(self, heads: int) -> int:
-        return heads * self.tensor.shape[2] * self.tensor.itemsize
+        return heads * prod(self.tensor.shape[2:]) * self.tensor.itemsize
 
 
 def read_cached(runner: ModelRunner, start: int, end: int, kv_heads: int) -> list[Tensor]:
     """A copy, on the host, of what every layer stores of positions start .. end - 1, [n, kv_heads, width] each: keys
-    and values, or in q8_0 their codes and scales; or of its state, [1, channels, history]. On rank 0."""
+    and values, or in q8_0 their codes and scales; or of each part of its state, [1, channels,
+    rows] or [1, heads, ...]. On rank 0."""
     with runner.together(ReadCache(start, end)):
         rows = read_rows(runner, start, end)
     # Where there are fewer key/value heads than ranks, some ranks have the same.
@@ -71,7 +73,7 @@ def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
             own = communicator.all_gather(own, [sum(sizes)] * ranks)
         parts = torch.split(own.view(len(own), ranks, sum(sizes)).cpu(), sizes, dim=2)
         for one, part in zip(group, parts, strict=True):
-            shape = (len(own), ranks * one.tensor.shape[1], one.tensor.shape[2])
+            shape = (len(own), ranks * one.tensor.shape[1], *one.tensor.shape[2:])
             rows.append(part.contiguous().view(one.tensor.dtype).view(shape))
     return rows
 
@@ -83,23 +85,23 @@ def write_rows(
     communicator, config, done = runner.decoder.backend.communicator, runner.decoder.config, 0
     cut = config.ranks > 1 and config.splits_heads
     for group in _groups(runner, start, end):
-        heads = config.ranks * group[0].tensor.shape[1] if group[0].is_state else kv_heads
-        first = communicator.rank * heads // communicator.size if cut else 0
-        sizes = [one.row_bytes(heads) for one in group]
+        heads = [config.ranks * one.tensor.shape[1] if one.is_state else kv_heads for one in group]
+        sizes = [one.row_bytes(count) for one, count in zip(group, heads, strict=True)]
         count = len(group[0].slots)
         values = torch.empty(count, sum(sizes), dtype=torch.uint8, device=group[0].tensor.device)
         if rows is not None:
             values.copy_(torch.cat([_bytes(each) for each in rows[done : done + len(group)]], dim=1))
         done += len(group)
         communicator.broadcast(values)
-        for one, part in zip(group, torch.split(values, sizes, dim=1), strict=True):
+        for one, all_heads, part in zip(group, heads, torch.split(values, sizes, dim=1), strict=True):
             if one.held:
-                given = part.contiguous().view(one.tensor.dtype).view(count, heads, one.tensor.shape[2])
+                first = communicator.rank * all_heads // communicator.size if cut else 0
+                given = part.contiguous().view(one.tensor.dtype).view(count, all_heads, *one.tensor.shape[2:])
                 one.tensor[one.slots] = given[:, first : first + one.tensor.shape[1]]
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """[n, heads, width] of any type as uint8 [n, bytes]."""
+    """[n, heads, ...] of any type as uint8 [n, bytes]."""
     return rows.contiguous().flatten(1).view(torch.uint8)
 
 
@@ -129,5 +131,5 @@ def _stored(runner: ModelRunner, start: int, end: int) -> Iterator[_Stored]:
     for number, layer in enumerate(cache.layers):
         is_state = isinstance(layer, SlotLayer)
         for stored in layer.tensors:
-            tensor = stored.transpose(1, 2) if is_state else stored
+            tensor = stored.transpose(1, 2) if is_state and stored.ndim == 3 else stored
             yield _Stored(number, number in config.held_layers, is_state, tensor, slots[number])

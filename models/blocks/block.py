@@ -62,17 +62,19 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class SlotState:
-    """A fixed amount for each sequence, whatever its length: fp32 values of this shape.
+    """A fixed amount for each sequence, whatever its length: parts of fp32 values of these shapes.
+
+    Of a part [rows, channels] ranks divide the channels, of one of more dimensions the first: [heads, ...].
 
     rewinds: a state serves to go on from that many positions before its newest one.
     """
 
-    shape: Shape
+    shapes: tuple[Shape, ...]
     rewinds: int = 0
 
     @property
     def nbytes(self) -> int:
-        return 4 * prod(self.shape)
+        return 4 * sum(map(prod, self.shapes))
 
 
 State: TypeAlias = PagedKV | SlotState

@@ -26,7 +26,7 @@ def check_state(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
     random = torch.Generator().manual_seed(3)
     weight = torch.randn(TAPS, CHANNELS, generator=random)
     state = torch.randn(SLOTS + 1, CONV_HISTORY, CHANNELS, generator=random)
-    ours, layer = state.clone(), SlotLayer(state.to(backend.device))
+    ours, layer = state.clone(), SlotLayer((state.to(backend.device),))
     spec = ShortConvSpec(weight.to(backend.device, backend.dtype), 0)
     for test, there, here in _steps(backend.device):
         bcx = torch.randn(len(here), 3 * CHANNELS, generator=random)

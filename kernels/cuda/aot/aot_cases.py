@@ -323,7 +323,7 @@ def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, ba
 
 def _short_conv(channels: int, taps: int, batch: ForwardBatch, backend: MetaBackend) -> None:
     """LFM2's, between its projections."""
-    spec, state = ShortConvSpec(empty(taps, channels), 0), SlotLayer(empty(2, CONV_HISTORY, channels))
+    spec, state = ShortConvSpec(empty(taps, channels), 0), SlotLayer((empty(2, CONV_HISTORY, channels),))
     backend.short_conv(batch, empty(len(batch), 3 * channels), spec, state)
 
 

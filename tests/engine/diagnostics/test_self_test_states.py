@@ -15,7 +15,7 @@ class Forgetful(CpuBackend):
     """Keeps nothing of a prompt."""
 
     def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:
-        kept = SlotLayer(state.rows.clone()) if batch.phase == "prefill" else state
+        kept = SlotLayer(tuple(part.clone() for part in state.parts)) if batch.phase == "prefill" else state
         return super().short_conv(batch, x, spec, kept)
 
 
