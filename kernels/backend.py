@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router import Router, Routing
@@ -261,6 +262,12 @@ class Backend(Protocol[WeightT]):
     def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:
         """The gated short convolution of the step's tokens, x [T, 3 * channels], and their values in `state`:
         [T, channels]. See kernels/short_conv.py.
+        """
+        ...
+
+    def gated_delta(self, batch: ForwardBatch, x: Hidden, spec: GatedDeltaSpec, state: SlotLayer) -> Hidden:
+        """The gated delta net of the step's tokens, x [T, sum of spec.widths], which may be written over, and their
+        history and memory, the parts of `state`: [T, value_heads * head_dim]. See kernels/gated_delta.py.
         """
         ...
 

@@ -16,6 +16,7 @@ from quengine.kernels.attention import attention, gate_output, mask_slice, split
 from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.moe.experts import experts_add, experts_glu
@@ -211,6 +212,9 @@ class ReferenceBackend:
 
     def short_conv(self, batch: ForwardBatch, x: Tensor, spec: ShortConvSpec, state: SlotLayer) -> Tensor:
         return short_conv(batch, x, spec, state.parts[0])
+
+    def gated_delta(self, batch: ForwardBatch, x: Tensor, spec: GatedDeltaSpec, state: SlotLayer) -> Tensor:
+        return gated_delta(batch, x, spec, *state.parts)
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
