@@ -190,7 +190,8 @@ class CpuBackend:
                 for rows, start, table in batch.chunks(spec.cache_group)
             ]
             out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        return out.reshape(len(q), -1)
+        y = out.reshape(len(q), -1)
+        return cpu.output_gate(y, qkv, spec) if spec.gated else y
 
     def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:
         if self._recorder is not None:

@@ -24,6 +24,7 @@ from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.cpu.moe.router import logits_launches, logits_width, router_launch
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
 from quengine.kernels.cpu.ops.glu import glu_launch
+from quengine.kernels.cpu.ops.output_gate import output_gate_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.ops.short_conv import short_conv_launch
@@ -228,11 +229,14 @@ class StepRecorder:
         assert batch is self.batch
         context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
         self.context = min(context, self.context or context)
-        queries = qkv.values[:, : spec.heads * spec.head_dim].view(self.rows, spec.heads, spec.head_dim)
+        width = spec.heads * spec.head_dim
+        moved = self._fp32("queries", width) if spec.gated else None
+        queries = qkv.values[:, :width] if moved is None else moved
+        queries = queries.view(self.rows, spec.heads, spec.head_dim)
         check_caches(queries, layer)
         slots, tables = self.slots[spec.cache_group], self.tables[spec.cache_group]
         stage = qkv.stage
-        for launch in rope_store_launches(qkv.values, spec, layer, self.positions, slots):
+        for launch in rope_store_launches(qkv.values, spec, layer, self.positions, slots, moved):
             stage = self._after(stage, launch)
         seen = (context, spec.window, spec.cache_group)
         visible = self._visible.get(seen)
@@ -240,11 +244,14 @@ class StepRecorder:
             visible = self._visible[seen] = Visible(min(context, spec.window or context), tables)
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
-        out = self._fp32("attended", spec.heads * spec.head_dim)
+        out = self._fp32("attended", width)
         splits, combine = attention_launches(queries, layer, visible, spec.scale, out, parts, spec.sinks)
         stage = self._stage([splits])
         self.attentions.append(RecordedAttention(stage, spec.kv_heads, spec.window, visible))
-        return Rows(out, self._after(stage, combine))
+        stage = self._after(stage, combine)
+        return Rows(
+            out, self._after(stage, output_gate_launch(out, qkv.values, spec)) if spec.gated else stage
+        )
 
     def short_conv(self, bcx: Rows, spec: ShortConvSpec, layer: SlotLayer) -> Rows:
         out = self._fp32("convolved", spec.channels)
