@@ -375,11 +375,12 @@ class CudaBackend:
         """Attention of the chunks of a step, whose rows are cut into tiles."""
         tokens, width, tiles = len(batch), spec.heads * spec.head_dim, self._tiles_of(batch, spec)
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
+        gates = qkv if spec.gated else None
         if not isinstance(qkv, ScaledProduct):
             q = rope_store(qkv, spec, layer, positions, tables, tiles.sequences, pdl=self.pdl)
             out = torch.empty(tokens, width, dtype=torch.float32, device=self.device)
             return attention_prefill(
-                q, spec, layer, tables, tiles, out, batch_invariant=self.batch_invariant, pdl=self.pdl
+                q, spec, layer, tables, tiles, out, self.batch_invariant, pdl=self.pdl, gates=gates
             )
         room = self._room()
         q = rope_store(
@@ -389,8 +390,9 @@ class CudaBackend:
         wgmma = width % 128 == 0 and room.layout(tokens) is OperandLayout.WGMMA
         if wgmma and stores_wgmma_layout(spec, layer, tiles):
             out, form = room.fp16_operand(tokens, width).values, OperandLayout.WGMMA
+        in_layout = form is OperandLayout.WGMMA
         attention_prefill(
-            q, spec, layer, tables, tiles, out, wgmma_layout=form is OperandLayout.WGMMA, pdl=self.pdl
+            q, spec, layer, tables, tiles, out, wgmma_layout=in_layout, pdl=self.pdl, gates=gates
         )
         return room.without_row_scales(out, tokens, form)
 

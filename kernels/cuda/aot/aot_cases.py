@@ -59,8 +59,8 @@ class Case:
 @dataclass(frozen=True)
 class Heads:
     """One layer's attention: query heads / key heads x head size, rotation, window, norms of single heads or of a whole
-    row, queries scaled by their position, elements of a head that are rotated (None: all), a sink for each query head.
-    """
+    row, queries scaled by their position, elements of a head that are rotated (None: all), a sink for each query head,
+    output gates."""
 
     heads: int
     kv_heads: int
@@ -71,10 +71,11 @@ class Heads:
     scaled: bool = False
     rope_dim: int | None = None
     sinks: bool = False
+    gated: bool = False
 
     @property
     def width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return ((2 if self.gated else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
 
     def spec(self) -> AttentionSpec:
         table = empty(CONTEXT, (self.rope_dim or self.head_dim) // 2)
@@ -85,7 +86,7 @@ class Heads:
             rope_layout=self.layout, cos=table, sin=table, q_norm=q_norm, k_norm=k_norm, eps=EPS,
             query_scale=empty(CONTEXT) if self.scaled else None,
             sinks=empty(self.heads) if self.sinks else None,
-            mask_band=empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool),
+            mask_band=empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool), gated=self.gated,
         )  # fmt: skip
 
     def layer(self, cache_type: CacheType) -> KVLayer:
@@ -110,8 +111,10 @@ HEADS = {
     "mistral-7b v0.1 32/8x128, window": Heads(32, 8, 128, window=4096),
     "gpt-oss 64/8x64, sinks": Heads(64, 8, 64, "halves", sinks=True),
     "gpt-oss 64/8x64, sinks, window": Heads(64, 8, 64, "halves", 128, sinks=True),
+    "qwen3.6-35b-a3b 16/2x256, gated": Heads(16, 2, 256, "halves", norm="head", rope_dim=64, gated=True),
+    "32/8x128, gated": Heads(32, 8, 128, "halves", gated=True),
 }
-_EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
+_EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256", "qwen3.6-35b-a3b 16/2x256, gated")
 """The attentions that are compiled for every GPU; the others for the newest only."""
 
 NETS = {
