@@ -19,6 +19,7 @@ from quengine.kernels.cpu.moe.router import route
 from quengine.kernels.cpu.step import Step
 from quengine.kernels.cpu.step_recorder import Buffers, CpuWeight, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
@@ -197,6 +198,11 @@ class CpuBackend:
         if self._recorder is not None:
             return self._recorder.short_conv(x, spec, state)
         return cpu.short_conv(batch, x, spec, state)
+
+    def gated_delta(self, batch: ForwardBatch, x: Hidden, spec: GatedDeltaSpec, state: SlotLayer) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.gated_delta(x, spec, state)
+        return cpu.gated_delta(batch, x, spec, state)
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return x[rows]

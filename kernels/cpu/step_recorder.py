@@ -23,6 +23,7 @@ from quengine.kernels.cpu.moe.groups import GROUP, HEAD, Groups
 from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.cpu.moe.router import logits_launches, logits_width, router_launch
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
+from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
 from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.ops.output_gate import output_gate_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
@@ -31,6 +32,7 @@ from quengine.kernels.cpu.ops.short_conv import short_conv_launch
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router import Router, Routing
@@ -260,6 +262,14 @@ class StepRecorder:
         if self.rows == 1:
             return Rows(out, self._after(bcx.stage, launch))
         return Rows(out, self._stage([launch]))  # a task is some channels of all rows, never a row
+
+    def gated_delta(self, x: Rows, spec: GatedDeltaSpec, layer: SlotLayer) -> Rows:
+        out = self._fp32("gated delta", spec.value_heads * spec.head_dim)
+        tables = self.tables[spec.cache_group]
+        launches = gated_delta_launches(x.values, spec, layer, self.positions, tables, out)
+        convolution, memory, output = launches
+        self._stage([convolution])
+        return Rows(out, self._after(self._stage([memory]), output))
 
     def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
         y = self._fp32("logits", weight.rows)
