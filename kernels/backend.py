@@ -271,6 +271,10 @@ class Backend(Protocol[WeightT]):
         """
         ...
 
+    def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
+        """Raises EngineError where `gated_delta` does not compute heads of this size: at load, ahead of any step."""
+        ...
+
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         """Rows `rows` (int64 [n], on the device) of x [T, K]: [n, K].
 

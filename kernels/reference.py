@@ -216,6 +216,9 @@ class ReferenceBackend:
     def gated_delta(self, batch: ForwardBatch, x: Tensor, spec: GatedDeltaSpec, state: SlotLayer) -> Tensor:
         return gated_delta(batch, x, spec, *state.parts)
 
+    def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
+        """Heads of every size are computed."""
+
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
 

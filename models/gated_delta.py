@@ -40,6 +40,7 @@ class GatedDeltaLayer:
             eps=tensors.eps,
             cache_group=tables.cache_group(tensors.layer),
         )
+        self.backend.check_gated_delta(self.spec)
 
     def __call__(
         self,

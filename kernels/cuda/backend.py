@@ -33,6 +33,7 @@ from quengine.kernels.cuda.attention.qk_row_norm import has_row_norms, qk_row_no
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.flat_rows import flattened, unflattened
+from quengine.kernels.cuda.gated_delta.arithmetic import check_head_dim
 from quengine.kernels.cuda.gated_delta.gated_delta import (
     TILE_ROWS,
     gated_delta_decode,
@@ -281,6 +282,9 @@ class CudaBackend:
             # As of attention: what was written by a launch just before must be complete, as a chunk's positions.
             gated_delta_decode(step, spec, state, out, self.pdl and not prompt, self.pdl)
         return out
+
+    def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
+        check_head_dim(spec.head_dim)
 
     def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
         """fp32. One row is then computed as a decode step's, unless kernels are batch-invariant."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from quengine.errors import EngineError
 from quengine.kernels.gated_delta import L2_EPS, GatedDeltaSpec
 
 _L2_EPS = tl.constexpr(L2_EPS)
@@ -35,22 +36,17 @@ class Net(NamedTuple):
 
 
 def net_of(spec: GatedDeltaSpec, ring: int) -> Net:
-    """ring: rows of the history, at least the taps: a position is stored where none that is still read lies.
-
-    Raises ValueError for sizes that no kernel takes.
-    """
-    check_head_dim(spec.head_dim)
-    if ring < spec.taps:
-        raise ValueError(f"a history of {ring} positions is too short for a convolution over {spec.taps}")
+    """ring: rows of the history, at least the taps: a position is stored where none that is still read lies."""
+    assert ring >= spec.taps, f"a history of {ring} positions is too short for a convolution over {spec.taps}"
     return Net(spec.key_heads, spec.value_heads, spec.head_dim, spec.tiled, spec.taps, ring)
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raises ValueError for heads that no kernel takes."""
+    """Raises EngineError for heads that no kernel takes."""
     if not 16 <= head_dim <= 256 or head_dim & (head_dim - 1):
-        raise ValueError(
-            f"the gated delta net on CUDA takes heads of 16, 32, 64, 128 or 256 elements, not of {head_dim}; "
-            "use --device cpu"
+        raise EngineError(
+            "on CUDA a gated delta net has heads of 16, 32, 64, 128 or 256 elements, and this model's have "
+            f"{head_dim}; use --device cpu"
         )
 
 
