@@ -247,7 +247,8 @@ class ModelConfig:
     state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
     (blocks/short_conv.py); `gated_delta`: the sizes of their gated delta net. `output_norm`: GGUF's name of the norm in
     front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths are then
-    those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole ones (layer_split.py).
+    those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole ones
+    (layer_split.py).
     """
 
     architecture: str

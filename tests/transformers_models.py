@@ -79,7 +79,13 @@ def write_model(
         model = transformers.Gemma3ForConditionalGeneration(both)
     elif vision and model_type.startswith("qwen3_5"):
         family = "Qwen3_5Moe" if "moe" in model_type else "Qwen3_5"
-        sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+        sizes = {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        }
         both = getattr(transformers, f"{family}Config")(
             text_config=text.to_dict(), vision_config=sizes, **outer
         )

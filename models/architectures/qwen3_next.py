@@ -220,6 +220,23 @@ _QWEN3_5_MOE = ModelType(
     fields=_fields,
 )
 
+_SYNTHETIC = {
+    "vocab_size": 248320,
+    "context_length": 262144,
+    "head_dim": 256,
+    "rope_dim": 64,
+    "rope_freq_base": 1e7,
+    "key_heads": 16,
+}
+_TINY = {"block_count": 4, "rope_dim": 16, "key_heads": 2, "value_heads": 4}
+_TINY_MOE = {
+    **_TINY,
+    "experts": 16,
+    "experts_used": 4,
+    "expert_feed_forward_length": 256,
+    "shared_feed_forward_length": 256,
+}
+
 QWEN35 = Architecture(
     name="qwen35",
     block=_BLOCK,
@@ -234,6 +251,28 @@ QWEN35 = Architecture(
     size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,
     gguf_fields=_gguf_fields,
+    synthetic={
+        "qwen3.5-0.8b": {
+            **_SYNTHETIC,
+            "embedding_length": 1024,
+            "block_count": 24,
+            "feed_forward_length": 3584,
+            "head_count": 8,
+            "head_count_kv": 2,
+            "value_heads": 16,
+            "tied_output": True,
+        },
+        "qwen3.6-27b": {
+            **_SYNTHETIC,
+            "embedding_length": 5120,
+            "block_count": 64,
+            "feed_forward_length": 17408,
+            "head_count": 24,
+            "head_count_kv": 4,
+            "value_heads": 48,
+        },
+        "qwen3.5-tiny": _TINY,
+    },
 )
 
 QWEN35MOE = Architecture(
@@ -251,6 +290,19 @@ QWEN35MOE = Architecture(
     size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,
     gguf_fields=_gguf_fields,
+    synthetic={
+        "qwen3.6-35b-a3b": {
+            **_SYNTHETIC,
+            "embedding_length": 2048,
+            "block_count": 40,
+            "feed_forward_length": 512,
+            "head_count": 16,
+            "head_count_kv": 2,
+            "value_heads": 32,
+            "experts": 256,
+        },
+        "qwen3.5moe-tiny": _TINY_MOE,
+    },
 )
 
 
@@ -303,4 +355,18 @@ QWEN3NEXT = Architecture(
     size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,
     gguf_fields=_gguf_fields,
+    synthetic={
+        "qwen3-next-80b-a3b": {
+            **_SYNTHETIC,
+            "vocab_size": 151936,
+            "embedding_length": 2048,
+            "block_count": 48,
+            "feed_forward_length": 512,
+            "head_count": 16,
+            "head_count_kv": 2,
+            "value_heads": 32,
+            "experts": 512,
+        },
+        "qwen3-next-tiny": _TINY_MOE,
+    },
 )

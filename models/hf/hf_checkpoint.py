@@ -130,7 +130,7 @@ class HFTensors(Mapping[str, QuantTensor]):
     """GGUF name -> tensor of a checkpoint, made when asked for.
 
     `stored` has the header behind each name, `heads` the number of heads of each tensor that is permuted,
-    `changes` what makes of each that is not stored as GGUF has it what GGUF has, `parts` the expert and its first row where a
+    `changes` what makes GGUF's values of each that is stored with others, `parts` the expert and its first row where a
     tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
     draft tokens, `unused` those outside the text model.
     """
