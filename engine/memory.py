@@ -11,7 +11,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import SlotState, State
-from quengine.models.config import CacheGroup, ModelConfig
+from quengine.models.config import CacheGroup, GatedDeltaSizes, ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes set aside by kind of device for what does not grow with the model: the program, kernels, libraries, graphs, the
@@ -35,6 +35,7 @@ CONTEXT_STEP = 256
 
 _FEW_ROWS = 128  # rows that have buffers of their own: FEW_ROWS of kernels/cuda/gemm/workspace.py
 _EXPERT_PRODUCTS = 64 * 2**20  # of kernels/cuda/moe/grouped.py
+_DELTA_CHUNK = 64  # rows of a chunk at most: chunk_rows of kernels/cuda/gated_delta/chunks.py
 _MOST_DEQUANTIZED = 160 * 2**20  # MAX_DEQUANTIZED weights of kernels/cuda/backend.py, of 2 bytes
 
 
@@ -230,7 +231,10 @@ def workspace_bytes(
     if kind == "cpu":
         return fixed + cpu_expert_bytes(config, chunk)
     width, queries = config.embedding_length, config.head_count * config.head_dim
-    qkv = queries + 2 * config.head_count_kv * config.head_dim
+    qkv = queries * (2 if config.block.gated else 1) + 2 * config.head_count_kv * config.head_dim
+    net = config.gated_delta
+    if net is not None:
+        qkv = max(qkv, net.channels + net.values + 2 * net.value_heads)
     inner = _every_rows_feed_forward(config)
     largest = width * max(inner, qkv)
     # fp32: the stream between layers, products of qkv; fp16: normed rows, then queries or SwiGLU's rows.
@@ -238,7 +242,14 @@ def workspace_bytes(
     logits = (12 if draft else LOGIT_BYTES) * rows * config.vocab_size
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
     dequantized = min(2 * largest, _MOST_DEQUANTIZED)
+    activations += 0 if net is None else chunk * _delta_row_bytes(net)
     return fixed + packed + dequantized + activations + logits + expert_bytes(config, chunk)
+
+
+def _delta_row_bytes(net: GatedDeltaSizes) -> int:
+    """Of a prompt's row in a gated delta net on a CUDA device, beside its product and its result: fp32 queries, keys
+    and values, two gates of each value head, and a row of two matrices of its chunk."""
+    return 4 * (net.channels + 2 * net.value_heads * (1 + _DELTA_CHUNK))
 
 
 def expert_bytes(config: ModelConfig, chunk: int) -> int:

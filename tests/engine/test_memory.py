@@ -10,6 +10,7 @@ from quengine.block_manager import CachePool
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.gated_delta.chunks import chunk_rows
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.moe import grouped
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
@@ -30,7 +31,7 @@ from quengine.memory import (
     expert_bytes,
     workspace_bytes,
 )
-from quengine.models.config import CacheGroup, ExpertConfig, ModelConfig
+from quengine.models.config import CacheGroup, ExpertConfig, GatedDeltaSizes, ModelConfig
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.tiny_models import small_config
 
@@ -184,6 +185,23 @@ def test_the_rows_of_experts_take_room_of_their_own_on_the_cpu(config: ModelConf
         for each in (experts, dense)
     ]
     assert more[0] < more[1]
+
+
+def test_a_gated_delta_net_takes_room_for_each_row_of_a_chunk_on_a_gpu(config: ModelConfig) -> None:
+    """What its kernels allocate for a chunk: 32 + 0.25 + 16 KiB a row of Qwen3.6-35B-A3B's shape."""
+    sizes = GatedDeltaSizes(16, 32, 128, 4, tiled=True)
+    net = dataclasses.replace(config, embedding_length=2048, gated_delta=sizes)
+    taken = [workspace_bytes("cuda", net, GIB, chunk, 1) for chunk in (512, 1024)]
+    plain = [
+        workspace_bytes("cuda", dataclasses.replace(net, gated_delta=None), GIB, chunk, 1)
+        for chunk in (512, 1024)
+    ]
+    product = 4 * (8192 + 4096 + 64) - 4 * (config.head_count + 2 * config.head_count_kv) * config.head_dim
+    more = (taken[1] - taken[0]) - (plain[1] - plain[0])
+    assert more == 512 * (product + 1024 * 32 + 256 + 1024 * 16)
+    qkv, gates = torch.empty(512, 8192), torch.empty(512, 2, 32)
+    matrices = 2 * torch.empty(512, 32, chunk_rows(128)).nbytes
+    assert qkv.nbytes + gates.nbytes + matrices == 512 * (1024 * 32 + 256 + 1024 * 16)
 
 
 def test_a_draft_model_takes_less_beside_than_alone(config: ModelConfig) -> None:

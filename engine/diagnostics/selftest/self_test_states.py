@@ -52,7 +52,9 @@ def check_state(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
         x = torch.randn(len(here), subject.columns, generator=random)
         try:
             wanted = subject.define(here, x.double(), ours)
-            found = subject.run(backend, there, x.to(backend.device, backend.dtype), layer)  # may write over x
+            found = subject.run(
+                backend, there, x.to(backend.device, backend.dtype), layer
+            )  # may write over x
             yield KernelCheck(name, test, nmse(found, wanted), subject.limits[test])
         except Exception as error:  # whatever stops a kernel is what this test looks for
             yield failure(name, test, error)

@@ -76,16 +76,16 @@ def gated_norm(
     [T, width], quantized activations (width a multiple of 32), or an fp16 operand with its row scales."""
     assert o.shape == (len(step.x), net.width) and o.stride(1) == 1
     out_stride, layout = 0, 0
+    padded = int(triton.next_power_of_2(net.value_heads)) * net.head_dim
     if isinstance(out, QuantizedActivations):
         kind, planes = _QUANTIZED, (out.high, out.low, out.scale, out.sums)
     elif isinstance(out, Fp16Operand):
-        assert out.fits(net.width) and out.rows == len(o)
+        assert out.fits(net.width) and out.rows == len(o) and (padded % 128 == 0 or not out.is_wgmma)
         kind, planes = _FP16, (out.values, out.values, out.row_scale, out.row_scale)
         out_stride, layout = out.stride, int(out.layout)
     else:
         assert out.is_contiguous() and out.shape == o.shape
         kind, planes = _PLAIN, (out, out, out, out)
-    padded = int(triton.next_power_of_2(net.value_heads)) * net.head_dim
     _gated_norm_kernel[(len(o),)](
         o, step.x, step.row_scale, spec.norm, step.block_tables, step.sequences, *planes,
         o.stride(0), step.x.stride(0), step.block_tables.stride(0), out_stride, step.weight_scale, spec.eps,

@@ -147,7 +147,7 @@ def _by_rows_kernel(
     CHANNELS: tl.constexpr = 2 * KEYS + NET.value_heads * D
     head = tl.program_id(1)
     sequence = tl.program_id(2)
-    first = 0
+    first = sequence
     if ALL_ROWS == 0:
         first, count, start = chunk_of(tile_ptr, tiles, sequence)
     else:
