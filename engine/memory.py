@@ -366,18 +366,27 @@ def _ways(
             ways.append("--cache-type q8_0")
         elif smaller >= CONTEXT_STEP:
             ways.append(f"--cache-type q8_0 -c {smaller}")
-    if needs.state_bytes:
-        fewer = [
-            n
-            for n in range(1, needs.parallel)
-            if replace(needs, parallel=n).nbytes(wanted, cache_type) <= memory.room
-        ]
-        ways += [f"--parallel {fewer[-1]}"] if fewer else []
-        if (needs.checkpoints or 0) > LEAST_CHECKPOINTS:
-            ways.append(f"--state-checkpoints {LEAST_CHECKPOINTS}")
+    ways += _ways_with_fewer_states(needs, memory, wanted, fitting, cache_type)
     if needs.draft is not None:
         ways.append("no --draft-model")
     missing = needs.nbytes(wanted, cache_type) - memory.room
     if (layers := layers_that_free(memory.experts, missing)) is not None:
         ways.append(f"--n-cpu-moe {layers}")
+    return ways
+
+
+def _ways_with_fewer_states(
+    needs: CacheNeeds, memory: DeviceMemory, wanted: int, fitting: int, cache_type: CacheType
+) -> list[str]:
+    """Fewer sequences, with fewer positions where nothing else helps, or fewer checkpoints."""
+    if not needs.state_bytes:
+        return []
+    fewer = [replace(needs, parallel=count) for count in range(1, needs.parallel)]
+    holding = [each.parallel for each in fewer if each.nbytes(wanted, cache_type) <= memory.room]
+    ways = [f"--parallel {holding[-1]}"] if holding else []
+    if fewer and not holding and fitting < CONTEXT_STEP:
+        positions = fewer[0].fitting(memory.room, wanted, cache_type)
+        ways += [f"--parallel 1 -c {positions}"] if positions else []
+    if (needs.checkpoints or 0) > LEAST_CHECKPOINTS:
+        ways.append(f"--state-checkpoints {LEAST_CHECKPOINTS}")
     return ways

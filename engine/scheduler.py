@@ -182,7 +182,9 @@ class Scheduler:
             for sequence in batch.sequences:
                 if not sequence.block_tables or sequence.finished:
                     continue
-                if self.blocks.has_states and not sequence.draft:  # else Speculation.take says what the states lack
+                if (
+                    self.blocks.has_states and not sequence.draft
+                ):  # else Speculation.take says what the states lack
                     sequence.replay = 0
                 if (sequence.num_cached_tokens + 1) % BLOCK_SIZE:
                     sequence.num_cached_tokens += 1
@@ -309,9 +311,10 @@ class Scheduler:
             self.blocks.add_copies(sequence.block_tables)
 
     def _copy_is_due(self, sequence: Sequence) -> bool:
-        """Whether it has computed many tokens since its states were copied last."""
-        has_copies = self.blocks.has_copies(sequence.block_tables)
-        return has_copies and len(sequence.token_ids) - sequence.state_copy_at > _COPY_EVERY
+        """Whether its states were not copied since its prompt, or many tokens."""
+        since = len(sequence.token_ids) - sequence.state_copy_at
+        is_due = not sequence.state_copy_at or since > _COPY_EVERY
+        return is_due and self.blocks.has_copies(sequence.block_tables)
 
     def _checkpoints_of(self, sequence: Sequence, held: int) -> list[int]:
         """Behind how many of its first tokens the states of a sequence are kept: at the last full block of its prompt,

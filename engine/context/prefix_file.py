@@ -2,7 +2,7 @@
 
 Tensors: `token_ids` int64 [T], of which the last T % 32 are in no block; of each group of layers `held.G` int64, the
 indices of its blocks; of each layer `layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or int8 with
-`.k_scale` and `.v_scale` fp16 [.., head_dim / 32]; of one that keeps a state its parts, `layer.N.state.P` fp32 [1, ...].
+`.k_scale` and `.v_scale` fp16 [.., head_dim / 32]; of a state its parts, `layer.N.state.P` fp32 [1, ...].
 Metadata: `PrefixFiles.header`, and a digest of all tensors. Format: https://huggingface.co/docs/safetensors.
 """
 

@@ -23,7 +23,9 @@ def write_small(path: Path) -> Path:
     """A file of it, at that path."""
     preset = find_preset("lfm2-tiny")
     assert preset is not None
-    return write_synthetic(path, replace(preset, embedding_length=256, feed_forward_length=256, vocab_size=512))
+    return write_synthetic(
+        path, replace(preset, embedding_length=256, feed_forward_length=256, vocab_size=512)
+    )
 
 
 def _state(self: ShortConv) -> SlotState:
@@ -59,4 +61,3 @@ def states_that_count() -> Iterator[None]:
         patch.setattr(ShortConv, "state", property(_state))
         patch.setattr(ReferenceBackend, "short_conv", counting)
         yield
-

@@ -1,6 +1,8 @@
 """Models whose states cannot go back: every token is computed once in each state, and none that a checkpoint holds."""
 
-from collections.abc import Iterator
+import itertools
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from quengine import LLM, SamplingParams
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.scheduler import Scheduler
+from quengine.speculative.speculation import Speculation
 from tests.engine.states import states_that_count, write_small
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -190,6 +193,57 @@ def test_texts_with_look_up_are_those_without(tiny: Path, alone: list[Completion
     drafts = [each.timings for each in found]
     assert sum(t.drafted_tokens for t in drafts) > sum(t.accepted_tokens for t in drafts)
     assert again.timings.cached_tokens >= 64
+
+
+class HalfRight:
+    """Drafts the text as it will be, at random with one wrong token; takes the place of a draft model."""
+
+    bytes_per_token = 0
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self.texts = texts
+        self.random = random.Random(5)
+
+    def follow(self, sequence: Sequence, end: int) -> None:
+        del sequence, end
+
+    def room(self, sequence: Sequence) -> int:
+        return 256 - len(sequence.token_ids)
+
+    def draft(self, asked: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        drafts = {}
+        for sequence, count in asked.items():
+            done = len(sequence.token_ids)
+            text = next((each for each in self.texts if each[:done] == sequence.token_ids), [])
+            draft = text[done : done + count]
+            if draft and self.random.random() < 0.6:
+                draft[self.random.randrange(len(draft))] = 3
+            drafts[sequence] = draft
+        return drafts
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_drafts_of_a_model_are_taken_back_where_they_are_wrong(
+    tiny: Path, alone: list[Completion], preempts: bool
+) -> None:
+    texts = [[*prompt, *each.tokens] for prompt, each in zip(PROMPTS, alone, strict=True)]
+    with engine(tiny, parallel=3, draft_ngram=1) as llm:
+        llm.speculation = Speculation(llm.scheduler, 0, HalfRight(texts), 6, 12)  # type: ignore[arg-type]
+        streams = [llm.stream(prompt, PARAMS) for prompt in PROMPTS]
+        for stream in streams:
+            stream.start()
+        for count in itertools.count():
+            if preempts and count % 5 == 4 and llm.scheduler._running:
+                llm.scheduler._preempt(llm.scheduler._running[-1])
+            if not llm.step() and not llm.scheduler.sequences:
+                break
+        found = [stream.finish() for stream in streams]
+        copies = llm.scheduler.blocks._kept_copies
+        again = llm.generate([*texts[0][:-1], 9], FEW)[0]
+    assert tokens(found) == tokens(alone) and not copies
+    drafts = [each.timings for each in found]
+    assert 0 < sum(t.accepted_tokens for t in drafts) < sum(t.drafted_tokens for t in drafts)
+    assert again.timings.cached_tokens == 64, "40 tokens of the prompt and 24 of the answer"
 
 
 def test_a_step_that_failed_is_computed_from_the_beginning(tiny: Path, alone: list[Completion]) -> None:

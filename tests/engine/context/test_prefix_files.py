@@ -212,7 +212,9 @@ def test_a_file_with_another_bit_is_refused_by_its_digest(
     data = bytearray(saved_file.read_bytes())
     data[place] ^= 4
     (folder / "bit").write_bytes(data)
-    with pytest.raises(EngineError, match=r"^it is damaged: its contents do not have its digest; save it again$"):
+    with pytest.raises(
+        EngineError, match=r"^it is damaged: its contents do not have its digest; save it again$"
+    ):
         restore(saver, folder / "bit")
 
 
