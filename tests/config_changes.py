@@ -91,6 +91,14 @@ _GLM = {
     "num_nextn_predict_layers": 0,
 }
 _LFM = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+_DELTA = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -117,6 +125,9 @@ _TYPES: dict[str, dict[str, Any]] = {
     "exaone4": {"num_hidden_layers": 4, "sliding_window": 8},
     "lfm2": {**_LFM, "block_multiple_of": 32},
     "lfm2_moe": {**_LFM, **_QWEN_EXPERTS, "num_dense_layers": 1},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_QWEN_EXPERTS, "shared_expert_intermediate_size": 80},
+    "qwen3_next": {**_DELTA, **_QWEN_EXPERTS, "shared_expert_intermediate_size": 80},
 }
 
 

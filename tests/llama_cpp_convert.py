@@ -25,6 +25,7 @@ class Conversion:
         they make of a text, and so only those of released models.
     mistral: the folder is in Mistral's own format (params.json, consolidated.safetensors, tekken.json).
     gate_up, qkv: gate and up of all experts of a layer, query, key and value rows, in one tensor.
+    drafts: the layers that draft tokens are written, too, which the folder then must have.
     """
 
     folder: Path
@@ -33,12 +34,14 @@ class Conversion:
     mistral: bool = False
     gate_up: bool = False
     qkv: bool = False
+    drafts: bool = True
 
     @property
     def arguments(self) -> list[str]:
         flags = ["--mistral-format"] if self.mistral else []
         flags += ["--fuse-gate-up-exps"] if self.gate_up else []
         flags += ["--fuse-qkv"] if self.qkv else []
+        flags += [] if self.drafts else ["--no-mtp"]
         return [str(self.folder), "--outfile", str(self.output), "--outtype", "f32", *flags]
 
 

@@ -16,6 +16,7 @@ from quengine.models.architectures.olmo2 import OLMO2
 from quengine.models.architectures.olmoe import OLMOE
 from quengine.models.architectures.phi3 import PHI3
 from quengine.models.architectures.qwen import QWEN2, QWEN3
+from quengine.models.architectures.qwen3_next import QWEN3NEXT, QWEN35, QWEN35MOE
 from quengine.models.architectures.qwen_moe import QWEN2MOE, QWEN3MOE
 from quengine.models.architectures.smollm3 import SMOLLM3
 from quengine.models.blocks.block import Block
@@ -24,8 +25,8 @@ from quengine.models.config import ModelConfig
 ARCHITECTURES: Mapping[str, Architecture] = {
     a.name: a
     for a in (
-        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2, SMOLLM3, EXAONE4),
-        *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
+        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2, SMOLLM3, EXAONE4, QWEN35),
+        *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE, QWEN3NEXT, QWEN35MOE),
     )
 }
 """By the name that GGUF has for them."""

@@ -41,12 +41,14 @@ class HFPart:
     """A tensor of a layer that a Hugging Face folder holds within another, the holder.
 
     name: of the holder, below the layer; `hf.hf_parts` says how it may be packed. rows: which of the holder's rows, or
-    of a bias's elements, per expert. transposed: the holder's last two dimensions are exchanged.
+    of a bias's elements, per expert. transposed: the holder's last two dimensions are exchanged. picks:
+    of a matrix, how many rows the holder has and which are the part's, in order, in place of `rows`.
     """
 
     name: str
     rows: Literal["all", "first half", "second half", "even", "odd"] = "all"
     transposed: bool = False
+    picks: Callable[[ModelConfig], tuple[int, Sequence[int]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Architecture:
     hf_parts: GGUF tensor of a block, with .weight or .bias -> the tensor that holds it there, in folders where it has
         none of its own.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
+    hf_changes: GGUF tensor of a block, with .weight or .bias -> what GGUF files have of a folder's weights (fp32); of
+        a norm in place of the sum.
     vocabulary: of synthetic models, byte-level BPE or SentencePiece.
     synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the
         tiny model's where the name ends in "-tiny".
@@ -111,6 +115,7 @@ class Architecture:
     hf_modules: Mapping[str, str] = field(default_factory=dict)
     hf_parts: Mapping[str, HFPart] = field(default_factory=dict)
     hf_norm_offset: float = 0.0
+    hf_changes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     vocabulary: Literal["bpe", "spm"] = "bpe"
     synthetic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     size_fields: Callable[[ModelConfig], Fields] = lambda _config: {}

@@ -51,7 +51,7 @@ def _common_keys(keys: Keys) -> Keys:
     return keys if keys.get("use_sliding_window") else {**keys, "sliding_window": None}
 
 
-def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
+def dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
     """Those of `mlp_only_layers`, and all but each `decoder_sparse_step`th."""
     step = integer(keys, "decoder_sparse_step", *LIMITS["block_count"])
     named = keys.get("mlp_only_layers") or []
@@ -88,7 +88,7 @@ QWEN2MOE = Architecture(
             layer_kinds=_layer_kinds_of_qwen2,
             reads_layer_types=True,
             expert_keys={**EXPERT_KEYS, "shared_feed_forward_length": "shared_expert_intermediate_size"},
-            dense_layers=_dense_layers,
+            dense_layers=dense_layers,
             common_keys=_common_keys,
         )
     },
@@ -110,7 +110,7 @@ QWEN3MOE = Architecture(
             },
             layer_kinds=sliding_attention,
             expert_keys=EXPERT_KEYS,
-            dense_layers=_dense_layers,
+            dense_layers=dense_layers,
             common_keys=_common_keys,
         )
     },

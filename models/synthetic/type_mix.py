@@ -3,6 +3,8 @@
 from quengine.models.blocks.block import Shape
 from quengine.models.synthetic.presets import MXFP4_MOE, Q4_K_M, SyntheticModel
 
+_FLOAT = (".bias", "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight")
+
 
 def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
     """Vectors, biases, routers and convolutions are F32, other matrices `spec.quant` or what the mix of that name says.
@@ -11,7 +13,7 @@ def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
     of the layers and every third between; Q5_K for attn_qkv. A model of exactly 8 experts has Q8_0 for attn_k and
     attn_v, Q5_K for attn_output. MXFP4_MOE: MXFP4 for the experts, Q8_0 for all else.
     """
-    if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight", "shortconv.conv.weight")):
+    if len(shape) == 1 or name.endswith(_FLOAT):
         return "F32"
     if spec.quant == MXFP4_MOE:
         return "MXFP4" if len(shape) == 3 else "Q8_0"
