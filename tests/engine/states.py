@@ -1,4 +1,4 @@
-"""A model whose states cannot go back: a tiny LFM2, whose definition counts the tokens that each state stands for."""
+"""Models whose states cannot go back: Qwen3.5, and an LFM2 whose definition counts what each state stands for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,13 +19,11 @@ from quengine.models.synthetic.presets import find_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 
 
-def write_small(path: Path) -> Path:
-    """A file of it, at that path."""
-    preset = find_preset("lfm2-tiny")
-    assert preset is not None
-    return write_synthetic(
-        path, replace(preset, embedding_length=256, feed_forward_length=256, vocab_size=512)
-    )
+def write_small(path: Path, preset: str) -> Path:
+    """A file of one of them, at that path: "lfm2-tiny" or "qwen3.5-tiny"."""
+    found = find_preset(preset)
+    assert found is not None
+    return write_synthetic(path, replace(found, embedding_length=256, feed_forward_length=256, vocab_size=512))
 
 
 def _state(self: ShortConv) -> SlotState:
