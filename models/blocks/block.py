@@ -70,10 +70,13 @@ class SlotState:
     Of a part [rows, channels] ranks divide the channels, of one of more dimensions the first: [heads, ...].
 
     rewinds: a state serves to go on from that many positions before its newest one.
+    sections: of each part, how the divided dimension is parted, in relative lengths, into sections of each of which a
+        rank has its share, (2, 1) for two thirds and one; empty where none of the parts is.
     """
 
     shapes: tuple[Shape, ...]
     rewinds: int = 0
+    sections: tuple[Shape, ...] = ()
 
     @property
     def nbytes(self) -> int:

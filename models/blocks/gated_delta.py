@@ -28,8 +28,9 @@ class GatedDelta:
     def state(self) -> SlotState:
         """History and memory (kernels/gated_delta.py). The history has a row for the newest position too, so that
         writing it leaves what the convolution reads there."""
-        sizes = self.sizes
-        return SlotState(((sizes.taps, sizes.channels), (sizes.value_heads, sizes.head_dim, sizes.head_dim)))
+        sizes, values = self.sizes, self._of_value_heads(1)
+        shapes = (sizes.taps, sizes.channels), (sizes.value_heads, sizes.head_dim, sizes.head_dim)
+        return SlotState(shapes, sections=((1, 1, *values), values))
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         sizes, width = self.sizes, self.width
