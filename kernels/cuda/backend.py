@@ -3,7 +3,8 @@
 A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
 output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
 also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself, or scales
-of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. Where ranks share
+of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. A gated delta net
+has one launch in place of attention, in batches two. Where ranks share
 a model, the launches of output and down sum over them, too. The residual stream is fp32. Implements
 kernels.backend.Backend.
 

@@ -52,7 +52,7 @@ def _rows_before(
 
 
 @DirectLaunch
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "table_stride"])
 def _convolve_kernel(
     x_ptr, row_scale_ptr, conv_ptr, decay_ptr, bias_ptr, position_ptr, table_ptr, sequence_ptr, history_ptr,
     out_ptr, gates_ptr, rows, x_stride, table_stride, weight_scale,

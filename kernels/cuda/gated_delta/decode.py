@@ -70,7 +70,7 @@ def _past(history_ptr, conv_ptr, position, channel, NET: tl.constexpr):
 
 
 @DirectLaunch
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     x_ptr, conv_ptr, decay_ptr, bias_ptr, norm_ptr, position_ptr, table_ptr, history_ptr, memory_ptr,
     out_ptr, low_ptr, scale_ptr, sums_ptr, x_stride, table_stride, eps,

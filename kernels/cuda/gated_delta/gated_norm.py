@@ -20,7 +20,7 @@ _PLAIN, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @DirectLaunch
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _gated_norm_kernel(
     o_ptr, x_ptr, row_scale_ptr, norm_ptr, table_ptr, sequence_ptr, out_ptr, low_ptr, scale_ptr, sums_ptr,
     o_stride, x_stride, table_stride, out_stride, weight_scale, eps,

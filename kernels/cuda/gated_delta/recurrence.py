@@ -62,7 +62,7 @@ def _own_channels(COLUMNS: tl.constexpr, NET: tl.constexpr):
 
 
 @DirectLaunch
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "table_stride"])
 def _by_chunks_kernel(
     qkv_ptr, gates_ptr, solve_ptr, reach_ptr, tile_ptr, table_ptr, x_ptr, row_scale_ptr, history_ptr, memory_ptr,
     tiles, table_stride, x_stride, weight_scale,
@@ -133,7 +133,7 @@ def _by_chunks_kernel(
 
 
 @DirectLaunch
-@triton.jit(do_not_specialize=["tiles", "rows"])
+@triton.jit(do_not_specialize=["tiles", "rows", "table_stride"])
 def _by_rows_kernel(
     qkv_ptr, gates_ptr, position_ptr, tile_ptr, table_ptr, x_ptr, row_scale_ptr, history_ptr, memory_ptr,
     tiles, rows, table_stride, x_stride, weight_scale,
