@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from quengine.block_manager import CachePool
 from quengine.config import EngineConfig
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.ranks.communicator import Communicator
@@ -202,4 +203,15 @@ def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) ->
     if config.parallel > 1:
         tokens = max(pool.num_blocks for pool in cache.pools) * BLOCK_SIZE
         held += f" for {tokens} tokens of up to {config.parallel} sequences at once"
+    held += "".join(_states_note(config, pool, cache) for pool in cache.pools if pool.is_state)
     return f"context {cache.ctx_size} tokens{cut}, {held}, weights {gib(checkpoint.nbytes)}"
+
+
+def _states_note(config: EngineConfig, pool: CachePool, cache: KVCache) -> str:
+    """What states take of the cache, for the user."""
+    size = sum(part[:, 0].nbytes for parts in cache.states for part in parts)
+    copies = f", {config.parallel * pool.spares} copies for drafts" if pool.spares else ""
+    return (
+        f", of it {gib(size * pool.num_blocks)} for states of {gib(size)}: {config.parallel} of sequences{copies}, "
+        f"{pool.checkpoints} checkpoints"
+    )

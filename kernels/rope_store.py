@@ -16,8 +16,8 @@ from quengine.kernels.rope import apply_rope
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
     """Rotate queries and keys of the T tokens of a step; write keys and values to `layer`.
 
-    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64, computed in that type. Returns the rotated queries
-    [T, heads, head_dim].
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64, computed in that type, of a gated attention without its
+    gates (`split_gates` of kernels/attention.py). Returns the rotated queries [T, heads, head_dim].
     """
     tokens = qkv.shape[0]
     positions = batch.positions.long()

@@ -132,10 +132,10 @@ class ModelSplit:
     def _kept(self, cut: Cut) -> list[range]:
         """Which rows or columns the rank has, of each of the parts that lie one behind the other."""
         start, kept = 0, list[range]()
-        for axis in cut.axes:
+        for axis, unit in zip(cut.axes, cut.units or (1,) * len(cut.axes), strict=True):
             part, total = self._ranges[axis]
-            kept.append(range(start + part.start, start + part.stop))
-            start += total
+            kept.append(range(start + unit * part.start, start + unit * part.stop))
+            start += unit * total
         return kept
 
     def _axis_ranges(self) -> dict[Axis, tuple[range, int]]:
@@ -151,6 +151,9 @@ class ModelSplit:
             "heads": (own, heads),
             "tokens": (shares(config.vocab_size, _TOKENS, count)[number], config.vocab_size),
         }
+        if config.gated_delta is not None:
+            key_heads = config.gated_delta.key_heads
+            ranges["key_heads"] = (shares(key_heads, 1, count)[number], key_heads)
         if config.experts is not None:
             ranges["experts"] = (shares(config.experts.count, 1, count)[number], config.experts.count)
         for axis, (total, unit) in self._units.items():
@@ -170,6 +173,10 @@ class ModelSplit:
         if config.splits_heads:
             kv_heads = max(1, config.head_count_kv // count)
             made = replace(made, head_count=config.head_count // count, head_count_kv=kv_heads)
+        if config.gated_delta is not None:
+            delta = config.gated_delta
+            keys, values = delta.key_heads // count, delta.value_heads // count
+            made = replace(made, gated_delta=replace(delta, key_heads=keys, value_heads=values))
         if config.experts is not None:
             experts = replace(
                 config.experts,
@@ -197,6 +204,8 @@ class ModelSplit:
                 if count > 1 and columns % block:
                     form = tensors[name].format.name
                     return f"{name} ({form}) has {columns} columns a rank, not a multiple of {block}"
+        if count > 1 and (problem := _gated_delta_problem(config, tensors, count)):
+            return problem
         for axis, (total, unit) in self._units.items():
             if total // unit < count:
                 name, way = _DOWN[axis], ", or --expert-parallel" if axis == "expert_inner" else ""
@@ -213,6 +222,22 @@ _DOWN: Mapping[Axis, str] = {
     "shared_inner": "ffn_down_shexp",
     "channels": "shortconv.out_proj",
 }
+
+
+def _gated_delta_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor], count: int) -> str | None:
+    """Why `count` ranks cannot share the heads of a model's gated delta nets; None: they can."""
+    if config.gated_delta is None:
+        return None
+    heads = config.gated_delta.key_heads
+    if heads % count:
+        return f"{heads} key heads of gated delta nets, which {count} ranks cannot share equally"
+    for name in _named(tensors, "ssm_out.weight"):
+        form, cut = tensors[name].format, cut_of(name, config)
+        block = lcm(form.block, _GROUP)
+        assert cut is not None
+        if columns := next((unit * heads // count for unit in cut.units if unit * heads // count % block), 0):
+            return f"{name} ({form.name}) has parts of {columns} columns a rank, not a multiple of {block}"
+    return None
 
 
 def _experts_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor], count: int) -> str | None:

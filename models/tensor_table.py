@@ -75,11 +75,11 @@ def required_tensors(config: ModelConfig) -> dict[str, Shape]:
 def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.") -> frozenset[str]:
     """Those of `names` that belong to the layers which the decoder passes over (`ModelConfig.draft_layers`).
 
-    body: what names of layers begin with, before the layer's number.
+    body: what names of layers begin with, before the layer's number. Folders of Qwen have these layers beside them.
     """
     first = config.block_count
     layers = tuple(f"{body}{layer}." for layer in range(first, first + config.draft_layers))
-    return frozenset(name for name in names if name.startswith(layers))
+    return frozenset(name for name in names if name.startswith((*layers, "mtp.", "model.mtp.")))
 
 
 def draft_note(names: Sized) -> list[str]:
@@ -146,6 +146,7 @@ def _holder(name: str) -> str:
 _HOLDERS = {
     **dict.fromkeys(("attn_q", "attn_k", "attn_v"), "attn_qkv"),
     **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "ffn_gate_up_exps"),
+    **dict.fromkeys(("attn_qkv", "attn_gate"), "ssm_in"),
 }
 _HELD = re.compile(rf"\.({'|'.join(_HOLDERS)})\.")
 

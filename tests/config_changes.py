@@ -103,6 +103,14 @@ _ERNIE = {
     "tie_word_embeddings": False,
 }
 _LFM = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+_DELTA = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -135,6 +143,9 @@ _TYPES: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_out_bias": True},
     "lfm2": {**_LFM, "block_multiple_of": 32},
     "lfm2_moe": {**_LFM, **_QWEN_EXPERTS, "num_dense_layers": 1},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_QWEN_EXPERTS, "shared_expert_intermediate_size": 80},
+    "qwen3_next": {**_DELTA, **_QWEN_EXPERTS, "shared_expert_intermediate_size": 80},
 }
 
 

@@ -15,7 +15,7 @@ from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.gguf.vocab_checks import check_vocabulary
 from quengine.models.model_summary import summarize
 from quengine.models.tensor_table import check_tensors
-from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, entry, model_builder
+from tests.gguf_builder import DELTA, GGUFBuilder, ModelSizes, bpe_vocabulary, entry, model_builder
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
@@ -248,6 +248,10 @@ def seeds() -> list[Seed]:
         model_builder(ModelSizes("qwen3", **tiny), bpe, changes={"qwen3.attention.head_count_kv": [1]}),
         *(_of_others(name, ModelSizes(name, **tiny), bpe) for name in OTHERS),
         model_builder(ModelSizes("lfm2", **{**tiny, "blocks": 2}), bpe, tied=True),
+        *(
+            model_builder(ModelSizes(name, **{**tiny, **DELTA, "blocks": 2}), bpe)
+            for name in ("qwen35", "qwen3next")
+        ),
         GGUFBuilder().kvs({**ModelSizes().metadata(), **_small_spm()}),
         shard,
     ]

@@ -24,7 +24,7 @@ from quengine.models.checkpoint import open_checkpoint
 from quengine.models.model_summary import summarize
 from quengine.models.template.chat_template import ChatTemplate, encode_chat
 from quengine.models.tokenizer import Tokenizer
-from tests.gguf_builder import ModelSizes, byte_level_alphabet
+from tests.gguf_builder import DELTA, ModelSizes, byte_level_alphabet
 from tests.hf_writer import fused, hf_config, hf_name, packed, random_weights, within_others, write_hf
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
@@ -151,6 +151,7 @@ def _seed(
 ) -> Files:
     """`in_one_tensor`: a layer's experts are. `width`: of the stream and of experts; of 32 they are packed."""
     tiny = {"blocks": 1, "embedding": width, "feed_forward": width, "heads": 2, "kv_heads": 1, "head_dim": 4}
+    tiny |= {"blocks": 2, **DELTA} if architecture == "qwen35" else {}
     experts = 4 if more.get("model_type") == "mixtral" else None
     separate = architecture not in ("granitemoe", "gpt-oss")
     sizes = ModelSizes(architecture, **tiny, experts=experts, expert_feed_forward=width, separate=separate)
@@ -239,6 +240,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "qwen3moe": {"norm_topk_prob": True, "in_one_tensor": True},
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False},
+    "qwen35": {"mtp_num_hidden_layers": 1, "attn_output_gate": True},
 }
 """Other architectures, with keys of their own."""
 

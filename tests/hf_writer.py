@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.gguf_builder import ModelSizes
+from tests.gguf_builder import GATED_DELTAS, TAPS, ModelSizes
 
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -43,6 +43,7 @@ MODEL_TYPES = {
     "gpt-oss": "gpt_oss",
     "ernie4_5-moe": "ernie4_5_moe",
     "minimax-m2": "minimax_m2",
+    "qwen35": "qwen3_5_text",
 }
 """Architecture -> model type, where they differ."""
 
@@ -63,6 +64,16 @@ OTHER_MODULES = {
         "ffn_gate.*": "block_sparse_moe.experts.*.w1",
         "ffn_up.*": "block_sparse_moe.experts.*.w3",
         "ffn_down.*": "block_sparse_moe.experts.*.w2",
+    },
+    "qwen35": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
     },
     "mixtral": {
         "ffn_gate_inp": "block_sparse_moe.gate",
@@ -115,8 +126,21 @@ def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any)
         "hidden_act": "silu",
         "tie_word_embeddings": tied,
         **(_experts(sizes) if sizes.experts else {}),
+        **(_gated_delta(sizes) if sizes.architecture in GATED_DELTAS else {}),
     }
     return {key: value for key, value in {**config, **changes}.items() if value is not None}
+
+
+def _gated_delta(sizes: ModelSizes) -> dict[str, Any]:
+    return {
+        "full_attention_interval": 2,
+        "linear_conv_kernel_dim": TAPS,
+        "linear_key_head_dim": sizes.delta_head_dim,
+        "linear_value_head_dim": sizes.delta_head_dim,
+        "linear_num_key_heads": sizes.key_heads,
+        "linear_num_value_heads": sizes.value_heads,
+        "partial_rotary_factor": 1.0,
+    }
 
 
 def _experts(sizes: ModelSizes) -> dict[str, Any]:
@@ -162,6 +186,9 @@ def within_others(weights: dict[str, Tensor], architecture: str) -> dict[str, Te
     held = dict(weights)
     for layer in {name.split(".")[1] for name in weights if name.startswith("blk.")}:
         ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
+        for name, module in (("ssm_a", "A_log"), ("ssm_dt.bias", "dt_bias")):
+            if f"{ours}.{name}" in held:
+                held[f"{theirs}.linear_attn.{module}"] = held.pop(f"{ours}.{name}")
         if architecture in ("glm4moe", "dots1"):
             held[f"{theirs}.mlp.gate.e_score_correction_bias"] = held.pop(f"{ours}.exp_probs_b.bias")
         if architecture == "minimax-m2":
@@ -208,6 +235,7 @@ def random_weights(
     weights = {}
     for name, shape in sizes.tensor_shapes(vocab, tied).items():
         shape = (1, *shape) if name.endswith("ffn_gate_inp_shexp.weight") else shape
+        shape = (shape[0], 1, shape[1]) if name.endswith("ssm_conv1d.weight") else shape
         values = torch.randn(shape, generator=generator) * 0.3
         weights[name] = (values + 1.0 if name.endswith("norm.weight") else values).to(dtype)
     return weights

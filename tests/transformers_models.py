@@ -75,7 +75,7 @@ def write_model(
     fused: bool = False,
     **config: Any,
 ) -> Path:
-    """`save_pretrained` of a model with random weights; `vision` puts it into a Mistral 3 or Gemma 3 vision model.
+    """`save_pretrained` of a model with random weights; `vision` puts it into its family's model with vision.
 
     change: alters the weights before they are saved. fused: a layer's experts are in one tensor, not one by one.
     `tie_word_embeddings` of a vision model goes to the outer configuration, where `transformers` reads it.
@@ -115,6 +115,19 @@ def write_model(
             text_config=text.to_dict(), vision_config=tower.to_dict(), mm_tokens_per_image=4, **outer
         )
         model = transformers.Gemma3ForConditionalGeneration(both)
+    elif vision and model_type.startswith("qwen3_5"):
+        family = "Qwen3_5Moe" if "moe" in model_type else "Qwen3_5"
+        sizes = {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        }
+        both = getattr(transformers, f"{family}Config")(
+            text_config=text.to_dict(), vision_config=sizes, **outer
+        )
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(both)
     elif vision:
         tower = transformers.PixtralVisionConfig(**VISION)
         both = transformers.Mistral3Config(text_config=text.to_dict(), vision_config=tower.to_dict(), **outer)
@@ -166,6 +179,8 @@ def transformers_model(folder: Path) -> tuple[Any, set[str]]:
         "mistral3": transformers.Mistral3ForConditionalGeneration,
         "gemma3": transformers.Gemma3ForConditionalGeneration,
         **{name.removesuffix("_text"): transformers.AutoModelForImageTextToText for name in QWEN_VISION},
+        "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
+        "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
     }
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     model, info = makers.get(model_type, transformers.AutoModelForCausalLM).from_pretrained(
@@ -204,7 +219,7 @@ def unrounded_cache(config: ModelConfig) -> list[LayerState]:
     for block in layers_of(config):
         state = block.mixer.state
         if isinstance(state, SlotState):
-            cache.append(SlotLayer(torch.zeros(2, *state.shape)))
+            cache.append(SlotLayer(tuple(torch.zeros(2, *shape) for shape in state.shapes)))
         else:
             cache.append(KVLayer(*torch.zeros(2, CONTEXT, state.kv_heads, state.head_dim)))
     return cache

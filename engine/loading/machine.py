@@ -259,4 +259,5 @@ def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
     communicator = decoder.backend.communicator
     if isinstance(communicator, CudaCommunicator):
         communicator.one_first(finish_compiling)
-    return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))
+    repeats = all(pool.rewinds for pool in cache.pools if pool.is_state)
+    return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs, repeats))

@@ -7,14 +7,17 @@ position, with the tensors of the layers one beside the other.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import SlotLayer
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.model_runner import ModelRunner
+from quengine.models.architectures import layers_of
+from quengine.models.blocks.block import Shape, SlotState
 from quengine.parallel.wire import ReadCache, WriteCache
 
 _MOST_BYTES = 32 << 20
@@ -22,22 +25,24 @@ _MOST_BYTES = 32 << 20
 
 
 class _Stored(NamedTuple):
-    """A tensor of a layer, [slots, heads, width], and the slots of the positions, [n], or of the sequence, [1]; empty
-    if not `held`."""
+    """A tensor of a layer, [slots, heads, ...], and the slots of the positions, [n], or of the sequence, [1]; empty if
+    not `held`. sections: of the heads, see SlotState."""
 
     layer: int
     held: bool
     is_state: bool
     tensor: Tensor
     slots: Tensor
+    sections: Shape = (1,)
 
     def row_bytes(self, heads: int) -> int:
-        return heads * self.tensor.shape[2] * self.tensor.itemsize
+        return heads * prod(self.tensor.shape[2:]) * self.tensor.itemsize
 
 
 def read_cached(runner: ModelRunner, start: int, end: int, kv_heads: int) -> list[Tensor]:
     """A copy, on the host, of what every layer stores of positions start .. end - 1, [n, kv_heads, width] each: keys
-    and values, or in q8_0 their codes and scales; or of its state, [1, channels, history]. On rank 0."""
+    and values, or in q8_0 their codes and scales; or of each part of its state, [1, channels,
+    rows] or [1, heads, ...]. On rank 0."""
     with runner.together(ReadCache(start, end)):
         rows = read_rows(runner, start, end)
     # Where there are fewer key/value heads than ranks, some ranks have the same.
@@ -71,8 +76,8 @@ def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
             own = communicator.all_gather(own, [sum(sizes)] * ranks)
         parts = torch.split(own.view(len(own), ranks, sum(sizes)).cpu(), sizes, dim=2)
         for one, part in zip(group, parts, strict=True):
-            shape = (len(own), ranks * one.tensor.shape[1], one.tensor.shape[2])
-            rows.append(part.contiguous().view(one.tensor.dtype).view(shape))
+            shape = (len(own), ranks, *one.tensor.shape[1:])
+            rows.append(_joined(part.contiguous().view(one.tensor.dtype).view(shape), one.sections))
     return rows
 
 
@@ -83,23 +88,40 @@ def write_rows(
     communicator, config, done = runner.decoder.backend.communicator, runner.decoder.config, 0
     cut = config.ranks > 1 and config.splits_heads
     for group in _groups(runner, start, end):
-        heads = config.ranks * group[0].tensor.shape[1] if group[0].is_state else kv_heads
-        first = communicator.rank * heads // communicator.size if cut else 0
-        sizes = [one.row_bytes(heads) for one in group]
+        heads = [config.ranks * one.tensor.shape[1] if one.is_state else kv_heads for one in group]
+        sizes = [one.row_bytes(count) for one, count in zip(group, heads, strict=True)]
         count = len(group[0].slots)
         values = torch.empty(count, sum(sizes), dtype=torch.uint8, device=group[0].tensor.device)
         if rows is not None:
             values.copy_(torch.cat([_bytes(each) for each in rows[done : done + len(group)]], dim=1))
         done += len(group)
         communicator.broadcast(values)
-        for one, part in zip(group, torch.split(values, sizes, dim=1), strict=True):
+        for one, all_heads, part in zip(group, heads, torch.split(values, sizes, dim=1), strict=True):
             if one.held:
-                given = part.contiguous().view(one.tensor.dtype).view(count, heads, one.tensor.shape[2])
-                one.tensor[one.slots] = given[:, first : first + one.tensor.shape[1]]
+                given = part.contiguous().view(one.tensor.dtype).view(count, all_heads, *one.tensor.shape[2:])
+                one.tensor[one.slots] = (
+                    _own_part(given, communicator.rank, communicator.size, one) if cut else given
+                )
+
+
+def _joined(parts: Tensor, sections: Shape) -> Tensor:
+    """The heads of all ranks [n, heads, ...] from what each has of them, [n, ranks, heads of a rank, ...]."""
+    unit = parts.shape[2] // sum(sections)
+    pieces = torch.split(parts, [unit * length for length in sections], dim=2)
+    return torch.cat([piece.flatten(1, 2) for piece in pieces], dim=1)
+
+
+def _own_part(rows: Tensor, rank: int, ranks: int, stored: _Stored) -> Tensor:
+    """What a rank has of the heads of all, [n, heads, ...]; ranks beyond their number share one."""
+    own, unit, pieces = stored.tensor.shape[1], rows.shape[1] // sum(stored.sections), list[Tensor]()
+    for piece in torch.split(rows, [unit * length for length in stored.sections], dim=1):
+        first = rank * piece.shape[1] // ranks
+        pieces.append(piece[:, first : first + own * piece.shape[1] // rows.shape[1]])
+    return torch.cat(pieces, dim=1)
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """[n, heads, width] of any type as uint8 [n, bytes]."""
+    """[n, heads, ...] of any type as uint8 [n, bytes]."""
     return rows.contiguous().flatten(1).view(torch.uint8)
 
 
@@ -120,14 +142,18 @@ def _groups(runner: ModelRunner, start: int, end: int) -> Iterator[list[_Stored]
 
 def _stored(runner: ModelRunner, start: int, end: int) -> Iterator[_Stored]:
     cache, device, config = runner.cache, runner.decoder.backend.device, runner.decoder.config
-    positions, slots = torch.arange(start, end), dict[int, Tensor]()
+    positions, slots, declared = torch.arange(start, end), dict[int, Tensor](), layers_of(config)
     groups = replace(config, stage=None).cache_groups
     for group, table in zip(groups, cache.whole_tables, strict=True):
         blocks = torch.tensor(table)
         found = blocks[:1] if group.is_state else slot_mapping(positions, blocks)
         slots |= dict.fromkeys(group.layers, found.to(device))
     for number, layer in enumerate(cache.layers):
-        is_state = isinstance(layer, SlotLayer)
-        for stored in layer.tensors:
-            tensor = stored.transpose(1, 2) if is_state else stored
-            yield _Stored(number, number in config.held_layers, is_state, tensor, slots[number])
+        held, where = number in config.held_layers, slots[number]
+        state = declared[number].mixer.state
+        if not isinstance(state, SlotState):
+            yield from (_Stored(number, held, False, stored, where) for stored in layer.tensors)
+            continue
+        for stored, sections in zip(layer.tensors, state.sections or repeat((1,)), strict=False):
+            heads_first = stored.transpose(1, 2) if stored.ndim == 3 else stored
+            yield _Stored(number, held, True, heads_first, where, sections)

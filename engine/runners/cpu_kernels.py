@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from quengine.kernels.child_process import import_path
 from quengine.kernels.cpu.gemm.tile_matmul import tile_kind
+from quengine.kernels.cpu.ops.gated_delta import COLUMNS
 from quengine.kernels.cpu.runtime import kernel_table as table
 from quengine.kernels.cpu.runtime.code_store import code_store
 from quengine.kernels.cpu.runtime.kernel_table import KernelName
@@ -97,8 +98,13 @@ def _name_operations(config: ModelConfig) -> None:
             table.key_panel_kernel(cache_type), table.value_panel_kernel(cache_type)
             table.rope_store_kernel(config.block.rope_layout, cache_type != "f16")
             table.kv_split_kernel(cache_type != "f16")
-    if config.recurrent_layers:
+    if config.block.gated:
+        table.output_gate_kernel()
+    if config.conv_channels:
         table.short_conv_kernel()
+    if config.gated_delta is not None:
+        table.delta_convolution_kernel(), table.delta_output_kernel()
+        table.delta_memory_kernel(config.gated_delta.head_dim % COLUMNS == 0)
     if config.experts is not None:
         table.router_kernel(config.experts.router.scores)
         table.group_kernel(), table.spread_kernel(), table.pack_groups_kernel(), table.grouped_matmul_kernel()

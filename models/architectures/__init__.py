@@ -21,6 +21,7 @@ from quengine.models.architectures.olmo2 import OLMO2
 from quengine.models.architectures.olmoe import OLMOE
 from quengine.models.architectures.phi3 import PHI3
 from quengine.models.architectures.qwen import QWEN2, QWEN3
+from quengine.models.architectures.qwen3_next import QWEN3NEXT, QWEN35, QWEN35MOE
 from quengine.models.architectures.qwen_moe import QWEN2MOE, QWEN3MOE
 from quengine.models.architectures.qwen_vl import QWEN2VL, QWEN3VL, QWEN3VLMOE
 from quengine.models.architectures.seed_oss import SEED_OSS
@@ -32,9 +33,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     a.name: a
     for a in (
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
-        *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, QWEN2VL, QWEN3VL),
+        *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, QWEN2VL, QWEN3VL, QWEN35),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
-        *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE),
+        *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, QWEN3NEXT, QWEN35MOE),
     )
 }
 """By the name that GGUF has for them."""

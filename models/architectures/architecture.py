@@ -42,12 +42,14 @@ class HFPart:
 
     name: of the holder, below the layer; `hf.hf_parts` says how it may be packed. rows: which of the holder's rows, or
     of a bias's elements, per expert. transposed: the holder's last two dimensions are exchanged; "by shape": where its
-    shape is not that of rows and columns, as `transformers` reads it.
+    shape is not that of rows and columns, as `transformers` reads it. picks: of a matrix, how many rows the holder has
+    and which are the part's, in order, in place of `rows`.
     """
 
     name: str
     rows: Literal["all", "first half", "second half", "even", "odd"] = "all"
     transposed: Literal[True, False, "by shape"] = False
+    picks: Callable[[ModelConfig], tuple[int, Sequence[int]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ class Architecture:
     hf_rows: vectors of a block that folders have as a matrix of one row.
     hf_rope_pairs: folders too have the elements of a head that rotate together as neighbours, where `block` does.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
+    hf_changes: GGUF tensor of a block, with .weight or .bias -> what GGUF files have of a folder's weights (fp32); of
+        a norm in place of the sum.
     vocabulary: of synthetic models, byte-level BPE or SentencePiece.
     synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the
         tiny model's where the name ends in "-tiny".
@@ -118,6 +122,7 @@ class Architecture:
     hf_rows: frozenset[str] = frozenset({"ffn_gate_inp_shexp"})
     hf_rope_pairs: bool = False
     hf_norm_offset: float = 0.0
+    hf_changes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     vocabulary: Literal["bpe", "spm"] = "bpe"
     synthetic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     size_fields: Callable[[ModelConfig], Fields] = lambda _config: {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from quengine.models.blocks.block import Axis, Cut, PagedKV, TensorSpec
 from quengine.models.config import BlockKind, ModelConfig
 
-_QUERIES, _KEYS, _HEADS = Cut("rows", ("queries",)), Cut("rows", ("keys",)), Cut("columns", ("heads",))
+_KEYS, _HEADS = Cut("rows", ("keys",)), Cut("columns", ("heads",))
 _ALL: tuple[Axis, ...] = ("queries", "keys", "keys")
 
 
@@ -55,19 +55,30 @@ class Attention:
 
     def joined(self) -> Mapping[str, TensorSpec]:
         """The tensors that hold query, key and value rows together, in files that do not have three."""
-        rows, cut = (self.heads + 2 * self.kv_heads) * self.head_dim, self.form.qk_norm != "row"
+        each, cut = self._rows_of_queries, self.form.qk_norm != "row"
+        rows = (each * self.heads + 2 * self.kv_heads) * self.head_dim
+        units = (each, 1, 1)
         return {
-            "attn_qkv.weight": TensorSpec((rows, self.width), Cut("rows", _ALL) if cut else None),
-            "attn_qkv.bias": TensorSpec((rows,), Cut("columns", _ALL) if cut else None),
+            "attn_qkv.weight": TensorSpec(
+                (rows, self.width), Cut("rows", _ALL, units=units) if cut else None
+            ),
+            "attn_qkv.bias": TensorSpec((rows,), Cut("columns", _ALL, units=units) if cut else None),
         }
+
+    @property
+    def _rows_of_queries(self) -> int:
+        """Rows for each element of a query: output gates lie between the queries."""
+        return 2 if self.form.gated else 1
 
     def _projections(self) -> dict[str, TensorSpec]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         if self.form.merged:
             found = {"attn_qkv.weight": self.joined()["attn_qkv.weight"]}
         else:
+            each = self._rows_of_queries
+            cut = Cut("rows", ("queries",), units=(each,))
             found = {
-                "attn_q.weight": TensorSpec((queries, self.width), _QUERIES),
+                "attn_q.weight": TensorSpec((each * queries, self.width), cut),
                 "attn_k.weight": TensorSpec((keys, self.width), _KEYS),
                 "attn_v.weight": TensorSpec((keys, self.width), _KEYS),
             }

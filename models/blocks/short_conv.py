@@ -26,7 +26,7 @@ class ShortConv:
     @property
     def state(self) -> SlotState:
         """u of the last positions."""
-        return SlotState((CONV_HISTORY, self.channels), rewinds=CONV_HISTORY - self.taps)
+        return SlotState(((CONV_HISTORY, self.channels),), rewinds=CONV_HISTORY - self.taps)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         three = Cut("rows", ("channels",) * 3)

@@ -53,6 +53,10 @@ KEYS: Mapping[str, str] = {
     "logit_scale": "logit_scale",
     "attention_temperature_scale": "attention.temperature_scale",
     "attention_temperature_length": "rope.scaling.original_context_length",
+    "gated_delta.key_heads": "ssm.group_count",
+    "gated_delta.value_heads": "ssm.time_step_rank",
+    "gated_delta.head_dim": "ssm.state_size",
+    "gated_delta.taps": "ssm.conv_kernel",
     **EXPERT_KEYS,
 }
 ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
@@ -125,7 +129,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     scaling = _rope_scaling(file, declared, context, bool(temperature))
     window = file.get_int(f"{architecture}.attention.sliding_window")
     blocks = _uniform_int(file, architecture, "block_count")
-    feed_forward = _uniform_int(file, architecture, "feed_forward_length")
+    feed_forward = _feed_forward_length(file, declared)
     block = declared.block
     config = ModelConfig(
         architecture=architecture,
@@ -222,6 +226,12 @@ def _uniform_int(
 ) -> int:
     key = f"{architecture}.{KEYS[field]}"
     return uniform_int(file, key, *LIMITS[field], default=default, but_zeros=but_zeros)
+
+
+def _feed_forward_length(file: GGUFFile, declared: Architecture) -> int:
+    """Files of models whose layers all have experts may have the experts' length alone."""
+    only = None if declared.may_be_dense else file.get_int(f"{declared.name}.expert_feed_forward_length")
+    return _uniform_int(file, declared.name, "feed_forward_length", default=only)
 
 
 def _float(file: GGUFFile, key: str, default: float) -> float:

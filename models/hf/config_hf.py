@@ -28,6 +28,10 @@ KEYS: dict[str, str] = {
     "rope_freq_base": "rope_theta",
     "rms_eps": "rms_norm_eps",
     "sliding_window": "sliding_window",
+    "gated_delta.key_heads": "linear_num_key_heads",
+    "gated_delta.value_heads": "linear_num_value_heads",
+    "gated_delta.head_dim": "linear_key_head_dim",
+    "gated_delta.taps": "linear_conv_kernel_dim",
 }
 ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "silu": ("silu", "swish"),

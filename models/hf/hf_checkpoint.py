@@ -8,8 +8,9 @@ tensors that lie within others (`hf_parts`). Quantized checkpoints are refused, 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 # Tensors whose rows belong to heads that are rotated -> the ModelConfig field that counts those.
 HEADS: Mapping[str, str] = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 
-_CONVOLUTION = "conv"  # stored with a dimension of one more, by group
+_CONVOLUTIONS = ("conv", "ssm_conv1d")
+"""Stored with a dimension of one more, by group."""
 # Not in a checkpoint: the configuration gives these numbers.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # In old checkpoints, a buffer of what the decoder computes.
@@ -123,7 +125,7 @@ class HFTensors(Mapping[str, QuantTensor]):
     """GGUF name -> tensor of a checkpoint, made when asked for.
 
     `stored` has the header behind each name, `heads` the number of heads of each tensor that is permuted,
-    `offsets` what is added to each that is not stored as GGUF has it, `parts` the expert and its first row where a
+    `changes` what makes GGUF's values of each that is stored with others, `parts` the expert and its first row where a
     tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
     draft tokens, `unused` those outside the text model.
     """
@@ -133,7 +135,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         self._rope_dim = config.rope_dim
         self.stored: dict[str, StoredTensor] = {}
         self.heads: dict[str, int] = {}
-        self.offsets: dict[str, float] = {}
+        self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
         self.parts: dict[str, tuple[int, int]] = {}
         self.within: dict[str, StoredPart] = {}
         declared = ARCHITECTURES[config.architecture]
@@ -144,13 +146,15 @@ class HFTensors(Mapping[str, QuantTensor]):
         for name, shape in required_tensors(config).items():
             part = declared.hf_parts.get(name.split(".", 2)[-1])
             if part is not None and not self._has_own(name):
-                self._take_part(name, shape, part)
+                self._take_part(name, shape, part, config)
             elif name.endswith("_exps.weight"):
                 self._take_experts(name, shape)
             elif name not in _COMPUTED:
                 self._take(name, shape, config)
-            if declared.hf_norm_offset and name.endswith("norm.weight"):
-                self.offsets[name] = declared.hf_norm_offset
+            if change := declared.hf_changes.get(name.split(".", 2)[-1]):
+                self.changes[name] = change
+            elif declared.hf_norm_offset and name.endswith("norm.weight"):
+                self.changes[name] = partial(torch.add, other=declared.hf_norm_offset)
         self.drafts = draft_tensors(config, shards.files, f"{self._names.body}layers.")
         self.unused = self._unused()
 
@@ -160,7 +164,7 @@ class HFTensors(Mapping[str, QuantTensor]):
             hf_name = self._output  # of two tied tensors either may be the one that is stored
         tensor = name.split(".")[-2]
         as_stored = (1, *shape) if tensor in self._rows else shape
-        as_stored = (shape[0], 1, shape[1]) if tensor == _CONVOLUTION else as_stored
+        as_stored = (shape[0], 1, shape[1]) if tensor in _CONVOLUTIONS else as_stored
         self.stored[name] = replace(self._shards.stored(hf_name, as_stored), shape=shape)
         if tensor in HEADS and self._permuted:
             self.heads[name] = getattr(config, HEADS[tensor])
@@ -169,9 +173,11 @@ class HFTensors(Mapping[str, QuantTensor]):
         """Whether a tensor that lies within another in some folders of the architecture has one of its own here."""
         return not name.endswith(("_exps.weight", "_exps.bias")) and self._names(name) in self._shards.files
 
-    def _take_part(self, name: str, shape: tuple[int, ...], part: HFPart) -> None:
+    def _take_part(self, name: str, shape: tuple[int, ...], part: HFPart, config: ModelConfig) -> None:
         of_layer = f"{self._names.body}layers.{name.split('.')[1]}."
-        self.within[name] = StoredPart(self._shards, of_layer, part, shape, bias=name.endswith(".bias"))
+        picks = None if part.picks is None else part.picks(config)
+        bias = name.endswith(".bias")
+        self.within[name] = StoredPart(self._shards, of_layer, part, shape, bias, picks)
         self.stored[name] = self.within[name].header
 
     def _take_experts(self, name: str, shape: tuple[int, ...]) -> None:
@@ -219,8 +225,8 @@ class HFTensors(Mapping[str, QuantTensor]):
             expert, row = self.parts[name]
             tensor = tensor[expert, row : row + stored.shape[0]]
         dtype = stored.dtype
-        if name in self.offsets:
-            tensor, dtype = tensor.float() + self.offsets[name], "F32"
+        if name in self.changes:
+            tensor, dtype = self.changes[name](tensor.float()), "F32"
         data = tensor.reshape(-1, stored.shape[-1]).view(torch.uint8)
         return QuantTensor(name, FORMATS[dtype], stored.shape, data)
 

@@ -68,7 +68,10 @@ class HFNames:
         if not name.startswith("blk."):
             tensor, kind = name.split(".")
             return f"{TOP_MODULES[tensor].format(body=self.body, head=self.head)}.{kind}"
-        _, layer, tensor, *expert, kind = name.split(".")
+        _, layer, tensor, *rest = name.split(".")
+        if not rest:
+            return f"{self.body}layers.{layer}.{self._declared[tensor]}"
+        *expert, kind = rest
         key = f"{tensor}.{{expert}}" if expert else tensor
         found = [
             self._in_layer(modules, layer, key, kind, *expert)

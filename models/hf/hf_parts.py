@@ -6,6 +6,8 @@ Microscaling Formats specification 1.0). A block of GGUF is the same scale, then
 15 in the low halves and 16 to 31 in the high ones. Nothing is rounded.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,20 +23,27 @@ _LOW_HALVES, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 class StoredPart:
     """The tensor of `shape` that is the part `part` of one in `shards`, whose name begins with `layer`.
 
-    bias: rows are its elements, the last dimension. `header` is that of the part itself; `names` are the stored tensors
-    that it comes from; `copied` says that its bytes do not lie there as they are wanted.
+    bias: rows are its elements, the last dimension. picks: what `part.picks` gives. `header` is that of the part
+    itself; `names` are the stored tensors that it comes from; `copied` says that its bytes do not lie there as they are
+    wanted.
 
     Raises:
         EngineError: a tensor is missing, of a wrong shape or of an unsupported type.
     """
 
     def __init__(
-        self, shards: HFShards, layer: str, part: HFPart, shape: tuple[int, ...], bias: bool = False
+        self,
+        shards: HFShards,
+        layer: str,
+        part: HFPart,
+        shape: tuple[int, ...],
+        bias: bool = False,
+        picks: tuple[int, Sequence[int]] | None = None,
     ) -> None:
         self._shards, self._part, self._bias = shards, part, bias
         *outer, rows, cols = (*shape, 1) if bias else shape
-        self._rows = _slice(part, rows)
-        every = rows if part.rows == "all" else 2 * rows
+        self._rows: slice | list[int] = _slice(part, rows) if picks is None else list(picks[1])
+        every = (rows if part.rows == "all" else 2 * rows) if picks is None else picks[0]
         name = layer + part.name
         packed = (f"{name}_blocks", f"{name}_scales")
         self._packed = not bias and packed[0] in shards.files

@@ -9,7 +9,13 @@ import numpy as np
 
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import Architecture
-from quengine.models.config import ExpertConfig, ModelConfig, RopeScaling, yarn_attention_factor
+from quengine.models.config import (
+    ExpertConfig,
+    GatedDeltaSizes,
+    ModelConfig,
+    RopeScaling,
+    yarn_attention_factor,
+)
 
 Q4_K_M, MXFP4_MOE = "Q4_K_M", "MXFP4_MOE"
 """Names of llama.cpp's mixes of types (`synthetic.tensor_type`)."""
@@ -27,6 +33,7 @@ class SyntheticModel:
     shared_feed_forward_length: of the shared expert; 0: `feed_forward_length` where the architecture gates one, else
         there is none.
     dense_layers: how many layers in front have no experts.
+    key_heads, value_heads: of gated delta nets, whose heads have `delta_head_dim` elements; 0: there are none.
     pooled: matrices of layers are cut from a pool of random rows, as those of experts always are.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
     """
@@ -54,6 +61,9 @@ class SyntheticModel:
     expert_feed_forward_length: int = 0
     shared_feed_forward_length: int = 0
     dense_layers: int = 0
+    key_heads: int = 0
+    value_heads: int = 0
+    delta_head_dim: int = 128
     pooled: bool = False
 
     def of_layers(self, count: int, preset: str) -> "SyntheticModel":
@@ -83,6 +93,7 @@ class SyntheticModel:
             sliding_window=self.sliding_window,
             tied_output=self.tied_output,
             experts=self._experts(declared),
+            gated_delta=self._gated_delta(),
         )
         return replace(config, **declared.size_fields(config))
 
@@ -99,6 +110,14 @@ class SyntheticModel:
             original_context_length=self.context_length,
             freq_factors=self.rope_freq_factors,
         )
+
+    def _gated_delta(self) -> GatedDeltaSizes | None:
+        """In the order that the architecture's files have."""
+        if not self.key_heads:
+            return None
+        by_key_head = self.architecture == "qwen3next"
+        sizes = self.key_heads, self.value_heads, self.delta_head_dim, 4
+        return GatedDeltaSizes(*sizes, tiled=not by_key_head, by_key_head=by_key_head)
 
     def _experts(self, declared: Architecture) -> ExpertConfig | None:
         count = self.experts or (0 if declared.may_be_dense else _EXPERTS)

@@ -168,6 +168,8 @@ def _weights(
     rows, cols = prod(shape[:-1]), shape[-1]
     if name == "rope_freqs.weight":
         return np.array(spec.rope_freq_factors, "<f4").view(np.uint8)
+    if name.endswith("ssm_a"):  # negative: a head's memory fades
+        return (-rng.uniform(0.02, 1.0, cols)).astype("<f4").view(np.uint8)
     if name.endswith("norm.weight"):
         return random_rows("F32", rows, cols, 0.1, rng, mean=1.0).reshape(-1)
     if name.endswith(".bias"):
@@ -208,6 +210,8 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         sizes[f"{a}.rope.scaling.original_context_length"] = config.rope_scaling.original_context_length
     if config.conv_taps:
         sizes[f"{a}.shortconv.l_cache"] = config.conv_taps
+    if config.gated_delta is not None:
+        sizes |= {f"{a}.{key}": value for key, value in _gated_delta_metadata(config).items()}
     if config.experts is not None:
         sizes |= {f"{a}.{key}": value for key, value in _expert_metadata(config.experts).items()}
     if ARCHITECTURES[a].vocabulary == "bpe":
@@ -218,10 +222,27 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
 
 
 def _kv_heads(config: ModelConfig) -> int | list[int]:
-    """Of all layers, or where some keep a state of each."""
-    if not config.recurrent_layers:
+    """Of all layers, or where some are convolutions of each."""
+    if not config.recurrent_layers or config.gated_delta is not None:
         return config.head_count_kv
     return [0 if i in config.recurrent_layers else config.head_count_kv for i in range(config.block_count)]
+
+
+def _gated_delta_metadata(config: ModelConfig) -> Metadata:
+    """Sizes, the layers, and how the three positions share the rotated frequencies."""
+    sizes = config.gated_delta
+    assert sizes is not None
+    frequencies = config.rope_dim // 2
+    first, second = -(-frequencies // 3), (frequencies + 1) // 3
+    return {
+        "ssm.conv_kernel": sizes.taps,
+        "ssm.state_size": sizes.head_dim,
+        "ssm.group_count": sizes.key_heads,
+        "ssm.time_step_rank": sizes.value_heads,
+        "ssm.inner_size": sizes.values,
+        "attention.recurrent_layers": [i in config.recurrent_layers for i in range(config.block_count)],
+        "rope.dimension_sections": [first, second, frequencies - first - second, 0],
+    }
 
 
 def _expert_metadata(experts: ExpertConfig) -> Metadata:
@@ -241,6 +262,9 @@ def _expert_metadata(experts: ExpertConfig) -> Metadata:
     return sizes
 
 
+_FLOAT = (".bias", "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight")
+
+
 def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
     """Vectors, biases, routers and convolutions are F32, other matrices `spec.quant` or what the mix of that name says.
 
@@ -248,7 +272,7 @@ def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
     of the layers and every third between; Q5_K for attn_qkv. A model of exactly 8 experts has Q8_0 for attn_k and
     attn_v, Q5_K for attn_output. MXFP4_MOE: MXFP4 for the experts, Q8_0 for all else.
     """
-    if len(shape) == 1 or name.endswith((".bias", "ffn_gate_inp.weight", "shortconv.conv.weight")):
+    if len(shape) == 1 or name.endswith(_FLOAT):
         return "F32"
     if spec.quant == MXFP4_MOE:
         return "MXFP4" if len(shape) == 3 else "Q8_0"
