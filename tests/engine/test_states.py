@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from quengine import LLM, SamplingParams
+from quengine import LLM, EngineError, SamplingParams
+from quengine.context.prefix_file import PrefixFiles
+from quengine.context.saved_prefix import restore_prefix, save_prefix
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.scheduler import Scheduler
@@ -41,6 +43,7 @@ def engine(tiny: Path, **options: object) -> Iterator[LLM]:
     options = {"ctx_size": 256, "backend": backend, "reuse_prefix": True, **options}
     with LLM(tiny, "cpu", **options) as llm:  # type: ignore[arg-type]
         yield llm
+        assert all(pool.num_free == pool.shape.num_blocks for pool in llm.scheduler.blocks._pools)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +132,27 @@ def test_checkpoints_are_as_many_as_requested(tiny: Path) -> None:
         assert llm.loaded.cache.pools[1].num_blocks == 1 + 3
     with engine(tiny, state_checkpoints=0) as llm:
         assert [llm.generate(PROMPTS[2], FEW)[0].timings.cached_tokens for _ in range(2)] == [0, 0]
+
+
+def test_a_saved_conversation_goes_on_in_another_engine(tiny: Path, tmp_path: Path) -> None:
+    with engine(tiny) as llm:
+        first = llm.generate(PROMPTS[2], PARAMS)[0]
+        text = [*PROMPTS[2], *first.tokens]
+        files = PrefixFiles(llm.loaded, "f16", False)
+        files.write(tmp_path / "saved", save_prefix(llm.scheduler, llm.model_config, text[:-1]))
+        expected = llm.generate([*text, 5], FEW)[0]
+    data = bytearray((tmp_path / "saved").read_bytes())
+    data[-3] ^= 1
+    (tmp_path / "damaged").write_bytes(data)
+    with engine(tiny) as llm:
+        files = PrefixFiles(llm.loaded, "f16", False)
+        with pytest.raises(EngineError, match=r"^it is damaged: its contents do not have its digest"):
+            files.read(tmp_path / "damaged")
+        saved, _ = files.read(tmp_path / "saved")
+        restore_prefix(llm.scheduler, llm.model_config, saved)
+        found = llm.generate([*text, 5], FEW)[0]
+    assert expected.timings.cached_tokens == found.timings.cached_tokens == saved.reusable_tokens == 160
+    assert found.tokens == expected.tokens
 
 
 def short_of_blocks(llm: LLM, blocks: int) -> list[Sequence]:
