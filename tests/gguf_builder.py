@@ -454,7 +454,8 @@ class ModelSizes:
             "ssm.inner_size": self.value_heads * self.delta_head_dim,
             "full_attention_interval": 2,
         }
-        sections = {} if a == "qwen3next" else {"rope.dimension_sections": [11, 11, 10, 0]}
+        counts = [len(range(position, self.head_dim // 2, 3)) for position in range(3)]
+        sections = {} if a == "qwen3next" else {"rope.dimension_sections": [*counts, 0]}
         return {f"{a}.{key}": value for key, value in {**sizes, **sections}.items()}
 
     def _kv_heads(self) -> int | list[int]:

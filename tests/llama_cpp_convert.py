@@ -83,7 +83,9 @@ def convert(conversions: Sequence[Conversion]) -> None:
     source = str(llama_cpp_source())
     # Its own folder alone: none of the checkout's must stand in for a package that the converter imports.
     server = fork_server(("convert_hf_to_gguf",), (source,))
-    server.run(_CONVERT, json.dumps([(job.pre, job.arguments) for job in conversions]))
+    # Those without draft layers last: the converter's classes keep that option.
+    jobs = sorted(conversions, key=lambda job: not job.drafts)
+    server.run(_CONVERT, json.dumps([(job.pre, job.arguments) for job in jobs]))
 
 
 _CONVERT = """
