@@ -226,7 +226,9 @@ def state_pool(config: ModelConfig, group: CacheGroup, states: int, drafts: bool
     layers = layers_of(config)
     kept = [state for i in group.layers if isinstance(state := layers[i].mixer.state, SlotState)]
     rewinds = min((state.rewinds for state in kept), default=0)
-    return CachePool(states, is_state=True, rewinds=rewinds, spares=drafts and rewinds < MOST_DRAFT_TOKENS)
+    return CachePool(
+        states, is_state=True, rewinds=rewinds, spares=int(drafts and rewinds < MOST_DRAFT_TOKENS)
+    )
 
 
 def wanted_bytes(

@@ -221,6 +221,29 @@ def test_texts_with_look_up_are_those_without(tiny: Path, alone: list[Completion
     assert again.timings.cached_tokens >= 64
 
 
+def test_a_draft_model_drafts_for_one_with_states(
+    tiny: Path, alone: list[Completion], tmp_path: Path
+) -> None:
+    other = write_small(tmp_path / "other.gguf", "qwen3moe-tiny")
+    with engine(tiny, parallel=2, draft_model=other, draft_tokens=3) as llm:
+        found = llm.generate(PROMPTS, PARAMS)
+    assert tokens(found) == tokens(alone)
+    assert sum(each.timings.drafts for each in found) > 10
+
+
+def test_prompts_are_pooled_and_scored_whatever_their_chunks(tiny: Path) -> None:
+    found = []
+    for chunk_size in (16, 512):
+        with engine(tiny, parallel=2, chunk_size=chunk_size) as llm:
+            vectors = llm.embed(PROMPTS[2:5])
+            scored = llm.generate(PROMPTS[3], replace(FEW, logprobs=2))[0]
+            found.append((vectors, scored.tokens, llm.generate(PROMPTS[3], FEW)[0].timings.cached_tokens))
+    (small, tokens_small, cached), (large, tokens_large, _) = found
+    assert tokens_small == tokens_large and cached == 96
+    for one, other in zip(small, large, strict=True):
+        assert sum(abs(a - b) for a, b in zip(one, other, strict=True)) < 1e-3  # keys and values are fp16
+
+
 class HalfRight:
     """Drafts the text as it will be, at random with one wrong token; takes the place of a draft model."""
 
