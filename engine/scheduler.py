@@ -281,13 +281,14 @@ class Scheduler:
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
                 self._cached(sequence, chunk.end - sequence.num_cached_tokens)
                 if self.blocks.has_states and chunk.end in sequence.checkpoints_at:
-                    self._checkpoint(sequence, chunk.end)
+                    is_last = chunk.end == sequence.checkpoints_at[-1]
+                    self._checkpoint(sequence, chunk.end, chunk.end % CHECKPOINT_EVERY == 0 and not is_last)
 
-    def _checkpoint(self, sequence: Sequence, end: int) -> None:
+    def _checkpoint(self, sequence: Sequence, end: int, on_the_way: bool = False) -> None:
         """Keep the states of a sequence, which serve to go on behind its first `end` tokens, for prompts that begin
-        with these: whole blocks."""
+        with these: whole blocks. `on_the_way`: its prompt goes on, and no other was seen to part from it here."""
         key = self._keys(sequence, end)[-1]
-        if copies := self.blocks.checkpoint(sequence.block_tables, key):
+        if copies := self.blocks.checkpoint(sequence.block_tables, key, on_the_way):
             self._copy_states(copies)
 
     def _checkpoint_end(self, sequence: Sequence, ahead: int) -> None:

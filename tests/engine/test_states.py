@@ -121,6 +121,12 @@ def test_a_long_prompt_has_checkpoints_on_the_way(tiny: Path, monkeypatch: pytes
         llm.generate(prompt, FEW)
         changed = [llm.generate([*prompt[:end], 251, 1], FEW)[0] for end in (70, 130)]
         assert [each.timings.cached_tokens for each in changed] == [64, 128]
+    # Where there is room for few, those at the ends of prompts stay.
+    with engine(tiny, parallel=3, chunk_size=48, state_checkpoints=1) as llm:
+        prompts = [[n, *prompt] for n in range(3)]
+        for each in prompts:
+            llm.generate(each, FEW)
+        assert [llm.generate(each, FEW)[0].timings.cached_tokens for each in prompts[::-1]] == [192, 192, 0]
 
 
 def test_checkpoints_are_as_many_as_requested(tiny: Path) -> None:
@@ -130,6 +136,9 @@ def test_checkpoints_are_as_many_as_requested(tiny: Path) -> None:
             llm.generate(prompt, FEW)
         assert [llm.generate(prompts[n], FEW)[0].timings.cached_tokens for n in (4, 0)] == [128, 0]
         assert llm.loaded.cache.pools[1].num_blocks == 1 + 3
+        assert (
+            "for states of" in llm.loaded.notes[0] and "1 of sequences, 3 checkpoints" in llm.loaded.notes[0]
+        )
     with engine(tiny, state_checkpoints=0) as llm:
         assert [llm.generate(PROMPTS[2], FEW)[0].timings.cached_tokens for _ in range(2)] == [0, 0]
 
