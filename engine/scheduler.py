@@ -31,6 +31,10 @@ LEAST_CHUNK = 16
 CHECKPOINT_EVERY = 4096
 """Tokens of a long prompt from one copy of its states to the next."""
 
+_CHANGED_TAIL = 8
+"""Tokens at the end of a prompt that a template may write otherwise once the answer follows, as where it opens a block
+of reasoning that later turns leave out."""
+
 PENDING = 4
 """Positions behind the tokens that the host knows which steps launched ahead may have computed, drafts aside."""
 
@@ -319,10 +323,12 @@ class Scheduler:
 
     def _checkpoints_of(self, sequence: Sequence, held: int) -> list[int]:
         """Behind how many of its first tokens the states of a sequence are kept: at the last full block of its prompt,
-        every CHECKPOINT_EVERY tokens, and where it parts from what others have computed: the cache holds keys and
-        values of `held` tokens."""
+        and the one before where that ends among tokens that may change, every CHECKPOINT_EVERY tokens, and where it
+        parts from what others have computed: the cache holds keys and values of `held` tokens."""
         start, last = sequence.num_cached_tokens, self._most_shared(sequence) // BLOCK_SIZE * BLOCK_SIZE
         places = {held, last, *range(CHECKPOINT_EVERY, last, CHECKPOINT_EVERY)}
+        if self.blocks.rewinds < BLOCK_SIZE and len(sequence.token_ids) - last < _CHANGED_TAIL:
+            places.add(last - BLOCK_SIZE)
         return sorted(place for place in places if start < place <= last)
 
     def _next_checkpoint(self, sequence: Sequence) -> int | None:
