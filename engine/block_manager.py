@@ -154,14 +154,15 @@ class BlockManager:
         """How many positions before the newest one all states serve to go on from."""
         return min((pool.shape.rewinds for pool in self._states), default=0)
 
-    def checkpoint(self, tables: Seq[Seq[int]], key: bytes) -> list[StateCopy]:
+    def checkpoint(self, tables: Seq[Seq[int]], key: bytes, on_the_way: bool = False) -> list[StateCopy]:
         """Blocks for copies of a sequence's states, which stand for the tokens up to the end of the block with this
         key: they are found by it from now on, and are to be copied before the next step. Least recently used ones make
-        room; where no block is free there is none."""
+        room; where no block is free there is none. `on_the_way`: they make room for others first, until they are
+        used."""
         copies = []
         for group, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
             if pool.shape.is_state and key not in pool.by_key and pool.num_free:
-                copies.append(StateCopy(group, table[0], pool.keep_new(key)))
+                copies.append(StateCopy(group, table[0], pool.keep_new(key, on_the_way)))
         return copies
 
     def spares(self, tables: Seq[Seq[int]]) -> list[StateCopy]:
@@ -328,11 +329,13 @@ class _Pool:
             self._kept[number] = self._kept.pop(number)
         return number
 
-    def keep_new(self, key: bytes) -> int:
+    def keep_new(self, key: bytes, evicted_first: bool) -> int:
         """A free block that gets this content, and stays free."""
         number = self.take()
         self.name(number, key)
         self.release([number])
+        if evicted_first:
+            self._kept = {number: None, **self._kept}
         return number
 
     def blocks_of(self, keys: Seq[bytes], count: int) -> list[int]:

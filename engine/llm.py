@@ -339,7 +339,7 @@ class LLM:
             self.speculation.propose(batch)
         try:
             self._launched.append(self.runner.launch(batch))
-        except Exception:
+        except BaseException:
             self.scheduler.failed(batch)
             raise
         return True

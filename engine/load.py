@@ -210,7 +210,7 @@ def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) ->
 def _states_note(config: EngineConfig, pool: CachePool, cache: KVCache) -> str:
     """What states take of the cache, for the user."""
     size = sum(part[:, 0].nbytes for parts in cache.states for part in parts)
-    copies = f", {config.parallel * pool.spares} copies for drafts" if pool.spares else ""
+    copies = ", as many copies for drafts" if pool.spares else ""
     return (
         f", of it {gib(size * pool.num_blocks)} for states of {gib(size)}: {config.parallel} of sequences{copies}, "
         f"{pool.checkpoints} checkpoints"

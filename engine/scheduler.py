@@ -31,6 +31,10 @@ LEAST_CHUNK = 16
 CHECKPOINT_EVERY = 4096
 """Tokens of a long prompt from one copy of its states to the next."""
 
+_CHANGED_TAIL = 8
+"""Tokens at the end of a prompt that a template may write otherwise once the answer follows, as where it opens a block
+of reasoning that later turns leave out."""
+
 PENDING = 4
 """Positions behind the tokens that the host knows which steps launched ahead may have computed, drafts aside."""
 
@@ -281,13 +285,14 @@ class Scheduler:
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
                 self._cached(sequence, chunk.end - sequence.num_cached_tokens)
                 if self.blocks.has_states and chunk.end in sequence.checkpoints_at:
-                    self._checkpoint(sequence, chunk.end)
+                    is_last = chunk.end == sequence.checkpoints_at[-1]
+                    self._checkpoint(sequence, chunk.end, chunk.end % CHECKPOINT_EVERY == 0 and not is_last)
 
-    def _checkpoint(self, sequence: Sequence, end: int) -> None:
+    def _checkpoint(self, sequence: Sequence, end: int, on_the_way: bool = False) -> None:
         """Keep the states of a sequence, which serve to go on behind its first `end` tokens, for prompts that begin
-        with these: whole blocks."""
+        with these: whole blocks. `on_the_way`: its prompt goes on, and no other was seen to part from it here."""
         key = self._keys(sequence, end)[-1]
-        if copies := self.blocks.checkpoint(sequence.block_tables, key):
+        if copies := self.blocks.checkpoint(sequence.block_tables, key, on_the_way):
             self._copy_states(copies)
 
     def _checkpoint_end(self, sequence: Sequence, ahead: int) -> None:
@@ -318,10 +323,12 @@ class Scheduler:
 
     def _checkpoints_of(self, sequence: Sequence, held: int) -> list[int]:
         """Behind how many of its first tokens the states of a sequence are kept: at the last full block of its prompt,
-        every CHECKPOINT_EVERY tokens, and where it parts from what others have computed: the cache holds keys and
-        values of `held` tokens."""
+        and the one before where that ends among tokens that may change, every CHECKPOINT_EVERY tokens, and where it
+        parts from what others have computed: the cache holds keys and values of `held` tokens."""
         start, last = sequence.num_cached_tokens, self._most_shared(sequence) // BLOCK_SIZE * BLOCK_SIZE
         places = {held, last, *range(CHECKPOINT_EVERY, last, CHECKPOINT_EVERY)}
+        if self.blocks.rewinds < BLOCK_SIZE and len(sequence.token_ids) - last < _CHANGED_TAIL:
+            places.add(last - BLOCK_SIZE)
         return sorted(place for place in places if start < place <= last)
 
     def _next_checkpoint(self, sequence: Sequence) -> int | None:

@@ -35,13 +35,12 @@ _SSM = {
     "value_heads": "ssm.time_step_rank",
 }
 _INNER = "ssm.inner_size"
-_HF_SIZES = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_conv_kernel_dim",
-    "linear_value_head_dim",
-)
+_HF_SIZES = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "head_dim": "linear_key_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
 _MOST = LIMITS["block_count"][1]
 
 
@@ -70,14 +69,20 @@ def _common_keys(keys: Keys) -> Keys:
 
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
-    key_heads, value_heads, head_dim, taps, values = (integer(keys, key, 1, 1 << 16) for key in _HF_SIZES)
-    if values != head_dim:
-        problem = f"{values} differs from linear_key_head_dim, {head_dim}, which is not implemented"
+    sizes = {field: integer(keys, key, 1, 1 << 16) for field, key in _HF_SIZES.items()}
+    values = integer(keys, "linear_value_head_dim", 1, 1 << 16)
+    if values != sizes["head_dim"]:
+        problem = f"{values} differs from linear_key_head_dim, {sizes['head_dim']}, which is not implemented"
         raise config_error("linear_value_head_dim", problem)
     return {
         "recurrent_layers": _layer_types(keys, config.block_count),
-        "gated_delta": GatedDeltaSizes(key_heads, value_heads, head_dim, taps, tiled=False),
+        "gated_delta": _ordered(sizes, tiled=False),
     }
+
+
+def _ordered(sizes: Mapping[str, int], tiled: bool, by_key_head: bool = False) -> GatedDeltaSizes:
+    keys, values = sizes["key_heads"], sizes["value_heads"]
+    return GatedDeltaSizes(keys, values, sizes["head_dim"], sizes["taps"], tiled, by_key_head)
 
 
 def _fields_by_key_head(keys: Keys, config: ModelConfig) -> Fields:
@@ -121,7 +126,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
         "block_count": blocks,
         "draft_layers": drafts,
         "recurrent_layers": _gguf_recurrent(file, prefix, blocks, drafts),
-        "gated_delta": GatedDeltaSizes(**sizes, tiled=not by_key_head, by_key_head=by_key_head),
+        "gated_delta": _ordered(sizes, tiled=not by_key_head, by_key_head=by_key_head),
     }
 
 

@@ -74,5 +74,5 @@ class GatedDelta:
 
 
 def _cut(along: Literal["rows", "columns"], units: Shape) -> Cut:
-    axis: Axis = "key_heads"
-    return Cut(along, (axis,) * len(units), units=units)
+    axes: tuple[Axis, ...] = tuple("key_heads" for _ in units)
+    return Cut(along, axes, units=units)

@@ -20,7 +20,7 @@ from quengine.models.synthetic.synthetic import write_synthetic
 
 
 def write_small(path: Path, preset: str) -> Path:
-    """A file of one of them, at that path: "lfm2-tiny" or "qwen3.5-tiny"."""
+    """A file of one of them, "lfm2-tiny" or "qwen3.5-tiny", or of another preset, at that path."""
     found = find_preset(preset)
     assert found is not None
     return write_synthetic(
