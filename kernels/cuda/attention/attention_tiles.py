@@ -276,12 +276,12 @@ def _attention_tiles_kernel(
     upper = r < ROWS // 2
     qkv = qkv_ptr + sequence * qkv_stride
     q_rows = qkv + (kv_head * GROUP + g) * HEAD_DIM
-    q = load_rotated(q_rows, g < GROUP, angles, rotation.q_norm, eps, HEAD_DIM, PADDED, ROPE.norm)
+    q = load_rotated(q_rows, g < GROUP, angles, rotation.q_norm, eps, HEAD_DIM, PADDED, ROPE)
     if ROPE.query_scale:
         q *= tl.load(rotation.query_scale + position)
     k_row = qkv + (HEADS + kv_head + one) * HEAD_DIM
     v_row = qkv + (HEADS + SHAPE.kv_heads + kv_head + one) * HEAD_DIM
-    k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE.norm)
+    k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE)
     v_new = load_heads(v_row, one == 0, HEAD_DIM, PADDED)
     # Split 0 writes the new key and value and starts its state with them; they are not read back in this launch.
     owner = part == 0
