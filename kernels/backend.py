@@ -85,7 +85,8 @@ class AttentionSpec:
     together: "pairs" (0,1), (2,3), ... or "halves" (0, d/2), (1, d/2 + 1), ... `mask_band` is the causal mask
     made once at load (see kernels/attention.py). `query_scale` [ctx] fp32 multiplies the rotated query of each
     position. `q_norm`, `k_norm` are norms that are applied before the rotation: of each head by itself, with weights
-    [head_dim], or of all heads of a row together, with weights [heads * head_dim] and [kv_heads * head_dim].
+    [head_dim], or of all heads of a row together, with weights [heads * head_dim] and [kv_heads * head_dim]. With
+    `norms_rotated` they are norms of each head that are applied to the rotated ones.
     `cache_group` is the group of layers whose block tables this layer uses (ForwardBatch.block_tables_of).
     `sinks` [heads] fp32 are logits, one per query head, in the softmax's denominator (see kernels/attention.py).
     `gated`: each query head's columns are followed by head_dim gates (`gate_output` of kernels/attention.py).
@@ -103,6 +104,7 @@ class AttentionSpec:
     query_scale: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    norms_rotated: bool = False
     eps: float = 0.0
     cache_group: int = 0
     sinks: Tensor | None = None

@@ -86,7 +86,7 @@ class BlockKind:
     norms: "pre" in front of attention and feed-forward (`attn_norm`, `ffn_norm`), "post" on their results before the
         residual is added (`post_attention_norm`, `post_ffw_norm`), or "both".
     ffn_norm: what the norm in front of the feed-forward is called.
-    qk_norm: a norm of queries and keys, of each "head" by itself or of a whole "row".
+    qk_norm: a norm of queries and keys, of each "head" by itself, of each once it is rotated, or of a whole "row".
     qkv_bias: query, key and value projections have biases.
     output_bias: the attention's output projection has a bias.
     sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
@@ -102,7 +102,7 @@ class BlockKind:
     rope_layout: RopeLayout = "halves"
     norms: Literal["pre", "post", "both"] = "pre"
     ffn_norm: Literal["ffn_norm", "post_attention_norm"] = "ffn_norm"
-    qk_norm: Literal["head", "row"] | None = None
+    qk_norm: Literal["head", "rotated head", "row"] | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False

@@ -61,7 +61,8 @@ class AttentionLayer:
         spec = tables.attention(tensors.layer, declared.heads, declared.kv_heads, declared.head_dim)
         if form.qk_norm:
             q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
-            spec = replace(spec, q_norm=q_norm, k_norm=k_norm)
+            rotated = form.qk_norm == "rotated head"
+            spec = replace(spec, q_norm=q_norm, k_norm=k_norm, norms_rotated=rotated)
         spec = replace(spec, gated=form.gated)
         self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if form.sinks else spec
         self.norm = tensors.norm("attn_norm", form.norms != "post")

@@ -379,6 +379,17 @@ CHANGES = {
         "attn_q_norm.weight": "h",
         "attn_k_norm.weight": "h",
     },
+    "hunyuan-dense": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+    },
+    "hunyuan-moe": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
     "seed_oss": {
         "attn_q.bias": "q",
         "attn_k.bias": "kv",
@@ -446,6 +457,7 @@ MIXTURES = {
     "bailingmoe2": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "minimax-m2": ("expert_feed_forward_length",),
     "qwen3vlmoe": ("expert_feed_forward_length",),
+    "hunyuan-moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "lfm2moe": ("expert_feed_forward_length",),
     "qwen35moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "qwen3next": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),

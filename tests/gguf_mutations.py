@@ -180,6 +180,7 @@ OTHERS: dict[str, dict[str, object]] = {
     },
     "minimax-m2": {"minimax-m2.rope.dimension_count": 2},
     "qwen3vl": {"qwen3vl.rope.dimension_sections": [1, 1, 0, 0]},
+    "hunyuan-moe": {"hunyuan-moe.expert_shared_count": 1},
     "granitemoe": {
         "granitemoe.attention.scale": 0.25,
         "granitemoe.residual_scale": 0.22,

@@ -44,6 +44,8 @@ MODEL_TYPES = {
     "ernie4_5-moe": "ernie4_5_moe",
     "minimax-m2": "minimax_m2",
     "qwen35": "qwen3_5_text",
+    "hunyuan-dense": "hunyuan_v1_dense",
+    "hunyuan-moe": "hunyuan_v1_moe",
 }
 """Architecture -> model type, where they differ."""
 
@@ -92,6 +94,10 @@ OTHER_MODULES = {
     },
     "dots1": SHARED_EXPERTS,
     "ernie4_5-moe": SHARED_EXPERTS,
+    "hunyuan-dense": {
+        "attn_q_norm": "self_attn.query_layernorm",
+        "attn_k_norm": "self_attn.key_layernorm",
+    },
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "gemma3": {

@@ -93,7 +93,9 @@ import json, sys
 import convert_hf_to_gguf as converter
 import gguf
 from conversion.base import TextModel
+from conversion.hunyuan import HunYuanMoEModel
 
+HunYuanMoEModel.set_vocab = TextModel._set_vocab_gpt2  # its own wants the tokenizer's code
 for pre, arguments in json.loads(sys.argv[1]):
     TextModel.get_vocab_base_pre = lambda self, tokenizer, pre=pre: pre
     if "--fuse-gate-up-exps" in arguments:  # of any model, but not where this table does not list the result

@@ -42,29 +42,20 @@ TOLERANCE = 1e-3
 
 _PLAIN = "|".join(
     (
-        *("seed_oss", "glm4", "granite", "llama", "qwen2", "qwen3", "ernie4_5", "ernie4_5-moe"),
-        *(
-            "glm4moe",
-            "granitemoe",
-            "olmoe",
-            "qwen2moe",
-            "qwen3moe",
-            "dots1",
-            "bailingmoe2",
-            "minimax-m2",
-            "qwen2vl",
-            "qwen3vl",
-            "qwen3vlmoe",
-        ),
+        *("seed_oss", "glm4", "granite", "llama", "qwen2", "qwen3", "ernie4_5", "hunyuan-dense"),
+        *("qwen2vl", "qwen3vl", "glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe"),
+        *("ernie4_5-moe", "hunyuan-moe", "dots1", "bailingmoe2", "minimax-m2"),
     )
 )
 _NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"
 _YARN = f"{_PLAIN}|gpt-oss"
-_MIXTURES = "ernie4_5-moe|gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
+_MIXTURES = "ernie4_5-moe|hunyuan-moe|qwen3vlmoe|gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
 DECIDED: Mapping[str, str] = {
     rf"({_MIXTURES})\.expert_weights_scale = (0\.5|2\.0)": "llama.cpp's router is fixed for these",
     r"(olmoe|qwen2moe)\.expert_weights_norm = True": "llama.cpp's router is fixed for these",
-    r"(ernie4_5-moe|qwen3moe)\.expert_weights_norm = False": "llama.cpp's router is fixed for these",
+    r"(ernie4_5-moe|hunyuan-moe|qwen3moe|qwen3vlmoe)\.expert_weights_norm = False": (
+        "llama.cpp's router is fixed for these"
+    ),
     rf"({_MIXTURES})\.expert_gating_func = 2": "llama.cpp's router is fixed for these",
     r"granitemoe\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
     r"(ernie4_5-moe|olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
@@ -86,6 +77,7 @@ DECIDED: Mapping[str, str] = {
     r"gemma3\.rope\.scaling\.attn_factor = 1\.5( with (linear|yarn))?": (
         "belongs to the scaling, which windows have not"
     ),
+    r"qwen2vl\.attention\.layer_norm_rms_epsilon = (0\.01|0\.5)": "llama.cpp has an epsilon of its own there",
     r"gpt-oss\.attention\.sliding_window = 0": "no window, as converters write it",
 }
 """Pattern of a change -> why its meaning is another than llama.cpp's. A pattern has the keys and values that were
@@ -205,6 +197,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "olmoe": {"kv_heads": 4},
     "dots1": {"kv_heads": 4},
     "minimax-m2": {"expert_feed_forward": 96},
+    "hunyuan-moe": {"expert_feed_forward": 96},
 }
 """Where llama.cpp takes fewer sizes than are usual here."""
 

@@ -34,7 +34,7 @@ def _common_keys(keys: Keys) -> Keys:
 
 
 _OTHER_NAMES = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
-"""Keys that `transformers` takes in place of those behind them."""
+"""Keys that `transformers` takes in place of the others."""
 
 
 def _common_keys_of_mixture(keys: Keys) -> Keys:
@@ -59,7 +59,7 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """Each `step`th layer has experts, behind the leading dense ones; no key says which is the last."""
+    """Each `step`th layer has experts, after the leading dense ones; no key says which is the last."""
     experts, blocks = config.experts, config.block_count
     assert experts is not None
     step = file.get_int(f"{config.architecture}.{_STEP}", 1, _MOST) or 1

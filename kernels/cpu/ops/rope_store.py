@@ -28,7 +28,8 @@ class RopeStoreArguments(Arguments):
     """qkv: fp32 rows of heads. positions, slots: int64, one a row. cos, sin: fp32 tables of `pairs` a position.
 
     queries: fp32 [rows, heads, width], where those of qkv are moved that lie between gates; 0: there are no gates.
-    q_norm, k_norm: fp32 [width], or 0. query_scale: fp32 by position, or 0.
+    q_norm, k_norm: fp32 [width], or 0. norms_rotated: 1 where they are of the rotated heads. query_scale: fp32 by
+    position, or 0.
     """
 
     qkv: int
@@ -43,6 +44,7 @@ class RopeStoreArguments(Arguments):
     pairs: int
     q_norm: int
     k_norm: int
+    norms_rotated: int
     eps: Fp32
     query_scale: int
     k: CacheArguments
@@ -89,6 +91,7 @@ def rope_store_launches(
         pairs=spec.cos.shape[1],
         q_norm=norms[0],
         k_norm=norms[1],
+        norms_rotated=int(spec.norms_rotated),
         eps=spec.eps,
         query_scale=0 if spec.query_scale is None else spec.query_scale.data_ptr(),
         k=CacheArguments.of(layer.k, layer.k_scale),

@@ -29,10 +29,12 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
                 head = moved
         if h < heads + kv_heads:
             norm = args.q_norm if h < heads else args.k_norm
-            if norm:
+            if norm and not args.norms_rotated:
                 norm_row(head, norm, width, args.eps, head)
             angles = position * 4 * pairs
             _rotate(layout, head, pairs, args.cos + angles, args.sin + angles)
+            if norm and args.norms_rotated:
+                norm_row(head, norm, width, args.eps, head)
         if h < heads:
             if args.query_scale:
                 scale_row(head, float_at(args.query_scale, position), width, head)

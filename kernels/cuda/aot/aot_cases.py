@@ -58,16 +58,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Heads:
-    """One layer's attention: query heads / key heads x head size, rotation, window, norms of single heads or of a whole
-    row, queries scaled by their position, elements of a head that are rotated (None: all), a sink for each query head,
-    output gates."""
+    """One layer's attention: query heads / key heads x head size, rotation, window, norms of heads, of these once
+    they are rotated, or of a whole row, queries scaled by their position, elements of a head that are rotated (None:
+    all), a sink for each query head, output gates."""
 
     heads: int
     kv_heads: int
     head_dim: int
     layout: RopeLayout = "pairs"
     window: int | None = None
-    norm: Literal["", "head", "row"] = ""
+    norm: Literal["", "head", "rotated head", "row"] = ""
     scaled: bool = False
     rope_dim: int | None = None
     sinks: bool = False
@@ -84,6 +84,7 @@ class Heads:
         return AttentionSpec(
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=0.1, window=self.window,
             rope_layout=self.layout, cos=table, sin=table, q_norm=q_norm, k_norm=k_norm, eps=EPS,
+            norms_rotated=self.norm == "rotated head",
             query_scale=empty(CONTEXT) if self.scaled else None,
             sinks=empty(self.heads) if self.sinks else None,
             mask_band=empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool), gated=self.gated,
@@ -106,6 +107,7 @@ HEADS = {
     "phi-4-mini 24/8x128, rotated in part": Heads(24, 8, 128, "halves", rope_dim=96),
     "olmo2 32/32x128, norms of rows": Heads(32, 32, 128, "halves", norm="row"),
     "qwen3 16/8x128, norms": Heads(16, 8, 128, "halves", norm="head"),
+    "hunyuan 32/8x128, norms after the rotation": Heads(32, 8, 128, "halves", norm="rotated head"),
     "64/4x128": Heads(64, 4, 128, "halves"),
     "ministral 32/8x128, scaled": Heads(32, 8, 128, scaled=True),
     "mistral-7b v0.1 32/8x128, window": Heads(32, 8, 128, window=4096),

@@ -286,12 +286,12 @@ def _attention_tiles_kernel(
     qkv = qkv_ptr + sequence * qkv_stride
     QUERIES: tl.constexpr = 2 if SHAPE.gated else 1
     q_rows = qkv + (kv_head * GROUP + g) * (QUERIES * HEAD_DIM)
-    q = load_rotated(q_rows, g < GROUP, angles, rotation.q_norm, eps, HEAD_DIM, PADDED, ROPE.norm)
+    q = load_rotated(q_rows, g < GROUP, angles, rotation.q_norm, eps, HEAD_DIM, PADDED, ROPE)
     if ROPE.query_scale:
         q *= tl.load(rotation.query_scale + position)
     k_row = qkv + (QUERIES * HEADS + kv_head + one) * HEAD_DIM
     v_row = k_row + SHAPE.kv_heads * HEAD_DIM
-    k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE.norm)
+    k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE)
     v_new = load_heads(v_row, one == 0, HEAD_DIM, PADDED)
     # Split 0 writes the new key and value and starts its state with them; they are not read back in this launch.
     owner = part == 0

@@ -35,7 +35,7 @@ def _load_queries_or_keys(
         x = load_rotated_pairs(head_ptr, live, cos_ptr, sin_ptr, norm_ptr, eps, ROPE)
     else:
         angles = load_angles(cos_ptr, sin_ptr, PADDED, ROPE)
-        x = load_rotated(head_ptr, live, angles, norm_ptr, eps, HEAD_DIM, PADDED, ROPE.norm)
+        x = load_rotated(head_ptr, live, angles, norm_ptr, eps, HEAD_DIM, PADDED, ROPE)
     return x
 
 
