@@ -93,10 +93,10 @@ def gated_delta(
 
 def _of_sequence(x: Tensor, start: int, spec: GatedDeltaSpec, history: Tensor, memory: Tensor) -> Tensor:
     """The same of the rows of one sequence from position `start` on; history and memory: of its slot."""
-    qkv, z, b, a = x.split(spec.widths, dim=1)
+    qkv, z, b, a = torch.split(x, list(spec.widths), dim=1)
     convolved = _convolution(qkv, start, spec.conv.to(x.dtype), history)
     heads = convolved.view(len(x), -1, spec.head_dim)
-    q, k, v = heads.split([spec.key_heads, spec.key_heads, spec.value_heads], dim=1)
+    q, k, v = torch.split(heads, [spec.key_heads, spec.key_heads, spec.value_heads], dim=1)
     q, k = (spec.of_value_heads(_unit(each)) for each in (q, k))
     decay = (spec.decay.to(x.dtype) * softplus(a + spec.bias.to(x.dtype))).exp()
     state = memory.to(x.dtype) if start else torch.zeros_like(memory, dtype=x.dtype)

@@ -175,8 +175,8 @@ class ModelSplit:
             made = replace(made, head_count=config.head_count // count, head_count_kv=kv_heads)
         if config.gated_delta is not None:
             delta = config.gated_delta
-            heads = {"key_heads": delta.key_heads // count, "value_heads": delta.value_heads // count}
-            made = replace(made, gated_delta=replace(delta, **heads))
+            keys, values = delta.key_heads // count, delta.value_heads // count
+            made = replace(made, gated_delta=replace(delta, key_heads=keys, value_heads=values))
         if config.experts is not None:
             experts = replace(
                 config.experts,

@@ -25,7 +25,7 @@ from tests.models.architectures import both_files as models
 
 ARCHITECTURES = (
     *("exaone4", "gemma3", "glm4moe", "gpt_oss", "granite", "lfm2", "mixtral"),
-    *("olmo2", "olmoe", "phi3", "qwen_moe", "smollm3"),
+    *("olmo2", "olmoe", "phi3", "qwen3_next", "qwen_moe", "smollm3"),
 )
 COLUMNS = ("prompt", "decode", "engine", "AMX", "fault")
 

@@ -76,8 +76,13 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
         raise config_error("linear_value_head_dim", problem)
     return {
         "recurrent_layers": _layer_types(keys, config.block_count),
-        "gated_delta": GatedDeltaSizes(**sizes, tiled=False),
+        "gated_delta": _ordered(sizes, tiled=False),
     }
+
+
+def _ordered(sizes: Mapping[str, int], tiled: bool, by_key_head: bool = False) -> GatedDeltaSizes:
+    keys, values = sizes["key_heads"], sizes["value_heads"]
+    return GatedDeltaSizes(keys, values, sizes["head_dim"], sizes["taps"], tiled, by_key_head)
 
 
 def _fields_by_key_head(keys: Keys, config: ModelConfig) -> Fields:
@@ -121,7 +126,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
         "block_count": blocks,
         "draft_layers": drafts,
         "recurrent_layers": _gguf_recurrent(file, prefix, blocks, drafts),
-        "gated_delta": GatedDeltaSizes(**sizes, tiled=not by_key_head, by_key_head=by_key_head),
+        "gated_delta": _ordered(sizes, tiled=not by_key_head, by_key_head=by_key_head),
     }
 
 

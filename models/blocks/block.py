@@ -14,9 +14,9 @@ from quengine.kernels.kv.cache_types import CacheType, row_bytes
 Shape: TypeAlias = tuple[int, ...]
 
 Axis = Literal[
-    *("queries", "keys", "heads", "key_heads", "channels"),
-    *("inner", "expert_inner", "experts", "shared_inner", "tokens"),
-]
+    "queries", "keys", "heads", "key_heads", "channels",
+    "inner", "expert_inner", "experts", "shared_inner", "tokens",
+]  # fmt: skip
 """What ranks divide: elements of all query heads, of all key (or value) heads, query heads by number, key heads of a
 gated delta net by number, channels of a convolution, the width of a feed-forward, of an expert's, experts by number,
 the width of the shared expert's, the vocabulary."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from quengine.models.blocks.block import Cut, Shape, SlotState, TensorSpec
+from quengine.models.blocks.block import Axis, Cut, Shape, SlotState, TensorSpec
 from quengine.models.config import GatedDeltaSizes
 
 
@@ -74,4 +74,5 @@ class GatedDelta:
 
 
 def _cut(along: Literal["rows", "columns"], units: Shape) -> Cut:
-    return Cut(along, ("key_heads",) * len(units), units=units)
+    axes: tuple[Axis, ...] = tuple("key_heads" for _ in units)
+    return Cut(along, axes, units=units)

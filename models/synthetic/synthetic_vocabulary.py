@@ -14,7 +14,7 @@ import numpy as np
 
 from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
-MetadataValue = str | int | bool | float | list[str] | list[int] | list[float]
+MetadataValue = str | int | bool | float | list[str] | list[int] | list[float] | list[bool]
 Metadata = dict[str, MetadataValue]
 
 MISTRAL_V3 = "mistral_instruct_tokenizer_240323.model.v3"

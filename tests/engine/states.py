@@ -23,7 +23,9 @@ def write_small(path: Path, preset: str) -> Path:
     """A file of one of them, at that path: "lfm2-tiny" or "qwen3.5-tiny"."""
     found = find_preset(preset)
     assert found is not None
-    return write_synthetic(path, replace(found, embedding_length=256, feed_forward_length=256, vocab_size=512))
+    return write_synthetic(
+        path, replace(found, embedding_length=256, feed_forward_length=256, vocab_size=512)
+    )
 
 
 def _state(self: ShortConv) -> SlotState:

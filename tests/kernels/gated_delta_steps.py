@@ -25,7 +25,7 @@ class Shape:
 
 
 def spec_of(shape: Shape) -> GatedDeltaSpec:
-    """Heads that forget at different speeds, some of them nearly nothing."""
+    """Heads whose memory fades at different speeds, of some hardly at all."""
     random = torch.Generator().manual_seed(1)
     channels = (2 * shape.key_heads + shape.value_heads) * shape.head_dim
     return GatedDeltaSpec(

@@ -13,6 +13,7 @@ from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
 from quengine.kernels.cpu.ops.gated_delta import COLUMNS, MOST_WIDTH, GatedDeltaArguments
 from quengine.kernels.cpu.ops.rms_norm_kernels import emit_sum_of_squares, norm_row
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
+from quengine.kernels.cpu.runtime.target import host_tile
 
 _CHAINS = 4
 """Sums over a matrix's rows: row i adds to sum i mod _CHAINS of its column."""
@@ -138,8 +139,9 @@ def _unit_row(e: Emitter, x: ir.Value, count: ir.Value, eps: ir.Value, factor: i
 
 
 def _parts(columns: int) -> tuple[ir.VectorType, range]:
-    """The vectors that hold `columns` fp32, and where each begins, in bytes."""
-    lanes = min(columns, 16)
+    """The vectors that hold `columns` fp32, of a processor's registers, and where each begins, in bytes. A matrix goes
+    through the sums of one after the other, as those of more would not stay in 16 registers."""
+    lanes = min(columns, max(8, host_tile().lanes))
     return vec(F32, lanes), range(0, 4 * columns, 4 * lanes)
 
 
@@ -174,7 +176,9 @@ def _take(
         return flat
 
     zeros = [e.const(lane, 0.0)] * (_CHAINS * len(parts))
-    _store_sums(e, sums, parts, e.loop(e.i64(0), count, _CHAINS, zeros, rows))
+    found = e.loop(e.i64(0), count, _CHAINS, zeros, rows)
+    for part, offset in enumerate(parts):
+        _store_sum(e, sums, offset, found[part :: len(parts)])
 
 
 @vector_code(decay=types.float32, beta=types.float32)
@@ -200,38 +204,35 @@ def _advance(
     """
     lane, parts = _parts(columns)
     decays, reads = e.splat(decay, lane.count), bool(how)
-    deltas = []
     for offset in parts:
         kept = e.b.fmul(decays, e.load(lane, sums, offset))
-        deltas.append(e.b.fmul(e.splat(beta, lane.count), e.b.fsub(e.load(lane, value, offset), kept)))
+        delta = e.b.fmul(e.splat(beta, lane.count), e.b.fsub(e.load(lane, value, offset), kept))
 
-    def rows(i: ir.Value, flat: list[ir.Value]) -> list[ir.Value]:
-        flat = list(flat)
-        for chain in range(_CHAINS):
-            row = e.b.add(i, e.i64(chain))
-            at = e.b.mul(row, e.i64(4))
-            k, q, n = (e.splat(e.load(F32, e.at(each, at)), lane.count) for each in (key, query, next_key))
-            source, stored = e.at(local, e.b.mul(row, e.i64(4 * columns))), e.at(target, e.b.mul(row, stride))
-            for part, offset in enumerate(parts):
-                s = e.fma(k, deltas[part], e.b.fmul(e.load(lane, source, offset), decays))
-                e.store(s, stored, offset)
-                place = chain * len(parts) + part
-                flat[place] = e.fma(s, q, flat[place])
+        def rows(
+            i: ir.Value, chains: list[ir.Value], offset: int = offset, delta: ir.Value = delta
+        ) -> list[ir.Value]:
+            chains = list(chains)
+            for chain in range(_CHAINS):
+                row = e.b.add(i, e.i64(chain))
+                at = e.b.mul(row, e.i64(4))
+                k, q = (e.splat(e.load(F32, e.at(each, at)), lane.count) for each in (key, query))
+                old = e.load(lane, e.at(local, e.b.mul(row, e.i64(4 * columns))), offset)
+                s = e.fma(k, delta, e.b.fmul(old, decays))
+                e.store(s, e.at(target, e.b.mul(row, stride)), offset)
+                chains[chain] = e.fma(s, q, chains[chain])
                 if reads:
-                    place += _CHAINS * len(parts)
-                    flat[place] = e.fma(s, n, flat[place])
-        return flat
+                    n = e.splat(e.load(F32, e.at(next_key, at)), lane.count)
+                    chains[_CHAINS + chain] = e.fma(s, n, chains[_CHAINS + chain])
+            return chains
 
-    of_one = _CHAINS * len(parts)
-    zeros = [e.const(lane, 0.0)] * (of_one * (2 if reads else 1))
-    found = e.loop(e.i64(0), count, _CHAINS, zeros, rows)
-    _store_sums(e, out, parts, found[:of_one])
-    if reads:
-        _store_sums(e, sums, parts, found[of_one:])
+        zeros = [e.const(lane, 0.0)] * (2 * _CHAINS if reads else _CHAINS)
+        found = e.loop(e.i64(0), count, _CHAINS, zeros, rows)
+        _store_sum(e, out, offset, found[:_CHAINS])
+        if reads:
+            _store_sum(e, sums, offset, found[_CHAINS:])
 
 
-def _store_sums(e: Emitter, out: ir.Value, parts: range, flat: list[ir.Value]) -> None:
-    """The sums of all chains, of each part, to address out."""
-    for part, offset in enumerate(parts):
-        a, b, c, d = flat[part :: len(parts)]
-        e.store(e.b.fadd(e.b.fadd(a, b), e.b.fadd(c, d)), out, offset)
+def _store_sum(e: Emitter, out: ir.Value, offset: int, chains: list[ir.Value]) -> None:
+    """The sum of all chains to address out."""
+    a, b, c, d = chains
+    e.store(e.b.fadd(e.b.fadd(a, b), e.b.fadd(c, d)), out, offset)

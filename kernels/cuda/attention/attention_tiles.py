@@ -144,7 +144,7 @@ def _combine(
     """Merge the KV splits of a group's heads in order; write the outputs as `_store_heads` does."""
     GROUP: tl.constexpr = SHAPE.group
     if HEADS_AT_ONCE == 1 and GROUP > 4:  # unrolled, they spill
-        for start in range(0, GROUP):
+        for start in range(GROUP):
             _combine_heads(
                 acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
                 SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,

@@ -52,6 +52,9 @@ FAMILIES = {
     "glm4moe": "glm-4.5-air-q4k",
     "gpt-oss": "gpt-oss-20b",
     "lfm2moe": "lfm2-8b-a1b-q4k",
+    "qwen35": "qwen3.5-9b-q4k",
+    "qwen35moe": "qwen3.6-35b-a3b-q4k",
+    "qwen3next": "qwen3-next-80b-a3b-q4k",
 }
 
 
