@@ -4,9 +4,8 @@ A decode layer is five launches: QKV, attention (rotation, cache write, KV split
 output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
 also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself, or scales
 of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. A gated delta net
-has one launch in place of attention, in batches two. Where ranks share
-a model, the launches of output and down sum over them, too. The residual stream is fp32. Implements
-kernels.backend.Backend.
+has one launch in place of attention, in batches two. Where ranks share a model, the launches of output and down sum
+over them, too. The residual stream is fp32. Implements kernels.backend.Backend.
 
 Which kernels compute a row, and so its last bits, depend on how many rows there are, unless they are
 `batch_invariant`: then one family of kernels computes every number of rows, and a row's bits follow from its own

@@ -143,24 +143,44 @@ def _combine(
 ):  # fmt: skip
     """Merge the KV splits of a group's heads in order; write the outputs as `_store_heads` does."""
     GROUP: tl.constexpr = SHAPE.group
+    if HEADS_AT_ONCE == 1 and GROUP > 4:  # unrolled, they spill
+        for start in range(GROUP):
+            _combine_heads(
+                acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
+                SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
+            )  # fmt: skip
+    else:
+        for start in tl.static_range(0, GROUP, HEADS_AT_ONCE):
+            _combine_heads(
+                acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
+                SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
+            )  # fmt: skip
+
+
+@triton.jit
+def _combine_heads(
+    acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
+    SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """HEADS_AT_ONCE of the group's heads, from number `start` on."""
+    GROUP: tl.constexpr = SHAPE.group
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     PADDED: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, PADDED)
-    for start in tl.static_range(0, GROUP, HEADS_AT_ONCE):
-        member = start + tl.arange(0, HEADS_AT_ONCE)
-        head = first_head + member
-        live = (member < GROUP)[:, None] & (s < splits)[None, :]
-        at = head[:, None] * SPLITS + s[None, :]
-        # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
-        row_max = tl.load(state_ptr + at * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
-        row_sum = tl.load(state_ptr + at * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
-        address = acc_ptr + at[:, :, None] * HEAD_DIM + d[None, None, :]
-        tile = live[:, :, None] & (d < HEAD_DIM)[None, None, :]
-        acc = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(row_max - tl.max(row_max, 1)[:, None])
-        out = tl.sum(acc * weight[:, :, None], 1) / tl.sum(row_sum * weight, 1)[:, None]
-        _store_heads(out, head, member < GROUP, outputs, qkv_ptr, sequence, stride, SHAPE, QUANTIZE, FORM)
+    member = start + tl.arange(0, HEADS_AT_ONCE)
+    head = first_head + member
+    live = (member < GROUP)[:, None] & (s < splits)[None, :]
+    at = head[:, None] * SPLITS + s[None, :]
+    # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
+    row_max = tl.load(state_ptr + at * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
+    row_sum = tl.load(state_ptr + at * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+    address = acc_ptr + at[:, :, None] * HEAD_DIM + d[None, None, :]
+    tile = live[:, :, None] & (d < HEAD_DIM)[None, None, :]
+    acc = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
+    weight = tl.exp2(row_max - tl.max(row_max, 1)[:, None])
+    out = tl.sum(acc * weight[:, :, None], 1) / tl.sum(row_sum * weight, 1)[:, None]
+    _store_heads(out, head, member < GROUP, outputs, qkv_ptr, sequence, stride, SHAPE, QUANTIZE, FORM)
 
 
 @triton.jit
