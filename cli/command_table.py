@@ -26,13 +26,11 @@ class Entry:
         function: in the file of the command's name; or a typer.Typer there, of several commands.
         panel: its heading.
         examples: command lines, each on a line of its own below the flags.
-        room: the folder of `cli/` with its file.
     """
 
     function: str
     panel: str
     examples: tuple[str, ...]
-    room: str = "commands"
 
 
 class WholeHelpCommand(TyperCommand):
@@ -163,6 +161,15 @@ COMMANDS = {
             "engine serve -m qwen3-4b-q4k -c 8192 --host 0.0.0.0 --api-key-file keys",
         ),
     ),
+    "launch": Entry(
+        "launch",
+        RUN,
+        (
+            "engine launch claude -m qwen3-coder-30b-a3b-q4k -c 65536",
+            "engine launch codex                  # on the server that runs",
+            'engine launch opencode -m qwen3-8b-q4k -- run "Explain this repository"',
+        ),
+    ),
     "ps": Entry("ps", RUN, ("engine ps",)),
     "stop": Entry("stop", RUN, ("engine stop qwen3-4b-q4k",)),
     "list": Entry("list_models", MODELS, ("engine list --all",)),
@@ -172,9 +179,8 @@ COMMANDS = {
         "create",
         MODELS,
         ("engine create pirate -f pirate.toml", "engine create mario -f Modelfile"),
-        "presets",
     ),
-    "cp": Entry("copy", MODELS, ("engine cp pirate corsair", "engine cp qwen3-4b-q4k small"), "presets"),
+    "cp": Entry("copy", MODELS, ("engine cp pirate corsair", "engine cp qwen3-4b-q4k small")),
     "rm": Entry("remove", MODELS, ("engine rm qwen3-4b-q4k", "engine rm -y pirate")),
     "bench": Entry(
         "bench",
@@ -198,7 +204,6 @@ COMMANDS = {
             "engine kernels install pack.zip",
             "engine kernels list",
         ),
-        "kernels",
     ),
     "doctor": Entry("doctor", MEASURE, ("engine doctor --json",)),
 }

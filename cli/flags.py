@@ -69,6 +69,13 @@ class ConstraintFlags:
         return None
 
 
+def split_names(texts: list[str]) -> tuple[str, ...]:
+    """Names with commas between them; a comma in the path of a model that is there is part of the path."""
+    return tuple(
+        name for text in texts for name in ([text] if Path(text).exists() else text.split(",")) if name
+    )
+
+
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command for typer: each parameter that is a dataclass becomes the flags of its fields.
 

@@ -72,7 +72,7 @@ _ANSWERS: Mapping[str, str] = {
     "--prompt-cache-bytes -sps --slot-prompt-similarity --prefix-caching-hash-algo": _PREFIXES,
     "--prompt-cache --prompt-cache-all": "engine serve --slot-save-path saves prefixes",
     "--prompt-cache-ro --prompt-cache-file": "engine serve --slot-save-path saves prefixes",
-    "--swa-full -ctxcp --ctx-checkpoints": "windowed layers keep their window",
+    "--swa-full": "windowed layers keep their window",
     "--swa-checkpoints -cms --checkpoint-min-step": "windowed layers keep their window",
     "--disable-sliding-window --disable-cascade-attn": "attention is computed as the model has it",
     "-dt --defrag-thold": "attention is computed as the model has it",

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from quengine.cli import interrupts, process, streams
+from quengine.cli import interrupts, process
 from quengine.cli.command_table import COMMANDS, ExampleCommand
 from quengine.cli.progress import clear_before
 from quengine.errors import EngineError, visible
@@ -84,7 +84,7 @@ def register_commands(args: list[str]) -> None:
     for name in [named] if named in COMMANDS else COMMANDS:
         if name not in present:
             entry = COMMANDS[name]
-            file = import_module(f"quengine.cli.{entry.room}.{name}")
+            file = import_module(f"quengine.cli.commands.{name}")
             made = getattr(file, entry.function)
             if isinstance(made, typer.Typer):
                 app.add_typer(made, name=name, rich_help_panel=entry.panel)
@@ -181,7 +181,7 @@ def _report(error: BaseException) -> int:
 
 def _os_problem(error: OSError) -> str:
     """What the system refused, and of which file."""
-    unwritten = streams.output_error()
+    unwritten = process.output_error()
     if unwritten is not None:
         return f"cannot write to standard output: {unwritten.strerror}"
     if error.filename is None:
@@ -202,12 +202,12 @@ def run(args: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        streams.drop(sys.stdout.fileno())
+        process.drop(sys.stdout.fileno())
         return READER_GONE
     except SystemExit as stop:
         # typer itself turns a closed pipe into an exit.
         if isinstance(stop.__context__, BrokenPipeError):
-            streams.drop(sys.stdout.fileno())
+            process.drop(sys.stdout.fileno())
             return READER_GONE
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
     except Exception as error:
@@ -220,7 +220,7 @@ def main() -> int:
     """The `engine` program, in a process of its own; `quengine.cli.__main__` starts it."""
     interrupts.install()
     collector.starting()
-    streams.prepare()
+    process.open_streams()
     try:
         process.prepare(sys.argv[1:])
         code = run(sys.argv[1:])
@@ -231,7 +231,7 @@ def main() -> int:
         return _report(error)
     finally:
         collector.ending()
-        streams.finish()
+        process.flush_streams()
         interrupts.finish()
 
 

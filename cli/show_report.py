@@ -42,6 +42,7 @@ def devices_of(summary: ModelSummary) -> list[dict[str, Any]]:
                 "free_bytes": free,
                 "weight_bytes": summary.weight_bytes,
                 "kv_cache_bytes": needs.cache_bytes(config.context_length),
+                "state_bytes": needs.state_bytes,
                 "context_that_fits": context,
                 "problem": problem,
             }
@@ -156,6 +157,11 @@ def _device_lines(summary: ModelSummary, devices: list[dict[str, Any]]) -> list[
         f"{config.context_length} tokens) = {gib(summary.weight_bytes + cache)}; "
         f"{gib(needs.cache_bytes(1024))} of cache for a context of 1024 tokens{smaller}"
     ]
+    if needs.state_bytes:
+        lines.append(
+            f"state         {gib(needs.state_bytes)} a sequence of --parallel, whatever its length, and for each "
+            "copy (--state-checkpoints)"
+        )
     for device in devices:
         context = device["context_that_fits"]
         fits = (

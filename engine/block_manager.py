@@ -8,9 +8,11 @@ can be found by it, until it is needed for another; the least recently used goes
 In a group whose attention has a window W, the token at position p sees positions p-W+1 .. p. A block that no position
 still to be computed sees is released, and its entry in the table becomes the padding block.
 
-In a group of layers that keep a state, a block is the state of one sequence, its table's one entry, from admission to
-release. Blocks without an owner hold checkpoints: copies of states at the ends of full blocks, found by the same keys.
-A prefix is found where every group holds it, so only as far as there is a checkpoint at its end.
+In a group of layers that keep a state, a block is a state, and a sequence has one from admission to release, the first
+entry of its table; behind it come copies that it keeps for itself: `CachePool.spares`, for drafts, and one of the state
+at the end of its last full block, where there is room. Blocks without an owner hold checkpoints: copies of states at
+the ends of full blocks, found by the same keys. A prefix is found where every group holds it, so only as far as there
+is a checkpoint at its end.
 """
 
 from array import array
@@ -31,6 +33,8 @@ class CachePool:
     chunk: most tokens of a sequence that a step computes; it counts where there is a window.
     is_state: a block is the state of a sequence, whatever its length.
     rewinds: a state serves to go on from that many positions before its newest one.
+    spares: copies that each sequence has beside its state.
+    checkpoints: blocks beyond those that sequences need, for checkpoints.
     """
 
     num_blocks: int
@@ -38,6 +42,8 @@ class CachePool:
     chunk: int = 0
     is_state: bool = False
     rewinds: int = 0
+    spares: int = 0
+    checkpoints: int = 0
 
     def first_visible(self, position: int) -> int:
         """The index in a block table of the first block that a token at `position`, or behind it, sees."""
@@ -45,7 +51,7 @@ class CachePool:
 
     def most_blocks(self, positions: int) -> int:
         """Blocks that a sequence of so many positions owns at once."""
-        every = 1 if self.is_state else blocks_for(positions)
+        every = 1 + self.spares if self.is_state else blocks_for(positions)
         return every if self.window is None else min(every, blocks_for(self.window + self.chunk) + 1)
 
 
@@ -62,11 +68,14 @@ class Allocation:
     """New block tables, one per group; their blocks hold the first `num_cached_tokens` tokens already.
 
     states: of each group with a state the checkpoint, and the block that it is to be copied to before the next step.
+    num_held_tokens: those whose keys and values are in the cache; more than `num_cached_tokens` where no checkpoint is
+        at their end.
     """
 
     block_tables: tuple[list[int], ...]
     num_cached_tokens: int
     states: tuple[StateCopy, ...] = ()
+    num_held_tokens: int = 0
 
 
 def extend_keys(keys: list[bytes], token_ids: Seq[int]) -> None:
@@ -87,6 +96,8 @@ class BlockManager:
         self._pools = [_Pool(pool) for pool in pools]
         self._paged_groups = [n for n, pool in enumerate(pools) if not pool.is_state]
         self._paged = [self._pools[n] for n in self._paged_groups]
+        self._states = [pool for pool in self._pools if pool.shape.is_state]
+        self._kept_copies = 0  # sequences with a copy of the state at the end of a block
 
     @property
     def num_free(self) -> int:
@@ -101,7 +112,7 @@ class BlockManager:
     @property
     def has_states(self) -> bool:
         """Whether there are groups with a state."""
-        return len(self._paged) < len(self._pools)
+        return bool(self._states)
 
     def covered(self, tables: Seq[Seq[int]]) -> int:
         """Positions that these tables cover."""
@@ -117,7 +128,8 @@ class BlockManager:
         `keys`: of the prefix's full blocks. In a group with a window the tables reach as far as the first steps need.
         None, and nothing changes, where fewer than `reserve` blocks of a pool would be left free.
         """
-        found = self._match(keys)
+        found = _match(self._pools, keys)
+        held = _match(self._paged, keys) if self._states else found
         shared = [pool.blocks_of(keys, found) for pool in self._pools]
         new = [pool.missing(found, positions) for pool in self._pools]
         for pool, blocks, count in zip(self._pools, shared, new, strict=True):
@@ -128,29 +140,66 @@ class BlockManager:
         for group, (pool, blocks, count) in enumerate(zip(self._pools, shared, new, strict=True)):
             if pool.shape.is_state:
                 source = pool.checkpoint_of(keys[found - 1]) if found else PADDING_BLOCK
-                tables.append([pool.take()])
+                tables.append([pool.take() for _ in range(count)])
                 if found:
                     states.append(StateCopy(group, source, tables[-1][0]))
                 continue
             pool.own(blocks)
             hidden = [PADDING_BLOCK] * (found - len(blocks))
             tables.append(hidden + blocks + [pool.take() for _ in range(count)])
-        return Allocation(tuple(tables), found * BLOCK_SIZE, tuple(states))
+        return Allocation(tuple(tables), found * BLOCK_SIZE, tuple(states), held * BLOCK_SIZE)
 
     @property
     def rewinds(self) -> int:
         """How many positions before the newest one all states serve to go on from."""
-        return min((pool.shape.rewinds for pool in self._pools if pool.shape.is_state), default=0)
+        return min((pool.shape.rewinds for pool in self._states), default=0)
 
-    def checkpoint(self, tables: Seq[Seq[int]], key: bytes) -> list[StateCopy]:
+    def checkpoint(self, tables: Seq[Seq[int]], key: bytes, on_the_way: bool = False) -> list[StateCopy]:
         """Blocks for copies of a sequence's states, which stand for the tokens up to the end of the block with this
         key: they are found by it from now on, and are to be copied before the next step. Least recently used ones make
-        room; where no block is free there is none."""
+        room; where no block is free there is none. `on_the_way`: they make room for others first, until they are
+        used."""
         copies = []
         for group, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
             if pool.shape.is_state and key not in pool.by_key and pool.num_free:
-                copies.append(StateCopy(group, table[0], pool.keep_new(key)))
+                copies.append(StateCopy(group, table[0], pool.keep_new(key, on_the_way)))
         return copies
+
+    def spares(self, tables: Seq[Seq[int]]) -> list[StateCopy]:
+        """What brings a sequence's states back to the copies that were made of them before its draft; empty where
+        there are none (CachePool.spares)."""
+        return [
+            StateCopy(group, table[1], table[0])
+            for group, (pool, table) in enumerate(zip(self._pools, tables, strict=True))
+            if pool.shape.spares
+        ]
+
+    def add_copies(self, tables: Seq[list[int]]) -> bool:
+        """Give a sequence a further block of each group with a state, the last of its table, for copies of its states
+        at the ends of full blocks. False where it has them, or half of the room for checkpoints is taken by such."""
+        if self.has_copies(tables) or any(
+            2 * self._kept_copies >= pool.shape.checkpoints or not pool.num_free for pool in self._states
+        ):
+            return False
+        self._kept_copies += 1
+        for pool, table in zip(self._pools, tables, strict=True):
+            if pool.shape.is_state:
+                table.append(pool.take())
+        return True
+
+    def has_copies(self, tables: Seq[Seq[int]]) -> bool:
+        """Whether a sequence has the blocks of `add_copies`."""
+        return any(
+            pool.shape.is_state and len(table) > 1 + pool.shape.spares
+            for pool, table in zip(self._pools, tables, strict=True)
+        )
+
+    def name_copies(self, tables: Seq[Seq[int]], key: bytes) -> None:
+        """The copies of `add_copies` stand for the tokens up to the end of the block with this key: a checkpoint, once
+        the sequence has released them."""
+        for pool, table in zip(self._pools, tables, strict=True):
+            if pool.shape.is_state:
+                pool.name(table[-1], key)
 
     def grow(self, tables: Seq[list[int]], start: int, positions: int) -> bool:
         """Make room for a step from position `start` on: append blocks until the tables cover `positions`.
@@ -182,6 +231,7 @@ class BlockManager:
 
     def free(self, tables: Seq[Seq[int]]) -> None:
         """Release all blocks of a sequence. Its end is evicted before its beginning."""
+        self._kept_copies -= bool(tables) and self.has_copies(tables)
         for pool, table in zip(self._pools, tables, strict=True):
             pool.release(number for number in reversed(table) if number != PADDING_BLOCK)
 
@@ -190,7 +240,7 @@ class BlockManager:
 
         In a group with a window also those behind it that are still there.
         """
-        prefix = keys[: self._match(keys)]
+        prefix = keys[: _match(self._pools, keys)]
         return [
             {
                 index: pool.by_key[key]
@@ -239,24 +289,6 @@ class BlockManager:
         for pool in self._pools:
             pool.reset()
 
-    def _match(self, keys: Seq[bytes]) -> int:
-        """Full blocks of the longest prefix of which every group holds what the token behind it sees."""
-        longest = 0
-        held_from = [0] * len(self._pools)  # since which index all blocks were found
-        for index, key in enumerate(keys):
-            for group, pool in enumerate(self._pools):
-                if key not in pool.by_key:
-                    held_from[group] = index + 1
-                    if pool.shape.window is None and not pool.shape.is_state:
-                        return longest
-            behind = (index + 1) * BLOCK_SIZE
-            if all(
-                first <= (index if pool.shape.is_state else pool.shape.first_visible(behind))
-                for pool, first in zip(self._pools, held_from, strict=True)
-            ):
-                longest = index + 1
-        return longest
-
 
 class _Pool:
     """The blocks of one group.
@@ -286,7 +318,9 @@ class _Pool:
 
     def missing(self, found: int, positions: int) -> int:
         """Blocks that a table for `positions` lacks whose first `found` are there."""
-        return 1 if self.shape.is_state else self.end(found * BLOCK_SIZE, positions) - found
+        if self.shape.is_state:
+            return 1 + self.shape.spares
+        return self.end(found * BLOCK_SIZE, positions) - found
 
     def checkpoint_of(self, key: bytes) -> int:
         """The block with this content, which was used just now."""
@@ -295,11 +329,13 @@ class _Pool:
             self._kept[number] = self._kept.pop(number)
         return number
 
-    def keep_new(self, key: bytes) -> int:
+    def keep_new(self, key: bytes, evicted_first: bool) -> int:
         """A free block that gets this content, and stays free."""
         number = self.take()
         self.name(number, key)
         self.release([number])
+        if evicted_first:
+            self._kept = {number: None, **self._kept}
         return number
 
     def blocks_of(self, keys: Seq[bytes], count: int) -> list[int]:
@@ -360,3 +396,22 @@ class _Pool:
     def reset(self) -> None:
         for number in list(self._kept):
             self.unname(self._keys[number])
+
+
+def _match(pools: Seq[_Pool], keys: Seq[bytes]) -> int:
+    """Full blocks of the longest prefix of which each of these groups holds what the token behind it sees."""
+    longest = 0
+    held_from = [0] * len(pools)  # since which index all blocks were found
+    for index, key in enumerate(keys):
+        for group, pool in enumerate(pools):
+            if key not in pool.by_key:
+                held_from[group] = index + 1
+                if pool.shape.window is None and not pool.shape.is_state:
+                    return longest
+        behind = (index + 1) * BLOCK_SIZE
+        if all(
+            first <= (index if pool.shape.is_state else pool.shape.first_visible(behind))
+            for pool, first in zip(pools, held_from, strict=True)
+        ):
+            longest = index + 1
+    return longest

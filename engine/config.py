@@ -81,6 +81,9 @@ class EngineConfig:
         split: what of the model each of them has: a part of every layer ("tensor"), or some of the layers ("layer"),
             one device behind the other, for those of unlike size or without fast links.
         tensor_split: of which so much, "3,1", device by device; None: as much as its free memory is.
+        state_checkpoints: of a model whose layers keep a state (a convolution, a gated delta net), how many copies of
+            states are kept, from which prompts that begin alike go on; None: by the memory that there is. `engine show`
+            says what one takes.
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
         make_room: called before anything is allocated, with the bytes that the run needs, those that are free, and the
@@ -208,6 +211,16 @@ class EngineConfig:
             "With --split layer: the devices' shares of the layers, such as 3,1. (default: by free memory)",
             RUN_PANEL,
             "LIST",
+        ),
+    ] = None
+    state_checkpoints: Annotated[
+        int | None,
+        Range(0),
+        Flag(
+            "--state-checkpoints --ctx-checkpoints -ctxcp",
+            "Of models that keep a state: copies of it, for prompts that begin alike. (default: by memory)",
+            RUN_PANEL,
+            "N",
         ),
     ] = None
     chat_template: str | None = None

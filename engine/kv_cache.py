@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quengine.block_manager import CachePool, StateCopy
 from quengine.kernels.backend import LayerState, SlotLayer
@@ -12,7 +13,7 @@ from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.memory import state_pool
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import SlotState, State
-from quengine.models.config import CacheGroup, ModelConfig
+from quengine.models.config import ModelConfig
 
 
 def pools_of_one(config: ModelConfig, ctx_size: int) -> list[CachePool]:
@@ -24,10 +25,31 @@ def pools_of_one(config: ModelConfig, ctx_size: int) -> list[CachePool]:
 
 
 def _allocate(state: State, blocks: int, device: torch.device, cache_type: CacheType) -> LayerState:
-    """A layer's blocks. Rows of keys and values are written before they are read; states begin as zeros."""
+    """A layer's blocks of keys and values, whose rows are written before they are read; of a state, that some other
+    rank keeps, none."""
     if isinstance(state, SlotState):
-        return SlotLayer(torch.zeros(blocks, *state.shape, dtype=torch.float32, device=device))
+        return SlotLayer(tuple(torch.empty(0, *shape, device=device) for shape in state.shapes))
     return allocate_layer(blocks * BLOCK_SIZE, state.kv_heads, state.head_dim, device, cache_type)
+
+
+def _allocate_states(
+    declared: Sequence[State], layers: Iterable[int], blocks: int, device: torch.device
+) -> tuple[list[Tensor], dict[int, LayerState]]:
+    """States of a group's layers, zeros: of each part [layers, blocks, ...], so that a state is copied in all layers
+    at once, and each layer's own."""
+    alike: dict[SlotState, list[int]] = {}
+    for layer in layers:
+        if isinstance(state := declared[layer], SlotState):
+            alike.setdefault(state, []).append(layer)
+    stacks, of_layers = list[Tensor](), dict[int, LayerState]()
+    for state, numbers in alike.items():
+        parts = [
+            torch.zeros(len(numbers), blocks, *shape, dtype=torch.float32, device=device)
+            for shape in state.shapes
+        ]
+        stacks += parts
+        of_layers |= {layer: SlotLayer(tuple(part[n] for part in parts)) for n, layer in enumerate(numbers)}
+    return stacks, of_layers
 
 
 @dataclass
@@ -42,6 +64,8 @@ class KVCache:
     layers: list[LayerState]
     ctx_size: int
     pools: tuple[CachePool, ...]
+    states: tuple[tuple[Tensor, ...], ...] = ()
+    """Of each group, where its layers keep states, these once more, of all layers: [layers, blocks, ...]."""
 
     @classmethod
     def allocate(
@@ -61,25 +85,27 @@ class KVCache:
         """
         if pools is None:
             pools = pools_of_one(config, ctx_size)
-        blocks = [0] * config.block_count
+        declared = [block.mixer.state for block in layers_of(config)]
+        blocks, kept, states = [0] * len(declared), dict[int, LayerState](), list[tuple[Tensor, ...]]()
         for group, pool in zip(config.cache_groups, pools, strict=True):
             for layer in group.layers:
                 blocks[layer] = pool.num_blocks + 1
+            stacks, of_layers = _allocate_states(declared, group.layers, pool.num_blocks + 1, device)
+            states.append(tuple(stacks))
+            kept |= of_layers
         layers = [
-            _allocate(block.mixer.state, count, device, cache_type)
-            for block, count in zip(layers_of(config), blocks, strict=True)
+            kept[layer] if layer in kept else _allocate(state, blocks[layer], device, cache_type)
+            for layer, state in enumerate(declared)
         ]
         for tensor in (tensor for layer in layers for tensor in layer.blocks if len(tensor)):
             tensor[PADDING_BLOCK].zero_()
-        return cls(layers, ctx_size, tuple(pools))
+        return cls(layers, ctx_size, tuple(pools), tuple(states))
 
-    def copy_states(self, copies: Iterable[StateCopy], groups: Sequence[CacheGroup]) -> None:
-        """Copy states between blocks of their groups, behind the steps that were launched before. `groups`: of the
-        model."""
+    def copy_states(self, copies: Iterable[StateCopy]) -> None:
+        """Copy states between blocks of their groups, behind the steps that were launched before."""
         for group, source, target in copies:
-            for layer in groups[group].layers:
-                for tensor in self.layers[layer].blocks:
-                    tensor[target].copy_(tensor[source])
+            for part in self.states[group]:
+                part[:, target].copy_(part[:, source])
 
     @property
     def whole_tables(self) -> tuple[list[int], ...]:

@@ -43,7 +43,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.sequence_factory import SequenceFactory
 from quengine.sampler import Result, Sample, Verified
-from quengine.scheduler import Scheduler
+from quengine.scheduler import PENDING, Scheduler
 from quengine.speculative.speculation import Speculation
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
@@ -337,7 +337,11 @@ class LLM:
             return False
         if self.speculation is not None:
             self.speculation.propose(batch)
-        self._launched.append(self.runner.launch(batch))
+        try:
+            self._launched.append(self.runner.launch(batch))
+        except BaseException:
+            self.scheduler.failed(batch)
+            raise
         return True
 
     def _log_ends(self, sequences: Seq[Sequence]) -> None:
@@ -503,4 +507,5 @@ class LLM:
             config.reuse_prefix or config.parallel > 1,
             BACKLOG_CHUNK[kind],
             self.runner.copy_states,
+            0 if self.runner.device_decoder is None else PENDING,
         )

@@ -41,7 +41,8 @@ from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.load_draft import open_draft
 
 if TYPE_CHECKING:
-    from quengine.parallel.group import RankGroup, RankPlan
+    from quengine.parallel.group import RankGroup
+    from quengine.parallel.wire import RankPlan
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -154,12 +155,12 @@ def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
     """The part of the model of a rank other than rank 0, with its cache. Raises as `load_model`."""
     config = EngineConfig(**plan.options)
     device, _ = choose_device(config)
-    stage = Stage(plan.number, tuple(plan.bounds)) if plan.bounds else None
+    stage = Stage(plan.number, plan.bounds) if plan.bounds else None
     part = part_of(open_checkpoint(Path(plan.model)), stage or plan.rank)
     torch.set_num_threads(plan.threads)
     experts = ExpertPlacement.choose(config, part, device.type)
     made = Machine(config, device, plan.threads, free_memory(device, plan.count), None, experts)
-    return made.runner(part, plan.ctx_size, [CachePool(*pool) for pool in plan.pools], communicator)
+    return made.runner(part, plan.ctx_size, plan.pools, communicator)
 
 
 def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:
@@ -202,4 +203,15 @@ def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) ->
     if config.parallel > 1:
         tokens = max(pool.num_blocks for pool in cache.pools) * BLOCK_SIZE
         held += f" for {tokens} tokens of up to {config.parallel} sequences at once"
+    held += "".join(_states_note(config, pool, cache) for pool in cache.pools if pool.is_state)
     return f"context {cache.ctx_size} tokens{cut}, {held}, weights {gib(checkpoint.nbytes)}"
+
+
+def _states_note(config: EngineConfig, pool: CachePool, cache: KVCache) -> str:
+    """What states take of the cache, for the user."""
+    size = sum(part[:, 0].nbytes for parts in cache.states for part in parts)
+    copies = ", as many copies for drafts" if pool.spares else ""
+    return (
+        f", of it {gib(size * pool.num_blocks)} for states of {gib(size)}: {config.parallel} of sequences{copies}, "
+        f"{pool.checkpoints} checkpoints"
+    )

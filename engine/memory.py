@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 from operator import mul
 
 from quengine.block_manager import CachePool
+from quengine.config import MOST_DRAFT_TOKENS
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.blocks.block import SlotState, State
-from quengine.models.config import CacheGroup, ModelConfig
+from quengine.models.config import CacheGroup, GatedDeltaSizes, ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes set aside by kind of device for what does not grow with the model: the program, kernels, libraries, graphs, the
@@ -27,14 +28,22 @@ captured for, on a CUDA device. Measured, with all captured: see tests/engine/te
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """The same for a draft model beside another."""
 
-CHECKPOINTS = 16
-"""States that are kept beside those of sequences, for prompts that begin as earlier ones did."""
+LEAST_CHECKPOINTS = 2
+"""States that are kept beside those of sequences, for prompts that begin as earlier ones did: at the end of a
+conversation's prompt, and of its answer."""
+
+CHECKPOINTS, CHECKPOINTS_A_SEQUENCE = 32, 4
+"""The same at most, where memory is plenty: so many, and more for each sequence."""
+
+CHECKPOINTS_SHARE = 8
+"""They take one part in so many of the memory for the cache, at most."""
 
 CONTEXT_STEP = 256
 """A context that is cut to fit is a multiple of so many tokens."""
 
 _FEW_ROWS = 128  # rows that have buffers of their own: FEW_ROWS of kernels/cuda/gemm/workspace.py
 _EXPERT_PRODUCTS = 64 * 2**20  # of kernels/cuda/moe/grouped.py
+_DELTA_CHUNK = 64  # rows of a chunk at most: chunk_rows of kernels/cuda/gated_delta/chunks.py
 _MOST_DEQUANTIZED = 160 * 2**20  # MAX_DEQUANTIZED weights of kernels/cuda/backend.py, of 2 bytes
 
 
@@ -48,12 +57,20 @@ class CacheNeeds:
     """What a context takes of a model, and of the one that drafts for it, if any: blocks of the cache, rotary tables.
 
     The draft model's layers belong to the first group of layers, which then keeps all positions: a draft model may have
-    computed less of a sequence than the model has. chunk: most tokens of a sequence that a step computes.
+    computed less of a sequence than the model has. States are of a size whatever the context, so that those of all
+    `parallel` sequences count, and checkpoints.
+
+    chunk: most tokens of a sequence that a step computes.
+    drafts: steps compute drafted tokens, by whatever they are drafted.
+    checkpoints: how many states are kept beside those of sequences; None: what memory has room for.
     """
 
     config: ModelConfig
     chunk: int
     draft: ModelConfig | None = None
+    parallel: int = 1
+    drafts: bool = False
+    checkpoints: int | None = None
 
     def pools(self) -> list[CachePool]:
         """A pool for each group of layers, without its number of blocks."""
@@ -63,7 +80,9 @@ class CacheNeeds:
             windows[0] = None
         pairs = zip(groups, windows, strict=True)
         return [
-            state_pool(self.config, group, 0) if group.is_state else CachePool(0, window, self.chunk)
+            state_pool(self.config, group, 0, self.drafts)
+            if group.is_state
+            else CachePool(0, window, self.chunk)
             for group, window in pairs
         ]
 
@@ -90,9 +109,35 @@ class CacheNeeds:
                 total += sum(4 * rows * rotation.dim for rotation in rotations)
         return total
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a state, of all layers that keep one."""
+        sizes = zip(self.config.cache_groups, self.block_bytes("f16"), strict=True)
+        return sum(size for group, size in sizes if group.is_state)
+
+    @property
+    def states(self) -> int:
+        """States of all sequences, copies that drafts go back to among them."""
+        return self.parallel * max((1 + pool.spares for pool in self.pools() if pool.is_state), default=0)
+
+    @property
+    def least_checkpoints(self) -> int:
+        return LEAST_CHECKPOINTS if self.checkpoints is None else self.checkpoints
+
+    def checkpoints_in(self, room: int, spare: int) -> int:
+        """Checkpoints where the cache has `room` bytes, of which `spare` are left beside all that must be there."""
+        if self.checkpoints is not None or not self.state_bytes:
+            return self.least_checkpoints
+        most = CHECKPOINTS + CHECKPOINTS_A_SEQUENCE * self.parallel
+        more = max(0, min(spare, room // CHECKPOINTS_SHARE)) // self.state_bytes
+        return min(most, LEAST_CHECKPOINTS + more)
+
     def nbytes(self, positions: int, cache_type: CacheType = "f16") -> int:
-        """Bytes that a sequence of so many positions takes: its blocks and the rotary tables."""
-        return self.cache_bytes(positions, cache_type) + self.table_bytes(positions)
+        """Bytes that a sequence of so many positions takes: its blocks and the rotary tables; with the states of the
+        other sequences, and the fewest checkpoints."""
+        others = self.states - self.states // self.parallel + self.least_checkpoints
+        own = self.cache_bytes(positions, cache_type) + self.table_bytes(positions)
+        return own + others * self.state_bytes
 
     def fitting(self, room: int, most: int, cache_type: CacheType) -> int:
         """Positions of a sequence that `room` bytes hold, a multiple of the step; not more than make up `most`."""
@@ -155,10 +200,17 @@ def choose_context(
         return fitting
     least = wanted if requested is not None else CONTEXT_STEP
     context = needs.nbytes(least, cache_type)
+    states = ""
+    if needs.state_bytes:
+        kept = (needs.states + needs.least_checkpoints) * needs.state_bytes
+        states = (
+            f", {gib(kept)} of them for states: {needs.states} of up to {needs.parallel} sequences and "
+            f"{needs.least_checkpoints} checkpoints, {gib(needs.state_bytes)} each"
+        )
     ways = _ways(needs, memory, least, fitting, cache_type)
     raise CannotRunError(
         f"not enough memory on {memory.where}: needs {gib(memory.weights + memory.workspace + context)} (weights "
-        f"{gib(memory.weights)}, cache and rotary tables {gib(context)} for {least} tokens in {cache_type}), "
+        f"{gib(memory.weights)}, cache and rotary tables {gib(context)} for {least} tokens in {cache_type}{states}), "
         f"free {gib(memory.free)}; "
         + ("try " + " or ".join(ways) if ways else "use a smaller model or a smaller quantization")
     )
@@ -177,11 +229,15 @@ def _block_bytes(state: State, cache_type: CacheType) -> int:
     return state.nbytes if isinstance(state, SlotState) else state.bytes_of(BLOCK_SIZE, cache_type)
 
 
-def state_pool(config: ModelConfig, group: CacheGroup, states: int) -> CachePool:
-    """A pool of so many states of a group's layers."""
+def state_pool(config: ModelConfig, group: CacheGroup, states: int, drafts: bool = False) -> CachePool:
+    """A pool of so many states of a group's layers. drafts: sequences have drafted tokens, which some states cannot go
+    back over: they are copied before."""
     layers = layers_of(config)
     kept = [state for i in group.layers if isinstance(state := layers[i].mixer.state, SlotState)]
-    return CachePool(states, is_state=True, rewinds=min((state.rewinds for state in kept), default=0))
+    rewinds = min((state.rewinds for state in kept), default=0)
+    return CachePool(
+        states, is_state=True, rewinds=rewinds, spares=int(drafts and rewinds < MOST_DRAFT_TOKENS)
+    )
 
 
 def wanted_bytes(
@@ -189,7 +245,8 @@ def wanted_bytes(
 ) -> int:
     """Bytes of a run whose sequences all have the context that was requested, or of one with the model's own."""
     positions = needs.config.context_length if requested is None else requested
-    others = 0 if requested is None else (parallel - 1) * needs.cache_bytes(positions, cache_type)
+    own = needs.cache_bytes(positions, cache_type) - needs.states // parallel * needs.state_bytes
+    others = 0 if requested is None else (parallel - 1) * own
     return memory.weights + memory.workspace + needs.nbytes(positions, cache_type) + others
 
 
@@ -197,7 +254,7 @@ def choose_pools(
     needs: CacheNeeds, ctx_size: int, parallel: int, room: int, cache_type: CacheType
 ) -> list[CachePool]:
     """The pools of the cache, one per group of layers: for `parallel` sequences of `ctx_size` positions, or what `room`
-    bytes hold.
+    bytes hold; of states one for each sequence, and checkpoints.
 
     `room` is also for the padding blocks and the rotary tables. Where it is short, all groups have the same number of
     blocks, as the sequences of a short context want it, but for those that need no more. At least the blocks of one
@@ -206,12 +263,14 @@ def choose_pools(
     sizes = needs.block_bytes(cache_type)
     one = [pool.most_blocks(ctx_size) for pool in needs.pools()]
 
-    states = [CHECKPOINTS if pool.is_state else 0 for pool in needs.pools()]
+    spare = room - needs.nbytes(ctx_size, cache_type) - sum(sizes)
+    checkpoints = needs.checkpoints_in(room, spare)
+    shapes = [replace(pool, checkpoints=checkpoints) if pool.is_state else pool for pool in needs.pools()]
 
     def blocks(most: int) -> list[int]:
         return [
-            parallel + more if more else max(each, min(most, parallel * each))
-            for each, more in zip(one, states, strict=True)
+            parallel * each + checkpoints if pool.is_state else max(each, min(most, parallel * each))
+            for each, pool in zip(one, shapes, strict=True)
         ]
 
     def nbytes(most: int) -> int:
@@ -219,7 +278,7 @@ def choose_pools(
 
     room -= needs.table_bytes(ctx_size) + sum(sizes)
     most = bisect_right(range(1, parallel * max(one) + 1), room, key=nbytes)
-    return [replace(pool, num_blocks=count) for pool, count in zip(needs.pools(), blocks(most), strict=True)]
+    return [replace(pool, num_blocks=count) for pool, count in zip(shapes, blocks(most), strict=True)]
 
 
 def workspace_bytes(
@@ -237,9 +296,11 @@ def workspace_bytes(
     fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind]
     if kind == "cpu":
         return fixed + cpu_expert_bytes(config, chunk)
-    width, attentions = config.embedding_length, attentions_of(config)
+    width, attentions, net = config.embedding_length, attentions_of(config), config.gated_delta
     queries = max((a.heads * a.head_dim for a in attentions), default=0)
-    qkv = max(((a.heads + 2 * a.kv_heads) * a.head_dim for a in attentions), default=0)
+    qkv = max((a.rows for a in attentions), default=0)
+    if net is not None:
+        qkv = max(qkv, net.channels + net.values + 2 * net.value_heads)
     inner = _every_rows_feed_forward(config)
     largest = width * max(inner, qkv)
     # fp32: the stream between layers, products of qkv; fp16: normed rows, then queries or SwiGLU's rows.
@@ -247,7 +308,14 @@ def workspace_bytes(
     logits = (12 if draft else LOGIT_BYTES) * rows * config.vocab_size
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
     dequantized = min(2 * largest, _MOST_DEQUANTIZED)
+    activations += 0 if net is None else chunk * _delta_row_bytes(net)
     return fixed + packed + dequantized + activations + logits + expert_bytes(config, chunk)
+
+
+def _delta_row_bytes(net: GatedDeltaSizes) -> int:
+    """Of a prompt's row in a gated delta net on a CUDA device, beside its product and its result: fp32 queries, keys
+    and values, two gates of each value head, and a row of two matrices of its chunk."""
+    return 4 * (net.channels + 2 * net.value_heads * (1 + _DELTA_CHUNK))
 
 
 def expert_bytes(config: ModelConfig, chunk: int) -> int:
@@ -316,9 +384,27 @@ def _ways(
             ways.append("--cache-type q8_0")
         elif smaller >= CONTEXT_STEP:
             ways.append(f"--cache-type q8_0 -c {smaller}")
+    ways += _ways_with_fewer_states(needs, memory, wanted, fitting, cache_type)
     if needs.draft is not None:
         ways.append("no --draft-model")
     missing = needs.nbytes(wanted, cache_type) - memory.room
     if (layers := layers_that_free(memory.experts, missing)) is not None:
         ways.append(f"--n-cpu-moe {layers}")
+    return ways
+
+
+def _ways_with_fewer_states(
+    needs: CacheNeeds, memory: DeviceMemory, wanted: int, fitting: int, cache_type: CacheType
+) -> list[str]:
+    """Fewer sequences, with fewer positions where nothing else helps, or fewer checkpoints."""
+    if not needs.state_bytes:
+        return []
+    fewer = [replace(needs, parallel=count) for count in range(1, needs.parallel)]
+    holding = [each.parallel for each in fewer if each.nbytes(wanted, cache_type) <= memory.room]
+    ways = [f"--parallel {holding[-1]}"] if holding else []
+    if fewer and not holding and fitting < CONTEXT_STEP:
+        positions = fewer[0].fitting(memory.room, wanted, cache_type)
+        ways += [f"--parallel 1 -c {positions}"] if positions else []
+    if (needs.checkpoints or 0) > LEAST_CHECKPOINTS:
+        ways.append(f"--state-checkpoints {LEAST_CHECKPOINTS}")
     return ways

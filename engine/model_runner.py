@@ -24,6 +24,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.runners.graph_keys import GraphKey
 from quengine.runners.host_copy import HostCopy
+from quengine.runners.state_copies import copies_before
 from quengine.runners.step_rows import SequenceRows, decode_rows, forward_batch, prefill_rows
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 
@@ -107,6 +108,9 @@ class ModelRunner:
         self.choose = choose
         self.packs_prompts = packs_prompts
         self.ranks: RankGroup | None = None
+        self._has_states = any(pool.is_state for pool in cache.pools)
+        if device_decoder is not None and self._has_states:
+            device_decoder.before_launch = self._keep_states
 
     def lead(self, ranks: "RankGroup") -> None:
         """From now on tell the other ranks of a group what is computed."""
@@ -160,13 +164,15 @@ class ModelRunner:
         EngineError where its logits are not finite. What is raised concerns all rows; none has then advanced, and the
         call may be repeated with fewer of them.
 
+        Tokens in front of it that the states lack (`Sequence.replay`) are further rows, whose results nobody wants.
+
         `block_tables` cover these positions, and without a draft the one after them, if the sequence can come to it,
         since a device decoder may be a step ahead. From call to call sequences come and go; one that stayed has its
         Sample's token appended.
         """
         if self.device_decoder is not None:
             with Range("decode step"):
-                results = self.device_decoder.step(sequences)
+                results = self.device_decoder.step(sequences)  # copies the states itself
             if results is not None:
                 return self._explained(sequences, results)
         return self._decode_on_host(sequences)
@@ -218,7 +224,7 @@ class ModelRunner:
     def copy_states(self, copies: Seq[StateCopy]) -> None:
         """Copy states of sequences, behind the steps that were launched before."""
         with self.together(CopyStates(copies)):
-            self.cache.copy_states(copies, self.decoder.config.cache_groups)
+            self.cache.copy_states(copies)
 
     def together(self, message: Message) -> AbstractContextManager[None]:
         """What is inside is computed by all ranks, as `message` tells the others."""
@@ -259,15 +265,24 @@ class ModelRunner:
 
     def _decode_on_host(self, sequences: Seq[Sequence]) -> list[Result]:
         """`decode`, with tokens chosen on the host."""
+        if self._has_states:
+            self._keep_states([(s, s.num_cached_tokens - s.replay) for s in sequences])
         with Range("decode step"):
             logits = self.forward("decode", decode_rows(sequences)).float().cpu()
         with Range("sample"):
             results, start = list[Result](), 0
             for sequence in sequences:
+                start += sequence.replay
                 end = start + 1 + len(sequence.draft)
                 results.append(_choose(sequence, logits[start:end]))
                 start = end
         return results
+
+    def _keep_states(self, rows: Seq[tuple[Sequence, int]]) -> None:
+        """Copy states that a decode step changes, given each sequence with the position of its first row."""
+        copies = [copy for each, at in rows for copy in copies_before(self.cache.pools, each, at)]
+        if copies:
+            self.copy_states(copies)
 
     def _explained(self, sequences: Seq[Sequence], results: list[Result]) -> list[Result]:
         """The results of a device, with the reasons for those that have no token."""

@@ -18,7 +18,7 @@ from quengine.kernels.sampling import Choose, Logits
 from quengine.request.sampling_params import SamplingParams
 from quengine.sampling_chain.chain import Choice, SamplerChain
 from quengine.sampling_chain.dry import Breakers
-from quengine.sampling_chain.infill import Infill
+from quengine.sampling_chain.pool import Infill
 from quengine.structured.constraint import ConstraintError
 from quengine.structured.token_mask import Mask, TokenMask
 

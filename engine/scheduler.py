@@ -12,10 +12,11 @@ them.
 """
 
 import time
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import chain
+from itertools import chain, islice
 
 from quengine.batch import Batch, Chunk
 from quengine.block_manager import BlockManager, StateCopy, extend_keys
@@ -27,8 +28,21 @@ from quengine.request.sequence import Sequence
 LEAST_CHUNK = 16
 """Tokens of a prompt that a step takes however slow the machine is."""
 
-_PENDING = 4
+CHECKPOINT_EVERY = 4096
+"""Tokens of a long prompt from one copy of its states to the next."""
+
+_CHANGED_TAIL = 8
+"""Tokens at the end of a prompt that a template may write otherwise once the answer follows, as where it opens a block
+of reasoning that later turns leave out."""
+
+PENDING = 4
 """Positions behind the tokens that the host knows which steps launched ahead may have computed, drafts aside."""
+
+_COPY_EVERY = 4 * BLOCK_SIZE
+"""Tokens from one copy of a sequence's states to the next after which drafts are cut short for it."""
+
+_MOST_PARTINGS = 64
+"""Waiting sequences that are looked at for where they part from the one that is computed."""
 
 LOOKAHEAD = 1
 """Positions behind a sequence's newest token that it already has blocks for, for a runner that is a step ahead."""
@@ -48,6 +62,7 @@ class Scheduler:
         shares: blocks that hold the beginning of a prompt already are taken for it.
         backlog_chunk: `mixed_chunk` while more tokens of prompts wait than `chunk_size`.
         copy_states: copies states of sequences behind the steps that were launched before (ModelRunner.copy_states).
+        ahead: positions behind the tokens that the host knows which steps launched ahead may have computed.
     """
 
     def __init__(
@@ -62,6 +77,7 @@ class Scheduler:
         shares: bool = True,
         backlog_chunk: int = 0,
         copy_states: Callable[[Seq[StateCopy]], None] | None = None,
+        ahead: int = 0,
     ) -> None:
         self.cache = cache
         self.parallel = parallel
@@ -73,6 +89,14 @@ class Scheduler:
         self.shares = shares
         self.blocks = BlockManager(cache.pools)
         self._copy_states = copy_states or (lambda _copies: None)
+        self._ahead = ahead
+        # States that cannot go back to the last full block are copied as they come to its end.
+        self._keeps_copies = (
+            self.blocks.has_states
+            and shares
+            and not deterministic
+            and self.blocks.rewinds < BLOCK_SIZE + ahead
+        )
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # both in order of arrival
         self.decoding: list[Sequence] = []
@@ -84,6 +108,7 @@ class Scheduler:
         self._preempts = True
         self._keeps_all = all(pool.window is None for pool in cache.pools)
         self._alone: deque[Sequence] = deque()
+        self._restarted: set[Sequence] = set()  # of these, those that begin again
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -114,6 +139,7 @@ class Scheduler:
 
     def cancel(self, sequence: Sequence) -> None:
         """Take a sequence out wherever it is, and free its blocks."""
+        self._restarted.discard(sequence)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self._running:
@@ -160,6 +186,10 @@ class Scheduler:
             for sequence in batch.sequences:
                 if not sequence.block_tables or sequence.finished:
                     continue
+                if (
+                    self.blocks.has_states and not sequence.draft
+                ):  # else Speculation.take says what the states lack
+                    sequence.replay = 0
                 if (sequence.num_cached_tokens + 1) % BLOCK_SIZE:
                     sequence.num_cached_tokens += 1
                 else:  # a block is full
@@ -173,6 +203,7 @@ class Scheduler:
             if whole and sequence in self.prefilling:
                 self.prefilling.remove(sequence)
                 self.decoding.append(sequence)
+                self._add_copies(sequence)
 
     def accepted(self, sequence: Sequence) -> None:
         """Note that its newest token was a drafted one: its keys and values are in the cache since this step."""
@@ -183,6 +214,8 @@ class Scheduler:
 
         It is given further ones for them while each running sequence could still be given one.
         """
+        if self._keeps_copies and self._copy_is_due(sequence):
+            most = min(most, -len(sequence.token_ids) % BLOCK_SIZE)
         end = min(len(sequence.token_ids) + most, sequence.max_positions)
         if self.blocks.num_free > len(self._running):
             self.blocks.grow(sequence.block_tables, sequence.num_cached_tokens, end)
@@ -191,6 +224,8 @@ class Scheduler:
 
     def release(self) -> None:
         """Free the blocks of finished sequences; those with a full context discard tokens of it, and begin again."""
+        for sequence in [each for each in self._restarted if each.finished]:
+            self.cancel(sequence)
         for sequence in self._running:
             if sequence.finished:
                 self._remove(sequence)
@@ -202,6 +237,22 @@ class Scheduler:
         """Compute the sequences of the current batch one at a time: the step of all of them failed."""
         if self.current is not None:
             self._alone.extend(self.current.sequences)
+
+    def failed(self, batch: Batch) -> None:
+        """A step failed, and may have changed some of the states that it computes: where these cannot be computed again
+        from themselves, the sequences begin again."""
+        if self.blocks.has_states and not self.blocks.rewinds:
+            for sequence in reversed(self._running):
+                if sequence in batch.sequences:
+                    self._restarted.add(sequence)
+                    self._preempt(sequence, keeps=False)
+
+    def roll_back(self, sequence: Sequence, base: int) -> None:
+        """Its states are those behind its first `base` tokens again, as they were copied before its draft."""
+        copies = self.blocks.spares(sequence.block_tables)
+        if copies:
+            self._copy_states(copies)
+            sequence.replay = sequence.num_cached_tokens - base
 
     def reset(self) -> None:
         """Nothing in the cache is valid any more.
@@ -233,25 +284,63 @@ class Scheduler:
             sequence = chunk.sequence
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
                 self._cached(sequence, chunk.end - sequence.num_cached_tokens)
-                self._checkpoint(sequence)
+                if self.blocks.has_states and chunk.end in sequence.checkpoints_at:
+                    is_last = chunk.end == sequence.checkpoints_at[-1]
+                    self._checkpoint(sequence, chunk.end, chunk.end % CHECKPOINT_EVERY == 0 and not is_last)
 
-    def _checkpoint(self, sequence: Sequence) -> None:
-        """Keep the states behind a chunk that ends with a full block, for prompts that begin like this one."""
-        end = sequence.num_cached_tokens
-        if self.blocks.has_states and end % BLOCK_SIZE == 0 and end <= self._most_shared(sequence):
-            key = self._keys(sequence, end)[-1]
-            if copies := self.blocks.checkpoint(sequence.block_tables, key):
-                self._copy_states(copies)
+    def _checkpoint(self, sequence: Sequence, end: int, on_the_way: bool = False) -> None:
+        """Keep the states of a sequence, which serve to go on behind its first `end` tokens, for prompts that begin
+        with these: whole blocks. `on_the_way`: its prompt goes on, and no other was seen to part from it here."""
+        key = self._keys(sequence, end)[-1]
+        if copies := self.blocks.checkpoint(sequence.block_tables, key, on_the_way):
+            self._copy_states(copies)
 
-    def _checkpoint_end(self, sequence: Sequence) -> None:
-        """Keep the states of a sequence that ends, or is preempted, where they serve at its last full block."""
-        known = sequence.num_cached_tokens
-        ahead = _PENDING + max(sequence.drafts_by_length, default=0)
+    def _checkpoint_end(self, sequence: Sequence, ahead: int) -> None:
+        """Keep the states of a sequence that ends, or is preempted, at its last full block if they serve there, else
+        the copy that it has. ahead: positions that may have been computed behind those that are cached."""
+        known = sequence.num_cached_tokens - sequence.replay
+        if not self.blocks.spares(sequence.block_tables):
+            ahead += max(sequence.drafts_by_length, default=0)
         end = min(known, self._prompt_end(sequence)) // BLOCK_SIZE * BLOCK_SIZE
-        if end and self.shares and known + ahead - end <= self.blocks.rewinds:
-            key = self._keys(sequence, end)[-1]
-            if copies := self.blocks.checkpoint(sequence.block_tables, key):
-                self._copy_states(copies)
+        if not end or not self.shares or sequence.pool is not None:
+            return
+        if known + ahead - end <= self.blocks.rewinds:
+            self._checkpoint(sequence, end)
+        elif 0 < sequence.state_copy_at <= end:
+            key = self._keys(sequence, sequence.state_copy_at)[-1]
+            self.blocks.name_copies(sequence.block_tables, key)
+
+    def _add_copies(self, sequence: Sequence) -> None:
+        """Let a sequence keep a copy of its states at the end of its last full block, where there is room."""
+        if self._keeps_copies and sequence.pool is None and sequence.block_tables:
+            self.blocks.add_copies(sequence.block_tables)
+
+    def _copy_is_due(self, sequence: Sequence) -> bool:
+        """Whether its states were not copied since its prompt, or many tokens."""
+        since = len(sequence.token_ids) - sequence.state_copy_at
+        is_due = not sequence.state_copy_at or since > _COPY_EVERY
+        return is_due and self.blocks.has_copies(sequence.block_tables)
+
+    def _checkpoints_of(self, sequence: Sequence, held: int) -> list[int]:
+        """Behind how many of its first tokens the states of a sequence are kept: at the last full block of its prompt,
+        and the one before where that ends among tokens that may change, every CHECKPOINT_EVERY tokens, and where it
+        parts from what others have computed: the cache holds keys and values of `held` tokens."""
+        start, last = sequence.num_cached_tokens, self._most_shared(sequence) // BLOCK_SIZE * BLOCK_SIZE
+        places = {held, last, *range(CHECKPOINT_EVERY, last, CHECKPOINT_EVERY)}
+        if self.blocks.rewinds < BLOCK_SIZE and len(sequence.token_ids) - last < _CHANGED_TAIL:
+            places.add(last - BLOCK_SIZE)
+        return sorted(place for place in places if start < place <= last)
+
+    def _next_checkpoint(self, sequence: Sequence) -> int | None:
+        """Behind how many of its first tokens its states are to be kept next; also where waiting sequences part from
+        it, which then go on from there."""
+        start, keys = sequence.num_cached_tokens, self._keys(sequence, self._most_shared(sequence))
+        for waiting in islice(self.waiting, _MOST_PARTINGS):
+            others = self._keys(waiting, self._most_shared(waiting))
+            parting = _common(keys, others) * BLOCK_SIZE
+            if parting > start and parting not in sequence.checkpoints_at:
+                insort(sequence.checkpoints_at, parting)
+        return next((place for place in sequence.checkpoints_at if place > start), None)
 
     def _cached(self, sequence: Sequence, count: int) -> None:
         """So many tokens more are in the cache: blocks that they fill can be shared."""
@@ -261,6 +350,8 @@ class Scheduler:
             shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
             keys = self._keys(sequence, shareable)
             self.blocks.computed(sequence.block_tables, keys, before // BLOCK_SIZE)
+            if self._keeps_copies and sequence in self.decoding:
+                self._add_copies(sequence)
 
     def _keys(self, sequence: Sequence, tokens: int) -> list[bytes]:
         """The keys of the full blocks of its first `tokens` tokens."""
@@ -268,8 +359,16 @@ class Scheduler:
         return sequence.block_keys[: tokens // BLOCK_SIZE]
 
     def _next_alone(self) -> Batch | None:
+        """A step of the first sequence that is to be computed alone; of one that begins again all of its prompt."""
         while self._alone:
-            sequence = self._alone.popleft()
+            sequence = self._alone[0]
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+                self.waiting.appendleft(sequence)
+                self._admit()
+            if sequence not in self.prefilling or sequence not in self._restarted:
+                self._alone.popleft()
+                self._restarted.discard(sequence)
             if sequence in self.decoding:
                 return Batch.decode([sequence])
             if sequence in self.prefilling:
@@ -362,8 +461,11 @@ class Scheduler:
         self.waiting.popleft()
         sequence.block_tables = allocation.block_tables
         sequence.num_cached_tokens = allocation.num_cached_tokens
-        if allocation.states:
-            self._copy_states(allocation.states)
+        if self.blocks.has_states:
+            if allocation.states:
+                self._copy_states(allocation.states)
+            sequence.state_copy_at = sequence.replay = 0
+            sequence.checkpoints_at = self._checkpoints_of(sequence, allocation.num_held_tokens)
         if not sequence.started:
             sequence.start()
             sequence.reused_tokens = allocation.num_cached_tokens
@@ -371,6 +473,7 @@ class Scheduler:
             self.prefilling.append(sequence)
         else:
             self.decoding.append(sequence)
+            self._add_copies(sequence)
         return True
 
     def _may_grow(self, sequence: Sequence) -> bool:
@@ -379,11 +482,9 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, most: int) -> Chunk:
         start = sequence.num_cached_tokens
         end = min(start + most, self._prompt_end(sequence))
-        if self.blocks.has_states and start < (
-            last := self._most_shared(sequence) // BLOCK_SIZE * BLOCK_SIZE
-        ):
-            # Up to the end of a block, behind which a checkpoint can be kept.
-            end = min(end, last)
+        if self.blocks.has_states and (place := self._next_checkpoint(sequence)) is not None:
+            end = min(end, place)
+            # Up to the end of a block, behind which the states can be kept if the sequence is preempted.
             end -= end % BLOCK_SIZE if end - end % BLOCK_SIZE > start else 0
         return Chunk(sequence, sequence.token_ids[start:end], start)
 
@@ -431,9 +532,10 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks; it comes first among those that wait, and keeps what it has generated."""
-        self._remove(sequence)
+    def _preempt(self, sequence: Sequence, keeps: bool = True) -> None:
+        """Take a sequence's blocks; it comes first among those that wait, and keeps what it has generated. `keeps`: its
+        states too, for itself and others."""
+        self._remove(sequence, keeps)
         sequence.num_cached_tokens = 0
         self.waiting.appendleft(sequence)
 
@@ -441,15 +543,19 @@ class Scheduler:
         """Positions that its tables cover for `positions` to be computed."""
         return min(positions + LOOKAHEAD, sequence.max_positions)
 
-    def _remove(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: Sequence, keeps: bool = True) -> None:
         """Take a running sequence out and free its blocks; what a failed one has computed is not to be shared."""
-        if sequence in self.prefilling:
-            self.prefilling.remove(sequence)
-        else:
-            self.decoding.remove(sequence)
-            if self.blocks.has_states and sequence.error is None:
-                self._checkpoint_end(sequence)
+        ahead = 0 if sequence in self.prefilling else self._ahead
+        (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
+        if self.blocks.has_states and keeps and sequence.error is None:
+            self._checkpoint_end(sequence, ahead)
         if sequence.error is not None:
             self.blocks.discard(sequence.block_keys)
         self.blocks.free(sequence.block_tables)
         sequence.block_tables = ()
+
+
+def _common(keys: Seq[bytes], others: Seq[bytes]) -> int:
+    """How many keys two lists begin with alike; a key stands for all before it."""
+    most = min(len(keys), len(others))
+    return bisect_left(range(most), 1, key=lambda index: keys[index] != others[index])

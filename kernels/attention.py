@@ -71,3 +71,20 @@ def attention(
         acc = weights @ v[:, h].to(compute)
         out[:, h * group : (h + 1) * group] = acc.transpose(0, 1)
     return out.to(q.dtype)
+
+
+def split_gates(qkv: torch.Tensor, heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a gated attention, where each query head's columns are followed by its gates: the rows without gates
+    [T, (heads + 2 * kv_heads) * head_dim], and the gates [T, heads * head_dim].
+    """
+    queries, rest = qkv[:, : 2 * heads * head_dim], qkv[:, 2 * heads * head_dim :]
+    q, gates = queries.reshape(len(qkv), heads, 2, head_dim).unbind(2)
+    return torch.cat([q.flatten(1), rest], dim=1), gates.flatten(1)
+
+
+def gate_output(y: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """`y * sigmoid(gates)` of an attention's result [T, heads * head_dim].
+
+    Source: Qiu et al. 2025, "Gated Attention for Large Language Models" (after the scaled dot products, by element).
+    """
+    return y * torch.sigmoid(gates)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router import Router, Routing
@@ -55,21 +56,21 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class SlotLayer:
-    """One layer's state of each sequence, written in place: `rows` fp32 [slots, ...], the first for padding.
+    """One layer's state of each sequence, written in place: `parts` fp32 [slots, ...] each, slot 0 for padding.
 
     A sequence's slot is the one entry of its block table in the layer's cache group (ForwardBatch.slots_of).
     """
 
-    rows: Tensor
+    parts: tuple[Tensor, ...]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.rows]
+        return list(self.parts)
 
     @property
     def blocks(self) -> list[Tensor]:
         """A slot is a block of its pool."""
-        return [self.rows]
+        return list(self.parts)
 
 
 LayerState: TypeAlias = KVLayer | SlotLayer
@@ -84,9 +85,11 @@ class AttentionSpec:
     together: "pairs" (0,1), (2,3), ... or "halves" (0, d/2), (1, d/2 + 1), ... `mask_band` is the causal mask
     made once at load (see kernels/attention.py). `query_scale` [ctx] fp32 multiplies the rotated query of each
     position. `q_norm`, `k_norm` are norms that are applied before the rotation: of each head by itself, with weights
-    [head_dim], or of all heads of a row together, with weights [heads * head_dim] and [kv_heads * head_dim].
+    [head_dim], or of all heads of a row together, with weights [heads * head_dim] and [kv_heads * head_dim]. With
+    `norms_rotated` they are norms of each head that are applied to the rotated ones.
     `cache_group` is the group of layers whose block tables this layer uses (ForwardBatch.block_tables_of).
     `sinks` [heads] fp32 are logits, one per query head, in the softmax's denominator (see kernels/attention.py).
+    `gated`: each query head's columns are followed by head_dim gates (`gate_output` of kernels/attention.py).
     """
 
     heads: int
@@ -101,9 +104,11 @@ class AttentionSpec:
     query_scale: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    norms_rotated: bool = False
     eps: float = 0.0
     cache_group: int = 0
     sinks: Tensor | None = None
+    gated: bool = False
 
 
 class Weight(Protocol):
@@ -251,8 +256,8 @@ class Backend(Protocol[WeightT]):
     def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
         """Rotary embedding, cache write and causal attention of the step's tokens.
 
-        `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first. The keys and values are written to `layer`
-        before they are read. Returns [T, heads * head_dim].
+        `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first, where the spec is `gated` heads * head_dim
+        columns more. The keys and values are written to `layer` before they are read. Returns [T, heads * head_dim].
         """
         ...
 
@@ -260,6 +265,16 @@ class Backend(Protocol[WeightT]):
         """The gated short convolution of the step's tokens, x [T, 3 * channels], and their values in `state`:
         [T, channels]. See kernels/short_conv.py.
         """
+        ...
+
+    def gated_delta(self, batch: ForwardBatch, x: Hidden, spec: GatedDeltaSpec, state: SlotLayer) -> Hidden:
+        """The gated delta net of the step's tokens, x [T, sum of spec.widths], which may be written over, and their
+        history and memory, the parts of `state`: [T, value_heads * head_dim]. See kernels/gated_delta.py.
+        """
+        ...
+
+    def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
+        """Raises EngineError where `gated_delta` does not compute heads of this size: at load, ahead of any step."""
         ...
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:

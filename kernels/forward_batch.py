@@ -87,6 +87,18 @@ class ForwardBatch:
         """The slots [S] of the sequences in a group of layers that keep a state: a table has that one entry."""
         return self.block_tables[group][:, 0]
 
+    def sequences(self, group: int) -> Iterator[tuple[slice, int, int]]:
+        """In a group of layers that keep a state, of each sequence in prefill and of each row in decode: its rows, the
+        position of the first, and its slot."""
+        slots = self.slots_of(group).tolist()
+        if self.phase == "prefill":
+            ends = list(accumulate(self.query_lens))
+            spans = [slice(end - length, end) for length, end in zip(self.query_lens, ends, strict=True)]
+            yield from zip(spans, self.starts, slots, strict=True)
+        else:
+            spans = [slice(row, row + 1) for row in range(len(self))]
+            yield from zip(spans, self.positions.tolist(), slots, strict=True)
+
     def chunks(self, group: int) -> Iterator[tuple[slice, int, Tensor]]:
         """Of each sequence in prefill: its rows, the position of the first, and its block table [blocks]."""
         ends = accumulate(self.query_lens)

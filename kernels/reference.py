@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quengine.kernels.attention import attention, mask_slice
+from quengine.kernels.attention import attention, gate_output, mask_slice, split_gates
 from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.moe.experts import experts_add, experts_glu
@@ -187,13 +188,17 @@ class ReferenceBackend:
         return y if weight.bias is None else y + weight.bias[expert]
 
     def attention(self, batch: ForwardBatch, qkv: Tensor, spec: AttentionSpec, layer: KVLayer) -> Tensor:
+        gates = None
+        if spec.gated:
+            qkv, gates = split_gates(qkv, spec.heads, spec.head_dim)
         q = rope_store(qkv, spec, layer, batch)
         if batch.phase == "prefill":
             parts = [(q[rows], start, table) for rows, start, table in batch.chunks(spec.cache_group)]
         else:
             tables = batch.block_tables_of(spec.cache_group)
             parts = list(zip(q[:, None], batch.positions.tolist(), tables, strict=True))
-        return torch.cat([self._attend(rows, spec, layer, start, table) for rows, start, table in parts])
+        y = torch.cat([self._attend(rows, spec, layer, start, table) for rows, start, table in parts])
+        return y if gates is None else gate_output(y, gates)
 
     def _attend(self, q: Tensor, spec: AttentionSpec, layer: KVLayer, start: int, table: Tensor) -> Tensor:
         """Attention of T tokens from `start` on, of one sequence: [T, heads * head_dim]."""
@@ -206,7 +211,13 @@ class ReferenceBackend:
         return attention(q, keys, values, mask, spec.scale, spec.sinks).reshape(tokens, -1)
 
     def short_conv(self, batch: ForwardBatch, x: Tensor, spec: ShortConvSpec, state: SlotLayer) -> Tensor:
-        return short_conv(batch, x, spec, state.rows)
+        return short_conv(batch, x, spec, state.parts[0])
+
+    def gated_delta(self, batch: ForwardBatch, x: Tensor, spec: GatedDeltaSpec, state: SlotLayer) -> Tensor:
+        return gated_delta(batch, x, spec, *state.parts)
+
+    def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
+        """Heads of every size are computed."""
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]

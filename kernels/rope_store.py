@@ -16,18 +16,20 @@ from quengine.kernels.rope import apply_rope
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
     """Rotate queries and keys of the T tokens of a step; write keys and values to `layer`.
 
-    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64, computed in that type. Returns the rotated queries
-    [T, heads, head_dim].
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64, computed in that type, of a gated attention without its
+    gates (`split_gates` of kernels/attention.py). Returns the rotated queries [T, heads, head_dim].
     """
     tokens = qkv.shape[0]
     positions = batch.positions.long()
     heads = qkv.reshape(tokens, -1, spec.head_dim)
     first_value = spec.heads + spec.kv_heads
     q, k, v = heads[:, : spec.heads], heads[:, spec.heads : first_value], heads[:, first_value:]
-    if spec.q_norm is not None and spec.k_norm is not None:
-        q, k = _qk_norm(q, spec.q_norm, spec.eps), _qk_norm(k, spec.k_norm, spec.eps)
+    if not spec.norms_rotated:
+        q, k = _qk_norms(q, k, spec)
     cos, sin = (table[positions].to(qkv.dtype) for table in (spec.cos, spec.sin))
     q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
+    if spec.norms_rotated:
+        q, k = _qk_norms(q, k, spec)
     if spec.query_scale is not None:
         q = q * spec.query_scale[positions, None, None].to(qkv.dtype)
     write_rows(layer, slot_mapping(positions, row_tables(batch, spec.cache_group)), k, v)
@@ -42,6 +44,13 @@ def row_tables(batch: ForwardBatch, group: int) -> Tensor:
     if len(batch.query_lens) == 1:
         return tables[0]
     return tables.repeat_interleave(torch.tensor(batch.query_lens, device=batch.device), 0)
+
+
+def _qk_norms(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Queries and keys, normalized where the layer has norms of them."""
+    if spec.q_norm is None or spec.k_norm is None:
+        return q, k
+    return _qk_norm(q, spec.q_norm, spec.eps), _qk_norm(k, spec.k_norm, spec.eps)
 
 
 def _qk_norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:

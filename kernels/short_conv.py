@@ -38,15 +38,8 @@ def short_conv(batch: ForwardBatch, bcx: Tensor, spec: ShortConvSpec, state: Ten
 
     Rows of one sequence are in the order of their positions. In bcx's dtype; the state is read and written in its own.
     """
-    slots = batch.slots_of(spec.cache_group).tolist()
-    if batch.phase == "prefill":
-        ends = torch.tensor(batch.query_lens).cumsum(0).tolist()
-        spans = [range(end - length, end) for end, length in zip(ends, batch.query_lens, strict=True)]
-        starts = list(batch.starts)
-    else:
-        spans, starts = [range(row, row + 1) for row in range(len(batch))], batch.positions.tolist()
-    parts = zip(spans, starts, slots, strict=True)
-    return torch.cat([_of_sequence(bcx[s.start : s.stop], p, spec, state[slot]) for s, p, slot in parts])
+    sequences = batch.sequences(spec.cache_group)
+    return torch.cat([_of_sequence(bcx[rows], at, spec, state[slot]) for rows, at, slot in sequences])
 
 
 def _of_sequence(bcx: Tensor, start: int, spec: ShortConvSpec, state: Tensor) -> Tensor:

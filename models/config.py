@@ -120,7 +120,7 @@ class BlockKind:
     norms: "pre" in front of attention and feed-forward (`attn_norm`, `ffn_norm`), "post" on their results before the
         residual is added (`post_attention_norm`, `post_ffw_norm`), or "both".
     ffn_norm: what the norm in front of the feed-forward is called.
-    qk_norm: a norm of queries and keys, of each "head" by itself or of a whole "row".
+    qk_norm: a norm of queries and keys, of each "head" by itself, of each once it is rotated, or of a whole "row".
     qkv_bias: query, key and value projections have biases.
     output_bias: the attention's output projection has a bias.
     sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
@@ -128,6 +128,7 @@ class BlockKind:
     expert_bias: experts and their router have biases.
     selection_bias: experts are chosen by their scores plus a bias of each.
     shared_gate: the shared expert is weighted by a gate of its own.
+    gated: the attention's result is multiplied by gates, whose rows follow each query head's (kernels/attention.py).
     merged: one tensor `attn_qkv` holds query, key and value rows.
     merged_gate: one tensor `ffn_up` holds the rows of gate and up.
     """
@@ -135,7 +136,7 @@ class BlockKind:
     rope_layout: RopeLayout = "halves"
     norms: Literal["pre", "post", "both"] = "pre"
     ffn_norm: Literal["ffn_norm", "post_attention_norm"] = "ffn_norm"
-    qk_norm: Literal["head", "row"] | None = None
+    qk_norm: Literal["head", "rotated head", "row"] | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
@@ -143,6 +144,7 @@ class BlockKind:
     expert_bias: bool = False
     selection_bias: bool = False
     shared_gate: bool = False
+    gated: bool = False
     merged: bool = False
     merged_gate: bool = False
 
@@ -178,6 +180,59 @@ class LayerSizes(NamedTuple):
     head_count: int
     head_count_kv: int
     feed_forward_length: int
+
+
+@dataclass(frozen=True)
+class GatedDeltaSizes:
+    """Of a gated delta net (blocks/gated_delta.py).
+
+    head_dim: of queries, keys and values. taps: positions that the convolution reads, the token's own among them.
+    tiled: as GatedDeltaSpec has it, how value heads are ordered. by_key_head: one tensor has the rows that make the
+    strength and the decay of value heads, those of each key head together.
+    """
+
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    taps: int
+    tiled: bool
+    by_key_head: bool = False
+
+    @property
+    def ratio(self) -> int:
+        """Value heads that read the same key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.keys + self.values
+
+    def rows_of_qkvz(self) -> list[list[int]]:
+        """Of a matrix that has the rows of q, k, v and z of each key head together, those of each of the four."""
+        wide = self.ratio * self.head_dim
+        return _rows_by_part((self.head_dim, self.head_dim, wide, wide), self.key_heads)
+
+    def rows_of_ba(self) -> list[list[int]]:
+        """The same of b and a, `by_key_head`."""
+        return _rows_by_part((self.ratio, self.ratio), self.key_heads)
+
+
+def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
+    """Of a matrix that has `parts` rows of each head side by side, head after head: the rows of each part."""
+    every, first, found = sum(parts), 0, []
+    for part in parts:
+        found.append([every * head + first + row for head in range(heads) for row in range(part)])
+        first += part
+    return found
 
 
 @dataclass(frozen=True)
@@ -235,9 +290,10 @@ class ModelConfig:
     decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden rows;
     None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers` keep a
     state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
-    (blocks/short_conv.py). `output_norm`: GGUF's name of the norm in front of the output matrix. `ranks`: how many
-    processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
-    `stage`: which layers this process has, where processes have whole ones (layer_split.py).
+    (blocks/short_conv.py); `gated_delta`: the sizes of their gated delta net. `output_norm`: GGUF's name of the norm in
+    front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths are then
+    those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole ones
+    (layer_split.py).
     """
 
     architecture: str
@@ -271,6 +327,7 @@ class ModelConfig:
     recurrent_layers: tuple[int, ...] = ()
     conv_taps: int = 0
     conv_channels: int = 0
+    gated_delta: GatedDeltaSizes | None = None
     output_norm: str = "output_norm"
     layer_sizes: tuple[LayerSizes, ...] = ()
     ranks: int = 1
@@ -350,6 +407,8 @@ class ModelConfig:
         yield from self._scaling_problems()
         if self.experts is not None:
             yield from _expert_problems(self.experts, self.block_count, self.block.shared_gate)
+        if self.gated_delta is not None:
+            yield from _gated_delta_problems(self.gated_delta)
 
     def _head_problems(self) -> Iterator[tuple[str, str]]:
         for layer in range(len(self.layer_sizes) or 1):
@@ -390,6 +449,30 @@ class ModelConfig:
             )
         if self.attention_temperature_scale and self.attention_temperature_length < 1:
             yield "attention_temperature_length", f"{self.attention_temperature_length} is not positive"
+
+
+def _gated_delta_problems(sizes: GatedDeltaSizes) -> Iterator[tuple[str, str]]:
+    """As ModelConfig.problems, of a gated delta net."""
+    most = LIMITS["head_count"][1]
+    limits = {
+        "key_heads": (sizes.key_heads, 1, most),
+        "value_heads": (sizes.value_heads, 1, most),
+        "head_dim": (sizes.head_dim, 8, 256),
+        "taps": (sizes.taps, 1, 16),
+    }
+    for name, (value, low, high) in limits.items():
+        if not low <= value <= high:
+            yield f"gated_delta.{name}", f"{value} is not from {low} to {high}"
+    if sizes.head_dim % 8:
+        yield (
+            "gated_delta.head_dim",
+            f"{sizes.head_dim} is not a multiple of 8, which the decoder does not implement",
+        )
+    if sizes.key_heads > 0 and sizes.value_heads % sizes.key_heads:
+        yield (
+            "gated_delta.value_heads",
+            f"{sizes.value_heads} is not a multiple of the {sizes.key_heads} key heads",
+        )
 
 
 def _expert_problems(experts: ExpertConfig, blocks: int, shared: bool) -> Iterator[tuple[str, str]]:

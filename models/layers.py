@@ -28,7 +28,9 @@ class LayerTensors:
         self.eps = eps
 
     def take(self, *names: str, kind: str = "weight") -> list[QuantTensor]:
-        return [self.tensors[f"{self.prefix}{name}.{kind}"] for name in names]
+        """`kind`: weight, bias, or "" for tensors whose names have none."""
+        ends = f".{kind}" if kind else ""
+        return [self.tensors[f"{self.prefix}{name}{ends}"] for name in names]
 
     def has(self, name: str, kind: str = "weight") -> bool:
         return f"{self.prefix}{name}.{kind}" in self.tensors
@@ -59,7 +61,9 @@ class AttentionLayer:
         spec = tables.attention(tensors.layer, declared, tensors.eps)
         if form.qk_norm:
             q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
-            spec = replace(spec, q_norm=q_norm, k_norm=k_norm)
+            rotated = form.qk_norm == "rotated head"
+            spec = replace(spec, q_norm=q_norm, k_norm=k_norm, norms_rotated=rotated)
+        spec = replace(spec, gated=form.gated)
         self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if form.sinks else spec
         self.norm = tensors.norm("attn_norm", form.norms != "post")
         self.entry = tensors.weight(*_qkv(tensors, "weight"))

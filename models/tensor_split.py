@@ -135,10 +135,10 @@ class ModelSplit:
         layer = _LAYER.match(name)
         ranges = self._of_sizes[self.whole.sizes(int(layer[1]) if layer else 0)]
         start, kept = 0, list[range]()
-        for axis in cut.axes:
+        for axis, unit in zip(cut.axes, cut.units or (1,) * len(cut.axes), strict=True):
             part, total = ranges[axis]
-            kept.append(range(start + part.start, start + part.stop))
-            start += total
+            kept.append(range(start + unit * part.start, start + unit * part.stop))
+            start += unit * total
         return kept
 
     def _axis_ranges(self, sizes: LayerSizes) -> dict[Axis, tuple[range, int]]:
@@ -154,6 +154,9 @@ class ModelSplit:
             "heads": (own, heads),
             "tokens": (shares(config.vocab_size, _TOKENS, count)[number], config.vocab_size),
         }
+        if config.gated_delta is not None:
+            key_heads = config.gated_delta.key_heads
+            ranges["key_heads"] = (shares(key_heads, 1, count)[number], key_heads)
         if config.experts is not None:
             ranges["experts"] = (shares(config.experts.count, 1, count)[number], config.experts.count)
         for axis, unit in self._units.items():
@@ -176,6 +179,10 @@ class ModelSplit:
             layer_sizes=tuple(of_layers) if config.layer_sizes else (),
             conv_channels=widths.get("channels", config.conv_channels),
         )
+        if config.gated_delta is not None:
+            delta = config.gated_delta
+            keys, values = delta.key_heads // count, delta.value_heads // count
+            made = replace(made, gated_delta=replace(delta, key_heads=keys, value_heads=values))
         if config.experts is not None:
             experts = replace(
                 config.experts,
@@ -203,6 +210,8 @@ class ModelSplit:
             problem = self._problem_of_layer(count, tensors, layer, sizes)
             if problem is not None:
                 return problem
+        if count > 1 and (problem := _gated_delta_problem(config, tensors, count)):
+            return problem
         return _experts_problem(config, tensors, count) if self.rank.by_expert else None
 
     def _problem_of_layer(
@@ -239,6 +248,22 @@ _DOWN: Mapping[Axis, str] = {
     "shared_inner": "ffn_down_shexp",
     "channels": "shortconv.out_proj",
 }
+
+
+def _gated_delta_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor], count: int) -> str | None:
+    """Why `count` ranks cannot share the heads of a model's gated delta nets; None: they can."""
+    if config.gated_delta is None:
+        return None
+    heads = config.gated_delta.key_heads
+    if heads % count:
+        return f"{heads} key heads of gated delta nets, which {count} ranks cannot share equally"
+    for name in (name for name in tensors if name.endswith(".ssm_out.weight")):
+        form, cut = tensors[name].format, cut_of(name, config)
+        block = lcm(form.block, _GROUP)
+        assert cut is not None
+        if columns := next((unit * heads // count for unit in cut.units if unit * heads // count % block), 0):
+            return f"{name} ({form.name}) has parts of {columns} columns a rank, not a multiple of {block}"
+    return None
 
 
 def _experts_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor], count: int) -> str | None:

@@ -41,8 +41,8 @@ _MEANINGFUL_TOP = (
     "rope_factors_short.weight",
 )
 
-# A vector that some files have as a matrix of one row.
-_ROW = ".ffn_gate_inp_shexp.weight"
+# Vectors that some files have as a matrix of one row.
+_ROWS = (".ffn_gate_inp_shexp.weight", ".exp_probs_b.bias")
 
 
 @lru_cache(32)
@@ -79,11 +79,11 @@ def required_tensors(config: ModelConfig) -> dict[str, Shape]:
 def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.") -> frozenset[str]:
     """Those of `names` that belong to the layers which the decoder passes over (`ModelConfig.draft_layers`).
 
-    body: what names of layers begin with, before the layer's number.
+    body: what names of layers begin with, before the layer's number. Folders of Qwen have these layers beside them.
     """
     first = config.block_count
     layers = tuple(f"{body}{layer}." for layer in range(first, first + config.draft_layers))
-    return frozenset(name for name in names if name.startswith(layers))
+    return frozenset(name for name in names if name.startswith((*layers, "mtp.", "model.mtp.")))
 
 
 def draft_note(names: Sized) -> list[str]:
@@ -150,6 +150,7 @@ def _holder(name: str) -> str:
 _HOLDERS = {
     **dict.fromkeys(("attn_q", "attn_k", "attn_v"), "attn_qkv"),
     **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "ffn_gate_up_exps"),
+    **dict.fromkeys(("attn_qkv", "attn_gate"), "ssm_in"),
 }
 _HELD = re.compile(rf"\.({'|'.join(_HOLDERS)})\.")
 
@@ -171,7 +172,7 @@ def _check_same_type(file: GGUFFile, names: list[str]) -> None:
 
 
 def _check_tensor(file: GGUFFile, tensor: GGUFTensor, shape: Shape) -> None:
-    as_row = tensor.name.endswith(_ROW) and tensor.shape == (1, *shape)
+    as_row = tensor.name.endswith(_ROWS) and tensor.shape == (1, *shape)
     if tensor.shape != shape and not as_row:
         problem = f"shape {list(tensor.shape)} (rows first), the metadata needs {list(shape)}"
         raise file.tensor_error(tensor.name, problem)

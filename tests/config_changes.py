@@ -78,19 +78,39 @@ _GRANITE = {
     "residual_multiplier": 0.5,
     "logits_scaling": 4.0,
 }
-_GLM = {
+_ROUTED = {
     "num_hidden_layers": 3,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 48,
     "n_group": 4,
     "topk_group": 2,
+    "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
+}
+_GLM = {
+    **_ROUTED,
     "attention_bias": True,
     "use_qk_norm": True,
     "num_nextn_predict_layers": 0,
 }
+_ERNIE = {
+    "num_hidden_layers": 4,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_intermediate_size": 48,
+    "moe_layer_interval": 2,
+    "tie_word_embeddings": False,
+}
 _LFM = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+_DELTA = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -115,8 +135,19 @@ _TYPES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_EXPERTS, "num_hidden_layers": 3, "sliding_window": 5, "attention_bias": True},
     "smollm3": {"num_hidden_layers": 4},
     "exaone4": {"num_hidden_layers": 4, "sliding_window": 8},
+    "glm4": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": _ERNIE,
+    "dots1": {**_ROUTED, "n_shared_experts": 1, "sliding_window": 8, "norm_topk_prob": True},
+    "minimax_m2": {**_EXPERTS, "partial_rotary_factor": 0.5},
+    "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "seed_oss": {"attention_out_bias": True},
     "lfm2": {**_LFM, "block_multiple_of": 32},
     "lfm2_moe": {**_LFM, **_QWEN_EXPERTS, "num_dense_layers": 1},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_QWEN_EXPERTS, "shared_expert_intermediate_size": 80},
+    "qwen3_next": {**_DELTA, **_QWEN_EXPERTS, "shared_expert_intermediate_size": 80},
 }
 
 
@@ -133,6 +164,10 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
     yield "ministral3, linear", Seed("ministral3", {"rope_parameters": rope}, rotary=True)
     yield "mistral3", Seed("ministral3", {"rope_parameters": MINISTRAL}, vision=True)
     yield "mistral3 of mistral", Seed("mistral", {"sliding_window": 8}, vision=True)
+    sections = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+    for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+        yield name, Seed(f"{name}_text", sections, vision=True)
+    yield "qwen3_vl_moe", Seed("qwen3_vl_moe_text", {**sections, **_QWEN_EXPERTS}, vision=True)
     for name, layers in (("gemma3_text", 7), ("olmo3", 4)):
         base = {"num_hidden_layers": layers, "sliding_window": 5}
         yield name, Seed(name, base)
@@ -237,6 +272,7 @@ _ALSO: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (True, False),
     "partial_rotary_factor": (0.5, 0.25, 1.0),
     "rotary_pct": (0.5,),
+    "rotary_dim": (4, 8, 16),
     "original_max_position_embeddings": (16, 32, 64, 4096),
     "sliding_window_pattern": (1, 2, 3, 6),
     "no_rope_layers": ([1, 0],),
@@ -259,6 +295,7 @@ _ALSO: dict[str, tuple[Any, ...]] = {
         {"type": "linear", "factor": 2.0},
         {"rope_type": "linear", "factor": 2.0},
         {"type": "dynamic", "factor": 2.0},
+        {"type": "dynamic", "factor": 1.0, "alpha": 50.0},
         {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
         {k: v for k, v in LLAMA3.items() if k != "rope_theta"},
         {k: v for k, v in LONGROPE.items() if k != "rope_theta"},
@@ -271,6 +308,7 @@ _ALSO: dict[str, tuple[Any, ...]] = {
         {"rope_theta": 2e4},
         {"rope_type": "default"},
         {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0},
         {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.5},
         LINEAR,
         YARN,
@@ -323,8 +361,11 @@ _ALSO: dict[str, tuple[Any, ...]] = {
     "num_experts_per_token": (1,),
     "experts_per_token": (1,),
     "moe_k": (1,),
-    "moe_topk": (1,),
+    "moe_topk": (1, 2, 3, [2, 2], [1, 2], [2]),
     "top_k": (1,),
+    "moe_num_experts": (0, 2, 4, 8),
+    "moe_norm_min": (0, 1e-10, 1e-6, 0.5),
+    "use_bias": (True, False, None),
     "n_group": (1, 2, 4, 8),
     "topk_group": (1, 2, 3, 4),
     "scoring_func": ("softmax", "sigmoid"),

@@ -249,16 +249,23 @@ MIXTURE = {
 GATE_UP = {"ffn_gate_exps.weight": "", "ffn_up_exps.weight": "", "ffn_gate_up_exps.weight": "e 2x d"}
 """What it has otherwise where gate and up of all experts are in one tensor."""
 
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp.weight": "d",
+    "ffn_gate_shexp.weight": "s d",
+    "ffn_up_shexp.weight": "s d",
+    "ffn_down_shexp.weight": "d s",
+}
+
+GATED_ATTENTION = {
+    "attn_q.weight": "2q d",
+    "attn_q_norm.weight": "h",
+    "attn_k_norm.weight": "h",
+    "ffn_norm.weight": "",
+    "post_attention_norm.weight": "d",
+}
+
 CHANGES = {
-    "qwen2moe": {
-        "attn_q.bias": "q",
-        "attn_k.bias": "kv",
-        "attn_v.bias": "kv",
-        "ffn_gate_inp_shexp.weight": "d",
-        "ffn_gate_shexp.weight": "s d",
-        "ffn_up_shexp.weight": "s d",
-        "ffn_down_shexp.weight": "d s",
-    },
+    "qwen2moe": {"attn_q.bias": "q", "attn_k.bias": "kv", "attn_v.bias": "kv", **SHARED_EXPERT},
     "qwen3moe": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
     "glm4moe": {
         "attn_q.bias": "q",
@@ -327,10 +334,108 @@ CHANGES = {
         "attn_q_norm.weight": "h",
         "attn_k_norm.weight": "h",
     },
+    "glm4": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+        "ffn_gate.weight": "",
+        "ffn_up.weight": "2f d",
+    },
+    "ernie4_5-moe": {
+        "exp_probs_b.bias": "e",
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
+    "dots1": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "exp_probs_b.bias": "e",
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
+    "bailingmoe2": {
+        "attn_q.weight": "",
+        "attn_k.weight": "",
+        "attn_v.weight": "",
+        "attn_qkv.weight": "qkv d",
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "exp_probs_b.bias": "e",
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
+    "minimax-m2": {
+        "attn_q_norm.weight": "q",
+        "attn_k_norm.weight": "kv",
+        "exp_probs_b.bias": "e",
+    },
+    "qwen2vl": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+    },
+    "qwen3vl": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+    },
+    "qwen3vlmoe": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+    },
+    "hunyuan-dense": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+    },
+    "hunyuan-moe": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
+    "seed_oss": {
+        "attn_q.bias": "q",
+        "attn_k.bias": "kv",
+        "attn_v.bias": "kv",
+        "ffn_norm.weight": "",
+        "post_attention_norm.weight": "d",
+    },
+    "qwen35": GATED_ATTENTION,
+    "qwen35moe": {**GATED_ATTENTION, **SHARED_EXPERT},
+    "qwen3next": {**GATED_ATTENTION, **SHARED_EXPERT},
     "lfm2": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
     "lfm2moe": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h", "exp_probs_b.bias": "e"},
 }
 """Architecture -> what other layers than llama's have besides or otherwise; "" for tensors that they lack."""
+
+GATED_DELTA = {
+    **dict.fromkeys((f"attn_{name}.weight" for name in ("q", "k", "v", "q_norm", "k_norm", "output")), ""),
+    "attn_qkv.weight": "c d",
+    "attn_gate.weight": "dv d",
+    "ssm_beta.weight": "nv d",
+    "ssm_alpha.weight": "nv d",
+    "ssm_conv1d.weight": "c t",
+    "ssm_dt.bias": "nv",
+    "ssm_a": "nv",
+    "ssm_norm.weight": "hv",
+    "ssm_out.weight": "d dv",
+}
+"""What layers that are gated delta nets, the even ones, have besides or otherwise."""
+
+DELTA = {"key_heads": 1, "value_heads": 2, "delta_head_dim": 8}
+"""The least sizes of such layers."""
+
+GATED_DELTAS = {
+    "qwen35": GATED_DELTA,
+    "qwen35moe": GATED_DELTA,
+    "qwen3next": {**GATED_DELTA, "ssm_beta.weight": "", "ssm_alpha.weight": "", "ssm_ba.weight": "2nv d"},
+}
+"""Architectures with such layers."""
 
 CONVOLUTION = {
     "attn_q.weight": "",
@@ -358,7 +463,15 @@ MIXTURES = {
     "glm4moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "granitemoe": (),
     "gpt-oss": ("expert_feed_forward_length",),
+    "ernie4_5-moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "dots1": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "bailingmoe2": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "minimax-m2": ("expert_feed_forward_length",),
+    "qwen3vlmoe": ("expert_feed_forward_length",),
+    "hunyuan-moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "lfm2moe": ("expert_feed_forward_length",),
+    "qwen35moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "qwen3next": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
 }
 """Architectures whose models always have experts -> the keys that their files have for the experts' lengths."""
 
@@ -383,6 +496,9 @@ class ModelSizes:
     experts_used: int = 2
     expert_feed_forward: int = 32
     shared_feed_forward: int = 64
+    key_heads: int = 4
+    value_heads: int = 8
+    delta_head_dim: int = 32
     separate: bool = False
     gate_up: bool = False
 
@@ -410,8 +526,25 @@ class ModelSizes:
             f"{a}.rope.dimension_count": self.head_dim,
             f"{a}.rope.freq_base": 10000.0,
             **({f"{a}.shortconv.l_cache": TAPS} if a in CONVOLVED else {}),
+            **self._gated_delta(),
             **self._mixture(),
         }
+
+    def _gated_delta(self) -> dict[str, Any]:
+        a = self.architecture
+        if a not in GATED_DELTAS:
+            return {}
+        sizes = {
+            "ssm.conv_kernel": TAPS,
+            "ssm.state_size": self.delta_head_dim,
+            "ssm.group_count": self.key_heads,
+            "ssm.time_step_rank": self.value_heads,
+            "ssm.inner_size": self.value_heads * self.delta_head_dim,
+            "full_attention_interval": 2,
+        }
+        counts = [len(range(position, self.head_dim // 2, 3)) for position in range(3)]
+        sections = {} if a == "qwen3next" else {"rope.dimension_sections": [*counts, 0]}
+        return {f"{a}.{key}": value for key, value in {**sizes, **sections}.items()}
 
     def _kv_heads(self) -> int | list[int]:
         """Of all layers, or of each."""
@@ -445,7 +578,9 @@ class ModelSizes:
             sizes = self._letters(self._times(i))
             block = BLOCK | (MIXTURE if self.experts else {}) | CHANGES.get(self.architecture, {})
             block |= GATE_UP if self.gate_up else {}
-            block |= CONVOLUTION if self.architecture in CONVOLVED and i % 2 == 0 else {}
+            if i % 2 == 0:
+                block |= CONVOLUTION if self.architecture in CONVOLVED else {}
+                block |= GATED_DELTAS.get(self.architecture, {})
             for name, letters in block.items():
                 shape = tuple(sizes[size] for size in letters.split())
                 if self.separate and name.endswith("_exps.weight"):
@@ -468,7 +603,10 @@ class ModelSizes:
         sizes = {"d": self.embedding, "f": f, "2f": 2 * f, "h": self.head_dim}
         sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv, "n": times * self.heads}
         sizes |= {"e": self.experts or 0, "x": self.expert_feed_forward, "s": self.shared_feed_forward}
-        return sizes | {"2x": 2 * self.expert_feed_forward, "3d": 3 * self.embedding, "t": TAPS}
+        sizes |= {"2x": 2 * self.expert_feed_forward, "3d": 3 * self.embedding, "t": TAPS}
+        values = self.value_heads * self.delta_head_dim
+        sizes |= {"2q": 2 * q, "c": 2 * self.key_heads * self.delta_head_dim + values, "dv": values}
+        return sizes | {"nv": self.value_heads, "2nv": 2 * self.value_heads, "hv": self.delta_head_dim}
 
 
 def model_builder(

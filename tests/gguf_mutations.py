@@ -15,7 +15,7 @@ from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.gguf.vocab_checks import check_vocabulary
 from quengine.models.model_summary import summarize
 from quengine.models.tensor_table import check_tensors
-from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, entry, model_builder
+from tests.gguf_builder import DELTA, GGUFBuilder, ModelSizes, bpe_vocabulary, entry, model_builder
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
@@ -166,6 +166,21 @@ OTHERS: dict[str, dict[str, object]] = {
         "glm4moe.nextn_predict_layers": 1,
         "glm4moe.block_count": 2,
     },
+    "glm4": {"glm4.rope.dimension_count": 2, "glm4.nextn_predict_layers": 0},
+    "ernie4_5-moe": {
+        "ernie4_5-moe.leading_dense_block_count": 0,
+        "ernie4_5-moe.interleave_moe_layer_step": 1,
+    },
+    "dots1": {"dots1.expert_weights_norm": True, "dots1.expert_group_count": 1},
+    "bailingmoe2": {
+        "bailingmoe2.expert_weights_norm": True,
+        "bailingmoe2.expert_group_count": 2,
+        "bailingmoe2.expert_group_used_count": 1,
+        "bailingmoe2.nextn_predict_layers": 0,
+    },
+    "minimax-m2": {"minimax-m2.rope.dimension_count": 2},
+    "qwen3vl": {"qwen3vl.rope.dimension_sections": [1, 1, 0, 0]},
+    "hunyuan-moe": {"hunyuan-moe.expert_shared_count": 1},
     "granitemoe": {
         "granitemoe.attention.scale": 0.25,
         "granitemoe.residual_scale": 0.22,
@@ -236,6 +251,10 @@ def seeds() -> list[Seed]:
         *(
             model_builder(ModelSizes(name, **{**tiny, "blocks": 2}), bpe, tied=True)
             for name in ("lfm2", "openelm")
+        ),
+        *(
+            model_builder(ModelSizes(name, **{**tiny, **DELTA, "blocks": 2}), bpe)
+            for name in ("qwen35", "qwen3next")
         ),
         GGUFBuilder().kvs({**ModelSizes().metadata(), **_small_spm()}),
         shard,

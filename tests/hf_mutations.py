@@ -24,7 +24,7 @@ from quengine.models.checkpoint import open_checkpoint
 from quengine.models.model_summary import summarize
 from quengine.models.template.chat_template import ChatTemplate, encode_chat
 from quengine.models.tokenizer import Tokenizer
-from tests.gguf_builder import ModelSizes, byte_level_alphabet
+from tests.gguf_builder import DELTA, ModelSizes, byte_level_alphabet
 from tests.hf_writer import fused, hf_config, hf_name, packed, random_weights, within_others, write_hf
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
@@ -151,6 +151,7 @@ def _seed(
 ) -> Files:
     """`in_one_tensor`: a layer's experts are. `width`: of the stream and of experts; of 32 they are packed."""
     tiny = {"blocks": 1, "embedding": width, "feed_forward": width, "heads": 2, "kv_heads": 1, "head_dim": 4}
+    tiny |= {"blocks": 2, **DELTA} if architecture == "qwen35" else {}
     experts = 4 if more.get("model_type") == "mixtral" else None
     separate = architecture not in ("granitemoe", "gpt-oss")
     sizes = ModelSizes(architecture, **tiny, experts=experts, expert_feed_forward=width, separate=separate)
@@ -212,6 +213,19 @@ OTHERS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 1,
     },
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "ernie4_5-moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 8,
+        "moe_layer_start_index": 0,
+        "moe_layer_interval": 1,
+        "use_bias": False,
+    },
+    "dots1": {"n_shared_experts": 8, "n_group": 2, "attention_bias": False, "max_window_layers": 1},
+    "minimax-m2": {"rotary_dim": 2},
+    "hunyuan-dense": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 50.0}},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
     "granitemoe": {"residual_multiplier": 0.22, "logits_scaling": 8},
     "gpt-oss": {
         "rope_scaling": {
@@ -227,6 +241,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "qwen3moe": {"norm_topk_prob": True, "in_one_tensor": True},
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False},
+    "qwen35": {"mtp_num_hidden_layers": 1, "attn_output_gate": True},
 }
 """Other architectures, with keys of their own."""
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.gguf_builder import ModelSizes
+from tests.gguf_builder import GATED_DELTAS, TAPS, ModelSizes
 
 MODULES = {
     "attn_norm": "input_layernorm",
@@ -36,21 +36,47 @@ MODULES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "glm4moe": "glm4_moe", "gpt-oss": "gpt_oss"}
+MODEL_TYPES = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
+    "ernie4_5-moe": "ernie4_5_moe",
+    "minimax-m2": "minimax_m2",
+    "qwen35": "qwen3_5_text",
+    "hunyuan-dense": "hunyuan_v1_dense",
+    "hunyuan-moe": "hunyuan_v1_moe",
+}
 """Architecture -> model type, where they differ."""
 
+SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
 OTHER_MODULES = {
-    "glm4moe": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    },
+    "glm4moe": {"post_attention_norm": "post_attention_layernorm", **SHARED_EXPERTS},
     "granitemoe": {
         "ffn_gate_inp": "block_sparse_moe.router.layer",
         "ffn_down_exps": "block_sparse_moe.output_linear",
     },
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    "minimax-m2": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate.*": "block_sparse_moe.experts.*.w1",
+        "ffn_up.*": "block_sparse_moe.experts.*.w3",
+        "ffn_down.*": "block_sparse_moe.experts.*.w2",
+    },
+    "qwen35": {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    },
     "mixtral": {
         "ffn_gate_inp": "block_sparse_moe.gate",
         "ffn_gate.*": "block_sparse_moe.experts.*.w1",
@@ -61,6 +87,18 @@ OTHER_MODULES = {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "dots1": SHARED_EXPERTS,
+    "ernie4_5-moe": SHARED_EXPERTS,
+    "hunyuan-dense": {
+        "attn_q_norm": "self_attn.query_layernorm",
+        "attn_k_norm": "self_attn.key_layernorm",
+    },
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "gemma3": {
         "post_attention_norm": "post_attention_layernorm",
@@ -94,13 +132,26 @@ def hf_config(sizes: ModelSizes, vocab: int, tied: bool = False, **changes: Any)
         "hidden_act": "silu",
         "tie_word_embeddings": tied,
         **(_experts(sizes) if sizes.experts else {}),
+        **(_gated_delta(sizes) if sizes.architecture in GATED_DELTAS else {}),
     }
     return {key: value for key, value in {**config, **changes}.items() if value is not None}
 
 
+def _gated_delta(sizes: ModelSizes) -> dict[str, Any]:
+    return {
+        "full_attention_interval": 2,
+        "linear_conv_kernel_dim": TAPS,
+        "linear_key_head_dim": sizes.delta_head_dim,
+        "linear_value_head_dim": sizes.delta_head_dim,
+        "linear_num_key_heads": sizes.key_heads,
+        "linear_num_value_heads": sizes.value_heads,
+        "partial_rotary_factor": 1.0,
+    }
+
+
 def _experts(sizes: ModelSizes) -> dict[str, Any]:
-    counts = dict.fromkeys(("llama", "granitemoe", "gpt-oss"), "num_local_experts")
-    counts["glm4moe"] = "n_routed_experts"
+    counts = dict.fromkeys(("llama", "granitemoe", "gpt-oss", "minimax-m2"), "num_local_experts")
+    counts |= dict.fromkeys(("glm4moe", "dots1"), "n_routed_experts")
     return {
         counts.get(sizes.architecture, "num_experts"): sizes.experts,
         "num_experts_per_tok": sizes.experts_used,
@@ -141,8 +192,17 @@ def within_others(weights: dict[str, Tensor], architecture: str) -> dict[str, Te
     held = dict(weights)
     for layer in {name.split(".")[1] for name in weights if name.startswith("blk.")}:
         ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
-        if architecture == "glm4moe":
+        for name, module in (("ssm_a", "A_log"), ("ssm_dt.bias", "dt_bias")):
+            if f"{ours}.{name}" in held:
+                held[f"{theirs}.linear_attn.{module}"] = held.pop(f"{ours}.{name}")
+        if architecture in ("glm4moe", "dots1"):
             held[f"{theirs}.mlp.gate.e_score_correction_bias"] = held.pop(f"{ours}.exp_probs_b.bias")
+        if architecture == "minimax-m2":
+            bias = held.pop(f"{ours}.exp_probs_b.bias")
+            held[f"{theirs}.block_sparse_moe.e_score_correction_bias"] = bias
+        if architecture == "ernie4_5-moe":
+            bias = held.pop(f"{ours}.exp_probs_b.bias")
+            held[f"{theirs}.mlp.moe_statics.e_score_correction_bias"] = bias[None]
         if architecture == "granitemoe":
             both = [held.pop(f"{ours}.ffn_{kind}_exps.weight") for kind in ("gate", "up")]
             held[f"{theirs}.block_sparse_moe.input_linear.weight"] = torch.cat(both, dim=1)
@@ -181,6 +241,7 @@ def random_weights(
     weights = {}
     for name, shape in sizes.tensor_shapes(vocab, tied).items():
         shape = (1, *shape) if name.endswith("ffn_gate_inp_shexp.weight") else shape
+        shape = (shape[0], 1, shape[1]) if name.endswith("ssm_conv1d.weight") else shape
         values = torch.randn(shape, generator=generator) * 0.3
         weights[name] = (values + 1.0 if name.endswith("norm.weight") else values).to(dtype)
     return weights

@@ -25,6 +25,7 @@ class Conversion:
         they make of a text, and so only those of released models.
     mistral: the folder is in Mistral's own format (params.json, consolidated.safetensors, tekken.json).
     gate_up, qkv: gate and up of all experts of a layer, query, key and value rows, in one tensor.
+    drafts: the layers that draft tokens are written, too, which the folder then must have.
     """
 
     folder: Path
@@ -33,12 +34,14 @@ class Conversion:
     mistral: bool = False
     gate_up: bool = False
     qkv: bool = False
+    drafts: bool = True
 
     @property
     def arguments(self) -> list[str]:
         flags = ["--mistral-format"] if self.mistral else []
         flags += ["--fuse-gate-up-exps"] if self.gate_up else []
         flags += ["--fuse-qkv"] if self.qkv else []
+        flags += [] if self.drafts else ["--no-mtp"]
         return [str(self.folder), "--outfile", str(self.output), "--outtype", "f32", *flags]
 
 
@@ -80,7 +83,9 @@ def convert(conversions: Sequence[Conversion]) -> None:
     source = str(llama_cpp_source())
     # Its own folder alone: none of the checkout's must stand in for a package that the converter imports.
     server = fork_server(("convert_hf_to_gguf",), (source,))
-    server.run(_CONVERT, json.dumps([(job.pre, job.arguments) for job in conversions]))
+    # Those without draft layers last: the converter's classes keep that option.
+    jobs = sorted(conversions, key=lambda job: not job.drafts)
+    server.run(_CONVERT, json.dumps([(job.pre, job.arguments) for job in jobs]))
 
 
 _CONVERT = """
@@ -88,7 +93,9 @@ import json, sys
 import convert_hf_to_gguf as converter
 import gguf
 from conversion.base import TextModel
+from conversion.hunyuan import HunYuanMoEModel
 
+HunYuanMoEModel.set_vocab = TextModel._set_vocab_gpt2  # its own wants the tokenizer's code
 for pre, arguments in json.loads(sys.argv[1]):
     TextModel.get_vocab_base_pre = lambda self, tokenizer, pre=pre: pre
     if "--fuse-gate-up-exps" in arguments:  # of any model, but not where this table does not list the result

@@ -13,7 +13,7 @@ from gguf.quants import quantize
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import BlockKind, ModelConfig, RopeScaling
-from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
+from tests.gguf_builder import TAPS, GGUFBuilder, ModelSizes, bpe_vocabulary
 from tests.llama_cpp_source import llama_cpp_source
 
 CHATML = (
@@ -57,6 +57,8 @@ def random_weights(sizes: ModelSizes, vocab: int, tied: bool, seed: int) -> dict
         values = rng.standard_normal(shape).astype(np.float32)
         if "norm" in name:
             values = 1.0 + 0.1 * values
+        elif name.endswith("ssm_a"):
+            values = -np.abs(values)  # a head's memory fades
         elif len(shape) > 1:
             values *= 2.0 / np.sqrt(shape[-1])
         weights[name] = values
@@ -81,7 +83,7 @@ def write_tiny(
     builder = GGUFBuilder().kvs({key: value for key, value in metadata.items() if value is not None})
     weights = random_weights(sizes, len(vocabulary["tokenizer.ggml.tokens"]), tied, seed)
     for name, values in weights.items():
-        stored = kind if values.ndim > 1 and "shortconv.conv" not in name else "F32"
+        stored = kind if values.ndim > 1 and values.shape[-1] != TAPS else "F32"
         builder.tensor(name, values.shape, stored, quantize(values, GGMLQuantizationType[stored]))
     return builder.write(path)
 

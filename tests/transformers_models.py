@@ -42,6 +42,26 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_OF_QWEN3 = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": SIZES["hidden_size"],
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+}
+QWEN_VISION = {
+    "qwen2_vl_text": {"embed_dim": 32, "hidden_size": SIZES["hidden_size"], "mlp_ratio": 2},
+    "qwen2_5_vl_text": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": SIZES["hidden_size"],
+        "fullatt_block_indexes": [0],
+    },
+    "qwen3_vl_text": _OF_QWEN3,
+    "qwen3_vl_moe_text": _OF_QWEN3,
+}
+"""Text model of a model with vision -> the vision part beside it."""
+
 DROP = object()
 """A value that takes the key out, for `edit`."""
 
@@ -55,7 +75,7 @@ def write_model(
     fused: bool = False,
     **config: Any,
 ) -> Path:
-    """`save_pretrained` of a model with random weights; `vision` puts it into a Mistral 3 or Gemma 3 vision model.
+    """`save_pretrained` of a model with random weights; `vision` puts it into its family's model with vision.
 
     change: alters the weights before they are saved. fused: a layer's experts are in one tensor, not one by one.
     `tie_word_embeddings` of a vision model goes to the outer configuration, where `transformers` reads it.
@@ -66,17 +86,48 @@ def write_model(
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
     outer = {"tie_word_embeddings": config.pop("tie_word_embeddings", True)} if vision else {}
-    without = ("qwen2", "olmo2", "phi3", "smollm3", "lfm2", "lfm2_moe", "exaone4")  # these have no such key
+    without = (
+        "qwen2",
+        "olmo2",
+        "phi3",
+        "smollm3",
+        "lfm2",
+        "lfm2_moe",
+        "exaone4",
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+    )  # these have no such key
     head_dim = {} if model_type in without else {"head_dim": 16}
     text = transformers.AutoConfig.for_model(
         model_type, **{**SIZES, "vocab_size": vocab, "pad_token_id": 0, **head_dim, **config}
     )
-    if vision and model_type == "gemma3_text":
+    if vision and model_type in QWEN_VISION:
+        whole = transformers.AutoConfig.for_model(
+            model_type.removesuffix("_text"),
+            text_config=text.to_dict(),
+            vision_config={**QWEN_VISION[model_type], "depth": 1, "num_heads": 2, "patch_size": 4},
+            **outer,
+        )
+        model = transformers.AutoModelForImageTextToText.from_config(whole)
+    elif vision and model_type == "gemma3_text":
         tower = transformers.SiglipVisionConfig(**VISION)
         both = transformers.Gemma3Config(
             text_config=text.to_dict(), vision_config=tower.to_dict(), mm_tokens_per_image=4, **outer
         )
         model = transformers.Gemma3ForConditionalGeneration(both)
+    elif vision and model_type.startswith("qwen3_5"):
+        family = "Qwen3_5Moe" if "moe" in model_type else "Qwen3_5"
+        sizes = {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        }
+        both = getattr(transformers, f"{family}Config")(
+            text_config=text.to_dict(), vision_config=sizes, **outer
+        )
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(both)
     elif vision:
         tower = transformers.PixtralVisionConfig(**VISION)
         both = transformers.Mistral3Config(text_config=text.to_dict(), vision_config=tower.to_dict(), **outer)
@@ -127,6 +178,9 @@ def transformers_model(folder: Path) -> tuple[Any, set[str]]:
     makers = {
         "mistral3": transformers.Mistral3ForConditionalGeneration,
         "gemma3": transformers.Gemma3ForConditionalGeneration,
+        **{name.removesuffix("_text"): transformers.AutoModelForImageTextToText for name in QWEN_VISION},
+        "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
+        "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
     }
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     model, info = makers.get(model_type, transformers.AutoModelForCausalLM).from_pretrained(
@@ -165,7 +219,7 @@ def unrounded_cache(config: ModelConfig) -> list[LayerState]:
     for block in layers_of(config):
         state = block.mixer.state
         if isinstance(state, SlotState):
-            cache.append(SlotLayer(torch.zeros(2, *state.shape)))
+            cache.append(SlotLayer(tuple(torch.zeros(2, *shape) for shape in state.shapes)))
         else:
             cache.append(KVLayer(*torch.zeros(2, CONTEXT, state.kv_heads, state.head_dim)))
     return cache

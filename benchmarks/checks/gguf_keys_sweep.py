@@ -40,16 +40,25 @@ COLUMNS = ("equal", "refused here", "refused there", "decided", "other", "failed
 TOLERANCE = 1e-3
 """Of the logits: llama.cpp's cache in fp16 and its fast exponentials make up to 1e-5. A key that counts makes more."""
 
-_NO_WINDOWS = "glm4moe|granite|granitemoe|llama|mistral3|olmoe|openelm|phi3|qwen2|qwen2moe|qwen3|qwen3moe"
-_YARN = "glm4moe|gpt-oss|granite|granitemoe|llama|olmoe|openelm|qwen2|qwen2moe|qwen3|qwen3moe"
-_MIXTURES = "gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
+_PLAIN = "|".join(
+    (
+        *("seed_oss", "glm4", "granite", "llama", "qwen2", "qwen3", "ernie4_5", "hunyuan-dense", "openelm"),
+        *("qwen2vl", "qwen3vl", "glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe"),
+        *("ernie4_5-moe", "hunyuan-moe", "dots1", "bailingmoe2", "minimax-m2"),
+    )
+)
+_NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"
+_YARN = f"{_PLAIN}|gpt-oss"
+_MIXTURES = "ernie4_5-moe|hunyuan-moe|qwen3vlmoe|gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
 DECIDED: Mapping[str, str] = {
     rf"({_MIXTURES})\.expert_weights_scale = (0\.5|2\.0)": "llama.cpp's router is fixed for these",
     r"(olmoe|qwen2moe)\.expert_weights_norm = True": "llama.cpp's router is fixed for these",
-    r"qwen3moe\.expert_weights_norm = False": "llama.cpp's router is fixed for these",
+    r"(ernie4_5-moe|hunyuan-moe|qwen3moe|qwen3vlmoe)\.expert_weights_norm = False": (
+        "llama.cpp's router is fixed for these"
+    ),
     rf"({_MIXTURES})\.expert_gating_func = 2": "llama.cpp's router is fixed for these",
     r"granitemoe\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
-    r"(olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
+    r"(ernie4_5-moe|olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
     rf"({_NO_WINDOWS})\.attention\.sliding_window = (1|8)": "transformers has the window, llama.cpp not",
     r"olmo2\.rope\.freq_base_swa = (500\.0|1000000\.0)( with (linear|yarn))?": (
         "layers with a window have their own base, as in transformers"
@@ -68,6 +77,7 @@ DECIDED: Mapping[str, str] = {
     r"gemma3\.rope\.scaling\.attn_factor = 1\.5( with (linear|yarn))?": (
         "belongs to the scaling, which windows have not"
     ),
+    r"qwen2vl\.attention\.layer_norm_rms_epsilon = (0\.01|0\.5)": "llama.cpp has an epsilon of its own there",
     r"gpt-oss\.attention\.sliding_window = 0": "no window, as converters write it",
 }
 """Pattern of a change -> why its meaning is another than llama.cpp's. A pattern has the keys and values that were
@@ -86,6 +96,29 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         "expert_weights_scale": 1.5,
         "expert_weights_norm": True,
     },
+    "ernie4_5-moe": {
+        "interleave_moe_layer_step": 1,
+        "leading_dense_block_count": 0,
+        "expert_shared_count": 2,
+    },
+    "dots1": {
+        "expert_shared_count": 2,
+        "leading_dense_block_count": 0,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+        "expert_gating_func": 2,
+    },
+    "minimax-m2": {"expert_gating_func": 2},
+    "bailingmoe2": {
+        "expert_shared_count": 1,
+        "leading_dense_block_count": 0,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+        "expert_gating_func": 2,
+    },
+    "qwen2vl": {"rope.dimension_sections": [4, 2, 2, 0]},
+    "qwen3vl": {"rope.dimension_sections": [3, 3, 2, 0]},
+    "qwen3vlmoe": {"rope.dimension_sections": [3, 3, 2, 0]},
     "granite": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "granitemoe": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "lfm2moe": {"leading_dense_block_count": 0, "expert_gating_func": 2},
@@ -160,7 +193,12 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 """Key after the architecture's prefix -> legal values to try, beside leaving it out."""
 
-SIZES: Mapping[str, Mapping[str, int]] = {"olmoe": {"kv_heads": 4}}
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "olmoe": {"kv_heads": 4},
+    "dots1": {"kv_heads": 4},
+    "minimax-m2": {"expert_feed_forward": 96},
+    "hunyuan-moe": {"expert_feed_forward": 96},
+}
 """Where llama.cpp takes fewer sizes than are usual here."""
 
 SPM = ("phi3",)

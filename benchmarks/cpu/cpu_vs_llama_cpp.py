@@ -27,7 +27,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from quengine.diagnostics.bench.bench import synthetic_model
+from quengine.config import EngineConfig
+from quengine.diagnostics.bench.bench_plan import BenchPlan
+from quengine.diagnostics.bench.synthetic_files import synthetic_models
 from quengine.errors import EngineError
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.machine import cpu_model, peak_memory, physical_cores, simd_features
@@ -338,12 +340,22 @@ def main() -> int:
     if args.llama_bench is None and importlib.util.find_spec("xllamacpp") is None:
         print(f"llama.cpp is not here: {INSTALL_PEER}", file=sys.stderr)
         return 2
+    names = [args.synthetic] if args.synthetic else []
     try:
-        made = args.synthetic and synthetic_model(args.synthetic, lambda text: print(text, file=sys.stderr))
-        model = made or resolve_model(args.model)
+        with synthetic_models(names, BenchPlan(config=EngineConfig(device="cpu")), None, _say, str) as made:
+            measure(args, made[0] if made else resolve_model(args.model))
     except EngineError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def measure(args: argparse.Namespace, model: Path) -> None:
+    """Both engines on a model, in turns, and the report."""
     tests = {f"pp{p}": ("prompt", p) for p in args.p if p} | {f"tg{n}": ("generate", n) for n in args.n if n}
     positions = max(*args.p, *args.n) + 2
     setups = {
@@ -351,7 +363,6 @@ def main() -> int:
         for name in ("quengine", "llama_cpp")
     }
     print(json.dumps(report(compare(setups, tests, args.r, args.s), model, args.t)))
-    return 0
 
 
 if __name__ == "__main__":

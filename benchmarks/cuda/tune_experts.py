@@ -34,7 +34,7 @@ from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.block import Shape
 from quengine.models.config import ModelConfig
 from quengine.models.synthetic.presets import PRESETS, SyntheticModel
-from quengine.models.synthetic.type_mix import tensor_type
+from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 
 MODELS = ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b")

@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from typing import Any
 
+from quengine.kernels.child_process import end_with_parent, parent_channel
 from quengine.platform import collector
 from quengine.serve.processes.engine_main import EngineLoop
 from quengine.serve.processes.server_engine import ProcessEngine
 from quengine.serve.processes.shared_heartbeat import Heartbeat
-from quengine.serve.processes.shared_wire import Load, Ready, receive_in_engine, send
+from quengine.serve.processes.shared_wire import TO_ENGINE, Load, Ready
 from tests.engine.serve.fake_engine import FakeEngine, FakeModel
 
 
@@ -26,14 +26,15 @@ class FakeProcess(ProcessEngine):
 
 def main() -> int:
     collector.starting()
-    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    channel = parent_channel(TO_ENGINE)
+    end_with_parent()
     Heartbeat(int(sys.argv[2])).keep_beating()
-    wanted = receive_in_engine(connection)
+    wanted = channel.receive()
     assert isinstance(wanted, Load)
     engine = FakeEngine(**wanted.options)
-    send(connection, Ready(engine.capacity, engine.model.ctx_size, "cpu", 0, ()))
+    channel.send(Ready(engine.capacity, engine.model.ctx_size, "cpu", 0, ()))
     collector.working()
-    EngineLoop(connection, engine).run()
+    EngineLoop(channel, engine).run()
     return 0
 
 

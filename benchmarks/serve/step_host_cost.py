@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from quengine.batch import Batch
+from quengine.kernels.channel import encode
 from quengine.llm import LLM
 from quengine.platform import collector
 from quengine.request.sampling_params import SamplingParams
@@ -26,7 +27,7 @@ from quengine.runners.static_inputs import DecodeInputs
 from quengine.sampler import Result, Sample
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import GenerationRequest
-from quengine.serve.processes.shared_wire import Step, encode
+from quengine.serve.processes.shared_wire import Step
 
 PROMPT = 128
 

@@ -1,1 +1,1 @@
-"""`engine chat`: the loop over messages, its slash commands, and what is shown and kept of a conversation."""
+"""`engine chat`: the loop over messages, slash commands, how answers are shown, files of conversations."""

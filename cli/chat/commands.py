@@ -1,22 +1,173 @@
-"""The slash commands of `engine chat`: a table of names, what follows them, and functions."""
+"""The slash commands of `engine chat`: a table of names, what follows them, and functions.
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Literal, Protocol
+`/set` takes the sampling parameters by the names of their flags, with the flags' checks: any spelling of the flag
+without its dashes ("temp", "top_k" or "top-k", "n") or the parameter's own name. `/copy` writes the control sequence
+OSC 52 of xterm ("Manipulate Selection Data"), which works over SSH too.
+"""
 
-from quengine.cli.chat.answering_keys import no_echo
-from quengine.cli.chat.arguments import file_name, one_word
-from quengine.cli.chat.attachment import Attachment, read_attachment
-from quengine.cli.chat.clipboard import copy
+import base64
+import re
+import shlex
+import sys
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import Field, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from quengine.cli.chat.input import no_echo
 from quengine.cli.chat.models import ChatModels
-from quengine.cli.chat.notes import note
 from quengine.cli.chat.session_file import SessionFile, excerpt, save, session_lines, session_path
-from quengine.cli.chat.settings import changed, settings_lines
-from quengine.cli.pulling import offer_pull
+from quengine.cli.loading import offer_pull
 from quengine.cli.report import print_report
-from quengine.errors import EngineError, nearest
+from quengine.cli.terminal import note
+from quengine.errors import EngineError, nearest, shown
+from quengine.options import flag_of, flagged, spellings, value_type
+from quengine.platform.input_files import MAX_INPUT_BYTES, read_text
 from quengine.request.chat_session import ChatSession
+from quengine.request.sampling_params import SamplingParams
 from quengine.structured.tool_calls import Delta
+
+if TYPE_CHECKING:
+    from quengine.llm import LLM
+
+
+def words(command: str, text: str) -> list[str]:
+    """The words of `text`, which quotes hold together. Raises EngineError for a quote without its end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise EngineError(f"/{command} {text}: {error}") from None
+
+
+def one_word(command: str, text: str) -> str:
+    """The one file name, or name of a session, in `text`. Raises EngineError for none and for several."""
+    given = words(command, text)
+    if len(given) != 1:
+        raise EngineError(f"/{command} needs one file name (quote one with spaces)")
+    return given[0]
+
+
+def file_name(command: str, text: str) -> Path:
+    """The one path in `text`, ~ replaced. Raises EngineError for none and for several."""
+    try:
+        return Path(one_word(command, text)).expanduser()
+    except RuntimeError as error:  # ~ of an unknown user, or without a home folder
+        raise EngineError(f"/{command} {text}: {error}") from None
+
+
+def copy(text: str) -> None:
+    """Ask the terminal to take `text` into its clipboard. Raises EngineError off a terminal."""
+    if not sys.stdout.isatty():
+        raise EngineError("/copy needs a terminal, whose clipboard takes the answer")
+    data = base64.b64encode(text.encode(errors="replace")).decode()
+    sys.stdout.write(f"\x1b]52;c;{data}\x07")
+    sys.stdout.flush()
+
+
+BYTES_A_TOKEN = 64
+"""Of text, as an upper bound for files that may fit the context: larger ones are refused unread."""
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A file's text as the message has it, and its number of tokens."""
+
+    text: str
+    tokens: int
+
+
+def read_attachment(path: Path, llm: "LLM", room: int) -> Attachment:
+    """The text of a file, of at most `room` tokens, between fences and under its name.
+
+    Raises:
+        EngineError: it is no text file, too large for the context, or cannot be read.
+    """
+    content = read_text(path, "cannot attach", min(MAX_INPUT_BYTES, llm.ctx_size * BYTES_A_TOKEN))
+    longest = max((len(run) for run in re.findall("`+", content)), default=0)
+    fence = "`" * max(3, longest + 1)
+    end = "" if content.endswith("\n") or not content else "\n"
+    text = f"{path.name}:\n{fence}\n{content}{end}{fence}"
+    tokens = len(llm.encode(text))
+    if tokens >= room:
+        raise EngineError(
+            f"cannot attach {path}: {tokens} tokens, and the context of {llm.ctx_size} has room for {max(0, room)}; "
+            f"/reset makes room, --ctx-size N sets a longer context"
+        )
+    return Attachment(text, tokens)
+
+
+_BOOLS = {
+    "on": True,
+    "true": True,
+    "yes": True,
+    "1": True,
+    "off": False,
+    "false": False,
+    "no": False,
+    "0": False,
+}
+
+
+def setting_names() -> list[str]:
+    """The name of each parameter as `/set` lists it: its flag's first long one."""
+    return [spellings(field)[0] for field in flagged(SamplingParams)]
+
+
+def settings_lines(params: SamplingParams, name: str | None = None) -> list[str]:
+    """Each parameter's name, value and help, or those of one. Raises EngineError for an unknown name."""
+    chosen = flagged(SamplingParams) if name is None else [_field(name)]
+    wide = max(map(len, setting_names()))
+    return [
+        f"{spellings(field)[0]:{wide}}  {_value_text(field, getattr(params, field.name)):8}  {flag_of(field).help}"
+        for field in chosen
+    ]
+
+
+def changed(params: SamplingParams, name: str, text: str) -> SamplingParams:
+    """`params` with one parameter as typed; "" empties a list.
+
+    Raises:
+        EngineError: the name is unknown, or the value is not one that the flag takes.
+    """
+    field = _field(name)
+    value = _read(field, text)
+    after = replace(params, **{field.name: value})
+    return after.with_seed() if field.name == "seed" else after
+
+
+def _field(name: str) -> Field[Any]:
+    known: dict[str, Field[Any]] = {
+        each: field for field in reversed(flagged(SamplingParams)) for each in spellings(field)
+    }
+    wanted = name.lstrip("-").replace("-", "_")
+    if wanted not in known:
+        raise EngineError(f"no setting {name}{nearest(wanted, known)}; /set lists them")
+    return known[wanted]
+
+
+def _read(field: Field[Any], text: str) -> Any:
+    kind, flag = value_type(field), flag_of(field)
+    if kind in (tuple, Mapping):
+        given = [word for word in words("set", text) if word]
+        return flag.read(given) if flag.read is not None else tuple(given)
+    try:
+        value = _BOOLS[text.lower()] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        rule = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
+        raise EngineError(f"/set {spellings(field)[0]} {shown(text)}: must be {rule}") from None
+    return None if flag.none is not None and value == flag.none else value
+
+
+def _value_text(field: Field[Any], value: Any) -> str:
+    """A value as it would be typed."""
+    if value is None:
+        return str(flag_of(field).none)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, Mapping):
+        return " ".join(f"{token}{bias:+g}" for token, bias in value.items()) or '""'
+    return shlex.join(value).replace("\n", "\\n") or '""' if isinstance(value, tuple) else str(value)
+
 
 KEYS = (
     'Ctrl-C stops an answer. Alt-Enter, or lines between """ and """, make a message of several lines; '

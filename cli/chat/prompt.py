@@ -1,10 +1,12 @@
-"""Messages typed at the terminal, edited with prompt_toolkit."""
+"""Messages typed at the terminal, edited with prompt_toolkit, which completes slash commands and their arguments."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -12,10 +14,47 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.styles import Style
 
 from quengine.cli import interrupts
-from quengine.cli.chat.completion import CommandCompleter, is_command
-from quengine.cli.chat.notes import note
-from quengine.cli.chat.quoted_block import is_open
-from quengine.cli.chat.session_file import state_folder
+from quengine.cli.chat.commands import COMMANDS, setting_names
+from quengine.cli.chat.input import is_open
+from quengine.cli.chat.session_file import session_names, state_folder
+from quengine.cli.flags import complete_models
+from quengine.cli.terminal import note
+
+
+class CommandCompleter(Completer):
+    """Completes the name of a command, then its argument; messages are left alone."""
+
+    def __init__(self) -> None:
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        text = document.text_before_cursor
+        if not is_command(text):
+            return
+        name, space, rest = text[1:].partition(" ")
+        if not space:
+            for known, command in COMMANDS.items():
+                if known.startswith(name):
+                    shown = f"/{known} {command.argument}"
+                    yield Completion(known, -len(name), display=shown, display_meta=command.help)
+        elif name in COMMANDS:
+            kind = COMMANDS[name].completes
+            if kind == "session":
+                matching = (each for each in session_names() if each.startswith(rest))
+                yield from (Completion(each, -len(rest), display_meta="session") for each in matching)
+            if kind == "model":
+                yield from (Completion(each, -len(rest)) for each in complete_models(rest))
+            if kind in ("path", "session", "model"):
+                yield from self._paths.get_completions(Document(rest), complete_event)
+            elif kind == "setting" and " " not in rest:
+                matching = (each for each in setting_names() if each.startswith(rest))
+                yield from (Completion(each, -len(rest)) for each in matching)
+
+
+def is_command(text: str) -> bool:
+    """Whether what is typed is a slash command and no message."""
+    return text.startswith("/") and not text.startswith("//") and "\n" not in text
+
 
 STYLE = Style.from_dict({"bottom-toolbar": "noreverse fg:ansibrightblack"})
 

@@ -9,16 +9,12 @@ import sys
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
-from quengine.cli.chat.answering_keys import no_echo, one_interrupt
-from quengine.cli.chat.attachment import Attachment
-from quengine.cli.chat.commands import run_command
-from quengine.cli.chat.notes import note
-from quengine.cli.chat.piped import piped_lines
-from quengine.cli.chat.quoted_block import joined
+from quengine.cli.chat.answer_view import AnswerView
+from quengine.cli.chat.commands import Attachment, run_command
+from quengine.cli.chat.input import joined, no_echo, one_interrupt, piped_lines
 from quengine.cli.chat.session_file import SessionFile, excerpt
-from quengine.cli.display.answer_view import AnswerView
 from quengine.cli.progress import PromptProgress
-from quengine.cli.terminal import AnswerPrinter, write_text
+from quengine.cli.terminal import AnswerPrinter, note, write_text
 from quengine.errors import EngineError, visible
 from quengine.request.chat_session import ChatSession
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from quengine.cli import interrupts
-from quengine.cli.flags import takes_options
+from quengine.cli.flags import split_names, takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.diagnostics.bench.bench_plan import LISTS, TESTS, BenchPlan, expand_tests, whole_numbers
 from quengine.errors import EngineError
@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from quengine.diagnostics.bench.bench_row import BenchRow
 
 OUTPUTS = ("md", "json", "jsonl", "csv")
-
-
-def _split(texts: list[str]) -> tuple[str, ...]:
-    """Names with commas between them; a comma in the path of a model that is there is part of the path."""
-    return tuple(
-        name for text in texts for name in ([text] if Path(text).exists() else text.split(",")) if name
-    )
 
 
 def _pairs(texts: list[str]) -> tuple[tuple[int, int], ...]:
@@ -46,7 +39,8 @@ class BenchFlags:
     """The models and the tests of a `BenchPlan` as they are typed, and the form of the output."""
 
     models: Annotated[
-        tuple[str, ...], Flag("-m --model", f"{MODEL_HELP[:-1]}; repeatable.", read=_split, completes="model")
+        tuple[str, ...],
+        Flag("-m --model", f"{MODEL_HELP[:-1]}; repeatable.", read=split_names, completes="model"),
     ] = ()
     synthetic: Annotated[
         tuple[str, ...],
@@ -54,7 +48,7 @@ class BenchFlags:
             "--synthetic",
             "Make such a model: mistral-7b, qwen3-8b, llama-3.2-1b, llama-3-70b, gemma3-4b, olmo2-7b, "
             "phi3-mini, mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, tiny; with -20l behind it its first 20 layers.",
-            read=_split,
+            read=split_names,
         ),
     ] = ()
     synthetic_dir: Annotated[

@@ -51,8 +51,7 @@ def _place(row: Row) -> str:
 
 def installed_rows() -> list[Row]:
     """The models here: those that Python packages ship, then those in the Hugging Face cache."""
-    from quengine.models.hub.catalogue import catalogue
-    from quengine.models.hub.hub import packaged_file
+    from quengine.models.hub.hub import catalogue, packaged_file
     from quengine.models.hub.hub_cache import installed_models
     from quengine.models.hub.hub_name import quant_of
 
@@ -70,7 +69,7 @@ def installed_rows() -> list[Row]:
 
 def model_names() -> list[str]:
     """What --model takes, but paths: presets, aliases, and names of other models that are here."""
-    from quengine.models.hub.catalogue import catalogue
+    from quengine.models.hub.hub import catalogue
     from quengine.models.hub.presets import preset_names
 
     return list(dict.fromkeys([*preset_names(), *catalogue(), *(row.name for row in installed_rows())]))
@@ -97,7 +96,7 @@ def preset_rows() -> list[Row]:
 
 
 def _catalogue_rows(here: set[str]) -> list[Row]:
-    from quengine.models.hub.catalogue import catalogue
+    from quengine.models.hub.hub import catalogue
     from quengine.models.hub.hub_name import quant_of
 
     absent = [entry for entry in catalogue().values() if entry.alias not in here]

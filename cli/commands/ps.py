@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from quengine.cli.flags import takes_options
-from quengine.cli.remote.client import RemoteServer
+from quengine.cli.remote import RemoteServer
 from quengine.cli.terminal import write_line
 from quengine.errors import EngineError
 from quengine.options import Flag

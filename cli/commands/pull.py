@@ -12,7 +12,7 @@ class Command(ExampleCommand):
     """`engine pull`, whose help ends with the aliases: read when the help is asked for, not at every start."""
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
-        from quengine.models.hub.catalogue import catalogue
+        from quengine.models.hub.hub import catalogue
 
         wide = max(map(len, catalogue()))
         rows = [
@@ -42,9 +42,8 @@ def pull(
     """
     from pathlib import Path
 
-    from quengine.cli.pulling import fetch
-    from quengine.models.hub.catalogue import catalogue
-    from quengine.models.hub.hub import packaged_file
+    from quengine.cli.loading import fetch
+    from quengine.models.hub.hub import catalogue, packaged_file
     from quengine.models.hub.presets import base_model
 
     for name in map(base_model, names):

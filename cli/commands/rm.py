@@ -1,11 +1,11 @@
 """`engine rm`: deletes models that `engine pull` fetched, and presets."""
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quengine.cli.flags import complete_models
+from quengine.cli.terminal import confirm_deletion
 from quengine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -35,14 +35,8 @@ def remove(
     for name, model in models.items():
         files = f"{', '.join(model.files)} ({model.nbytes / 1e9:.2f} GB) in {model.path.parent}"
         typer.echo(f"{name}: {files}", err=True)
-    if not yes:
-        if not sys.stdin.isatty():
-            raise EngineError(
-                "deleting needs a yes: standard input is no terminal, so say so with: engine rm -y ..."
-            )
-        if not typer.confirm("Delete?", err=True):
-            typer.echo("nothing deleted", err=True)
-            return
+    if not yes and not confirm_deletion("Delete?", "engine rm -y ..."):
+        return
     for name in presets:
         preset_path(name).unlink()
         typer.echo(f"{name}: deleted", err=True)
@@ -51,8 +45,7 @@ def remove(
 
 
 def _find(name: str) -> "InstalledModel":
-    from quengine.models.hub.catalogue import catalogue
-    from quengine.models.hub.hub import hub_name, packaged_file
+    from quengine.models.hub.hub import catalogue, hub_name, packaged_file
     from quengine.models.hub.hub_cache import find_installed
 
     entry = catalogue().get(name.lower())

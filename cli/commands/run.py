@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from quengine.cli.commands.chat import Markdown, Session, chat
-from quengine.cli.commands.generate import PromptFlags, generate
+from quengine.cli.commands.generate import PromptFlags, generate, with_piped
 from quengine.cli.flags import ConstraintFlags, Effort, complete_models, takes_options
-from quengine.cli.prompt_source import with_piped
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.hub.hub_name import own_name

@@ -46,16 +46,16 @@ def serve(
         if needed is not None:
             resolve_model(str(needed))
     if model is not None:
-        settings = replace(settings, model_names=settings.model_names or (_name(model),))
+        settings = replace(settings, model_names=settings.model_names or (served_name(model),))
     elif not settings.models.several:
         raise EngineError("no model is named: give -m MODEL, or --models-dir or --models-preset for several")
     check_replicas(settings, config)
     settings = replace(settings, port=VertexPaths.of_environment().port or settings.port)
-    given = [] if model is None else [_spec(model, settings, config)]
+    given = [] if model is None else [served_spec(model, settings, config)]
     if settings.models.several:
-        server = Server(settings, _load, _print_status, lambda: [*given, *find_specs(settings, config)])
+        server = Server(settings, load_served, print_status, lambda: [*given, *find_specs(settings, config)])
     else:
-        server = Server(settings, lambda _, *calls: _load(given[0], *calls), _print_status)
+        server = Server(settings, lambda _, *calls: load_served(given[0], *calls), print_status)
     server.run_until_stopped()
 
 
@@ -66,11 +66,11 @@ def _serve_on_ray(model: str | None, settings: ServerSettings, config: EngineCon
 
     if model is None:
         raise EngineError("no model is named: --ray deploys one, give -m MODEL")
-    settings = replace(settings, model_names=settings.model_names or (_name(model),))
-    serve_on_ray(ModelSpec(settings, engine_config(settings, config), model), _print_status)
+    settings = replace(settings, model_names=settings.model_names or (served_name(model),))
+    serve_on_ray(ModelSpec(settings, engine_config(settings, config), model), print_status)
 
 
-def _spec(model: str, settings: ServerSettings, config: EngineConfig) -> "ModelSpec":
+def served_spec(model: str, settings: ServerSettings, config: EngineConfig) -> "ModelSpec":
     from quengine.models.hub.hub import resolve_model
     from quengine.serve.models.model_spec import ModelSpec, weight_bytes
     from quengine.serve.models.preset_file import engine_config
@@ -81,7 +81,7 @@ def _spec(model: str, settings: ServerSettings, config: EngineConfig) -> "ModelS
     )
 
 
-def _load(spec: "ModelSpec", make_room: "MakeRoom", check: Callable[[], None]) -> "Engine":
+def load_served(spec: "ModelSpec", make_room: "MakeRoom", check: Callable[[], None]) -> "Engine":
     from quengine.serve.processes.server_engine import ProcessEngine
     from quengine.serve.replicas.launch import start_replicas
 
@@ -100,13 +100,13 @@ def _load(spec: "ModelSpec", make_room: "MakeRoom", check: Callable[[], None]) -
         collector.working()
 
 
-def _print_status(line: str) -> None:
+def print_status(line: str) -> None:
     if ProgressLine.on_screen:
         ProgressLine().clear()
     print(f"engine: {line}", file=sys.stderr, flush=True)
 
 
-def _name(model: str) -> str:
+def served_name(model: str) -> str:
     """What requests call a model without --alias: an alias or hub name itself, of a path the file's name."""
     if model.startswith("hf:") or not (Path(model).suffix or "/" in model):
         return model

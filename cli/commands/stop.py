@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quengine.cli.flags import takes_options
-from quengine.cli.remote.client import RemoteServer, ended
+from quengine.cli.remote import RemoteServer, ended
 from quengine.errors import CannotRunError, EngineError
 
 _END_SECONDS = 90.0

@@ -2,11 +2,13 @@
 
 Tensors: `token_ids` int64 [T], of which the last T % 32 are in no block; of each group of layers `held.G` int64, the
 indices of its blocks; of each layer `layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or int8 with
-`.k_scale` and `.v_scale` fp16 [.., head_dim / 32]. Metadata: `PrefixFiles.header`. Format: https://huggingface.co/docs/safetensors.
+`.k_scale` and `.v_scale` fp16 [.., head_dim / 32]; of a state its parts, `layer.N.state.P` fp32 [1, ...].
+Metadata: `PrefixFiles.header`, and a digest of all tensors. Format: https://huggingface.co/docs/safetensors.
 """
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
 from hashlib import sha256
@@ -19,12 +21,14 @@ from torch import Tensor
 
 from quengine.context.saved_prefix import SavedPrefix
 from quengine.errors import EngineError
+from quengine.kernels.backend import SlotLayer
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.load import LoadedModel
 from quengine.models.architectures import attentions_of
 
-FORMAT, VERSION = "quengine saved prefix", "1"
+FORMAT, VERSION = "quengine saved prefix", "2"
 _NAMES = ("k", "v", "k_scale", "v_scale")
+_DIGEST = "digest"
 _SAMPLE = 4096
 """Bytes of each tensor that a model's digest covers."""
 _BESIDE_CACHE = 64 << 20
@@ -65,12 +69,13 @@ class PrefixFiles:
         for group, held in enumerate(saved.held):
             tensors[f"held.{group}"] = torch.tensor(held, dtype=torch.int64)
         for layer, stored in enumerate(saved.layers):
-            for name, tensor in zip(_NAMES, stored, strict=False):
+            for name, tensor in zip(self._names(layer), stored, strict=True):
                 tensors[f"layer.{layer}.{name}"] = tensor.contiguous()
+        header = {**self.header, _DIGEST: content_digest(tensors)}
         beside = path.with_name(f".{os.getpid()}.saving")
         try:
             beside.touch(mode=0o600)  # what it holds can be read as the conversation
-            save_file(tensors, beside, self.header)
+            save_file(tensors, beside, header)
             size = beside.stat().st_size
             beside.replace(path)
         except (OSError, SafetensorError) as error:
@@ -93,6 +98,8 @@ class PrefixFiles:
         except (OSError, MemoryError, SafetensorError, ValueError) as error:
             raise EngineError(f"cannot be read: {_reason(error)}") from None
         self._check_header(header)
+        if header.get(_DIGEST) != content_digest(tensors):
+            raise EngineError("it is damaged: its contents do not have its digest; save it again")
         return self._checked(tensors), len(data)
 
     def _check_header(self, header: dict[str, str]) -> None:
@@ -128,12 +135,18 @@ class PrefixFiles:
 
     def _layer(self, tensors: dict[str, Tensor], layer: int, blocks: int) -> list[Tensor]:
         found = []
-        for name, own in zip(_NAMES, self._loaded.cache.layers[layer].blocks, strict=False):
+        for name, own in zip(self._names(layer), self._loaded.cache.layers[layer].blocks, strict=True):
             tensor, shape = tensors.get(f"layer.{layer}.{name}"), (blocks, *own.shape[1:])
             if tensor is None or tensor.dtype != own.dtype or tuple(tensor.shape) != shape:
                 raise EngineError(f"its {name} of layer {layer} is not {own.dtype} {list(shape)}")
             found.append(tensor)
         return found
+
+    def _names(self, layer: int) -> list[str]:
+        """Of a layer's tensors."""
+        stored = self._loaded.cache.layers[layer]
+        states = isinstance(stored, SlotLayer)
+        return [f"state.{part}" if states else _NAMES[part] for part in range(len(stored.tensors))]
 
     def _indices(self, tensors: dict[str, Tensor], name: str) -> list[int]:
         tensor = tensors.get(name)
@@ -151,6 +164,16 @@ class PrefixFiles:
             digest.update(f"{name} {tensor.format.name} {tensor.shape}".encode())
             digest.update(tensor.data.view(-1)[:_SAMPLE].cpu().numpy().tobytes())
         return digest.hexdigest()
+
+
+def content_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of all tensors, with their names and shapes."""
+    digest = sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _reason(error: Exception) -> str:

@@ -4,7 +4,7 @@ import logging
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,15 @@ class Machine:
 
     def ranks(self, path: Path, part: Checkpoint, ctx_size: int, pools: Sequence[CachePool]) -> ModelRunner:
         """Rank 0 of a group, whose other ranks load their parts meanwhile."""
-        from quengine.parallel.group import RankGroup, RankPlan
+        from quengine.parallel.group import RankGroup
+        from quengine.parallel.wire import RankPlan
 
         def plan(number: int, meeting: str) -> RankPlan:
-            sizes = tuple(map(astuple, pools))
             options = of_rank(replace(self.config, device=self.device.type), number).values()
             options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
             count = self.config.ranks
             bounds = () if part.config.stage is None else part.config.stage.bounds
-            return RankPlan(str(path), options, number, count, ctx_size, sizes, self.threads, meeting, bounds)
+            return RankPlan(str(path), options, number, count, ctx_size, pools, self.threads, meeting, bounds)
 
         group = RankGroup(self.config.ranks)
         try:
@@ -178,7 +178,7 @@ def _weights(
 
 
 def _copied(checkpoint: Checkpoint, progress: Callable[[str], None] | None) -> Mapping[str, QuantTensor]:
-    from quengine.platform.weight_copy import copy_weights
+    from quengine.platform.weight_loader import copy_weights
 
     try:
         return copy_weights(checkpoint.tensors, checkpoint.release_pages, progress)
@@ -196,7 +196,7 @@ def make_backend(
         return ReferenceBackend(keep=REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2)
     if device.type == "cuda":
         from quengine.kernels.cuda.backend import CudaBackend
-        from quengine.platform.compile_notice import announce_compilation
+        from quengine.platform.device import announce_compilation
 
         cuda_start.wait()
         announce_compilation(torch.cuda.get_device_name(device))
@@ -259,4 +259,5 @@ def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
     communicator = decoder.backend.communicator
     if isinstance(communicator, CudaCommunicator):
         communicator.one_first(finish_compiling)
-    return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))
+    repeats = all(pool.rewinds for pool in cache.pools if pool.is_state)
+    return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs, repeats))

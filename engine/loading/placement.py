@@ -76,8 +76,15 @@ def fit_stages(
 
     ctx_size = min(ctx_size, *(positions for positions, _ in choose(config.ctx_size)))
     pools = [chosen for _, chosen in choose(ctx_size)]
-    fewest = [min(pool.num_blocks for pool in group) for group in zip(*pools, strict=True)]
-    return ctx_size, [replace(pool, num_blocks=count) for pool, count in zip(pools[0], fewest, strict=True)]
+    return ctx_size, [_fewest(group) for group in zip(*pools, strict=True)]
+
+
+def _fewest(pools: Sequence[CachePool]) -> CachePool:
+    """One that each rank has room for."""
+    blocks, checkpoints = (
+        min(getattr(pool, name) for pool in pools) for name in ("num_blocks", "checkpoints")
+    )
+    return replace(pools[0], num_blocks=blocks, checkpoints=checkpoints)
 
 
 def of_rank(config: EngineConfig, rank: int) -> EngineConfig:
@@ -143,7 +150,15 @@ def _memory_needs(
     if draft is not None:
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
         weights += draft.nbytes
-    needs = CacheNeeds(shape, chunk, None if draft is None else draft.config)
+    shares = config.reuse_prefix or config.parallel > 1
+    needs = CacheNeeds(
+        shape,
+        chunk,
+        None if draft is None else draft.config,
+        config.parallel,
+        config.speculates,
+        config.state_checkpoints if shares else 0,
+    )
     padding = 2 * sum(needs.block_bytes(cache_type))
     return needs, DeviceMemory(str(device), free, weights, workspace + padding, experts.device)
 

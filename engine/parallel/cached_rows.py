@@ -7,16 +7,17 @@ position, with the tensors of the layers one beside the other.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import repeat
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import SlotLayer
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.model_runner import ModelRunner
 from quengine.models.architectures import layers_of
-from quengine.models.blocks.block import SlotState, State
+from quengine.models.blocks.block import Shape, SlotState, State
 from quengine.models.config import ModelConfig
 from quengine.parallel.wire import ReadCache, WriteCache
 
@@ -25,23 +26,24 @@ _MOST_BYTES = 32 << 20
 
 
 class _Stored(NamedTuple):
-    """A tensor of a layer, [slots, heads, width], and the slots of the positions, [n], or of the sequence, [1]; empty
-    if not `held`."""
+    """A tensor of a layer, [slots, heads, ...], and the slots of the positions, [n], or of the sequence, [1]; empty if
+    not `held`. sections: of the heads, see SlotState."""
 
     layer: int
     held: bool
     is_state: bool
     tensor: Tensor
     slots: Tensor
+    sections: Shape = (1,)
 
     def row_bytes(self, heads: int) -> int:
-        return heads * self.tensor.shape[2] * self.tensor.itemsize
+        return heads * prod(self.tensor.shape[2:]) * self.tensor.itemsize
 
 
 def read_cached(runner: ModelRunner, start: int, end: int, whole: ModelConfig) -> list[Tensor]:
     """A copy, on the host, of what every layer stores of positions start .. end - 1, [n, kv_heads, width] each: keys
-    and values, or in q8_0 their codes and scales; or of its state, [1, channels, history]. On rank 0. `whole`: the
-    model's configuration, of all ranks."""
+    and values, or in q8_0 their codes and scales; or of each part of its state, [1, channels, rows] or [1, heads, ...].
+    On rank 0. `whole`: the model's configuration, of all ranks."""
     with runner.together(ReadCache(start, end)):
         rows = read_rows(runner, start, end)
     states = [block.mixer.state for block in layers_of(whole)]
@@ -78,8 +80,8 @@ def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
             own = communicator.all_gather(own, [sum(sizes)] * ranks)
         parts = torch.split(own.view(len(own), ranks, sum(sizes)).cpu(), sizes, dim=2)
         for one, part in zip(group, parts, strict=True):
-            shape = (len(own), ranks * one.tensor.shape[1], one.tensor.shape[2])
-            rows.append(part.contiguous().view(one.tensor.dtype).view(shape))
+            shape = (len(own), ranks, *one.tensor.shape[1:])
+            rows.append(_joined(part.contiguous().view(one.tensor.dtype).view(shape), one.sections))
     return rows
 
 
@@ -94,24 +96,39 @@ def write_rows(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor]
         count = len(group[0].slots)
         values = torch.empty(count, sum(sizes), dtype=torch.uint8, device=group[0].tensor.device)
         if rows is not None:
-            given = zip(rows[done : done + len(group)], heads, strict=True)
-            values.copy_(torch.cat([_bytes(_with_copies(each, every)) for each, every in given], dim=1))
+            each = zip(rows[done : done + len(group)], heads, strict=True)
+            values.copy_(torch.cat([_bytes(_with_copies(one, every)) for one, every in each], dim=1))
         done += len(group)
         communicator.broadcast(values)
-        for one, part in zip(group, torch.split(values, sizes, dim=1), strict=True):
+        for one, every, part in zip(group, heads, torch.split(values, sizes, dim=1), strict=True):
             if one.held:
-                own = one.tensor.shape[1]
-                whole = part.contiguous().view(one.tensor.dtype).view(count, -1, one.tensor.shape[2])
-                one.tensor[one.slots] = whole[:, number * own : (number + 1) * own]
+                given = part.contiguous().view(one.tensor.dtype).view(count, every, *one.tensor.shape[2:])
+                one.tensor[one.slots] = _own_part(given, number, ranks, one)
 
 
 def _with_copies(rows: Tensor, heads: int) -> Tensor:
-    """As the ranks have them side by side, [n, heads, width]: what `_without_copies` was given."""
+    """As the ranks have them side by side, [n, heads, ...]: what `_without_copies` was given."""
     return rows.repeat_interleave(heads // rows.shape[1], dim=1)
 
 
+def _joined(parts: Tensor, sections: Shape) -> Tensor:
+    """The heads of all ranks [n, heads, ...] from what each has of them, [n, ranks, heads of a rank, ...]."""
+    unit = parts.shape[2] // sum(sections)
+    pieces = torch.split(parts, [unit * length for length in sections], dim=2)
+    return torch.cat([piece.flatten(1, 2) for piece in pieces], dim=1)
+
+
+def _own_part(rows: Tensor, rank: int, ranks: int, stored: _Stored) -> Tensor:
+    """What a rank has of the heads of all, [n, heads, ...]."""
+    unit, pieces = rows.shape[1] // sum(stored.sections), list[Tensor]()
+    for piece in torch.split(rows, [unit * length for length in stored.sections], dim=1):
+        own = piece.shape[1] // ranks
+        pieces.append(piece[:, rank * own : (rank + 1) * own])
+    return torch.cat(pieces, dim=1)
+
+
 def _bytes(rows: Tensor) -> Tensor:
-    """[n, heads, width] of any type as uint8 [n, bytes]."""
+    """[n, heads, ...] of any type as uint8 [n, bytes]."""
     return rows.contiguous().flatten(1).view(torch.uint8)
 
 
@@ -132,14 +149,18 @@ def _groups(runner: ModelRunner, start: int, end: int) -> Iterator[list[_Stored]
 
 def _stored(runner: ModelRunner, start: int, end: int) -> Iterator[_Stored]:
     cache, device, config = runner.cache, runner.decoder.backend.device, runner.decoder.config
-    positions, slots = torch.arange(start, end), dict[int, Tensor]()
+    positions, slots, declared = torch.arange(start, end), dict[int, Tensor](), layers_of(config)
     groups = replace(config, stage=None).cache_groups
     for group, table in zip(groups, cache.whole_tables, strict=True):
         blocks = torch.tensor(table)
         found = blocks[:1] if group.is_state else slot_mapping(positions, blocks)
         slots |= dict.fromkeys(group.layers, found.to(device))
     for number, layer in enumerate(cache.layers):
-        is_state = isinstance(layer, SlotLayer)
-        for stored in layer.tensors:
-            tensor = stored.transpose(1, 2) if is_state else stored
-            yield _Stored(number, number in config.held_layers, is_state, tensor, slots[number])
+        held, where = number in config.held_layers, slots[number]
+        state = declared[number].mixer.state
+        if not isinstance(state, SlotState):
+            yield from (_Stored(number, held, False, stored, where) for stored in layer.tensors)
+            continue
+        for stored, sections in zip(layer.tensors, state.sections or repeat((1,)), strict=False):
+            heads_first = stored.transpose(1, 2) if stored.ndim == 3 else stored
+            yield _Stored(number, held, True, heads_first, where, sections)

@@ -5,34 +5,29 @@ A rank that fails leaves the others nothing to compute with: all end, and what i
 """
 
 import atexit
-import json
 import logging
-import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.channel import encode
+from quengine.kernels.child_process import ChildProcess
 from quengine.models.tensor_split import Rank
 from quengine.parallel.communicator import WAIT_SECONDS, RankCommunicator, join
-from quengine.parallel.wire import Message, encode
+from quengine.parallel.wire import FROM_RANK, FromRank, Message, RankPlan, Ready, Starting
 from quengine.platform.deferred_interrupt import DeferredInterrupt
+from quengine.platform.failure import Failure
 from quengine.platform.out_of_memory import killed_for_memory
 
 logger = logging.getLogger(__name__)
-
-STARTING, READY = b"starting", b"ready"
-"""What a rank says when its process has begun, and when its part of the model is loaded."""
 
 START_SECONDS = 120.0
 """How long a rank's process may take to begin."""
@@ -43,90 +38,47 @@ END_SECONDS = 2.0
 _LOOK_SECONDS = 0.5
 _LAUNCHED_SECONDS = 5.0
 
-LOST = "lost"
-"""The kind of failure of a rank that misses another."""
-
 
 class RankFailedError(CannotRunError):
     """A process of the group has ended; the group is of no use any more."""
 
 
-@dataclass(frozen=True)
-class RankPlan:
-    """What a rank loads. `options`: fields of EngineConfig. `pools`: blocks, window and chunk of each group of layers.
-    `meeting`: the file where the ranks meet. `bounds`: of `Stage`; empty where ranks have a part of every layer."""
-
-    model: str
-    options: Mapping[str, Any]
-    number: int
-    count: int
-    ctx_size: int
-    pools: tuple[tuple[int, int | None, int, bool, int], ...]
-    threads: int
-    meeting: str
-    bounds: tuple[int, ...] = ()
-
-    @property
-    def rank(self) -> Rank:
-        return Rank(self.number, self.count, bool(self.options["expert_parallel"]))
-
-
-class _Follower:
-    """A rank's process, the connection to it, and what went wrong with it: kind and message."""
+class _Follower(ChildProcess[FromRank]):
+    """A rank's process, and the message about what went wrong with it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.connection, theirs = multiprocessing.Pipe()
-        read_end, self._life = os.pipe()
-        passed = [theirs.fileno(), read_end]
+        self.failure: str | None = None
         verbose = ["-v"] if logger.isEnabledFor(logging.INFO) else []
-        # A session of its own: the terminal's Ctrl-C is for rank 0.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "quengine.parallel.rank_main", *map(str, passed), *verbose],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=passed,
-            start_new_session=True,
-        )
-        theirs.close()
-        os.close(read_end)
-        self.failure: tuple[str, str] | None = None
+        super().__init__(("-m", "quengine.parallel.rank_main"), FROM_RANK, verbose)
 
-    def receive(self, expected: bytes, seconds: float) -> None:
+    def await_report(self, expected: type[Starting | Ready], seconds: float) -> None:
         """Wait for a message. Raises EngineError, also where the rank reports one, and RankFailedError."""
         try:
-            if not self.connection.poll(seconds):
-                raise RankFailedError(f"rank {self.number} has not begun within {seconds:.0f} s")
-            message = self.connection.recv_bytes()
+            message = self.channel.receive(seconds)
+        except TimeoutError:
+            raise RankFailedError(f"rank {self.number} has not begun within {seconds:.0f} s") from None
         except (EOFError, OSError):
-            hint = killed_for_memory(self.process.wait())
-            raise RankFailedError(f"{self._how_it_ended()}{hint}") from None
-        if message != expected:
-            kind, text = json.loads(message)
-            error = CannotRunError if kind == "CannotRunError" else EngineError
-            raise error(f"rank {self.number}: {text}")
+            ending = self.ending
+            raise RankFailedError(f"rank {self.number} {ending}{killed_for_memory(self.code)}") from None
+        if isinstance(message, Failure):
+            error = CannotRunError if message.kind == "CannotRunError" else EngineError
+            raise error(f"rank {self.number}: {message.message}")
+        assert isinstance(message, expected)
 
     def note_end(self) -> None:
         """The process has ended: find out why."""
-        with suppress(EOFError, OSError, ValueError):
-            if self.connection.poll():
-                kind, text = json.loads(self.connection.recv_bytes())
-                self.failure = kind, f"rank {self.number} failed: {text}"
+        with suppress(EOFError, OSError):
+            message = self.channel.receive(0)
+            if isinstance(message, Failure):
+                self.failure = f"rank {self.number} failed: {message.message}"
                 return
-        self.failure = "ended", self._how_it_ended()
+        self.failure = f"rank {self.number} {self.ending}"
 
-    def _how_it_ended(self) -> str:
-        code = self.process.returncode
-        return f"rank {self.number} " + (
-            f"was ended by signal {-code}" if code < 0 else f"has ended ({code})"
-        )
 
-    def close(self) -> None:
-        """Let it end, which it does, whatever it waits for, when rank 0's ends of its pipes are closed."""
-        self.connection.close()
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
+def _misses_another(failure: str) -> bool:
+    """Whether a rank reports no more than that another one has left it."""
+    return "gloo" in failure.lower()
 
 
 class RankGroup:
@@ -158,7 +110,7 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         """Of the other ranks' processes."""
-        return [follower.process.pid for follower in self._followers]
+        return [follower.pid for follower in self._followers]
 
     def load(
         self, plan: Callable[[int, str], RankPlan], device: torch.device, deterministic: bool
@@ -170,8 +122,8 @@ class RankGroup:
         """
         meeting = str(Path(self._folder.name) / "meeting")
         for follower in self._followers:
-            follower.receive(STARTING, START_SECONDS)
-            follower.connection.send_bytes(json.dumps(asdict(plan(follower.number, meeting))).encode())
+            follower.await_report(Starting, START_SECONDS)
+            follower.channel.send(plan(follower.number, meeting))
         # A device that waits for another rank's words cannot be told to stop.
         self._may_hang = device.type == "cuda"
         joined = threading.Event()
@@ -190,16 +142,16 @@ class RankGroup:
         reports = list[EngineError]()
         for follower in self._followers:
             try:
-                follower.receive(READY, END_SECONDS)
+                follower.await_report(Ready, END_SECONDS)
             except EngineError as report:
                 reports.append(report)
-        reports.sort(key=lambda report: "gloo" in str(report).lower())  # of one that misses another, last
+        reports.sort(key=lambda report: _misses_another(str(report)))
         return reports[0] if reports else RankFailedError(f"the ranks did not meet: {error}")
 
     def wait_until_loaded(self) -> None:
         """Until all ranks have loaded their parts. Raises EngineError as loading does, and RankFailedError."""
         for follower in self._followers:
-            follower.receive(READY, WAIT_SECONDS)
+            follower.await_report(Ready, WAIT_SECONDS)
         for follower in self._followers:
             threading.Thread(target=self._watch, args=(follower,), daemon=True).start()
 
@@ -224,7 +176,7 @@ class RankGroup:
                 self._inside = True
                 data = encode(message)
                 for follower in self._followers:
-                    follower.connection.send_bytes(data)
+                    follower.channel.send_bytes(data)
                 yield
             except BaseException as error:
                 lost = isinstance(error, RuntimeError | OSError)  # as when a connection ends
@@ -244,33 +196,31 @@ class RankGroup:
         self._closing = True
         atexit.unregister(self.close)
         for follower in self._followers:
-            follower.connection.close()  # it leaves the group as well
+            follower.channel.close()  # it leaves the group as well
         if self._communicator is not None:
             # Where a rank has failed, this may not end.
             leaving = threading.Thread(target=self._communicator.close, daemon=True)
             leaving.start()
             leaving.join(END_SECONDS)
         for follower in self._followers:
-            follower.close()
+            follower.end()
         end = time.monotonic() + END_SECONDS
         for follower in self._followers:
-            with suppress(subprocess.TimeoutExpired):
-                follower.process.wait(max(0.0, end - time.monotonic()))
-        self._kill()
+            follower.close(max(0.0, end - time.monotonic()))
         self._folder.cleanup()
 
     def _watch_join(self, joined: threading.Event) -> None:
         """A thread: a rank that ends before all have met would be waited for."""
         while not joined.wait(_LOOK_SECONDS):
             for follower in self._followers:
-                if follower.process.poll() is not None:
+                if follower.code is not None:
                     follower.note_end()
                     self.ends_process(self._failure() or "")
                     return
 
     def _watch(self, follower: _Follower) -> None:
         """A thread: waits for the end of a rank."""
-        follower.process.wait()
+        follower.wait()
         if self._closing:
             return
         # What a step has launched on a device may still be waited for when the step has ended.
@@ -287,21 +237,21 @@ class RankGroup:
         if self._broken is not None:
             return self._broken
         failures = [follower.failure for follower in self._followers if follower.failure is not None]
-        failures.sort(key=lambda failure: failure[0] == LOST)
-        return None if not failures else f"{failures[0][1]}; the model needs all {self.count} ranks"
+        failures.sort(key=_misses_another)
+        return None if not failures else f"{failures[0]}; the model needs all {self.count} ranks"
 
     def _failure_within(self, seconds: float) -> str | None:
         """Wait for a failure that is no consequence of another."""
         with self._changed:
             self._changed.wait_for(
-                lambda: any(f.failure is not None and f.failure[0] != LOST for f in self._followers), seconds
+                lambda: any(f.failure and not _misses_another(f.failure) for f in self._followers), seconds
             )
         return self._failure()
 
     def _kill(self) -> None:
         for follower in self._followers:
-            follower.process.kill()
-            follower.process.wait()
+            follower.kill()
+            follower.wait()
 
 
 def _end_process(reason: str) -> None:

@@ -1,21 +1,23 @@
-"""How long a sum over ranks takes, by size: `python -m quengine.parallel.sum_times KIND COUNT` prints it as JSON.
+"""How long a sum over ranks takes, by size: `python -m quengine.parallel.sum_times FD KIND COUNT` reports it over FD.
 
 Rank 0 is a process of its own, too: where devices cannot be reached as they should, it is ended after a while.
 """
 
-import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from quengine.errors import CannotRunError
+from quengine.kernels.child_process import ChildProcess, end_with_parent, parent_channel
 from quengine.parallel.communicator import RankCommunicator
-from quengine.parallel.group import RankGroup, RankPlan
+from quengine.parallel.group import RankGroup
+from quengine.parallel.wire import RankPlan
+from quengine.platform.failure import failure_of
 
 SIZES = ((1, 4096), (1, 8192), (8, 8192), (16, 8192), (64, 8192), (512, 8192))
 """Rows and columns: of single tokens, of small batches, of prompts."""
@@ -42,18 +44,21 @@ class SumTimes:
     problem: str = ""
 
 
+_reports = msgspec.msgpack.Decoder(SumTimes)
+
+
 def measure(kind: str, count: int, seconds: float = 120.0) -> SumTimes:
     """The times of `count` ranks, on the first CUDA devices or the CPU, within `seconds`."""
-    program = [sys.executable, "-m", "quengine.parallel.sum_times", kind, str(count)]
+    program = ("-m", "quengine.parallel.sum_times")
+    process = ChildProcess(program, _reports, [kind, str(count)], quiet=True)
     try:
-        ended = subprocess.run(program, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
+        return process.channel.receive(seconds)
+    except TimeoutError:
         return SumTimes(count, "", problem=f"the ranks have not met within {seconds:.0f} s")
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or [f"ended ({ended.returncode})"]
-        return SumTimes(count, "", problem=lines[-1][:300])
-    found = json.loads(ended.stdout)
-    return SumTimes(count, found["note"], tuple(SumTime(**each) for each in found["times"]))
+    except (EOFError, OSError):
+        return SumTimes(count, "", problem=process.ending)
+    finally:
+        process.close()
 
 
 def time_sums(communicator: RankCommunicator, device: torch.device) -> list[SumTime]:
@@ -103,8 +108,9 @@ def _best_of_graph(
     return best
 
 
-def main() -> int:
-    kind, count = sys.argv[1], int(sys.argv[2])
+def time_as_rank_0(kind: str, count: int, ends_process: Callable[[str], None]) -> SumTimes:
+    """The times of `count` ranks, of which this process is the first; or why there are none. `ends_process`: see
+    `RankGroup`."""
 
     def plan(number: int, meeting: str) -> RankPlan:
         """Of a rank without a model."""
@@ -112,26 +118,35 @@ def main() -> int:
         return RankPlan("", options, number, count, 0, (), 1, meeting)
 
     group = RankGroup(count)
+    group.ends_process = ends_process
     try:
         device = torch.device(_device(kind, 0))
         communicator = group.load(plan, device, deterministic=False)
         times = time_sums(communicator, device)
         group.wait_until_loaded()
-        print(json.dumps({"note": communicator.note, "times": [asdict(each) for each in times]}), flush=True)
-    except CannotRunError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        return SumTimes(count, communicator.note, tuple(times))
+    except Exception as error:
+        return SumTimes(count, "", problem=failure_of(error).message[:300])
     finally:
         group.close()
-    return 0
 
 
 def _device(kind: str, number: int) -> str:
     return kind if kind == "cpu" else f"{kind}:{number}"
 
 
+def main() -> None:
+    channel = parent_channel(msgspec.msgpack.Decoder(None))
+    end_with_parent()
+    kind, count = sys.argv[2], int(sys.argv[3])
+
+    def end(reason: str) -> None:
+        channel.send(SumTimes(count, "", problem=reason))
+        os._exit(CannotRunError.exit_code)
+
+    channel.send(time_as_rank_0(kind, count, end))
+
+
 if __name__ == "__main__":
-    # Not `sys.exit`: after a device has failed, freeing what it holds may hang.
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)
+    main()
+    os._exit(0)  # not `sys.exit`: after a device has failed, freeing what it holds may hang

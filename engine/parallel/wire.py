@@ -1,42 +1,51 @@
-"""What rank 0 tells the other ranks before each step: a few int32 numbers, the same for all of them.
+"""The messages between rank 0 and the other ranks (kernels/channel.py): what a rank loads, and each step."""
 
-A message is an operation and its numbers. Rows of sequences (`SequenceRows`) are their count, and of each the start,
-the number of ids, the ids, the number of block tables, and each table behind its length.
-"""
-
-import json
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import IntEnum
-from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from quengine.block_manager import StateCopy
+import msgspec
+
+from quengine.block_manager import CachePool, StateCopy
 from quengine.kernels.forward_batch import Phase
+from quengine.models.tensor_split import Rank
+from quengine.platform.failure import Failure
 from quengine.runners.graph_keys import GraphKey, SamplingKind
 from quengine.runners.step_rows import SequenceRows
 
-_PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+class _ToRank(msgspec.Struct, tag=True, frozen=True, array_like=True):
+    """A call that all ranks make together, with its arguments; but for the first message."""
 
 
-class Operation(IntEnum):
-    """The calls of a `ModelRunner` that all ranks make together."""
+class RankPlan(_ToRank, frozen=True):
+    """The first message: what a rank loads. `options`: fields of EngineConfig. `pools`: of each group of layers.
+    `meeting`: the file where the ranks meet. `bounds`: of `Stage`; empty where ranks have a part of every layer."""
 
-    FORWARD = 0
-    HIDDEN = 1
-    PARTS = 2
-    READ_CACHE = 3
-    WRITE_CACHE = 4
-    CHOOSE = 5
-    LAUNCH = 6
-    CONFIGURE = 7
-    CAPTURE = 8
-    PROMPTS = 9
-    COPY_STATES = 10
+    model: str
+    options: Mapping[str, Any]
+    number: int
+    count: int
+    ctx_size: int
+    pools: Sequence[CachePool]
+    threads: int
+    meeting: str
+    bounds: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> Rank:
+        return Rank(self.number, self.count, bool(self.options["expert_parallel"]))
 
 
-class Forward(NamedTuple):
+class Starting(msgspec.Struct, tag=True, frozen=True):
+    """From a rank: its process has begun."""
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """From a rank: its part of the model is loaded."""
+
+
+class Forward(_ToRank, frozen=True):
     """`ModelRunner.forward`."""
 
     phase: Phase
@@ -45,69 +54,69 @@ class Forward(NamedTuple):
     eager: bool
 
 
-class Hidden(NamedTuple):
+class Hidden(_ToRank, frozen=True):
     """`ModelRunner.hidden`."""
 
     rows: Sequence[SequenceRows]
 
 
-class Parts(NamedTuple):
+class Parts(_ToRank, frozen=True):
     """`ModelRunner.logits_of_parts`."""
 
     rows: Sequence[SequenceRows]
     parts: Sequence[Sequence[int]]
 
 
-class ReadCache(NamedTuple):
+class ReadCache(_ToRank, frozen=True):
     """`cached_rows.read_cached`."""
 
     start: int
     end: int
 
 
-class WriteCache(NamedTuple):
+class WriteCache(_ToRank, frozen=True):
     """`cached_rows.write_cached`: the values follow by broadcast."""
 
     start: int
     end: int
 
 
-class Choose(NamedTuple):
+class Choose(_ToRank, frozen=True):
     """The experts [T][k] of the rows of the next step, by layer, in place of the routers' choice."""
 
     experts: Mapping[int, Sequence[Sequence[int]]]
 
 
-class Launch(NamedTuple):
+class Launch(_ToRank, frozen=True):
     """`CudaGraphs.launch`, on inputs with these changes, by index."""
 
     key: GraphKey
     changes: Mapping[int, int]
 
 
-class Configure(NamedTuple):
+class Configure(_ToRank, frozen=True):
     """`CudaGraphs.set_sampling`. `settings`: the fields of `Settings`. bias: by token."""
 
     slot: int
     kind: SamplingKind
-    settings: Mapping[str, float]
+    settings: Mapping[str, int | float]
     bias: Mapping[int, float]
     ids: Sequence[int]
 
 
-class Capture(NamedTuple):
+class Capture(_ToRank, frozen=True):
     """`CudaGraphs.capture`."""
 
     key: GraphKey
 
 
-class Prompts(NamedTuple):
+class Prompts(_ToRank, frozen=True):
     """`CudaGraphs.run_prompts`."""
 
     lengths: Sequence[int]
 
 
-class CopyStates(NamedTuple):
+class CopyStates(_ToRank, frozen=True):
     """`ModelRunner.copy_states`."""
 
     copies: Sequence[StateCopy]
@@ -125,112 +134,8 @@ def alone(_message: Message) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def encode(message: Message) -> bytes:
-    """The message as int32 numbers."""
-    numbers: list[int]
-    match message:
-        case Forward(phase, rows, all_logits, eager):
-            numbers = [Operation.FORWARD, _PHASES.index(phase), all_logits, eager, *_rows_numbers(rows)]
-        case Hidden(rows):
-            numbers = [Operation.HIDDEN, *_rows_numbers(rows)]
-        case Parts(rows, parts):
-            lists = [number for part in parts for number in (len(part), *part)]
-            numbers = [Operation.PARTS, len(parts), *lists, *_rows_numbers(rows)]
-        case ReadCache(start, end):
-            numbers = [Operation.READ_CACHE, start, end]
-        case WriteCache(start, end):
-            numbers = [Operation.WRITE_CACHE, start, end]
-        case CopyStates(copies):
-            numbers = [Operation.COPY_STATES, len(copies), *chain.from_iterable(copies)]
-        case Choose(experts):
-            numbers = [Operation.CHOOSE, len(experts)]
-            for layer, chosen in experts.items():
-                numbers += [layer, len(chosen), *(number for row in chosen for number in (len(row), *row))]
-        case Launch(key, changes):
-            pairs = [number for pair in changes.items() for number in pair]
-            numbers = [Operation.LAUNCH, *_key_numbers(key), len(pairs), *pairs]
-        case Configure(slot, kind, settings, bias, ids):
-            text = json.dumps([settings, list(bias.items())]).encode()
-            numbers = [Operation.CONFIGURE, slot, *kind, len(text), *text, len(ids), *ids]
-        case Capture(key):
-            numbers = [Operation.CAPTURE, *_key_numbers(key)]
-        case Prompts(lengths):
-            numbers = [Operation.PROMPTS, len(lengths), *lengths]
-    return array("i", numbers).tobytes()
+ToRank: TypeAlias = RankPlan | Message
+FromRank: TypeAlias = Starting | Ready | Failure
 
-
-def decode(data: bytes) -> Message:
-    """What `encode` was given. Raises ValueError for an operation that there is not."""
-    numbers = array("i", data)
-    source = iter(numbers)
-    operation = Operation(next(source))
-    if operation is Operation.FORWARD:
-        phase, all_logits, eager = (next(source) for _ in range(3))
-        return Forward(_PHASES[phase], _read_rows(source), bool(all_logits), bool(eager))
-    if operation is Operation.HIDDEN:
-        return Hidden(_read_rows(source))
-    if operation is Operation.PARTS:
-        parts = [_read_list(source) for _ in range(next(source))]
-        return Parts(_read_rows(source), parts)
-    if operation is Operation.LAUNCH:
-        key, pairs = _read_key(source), _read_list(source)
-        return Launch(key, dict(zip(pairs[::2], pairs[1::2], strict=True)))
-    if operation is Operation.CONFIGURE:
-        slot, kind = next(source), _read_kind(source)
-        settings, bias = json.loads(bytes(_read_list(source)))
-        return Configure(
-            slot, kind, settings, {int(token): value for token, value in bias}, _read_list(source)
-        )
-    if operation is Operation.CAPTURE:
-        return Capture(_read_key(source))
-    if operation is Operation.PROMPTS:
-        return Prompts(_read_list(source))
-    if operation is Operation.CHOOSE:
-        layers = ((next(source), next(source)) for _ in range(next(source)))
-        return Choose({layer: [_read_list(source) for _ in range(rows)] for layer, rows in layers})
-    if operation is Operation.READ_CACHE:
-        return ReadCache(next(source), next(source))
-    if operation is Operation.COPY_STATES:
-        fields = ((next(source), next(source), next(source)) for _ in range(next(source)))
-        return CopyStates([StateCopy(*each) for each in fields])
-    return WriteCache(next(source), next(source))
-
-
-def _rows_numbers(rows: Sequence[SequenceRows]) -> Iterator[int]:
-    yield len(rows)
-    for ids, start, tables in rows:
-        yield start
-        yield len(ids)
-        yield from ids
-        yield len(tables)
-        for table in tables:
-            yield len(table)
-            yield from table
-
-
-def _read_rows(source: Iterator[int]) -> list[SequenceRows]:
-    rows = []
-    for _ in range(next(source)):
-        start = next(source)
-        ids = _read_list(source)
-        rows.append(SequenceRows(ids, start, [_read_list(source) for _ in range(next(source))]))
-    return rows
-
-
-def _key_numbers(key: GraphKey) -> list[int]:
-    kind = key.sampling
-    return [_PHASES.index(key.phase), key.rows, key.sequences, kind is not None, *(kind or (0, 0, 0))]
-
-
-def _read_key(source: Iterator[int]) -> GraphKey:
-    phase, rows, sequences, samples = (next(source) for _ in range(4))
-    kind = _read_kind(source)
-    return GraphKey(_PHASES[phase], rows, sequences, kind if samples else None)
-
-
-def _read_kind(source: Iterator[int]) -> SamplingKind:
-    return SamplingKind(next(source), bool(next(source)), bool(next(source)))
-
-
-def _read_list(source: Iterator[int]) -> list[int]:
-    return [next(source) for _ in range(next(source))]
+TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

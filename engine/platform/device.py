@@ -1,7 +1,13 @@
-"""Which device a model runs on, and why not on another."""
+"""Which device a model runs on, and why not on another; its name, and the notice that its kernels are compiled.
+
+The first run on a machine compiles kernels, which takes long, and must say why. A later run finds them on disk
+(TRITON_CACHE_DIR, or ~/.triton) and nothing is reported.
+"""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+from typing import Any
 
 import torch
 
@@ -65,3 +71,34 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_model()} ({', '.join(simd_features())})"
+
+
+class CompileNotice:
+    """Triton's compilation listener (triton.knobs.compilation.listener): logs each kernel, and warns of the first."""
+
+    def __init__(self, device_name: str) -> None:
+        self.device_name = device_name
+        self._warned = False
+        self._lock = Lock()  # several threads compile
+
+    def __call__(self, *, cache_hit: bool, metadata: dict[str, Any] | None = None, **facts: Any) -> None:
+        del facts
+        if cache_hit:
+            return
+        logger.info("compiled %s", (metadata or {}).get("name", "a kernel"))
+        with self._lock:
+            if self._warned:
+                return
+            self._warned = True
+        logger.warning(
+            "compiling kernels for %s, once; the first run takes up to a minute longer, later ones find them on disk",
+            self.device_name,
+        )
+
+
+def announce_compilation(device_name: str) -> None:
+    """From now on, tell the user of the first kernel that is not found on disk; once a process."""
+    import triton
+
+    if not isinstance(triton.knobs.compilation.listener, CompileNotice):
+        triton.knobs.compilation.listener = CompileNotice(device_name)

@@ -1,23 +1,69 @@
-"""How a model's conversations are written: prompts by its chat template, answers in a form of their own."""
+"""How a model's conversations are written: prompts by its chat template, answers in a form of their own.
+
+The form of answers is chosen here, by the template and the vocabulary. `harmony` is gpt-oss's; any other model writes
+text, with calls in it of the form that `calls.named` finds, and in front of it a section of reasoning where
+`reasoning_tags` finds one.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from quengine.errors import EngineError
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.turn_order import TurnOrder
 from quengine.structured.answer_format import (
     PROMPT_TOKENS,
     AnswerFormat,
+    TextFormat,
     effort_variables,
     switch_variables,
 )
-from quengine.structured.format_choice import answer_format
-from quengine.structured.reasoning.tags import reasoning_in
+from quengine.structured.calls.format import CallFormat
+from quengine.structured.calls.named import marked_form, template_form
+from quengine.structured.calls.probe import Render as CallsRender
+from quengine.structured.harmony import HarmonyFormat
+from quengine.structured.reasoning_format import ReasoningFormat
+from quengine.structured.reasoning_tags import ReasoningTags, Render, reasoning_in
+
+
+def answer_format(
+    template: str | None,
+    tokenizer: Tokenizer,
+    render: Render | None = None,
+    calls: CallsRender | None = None,
+) -> AnswerFormat:
+    """The form of a model with this chat template and vocabulary; of text alone without a template.
+
+    render: the template as a function, for what its source does not show (`reasoning_tags`). calls: the same as
+        `ChatTemplate.render`, by which the form of calls is found; without it there are none.
+    """
+    if template is None:
+        return TextFormat()
+    harmony = HarmonyFormat.of(template, tokenizer)
+    if harmony is not None:
+        return harmony
+    text = TextFormat()
+    if calls is not None:
+        marked = marked_form(template)
+        form = CallFormat(marked or partial(template_form, template, calls), tokenizer)
+        text = TextFormat(form, marked is not None and bool(marked.text_ends))
+
+    def has_token(text: str) -> bool:
+        return len(tokenizer.encode(text, special=True)) == 1
+
+    tags = ReasoningTags.of(template, render if _may_reason(template) else None, has_token)
+    return text if tags is None else ReasoningFormat.of(tags, text, tokenizer)
+
+
+def _may_reason(template: str) -> bool:
+    """Whether it is worth rendering: a template that writes reasoning names it."""
+    return "reasoning" in template or "think" in template
+
 
 Messages = Sequence[Mapping[str, Any]]
 Ending = Literal["answer", "nothing", "continued"]
@@ -59,6 +105,12 @@ class ChatFormat:
         """How the model writes answers: reasoning, text, tool calls. The template is rendered to find it."""
         calls = None if self._template is None else self._template.render
         return answer_format(self.source, self._tokenizer, self._rendered, calls)
+
+    @cached_property
+    def order(self) -> TurnOrder:
+        """The orders of messages that the template writes. It is rendered to find them."""
+        variables = _variables(self.source or "")
+        return TurnOrder.of(lambda messages: self._rendered(messages, True, variables))
 
     def end_of(self, prompt: Sequence[int]) -> str:
         """The end of a prompt as text, which `answers` takes."""
@@ -110,7 +162,7 @@ class ChatFormat:
     ) -> "_Written":
         """What the template is given. An answer to be continued is not among it: it follows as the form writes it."""
         variables = {**_variables(self.source or ""), **variables}
-        given = self.answers.messages(messages, tools)
+        given = self.order.fit(self.answers.messages(messages, tools))
         if ending != "continued":
             return _Written(given, variables)
         *before, last = given

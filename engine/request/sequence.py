@@ -31,6 +31,9 @@ class Sequence:
         block_tables: the blocks of the cache that hold it, in order, one list per group of layers. The lists only grow,
             but for entries behind a window, which become the padding block; after a preemption there are new lists.
         block_keys: identify the contents of its full blocks (block_manager.extend_keys).
+        checkpoints_at: of a model that keeps states, the numbers of its first tokens behind which they are copied.
+        state_copy_at: how many of its first tokens the copy that it keeps of its states stands for; 0: none.
+        replay: how many of the cached tokens its states lack, which the next step computes again.
         error: why the sequence could not go on.
         thread: the one that made the sequence.
         end_tokens: 1 once a token of `end_ids` has ended it, which was generated too.
@@ -56,6 +59,9 @@ class Sequence:
     reused_tokens: int = 0
     block_tables: tuple[list[int], ...] = ()
     block_keys: list[bytes] = field(default_factory=list)
+    checkpoints_at: list[int] = field(default_factory=list)
+    state_copy_at: int = 0
+    replay: int = 0
     finish_reason: str | None = None
     error: Exception | None = None
     generated: list[int] = field(default_factory=list)

@@ -15,7 +15,7 @@ from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.sampler import Sampler
 from quengine.sampling_chain.dry import BreakerFinder
-from quengine.sampling_chain.infill import Infill
+from quengine.sampling_chain.pool import Infill
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.token_mask import MinTokens, TokenMask
 

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from quengine.kernels.child_process import import_path
 from quengine.kernels.cpu.gemm.tile_matmul import tile_kind
+from quengine.kernels.cpu.ops.gated_delta import COLUMNS
 from quengine.kernels.cpu.runtime import kernel_table as table
 from quengine.kernels.cpu.runtime.code_store import code_store
 from quengine.kernels.cpu.runtime.kernel_table import KernelName
@@ -93,8 +95,11 @@ def _name_operations(config: ModelConfig) -> None:
     table.scores_kernel(), table.softmax_kernel(), table.sums_kernel(), table.choose_kernel()
     for attention in attentions_of(config):
         _name_attention(attention)
-    if config.recurrent_layers:
+    if config.conv_channels:
         table.short_conv_kernel()
+    if config.gated_delta is not None:
+        table.delta_convolution_kernel(), table.delta_output_kernel()
+        table.delta_memory_kernel(config.gated_delta.head_dim % COLUMNS == 0)
     if config.experts is not None:
         table.router_kernel(config.experts.router.scores)
         table.group_kernel(), table.spread_kernel(), table.pack_groups_kernel(), table.grouped_matmul_kernel()
@@ -113,6 +118,8 @@ def _name_attention(attention: Attention) -> None:
     """Those of a layer."""
     sinks = (True,) if attention.form.sinks else ()
     table.block_kernel(*sinks), table.combine_kernel(*sinks)
+    if attention.form.gated:
+        table.output_gate_kernel()
     for cache_type in CACHE_TYPES:
         if can_store(cache_type, attention.head_dim):
             table.key_panel_kernel(cache_type), table.value_panel_kernel(cache_type)
@@ -122,10 +129,9 @@ def _name_attention(attention: Attention) -> None:
 
 def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:
     """A process that compiles them, of low priority and a session of its own: it outlives this one."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     program = f"{PRELUDE}\nfrom quengine.runners.cpu_kernels import compile_all; compile_all()"
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", program], env=environment, start_new_session=True,
+        [sys.executable, "-P", "-c", program], env=import_path(), start_new_session=True,
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     assert process.stdin is not None

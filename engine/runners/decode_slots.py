@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from operator import is_not
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.request.sampling_params import SamplingParams
@@ -67,9 +68,15 @@ class Slot:
 
 
 class DecodeSlots:
-    """See the module docstring."""
+    """See the module docstring.
 
-    def __init__(self, graphs: CudaGraphs) -> None:
+    parks: a row that is left out of some steps goes on with the results that it has, as no step of it may be computed
+    twice.
+    """
+
+    def __init__(self, graphs: CudaGraphs, parks: bool = False) -> None:
+        self._parks = parks
+        self._parked: WeakKeyDictionary[object, Slot] = WeakKeyDictionary()
         self._graphs = graphs
         self._inputs = graphs.inputs
         self._slots: dict[tuple[object, int], Slot] = {}
@@ -100,6 +107,17 @@ class DecodeSlots:
         for slot in slots:
             slot.ready.append((step, slot.index))
             slot.position += 1
+
+    def catch_up(self, rows: Seq[DecodeRow], slots: Seq[Slot]) -> None:
+        """Start a step that moves on just the slots without a result; the others are padding in it."""
+        held = [(row, slot) for row, slot in zip(rows, slots, strict=True) if slot.ready]
+        for _, slot in held:
+            self._inputs.release(slot.index)
+        self.launch([slot for slot in slots if not slot.ready])
+        for row, slot in held:
+            self._send_to(slot, slot.index)
+            if row.kind is not None:
+                self._configure(row, slot)
 
     def extend(self, slot: Slot) -> None:
         """Send the blocks that have been appended to a slot's tables."""
@@ -133,6 +151,8 @@ class DecodeSlots:
         for place, slot in list(self._slots.items()):
             held = tables.get(place)
             if held is None or any(map(is_not, held, slot.block_tables)):
+                if self._parks and held is None and slot.ready:
+                    self._parked[place[0]] = slot
                 self.release(*place)
         used = {slot.index for slot in self._slots.values()}
         free = iter([index for index in range(self._rows) if index not in used])
@@ -142,15 +162,23 @@ class DecodeSlots:
         return free
 
     def _assign(self, row: DecodeRow, index: int) -> Slot:
-        slot = Slot(index, row.block_tables, min(row.entries, self._inputs.blocks), [])
+        slot = self._parked.pop(row.owner, None)
+        if slot is None or any(map(is_not, row.block_tables, slot.block_tables)):
+            slot = Slot(index, row.block_tables, min(row.entries, self._inputs.blocks), [])
+            self._send_tables(slot)
+        else:
+            self._send_to(slot, index)
         self._slots[row.owner, row.number] = slot
-        self._send_tables(slot)
         return slot
 
     def _move(self, slot: Slot, index: int) -> None:
         """To another row; the results that were launched stay its own."""
-        newest = slot.chosen()[-1] if slot.ready else slot.token
         self._inputs.release(slot.index)
+        self._send_to(slot, index)
+
+    def _send_to(self, slot: Slot, index: int) -> None:
+        """Send all that a slot's next step reads, to a row that has nothing of it."""
+        newest = slot.chosen()[-1] if slot.ready else slot.token
         slot.index, slot.kind = index, None
         self._send_tables(slot)
         self._inputs.set_input(index, max(newest, 0), slot.position)

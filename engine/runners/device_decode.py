@@ -12,6 +12,7 @@ Most steps are of the sequences of the one before, with the tokens that the devi
 but whether a block was appended to a table, since the host's time is that of Python for each row.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -22,6 +23,7 @@ from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
 from quengine.runners.decode_slots import DecodeRow, DecodeSlots, Slot
 from quengine.runners.graph_keys import SamplingKind
+from quengine.runners.step_rows import decode_ids
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 
 _PATIENCE = 4
@@ -43,12 +45,18 @@ class DecodeStep:
 
 
 class DeviceDecoder:
-    """See the module docstring. With `graphs.shares_sequences` sequences may have drafts."""
+    """See the module docstring. With `graphs.shares_sequences` sequences may have drafts.
 
-    def __init__(self, graphs: CudaGraphs) -> None:
+    repeats: a step may be computed once more; states that change with it do not allow that.
+    before_launch: called before each launch with the sequences and the positions of their first rows.
+    """
+
+    def __init__(self, graphs: CudaGraphs, repeats: bool = True) -> None:
+        self.before_launch: Callable[[Seq[tuple[Sequence, int]]], None] | None = None
+        self._repeats = repeats
         self._most_rows = graphs.slots
         self._drafts = graphs.shares_sequences
-        self._slots = DecodeSlots(graphs)
+        self._slots = DecodeSlots(graphs, parks=not repeats)
         self._uneven = 0
         self._last: DecodeStep | None = None  # the device goes on from its results, if all were taken
         self._kinds: WeakKeyDictionary[Sequence, SamplingKind | None] = WeakKeyDictionary()
@@ -63,7 +71,7 @@ class DeviceDecoder:
         last, self._last = self._last, None
         if last is not None and self._goes_on_from(last, sequences):
             if not last.slots[0].ready:
-                self._slots.launch(last.slots)
+                self._start(last.rows, last.slots)
             return last
         rows = [row for sequence in sequences for row in self._rows_of(sequence)]
         if len(rows) > self._most_rows:
@@ -73,8 +81,25 @@ class DeviceDecoder:
         if new:
             self._uneven = 0
         if not all(slot.ready for slot in slots):
-            self._slots.launch(slots)
+            self._start(rows, slots)
         return DecodeStep(list(sequences), rows, slots)
+
+    def _start(self, rows: list[DecodeRow], slots: list[Slot]) -> None:
+        """Launch a step of all slots; where no step may be computed twice, of those that are behind the others."""
+        if not self._repeats:
+            late = [(row, slot) for row, slot in zip(rows, slots, strict=True) if not slot.ready]
+            if late and len(late) < len(slots):
+                self._keep(*zip(*late, strict=True))
+                self._slots.catch_up(rows, slots)
+                return
+        self._keep(rows, slots)
+        self._slots.launch(slots)
+
+    def _keep(self, rows: Seq[DecodeRow], slots: Seq[Slot]) -> None:
+        if self.before_launch is not None:
+            pairs = zip(rows, slots, strict=True)
+            first = [(row.owner, slot.position) for row, slot in pairs if row.number == 0]
+            self.before_launch(first)  # type: ignore[arg-type]  # owners of an engine's rows are sequences
 
     def results(self, step: DecodeStep, ahead: bool) -> list[Result]:
         """The tokens of a step, in order. ahead: the next step will have these sequences, and may be launched now."""
@@ -83,7 +108,10 @@ class DeviceDecoder:
         if step.on_device and not self._drafts:
             return self._tokens(step)
         placed = iter(zip(step.rows, step.slots, strict=True))
-        return [self._result(s, [next(placed) for _ in range(1 + len(s.draft))]) for s in step.sequences]
+        return [
+            self._result(s, [next(placed) for _ in range(s.replay + 1 + len(s.draft))])
+            for s in step.sequences
+        ]
 
     def _goes_on_from(self, last: DecodeStep, sequences: Seq[Sequence]) -> bool:
         """Whether a step is of the rows of the last one, each behind the token chosen there; sends blocks that were
@@ -115,7 +143,7 @@ class DeviceDecoder:
         return found
 
     def _rows_of(self, sequence: Sequence) -> list[DecodeRow]:
-        start, params = sequence.num_cached_tokens, sequence.params
+        start, params = sequence.num_cached_tokens - sequence.replay, sequence.params
         kind = None
         # Penalties count the tokens before a row, which behind a drafted token may be others than the device's.
         if sequence.next_is_newest and not (self._drafts and params.penalizes):
@@ -124,7 +152,7 @@ class DeviceDecoder:
         tables, history = sequence.block_tables, sequence.token_ids
         return [
             DecodeRow(sequence, n, token, start + n, tables, entries, params, sequence.sampler, kind, history)
-            for n, token in enumerate([history[start], *sequence.draft])
+            for n, token in enumerate(decode_ids(sequence))
         ]
 
     def _kind_of(self, sequence: Sequence) -> SamplingKind | None:
@@ -136,6 +164,8 @@ class DeviceDecoder:
     def _launch_ahead(self, rows: list[DecodeRow], slots: list[Slot]) -> None:
         """One more step, if after it no slot is more than two results ahead of the host."""
         ahead = [(row, slot) for row, slot in zip(rows, slots, strict=True) if len(slot.ready) > 1]
+        if ahead and not self._repeats:
+            return  # the next launch evens them out
         if ahead:
             self._uneven += 1
             if self._uneven < _PATIENCE:
@@ -143,11 +173,12 @@ class DeviceDecoder:
             for row, slot in ahead:
                 self._slots.recompute(row, slot)
         self._uneven = 0
+        self._keep(rows, slots)
         self._slots.launch(slots)
 
     def _result(self, sequence: Sequence, placed: list[tuple[DecodeRow, Slot]]) -> Result:
-        taken = [slot.take() for _, slot in placed]
-        row, slot = placed[0]
+        taken = [slot.take() for _, slot in placed][sequence.replay :]
+        row, slot = placed[sequence.replay]
         if not sequence.next_is_newest:
             return None
         first = _token(sequence, row.kind, *taken[0])

@@ -20,7 +20,7 @@ from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
 from quengine.models.hub.hub import resolve_model
 from quengine.models.synthetic.presets import PRESETS, find_preset
-from quengine.models.synthetic.type_mix import tensor_type
+from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 from quengine.platform.torch_import import PRELUDE
 from quengine.runners.compile_kernels import (

@@ -160,6 +160,7 @@ class PrefillInputs:
         """Make these the rows of the next step, in stream order, without waiting for the device."""
         if rows:
             tables = self._pinned(pad_block_tables([part.block_tables for part in rows]))
+            tables = tables[:, :, : self.tables.shape[2]]  # a sequence's states may be more than its blocks
             self.tables[:, : len(rows), : tables.shape[2]].copy_(tables, non_blocking=True)
         layout = self.layout(key)
         entries = [0] * layout.entries

@@ -23,11 +23,14 @@ def prefill_rows(chunks: Seq[Chunk]) -> list[SequenceRows]:
 
 
 def decode_rows(sequences: Seq[Sequence]) -> list[SequenceRows]:
-    """Of each sequence the first token that is not in the cache, and behind it its draft."""
-    return [
-        SequenceRows([s.token_ids[s.num_cached_tokens], *s.draft], s.num_cached_tokens, s.block_tables)
-        for s in sequences
-    ]
+    """Of each sequence the first token that is not in the cache, behind those that its states lack, and its draft."""
+    return [SequenceRows(decode_ids(s), s.num_cached_tokens - s.replay, s.block_tables) for s in sequences]
+
+
+def decode_ids(sequence: Sequence) -> list[int]:
+    """The tokens of a sequence's rows in a decode step."""
+    first, end = sequence.num_cached_tokens - sequence.replay, sequence.num_cached_tokens + 1
+    return [*sequence.token_ids[first:end], *sequence.draft]
 
 
 def forward_batch(

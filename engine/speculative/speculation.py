@@ -85,6 +85,7 @@ class Speculation:
     def take(self, sequence: Sequence, verified: Verified) -> str:
         """Let a sequence take the tokens of its draft that were right; returns the text that this makes visible."""
         draft, sequence.draft = sequence.draft, []
+        before = sequence.num_cached_tokens - 1 - sequence.replay  # what the states stood for before the step
         accepted, sample = 0, verified.first
         text = sequence.advance(sample)
         while accepted < len(draft) and sample.token == draft[accepted]:
@@ -97,6 +98,10 @@ class Speculation:
             self._scheduler.accepted(sequence)
             sample = later
             text += sequence.advance(sample)
+        if before + sequence.replay + 1 + len(draft) == sequence.num_cached_tokens:
+            sequence.replay = 0
+        else:
+            self._scheduler.roll_back(sequence, before)
         sequence.drafts_by_length[len(draft)] += 1
         sequence.accepted_tokens += accepted
         self._lengths.pop(sequence).update(len(draft), accepted)
@@ -105,7 +110,7 @@ class Speculation:
     def _draft(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
             sequence.draft = []
-        room = self._rows - len(sequences)
+        room = self._rows - sum(1 + sequence.replay for sequence in sequences)
         if room <= 0:
             return
         proposals = [p for sequence in sequences if (p := self._proposal(sequence)) is not None]
@@ -124,7 +129,7 @@ class Speculation:
 
     def _proposal(self, sequence: Sequence) -> _Proposal | None:
         """The draft that is worth a try, as long as it can be."""
-        most = min(self._most, sequence.max_positions - len(sequence.token_ids) - 1)
+        most = min(self._most - sequence.replay, sequence.max_positions - len(sequence.token_ids) - 1)
         if most < 1 or not sequence.next_is_newest:
             return None
         drafting = self._drafting(sequence)

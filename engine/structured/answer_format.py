@@ -1,6 +1,6 @@
 """How a model writes an answer: which of its text is reasoning, which is for the user, and which are tool calls.
 
-Which form a model has, `format_choice` finds.
+Which form a model has, `request.chat_format` finds. `answer_violation` checks a finished answer.
 
 `prompt` is everywhere the end of the prompt as text, which may have begun the answer: DeepSeek-R1's opens the section.
 """
@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 from quengine.errors import EngineError
 from quengine.structured.answer_parser import AnswerParser, TextParser
+from quengine.structured.calls.form import arguments_expression
 from quengine.structured.calls.format import CallFormat
 from quengine.structured.constraint_spec import ConstraintSpec
-from quengine.structured.reasoning.tags import switches
-from quengine.structured.tool_calls import ToolUse
+from quengine.structured.reasoning_tags import switches
+from quengine.structured.schema_check import schema_violation
+from quengine.structured.tool_calls import ToolCall, ToolUse
 
 NO_CALLS = "tools: the chat template of this model has no known form of calls"
 
@@ -188,3 +190,26 @@ def effort_variables(form: AnswerFormat, template: str | None, effort: str | Non
 def switch_variables(form: AnswerFormat, template: str | None, on: bool) -> dict[str, Any]:
     """The variables that switch a template's reasoning on or off; none where it has no switch."""
     return {} if template is None or form.efforts is not None else switches(template, on)
+
+
+def answer_violation(
+    spec: ConstraintSpec | None, use: ToolUse | None, text: str, calls: Sequence[ToolCall] = ()
+) -> str | None:
+    """What of a finished answer is not valid under the schemas that it was held to, in one line; None where all is.
+
+    Args:
+        spec: the request's constraint.
+        use: its tools; the arguments of calls are checked where calls were required.
+        text: the answer's text, without its reasoning.
+        calls: its calls.
+    """
+    if use is not None and use.choice == "required":
+        tools = {tool.name: tool for tool in use.callable}
+        for call in calls:
+            if call.name not in tools:
+                continue
+            wrong = schema_violation(arguments_expression(tools[call.name]).standard, call.arguments)
+            if wrong is not None:
+                return f"{call.name}: {wrong}"
+        return None
+    return schema_violation(spec.schema, text) if spec is not None else None

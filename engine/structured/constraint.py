@@ -7,30 +7,102 @@
 
 The parsing is llguidance's (Earley over lexemes that are derived regexes). A token is allowed exactly if its bytes can
 go on; how the tokenizer itself would have cut the text does not matter. End tokens are allowed where the text may end.
+
+llguidance bounds most of the work of compiling, but not that for regexes which are joined by "and": a few patterns
+under `allOf` keep a thread busy for hours, and no thread can be stopped. Such a grammar is compiled by a process of
+its own first, over a vocabulary of bytes, with limits of time and memory; what does not end there is refused.
 """
 
 import logging
 import re
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quengine.errors import EngineError
-from quengine.structured.compile_probe import needs_probe, probe
 from quengine.structured.constraint_spec import ConstraintSpec
-from quengine.structured.reasoning.budget import BudgetConstraint
+from quengine.structured.schema_check import FORMAT_PATTERNS
 from quengine.structured.schema_fallback import simpler_grammars
-from quengine.structured.token_mask import Mask
+from quengine.structured.token_mask import BudgetConstraint, Mask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from quengine.models.tokenizer import Tokenizer
+
+PROBE_SECONDS = 5.0
+_BYTES = 1 << 30
+
+_JOINED = re.compile(r'"(?:allOf|anyOf|\$ref)"')
+_REGEX = re.compile(r'"(?:pattern|multipleOf)": ("(?:[^"\\]|\\.)*"|[^,}\]]*)')
+_PATTERN_KEYS = re.compile(r'"patternProperties": \{')
+_LARK_OPERATOR = re.compile(r"[&~]|%json|%regex|multiple_of")
+_SHORT = 200
+_KNOWN = frozenset('"' + pattern.replace("\\", "\\\\") + '"' for pattern in FORMAT_PATTERNS.values())
+
+_PROGRAM = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({_BYTES}, {_BYTES}))
+resource.setrlimit(resource.RLIMIT_CPU, ({int(PROBE_SECONDS)}, {int(PROBE_SECONDS)}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+class Bytes:
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+    eos_token_id = 256
+    tokens = [bytes([n]) for n in range(256)] + [b""]
+    special_token_ids = [256]
+    def __call__(self, text):
+        return list(text.encode())
+grammar = LLMatcher.grammar_from_lark(sys.stdin.read())
+matcher = LLMatcher(LLTokenizer(Bytes()), grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+if not matcher.is_error():
+    matcher.compute_bitmask()
+"""
+
+
+def needs_probe(lark: str, own: bool) -> bool:
+    """Whether compiling may have no end: several regexes that can be joined, or a Lark grammar that can join them.
+
+    own: the grammar is made of schemas and regexes, and no user's.
+    """
+    if not own and _LARK_OPERATOR.search(lark) is not None:
+        return True
+    if "%json" in lark:
+        regexes = [each for each in _REGEX.findall(lark) if each not in _KNOWN]
+        joined = _JOINED.search(lark) is not None or len(_PATTERN_KEYS.findall(lark)) > 0
+        return (len(regexes) > 1 and joined) or any(len(each) > _SHORT for each in regexes)
+    return False
+
+
+def probe(kind: str, lark: str) -> None:
+    """Compile a grammar in a process of its own. Errors in it are not told: its compiler does.
+
+    Raises:
+        EngineError: it does not end within PROBE_SECONDS, or needs more than 1 GiB.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            input=lark.encode(errors="replace"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=PROBE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"{kind}: not compiled within {PROBE_SECONDS:g} s; make it simpler") from None
+    except OSError:
+        return  # no process can be started; the deadline of the thread remains
+    if done.returncode != 0:
+        raise EngineError(f"{kind}: it needs too much memory or time to be compiled; make it simpler")
+
 
 logger = logging.getLogger(__name__)
 
@@ -172,11 +244,12 @@ class ConstraintCompiler:
         failed: list[BaseException] = []
 
         def work() -> None:
-            with self._slot_given_back():
-                try:
-                    made.append(_nearest_matcher(vocabulary, spec))
-                except BaseException as error:  # a panic of Rust's is no Exception
-                    failed.append(error)
+            try:
+                made.append(_nearest_matcher(vocabulary, spec))
+            except BaseException as error:  # a panic of Rust's is no Exception
+                failed.append(error)
+            finally:
+                self._slots.release()
 
         if not self._slots.acquire(timeout=seconds):
             raise EngineError(f"{spec.kind}: {_COMPILING_AT_ONCE} others are being compiled; try again later")
@@ -191,13 +264,6 @@ class ConstraintCompiler:
         if not made:
             raise EngineError(f"{spec.kind}: not compiled within {seconds:g} s; make it simpler")
         return made[0]
-
-    @contextmanager
-    def _slot_given_back(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._slots.release()
 
 
 class _Tokens:

@@ -11,14 +11,34 @@ checked here, grammars by `constraint.ConstraintCompiler`, which has the vocabul
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from quengine.errors import EngineError, shown
 from quengine.platform import strict_json
 from quengine.structured.schema_dialect import standard_schema
 from quengine.structured.schema_grammar import grammar_schema
+
+if TYPE_CHECKING:
+    from quengine.models.tokenizer import Tokenizer
+
+
+def control_ids(tokenizer: "Tokenizer", names: Sequence[str]) -> dict[str, int]:
+    """Those of `names` that are control tokens of the vocabulary, with their ids."""
+    return {text: token for text in names if (token := tokenizer.control_id(text)) is not None}
+
+
+def marker(controls: Mapping[str, int], text: str) -> str:
+    """A marker in a grammar: the control token where it is one, else its letters."""
+    token = controls.get(text)
+    return literal(text) if token is None else f"<[{token}]>"
+
+
+def literal(text: str) -> str:
+    """A text in a grammar."""
+    return json.dumps(text)
+
 
 MAX_CHARACTERS = 128 * 1024
 """Compiling takes time that grows with the square of a schema's properties: about 5 s at this size."""
@@ -198,11 +218,6 @@ class JsonExpression:
         schema = {} if nearest.schema is True else nearest.schema
         text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
         return cls(f"%json {text}", json.dumps(standard.schema), standard.dropped + nearest.dropped)
-
-
-def inline_json(schema: Any) -> str:
-    """`schema` as an expression of a Lark grammar. Raises EngineError, as `JsonExpression.of`."""
-    return JsonExpression.of(schema).lark
 
 
 def _check_numbers(kind: str, text: str) -> None:

@@ -21,9 +21,13 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from quengine.structured.schema_check import value_violation
+from quengine.structured.schema_check import (
+    CHECKED_FORMATS,
+    ENFORCED_FORMATS,
+    FORMAT_PATTERNS,
+    value_violation,
+)
 from quengine.structured.schema_dialect import Schema, conjunction, without
-from quengine.structured.schema_formats import CHECKED_FORMATS, ENFORCED_FORMATS, FORMAT_PATTERNS
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_DEFINITIONS = 2000
@@ -313,9 +317,9 @@ class _Builder:
         """Keys and their values. False where no value can be."""
         if "properties" in own:
             own["properties"] = {name: self._part(part) for name, part in own["properties"].items()}
-        for keyword in ("patternProperties",):
-            if keyword in schema:
-                own[keyword] = {name: self._part(part) for name, part in schema[keyword].items()}
+        if "patternProperties" in schema:
+            patterns = schema["patternProperties"]
+            own["patternProperties"] = {name: self._part(part) for name, part in patterns.items()}
         if "additionalProperties" in schema:
             own["additionalProperties"] = self._part(schema["additionalProperties"])
         self._take_unevaluated(own, schema, groups)

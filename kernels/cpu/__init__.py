@@ -6,6 +6,8 @@
     rms_norm(x, weight, eps)                                        rows of x normalised [T, K]
     rope_store(qkv, spec, layer, batch)                             rotated queries; keys and values go to the cache
     short_conv(batch, bcx, spec, layer)                             gated short convolution [T, C]; also to the state
+    gated_delta(batch, x, spec, layer)                              gated delta net [T, H * hd]; also to the state
+    output_gate(y, qkv, spec)                                       an attention's result times its gates, in place
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
     batch_attention(q, layer, batch, scale, window)                 newest tokens of B sequences: q [B, H, hd]
     prefill_attention(q, layer, start, scale, window, block_table)  T tokens of a sequence: q [T, H, hd]
@@ -26,7 +28,9 @@ from quengine.kernels.cpu.gemv.matmul import (
     embed,
     prompt_linear,
 )
+from quengine.kernels.cpu.ops.gated_delta import gated_delta
 from quengine.kernels.cpu.ops.glu import glu
+from quengine.kernels.cpu.ops.output_gate import output_gate
 from quengine.kernels.cpu.ops.rms_norm import rms_norm
 from quengine.kernels.cpu.ops.rope_store import rope_store
 from quengine.kernels.cpu.ops.short_conv import short_conv
@@ -37,9 +41,11 @@ __all__ = [
     "batch_attention",
     "decode_linear",
     "embed",
+    "gated_delta",
     "get_threads",
     "glu",
     "max_threads",
+    "output_gate",
     "prefill_attention",
     "prompt_linear",
     "rms_norm",

@@ -19,6 +19,7 @@ from quengine.kernels.cpu.moe.router import route
 from quengine.kernels.cpu.step import Step
 from quengine.kernels.cpu.step_recorder import Buffers, CpuWeight, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
@@ -190,12 +191,21 @@ class CpuBackend:
                 for rows, start, table in batch.chunks(spec.cache_group)
             ]
             out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        return out.reshape(len(q), -1)
+        y = out.reshape(len(q), -1)
+        return cpu.output_gate(y, qkv, spec) if spec.gated else y
 
     def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:
         if self._recorder is not None:
             return self._recorder.short_conv(x, spec, state)
         return cpu.short_conv(batch, x, spec, state)
+
+    def gated_delta(self, batch: ForwardBatch, x: Hidden, spec: GatedDeltaSpec, state: SlotLayer) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.gated_delta(x, spec, state)
+        return cpu.gated_delta(batch, x, spec, state)
+
+    def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
+        """Heads of every size are computed."""
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return x[rows]

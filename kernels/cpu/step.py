@@ -46,8 +46,9 @@ class Step:
         for i, (position, of_token) in enumerate(zip(positions, tables, strict=True)):
             used = position // BLOCK_SIZE + 1
             for group, table in enumerate(of_token):
-                self._tables[group, i, :used] = table[:used]
-                newest = table[min(used, len(table)) - 1]  # a group with a state has one entry
+                filled = min(used, len(table))  # of a group with a state the first entry counts alone
+                self._tables[group, i, :filled] = table[:filled]
+                newest = table[filled - 1]
                 self._slots[group, i] = newest * BLOCK_SIZE + position % BLOCK_SIZE
         return self._run([position + 1 for position in positions])
 

@@ -23,13 +23,16 @@ from quengine.kernels.cpu.moe.groups import GROUP, HEAD, Groups
 from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.cpu.moe.router import logits_launches, logits_width, router_launch
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
+from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
 from quengine.kernels.cpu.ops.glu import glu_launch
+from quengine.kernels.cpu.ops.output_gate import output_gate_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.ops.short_conv import short_conv_launch
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router import Router, Routing
@@ -228,11 +231,14 @@ class StepRecorder:
         assert batch is self.batch
         context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
         self.context = min(context, self.context or context)
-        queries = qkv.values[:, : spec.heads * spec.head_dim].view(self.rows, spec.heads, spec.head_dim)
+        width = spec.heads * spec.head_dim
+        moved = self._fp32("queries", width) if spec.gated else None
+        queries = qkv.values[:, :width] if moved is None else moved
+        queries = queries.view(self.rows, spec.heads, spec.head_dim)
         check_caches(queries, layer)
         slots, tables = self.slots[spec.cache_group], self.tables[spec.cache_group]
         stage = qkv.stage
-        for launch in rope_store_launches(qkv.values, spec, layer, self.positions, slots):
+        for launch in rope_store_launches(qkv.values, spec, layer, self.positions, slots, moved):
             stage = self._after(stage, launch)
         seen = (context, spec.window, spec.cache_group)
         visible = self._visible.get(seen)
@@ -240,11 +246,14 @@ class StepRecorder:
             visible = self._visible[seen] = Visible(min(context, spec.window or context), tables)
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
-        out = self._fp32("attended", spec.heads * spec.head_dim)
+        out = self._fp32("attended", width)
         splits, combine = attention_launches(queries, layer, visible, spec.scale, out, parts, spec.sinks)
         stage = self._stage([splits])
         self.attentions.append(RecordedAttention(stage, spec.kv_heads, spec.window, visible))
-        return Rows(out, self._after(stage, combine))
+        stage = self._after(stage, combine)
+        return Rows(
+            out, self._after(stage, output_gate_launch(out, qkv.values, spec)) if spec.gated else stage
+        )
 
     def short_conv(self, bcx: Rows, spec: ShortConvSpec, layer: SlotLayer) -> Rows:
         out = self._fp32("convolved", spec.channels)
@@ -253,6 +262,14 @@ class StepRecorder:
         if self.rows == 1:
             return Rows(out, self._after(bcx.stage, launch))
         return Rows(out, self._stage([launch]))  # a task is some channels of all rows, never a row
+
+    def gated_delta(self, x: Rows, spec: GatedDeltaSpec, layer: SlotLayer) -> Rows:
+        out = self._fp32("gated delta", spec.value_heads * spec.head_dim)
+        tables = self.tables[spec.cache_group]
+        launches = gated_delta_launches(x.values, spec, layer, self.positions, tables, out)
+        convolution, memory, output = launches
+        self._stage([convolution])
+        return Rows(out, self._after(self._stage([memory]), output))
 
     def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
         y = self._fp32("logits", weight.rows)

@@ -3,9 +3,9 @@
 A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
 output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
 also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself, or scales
-of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. Where ranks share
-a model, the launches of output and down sum over them, too. The residual stream is fp32. Implements
-kernels.backend.Backend.
+of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. A gated delta net
+has one launch in place of attention, in batches two. Where ranks share a model, the launches of output and down sum
+over them, too. The residual stream is fp32. Implements kernels.backend.Backend.
 
 Which kernels compute a row, and so its last bits, depend on how many rows there are, unless they are
 `batch_invariant`: then one family of kernels computes every number of rows, and a row's bits follow from its own
@@ -28,10 +28,18 @@ from quengine.kernels.cuda.attention.attention_prefill import (
     prefill_tiles,
     stores_wgmma_layout,
 )
+from quengine.kernels.cuda.attention.prefill_tiles import cut_tiles
 from quengine.kernels.cuda.attention.qk_row_norm import has_row_norms, qk_row_norm
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.flat_rows import flattened, unflattened
+from quengine.kernels.cuda.gated_delta.arithmetic import check_head_dim
+from quengine.kernels.cuda.gated_delta.gated_delta import (
+    TILE_ROWS,
+    gated_delta_decode,
+    gated_delta_rows,
+)
+from quengine.kernels.cuda.gated_delta.rows import StepRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.matmul import (
     matmul,
@@ -57,6 +65,7 @@ from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.short_conv import short_conv
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
+from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
@@ -112,7 +121,7 @@ class CudaBackend:
         self._scratch: QuantizationScratch | None = None
         self._matmul_workspace: MatmulWorkspace | None = None
         self._tiles: tuple[ForwardBatch, PrefillTiles] | None = None
-        self._sequences: tuple[ForwardBatch, Tensor] | None = None
+        self._state_tiles: tuple[ForwardBatch, PrefillTiles] | None = None
         self._experts = ExpertOperations(device, self._room, self.pdl)
         self._widest = 0
         self._largest = 0
@@ -251,9 +260,31 @@ class CudaBackend:
         x = x.finish() if isinstance(x, ScaledProduct) else x
         tables, sequences = batch.block_tables_of(spec.cache_group), None
         if batch.phase == "prefill":
-            sequences = self._sequences_of(batch)
+            sequences = self._state_tiles_of(batch).sequences
         shares = batch.shares_sequences
         return short_conv(x, spec, state, batch.positions, tables, sequences, shares, self.pdl)
+
+    def gated_delta(
+        self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: GatedDeltaSpec, state: SlotLayer
+    ) -> Rows:
+        prompt = batch.phase == "prefill"
+        several = batch.shares_sequences or (prompt and (len(batch) > 1 or self.batch_invariant))
+        if not isinstance(x, ScaledProduct) or not several:
+            rows = x.finish() if isinstance(x, ScaledProduct) else x
+            x = ScaledProduct(rows, self._room().ones(len(rows)), 1.0)
+        tiles = self._state_tiles_of(batch) if several and prompt else None
+        tables = batch.block_tables_of(spec.cache_group)
+        step = StepRows(x.values, x.row_scale, 1.0 / x.weight_scale, batch.positions, tables, tiles)
+        out = self._heads_operand(len(batch), spec.value_heads * spec.head_dim)
+        if several:
+            gated_delta_rows(step, spec, state, out, self.batch_invariant, self.pdl)
+        else:
+            # As of attention: what was written by a launch just before must be complete, as a chunk's positions.
+            gated_delta_decode(step, spec, state, out, self.pdl and not prompt, self.pdl)
+        return out
+
+    def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
+        check_head_dim(spec.head_dim)
 
     def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
         """fp32. One row is then computed as a decode step's, unless kernels are batch-invariant."""
@@ -348,11 +379,12 @@ class CudaBackend:
         """Attention of the chunks of a step, whose rows are cut into tiles."""
         tokens, width, tiles = len(batch), spec.heads * spec.head_dim, self._tiles_of(batch, spec)
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
+        gates = qkv if spec.gated else None
         if not isinstance(qkv, ScaledProduct):
             q = rope_store(qkv, spec, layer, positions, tables, tiles.sequences, pdl=self.pdl)
             out = torch.empty(tokens, width, dtype=torch.float32, device=self.device)
             return attention_prefill(
-                q, spec, layer, tables, tiles, out, batch_invariant=self.batch_invariant, pdl=self.pdl
+                q, spec, layer, tables, tiles, out, self.batch_invariant, pdl=self.pdl, gates=gates
             )
         room = self._room()
         q = rope_store(
@@ -362,8 +394,9 @@ class CudaBackend:
         wgmma = width % 128 == 0 and room.layout(tokens) is OperandLayout.WGMMA
         if wgmma and stores_wgmma_layout(spec, layer, tiles):
             out, form = room.fp16_operand(tokens, width).values, OperandLayout.WGMMA
+        in_layout = form is OperandLayout.WGMMA
         attention_prefill(
-            q, spec, layer, tables, tiles, out, wgmma_layout=form is OperandLayout.WGMMA, pdl=self.pdl
+            q, spec, layer, tables, tiles, out, wgmma_layout=in_layout, pdl=self.pdl, gates=gates
         )
         return room.without_row_scales(out, tokens, form)
 
@@ -375,15 +408,13 @@ class CudaBackend:
             self._tiles = (batch, prefill_tiles(batch, spec.head_dim, self.batch_invariant))
         return self._tiles[1]
 
-    def _sequences_of(self, batch: ForwardBatch) -> Tensor:
-        """int32 [T], made once for the layers of a step."""
+    def _state_tiles_of(self, batch: ForwardBatch) -> PrefillTiles:
+        """The chunks of a prompt's step for layers that keep states, made once for the layers of a step."""
         if batch.tiles is not None:
-            return batch.tiles.sequences
-        if self._sequences is None or self._sequences[0] is not batch:
-            lengths = torch.tensor(batch.query_lens)
-            numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)
-            self._sequences = (batch, numbers.to(self.device))
-        return self._sequences[1]
+            return batch.tiles
+        if self._state_tiles is None or self._state_tiles[0] is not batch:
+            self._state_tiles = (batch, cut_tiles(batch, TILE_ROWS))
+        return self._state_tiles[1]
 
     def _write_rows(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
@@ -417,6 +448,15 @@ class CudaBackend:
         half.clear_padding(width)
         out = room.without_row_scales(half.values, rows, half.layout)
         return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl)
+
+    def _heads_operand(self, rows: int, width: int) -> QuantizedActivations | Fp16Operand:
+        """Room for rows of heads that the next matmul reads, with row scales. Some of them may be gathered, so there
+        is no layout that pads their columns."""
+        if self._takes_q_dot(rows):
+            return QuantizedActivations.empty(rows, width, self.device)
+        if width % 128:
+            return Fp16Operand.empty(rows, width, self.device)
+        return self._room().fp16_operand(rows, width)
 
     def _normed(self, x: Residual, norm: RMSNorm | None) -> Rows:
         if norm is None:

@@ -83,14 +83,14 @@ def short_conv(
     sequence each of a prompt's rows is; None: row t is sequence t. shares_sequences: rows of a decode step may be of
     the same sequence, at positions that follow each other.
     """
-    rows, channels = len(bcx), spec.channels
-    assert bcx.is_contiguous() and layer.rows.is_contiguous() and spec.weight.is_contiguous()
+    rows, channels, history = len(bcx), spec.channels, layer.parts[0]
+    assert bcx.is_contiguous() and history.is_contiguous() and spec.weight.is_contiguous()
     out = torch.empty(rows, channels, dtype=torch.float32, device=bcx.device)
 
     def launch(computes: bool, stores: bool) -> None:
         _short_conv_kernel[(rows, triton.cdiv(channels, _BLOCK))](
-            bcx, spec.weight, layer.rows, out, positions, tables, sequences, rows, tables.stride(0),
-            CHANNELS=channels, TAPS=spec.taps, HISTORY=layer.rows.shape[1], BLOCK=_BLOCK,
+            bcx, spec.weight, history, out, positions, tables, sequences, rows, tables.stride(0),
+            CHANNELS=channels, TAPS=spec.taps, HISTORY=history.shape[1], BLOCK=_BLOCK,
             COMPUTES=computes, STORES=stores, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
 

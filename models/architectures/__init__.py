@@ -5,19 +5,28 @@ from functools import lru_cache
 
 from quengine.errors import EngineError
 from quengine.models.architectures.architecture import Architecture, ModelType
+from quengine.models.architectures.bailingmoe2 import BAILINGMOE2
+from quengine.models.architectures.dots1 import DOTS1
+from quengine.models.architectures.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from quengine.models.architectures.exaone4 import EXAONE4
 from quengine.models.architectures.gemma3 import GEMMA3
+from quengine.models.architectures.glm4 import GLM4
 from quengine.models.architectures.glm4moe import GLM4MOE
 from quengine.models.architectures.gpt_oss import GPT_OSS
 from quengine.models.architectures.granite import GRANITE, GRANITEMOE
+from quengine.models.architectures.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from quengine.models.architectures.lfm2 import LFM2, LFM2MOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
+from quengine.models.architectures.minimax_m2 import MINIMAX_M2
 from quengine.models.architectures.olmo2 import OLMO2
 from quengine.models.architectures.olmoe import OLMOE
 from quengine.models.architectures.openelm import OPENELM
 from quengine.models.architectures.phi3 import PHI3
 from quengine.models.architectures.qwen import QWEN2, QWEN3
+from quengine.models.architectures.qwen3_next import QWEN3NEXT, QWEN35, QWEN35MOE
 from quengine.models.architectures.qwen_moe import QWEN2MOE, QWEN3MOE
+from quengine.models.architectures.qwen_vl import QWEN2VL, QWEN3VL, QWEN3VLMOE
+from quengine.models.architectures.seed_oss import SEED_OSS
 from quengine.models.architectures.smollm3 import SMOLLM3
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block
@@ -26,8 +35,11 @@ from quengine.models.config import ModelConfig
 ARCHITECTURES: Mapping[str, Architecture] = {
     a.name: a
     for a in (
-        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2, SMOLLM3, EXAONE4, OPENELM),
+        *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
+        *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, QWEN2VL, QWEN3VL, HUNYUAN_DENSE, QWEN35),
+        *(OPENELM,),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
+        *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
     )
 }
 """By the name that GGUF has for them."""

@@ -41,12 +41,15 @@ class HFPart:
     """A tensor of a layer that a Hugging Face folder holds within another, the holder.
 
     name: of the holder, below the layer; `hf.hf_parts` says how it may be packed. rows: which of the holder's rows, or
-    of a bias's elements, per expert. transposed: the holder's last two dimensions are exchanged.
+    of a bias's elements, per expert. transposed: the holder's last two dimensions are exchanged; "by shape": where its
+    shape is not that of rows and columns, as `transformers` reads it. picks: of a matrix, how many rows the holder has
+    and which are the part's, in order, in place of `rows`.
     """
 
     name: str
     rows: Literal["all", "first half", "second half", "even", "odd"] = "all"
-    transposed: bool = False
+    transposed: Literal[True, False, "by shape"] = False
+    picks: Callable[[ModelConfig], tuple[int, Sequence[int]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class ModelType:
     """A `model_type` of config.json, as `transformers` (release 5) reads it.
 
     defaults: what it takes for keys that config.json lacks, where its classes differ.
+    tied_by_text: of a model with vision, `tie_word_embeddings` in its text part ties too.
     text_models: for a model with vision, the types that its `text_config` may have, the default first.
     layer_kinds: the kind of each layer, where `reads_layer_types` is False or config.json has no `layer_types`.
     reads_layer_types: of a model with vision, whether its text model does, where that does by itself.
@@ -69,6 +73,7 @@ class ModelType:
 
     defaults: Keys = field(default_factory=dict)
     text_models: tuple[str, ...] = ()
+    tied_by_text: bool = False
     layer_kinds: Callable[[Keys, int], Sequence[LayerKind]] = full_attention
     reads_layer_types: bool = False
     reads_partial_rotary_factor: bool = False
@@ -92,7 +97,11 @@ class Architecture:
         or .bias -> the whole name there (`hf.hf_names`). The same of the embedding, beside the layers.
     hf_parts: GGUF tensor of a block, with .weight or .bias -> the tensor that holds it there, in folders where it has
         none of its own.
+    hf_rows: vectors of a block that folders have as a matrix of one row.
+    hf_rope_pairs: folders too have the elements of a head that rotate together as neighbours, where `block` does.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
+    hf_changes: GGUF tensor of a block, with .weight or .bias -> what GGUF files have of a folder's weights (fp32); of
+        a norm in place of the sum.
     vocabulary: of synthetic models, byte-level BPE or SentencePiece.
     synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the
         tiny model's where the name ends in "-tiny".
@@ -111,7 +120,10 @@ class Architecture:
     rope_scalings: frozenset[str] = frozenset({"linear", "yarn", "llama3"})
     hf_modules: Mapping[str, str] = field(default_factory=dict)
     hf_parts: Mapping[str, HFPart] = field(default_factory=dict)
+    hf_rows: frozenset[str] = frozenset({"ffn_gate_inp_shexp"})
+    hf_rope_pairs: bool = False
     hf_norm_offset: float = 0.0
+    hf_changes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     vocabulary: Literal["bpe", "spm"] = "bpe"
     synthetic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     size_fields: Callable[[ModelConfig], Fields] = lambda _config: {}

@@ -9,11 +9,17 @@ from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
+from quengine.models.architectures.file_traits import (
+    DRAFTS,
+    has_head_norms,
+    tensor_kinds,
+    with_biases,
+    without_drafts,
+)
 from quengine.models.config import LIMITS, BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag, integer
 
-_DRAFTS = "nextn_predict_layers"
 _MOST = LIMITS["block_count"][1]
 
 
@@ -24,24 +30,21 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
     biases, norms = flag(keys, "attention_bias"), flag(keys, "use_qk_norm")
     block = replace(config.block, qkv_bias=biases, qk_norm="head" if norms else None)
-    return {"block": block, "draft_layers": integer(keys, f"num_{_DRAFTS}", 0, _MOST)}
+    return {"block": block, "draft_layers": integer(keys, f"num_{DRAFTS}", 0, _MOST)}
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """Biases and norms are told by their tensors; the layers counted include those that draft."""
-    kinds = {name.split(".", 2)[-1] for name in file.tensors}
-    norms = kinds & {"attn_q_norm.weight", "attn_k_norm.weight"}
-    biases = kinds & {"attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"}
-    drafts = file.get_int(f"glm4moe.{_DRAFTS}", 0, config.block_count - 1) or 0
+    """Biases and norms are told by their tensors."""
+    kinds = tensor_kinds(file)
+    block = replace(with_biases(config.block, kinds), qk_norm="head" if has_head_norms(kinds) else None)
     assert config.experts is not None
     # A file that does not say so normalizes no weights, as in llama.cpp; folders do unless they say otherwise.
     normalized = bool(file.get_bool("glm4moe.expert_weights_norm"))
     router = replace(config.experts.router, normalized=normalized)
     return {
         "experts": replace(config.experts, router=router),
-        "block": replace(config.block, qkv_bias=bool(biases), qk_norm="head" if norms else None),
-        "block_count": config.block_count - drafts,
-        "draft_layers": drafts,
+        "block": block,
+        **without_drafts(file, config),
     }
 
 
@@ -63,7 +66,7 @@ GLM4MOE = Architecture(
                 "n_shared_experts": 1,
                 "norm_topk_prob": True,
                 "first_k_dense_replace": 1,
-                f"num_{_DRAFTS}": 1,
+                f"num_{DRAFTS}": 1,
             },
             reads_partial_rotary_factor=True,
             expert_keys={
@@ -85,6 +88,6 @@ GLM4MOE = Architecture(
         "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
-    gguf_keys=(_DRAFTS,),
+    gguf_keys=(DRAFTS,),
     gguf_fields=_gguf_fields,
 )

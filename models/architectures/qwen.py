@@ -1,10 +1,8 @@
 """Qwen2 (biases of query, key and value) and Qwen3 (a norm of each query and key head instead)."""
 
-from collections.abc import Sequence
-
-from quengine.models.architectures.architecture import Architecture, Keys, LayerKind, ModelType
+from quengine.models.architectures.architecture import Architecture, Keys, ModelType
+from quengine.models.architectures.windows import from_max_window_layers
 from quengine.models.config import BlockKind
-from quengine.models.hf.hf_keys import number
 
 _DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -14,22 +12,17 @@ _DEFAULTS = {
 }
 
 
-def _layer_kinds(keys: Keys, blocks: int) -> Sequence[LayerKind]:
-    """The layers from `max_window_layers` on have the window."""
-    full = max(0, min(int(number(keys, "max_window_layers", blocks)), blocks))
-    return ["full_attention" if layer < full else "sliding_attention" for layer in range(blocks)]
-
-
-def _common_keys(keys: Keys) -> Keys:
+def without_unused_window(keys: Keys) -> Keys:
+    """config.json, whose `sliding_window` counts only where it says so."""
     return keys if keys.get("use_sliding_window") else {**keys, "sliding_window": None}
 
 
 def _model_type(**defaults: int) -> ModelType:
     return ModelType(
         {**_DEFAULTS, **defaults},
-        layer_kinds=_layer_kinds,
+        layer_kinds=from_max_window_layers,
         reads_layer_types=True,
-        common_keys=_common_keys,
+        common_keys=without_unused_window,
     )
 
 

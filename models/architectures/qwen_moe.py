@@ -51,7 +51,7 @@ def _common_keys(keys: Keys) -> Keys:
     return keys if keys.get("use_sliding_window") else {**keys, "sliding_window": None}
 
 
-def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
+def dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
     """Those of `mlp_only_layers`, and all but each `decoder_sparse_step`th."""
     step = integer(keys, "decoder_sparse_step", *LIMITS["block_count"])
     named = keys.get("mlp_only_layers") or []
@@ -60,7 +60,7 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
     return [layer for layer in range(blocks) if layer in named or (layer + 1) % step]
 
 
-def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
+def expert_lengths(file: GGUFFile, config: ModelConfig) -> Fields:
     """Old files lack the experts' length, which is then what llama.cpp takes: a share of the feed-forward's."""
     experts, prefix = config.experts, config.architecture
     assert experts is not None
@@ -88,11 +88,11 @@ QWEN2MOE = Architecture(
             layer_kinds=_layer_kinds_of_qwen2,
             reads_layer_types=True,
             expert_keys={**EXPERT_KEYS, "shared_feed_forward_length": "shared_expert_intermediate_size"},
-            dense_layers=_dense_layers,
+            dense_layers=dense_layers,
             common_keys=_common_keys,
         )
     },
-    gguf_fields=_gguf_fields,
+    gguf_fields=expert_lengths,
 )
 
 QWEN3MOE = Architecture(
@@ -110,9 +110,9 @@ QWEN3MOE = Architecture(
             },
             layer_kinds=sliding_attention,
             expert_keys=EXPERT_KEYS,
-            dense_layers=_dense_layers,
+            dense_layers=dense_layers,
             common_keys=_common_keys,
         )
     },
-    gguf_fields=_gguf_fields,
+    gguf_fields=expert_lengths,
 )

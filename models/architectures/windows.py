@@ -1,11 +1,13 @@
 """Models with a sliding window in some layers: which layers have it, and the rotary parameters of either kind."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from quengine.models.architectures.architecture import Fields, Keys
+from quengine.models.architectures.architecture import Fields, Keys, LayerKind
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
-from quengine.models.hf.hf_keys import config_error
+from quengine.models.hf.hf_keys import config_error, number
 
 PATTERN = "attention.sliding_window_pattern"
 LOCAL_BASE = "rope.freq_base_swa"
@@ -15,6 +17,12 @@ The converter writes it where a folder has rotary parameters for each kind of la
 llama.cpp reads it for OLMo 3 too, but rotates all layers there by `rope.freq_base`; released OLMo 3 has one base for
 both.
 """
+
+
+def from_max_window_layers(keys: Keys, blocks: int) -> Sequence[LayerKind]:
+    """The layers from `max_window_layers` on have the window."""
+    full = max(0, min(int(number(keys, "max_window_layers", blocks)), blocks))
+    return ["full_attention" if layer < full else "sliding_attention" for layer in range(blocks)]
 
 
 def full_layers(blocks: int, period: int) -> tuple[int, ...]:

@@ -85,42 +85,55 @@ class Attention:
 
     def joined(self) -> Mapping[str, TensorSpec]:
         """The tensors that hold query, key and value rows together, in files that do not have three."""
-        rows, cut = (self.heads + 2 * self.kv_heads) * self.head_dim, self.form.qk_norm != "row"
-        by_rows, by_columns = (Cut("rows", _ALL), Cut("columns", _ALL)) if cut else (None, None)
+        cut, units = self.form.qk_norm != "row", (self._rows_of_queries, 1, 1)
+        by_rows, by_columns = (
+            (Cut("rows", _ALL, units=units), Cut("columns", _ALL, units=units)) if cut else (None, None)
+        )
         return {
-            "attn_qkv.weight": TensorSpec((rows, self.width), by_rows, "self_attn.qkv_proj.weight"),
-            "attn_qkv.bias": TensorSpec((rows,), by_columns, "self_attn.qkv_proj.bias", draw=BIAS),
+            "attn_qkv.weight": TensorSpec((self.rows, self.width), by_rows, "self_attn.qkv_proj.weight"),
+            "attn_qkv.bias": TensorSpec((self.rows,), by_columns, "self_attn.qkv_proj.bias", draw=BIAS),
         }
 
+    @property
+    def rows(self) -> int:
+        """Of the three projections together."""
+        return (self._rows_of_queries * self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def _rows_of_queries(self) -> int:
+        """Rows for each element of a query: output gates lie between the queries."""
+        return 2 if self.form.gated else 1
+
     def _projections(self) -> dict[str, TensorSpec]:
-        queries = self.heads * self.head_dim
         if self.form.merged:
             found = {"attn_qkv.weight": self.joined()["attn_qkv.weight"]}
         else:
             found = {
                 f"attn_{name}.weight": TensorSpec(
-                    (heads * self.head_dim, self.width),
-                    Cut("rows", (axis,)),
+                    (each * heads * self.head_dim, self.width),
+                    Cut("rows", (axis,), units=(each,)),
                     f"self_attn.{name}_proj.weight",
                     rotated=None if name == "v" else (heads, self.rotation.dim),
                 )
-                for name, axis, heads in self._three()
+                for name, axis, heads, each in self._three()
             }
-        output = TensorSpec((self.width, queries), Cut("columns", ("queries",)), "self_attn.o_proj.weight")
-        return {**found, "attn_output.weight": output}
+        shape, cut = (self.width, self.heads * self.head_dim), Cut("columns", ("queries",))
+        return {**found, "attn_output.weight": TensorSpec(shape, cut, "self_attn.o_proj.weight")}
 
-    def _three(self) -> Iterable[tuple[str, Axis, int]]:
-        """Of query, key and value projection the letter, what ranks divide of it, and its heads."""
-        return zip("qkv", _ALL, (self.heads, self.kv_heads, self.kv_heads), strict=True)
+    def _three(self) -> Iterable[tuple[str, Axis, int, int]]:
+        """Of query, key and value projection the letter, what ranks divide of it, its heads, and how many rows it has
+        for each of their elements."""
+        heads, each = (self.heads, self.kv_heads, self.kv_heads), (self._rows_of_queries, 1, 1)
+        return zip("qkv", _ALL, heads, each, strict=True)
 
     def _biases(self) -> dict[str, TensorSpec]:
         found: dict[str, TensorSpec] = {}
         if self.form.qkv_bias:
-            for name, axis, heads in self._three():
+            for name, axis, heads, each in self._three():
                 rotated = None if name == "v" else (heads, self.rotation.dim)
-                cut, hf = Cut("columns", (axis,)), f"self_attn.{name}_proj.bias"
+                cut, hf = Cut("columns", (axis,), units=(each,)), f"self_attn.{name}_proj.bias"
                 found[f"attn_{name}.bias"] = TensorSpec(
-                    (heads * self.head_dim,), cut, hf, rotated=rotated, draw=BIAS
+                    (each * heads * self.head_dim,), cut, hf, rotated=rotated, draw=BIAS
                 )
         if self.form.output_bias:
             found["attn_output.bias"] = TensorSpec((self.width,), hf="self_attn.o_proj.bias", draw=BIAS)

@@ -14,23 +14,26 @@ from quengine.kernels.kv.cache_types import CacheType, row_bytes
 Shape: TypeAlias = tuple[int, ...]
 
 Axis = Literal[
-    "queries", "keys", "heads", "channels", "inner", "expert_inner", "experts", "shared_inner", "tokens"
-]
-"""What ranks divide: elements of all query heads, of all key (or value) heads, query heads by number, channels of a
-convolution, the width of a feed-forward, of an expert's, experts by number, the width of the shared expert's, the
-vocabulary."""
+    "queries", "keys", "heads", "key_heads", "channels",
+    "inner", "expert_inner", "experts", "shared_inner", "tokens",
+]  # fmt: skip
+"""What ranks divide: elements of all query heads, of all key (or value) heads, query heads by number, key heads of a
+gated delta net by number, channels of a convolution, the width of a feed-forward, of an expert's, experts by number,
+the width of the shared expert's, the vocabulary."""
 
 
 class Cut(NamedTuple):
     """What a rank has of a tensor: a range of its "rows" (of each matrix, where there are several), of its "columns",
     or all of it on the "first" rank and zeros on the others. `axes`: one for each part that lies one behind the other
     along the rows or columns. `experts`: it has a matrix, or a row, for each expert, of which a rank has a range where
-    experts are shared whole, and zeros behind them, for all experts of the others.
+    experts are shared whole, and zeros behind them, for all experts of the others. `units`: rows or columns for each
+    element of an axis, in each of the parts; (): one.
     """
 
     along: Literal["rows", "columns", "first", "experts"]
     axes: tuple[Axis, ...] = ()
     experts: bool = False
+    units: tuple[int, ...] = ()
 
 
 OUTPUT_CUT = Cut("rows", ("tokens",))
@@ -44,6 +47,13 @@ class Draw(NamedTuple):
     std: float = 1.0
     mean: float = 0.0
     by_columns: bool = True
+
+
+class Uniform(NamedTuple):
+    """Values of a vector from `low` to `high`, for synthetic models."""
+
+    low: float
+    high: float
 
 
 NORM, BIAS = Draw(0.1, 1.0, by_columns=False), Draw(0.1, by_columns=False)
@@ -63,7 +73,7 @@ class TensorSpec(NamedTuple):
     hf: str = ""
     hf_each: str = ""
     rotated: tuple[int, int] | None = None
-    draw: Draw = Draw()
+    draw: Draw | Uniform = Draw()
 
 
 @dataclass(frozen=True)
@@ -84,17 +94,22 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class SlotState:
-    """A fixed amount for each sequence, whatever its length: fp32 values of this shape.
+    """A fixed amount for each sequence, whatever its length: parts of fp32 values of these shapes.
+
+    Of a part [rows, channels] ranks divide the channels, of one of more dimensions the first: [heads, ...].
 
     rewinds: a state serves to go on from that many positions before its newest one.
+    sections: of each part, how the divided dimension is parted, in relative lengths, into sections of each of which a
+        rank has its share, (2, 1) for two thirds and one; empty where none of the parts is.
     """
 
-    shape: Shape
+    shapes: tuple[Shape, ...]
     rewinds: int = 0
+    sections: tuple[Shape, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return 4 * prod(self.shape)
+        return 4 * sum(map(prod, self.shapes))
 
 
 State: TypeAlias = PagedKV | SlotState

@@ -30,7 +30,7 @@ class ShortConv:
     @property
     def state(self) -> SlotState:
         """u of the last positions."""
-        return SlotState((CONV_HISTORY, self.channels), rewinds=CONV_HISTORY - self.taps)
+        return SlotState(((CONV_HISTORY, self.channels),), rewinds=CONV_HISTORY - self.taps)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         channels: tuple[Axis, ...] = ("channels",)

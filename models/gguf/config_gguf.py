@@ -54,6 +54,10 @@ KEYS: Mapping[str, str] = {
     "logit_scale": "logit_scale",
     "attention_temperature_scale": "attention.temperature_scale",
     "attention_temperature_length": "rope.scaling.original_context_length",
+    "gated_delta.key_heads": "ssm.group_count",
+    "gated_delta.value_heads": "ssm.time_step_rank",
+    "gated_delta.head_dim": "ssm.state_size",
+    "gated_delta.taps": "ssm.conv_kernel",
     **EXPERT_KEYS,
 }
 ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
@@ -226,7 +230,7 @@ def _sizes(file: GGUFFile, declared: Architecture, blocks: int) -> tuple[LayerSi
         return largest, layers if len(set(layers)) > 1 else ()
     head_count, zeros = _uniform_int(file, declared.name, "head_count"), declared.has_recurrent_layers
     kv = _uniform_int(file, declared.name, "head_count_kv", default=head_count, but_zeros=zeros)
-    return LayerSizes(head_count, kv, _uniform_int(file, declared.name, "feed_forward_length")), ()
+    return LayerSizes(head_count, kv, _feed_forward_length(file, declared)), ()
 
 
 def _ints_of_layers(
@@ -240,6 +244,12 @@ def _uniform_int(
 ) -> int:
     key = f"{architecture}.{KEYS[field]}"
     return uniform_int(file, key, *LIMITS[field], default=default, but_zeros=but_zeros)
+
+
+def _feed_forward_length(file: GGUFFile, declared: Architecture) -> int:
+    """Files of models whose layers all have experts may have the experts' length alone."""
+    only = None if declared.may_be_dense else file.get_int(f"{declared.name}.expert_feed_forward_length")
+    return _uniform_int(file, declared.name, "feed_forward_length", default=only)
 
 
 def _float(file: GGUFFile, key: str, default: float) -> float:

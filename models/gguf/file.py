@@ -120,6 +120,15 @@ class GGUFFile:
             raise self._wrong_type(key, "bool")
         return value
 
+    def get_bools(self, key: str) -> list[bool] | None:
+        """The array of bools at `key`, or None where absent."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype.kind != "b":
+            raise self._wrong_type(key, "an array of bools")
+        return [bool(each) for each in value]
+
     def get_str(self, key: str) -> str | None:
         value = self.metadata.get(key)
         if value is None:

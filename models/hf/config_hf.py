@@ -28,6 +28,10 @@ KEYS: dict[str, str] = {
     "rope_freq_base": "rope_theta",
     "rms_eps": "rms_norm_eps",
     "sliding_window": "sliding_window",
+    "gated_delta.key_heads": "linear_num_key_heads",
+    "gated_delta.value_heads": "linear_num_value_heads",
+    "gated_delta.head_dim": "linear_key_head_dim",
+    "gated_delta.taps": "linear_conv_kernel_dim",
 }
 ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -106,9 +110,12 @@ def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Map
 
 
 def _tied(config: Mapping[str, Any]) -> bool:
-    """Whether the output matrix is the embedding; a vision model's own flag decides, not its text model's."""
+    """Whether the output matrix is the embedding; a vision model's own flag decides, in most not its text model's."""
     _, model_type = MODEL_TYPES[config["model_type"]]
     value = config.get("tie_word_embeddings", model_type.defaults.get("tie_word_embeddings", False))
+    text = config.get("text_config")
+    if value is False and model_type.tied_by_text and isinstance(text, Mapping):
+        value = text.get("tie_word_embeddings", False)
     if not isinstance(value, bool):
         raise config_error("tie_word_embeddings", f"{value!r} is not true or false")
     return value

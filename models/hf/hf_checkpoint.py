@@ -10,6 +10,7 @@ tensors that lie within others (`hf_parts`). Quantized checkpoints are refused, 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import HFPart
-from quengine.models.blocks.block import Shape, TensorSpec
+from quengine.models.blocks.block import TensorSpec
 from quengine.models.config import ModelConfig
 from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.hf.hf_headers import read_config, read_pooling
@@ -34,11 +35,8 @@ from quengine.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from quengine.models.template.chat_template import ChatTemplate
 
-# Tensors that are stored with a dimension of one more: a vector as a matrix of a row, a convolution by group.
-_STORED: Mapping[str, Callable[[Shape], Shape]] = {
-    "ffn_gate_inp_shexp": lambda shape: (1, *shape),
-    "conv": lambda shape: (shape[0], 1, shape[1]),
-}
+_CONVOLUTIONS = ("conv", "ssm_conv1d")
+"""Stored with a dimension of one more, by group."""
 # Not in a checkpoint: the configuration gives these numbers.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # In old checkpoints, a buffer of what the decoder computes.
@@ -125,7 +123,7 @@ class HFTensors(Mapping[str, QuantTensor]):
     """GGUF name -> tensor of a checkpoint, made when asked for.
 
     `stored` has the header behind each name, `heads` the heads of each tensor that is permuted (`TensorSpec.rotated`),
-    `offsets` what is added to each that is not stored as GGUF has it, `parts` the expert and its first row where a
+    `changes` what makes GGUF's values of each that is stored with others, `parts` the expert and its first row where a
     tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
     draft tokens, `unused` those outside the text model.
     """
@@ -134,21 +132,25 @@ class HFTensors(Mapping[str, QuantTensor]):
         self._shards = shards
         self.stored: dict[str, StoredTensor] = {}
         self.heads: dict[str, tuple[int, int]] = {}
-        self.offsets: dict[str, float] = {}
+        self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
         self.parts: dict[str, tuple[int, int]] = {}
         self.within: dict[str, StoredPart] = {}
         declared = ARCHITECTURES[config.architecture]
+        self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
+        self._rows = declared.hf_rows
         self._names = HFNames(config, shards.files.keys())
         for name, spec in tensor_specs(config).items():
             part, shape = declared.hf_parts.get(name.split(".", 2)[-1]), spec.shape
             if part is not None and not self._has_own(name):
-                self._take_part(name, shape, part)
+                self._take_part(name, shape, part, config)
             elif name.endswith("_exps.weight"):
                 self._take_experts(name, shape)
             elif name not in _COMPUTED:
                 self._take(name, spec, config)
-            if declared.hf_norm_offset and name.endswith("norm.weight"):
-                self.offsets[name] = declared.hf_norm_offset
+            if change := declared.hf_changes.get(name.split(".", 2)[-1]):
+                self.changes[name] = change
+            elif declared.hf_norm_offset and name.endswith("norm.weight"):
+                self.changes[name] = partial(torch.add, other=declared.hf_norm_offset)
         self.drafts = draft_tensors(config, shards.files, f"{self._names.body}layers.")
         self.unused = self._unused()
 
@@ -157,18 +159,21 @@ class HFTensors(Mapping[str, QuantTensor]):
         if name == "token_embd.weight" and config.tied_output and hf_name not in self._shards.files:
             hf_name = self._names.output  # of two tied tensors either may be the one that is stored
         tensor = name.split(".")[-2]
-        as_stored = _STORED[tensor](shape) if tensor in _STORED else shape
+        as_stored = (1, *shape) if tensor in self._rows else shape
+        as_stored = (shape[0], 1, shape[1]) if tensor in _CONVOLUTIONS else as_stored
         self.stored[name] = replace(self._shards.stored(hf_name, as_stored), shape=shape)
-        if spec.rotated is not None and config.block.rope_layout == "pairs":
+        if spec.rotated is not None and self._permuted:
             self.heads[name] = spec.rotated
 
     def _has_own(self, name: str) -> bool:
         """Whether a tensor that lies within another in some folders of the architecture has one of its own here."""
         return not name.endswith(("_exps.weight", "_exps.bias")) and self._names(name) in self._shards.files
 
-    def _take_part(self, name: str, shape: tuple[int, ...], part: HFPart) -> None:
+    def _take_part(self, name: str, shape: tuple[int, ...], part: HFPart, config: ModelConfig) -> None:
         of_layer = f"{self._names.body}layers.{name.split('.')[1]}."
-        self.within[name] = StoredPart(self._shards, of_layer, part, shape, bias=name.endswith(".bias"))
+        picks = None if part.picks is None else part.picks(config)
+        bias = name.endswith(".bias")
+        self.within[name] = StoredPart(self._shards, of_layer, part, shape, bias, picks)
         self.stored[name] = self.within[name].header
 
     def _take_experts(self, name: str, shape: tuple[int, ...]) -> None:
@@ -219,8 +224,8 @@ class HFTensors(Mapping[str, QuantTensor]):
             expert, row = self.parts[name]
             tensor = tensor[expert, row : row + stored.shape[0]]
         dtype = stored.dtype
-        if name in self.offsets:
-            tensor, dtype = tensor.float() + self.offsets[name], "F32"
+        if name in self.changes:
+            tensor, dtype = self.changes[name](tensor.float()), "F32"
         data = tensor.reshape(-1, stored.shape[-1]).view(torch.uint8)
         return QuantTensor(name, FORMATS[dtype], stored.shape, data)
 

@@ -54,8 +54,7 @@ class HFNames:
 
     def _own(self, tensor: str) -> str:
         """What the architecture declares for a tensor, with .weight or .bias; "": nothing."""
-        module, kind = tensor.rsplit(".", 1)
-        whole = self._modules.get(tensor, "")
+        whole, (module, _, kind) = self._modules.get(tensor, ""), tensor.rpartition(".")
         return f"{self._modules[module]}.{kind}" if not whole and module in self._modules else whole
 
     def _usual_or_own(self, name: str) -> str:

@@ -6,6 +6,8 @@ Microscaling Formats specification 1.0). A block of GGUF is the same scale, then
 15 in the low halves and 16 to 31 in the high ones. Nothing is rounded.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,20 +23,27 @@ _LOW_HALVES, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 class StoredPart:
     """The tensor of `shape` that is the part `part` of one in `shards`, whose name begins with `layer`.
 
-    bias: rows are its elements, the last dimension. `header` is that of the part itself; `names` are the stored tensors
-    that it comes from; `copied` says that its bytes do not lie there as they are wanted.
+    bias: rows are its elements, the last dimension. picks: what `part.picks` gives. `header` is that of the part
+    itself; `names` are the stored tensors that it comes from; `copied` says that its bytes do not lie there as they are
+    wanted.
 
     Raises:
         EngineError: a tensor is missing, of a wrong shape or of an unsupported type.
     """
 
     def __init__(
-        self, shards: HFShards, layer: str, part: HFPart, shape: tuple[int, ...], bias: bool = False
+        self,
+        shards: HFShards,
+        layer: str,
+        part: HFPart,
+        shape: tuple[int, ...],
+        bias: bool = False,
+        picks: tuple[int, Sequence[int]] | None = None,
     ) -> None:
         self._shards, self._part, self._bias = shards, part, bias
         *outer, rows, cols = (*shape, 1) if bias else shape
-        self._rows = _slice(part, rows)
-        every = rows if part.rows == "all" else 2 * rows
+        self._rows: slice | list[int] = _slice(part, rows) if picks is None else list(picks[1])
+        every = (rows if part.rows == "all" else 2 * rows) if picks is None else picks[0]
         name = layer + part.name
         packed = (f"{name}_blocks", f"{name}_scales")
         self._packed = not bias and packed[0] in shards.files
@@ -49,7 +58,10 @@ class StoredPart:
             shards.stored(packed[1], groups, ("U8",))
             self.header = StoredTensor(packed[0], "MXFP4", shape)
             return
-        matrix = (cols, every) if part.transposed else (every, cols)
+        self._transposed = part.transposed is True or (
+            part.transposed == "by shape" and shards.shape(name) != (*outer, every, cols)
+        )
+        matrix = (cols, every) if self._transposed else (every, cols)
         whole = (*outer, every) if bias else (*outer, *matrix)
         self.header = StoredTensor(name, shards.stored(name, whole).dtype, shape)
 
@@ -59,7 +71,7 @@ class StoredPart:
             blocks, scales = (self._shards.tensor(name) for name in self.names)
             return gguf_blocks(blocks[..., self._rows, :, :], scales[..., self._rows, :])
         tensor = self._shards.tensor(self.names[0])
-        if self._part.transposed:
+        if self._transposed:
             tensor = tensor.transpose(-1, -2)
         tensor = tensor[..., self._rows] if self._bias else tensor[..., self._rows, :]
         return tensor.reshape(-1, self.header.shape[-1]).contiguous().view(torch.uint8)

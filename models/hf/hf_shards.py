@@ -66,6 +66,12 @@ class HFShards:
             raise self.error(f"tensor {name!r} is of type {dtype}; supported are {', '.join(types)}")
         return StoredTensor(name, dtype, shape)
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """That of tensor `name`; None: it is not there."""
+        if name not in self.files:
+            return None
+        return tuple(self._open[self.files[name]].get_slice(name).get_shape())
+
     def tensor(self, name: str) -> Tensor:
         """A view on the mapped file; it stays valid after `close`, as long as it is held."""
         tensor: Tensor = self._open[self.files[name]].get_tensor(name)

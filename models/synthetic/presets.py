@@ -11,6 +11,7 @@ from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.config import (
     ExpertConfig,
+    GatedDeltaSizes,
     LayerSizes,
     ModelConfig,
     RopeScaling,
@@ -18,7 +19,7 @@ from quengine.models.config import (
 )
 
 Q4_K_M, MXFP4_MOE = "Q4_K_M", "MXFP4_MOE"
-"""Names of llama.cpp's mixes of types (`type_mix`)."""
+"""Names of llama.cpp's mixes of types (`synthetic.tensor_type`)."""
 
 _EXPERTS = 8
 
@@ -33,6 +34,7 @@ class SyntheticModel:
     shared_feed_forward_length: of the shared expert; 0: `feed_forward_length` where the architecture gates one, else
         there is none.
     dense_layers: how many layers in front have no experts.
+    key_heads, value_heads: of gated delta nets, whose heads have `delta_head_dim` elements; 0: there are none.
     pooled: matrices of layers are cut from a pool of random rows, as those of experts always are.
     layer_sizes: of each layer, where they differ, in place of the numbers of heads and the feed-forward's length.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
@@ -61,6 +63,9 @@ class SyntheticModel:
     expert_feed_forward_length: int = 0
     shared_feed_forward_length: int = 0
     dense_layers: int = 0
+    key_heads: int = 0
+    value_heads: int = 0
+    delta_head_dim: int = 128
     pooled: bool = False
     layer_sizes: tuple[LayerSizes, ...] = ()
 
@@ -95,6 +100,7 @@ class SyntheticModel:
             tied_output=self.tied_output,
             experts=self._experts(declared),
             layer_sizes=self.layer_sizes if len(set(self.layer_sizes)) > 1 else (),
+            gated_delta=self._gated_delta(),
         )
         return replace(config, **declared.size_fields(config))
 
@@ -111,6 +117,14 @@ class SyntheticModel:
             original_context_length=self.context_length,
             freq_factors=self.rope_freq_factors,
         )
+
+    def _gated_delta(self) -> GatedDeltaSizes | None:
+        """In the order that the architecture's files have."""
+        if not self.key_heads:
+            return None
+        by_key_head = self.architecture == "qwen3next"
+        sizes = self.key_heads, self.value_heads, self.delta_head_dim, 4
+        return GatedDeltaSizes(*sizes, tiled=not by_key_head, by_key_head=by_key_head)
 
     def _experts(self, declared: Architecture) -> ExpertConfig | None:
         count = self.experts or (0 if declared.may_be_dense else _EXPERTS)

@@ -1,7 +1,7 @@
 """Writes GGUF models of true shapes with random weights: for benchmarks without a download, and for tests.
 
 Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest tensor.
-Those of experts, and of the layers of `pooled` presets, come from a pool (`pooled_rows`).
+Those of experts, and of the layers of `pooled` presets, come from a pool (`PooledRows`).
 """
 
 import fcntl
@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.architectures import ARCHITECTURES
-from quengine.models.blocks.block import Shape, TensorSpec
+from quengine.models.blocks.block import Shape, TensorSpec, Uniform
 from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
-from quengine.models.synthetic.pooled_rows import PooledRows
 from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel, find_preset
-from quengine.models.synthetic.random_blocks import random_rows
+from quengine.models.synthetic.random_blocks import PooledRows, random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
-from quengine.models.synthetic.type_mix import tensor_type
 from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, required_tensors, tensor_specs
 
 Progress = Callable[[int], None]
@@ -166,6 +164,8 @@ def _weights(
     if name == "rope_freqs.weight":
         return np.array(spec.rope_freq_factors, "<f4").view(np.uint8)
     rows, cols, draw = prod(tensor.shape[:-1]), tensor.shape[-1], tensor.draw
+    if isinstance(draw, Uniform):
+        return rng.uniform(draw.low, draw.high, rows * cols).astype("<f4").view(np.uint8)
     std = draw.std * cols**-0.5 if draw.by_columns else draw.std
     return random_rows(kind, rows, cols, std, rng, draw.mean)
 
@@ -195,6 +195,8 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         sizes[f"{a}.rope.scaling.original_context_length"] = config.rope_scaling.original_context_length
     if config.conv_taps:
         sizes[f"{a}.shortconv.l_cache"] = config.conv_taps
+    if config.gated_delta is not None:
+        sizes |= {f"{a}.{key}": value for key, value in _gated_delta_metadata(config).items()}
     if config.experts is not None:
         sizes |= {f"{a}.{key}": value for key, value in _expert_metadata(config.experts).items()}
     if ARCHITECTURES[a].vocabulary == "bpe":
@@ -205,14 +207,32 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
 
 
 def _sizes(config: ModelConfig) -> Metadata:
-    """Of all layers, or where they differ of each. Layers that keep a state have no key and value heads."""
+    """Of all layers, or where they differ of each."""
     a, layers = config.architecture, [config.sizes(layer) for layer in range(config.block_count)]
     heads, kv_heads, lengths = map(list, zip(*layers, strict=True))
-    kv_heads = [0 if i in config.recurrent_layers else count for i, count in enumerate(kv_heads)]
+    if ARCHITECTURES[a].has_recurrent_layers:
+        kv_heads = [0 if i in config.recurrent_layers else count for i, count in enumerate(kv_heads)]
     keys = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
     return {
         f"{a}.{key}": values if len(set(values)) > 1 else values[0]
         for key, values in zip(keys, (lengths, heads, kv_heads), strict=True)
+    }
+
+
+def _gated_delta_metadata(config: ModelConfig) -> Metadata:
+    """Sizes, the layers, and how the three positions share the rotated frequencies."""
+    sizes = config.gated_delta
+    assert sizes is not None
+    frequencies = config.rope_dim // 2
+    first, second = -(-frequencies // 3), (frequencies + 1) // 3
+    return {
+        "ssm.conv_kernel": sizes.taps,
+        "ssm.state_size": sizes.head_dim,
+        "ssm.group_count": sizes.key_heads,
+        "ssm.time_step_rank": sizes.value_heads,
+        "ssm.inner_size": sizes.values,
+        "attention.recurrent_layers": [i in config.recurrent_layers for i in range(config.block_count)],
+        "rope.dimension_sections": [first, second, frequencies - first - second, 0],
     }
 
 
@@ -231,3 +251,39 @@ def _expert_metadata(experts: ExpertConfig) -> Metadata:
     if experts.dense_layers:
         sizes["leading_dense_block_count"] = len(experts.dense_layers)
     return sizes
+
+
+_FLOAT = (".bias", "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight")
+
+
+def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
+    """Vectors, biases, routers and convolutions are F32, other matrices `spec.quant` or what the mix of that name says.
+
+    Q4_K_M: Q4_K, but Q6_K for the output matrix, and for attn_v and every kind of ffn_down in the first and last eighth
+    of the layers and every third between; Q5_K for attn_qkv. A model of exactly 8 experts has Q8_0 for attn_k and
+    attn_v, Q5_K for attn_output. MXFP4_MOE: MXFP4 for the experts, Q8_0 for all else.
+    """
+    if len(shape) == 1 or name.endswith(_FLOAT):
+        return "F32"
+    if spec.quant == MXFP4_MOE:
+        return "MXFP4" if len(shape) == 3 else "Q8_0"
+    return spec.quant if spec.quant != Q4_K_M else _of_q4_k_m(spec, name)
+
+
+def _of_q4_k_m(spec: SyntheticModel, name: str) -> str:
+    if name == "output.weight" or (name == "token_embd.weight" and spec.tied_output):
+        return "Q6_K"
+    experts = spec.config().experts
+    if experts is not None and experts.count == 8:
+        if name.endswith(("attn_k.weight", "attn_v.weight")):
+            return "Q8_0"
+        if name.endswith("attn_output.weight"):
+            return "Q5_K"
+    if name.endswith("attn_qkv.weight"):
+        return "Q5_K"
+    if name.endswith("attn_v.weight") or ".ffn_down" in name:
+        layer, count = int(name.split(".")[1]), spec.block_count
+        eighth = count // 8
+        if layer < eighth or layer >= 7 * count // 8 or (layer - eighth) % 3 == 2:
+            return "Q6_K"
+    return "Q4_K"

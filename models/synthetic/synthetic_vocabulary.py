@@ -13,8 +13,9 @@ from string import ascii_lowercase
 import numpy as np
 
 from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from quengine.models.tokenizer.bpe import BYTE_TO_CHAR
 
-MetadataValue = str | int | bool | float | list[str] | list[int] | list[float]
+MetadataValue = str | int | bool | float | list[str] | list[int] | list[float] | list[bool]
 Metadata = dict[str, MetadataValue]
 
 MISTRAL_V3 = "mistral_instruct_tokenizer_240323.model.v3"
@@ -102,7 +103,7 @@ def bpe_metadata(vocab_size: int, pre: str) -> Metadata:
     """A byte-level BPE vocabulary of `vocab_size` tokens, at least 300, for pre-tokenizer `pre`."""
     if vocab_size < 300:
         raise ValueError(f"a generated vocabulary needs at least 300 tokens, not {vocab_size}")
-    tokens = [*_byte_characters(), "<|endoftext|>"]
+    tokens = [*BYTE_TO_CHAR, "<|endoftext|>"]
     room = vocab_size - len(tokens)
     merges: list[str] = []
     # "\u0120" is byte-level BPE's space; w = w[:-1] + w[-1], both of which are tokens by then.
@@ -126,10 +127,3 @@ def bpe_metadata(vocab_size: int, pre: str) -> Metadata:
         "tokenizer.ggml.eos_token_id": 256,
         "tokenizer.ggml.add_bos_token": False,
     }
-
-
-def _byte_characters() -> list[str]:
-    """GPT-2's printable stand-ins for the bytes 0 to 255: Latin-1 where it prints, else from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

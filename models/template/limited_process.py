@@ -4,21 +4,21 @@ Processor time and memory are bounded by the kernel there, so that whatever such
 """
 
 import json
-import os
-import selectors
 import signal
-import subprocess
-import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
+
+from quengine.kernels.channel import TooLongError
+from quengine.kernels.child_process import ChildProcess
 
 # Wall-clock seconds for one answer, beyond the worker's own limits: for a process that is stopped or starved.
 PATIENCE_SECONDS = 20.0
 MAX_ANSWER_BYTES = 128 << 20
+
+Answer: TypeAlias = dict[str, Any]
 
 
 class ProcessStoppedError(Exception):
@@ -33,11 +33,18 @@ class Limits:
     memory_bytes: int
 
 
+class _PythonJson:
+    """A decoder that takes what `json.dumps` gives for any value, half a surrogate pair among them."""
+
+    def decode(self, buf: bytearray, /) -> Answer:
+        answer: Answer = json.loads(buf)
+        return answer
+
+
 class LimitedProcess:
     """Asks a worker again and again; its process starts with the first question.
 
-    worker: a Python file, run alone. It gets the limits as arguments, `setup` as its first line of standard input, then
-    a JSON line a question, and answers each with a JSON line.
+    worker: a Python file, run with a `Worker` (limited_worker.py), which gets `setup`, and answers each question.
     """
 
     def __init__(self, worker: Path, setup: Any, limits: Limits) -> None:
@@ -45,17 +52,18 @@ class LimitedProcess:
         self._setup = setup
         self._limits = limits
         self._lock = Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess[Answer] | None = None
 
-    def ask(self, question: Any) -> dict[str, Any]:
+    def ask(self, question: Any) -> Answer:
         """The worker's answer.
 
         Raises ProcessStoppedError, and TypeError or ValueError for a question that is no JSON value.
         """
-        request = json.dumps(question).encode() + b"\n"
+        request = json.dumps(question).encode()
         with self._lock:
             process = self._process
-            if process is None or process.poll() is not None:
+            if process is None or process.code is not None:
+                self._stop()
                 process = self._process = self._start()
             try:
                 return self._exchange(process, request)
@@ -77,66 +85,33 @@ class LimitedProcess:
     def __del__(self) -> None:
         self._stop()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
+    def _start(self) -> ChildProcess[Answer]:
         limits = [str(self._limits.cpu_seconds), str(self._limits.memory_bytes)]
-        # -P: the worker's own folder is no place to import from. A session of its own: Ctrl-C is not for it.
         try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(self._worker), *limits],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            process = ChildProcess((str(self._worker),), _PythonJson(), limits, quiet=True)
         except OSError as failure:
             raise ProcessStoppedError(f"no process could be started for it: {failure}") from None
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # `_exchange` says why
-            process.stdin.write(json.dumps(self._setup).encode() + b"\n")
+        with suppress(OSError):  # `_exchange` says why
+            process.channel.send_bytes(json.dumps(self._setup).encode())
         return process
 
     def _stop(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):  # what was not yet written is for nobody
-                    pipe.close()
+        if process is not None:
+            process.close()
 
-    def _exchange(self, process: "subprocess.Popen[bytes]", request: bytes) -> dict[str, Any]:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def _exchange(self, process: ChildProcess[Answer], request: bytes) -> Answer:
         try:
-            process.stdin.write(request)
-            process.stdin.flush()
-        except BrokenPipeError:
+            process.channel.send_bytes(request)
+            return process.channel.receive(PATIENCE_SECONDS, MAX_ANSWER_BYTES)
+        except TimeoutError:
+            raise ProcessStoppedError(f"not done after {PATIENCE_SECONDS:g} seconds") from None
+        except TooLongError:
+            raise ProcessStoppedError(f"gives more than {MAX_ANSWER_BYTES >> 20} MiB") from None
+        except (EOFError, OSError):
             raise self._ended(process) from None
-        answer: dict[str, Any] = json.loads(self._line(process))
-        return answer
 
-    def _line(self, process: "subprocess.Popen[bytes]") -> bytes:
-        assert process.stdout is not None
-        give_up = time.monotonic() + PATIENCE_SECONDS
-        received: list[bytes] = []
-        size = 0
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while not (received and received[-1].endswith(b"\n")):
-                if not selector.select(max(0.0, give_up - time.monotonic())):
-                    raise ProcessStoppedError(f"not done after {PATIENCE_SECONDS:g} seconds")
-                piece = os.read(process.stdout.fileno(), 1 << 16)
-                if not piece:
-                    raise self._ended(process)
-                received.append(piece)
-                size += len(piece)
-                if size > MAX_ANSWER_BYTES:
-                    raise ProcessStoppedError(f"gives more than {MAX_ANSWER_BYTES >> 20} MiB")
-        return b"".join(received)
-
-    def _ended(self, process: "subprocess.Popen[bytes]") -> ProcessStoppedError:
+    def _ended(self, process: ChildProcess[Answer]) -> ProcessStoppedError:
         """Why the process is gone. A native library that gets no more memory aborts or, at times, crashes."""
         status = process.wait()
         if status == -signal.SIGVTALRM:

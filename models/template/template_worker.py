@@ -1,18 +1,15 @@
-"""The process that renders a chat template. Run as a script by `limited_process`; imports jinja2 alone.
+"""The process that renders a chat template. Run as a script by `limited_process`; imports little but jinja2.
 
 A template is a program out of a downloaded file. Jinja's sandbox keeps it from the machine's files and objects,
 but not from its time and memory: `x ~ x` in a loop, `replace` or a wide `center` fill any memory within one
 operation. Here the kernel bounds the memory and timers the time, and whatever happens happens to this process only.
 
-Arguments: seconds of processor time a render, bytes of address space. Standard input: one JSON line {"source"}, then
-one a render {"variables"}. Standard output: one JSON line a render, {"text"} or {"error", "line"}.
+Its setup is {"source"}, a request {"variables"}, an answer {"text"} or {"error", "line"}.
 """
 
 import json
 import resource
 import signal
-import sys
-from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from traceback import walk_tb
@@ -23,6 +20,8 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quengine.models.template.limited_worker import Worker
 
 # A rendering writes the messages, some more than once or escaped, and what the template itself says: far less than
 # this. What is longer costs a tokenizer gigabytes.
@@ -125,19 +124,19 @@ def answer(source: str, variables: dict[str, Any], max_chars: int) -> dict[str, 
         return {"error": (str(error) or type(error).__name__)[:MAX_ERROR_CHARS], "line": line_of(error)}
 
 
-def answer_in_time(source: str, line: bytes, seconds: float) -> dict[str, Any]:
-    """The response to one line of input, within `seconds` of processor time."""
+def answer_in_time(source: str, request: bytes, seconds: float) -> dict[str, Any]:
+    """The response to one request, within `seconds` of processor time."""
 
     def out_of_time(signum: int, frame: FrameType | None) -> None:
         del signum, frame
         raise LimitError(f"takes more than {seconds:g} seconds")
 
     signal.signal(signal.SIGPROF, out_of_time)
-    variables = json.loads(line)["variables"]
+    variables = json.loads(request)["variables"]
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds + GRACE_SECONDS)
     try:
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        return answer(source, variables, MAX_OWN_CHARS + MAX_CHARS_PER_GIVEN * len(line))
+        return answer(source, variables, MAX_OWN_CHARS + MAX_CHARS_PER_GIVEN * len(request))
     except LimitError as error:  # the timer's, when the rendering had just come to its end
         return {"error": str(error), "line": None}
     finally:
@@ -146,13 +145,9 @@ def answer_in_time(source: str, line: bytes, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    seconds, memory = float(sys.argv[1]), int(sys.argv[2])
-    with suppress(ValueError, OSError):  # a system may have no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    source = json.loads(sys.stdin.buffer.readline())["source"]
-    for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(json.dumps(answer_in_time(source, line, seconds)).encode() + b"\n")
-        sys.stdout.buffer.flush()
+    worker = Worker()
+    for request in worker.requests():
+        worker.answer(answer_in_time(worker.setup["source"], request, worker.seconds))
 
 
 if __name__ == "__main__":

@@ -10,15 +10,12 @@ from dataclasses import replace
 
 from quengine.models.gguf import GGUFFile
 from quengine.models.gguf.vocab_checks import MERGES, SCORES, TOKEN_TYPE, TOKENS, check_vocabulary
-from quengine.models.tokenizer.added_tokens import AddedTokenEncoder
-from quengine.models.tokenizer.byte_level import ByteLevelBPE, byte_level_bytes
-from quengine.models.tokenizer.character_bpe import CharacterBPE
-from quengine.models.tokenizer.errors import TokenizerError
-from quengine.models.tokenizer.parts import TextEncoder, TokenizerParts
+from quengine.models.tokenizer.bpe import ByteLevelBPE, CharacterBPE, byte_level_bytes
+from quengine.models.tokenizer.parts import AddedTokenEncoder, TextEncoder, TokenizerParts
 from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer
 from quengine.models.tokenizer.scored_bpe import ScoredBPE, scored_bytes
 from quengine.models.tokenizer.token_length import of_gguf
-from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary, with_roles_by_text
+from quengine.models.tokenizer.vocabulary import TokenizerError, TokenType, Vocabulary, with_roles_by_text
 
 _PREFIX = "tokenizer.ggml."
 _ROLES = {

@@ -1,4 +1,8 @@
-"""What a tokenizer is made of, which readers of both kinds of files give."""
+"""What a tokenizer is made of, which readers of both kinds of files give, and the encoder of whole texts.
+
+Added tokens, which are matched by their text and never merged, are cut out of a text first. The order is llama.cpp's
+(`tokenizer_st_partition`): all places of the longest token first, then those of the next in what is left.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +12,66 @@ from quengine.models.tokenizer.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from quengine.models.tokenizer.token_length import TokenLength
+
+_STRIPPED = " \t\n\v\f\r"  # C's isspace, which llama.cpp asks
+
+
+class PieceEncoder(Protocol):
+    """Merges a piece of text without added tokens into ids.
+
+    `after_special` says that the piece is at the beginning or follows an added token.
+    """
+
+    def encode(self, text: str, after_special: bool) -> list[int]: ...
+
+
+class AddedTokenEncoder:
+    """Encodes whole texts: user-defined tokens are always matched, control tokens where `special` asks."""
+
+    def __init__(self, vocabulary: Vocabulary, pieces: PieceEncoder) -> None:
+        self._vocabulary = vocabulary
+        self._pieces = pieces
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = []
+        after_special = True
+        for piece in partition(text, self._vocabulary, user_defined=True, control=special):
+            if isinstance(piece, int):
+                ids.append(piece)
+            else:
+                ids += self._pieces.encode(piece, after_special)
+            after_special = isinstance(piece, int)
+        return ids
+
+
+def partition(text: str, vocabulary: Vocabulary, user_defined: bool, control: bool) -> list[str | int]:
+    """Pieces of `text` in order: ids where a token's text stood, strings between. No string is empty.
+
+    `user_defined` and `control` say which tokens of `vocabulary` are matched.
+    """
+    wanted = [(vocabulary.user_defined_tokens, user_defined), (vocabulary.control_tokens, control)]
+    present = [pair for tokens, asked in wanted if asked for pair in tokens.items() if pair[0] in text]
+    present.sort(key=lambda item: -len(item[0].encode()))
+    pieces: list[str | int] = [text] if text else []
+    for piece, token_id in present:
+        pieces = [part for old in pieces for part in _cut(old, piece, token_id, vocabulary)]
+    return pieces
+
+
+def _cut(old: str | int, piece: str, token_id: int, vocabulary: Vocabulary) -> list[str | int]:
+    if isinstance(old, int) or piece not in old:
+        return [old]
+    parts: list[str | int] = []
+    between = old.split(piece)
+    for n, rest in enumerate(between):
+        if n:
+            parts.append(token_id)
+            rest = rest.lstrip(_STRIPPED) if token_id in vocabulary.rstrip_ids else rest
+        if n < len(between) - 1 and token_id in vocabulary.lstrip_ids:
+            rest = rest.rstrip(_STRIPPED)
+        if rest:
+            parts.append(rest)
+    return parts
 
 
 class TextEncoder(Protocol):

@@ -1,12 +1,141 @@
-"""How BPE models split text into words before merging, by the name in `tokenizer.ggml.pre`.
+r"""How BPE models split text into words before merging, by the name in `tokenizer.ggml.pre`.
 
-The names are those that llama.cpp gives (src/llama-vocab.cpp); `split_patterns` has the expressions.
+Names and patterns are facts of the format: those that llama.cpp has (src/llama-vocab.cpp, src/unicode.cpp), written for
+the Oniguruma engine of the `tokenizers` library. Two patterns follow the model's own tokenizer, of which llama.cpp has
+an approximation: TEKKEN mistral-common's, O200K tiktoken's.
+
+Characters have the categories of Unicode 15.1, llama.cpp's, whatever the regex engine underneath has: else the ids of
+a text would change with a library's release. TEKKEN and O200K keep the engine's, as the originals do.
 """
 
+import re
 from dataclasses import dataclass, replace
 
-from quengine.models.tokenizer import split_patterns as p
-from quengine.models.tokenizer.errors import TokenizerError
+from quengine.models.tokenizer.vocabulary import TokenizerError
+
+# Code points that Unicode 16.0 assigned (UCD DerivedAge.txt); before, they had no category.
+NEW_IN_UNICODE_16 = """
+    897 1B4E-1B4F 1B7F 1C89-1C8A 2427-2429 31E4-31E5 A7CB-A7CD A7DA-A7DC 105C0-105F3 10D40-10D65 10D69-10D85
+    10D8E-10D8F 10EC2-10EC4 10EFC 11380-11389 1138B 1138E 11390-113B5 113B7-113C0 113C2 113C5 113C7-113CA
+    113CC-113D5 113D7-113D8 113E1-113E2 116D0-116E3 11BC0-11BE1 11BF0-11BF9 11F5A 13460-143FA 16100-16139
+    16D40-16D79 18CFF 1CC00-1CCF9 1CD00-1CEB3 1E5D0-1E5FA 1E5FF 1F8B2-1F8BB 1F8C0-1F8C1 1FA89 1FA8F 1FABE
+    1FAC6 1FADC 1FADF 1FAE9 1FBCB-1FBEF"""
+
+
+def _ranges(spans: str) -> str:
+    r"""Hexadecimal code points and spans, `41-5A B5`, as the inside of a character class."""
+    return "".join("-".join(rf"\x{{{end}}}" for end in span.split("-")) for span in spans.split())
+
+
+def unicode_15(pattern: str) -> str:
+    r"""`pattern` with every \p{X} cut to the characters that had that category in Unicode 15.1."""
+    later = _ranges(NEW_IN_UNICODE_16)
+    return re.sub(r"\\p\{\w+\}", lambda category: f"[{category[0]}&&[^{later}]]", pattern)
+
+
+_CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_RUNS_OF_SPACES = r"|\s+(?!\S)|\s+"
+_SPACES = r"|\s*[\r\n]+" + _RUNS_OF_SPACES
+# A word may begin with one character that is no letter, digit or line end.
+_BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+_SIGNS = r"| ?[^\s\p{L}\p{N}]+"
+
+NEWLINE_RUNS = r"[^\n]+|\n+"
+DIGIT = r"\p{N}"
+DIGITS = r"\p{N}+"
+ASCII_DIGITS = r"[0-9]+"
+THREE_DIGITS = r"\p{N}{1,3}"
+THREE_ASCII_DIGITS = r"[0-9][0-9][0-9]"
+PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
+PUNCTUATION_AND_TICK = r"[\p{P}\$\+<=>\^~\|`]+"
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+LLAMA3 = _CONTRACTION + rf"|{_BEFORE_WORD}\p{{L}}+|\p{{N}}{{1,3}}{_SIGNS}[\r\n]*" + _SPACES
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN2_WITHOUT_CONTRACTIONS = QWEN2.removeprefix(_CONTRACTION + "|")
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+MINICPM5 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}+")
+JAIS2 = LLAMA3.removesuffix(_RUNS_OF_SPACES) + "".join(
+    rf"|\s{{{size}}}(?!\S)" for size in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")
+) + r"|\s"  # fmt: skip
+SEED_CODER = QWEN2.replace(_SIGNS + r"[\r\n]*", r"| ?[^\s\p{L}\p{N}\r\n]+")
+BAILING = QWEN2.replace(r"|\s*[\r\n]+", r"|\s*[\r\n]")
+EXAONE_MOE = BAILING.replace(r"\p{L}+", r"\p{L}(?:\p{M}| ?\p{L})*+").replace(r"[\r\n]*", r"[\r\n/]?")
+
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"{_BEFORE_WORD}{_UPPER}*{_LOWER}+|{_BEFORE_WORD}{_UPPER}+{_LOWER}*|\p{{N}}{_SIGNS}[\r\n/]*" + _SPACES
+)
+_ANY_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = (
+    rf"{_BEFORE_WORD}{_UPPER}*{_LOWER}+{_ANY_CONTRACTION}|{_BEFORE_WORD}{_UPPER}+{_LOWER}*{_ANY_CONTRACTION}"
+    rf"|\p{{N}}{{1,3}}{_SIGNS}[\r\n/]*" + _SPACES
+)
+# Only ASCII letters have case in llama.cpp's form of the pattern for this embedding model.
+_NOT_LOWER, _NOT_UPPER = r"[[\p{L}\p{M}]&&[^a-z]]", r"[[\p{L}\p{M}]&&[^A-Z]]"
+GRANITE_EMBEDDING = O200K.replace(_UPPER, _NOT_LOWER).replace(_LOWER, _NOT_UPPER).replace(
+    _ANY_CONTRACTION, _CONTRACTION + "?"
+)  # fmt: skip
+# llama.cpp has one category for all letters here, so words do not end between cases.
+_WORD = rf"{_BEFORE_WORD}[\p{{L}}\p{{M}}]+{_CONTRACTION}?"
+TINY_AYA = rf"{_WORD}|\p{{N}}{{1,3}}{_SIGNS}[\r\n/]*" + _SPACES
+YOUTU = (
+    rf"[{_ranges('AC00-D7A3 3131-318E')}]+"
+    rf"|[{_ranges('FF01 2026 201C 201D 2018 2019 2014 FF1A FF1B FF0C 3001-303F FE30-FE4F')}]+"
+    rf"|[{_ranges('3105-312F')}]+|[{_ranges('4E00-9FA5 3040-309F 30A0-30FF')}]+",
+    rf"{_WORD}|\p{{N}}{_SIGNS}[\r\n/]*" + _SPACES,
+)
+
+_HAN = _ranges(
+    "4E00-9FFF 3400-4DBF 20000-2A6DF 2A700-2B73F 2B740-2B81F 2B820-2CEAF 2CEB0-2EBEF F900-FAFF 2F800-2FA1F"
+)
+KIMI_K2 = (
+    rf"[{_HAN}]+|{_BEFORE_WORD}[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?|\p{{N}}{{1,3}}{_SIGNS}[\r\n]*" + _SPACES
+)
+
+# CJK and Hangul; the middle range spans other scripts too, and llama.cpp takes no white space for any of them.
+_DEEPSEEK_CJK = rf"[{_ranges('800-9FA5 AC00-D7FF')}&&[^\s]]+"
+# Letters with case (and a few that had it when DeepSeek LLM was made), from its tokenizer.json.
+_DEEPSEEK_LETTERS = """
+    41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A
+    38C 38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF
+    1D00-1D2B 1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D
+    1F5F-1F7D 1F80-1FB4 1FB6-1FBC 1FBE 1FC2-1FC4 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4
+    1FF6-1FFC 2102 2107 210A-2113 2115 2119-211D 2124 2126 2128 212A-212D 212F-2134 2139 213C-213F
+    2145-2149 214E 2183 2184 2C00-2C7B 2C7E-2CE4 2CEB-2CEE 2CF2 2CF3 A640-A66D A680-A69B A722-A76F
+    A771-A787 A78B-A78E AB70-ABBF FB00-FB06 FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F 104B0-104D3
+    104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF 1E900-1E943"""
+DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_ranges(_DEEPSEEK_LETTERS)}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟、。]+",
+    r"\s+\z",
+    _DEEPSEEK_CJK,
+    r"\p{N}+",
+)
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK, r"\p{N}")
+_MARK_AND_LETTERS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+_DEEPSEEK_WORDS = _MARK_AND_LETTERS + r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
+_DEEPSEEK_3 = _DEEPSEEK_WORDS + r"[\r\n]*" + _SPACES
+_HAN_AND_KANA = rf"[{_ranges('4E00-9FA5 3040-309F 30A0-30FF')}]+"
+DEEPSEEK_V3 = (THREE_DIGITS, _HAN_AND_KANA, _DEEPSEEK_3)
+SPARK = (THREE_DIGITS, _HAN_AND_KANA, _DEEPSEEK_WORDS + r"|[\r\n]" + _RUNS_OF_SPACES, DIGIT)
+# Scripts of East Asia that are written without spaces.
+_AFMOE_SCRIPTS = """
+    4E00-9FFF 3400-4DBF 8C48-FAFF 3040-309F 30A0-30FF FF65-FF9F 2F00-2FDF E40-E7F E80-EFF 1780-17FF
+    1000-109F AA60-AA7F A9E0-A9FF AC00-D7AF 1100-11FF"""
+AFMOE = (rf"[{_ranges(_AFMOE_SCRIPTS)}]+", _DEEPSEEK_3)
+
+_BLOOM_ENDS = _ranges("2026 3002 FF0C 3001 964 6D4 60C")
+BLOOM = rf" ?[^(\s|.,!?{_BLOOM_ENDS})]+"
+CHAMELEON = (
+    "<sentinel:[0-9]+>",
+    "IMGIMG[A-I]{1,4}Z",
+    r"[\t\n]|    |  ",
+    DIGIT,
+    r"[\p{P}!-/:-@\[-`{-~]",
+    GPT2,
+)
 
 
 @dataclass(frozen=True)
@@ -43,41 +172,41 @@ class PreTokenizer:
 
 
 # As llama.cpp does it, where white space before digits stays in one piece with the first of them.
-_FROM_THE_RIGHT = DigitGroups(p.unicode_15(p.DIGITS), cut_before=False)
+_FROM_THE_RIGHT = DigitGroups(unicode_15(DIGITS), cut_before=False)
 _PRE_TOKENIZERS = {
-    "default": PreTokenizer((p.PUNCTUATION, p.GPT2, p.DIGITS, p.THREE_ASCII_DIGITS)),
-    "gpt-2": PreTokenizer((p.GPT2,)),
-    "starcoder": PreTokenizer((p.DIGIT, p.GPT2)),
-    "falcon": PreTokenizer((p.PUNCTUATION_AND_TICK, p.GPT2, p.THREE_ASCII_DIGITS)),
-    "llama-bpe": PreTokenizer((p.LLAMA3,), ignore_merges=True, add_bos=True),
-    "dbrx": PreTokenizer((p.LLAMA3,)),
-    "glm4": PreTokenizer((p.LLAMA3,), ignore_merges=True),
-    "jais-2": PreTokenizer((p.JAIS2,)),
-    "minicpm5": PreTokenizer((p.THREE_DIGITS, p.MINICPM5), ignore_merges=True),
-    "qwen2": PreTokenizer((p.QWEN2,)),
-    "qwen35": PreTokenizer((p.QWEN35,)),
-    "ufakzeka": PreTokenizer((p.QWEN2_WITHOUT_CONTRACTIONS,)),
-    "laguna": PreTokenizer((p.NEWLINE_RUNS, p.QWEN2)),
-    "seed-coder": PreTokenizer((p.SEED_CODER,)),
-    "bailingmoe": PreTokenizer((p.BAILING,)),
-    "exaone-moe": PreTokenizer((p.EXAONE_MOE,)),
-    "tekken": PreTokenizer((p.TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o": PreTokenizer((p.O200K,)),
-    "granite-embed-multi-97m": PreTokenizer((p.GRANITE_EMBEDDING,), ignore_merges=True),
-    "tiny_aya": PreTokenizer((p.TINY_AYA,), digit_groups=_FROM_THE_RIGHT),
-    "youtu": PreTokenizer(p.YOUTU, ignore_merges=True),
-    "kimi-k2": PreTokenizer((p.KIMI_K2,)),
-    "superbpe": PreTokenizer((p.DIGITS,), digit_groups=DigitGroups(p.ASCII_DIGITS, cut_before=True)),
-    "deepseek-llm": PreTokenizer(p.DEEPSEEK_LLM),
-    "deepseek-coder": PreTokenizer(p.DEEPSEEK_CODER),
-    "deepseek-v3": PreTokenizer(p.DEEPSEEK_V3),
-    "spark2_5": PreTokenizer(p.SPARK),
-    "afmoe": PreTokenizer(p.AFMOE, digit_groups=_FROM_THE_RIGHT),
-    "bloom": PreTokenizer((p.BLOOM,)),
-    "viking": PreTokenizer((p.BLOOM, p.DIGIT)),
-    "chameleon": PreTokenizer(p.CHAMELEON, add_bos=True),
-    "gemma4": PreTokenizer((p.NEWLINE_RUNS,), always_bos=True, byte_level=False, whole_newlines=True),
-    "sarvam-moe": PreTokenizer((p.NEWLINE_RUNS,), byte_level=False),
+    "default": PreTokenizer((PUNCTUATION, GPT2, DIGITS, THREE_ASCII_DIGITS)),
+    "gpt-2": PreTokenizer((GPT2,)),
+    "starcoder": PreTokenizer((DIGIT, GPT2)),
+    "falcon": PreTokenizer((PUNCTUATION_AND_TICK, GPT2, THREE_ASCII_DIGITS)),
+    "llama-bpe": PreTokenizer((LLAMA3,), ignore_merges=True, add_bos=True),
+    "dbrx": PreTokenizer((LLAMA3,)),
+    "glm4": PreTokenizer((LLAMA3,), ignore_merges=True),
+    "jais-2": PreTokenizer((JAIS2,)),
+    "minicpm5": PreTokenizer((THREE_DIGITS, MINICPM5), ignore_merges=True),
+    "qwen2": PreTokenizer((QWEN2,)),
+    "qwen35": PreTokenizer((QWEN35,)),
+    "ufakzeka": PreTokenizer((QWEN2_WITHOUT_CONTRACTIONS,)),
+    "laguna": PreTokenizer((NEWLINE_RUNS, QWEN2)),
+    "seed-coder": PreTokenizer((SEED_CODER,)),
+    "bailingmoe": PreTokenizer((BAILING,)),
+    "exaone-moe": PreTokenizer((EXAONE_MOE,)),
+    "tekken": PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o": PreTokenizer((O200K,)),
+    "granite-embed-multi-97m": PreTokenizer((GRANITE_EMBEDDING,), ignore_merges=True),
+    "tiny_aya": PreTokenizer((TINY_AYA,), digit_groups=_FROM_THE_RIGHT),
+    "youtu": PreTokenizer(YOUTU, ignore_merges=True),
+    "kimi-k2": PreTokenizer((KIMI_K2,)),
+    "superbpe": PreTokenizer((DIGITS,), digit_groups=DigitGroups(ASCII_DIGITS, cut_before=True)),
+    "deepseek-llm": PreTokenizer(DEEPSEEK_LLM),
+    "deepseek-coder": PreTokenizer(DEEPSEEK_CODER),
+    "deepseek-v3": PreTokenizer(DEEPSEEK_V3),
+    "spark2_5": PreTokenizer(SPARK),
+    "afmoe": PreTokenizer(AFMOE, digit_groups=_FROM_THE_RIGHT),
+    "bloom": PreTokenizer((BLOOM,)),
+    "viking": PreTokenizer((BLOOM, DIGIT)),
+    "chameleon": PreTokenizer(CHAMELEON, add_bos=True),
+    "gemma4": PreTokenizer((NEWLINE_RUNS,), always_bos=True, byte_level=False, whole_newlines=True),
+    "sarvam-moe": PreTokenizer((NEWLINE_RUNS,), byte_level=False),
 }
 # Names of models that split as another one does.
 _ALIASES = {
@@ -117,4 +246,4 @@ def pre_tokenizer(name: str) -> PreTokenizer:
         )
     if canonical in _OWN_CATEGORIES:
         return found
-    return replace(found, patterns=tuple(map(p.unicode_15, found.patterns)))
+    return replace(found, patterns=tuple(map(unicode_15, found.patterns)))

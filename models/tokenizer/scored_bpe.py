@@ -9,8 +9,7 @@ import re
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 
-from quengine.models.tokenizer.errors import TokenizerError
-from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary, byte_value
+from quengine.models.tokenizer.vocabulary import TokenizerError, TokenType, Vocabulary, byte_value
 
 SPACE = "▁"
 _MERGEABLE = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)

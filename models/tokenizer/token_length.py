@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quengine.models.tokenizer.byte_level import BYTE_TO_CHAR, byte_level_bytes
+from quengine.models.tokenizer.bpe import BYTE_TO_CHAR, byte_level_bytes
 from quengine.models.tokenizer.vocabulary import TokenType, Vocabulary
 
 _LONGEST_CHARACTER = 4  # bytes: what an unknown token may stand for

@@ -9,9 +9,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from quengine.models.tokenizer.added_tokens import partition
-from quengine.models.tokenizer.errors import TokenizerError
-from quengine.models.tokenizer.parts import TextEncoder, TokenizerParts
+from quengine.models.tokenizer.parts import TextEncoder, TokenizerParts, partition
+from quengine.models.tokenizer.vocabulary import TokenizerError
 
 if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
@@ -52,7 +51,7 @@ class Tokenizer:
 
         Raises EngineError for a file that is missing or cannot be read, TokenizerError for one that does not work.
         """
-        from quengine.models.tokenizer.hf.from_hf import read_hf_tokenizer
+        from quengine.models.tokenizer.from_hf import read_hf_tokenizer
 
         return cls(read_hf_tokenizer(Path(folder)))
 

@@ -8,7 +8,11 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 
-from quengine.models.tokenizer.errors import TokenizerError
+from quengine.errors import EngineError
+
+
+class TokenizerError(EngineError):
+    """The model's tokenizer is of a kind that is not supported, or contradicts itself."""
 
 
 class TokenType(IntEnum):

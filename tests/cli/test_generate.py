@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from gguf import GGUFReader
 
-from quengine.cli import prompt_source
+from quengine.cli.commands import generate
 from quengine.cli.main import run
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.gguf_builder import ModelSizes
@@ -253,10 +253,10 @@ def test_a_pipe_that_is_no_text_is_an_error_of_one_line(
 def test_a_pipe_that_keeps_silent_is_told_about(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prompt_source, "_SAID_AFTER", 0.01)
+    monkeypatch.setattr(generate, "_SAID_AFTER", 0.01)
     reader, writer = os.pipe()
     monkeypatch.setattr("sys.stdin", os.fdopen(reader, encoding="utf-8"))
-    waiting = threading.Thread(target=prompt_source.with_piped, args=("hi",))
+    waiting = threading.Thread(target=generate.with_piped, args=("hi",))
     waiting.start()
     err = ""
     while "waiting for standard input" not in err and waiting.is_alive():

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from quengine.cli.chat.notes import note
 from quengine.cli.progress import ProgressLine, PromptProgress, clear_before
+from quengine.cli.terminal import note
 
 Captured = pytest.CaptureFixture[str]
 

@@ -19,7 +19,7 @@ import pytest
 from huggingface_hub import constants
 
 from quengine.cli.main import run
-from quengine.models.hub import catalogue
+from quengine.models.hub import hub as model_names
 from quengine.models.hub.hub import resolve_model
 from tests.hub_server import COMMIT, Hub, serve_hub
 
@@ -153,7 +153,7 @@ def test_a_quantization_is_fetched_into_the_shared_cache_and_then_resolves_witho
 
 
 def test_the_help_lists_every_alias(engine):
-    aliases = tomllib.loads((Path(catalogue.__file__).parent / "catalogue.toml").read_text())
+    aliases = tomllib.loads((Path(model_names.__file__).parent / "catalogue.toml").read_text())
     done = engine("pull", "--help")
     listed = {line.split()[0]: line for line in done.stdout.splitlines() if line.strip()}
     assert (done.returncode, done.stderr) == (0, "")

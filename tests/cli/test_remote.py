@@ -10,7 +10,7 @@ import pytest
 
 from quengine.cli.commands import stop
 from quengine.cli.main import run
-from quengine.cli.remote.client import RemoteServer
+from quengine.cli.remote import RemoteServer
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states
 from tests.engine.serve.serving import KEY, Served, serving
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quengine.cli import pulling
+from quengine.cli import loading
 from quengine.cli.main import run
 from tests.cli.chat.chat_terminal import COMMON, Terminal
 from tests.gguf_builder import ModelSizes
@@ -105,5 +105,5 @@ def test_a_pull_that_is_declined_is_the_error_of_a_model_that_is_not_here(tmp_pa
 
 
 def test_names_of_models_that_are_here_ask_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulling, "fetch", lambda *_: pytest.fail("fetched"))
-    pulling.offer_pull(model)
+    monkeypatch.setattr(loading, "fetch", lambda *_: pytest.fail("fetched"))
+    loading.offer_pull(model)

@@ -12,7 +12,7 @@ from typing import get_args
 import httpx
 import pytest
 
-from quengine.cli.commands.serve import _name
+from quengine.cli.commands.serve import served_name
 from quengine.cli.main import run
 from quengine.errors import EngineError
 from quengine.options import Flag
@@ -74,7 +74,7 @@ def test_keys_that_others_can_read_are_warned_of_once(
     ],
 )
 def test_a_model_is_called_what_its_user_calls_it(model: str, name: str) -> None:
-    assert _name(model) == name
+    assert served_name(model) == name
 
 
 @pytest.mark.parametrize("flags", [[], ["-v"]], ids=["quiet", "-v"])

@@ -134,6 +134,14 @@ def test_windows_of_some_layers_are_shown(capsys, tmp_path):
     assert "4096 tokens, sliding window 64\n" in text and "merged projections" in text
 
 
+def test_what_a_state_takes_is_shown(capsys, tmp_path, tiny):
+    path = write_synthetic(tmp_path / "lfm2.gguf", "lfm2-tiny")
+    line = "state         0.2 MiB a sequence of --parallel, whatever its length, and for each copy"
+    assert line in shown(capsys, path)
+    assert as_json(capsys, path)["devices"][0]["state_bytes"] == 2 * 64 * 512 * 4
+    assert "state  " not in shown(capsys, tiny)
+
+
 def test_types_without_a_packed_kernel_count_as_f32(capsys, tmp_path):
     spec = replace(PRESETS["tiny"], quant="Q2_K")
     path = write_synthetic(tmp_path / "m.gguf", spec)

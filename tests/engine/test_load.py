@@ -49,7 +49,7 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu() -> None:
 def test_a_deterministic_run_has_batch_invariant_kernels(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quengine.platform.compile_notice.announce_compilation", lambda _: None)
+    monkeypatch.setattr("quengine.platform.device.announce_compilation", lambda _: None)
     monkeypatch.setattr("quengine.kernels.cuda.backend.has_dependent_launch", lambda _: True)
     config = EngineConfig(device="cuda", deterministic=deterministic)
     device, _ = choose_device(config)

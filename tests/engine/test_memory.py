@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from quengine.block_manager import CachePool
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.gated_delta.chunks import chunk_rows
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.moe import grouped
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
@@ -31,7 +33,8 @@ from quengine.memory import (
     kv_cache_bytes,
     workspace_bytes,
 )
-from quengine.models.config import ExpertConfig, ModelConfig
+from quengine.models.config import ExpertConfig, GatedDeltaSizes, ModelConfig
+from quengine.models.synthetic.presets import find_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.tiny_models import small_config
 
@@ -187,6 +190,23 @@ def test_the_rows_of_experts_take_room_of_their_own_on_the_cpu(config: ModelConf
     assert more[0] < more[1]
 
 
+def test_a_gated_delta_net_takes_room_for_each_row_of_a_chunk_on_a_gpu(config: ModelConfig) -> None:
+    """What its kernels allocate for a chunk: 32 + 0.25 + 16 KiB a row of Qwen3.6-35B-A3B's shape."""
+    sizes = GatedDeltaSizes(16, 32, 128, 4, tiled=True)
+    net = dataclasses.replace(config, embedding_length=2048, gated_delta=sizes)
+    taken = [workspace_bytes("cuda", net, GIB, chunk, 1) for chunk in (512, 1024)]
+    plain = [
+        workspace_bytes("cuda", dataclasses.replace(net, gated_delta=None), GIB, chunk, 1)
+        for chunk in (512, 1024)
+    ]
+    product = 4 * (8192 + 4096 + 64) - 4 * (config.head_count + 2 * config.head_count_kv) * config.head_dim
+    more = (taken[1] - taken[0]) - (plain[1] - plain[0])
+    assert more == 512 * (product + 1024 * 32 + 256 + 1024 * 16)
+    qkv, gates = torch.empty(512, 8192), torch.empty(512, 2, 32)
+    matrices = 2 * torch.empty(512, 32, chunk_rows(128)).nbytes
+    assert qkv.nbytes + gates.nbytes + matrices == 512 * (1024 * 32 + 256 + 1024 * 16)
+
+
 def test_a_draft_model_takes_less_beside_than_alone(config: ModelConfig) -> None:
     alone, beside = (workspace_bytes("cuda", config, 2**27, 2048, 8, draft) for draft in (False, True))
     assert beside < alone
@@ -320,3 +340,58 @@ def test_a_window_of_all_layers_is_kept_with_a_draft_model(config: ModelConfig) 
     config = dataclasses.replace(config, sliding_window=4096)
     assert [pool.window for pool in CacheNeeds(config, 512).pools()] == [4096]
     assert [pool.window for pool in CacheNeeds(config, 512, config).pools()] == [None]
+
+
+@pytest.fixture
+def recurrent() -> ModelConfig:
+    """LFM2 with two convolutions so wide that a state takes 64 MiB; keys and values take 1 KiB a token."""
+    preset = find_preset("lfm2-tiny")
+    assert preset is not None
+    config = dataclasses.replace(preset.config(), context_length=32768)
+    state = CacheNeeds(config, 512).state_bytes
+    assert state % (64 * 4) == 0
+    return dataclasses.replace(config, conv_channels=config.conv_channels * 64 * 2**20 // state)
+
+
+def state_needs(config: ModelConfig, **options: Any) -> CacheNeeds:
+    return CacheNeeds(config, 512, None, 4, **options)
+
+
+def test_states_and_checkpoints_are_counted_and_take_their_share(recurrent: ModelConfig) -> None:
+    needed = state_needs(recurrent)
+    size = needed.state_bytes
+    assert size == 64 * 2**20 and needed.states == 4 and needed.least_checkpoints == 2
+    own = needed.cache_bytes(1024)
+    assert needed.nbytes(1024) == own + 5 * size + needed.table_bytes(1024)
+
+    def pools(room: int, **options: Any) -> tuple[int, int]:
+        paged, states = choose_pools(state_needs(recurrent, **options), 1024, 4, room, "f16")
+        assert states.num_blocks == 4 + states.checkpoints
+        return paged.num_blocks, states.checkpoints
+
+    padding = sum(needed.block_bytes("f16"))
+    least = needed.nbytes(1024) + padding
+    assert pools(least) == (32, 2), "blocks of one sequence, states of all"
+    assert pools(least + size // 2) == (128, 2), "an eighth of it is no further state"
+    assert pools(16 * 2**30) == (128, 34) and pools(64 * 2**30) == (128, 48)
+    assert pools(64 * 2**30, checkpoints=3) == (128, 3) and pools(64 * 2**30, checkpoints=0) == (128, 0)
+    assert state_needs(recurrent, drafts=True).states == 4, "they go back over drafts"
+
+
+def test_states_that_do_not_fit_are_refused_with_what_does(recurrent: ModelConfig) -> None:
+    needed = state_needs(recurrent)
+    free = 4 * GIB + WORKSPACE["cpu"] + needed.nbytes(32768)
+    assert choose_context(needed, 32768, memory(free)) == 32768
+    with pytest.raises(
+        CannotRunError,
+        match=r"for 32768 tokens in f16, 0\.38 GiB of them for states: 4 of up to 4 sequences and 2 checkpoints, "
+        r"64\.0 MiB each\), free .* GiB; try -c 32512 or .*--parallel 3$",
+    ):
+        choose_context(needed, 32768, memory(free - 1))
+    for states, way in ((5, "--parallel 2"), (4, "--parallel 1"), (3, "--parallel 1 -c 768")):
+        room = states * needed.state_bytes + 2**20
+        with pytest.raises(CannotRunError, match=rf"; try {way}$"):
+            choose_context(needed, 32768, memory(4 * GIB + WORKSPACE["cpu"] + room))
+    many = state_needs(recurrent, checkpoints=20)
+    with pytest.raises(CannotRunError, match=r"and 20 checkpoints, .*--state-checkpoints 2$"):
+        choose_context(many, 32768, memory(free))

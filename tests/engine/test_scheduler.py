@@ -25,6 +25,7 @@ class FakeSequence:
     token_ids: list[int]
     wanted: int = 5
     num_cached_tokens: int = 0
+    replay: int = 0
     reused_tokens: int = 0
     block_tables: tuple[list[int], ...] = ()
     block_keys: list[bytes] = field(default_factory=list)

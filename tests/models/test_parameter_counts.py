@@ -7,7 +7,7 @@ import pytest
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 from quengine.models.parameter_counts import ParameterCounts, count_parameters, count_text
 from quengine.models.synthetic.presets import PRESETS
-from quengine.models.synthetic.type_mix import tensor_type
+from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 
 

@@ -11,7 +11,7 @@ from quengine.models.architectures import ARCHITECTURES
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, check_vocabulary
-from quengine.models.synthetic import pooled_rows, synthetic
+from quengine.models.synthetic import random_blocks, synthetic
 from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic import PRESETS, SyntheticModel, tensor_type, write_synthetic
 from quengine.models.synthetic.synthetic_vocabulary import bpe_metadata, mistral_v3_pieces, spm_metadata
@@ -152,7 +152,7 @@ def test_the_mix_of_a_mixture_of_experts_is_that_of_llama_cpp():
 
 
 def test_experts_cut_from_a_pool_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr(pooled_rows, "_POOL_BYTES", 100 * 144)
+    monkeypatch.setattr(random_blocks, "_POOL_BYTES", 100 * 144)
     spec = replace(SMALL, experts=8, experts_used=2)  # 256 rows of a block: more than the pool has
     paths = [write_synthetic(tmp_path / name, spec, seed) for name, seed in (("a", 3), ("b", 3), ("c", 4))]
     first, again, other = (path.read_bytes() for path in paths)
@@ -166,7 +166,7 @@ def test_experts_cut_from_a_pool_differ(tmp_path, monkeypatch):
 
 
 def test_layers_cut_from_a_pool_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr(pooled_rows, "_POOL_BYTES", 100 * 144)
+    monkeypatch.setattr(random_blocks, "_POOL_BYTES", 100 * 144)
     path = write_synthetic(tmp_path / "a", replace(SMALL, block_count=2, pooled=True))
     with open_gguf(path) as file:
         check_tensors(file, read_gguf_config(file))

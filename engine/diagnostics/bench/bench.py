@@ -17,22 +17,74 @@ from quengine.diagnostics.bench.bench_machine import bandwidth, matrix_rate, pea
 from quengine.diagnostics.bench.bench_plan import BenchPlan, BenchTest
 from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
 from quengine.diagnostics.bench.bench_time import batch_positions, random_prompts, time_batch, time_drafts
-from quengine.diagnostics.bench.bench_work import bytes_per_token, prompt_operations
-from quengine.diagnostics.bench.profile import Profile, TraceFile
-from quengine.diagnostics.bench.profile_run import (
+from quengine.diagnostics.bench.profile import (
     PROFILED_STEPS,
+    Profile,
+    TraceFile,
     check_can_profile,
     profile_decode,
     profile_prompt,
 )
 from quengine.errors import EngineError
 from quengine.llm import LLM
+from quengine.models.architectures import layers_of
+from quengine.models.blocks.attention import Attention
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.config import ModelConfig
+from quengine.models.experts import MixtureOfExperts
 from quengine.models.hub.hub import resolve_model
+from quengine.models.layers import FeedForwardLayer
 from quengine.models.parameter_counts import checkpoint_parameters
 from quengine.platform.device import choose_device
 from quengine.platform.host_experts import host_layers
 from quengine.platform.machine import physical_cores
+
+
+def bytes_per_token(llm: LLM, depth: int, generate: int, batch: int = 1) -> int:
+    """Weights, and the cache on average, that one of `generate` tokens after `depth` tokens reads.
+
+    `batch` sequences share a pass over the weights. Of a mixture of experts that pass reads those which so many rows
+    are expected to choose.
+    """
+    # Token i of the test reads the rows before it and its own.
+    context = depth + (generate + 1) // 2
+    return llm.runner.decoder.step_bytes(batch) // batch + llm.cache_bytes(context)
+
+
+def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
+    """Floating-point operations, a multiply-add counting two, of a prompt after `depth` tokens.
+
+    Matrices of the layers for every token (of experts, those that compute it), the scores and sums of causal attention
+    within the window, and the output matrix and the last layer's matrices behind its attention once a chunk, as only a
+    chunk's last token gets logits.
+    """
+    decoder = llm.runner.decoder
+    config = decoder.config
+    chunks = -(-prompt // decoder.chunk_size)
+    matrices, positions = 0, range(depth, depth + prompt)
+    for block in decoder.blk:
+        entry, output = block.mixer.entry, block.mixer.output
+        rows = chunks if block is decoder.blk[-1] else prompt
+        matrices += 2 * entry.rows * entry.cols * prompt
+        matrices += (2 * output.rows * output.cols + _feed_forward_operations(config, block.ffn)) * rows
+    attention = 0
+    for layer, mixer in enumerate(block.mixer for block in layers_of(config)):
+        if isinstance(mixer, Attention) and layer in config.held_layers:
+            visible = (min(position + 1, mixer.window or position + 1) for position in positions)
+            attention += 4 * mixer.heads * mixer.head_dim * sum(visible)
+    output = decoder.output  # None where another device has it
+    logits = 0 if output is None else 2 * output.rows * output.cols * chunks
+    return int(matrices + attention + logits)
+
+
+def _feed_forward_operations(config: ModelConfig, ffn: FeedForwardLayer | MixtureOfExperts) -> int:
+    """Of the matrices of one layer's feed-forward, for one row."""
+    if isinstance(ffn, FeedForwardLayer):
+        return int(sum(2 * weight.rows * weight.cols for weight in (ffn.ffn_gate_up, ffn.ffn_down)))
+    experts = ffn.experts
+    inner = experts.router.used * experts.feed_forward_length + experts.shared_feed_forward_length
+    return 2 * config.embedding_length * (3 * inner + experts.count)
+
 
 Progress = Callable[[str], None]
 

@@ -133,7 +133,10 @@ def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: Place, start: int
         b.eager(ids, start)
     operations = replay.found
     if phase == "decode":
-        eager, whole = b.eager(ids, start).clone(), b.forward(ids, start)
+        b.set_cached(0, start, before)
+        eager = b.eager(ids, start).clone()
+        b.set_cached(0, start, before)
+        whole = b.forward(ids, start)
         operations.append(OperationError(CAPTURED, None, _largest(eager, whole), BUDGETS[phase]))
     return Location(phase, start, end, operations)
 

@@ -52,6 +52,7 @@ _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "norm_linear": ("norm+qkv", (1,)),
     "attention": ("attention", (1,)),
     "short_conv": ("attention", (1,)),
+    "gated_delta": ("attention", (1,)),
     "linear_add": ("output+residual", (1, 3)),
     "norm_glu": ("norm+glu", (1,)),
     "route": ("route", (1,)),

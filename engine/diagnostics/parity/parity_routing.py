@@ -151,9 +151,13 @@ class Pair:
             return self.b.forward(ids, start)
         before, rows = self.counts.differing, slice(start - self._start, start - self._start + len(ids))
         self.b.choose_experts({layer: chosen.experts[rows] for layer, chosen in self._chosen.items()})
+        states = self.b.states_before(start)
         with routed(self.b.decoder, self._force):
             logits = self.b.eager(ids, start)
-        return self.b.forward(ids, start) if self.counts.differing == before else logits
+        if self.counts.differing > before:
+            return logits
+        self.b.go_back(start, states)
+        return self.b.forward(ids, start)
 
     def _record(self, layer: int, call: "RouteCall") -> Routing:
         routing = call.own()

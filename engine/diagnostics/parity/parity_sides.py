@@ -93,6 +93,16 @@ class LLMSide:
         """Store what another side's `cached` gave."""
         write_cached(self.llm.runner, start, end, rows)
 
+    def states_before(self, start: int) -> list[Tensor] | None:
+        """What `go_back` needs to compute positions `start`, ... once more: copies of the states; None where the side
+        keeps none, or begins there."""
+        return LLMSide.cached(self, start - 1, start) if start and any(self.are_states) else None
+
+    def go_back(self, start: int, states: list[Tensor] | None) -> None:
+        """Have the states again that `states_before` gave for this position."""
+        if states is not None:
+            LLMSide.set_cached(self, start - 1, start, states)
+
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """At most `count` tokens that a user gets at temperature 0, and the end token if one came sooner."""
         completion = self.llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=count)).finish()

@@ -3,39 +3,107 @@
 A prompt, then a token, then rows of several sequences, over the state that the steps before have left.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from quengine.diagnostics.selftest.self_test import ROUNDED, KernelCheck, failure, nmse
-from quengine.kernels.backend import Backend, SlotLayer
+from quengine.diagnostics.selftest.self_test import EPS, HALF, ROUNDED, KernelCheck, failure, floats, nmse
+from quengine.kernels.backend import Backend, Hidden, SlotLayer
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
+from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.kv.cache_types import CONV_HISTORY
 from quengine.kernels.short_conv import ShortConvSpec, short_conv
 
 CHANNELS, TAPS, PROMPT, SLOTS = 640, 3, 70, 3
+KEY_HEADS, VALUE_HEADS, HEAD_SIZES, DELTA_TAPS = 2, 4, (64, 128), 4
 _CPU = torch.device("cpu")
 
-STATES = (f"short convolution {CHANNELS}",)
+STATES = (f"short convolution {CHANNELS}", *(f"gated delta {size}" for size in HEAD_SIZES))
 """The subjects."""
+
+Run = Callable[[Backend[Any], ForwardBatch, Hidden, SlotLayer], Tensor]
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """An operation. columns: of its rows. state: what its slots hold. run: on a backend. define: in fp64, of rows and
+    the parts of the state. limits: NMSE of the results of each step."""
+
+    columns: int
+    state: tuple[Tensor, ...]
+    run: Run
+    define: Callable[[ForwardBatch, Tensor, tuple[Tensor, ...]], Tensor]
+    limits: dict[str, float]
 
 
 def check_state(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
     """The checks of one of STATES; an exception on the way is their failure."""
     random = torch.Generator().manual_seed(3)
-    weight = torch.randn(TAPS, CHANNELS, generator=random)
-    state = torch.randn(SLOTS + 1, CONV_HISTORY, CHANNELS, generator=random)
-    ours, layer = state.clone(), SlotLayer(state.to(backend.device))
-    spec = ShortConvSpec(weight.to(backend.device, backend.dtype), 0)
+    kind, size = name.rsplit(maxsplit=1)
+    subject = (
+        _gated_delta(int(size), random) if kind == "gated delta" else _short_convolution(int(size), random)
+    )
+    ours = tuple(part.clone() for part in subject.state)
+    layer = SlotLayer(tuple(part.to(backend.device) for part in subject.state))
     for test, there, here in _steps(backend.device):
-        bcx = torch.randn(len(here), 3 * CHANNELS, generator=random)
+        x = torch.randn(len(here), subject.columns, generator=random)
         try:
-            found = backend.short_conv(there, bcx.to(backend.device, backend.dtype), spec, layer)
-            wanted = short_conv(here, bcx.double(), ShortConvSpec(weight.double(), 0), ours)
-            yield KernelCheck(name, test, nmse(found.cpu(), wanted), ROUNDED)
+            wanted = subject.define(here, x.double(), ours)
+            found = subject.run(
+                backend, there, x.to(backend.device, backend.dtype), layer
+            )  # may write over x
+            yield KernelCheck(name, test, nmse(found, wanted), subject.limits[test])
         except Exception as error:  # whatever stops a kernel is what this test looks for
             yield failure(name, test, error)
+
+
+def _short_convolution(channels: int, random: torch.Generator) -> _Subject:
+    weight = torch.randn(TAPS, channels, generator=random)
+    state = torch.randn(SLOTS + 1, CONV_HISTORY, channels, generator=random)
+
+    def run(backend: Backend[Any], batch: ForwardBatch, x: Hidden, layer: SlotLayer) -> Tensor:
+        spec = ShortConvSpec(weight.to(backend.device, backend.dtype), 0)
+        result: Tensor = backend.short_conv(batch, x, spec, layer)
+        return result
+
+    def define(batch: ForwardBatch, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
+        return short_conv(batch, x, ShortConvSpec(weight.double(), 0), *state)
+
+    limits = dict.fromkeys(("prompt", "1 token", "batch"), ROUNDED)
+    return _Subject(3 * channels, (state,), run, define, limits)
+
+
+def _gated_delta(size: int, random: torch.Generator) -> _Subject:
+    """With a state that decays at another rate for each head."""
+    channels, width = (2 * KEY_HEADS + VALUE_HEADS) * size, VALUE_HEADS * size
+    spec = GatedDeltaSpec(
+        conv=torch.randn(DELTA_TAPS, channels, generator=random) / 2,
+        decay=-torch.empty(VALUE_HEADS).uniform_(0.01, 4.0, generator=random),
+        bias=torch.randn(VALUE_HEADS, generator=random) - 2.0,
+        norm=torch.rand(size, generator=random) + 0.5,
+        key_heads=KEY_HEADS, value_heads=VALUE_HEADS, head_dim=size, tiled=True, eps=EPS, cache_group=0,
+    )  # fmt: skip
+    history = torch.randn(SLOTS + 1, DELTA_TAPS, channels, generator=random)
+    memory = torch.randn(SLOTS + 1, VALUE_HEADS, size, size, generator=random) * size**-0.5
+
+    def run(backend: Backend[Any], batch: ForwardBatch, x: Hidden, layer: SlotLayer) -> Tensor:
+        vectors = {name: getattr(spec, name) for name in ("conv", "decay", "bias", "norm")}
+        there = replace(spec, **{name: v.to(backend.device, backend.dtype) for name, v in vectors.items()})
+        # The result may be quantized for a matrix, which alone reads it: one row of it for each output.
+        identity = backend.weight([floats(torch.eye(width))])
+        mixed = backend.gated_delta(batch, x, there, layer)
+        zero = torch.zeros(len(batch), width, dtype=backend.dtype, device=backend.device)
+        result: Tensor = backend.linear_add(batch, mixed, identity, zero)
+        return result
+
+    def define(batch: ForwardBatch, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
+        return gated_delta(batch, x, spec, *state)
+
+    limits = {"prompt": HALF, "1 token": ROUNDED, "batch": HALF}
+    return _Subject(channels + width + 2 * VALUE_HEADS, (history, memory), run, define, limits)
 
 
 def _steps(device: torch.device) -> Iterator[tuple[str, ForwardBatch, ForwardBatch]]:

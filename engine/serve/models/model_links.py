@@ -15,8 +15,8 @@ from uuid import uuid4
 
 from quengine.models.hub.hub_name import is_companion, own_name, without_shard
 from quengine.models.hub.presets import toml_text
-from quengine.serve.models.model_folder import HUB, parts_of
-from quengine.serve.models.model_options import options_name
+from quengine.serve.models.model_spec import HUB, parts_of
+from quengine.serve.models.preset_file import options_name
 from quengine.serve.schemas.errors import ApiError, bad_request
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -55,7 +55,7 @@ def linked_model(
     folder: Path, name: str, file: Path, options: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
     """Give the model whose first file is `file` the checked name `name` in `folder`, with `options` beside it
-    (`model_options`); undone where the block raises.
+    (`preset_file.made_options`); undone where the block raises.
 
     A link leads to the file itself, not to other links. A file of the same disk becomes a second name of its contents
     (a hard link), so that each of the two can be removed.

@@ -12,8 +12,8 @@ from quengine.serve.http import off_loop
 from quengine.serve.metrics import ServerMetrics
 from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.model_links import folder_name, linked_model, remade_model, unlinked_model
-from quengine.serve.models.model_options import read_options
 from quengine.serve.models.model_spec import ModelSpec, check_names
+from quengine.serve.models.preset_file import read_options
 from quengine.serve.models.pulls import Pulls
 from quengine.serve.models.residency import Launch, Residency
 from quengine.serve.processes.server_thread import Worker

@@ -6,7 +6,6 @@ that has failed stays so for its process, so this one ends then, and the server 
 
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,12 +13,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.channel import Channel
+from quengine.kernels.child_process import end_with_parent, parent_channel
 from quengine.platform import bus_error, collector, cuda_start, log_lines, torch_import
-from quengine.platform.out_of_memory import out_of_memory
+from quengine.platform.failure import failure_of
 from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Continuing,
@@ -33,8 +32,8 @@ from quengine.serve.processes.shared_engine import (
 )
 from quengine.serve.processes.shared_heartbeat import Heartbeat
 from quengine.serve.processes.shared_wire import (
+    TO_ENGINE,
     Add,
-    Broken,
     Cancel,
     Load,
     Progress,
@@ -44,8 +43,6 @@ from quengine.serve.processes.shared_wire import (
     Step,
     ToEngine,
     can_be_sent,
-    receive_in_engine,
-    send,
 )
 
 if TYPE_CHECKING:
@@ -60,18 +57,18 @@ _COMPILING = 2  # constraints at once
 
 
 class EngineLoop:
-    """Runs an engine: takes messages from `connection` between its steps, and sends the events of each step there.
+    """Runs an engine: takes messages from `channel` between its steps, and sends the events of each step there.
 
     prepare_next: called while no request has come for a moment, until it returns false; a request may wait for it.
     """
 
     def __init__(
         self,
-        connection: "Connection[Any, Any]",
+        channel: Channel[ToEngine],
         engine: Engine,
         prepare_next: Callable[[], bool] | None = None,
     ) -> None:
-        self._connection = connection
+        self._channel = channel
         self._engine = engine
         self._received: deque[ToEngine | Future[GenerationRequest]] = deque()
         self._wake = threading.Condition()
@@ -117,7 +114,7 @@ class EngineLoop:
     def _listen(self) -> None:
         try:
             while True:
-                self._receive(receive_in_engine(self._connection))
+                self._receive(self._channel.receive())
         except (EOFError, OSError):
             os._exit(0)  # nothing receives what is computed
         except BaseException:
@@ -184,7 +181,7 @@ class EngineLoop:
         if now - self._stats_at > STATS_SECONDS or not self._running:
             self._stats_at, stats = now, self._engine.stats()
         try:
-            send(self._connection, Step(events, stats))
+            self._channel.send(Step(events, stats))
         except (OverflowError, UnicodeError, TypeError):
             self._send(self._without_unsendable(events))
 
@@ -200,23 +197,23 @@ class EngineLoop:
         return [*kept, *(Failed(request_id, message) for request_id in unsendable)]
 
 
-def load(connection: "Connection[Any, Any]") -> "LLMEngine":
+def load(channel: Channel[ToEngine]) -> "LLMEngine":
     """The engine of the server's first message. Raises EngineError where it cannot be loaded."""
-    wanted = receive_in_engine(connection)
+    wanted = channel.receive()
     assert isinstance(wanted, Load)
     cuda_start.begin(str(wanted.options.get("device", "auto")))
     from quengine.llm import LLM
     from quengine.serve.processes.engine_llm import LLMEngine
 
     def make_room(needed: int, free: int, device: str) -> bool:
-        send(connection, Room(needed, free, device))
-        answer = receive_in_engine(connection)
+        channel.send(Room(needed, free, device))
+        answer = channel.receive()
         assert isinstance(answer, RoomMade)
         return answer.again
 
     llm = LLM(
         wanted.model,
-        progress=lambda text: send(connection, Progress(text)),
+        progress=lambda text: channel.send(Progress(text)),
         make_room=make_room,
         **wanted.options,
     )
@@ -225,36 +222,30 @@ def load(connection: "Connection[Any, Any]") -> "LLMEngine":
         llm.loaded.ranks.serves = True
     notes = tuple(llm.loaded.notes)
     device, memory = str(llm.loaded.device), llm.loaded.nbytes
-    send(connection, Ready(llm.config.parallel, llm.ctx_size, device, memory, notes))
+    channel.send(Ready(llm.config.parallel, llm.ctx_size, device, memory, notes))
     return LLMEngine(llm, wanted.regions, wanted.sends)
 
 
-def broken(error: Exception) -> Broken:
-    """The last message to the server."""
-    error = out_of_memory(error) or error
-    if isinstance(error, EngineError):
-        return Broken("CannotRunError" if isinstance(error, CannotRunError) else "EngineError", str(error))
-    logger.error("the engine has failed", exc_info=error)
-    return Broken("failed", f"{type(error).__name__}: {error}")
-
-
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+    channel = parent_channel(TO_ENGINE)
+    end_with_parent()
     log_lines.set_up(verbose="-v" in sys.argv[3:])
     collector.starting()
     bus_error.install()
     torch_import.keep_bytecode()
-    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     Heartbeat(int(sys.argv[2])).keep_beating()
     try:
-        engine = load(connection)
+        engine = load(channel)
         collector.working()
-        EngineLoop(connection, engine, engine.prepare_next).run()
+        EngineLoop(channel, engine, engine.prepare_next).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except Exception as error:
+        failure = failure_of(error)
+        if failure.kind == "failed":
+            logger.error("the engine has failed", exc_info=error)
         with suppress(OSError):  # the server is gone as well
-            send(connection, broken(error))
+            channel.send(failure)
     return 1
 
 

@@ -4,30 +4,27 @@ The engine computes while the server writes to its clients: neither waits for th
 the device or the process fails, `step` raises, and the next engine is a new process, which may use the device again.
 """
 
-import atexit
 import logging
-import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.child_process import ChildProcess
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.bus_error import install
+from quengine.platform.failure import Failure
 from quengine.platform.out_of_memory import killed_for_memory
 from quengine.serve.processes import shared_heartbeat
 from quengine.serve.processes.shared_engine import EngineStats, EngineWork, Event
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.processes.shared_wire import (
+    FROM_ENGINE,
     Add,
-    Broken,
     Cancel,
     FromEngine,
-    Kind,
     Load,
     Progress,
     Ready,
@@ -35,8 +32,6 @@ from quengine.serve.processes.shared_wire import (
     RoomMade,
     Step,
     ToEngine,
-    receive_from_engine,
-    send,
 )
 
 logger = logging.getLogger("quengine.serve")
@@ -103,8 +98,7 @@ class ProcessEngine:
                 text.tokenizer.prepare()
             ready = self._loaded(progress, make_room)
         except BaseException:
-            self._process.kill()
-            self.close()
+            self._process.close()
             raise
         cache_type = str(options.get("cache_type", "f16"))
         self.text = text
@@ -116,23 +110,19 @@ class ProcessEngine:
         """Start the engine's process, which runs `module`, with a pipe to it and its heartbeat."""
         self._stats = EngineStats()
         self._events: list[Event] = []
-        self._connection, theirs = multiprocessing.Pipe()
         place = place or Place()
         with tempfile.TemporaryFile(buffering=0) as shared:
             shared.truncate(shared_heartbeat.SIZE)
-            passed = [theirs.fileno(), shared.fileno()]
             verbose = ["-v"] if logger.isEnabledFor(logging.DEBUG) else []
-            # A session of its own: the terminal's Ctrl-C is for the server, which lets requests end first.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, passed), *verbose],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[*passed, *place.regions],
-                start_new_session=True,
-                env=None if place.gpus is None else os.environ | {"CUDA_VISIBLE_DEVICES": place.gpus},
+            self._process = ChildProcess(
+                ("-m", module),
+                FROM_ENGINE,
+                [str(shared.fileno()), *verbose],
+                descriptors=[shared.fileno(), *place.regions],
+                environment={} if place.gpus is None else {"CUDA_VISIBLE_DEVICES": place.gpus},
             )
             self._heartbeat = shared_heartbeat.Heartbeat(os.dup(shared.fileno()))
-        theirs.close()
-        atexit.register(self._process.kill)  # a process that hangs would not see that the server is gone
+        self._channel = self._process.channel
 
     @property
     def pid(self) -> int:
@@ -146,11 +136,11 @@ class ProcessEngine:
     @property
     def has_events(self) -> bool:
         """Whether `step` would return, or raise, at once."""
-        return bool(self._events) or self._connection.poll()
+        return bool(self._events) or self._channel.poll()
 
     def fileno(self) -> int:
-        """Of the connection, for `multiprocessing.connection.wait`."""
-        return self._connection.fileno()
+        """Of the channel, for `multiprocessing.connection.wait`."""
+        return self._channel.fileno()
 
     def add(self, request: EngineWork) -> None:
         self._send(Add.of(request))
@@ -172,30 +162,24 @@ class ProcessEngine:
         return self._stats
 
     def _receive_all(self) -> None:
-        while self._connection.poll():
+        while self._channel.poll():
             self._receive()
 
     def kill(self) -> None:
         self._process.kill()
 
     def close(self) -> None:
-        self._connection.close()  # it ends by that
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        atexit.unregister(self._process.kill)
+        self._process.close(END_SECONDS)
 
     def _loaded(self, progress: Callable[[str], None], make_room: Callable[[int, int, str], bool]) -> Ready:
         text = "starting the engine's process"
         while True:
-            while not self._connection.poll(PROGRESS_SECONDS):
+            while not self._channel.poll(PROGRESS_SECONDS):
                 progress(text)
             try:
                 message = self._receive()
             except EngineFailedError as error:
-                if hint := killed_for_memory(self._process.returncode):
+                if hint := killed_for_memory(self._process.code):
                     raise CannotRunError(f"{error} while it loaded the model{hint}") from None
                 raise
             if isinstance(message, Progress):
@@ -208,36 +192,29 @@ class ProcessEngine:
 
     def _send(self, message: ToEngine) -> None:
         try:
-            send(self._connection, message)
+            self._channel.send(message)
         except OSError:
             raise EngineFailedError(self._how_it_ended()) from None
 
     def _receive(self) -> FromEngine:
         """Wait for a message; a step's events and statistics are kept."""
         try:
-            message = receive_from_engine(self._connection)
+            message = self._channel.receive()
         except (EOFError, OSError):
             raise EngineFailedError(self._how_it_ended()) from None
         if isinstance(message, Step):
             self._events += message.events
             self._stats = message.stats or self._stats
-        elif isinstance(message, Broken):
+        elif isinstance(message, Failure):
             raise _ERRORS[message.kind](message.message)
         return message
 
     def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "the engine's process does not answer"
-        return (
-            f"the engine's process was ended by signal {-code}"
-            if code < 0
-            else f"the engine's process ended ({code})"
-        )
+        ended = self._process.wait(END_SECONDS) is not None
+        return f"the engine's process {self._process.ending if ended else 'does not answer'}"
 
 
-_ERRORS: dict[Kind, type[Exception]] = {
+_ERRORS: dict[str, type[Exception]] = {
     "EngineError": EngineError,
     "CannotRunError": CannotRunError,
     "failed": EngineFailedError,

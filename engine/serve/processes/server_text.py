@@ -6,14 +6,12 @@ megabytes. A process starts with the first request that needs it (half a second)
 
 import asyncio
 import logging
-import multiprocessing
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import msgspec
 
+from quengine.kernels.child_process import ChildProcess
 from quengine.serve.processes.shared_model import ServedModel, TextSource
 from quengine.serve.processes.shared_text import TextJob, TextResult, perform
 from quengine.serve.processes.text_main import MEMORY_BYTES, OUT_OF_MEMORY
@@ -31,8 +29,10 @@ LONG_WAITING, VERY_LONG_WAITING = 128, 16
 """Requests that wait for the process of long texts, and for that of very long ones."""
 _ABORTED = -6  # by SIGABRT: what a library does that is refused memory
 _THREADS = 4
+_END_SECONDS = 1.0
 
 _encoder = msgspec.json.Encoder()
+_results = msgspec.msgpack.Decoder(TextResult)
 
 
 class TextPool:
@@ -101,7 +101,7 @@ class _Lane:
 
     async def _exchange(self, source: TextSource, message: bytes, seconds: float) -> TextResult:
         process = self._process
-        if process is None or not process.alive:
+        if process is None or process.code is not None:
             process = self._process = _TextProcess(source)
             logger.debug("process %d started for %s prompts", process.pid, self._name)
         loop = asyncio.get_running_loop()
@@ -110,7 +110,7 @@ class _Lane:
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            process.kill()
+            process.close()
             await asyncio.wait([answer])
             answer.exception()
             raise
@@ -121,7 +121,7 @@ class _Lane:
 
     def _ended(self, process: "_TextProcess", size: int, seconds: float) -> ApiError:
         """The error of a process that gave no answer."""
-        code = process.close()
+        code = process.close(_END_SECONDS)
         logger.warning(
             "the process that tokenizes %s prompts ended (%d) over %d bytes", self._name, code, size
         )
@@ -139,58 +139,27 @@ class _Lane:
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.close()
+            self._process.close(_END_SECONDS)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class _TextProcess:
+class _TextProcess(ChildProcess[TextResult]):
     """A running `text_main`."""
 
     def __init__(self, source: TextSource) -> None:
         self.late = False
-        self._connection, theirs = multiprocessing.Pipe()
-        command = [
-            sys.executable,
-            "-m",
-            "quengine.serve.processes.text_main",
-            str(theirs.fileno()),
-            str(source.path),
-        ]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
-        )
-        theirs.close()
+        super().__init__(("-m", "quengine.serve.processes.text_main"), _results, [str(source.path)])
         with suppress(OSError):  # of a process that has ended at once the first request says so
-            self._connection.send_bytes(_encoder.encode(source.template))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return not self._connection.closed and self._process.poll() is None
+            self.channel.send_bytes(_encoder.encode(source.template))
 
     def request(self, message: bytes) -> TextResult:
         """In a thread. Raises EOFError or OSError where the process ends before it answers."""
-        self._connection.send_bytes(message)
-        result = msgspec.msgpack.decode(self._connection.recv_bytes(), type=TextResult)
+        self.channel.send_bytes(message)
+        result = self.channel.receive()
         if result.last:
-            self.close()
+            self.close(_END_SECONDS)
         return result
 
     def out_of_time(self) -> None:
         self.late = True
         self.kill()
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def close(self) -> int:
-        """End it; its exit code, negative for a signal."""
-        self._connection.close()
-        try:
-            return self._process.wait(1)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()

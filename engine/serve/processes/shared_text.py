@@ -1,9 +1,5 @@
-"""Server and text process: jobs of tokenizing and of chat templates, and their results.
+"""Server and text process: jobs of tokenizing and of chat templates, which are JSON values, and their results."""
 
-Both are plain JSON values, but for token ids, which are packed.
-"""
-
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -48,7 +44,7 @@ class TextResult(msgspec.Struct, frozen=True):
     """The result of a job.
 
     Attributes:
-        ids: packed token ids of each prompt (`unpacked`).
+        ids: token ids of each prompt.
         text: rendered, or the body of an answer, in UTF-8.
         tokens: of the first prompt that is too long; at least so many where `size` is given.
         size: bytes of a text that was too long to be tokenized at all.
@@ -56,7 +52,7 @@ class TextResult(msgspec.Struct, frozen=True):
         last: the process that did the job ends with it.
     """
 
-    ids: list[bytes] = []
+    ids: list[list[int]] = []
     text: bytes = b""
     tokens: int | None = None
     size: int | None = None
@@ -82,12 +78,6 @@ def utf8_size(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode(errors="replace"))
 
 
-def unpacked(ids: bytes) -> list[int]:
-    packed = array("i")
-    packed.frombytes(ids)
-    return packed.tolist()
-
-
 def _ids(model: ServedModel, job: TextJob, prompt: Sequence[str | int]) -> list[int]:
     ids: list[int] = []
     for position, part in enumerate(prompt):
@@ -96,13 +86,13 @@ def _ids(model: ServedModel, job: TextJob, prompt: Sequence[str | int]) -> list[
 
 
 def _encode(model: ServedModel, job: TextJob) -> TextResult:
-    packed = []
+    found = list[list[int]]()
     for prompt in job.prompts:
-        ids = array("i", _ids(model, job, prompt))
+        ids = _ids(model, job, prompt)
         if job.most_tokens is not None and len(ids) > job.most_tokens:
             return TextResult(tokens=len(ids))
-        packed.append(ids.tobytes())
-    return TextResult(packed)
+        found.append(ids)
+    return TextResult(found)
 
 
 def _encode_chat(model: ServedModel, job: TextJob) -> TextResult:
@@ -113,7 +103,7 @@ def _encode_chat(model: ServedModel, job: TextJob) -> TextResult:
     ids = model.encode_chat(job.messages, job.tools, job.variables, job.ending)
     if job.most_tokens is not None and len(ids) > job.most_tokens:
         return TextResult(tokens=len(ids))
-    return TextResult([array("i", ids).tobytes()])
+    return TextResult([list(ids)])
 
 
 def _render_chat(model: ServedModel, job: TextJob) -> TextResult:

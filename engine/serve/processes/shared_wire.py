@@ -1,14 +1,15 @@
-"""Server and engine process: the messages between them, in MessagePack, checked against these types.
+"""Server and engine process: the messages between them (kernels/channel.py).
 
 The server's side is `server_engine`, the other `engine_main`. Both are of one installation: there are no versions.
 """
 
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from quengine.kernels.channel import encode
+from quengine.platform.failure import Failure
 from quengine.serve.processes.shared_engine import (
     EngineStats,
     EngineWork,
@@ -38,7 +39,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     @classmethod
     def of(cls, request: EngineWork) -> "Add":
         """Raises OverflowError, UnicodeError or TypeError for a value that has no form on the wire."""
-        return cls(request.id, msgspec.Raw(_encoder.encode(request)))
+        return cls(request.id, msgspec.Raw(encode(request)))
 
     @property
     def request(self) -> EngineWork:
@@ -90,51 +91,18 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats | None = None
 
 
-Kind = Literal["EngineError", "CannotRunError", "failed"]
-"""The exception that the server raises: one of this project's, or its own for all others."""
-
-
-class Broken(msgspec.Struct, tag=True, frozen=True):
-    """From the engine, last: why it has ended."""
-
-    kind: Kind
-    message: str
-
-
 ToEngine = Load | Add | Cancel | RoomMade
-FromEngine = Room | Progress | Ready | Step | Broken
+FromEngine = Room | Progress | Ready | Step | Failure
 
-_encoder = msgspec.msgpack.Encoder()
 _request: msgspec.msgpack.Decoder[EngineWork] = msgspec.msgpack.Decoder(EngineWork)
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-
-
-def send(connection: "Connection[Any, Any]", message: ToEngine | FromEngine) -> None:
-    """Raises OSError where the other side is gone; OverflowError, UnicodeError or TypeError, with nothing sent, for a
-    value that has no form on the wire."""
-    connection.send_bytes(encode(message))
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    """A message as it is sent. Raises as `send`."""
-    return _encoder.encode(message)
+TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
 def can_be_sent(message: Event) -> bool:
     """Whether every value of it has a form on the wire."""
     try:
-        _encoder.encode(message)
+        encode(message)
     except (OverflowError, UnicodeError, TypeError):
         return False
     return True
-
-
-def receive_in_engine(connection: "Connection[Any, Any]") -> ToEngine:
-    """Waits for a message to the engine. Raises EOFError or OSError where the server is gone."""
-    return _to_engine.decode(connection.recv_bytes())
-
-
-def receive_from_engine(connection: "Connection[Any, Any]") -> FromEngine:
-    """Waits for a message of the engine. Raises EOFError or OSError where it is gone."""
-    return _from_engine.decode(connection.recv_bytes())

@@ -6,15 +6,14 @@ Here that stops no stream. The kernel bounds the memory, `server_text` the time.
 
 import os
 import resource
-import signal
 import sys
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from quengine.kernels.channel import Channel
+from quengine.kernels.child_process import end_with_parent, parent_channel
 from quengine.platform import collector
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.processes.shared_text import TextJob, perform
@@ -30,31 +29,32 @@ def _held_bytes() -> int:
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def serve(connection: "Connection[Any, Any]", path: Path) -> None:
+def serve(channel: Channel[TextJob], path: Path) -> None:
     """Does jobs until the server is gone, or this process has grown too large. Raises MemoryError.
 
     The first message is a chat template in place of the model's own, or null.
     """
-    template = msgspec.json.decode(connection.recv_bytes(), type=str | None)
+    template = msgspec.json.decode(channel.receive_bytes(), type=str | None)
     model = ServedModel(TextSide.of_file(path, template), 0, (), "", "")
     collector.working()
     last = False
     while not last:
-        job = msgspec.json.decode(connection.recv_bytes(), type=TextJob)
+        job = channel.receive()
         result = perform(model, msgspec.structs.replace(job, long=True))
         last = _held_bytes() > KEPT_BYTES
-        connection.send_bytes(msgspec.msgpack.encode(msgspec.structs.replace(result, last=last)))
+        channel.send(msgspec.structs.replace(result, last=last))
         del job, result
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to end
+    channel = parent_channel(msgspec.json.Decoder(TextJob))
+    end_with_parent()
     with suppress(ValueError, OSError):  # a system may have no such limit
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     collector.starting()
     try:
-        serve(Connection(int(sys.argv[1])), Path(sys.argv[2]))
+        serve(channel, Path(sys.argv[2]))
     except MemoryError:
         return OUT_OF_MEMORY
     except (EOFError, OSError):

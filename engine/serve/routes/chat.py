@@ -34,8 +34,7 @@ from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whol
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.service import Service
-from quengine.structured.answer_check import answer_violation
-from quengine.structured.answer_format import AnswerFormat
+from quengine.structured.answer_format import AnswerFormat, answer_violation
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import (
     CallDelta,

@@ -18,8 +18,7 @@ from quengine.serve.schemas.fields import Generation, Tools
 from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.requests import TemplateRequest
 from quengine.serve.service import Service
-from quengine.structured.answer_check import answer_violation
-from quengine.structured.answer_format import NO_CALLS
+from quengine.structured.answer_format import NO_CALLS, answer_violation
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import ToolUse
 

@@ -13,7 +13,7 @@ from quengine.request.chat_format import Ending
 from quengine.request.pooling import with_end
 from quengine.serve import access_log
 from quengine.serve.processes.shared_model import ServedModel
-from quengine.serve.processes.shared_text import TextJob, least_tokens, unpacked, utf8_size
+from quengine.serve.processes.shared_text import TextJob, least_tokens, utf8_size
 from quengine.serve.routes.old_functions import with_calls
 from quengine.serve.routes.shortening import shortened
 from quengine.serve.schemas.errors import bad_request
@@ -24,7 +24,7 @@ from quengine.serve.schemas.reading import are_token_ids, read_part, shown, toke
 from quengine.serve.schemas.requests import TemplateRequest
 from quengine.serve.service import Service
 from quengine.structured.answer_format import effort_variables, nearest_effort, switch_variables
-from quengine.structured.reasoning.tags import reasoning_in
+from quengine.structured.reasoning_tags import reasoning_in
 
 logger = logging.getLogger("quengine.serve")
 
@@ -167,10 +167,9 @@ async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
     result = await service.text_pool.perform(service.model, job)
     if result.tokens is not None:
         raise service.prompt_error(result.tokens, param, result.size)
-    prompts = [unpacked(ids) for ids in result.ids]
-    if not all(prompts):
+    if not all(result.ids):
         raise bad_request("the prompt has no tokens", param)
-    return prompts
+    return result.ids
 
 
 def _separate(value: str | list[Any] | dict[str, Any], key: str) -> list[Any]:

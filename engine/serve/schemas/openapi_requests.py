@@ -19,7 +19,7 @@ from quengine.serve.schemas.openapi_parts import ANY, NULL, OBJECT, STRING, TOKE
 from quengine.serve.schemas.requests import BODIES
 from quengine.serve.schemas.response_items import KINDS, InputItem
 from quengine.serve.settings import Limits
-from quengine.structured.reasoning.tags import REASONING_KEYS
+from quengine.structured.reasoning_tags import REASONING_KEYS
 
 _PROMPT_PART: Schema = {"anyOf": [TOKEN, STRING]}
 _SCHEMA: Schema = {
@@ -50,7 +50,7 @@ def request_schemas(
         "anyOf": [*schemas["InputItem"]["anyOf"], _other_kind(KINDS, "An item that is skipped.")]
     }
     refusal = {"type": {"const": "refusal"}, "refusal": STRING}
-    part = {"anyOf": [ref("TextPart"), {"type": "object", "required": list(refusal), "properties": refusal}]}
+    part = {"anyOf": [ref("TextPart"), _fields(refusal)]}
     schemas["AssistantMessage"]["properties"]["content"] = {"anyOf": [NULL, STRING, _array(part)]}
     schemas["AssistantMessage"]["anyOf"] = [
         {"required": ["content"]},
@@ -145,7 +145,7 @@ def _written(limits: Limits) -> dict[str, Schema]:
         "LogitBias": _logit_bias(limits),
         "LoraScales": {"type": "array", "items": ref("LoraAdapter")},
         "Prompt": _prompt(),
-        "Tool": _tool(),
+        "Tool": _of_function(_function(), **_FUNCTION),
         "ToolChoice": _chat_tool_choice(),
         "Function": _function(),
         "FunctionChoice": {"anyOf": [NULL, {"enum": ["none", "auto"]}, _function_name()]},
@@ -170,16 +170,18 @@ def _logit_bias(limits: Limits) -> Schema:
     return {"anyOf": [biases, _array(pair, most=limits.biases)]}
 
 
+def _fields(properties: dict[str, Any], *required: str) -> Schema:
+    """An object with these fields, which may have others; without any `required` all of them must be there."""
+    return {"type": "object", "required": list(required or properties), "properties": properties}
+
+
 def _prompt() -> Schema:
     one = _array(_PROMPT_PART, least=1)
-    part = {"type": {"const": "text"}, "text": _SOME_TEXT}
-    parts = _array({"type": "object", "required": list(part), "properties": part}, least=1)
+    parts = _array(_fields({"type": {"const": "text"}, "text": _SOME_TEXT}), least=1)
     no_media: Schema = {"multimodal_data": {"enum": [None, []]}}
-    of_text = {"prompt_string": _SOME_TEXT, **no_media}
-    of_parts = {"prompt_string": NULL, "content": parts, **no_media}
     objects: list[Schema] = [
-        {"type": "object", "required": ["prompt_string"], "properties": of_text},
-        {"type": "object", "required": ["content"], "properties": of_parts},
+        _fields({"prompt_string": _SOME_TEXT, **no_media}, "prompt_string"),
+        _fields({"prompt_string": NULL, "content": parts, **no_media}, "content"),
     ]
     several = _array({"anyOf": [_SOME_TEXT, one, *objects]}, least=1)
     about = "A text, also in an object; or token ids, in which text may stand; or an array of these, a prompt each."
@@ -190,97 +192,65 @@ _FUNCTION: Schema = {"name": _NAME, "parameters": {"type": ["object", "null"]}, 
 
 
 def _function() -> Schema:
-    return {"type": "object", "required": ["name"], "properties": _FUNCTION}
+    return _fields(_FUNCTION, "name")
 
 
 def _function_name() -> Schema:
-    return {"type": "object", "required": ["name"], "properties": {"name": STRING}}
+    return _fields({"name": STRING})
 
 
-def _tool() -> Schema:
+def _of_function(nested: Schema, **beside: Any) -> Schema:
+    """What a function is said by: `nested` in the field `function`, or fields `beside` the type."""
     kind = {"type": {"const": "function"}}
-    nested = {**kind, "function": _function()}
-    return {
-        "anyOf": [
-            {"type": "object", "required": ["type", "function"], "properties": nested},
-            {
-                "type": "object",
-                "required": ["type", "name"],
-                "properties": {**kind, **_FUNCTION, "function": False},
-            },
-        ]
-    }
-
-
-def _named_function() -> Schema:
-    kind = {"type": {"const": "function"}}
-    named = {**kind, "function": _function_name()}
-    return {
-        "anyOf": [
-            {"type": "object", "required": ["type", "function"], "properties": named},
-            {
-                "type": "object",
-                "required": ["type", "name"],
-                "properties": {**kind, "name": STRING, "function": False},
-            },
-        ]
-    }
+    flat = _fields({**kind, **beside, "function": False}, "type", "name")
+    return {"anyOf": [_fields({**kind, "function": nested}), flat]}
 
 
 def _tool_choice(*more: Schema) -> Schema:
     return {"anyOf": [{"enum": ["none", "auto", "required"]}, _named_function(), *more]}
 
 
+def _named_function() -> Schema:
+    return _of_function(_function_name(), name=STRING)
+
+
 def _chat_tool_choice() -> Schema:
     some = {"mode": {"enum": ["auto", "required"]}, "tools": _array(_named_function(), least=1)}
-    inner = {"type": "object", "required": list(some), "properties": some}
-    allowed = {"type": {"const": "allowed_tools"}, "allowed_tools": inner}
-    return _tool_choice({"type": "object", "required": list(allowed), "properties": allowed})
+    return _tool_choice(_fields({"type": {"const": "allowed_tools"}, "allowed_tools": _fields(some)}))
 
 
 def _other_kind(known: Collection[str], about: str) -> Schema:
     """An object of a type that is not `known`."""
     kind = {"type": "string", "not": {"enum": sorted(known)}}
-    return {"type": "object", "required": ["type"], "properties": {"type": kind}, "description": about}
+    return {**_fields({"type": kind}), "description": about}
 
 
 def _response_tool() -> Schema:
     """A tool of /v1/responses."""
     custom = {"type": {"const": "custom"}, "name": _NAME, "description": {"type": ["string", "null"]}}
-    return {
-        "anyOf": [
-            ref("Tool"),
-            {"type": "object", "required": ["type", "name"], "properties": custom},
-            _other_kind(("function", "custom"), "A tool that is skipped."),
-        ]
-    }
+    other = _other_kind(("function", "custom"), "A tool that is skipped.")
+    return {"anyOf": [ref("Tool"), _fields(custom, "type", "name"), other]}
 
 
 def _response_tool_choice() -> Schema:
-    custom = {"type": {"const": "custom"}, "name": STRING}
-    allowed = {
-        "type": {"const": "allowed_tools"},
-        "mode": {"enum": ["auto", "required"]},
-        "tools": _array(OBJECT),
-    }
+    some = {"mode": {"enum": ["auto", "required"]}, "tools": _array(OBJECT)}
     return _tool_choice(
-        {"type": "object", "required": ["type", "name"], "properties": custom},
-        {"type": "object", "required": ["type", "mode", "tools"], "properties": allowed},
+        _fields({"type": {"const": "custom"}, "name": STRING}),
+        _fields({"type": {"const": "allowed_tools"}, **some}),
     )
 
 
 def _text_format() -> Schema:
-    inner = {"type": "object", "required": ["schema"], "properties": {"schema": ref("JSONSchema")}}
+    inner = _fields({"schema": ref("JSONSchema")})
 
-    def of(kind: str, required: tuple[str, ...] = (), **properties: Any) -> Schema:
-        typed = {"type": {"const": kind}, **properties}
-        return {"type": "object", "required": ["type", *required], "properties": typed}
+    def of(kind: str, *required: str, **properties: Any) -> Schema:
+        return _fields({"type": {"const": kind}, **properties}, "type", *required)
 
     return {
         "anyOf": [
             of("text"),
             of("json_object", schema={"anyOf": [NULL, ref("JSONSchema")]}),
-            of("json_schema", ("json_schema",), json_schema=inner),
-            of("json_schema", ("schema",), schema=ref("JSONSchema"), json_schema=False),
+            of("json_schema", "json_schema", json_schema=inner),
+            of("json_schema", "schema", schema=ref("JSONSchema"), json_schema=False),
         ]
     }

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quengine.errors import EngineError
-from quengine.structured.constraint_spec import JsonExpression, inline_json
+from quengine.structured.constraint_spec import JsonExpression
 from quengine.structured.schema_dialect import standard_schema
 from quengine.structured.tool_calls import Tool
 
@@ -93,7 +93,7 @@ class CallForm:
         parameters: None where arguments are a JSON object.
         text_mark: what stands before an answer's text where no call does (functionary's `all`).
         text_ends: what stands behind an answer's text, with or without calls, and is no text.
-        python_tag: what stands before Llama's other calls (`llama`).
+        python_tag: what stands before Llama's other calls (`json_calls`).
         as_text: the template reads arguments as JSON text.
         id_length: how many letters and digits an id must have; 0 where any is taken.
         shows_tools: whether the template writes the tools of a request into the prompt.
@@ -260,7 +260,11 @@ class CallGrammar:
             given = {**schema, "type": kinds} if "type" in schema else {**schema}
             if isinstance(values := schema.get("enum"), list):
                 given["enum"] = [each for each in values if not isinstance(each, str)]
-            value = f"{prefix}bare" if form.bare and {"object", "array"} & {*kinds} else inline_json(given)
+            value = (
+                f"{prefix}bare"
+                if form.bare and {"object", "array"} & {*kinds}
+                else JsonExpression.of(given).lark
+            )
             yield f"{self._text(separator)} {value} {tail}"
 
     def _elements(self, schema: Mapping[str, Any], kind: str, form: ParameterForm, prefix: str) -> str:
@@ -341,7 +345,7 @@ def standard_parameters(tool: Tool) -> Mapping[str, Any]:
 
 def _properties(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The schemas of a tool's parameters, each with the definitions that it may refer to."""
-    shared = {key: parameters[key] for key in ("$defs",) if key in parameters}
+    shared = {"$defs": parameters["$defs"]} if "$defs" in parameters else {}
     given = parameters.get("properties")
     return {
         key: {**shared, **schema} if isinstance(schema, Mapping) else {}

@@ -9,18 +9,18 @@
 | LFM 2 | `<|tool_call_start|>` [name(key='value', ...), ...] | LFM 2 |
 | Mistral | `[TOOL_CALLS]` [{"name": ..., "arguments": {...}}, ...] | Mistral 7B v0.3, Nemo, Small 2501 |
 | | `[TOOL_CALLS]`name`[ARGS]`{...}, some with `[CALL_ID]` and an id before `[ARGS]` | Small 3.2, Devstral, Magistral |
-| Llama 3 | {"name": ..., "parameters": {...}}, or what `llama` says behind `<|python_tag|>` | Llama 3.1 to 3.3 |
+| Llama 3 | {"name": ..., "parameters": {...}}, or what `json_calls` says behind `<|python_tag|>` | Llama 3.1 to 3.3 |
 | Hermes | `<tool_call>` {"name": ..., "arguments": {...}} `</tool_call>` | Qwen 2.5 and 3, Hermes; any other |
 
-gpt-oss writes calls as messages of its own form, which `harmony_format` has.
+gpt-oss writes calls as messages of its own form, which `harmony` has.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
 from quengine.structured.calls.form import ID, INDEX, KEY, SEPARATED_TYPES, CallForm, ParameterForm
-from quengine.structured.calls.generic import GENERIC_FORM
-from quengine.structured.calls.llama import PYTHON_TAG
+from quengine.structured.calls.format import GENERIC_FORM
+from quengine.structured.calls.json_calls import PYTHON_TAG
 from quengine.structured.calls.probe import Render, found_form, shows_tools, takes_system
 
 _K3_TYPES = {"integer": "number"}

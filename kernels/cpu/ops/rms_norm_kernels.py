@@ -28,7 +28,7 @@ def rms_norm_kernel() -> bytes:
 @vector_code(eps=types.float32)
 def norm_row(e: Emitter, x: ir.Value, weight: ir.Value, cols: ir.Value, eps: ir.Value, out: ir.Value) -> None:
     """RMSNorm of `cols` fp32 at address x to address out, which may be x."""
-    mean = e.b.fdiv(_sum_of_squares(e, x, cols), e.to_float(cols))
+    mean = e.b.fdiv(emit_sum_of_squares(e, x, cols), e.to_float(cols))
     root = e.sqrt(e.b.fadd(mean, eps))
     inverse = e.b.fdiv(e.const(F32, 1.0), root)
 
@@ -40,7 +40,9 @@ def norm_row(e: Emitter, x: ir.Value, weight: ir.Value, cols: ir.Value, eps: ir.
     e.spans(e.i64(0), cols, scale)
 
 
-def _sum_of_squares(e: Emitter, x: ir.Value, cols: ir.Value) -> ir.Value:
+def emit_sum_of_squares(e: Emitter, x: ir.Value, cols: ir.Value) -> ir.Value:
+    """Of `cols` fp32 at address x, a scalar."""
+
     def square(i: ir.Value, lanes: int, offset: int, total: ir.Value) -> ir.Value:
         value = e.load(vec(F32, lanes), e.at(x, e.b.mul(i, e.i64(4))), offset)
         return e.fma(value, value, total)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
@@ -26,10 +27,13 @@ from quengine.kernels.rope_store import row_tables
 class RopeStoreArguments(Arguments):
     """qkv: fp32 rows of heads. positions, slots: int64, one a row. cos, sin: fp32 tables of `pairs` a position.
 
-    q_norm, k_norm: fp32 [width], or 0. query_scale: fp32 by position, or 0.
+    queries: fp32 [rows, heads, width], where those of qkv are moved that lie between gates; 0: there are no gates.
+    q_norm, k_norm: fp32 [width], or 0. norms_rotated: 1 where they are of the rotated heads. query_scale: fp32 by
+    position, or 0.
     """
 
     qkv: int
+    queries: int
     heads: int
     kv_heads: int
     width: int
@@ -40,6 +44,7 @@ class RopeStoreArguments(Arguments):
     pairs: int
     q_norm: int
     k_norm: int
+    norms_rotated: int
     eps: Fp32
     query_scale: int
     k: CacheArguments
@@ -47,26 +52,35 @@ class RopeStoreArguments(Arguments):
 
 
 def rope_store_launches(
-    qkv: Tensor, spec: AttentionSpec, layer: KVLayer, positions: Tensor, slots: Tensor
+    qkv: Tensor,
+    spec: AttentionSpec,
+    layer: KVLayer,
+    positions: Tensor,
+    slots: Tensor,
+    queries: Tensor | None = None,
 ) -> list[Launch]:
     """Norms, rotation and query scale in place in qkv; keys and values go to the cache.
 
     qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], contiguous; the first heads * head_dim elements of a row are its
-    queries afterwards. layer: fp16 or q8_0. positions, slots: int64 [T], where each token is in its sequence and
-    which row of the cache it has, read when the kernel runs.
+    queries afterwards. Of a gated attention queries go to `queries`, fp32 [T, heads * head_dim], contiguous. layer:
+    fp16 or q8_0. positions, slots: int64 [T], where each token is in its sequence and which row of the cache it has,
+    read when the kernel runs.
     """
-    assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
+    assert spec.cos.is_contiguous() and spec.sin.is_contiguous() and (queries is not None) == spec.gated
     norms, launches, column = [0, 0], [], 0
     for i, (norm, heads) in enumerate(((spec.q_norm, spec.heads), (spec.k_norm, spec.kv_heads))):
         width = heads * spec.head_dim
         if norm is not None and norm.numel() == spec.head_dim:
             norms[i] = norm.data_ptr()
+        elif norm is not None and spec.gated:
+            raise NotImplementedError("a norm of all query heads together, of an attention with output gates")
         elif norm is not None:
             row = qkv[:, column : column + width]
             launches.append(rms_norm_launch(row, norm, spec.eps, row))
         column += width
     arguments = RopeStoreArguments(
         qkv=qkv.data_ptr(),
+        queries=0 if queries is None else queries.data_ptr(),
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         width=spec.head_dim,
@@ -77,6 +91,7 @@ def rope_store_launches(
         pairs=spec.cos.shape[1],
         q_norm=norms[0],
         k_norm=norms[1],
+        norms_rotated=int(spec.norms_rotated),
         eps=spec.eps,
         query_scale=0 if spec.query_scale is None else spec.query_scale.data_ptr(),
         k=CacheArguments.of(layer.k, layer.k_scale),
@@ -84,12 +99,12 @@ def rope_store_launches(
     )
     kernel = rope_store_kernel(spec.rope_layout, layer.k_scale is not None)
     tasks = qkv.shape[0] * (spec.heads + 2 * spec.kv_heads)
-    launches.append(Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots)))
+    launches.append(Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots, queries)))
     return launches
 
 
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
-    """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which they overwrite; see `rope_store_launches`.
+    """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which is overwritten; see `rope_store_launches`.
 
     Raises ValueError when a position is not in the cache, or the cache is neither fp16 nor q8_0.
     """
@@ -104,5 +119,7 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
     if not 0 <= int(slots.min()) <= int(slots.max()) < ctx:
         raise ValueError(f"rows {int(slots.min())} to {int(slots.max())} are not in a cache of {ctx}")
     qkv = qkv.contiguous()
-    run(rope_store_launches(qkv, spec, layer, positions.contiguous(), slots.contiguous()))
-    return qkv[:, : spec.heads * spec.head_dim].view(rows, spec.heads, spec.head_dim)
+    width = spec.heads * spec.head_dim
+    queries = torch.empty(rows, width) if spec.gated else None
+    run(rope_store_launches(qkv, spec, layer, positions.contiguous(), slots.contiguous(), queries))
+    return (qkv[:, :width] if queries is None else queries).view(rows, spec.heads, spec.head_dim)

@@ -21,12 +21,20 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
         token, h = task // (heads + 2 * kv_heads), task % (heads + 2 * kv_heads)
         position, slot, pairs = int64_at(args.positions, token), int64_at(args.slots, token), args.pairs
         head = args.qkv + task * 4 * width
+        if args.queries:  # gates follow each query head
+            head += (token * heads + min(h, heads)) * 4 * width
+            if h < heads:
+                moved = args.queries + (token * heads + h) * 4 * width
+                scale_row(head, 1.0, width, moved)
+                head = moved
         if h < heads + kv_heads:
             norm = args.q_norm if h < heads else args.k_norm
-            if norm:
+            if norm and not args.norms_rotated:
                 norm_row(head, norm, width, args.eps, head)
             angles = position * 4 * pairs
             _rotate(layout, head, pairs, args.cos + angles, args.sin + angles)
+            if norm and args.norms_rotated:
+                norm_row(head, norm, width, args.eps, head)
         if h < heads:
             if args.query_scale:
                 scale_row(head, float_at(args.query_scale, position), width, head)

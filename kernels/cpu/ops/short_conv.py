@@ -48,12 +48,13 @@ def short_conv_launch(
     positions: int64 [T]. tables: int64 [T, ...], whose first column has the slots; both read when the kernel runs.
     """
     assert bcx.is_contiguous() and out.is_contiguous() and spec.weight.is_contiguous()
-    assert layer.rows.is_contiguous() and layer.rows.dtype == torch.float32
+    history = layer.parts[0]
+    assert history.is_contiguous() and history.dtype == torch.float32
     step = max(_LEAST, -(-spec.channels // (4 * get_threads())) // 8 * 8)
     arguments = ShortConvArguments(
         bcx=bcx.data_ptr(),
         weight=spec.weight.data_ptr(),
-        state=layer.rows.data_ptr(),
+        state=history.data_ptr(),
         out=out.data_ptr(),
         positions=positions.data_ptr(),
         tables=tables.data_ptr(),
@@ -61,10 +62,10 @@ def short_conv_launch(
         rows=len(bcx),
         channels=spec.channels,
         taps=spec.taps,
-        history=layer.rows.shape[1],
+        history=history.shape[1],
         task_channels=step,
     )
-    keep = (bcx, spec.weight, layer.rows, out, positions, tables)
+    keep = (bcx, spec.weight, history, out, positions, tables)
     return Launch(short_conv_kernel(), arguments, -(-spec.channels // step), keep=keep)
 
 

@@ -23,6 +23,7 @@ from quengine.kernels.cuda.launch.gpu import Gpu, assuming
 from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, settle_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.forward_batch import ForwardBatch, Phase
+from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CONV_HISTORY, CacheType, can_store
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.rms_norm import RMSNorm
@@ -57,23 +58,24 @@ class Case:
 
 @dataclass(frozen=True)
 class Heads:
-    """One layer's attention: query heads / key heads x head size, rotation, window, norms of single heads or of a whole
-    row, queries scaled by their position, elements of a head that are rotated (None: all), a sink for each query head.
-    """
+    """One layer's attention: query heads / key heads x head size, rotation, window, norms of heads, of these once
+    they are rotated, or of a whole row, queries scaled by their position, elements of a head that are rotated (None:
+    all), a sink for each query head, output gates."""
 
     heads: int
     kv_heads: int
     head_dim: int
     layout: RopeLayout = "pairs"
     window: int | None = None
-    norm: Literal["", "head", "row"] = ""
+    norm: Literal["", "head", "rotated head", "row"] = ""
     scaled: bool = False
     rope_dim: int | None = None
     sinks: bool = False
+    gated: bool = False
 
     @property
     def width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return ((2 if self.gated else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
 
     def spec(self) -> AttentionSpec:
         table = empty(CONTEXT, (self.rope_dim or self.head_dim) // 2)
@@ -82,9 +84,10 @@ class Heads:
         return AttentionSpec(
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=0.1, window=self.window,
             rope_layout=self.layout, cos=table, sin=table, q_norm=q_norm, k_norm=k_norm, eps=EPS,
+            norms_rotated=self.norm == "rotated head",
             query_scale=empty(CONTEXT) if self.scaled else None,
             sinks=empty(self.heads) if self.sinks else None,
-            mask_band=empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool),
+            mask_band=empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool), gated=self.gated,
         )  # fmt: skip
 
     def layer(self, cache_type: CacheType) -> KVLayer:
@@ -104,14 +107,24 @@ HEADS = {
     "phi-4-mini 24/8x128, rotated in part": Heads(24, 8, 128, "halves", rope_dim=96),
     "olmo2 32/32x128, norms of rows": Heads(32, 32, 128, "halves", norm="row"),
     "qwen3 16/8x128, norms": Heads(16, 8, 128, "halves", norm="head"),
+    "hunyuan 32/8x128, norms after the rotation": Heads(32, 8, 128, "halves", norm="rotated head"),
     "64/4x128": Heads(64, 4, 128, "halves"),
     "ministral 32/8x128, scaled": Heads(32, 8, 128, scaled=True),
     "mistral-7b v0.1 32/8x128, window": Heads(32, 8, 128, window=4096),
     "gpt-oss 64/8x64, sinks": Heads(64, 8, 64, "halves", sinks=True),
     "gpt-oss 64/8x64, sinks, window": Heads(64, 8, 64, "halves", 128, sinks=True),
+    "qwen3.6-35b-a3b 16/2x256, gated": Heads(16, 2, 256, "halves", norm="head", rope_dim=64, gated=True),
+    "32/8x128, gated": Heads(32, 8, 128, "halves", gated=True),
 }
-_EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256")
+_EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256", "qwen3.6-35b-a3b 16/2x256, gated")
 """The attentions that are compiled for every GPU; the others for the newest only."""
+
+NETS = {
+    "qwen3.6-35b-a3b 16/32x128": (16, 32, 128),
+    "qwen3.6-27b 16/48x128": (16, 48, 128),
+    **{f"4/4x{size}": (4, 4, size) for size in (16, 32, 64, 256)},
+}
+"""Key heads, value heads and elements of a head of gated delta nets."""
 
 COMMON_TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
 """The types compiled for every GPU. The others leave out sm_89, whose instructions and registers are sm_80's."""
@@ -131,8 +144,8 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
 def cases() -> list[Case]:
     """All cases, those that take longest first."""
     return [
-        *_model_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(), *_width_cases(),
-        *_sampling_cases(),
+        *_model_cases(), *_gated_delta_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(),
+        *_width_cases(), *_sampling_cases(),
         *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_rank_steps()))),
     ]  # fmt: skip
 
@@ -182,6 +195,22 @@ def _block_cases() -> Iterator[Case]:
         ("a prompt", _prefill(PREFILL_ROWS)),
     ):
         yield Case(f"lfm2-1.2b, short convolution, {name}", True, ARCHS, partial(_short_conv, 2048, 3, step))
+
+
+def _gated_delta_cases() -> Iterator[Case]:
+    """The layers between their projections: of released models, and of other sizes of heads."""
+    for name, (keys, values, size) in NETS.items():
+        main = name == "qwen3.6-35b-a3b 16/32x128"
+        archs = ARCHS if main or size > 128 else (90,)
+        steps = {"decode": _decode(1), "a prompt": _prefill(PREFILL_ROWS)}
+        if main:
+            steps |= {f"decode of {rows}": _decode(rows) for rows in (BATCH, FEW_ROWS[-1])}
+            steps |= {"rows of one sequence": _decode(BATCH, shares_sequences=True)}
+        for step, batch in steps.items():
+            call = partial(_gated_delta, keys, values, size, batch)
+            yield Case(f"gated delta {name}, {step}", batch.phase == "decode", archs, call)
+            if main and not batch.shares_sequences:
+                yield Case(f"deterministic gated delta {name}, {step}", False, archs, partial(_fixed, call))
 
 
 def _type_cases() -> Iterator[Case]:
@@ -323,8 +352,19 @@ def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, ba
 
 def _short_conv(channels: int, taps: int, batch: ForwardBatch, backend: MetaBackend) -> None:
     """LFM2's, between its projections."""
-    spec, state = ShortConvSpec(empty(taps, channels), 0), SlotLayer(empty(2, CONV_HISTORY, channels))
+    spec, state = ShortConvSpec(empty(taps, channels), 0), SlotLayer((empty(2, CONV_HISTORY, channels),))
     backend.short_conv(batch, empty(len(batch), 3 * channels), spec, state)
+
+
+def _gated_delta(keys: int, values: int, size: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """The step of one layer, of GGUF's order of heads."""
+    channels = (2 * keys + values) * size
+    spec = GatedDeltaSpec(
+        empty(4, channels), empty(values), empty(values), empty(size), keys, values, size, True, EPS, 0
+    )
+    state = SlotLayer((empty(2, 4, channels), empty(2, values, size, size)))
+    backend.weight([stored("Q8_0", 16, 128)])  # room for a workspace
+    backend.gated_delta(batch, empty(len(batch), sum(spec.widths)), spec, state)
 
 
 def _projections(name: str, hidden: int, width: int, batch: ForwardBatch, backend: MetaBackend) -> None:

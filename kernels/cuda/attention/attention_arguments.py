@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.kv_store import check_block_tables
+from quengine.kernels.cuda.attention.output_gate import qkv_width
 from quengine.kernels.cuda.attention.rope import rope_variant, rotation_pointers
 from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
@@ -72,11 +73,13 @@ class DecodeOutputs(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """Key-value heads, query heads of each, elements of a head: what a kernel is compiled for."""
+    """Key-value heads, query heads of each, elements of a head, whether each query head has gates: what a kernel is
+    compiled for."""
 
     kv_heads: int
     group: int
     head_dim: int
+    gated: bool
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ class DecodeArguments:
     def __post_init__(self) -> None:
         spec, batch, acc = self.spec, self.qkv.shape[0], self.workspace.acc
         _, kv_heads, head_dim = self.layer.k.shape
-        assert self.qkv.stride(1) == 1 and self.qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
+        assert (kv_heads, head_dim) == (spec.kv_heads, spec.head_dim)
+        assert self.qkv.stride(1) == 1 and self.qkv.shape[1] == qkv_width(spec)
         assert self.positions.shape == (batch,) and self.positions.dtype == torch.int32
         check_block_tables(self.block_tables)
         assert batch <= self.block_tables.shape[0] and spec.heads % kv_heads == 0
@@ -112,7 +116,7 @@ class DecodeArguments:
     @property
     def shape(self) -> HeadShape:
         _, kv_heads, head_dim = self.layer.k.shape
-        return HeadShape(kv_heads, self.spec.heads // kv_heads, head_dim)
+        return HeadShape(kv_heads, self.spec.heads // kv_heads, head_dim, self.spec.gated)
 
     @property
     def splits(self) -> int:

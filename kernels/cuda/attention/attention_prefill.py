@@ -31,7 +31,9 @@ from quengine.kernels.cuda.attention.kv_store import (
     load_tile,
     table_rows,
 )
+from quengine.kernels.cuda.attention.output_gate import gate_arguments, gate_rows, load_gates
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
+from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.mma import uses_assembly
 from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
@@ -105,13 +107,15 @@ def _attend_tiles(
 
 
 @DirectLaunch
-@triton.jit(do_not_specialize=["cache_rows", "blocks"])
+@triton.jit(do_not_specialize=["cache_rows", "blocks", "gate_stride"])
 def _attention_prefill_kernel(
-    q_ptr, cache, table_ptr, tile_ptr, out_ptr, sink_ptr, scale, cache_rows, blocks,
+    q_ptr, cache, table_ptr, tile_ptr, out_ptr, sink_ptr, gate_ptr, gate_scale_ptr,
+    scale, cache_rows, blocks, gate_stride, gate_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr,
     TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (query head, tile of rows). sink_ptr: [heads], or None."""
+    """Programs (query head, tile of rows). sink_ptr: [heads], or None. gate_ptr: rows of qkv with gates, or None; they
+    are scaled by rows, gate_scale_ptr or None, and by gate_scale."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -120,7 +124,7 @@ def _attention_prefill_kernel(
     BLOCK_KEYS: tl.constexpr = TILE.block_keys
     head = tl.program_id(0)
     tile_ptr += tl.program_id(1) * _TILE_FIELDS
-    chunk_row = tl.load(tile_ptr).to(tl.int64) * HEADS * HEAD_DIM
+    chunk_row = tl.load(tile_ptr).to(tl.int64)
     first_row = tl.load(tile_ptr + 1)
     rows = tl.load(tile_ptr + 2)
     start = tl.load(tile_ptr + 3)
@@ -135,7 +139,8 @@ def _attention_prefill_kernel(
     row = first_row + tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, PADDED)
     inside = (row < rows)[:, None] & (d < HEAD_DIM)[None, :]
-    at = chunk_row + (row[:, None].to(tl.int64) * HEADS + head) * HEAD_DIM + d[None, :]
+    token = chunk_row + row
+    at = (token[:, None] * HEADS + head) * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + at, mask=inside, other=0.0)
 
     # Positions: the tile's queries are first..last; keys first_key..last are seen by some of them, and key tiles
@@ -181,7 +186,13 @@ def _attention_prefill_kernel(
         q, state, heads, table_ptr, blocks, position, full_high, last + 1, first_key, keys, scale,
         HEAD_DIM, WINDOW, Q8, TILE, True, ASM,
     )  # fmt: skip
-    tl.store(out_ptr + at, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+    out = acc / row_sum[:, None]
+    if gate_ptr is not None:
+        gates = load_gates(gate_ptr + token[:, None] * gate_stride, head, d[None, :], inside, HEAD_DIM)
+        if gate_scale_ptr is not None:
+            gates *= (tl.load(gate_scale_ptr + token, mask=row < rows, other=0.0) * gate_scale)[:, None]
+        out *= tl.sigmoid(gates)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def attention_prefill(
@@ -194,6 +205,7 @@ def attention_prefill(
     batch_invariant: bool = False,
     wgmma_layout: bool = False,
     pdl: bool = False,
+    gates: Tensor | ScaledProduct | None = None,
 ) -> Tensor:
     """Causal attention of the T query rows of a step's chunks over each sequence's cache up to the row itself.
 
@@ -202,7 +214,8 @@ def attention_prefill(
     written and returned; fp16 may be q itself, since a program reads the queries whose results it writes, and no
     others. `batch_invariant`: a row's bits are the same whatever chunk it is in: key tiles of one size lie at its
     multiples, and one in which a row sees nothing leaves its state as it is. `wgmma_layout`: `out` is the values of an
-    fp16 operand in that layout (fp16_operand.py), where `stores_wgmma_layout` allows it.
+    fp16 operand in that layout (fp16_operand.py), where `stores_wgmma_layout` allows it. gates: where the spec is
+    gated, the rows of qkv that `rope_store` was given.
     Source: Dao 2023 (FlashAttention-2).
     """
     tokens, heads, head_dim = q.shape
@@ -212,13 +225,17 @@ def attention_prefill(
     check_block_tables(block_tables)
     shape = _shape_of(tiles.longest, head_dim, q.device, batch_invariant)
     assert tiles.block_rows == shape.block_rows
+    gate_ptr, gate_scale_ptr, gate_stride, gate_scale = gate_arguments(gates, spec)
     if _takes_wgmma(shape, spec, layer, batch_invariant):
         launch_wgmma(q, spec, layer, block_tables, tiles.tiles, out, wgmma_layout, pdl)
+        if gates is not None:
+            layout = OperandLayout.WGMMA if wgmma_layout else OperandLayout.ROW_MAJOR
+            gate_rows(out, gates, spec, layout, pdl)
         return out
     assert not wgmma_layout
     _attention_prefill_kernel[(heads, tiles.tiles.shape[0])](
-        q, cache_pointers(layer), block_tables, tiles.tiles, out, checked_sinks(spec),
-        spec.scale * LOG2_E, layer.k.shape[0], block_tables.shape[1],
+        q, cache_pointers(layer), block_tables, tiles.tiles, out, checked_sinks(spec), gate_ptr, gate_scale_ptr,
+        spec.scale * LOG2_E, layer.k.shape[0], block_tables.shape[1], gate_stride, gate_scale,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WINDOW=spec.window or 0, Q8=layer.k_scale is not None,
         TILE=shape, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(), PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,

@@ -1,7 +1,7 @@
 """Decode attention by tiles in shared memory: the kernel for every kind of head and cache.
 
-It serves what attention_warps.py does not: heads of other sizes than 64 and 128 (256, 96, 80), groups of
-more than 8, partial rotation in halves, and the interpreter. A program serves one key-value head and one KV split.
+It serves what attention_warps.py does not: heads of other sizes than 64 and 128 (256, 96, 80), groups of more than 8,
+partial rotation in halves, output gates, and the interpreter. A program serves one key-value head and one KV split.
 Tiles of keys and values pass through shared memory, some of them ahead of the one that is attended to.
 
 Accuracy without fp32 matrix units: an fp32 operand is split into two fp16 terms (value and remainder, 22 bits), which
@@ -22,6 +22,7 @@ from quengine.kernels.cuda.attention.kv_store import (
     store_rows,
     table_rows,
 )
+from quengine.kernels.cuda.attention.output_gate import load_gates
 from quengine.kernels.cuda.attention.rope import load_angles, load_heads, load_rotated
 from quengine.kernels.cuda.gemm.fp16_operand import store_operand
 from quengine.kernels.cuda.gemm.mma import prefetch, uses_assembly
@@ -104,14 +105,20 @@ def _attend_tile(
 
 @triton.jit
 def _store_heads(
-    out, head, live, outputs, sequence, stride,
-    HEAD_DIM: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+    out, head, live, outputs, qkv_ptr, sequence, stride,
+    SHAPE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write [R, PADDED] as heads `head` [R] of a sequence's output where `live`: fp32, quantized for the q-dot, or,
-    where FORM is not negative, fp16 in row `sequence` of an operand of that form."""
+    """Write [R, PADDED] as heads `head` [R] of a sequence's output where `live`, times their gates, if any, in the row
+    at qkv_ptr: fp32, quantized for the q-dot, or, where FORM is not negative, fp16 in row `sequence` of an operand of
+    that form."""
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
     ROWS: tl.constexpr = out.shape[0]
     PADDED: tl.constexpr = out.shape[1]
     values_ptr, low_ptr, scale_ptr, sums_ptr = outputs
+    if SHAPE.gated:
+        element = tl.arange(0, PADDED)[None, :]
+        mask = live[:, None] & (element < HEAD_DIM)
+        out *= tl.sigmoid(load_gates(qkv_ptr, head[:, None], element, mask, HEAD_DIM))
     if QUANTIZE:
         high, low, scale, sums = quantize_group(tl.reshape(out, [ROWS * PADDED // 32, 32]))
         PER_HEAD: tl.constexpr = PADDED // 32
@@ -131,34 +138,54 @@ def _store_heads(
 
 @triton.jit
 def _combine(
-    acc_ptr, state_ptr, outputs, sequence, stride, first_head, splits,
+    acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, splits,
     SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Merge the KV splits of a group's heads in order; write the outputs as `_store_heads` does."""
+    GROUP: tl.constexpr = SHAPE.group
+    if HEADS_AT_ONCE == 1 and GROUP > 4:  # unrolled, they spill
+        for start in range(GROUP):
+            _combine_heads(
+                acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
+                SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
+            )  # fmt: skip
+    else:
+        for start in tl.static_range(0, GROUP, HEADS_AT_ONCE):
+            _combine_heads(
+                acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
+                SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
+            )  # fmt: skip
+
+
+@triton.jit
+def _combine_heads(
+    acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
+    SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """HEADS_AT_ONCE of the group's heads, from number `start` on."""
     GROUP: tl.constexpr = SHAPE.group
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     PADDED: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, PADDED)
-    for start in tl.static_range(0, GROUP, HEADS_AT_ONCE):
-        member = start + tl.arange(0, HEADS_AT_ONCE)
-        head = first_head + member
-        live = (member < GROUP)[:, None] & (s < splits)[None, :]
-        at = head[:, None] * SPLITS + s[None, :]
-        # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
-        row_max = tl.load(state_ptr + at * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
-        row_sum = tl.load(state_ptr + at * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
-        address = acc_ptr + at[:, :, None] * HEAD_DIM + d[None, None, :]
-        tile = live[:, :, None] & (d < HEAD_DIM)[None, None, :]
-        acc = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(row_max - tl.max(row_max, 1)[:, None])
-        out = tl.sum(acc * weight[:, :, None], 1) / tl.sum(row_sum * weight, 1)[:, None]
-        _store_heads(out, head, member < GROUP, outputs, sequence, stride, HEAD_DIM, QUANTIZE, FORM)
+    member = start + tl.arange(0, HEADS_AT_ONCE)
+    head = first_head + member
+    live = (member < GROUP)[:, None] & (s < splits)[None, :]
+    at = head[:, None] * SPLITS + s[None, :]
+    # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
+    row_max = tl.load(state_ptr + at * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
+    row_sum = tl.load(state_ptr + at * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+    address = acc_ptr + at[:, :, None] * HEAD_DIM + d[None, None, :]
+    tile = live[:, :, None] & (d < HEAD_DIM)[None, None, :]
+    acc = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
+    weight = tl.exp2(row_max - tl.max(row_max, 1)[:, None])
+    out = tl.sum(acc * weight[:, :, None], 1) / tl.sum(row_sum * weight, 1)[:, None]
+    _store_heads(out, head, member < GROUP, outputs, qkv_ptr, sequence, stride, SHAPE, QUANTIZE, FORM)
 
 
 @triton.jit
 def _finish(
-    row_max, row_sum, acc, sink_ptr, workspace, outputs, kv_head, part, splits, sequence, out_stride,
+    row_max, row_sum, acc, sink_ptr, workspace, outputs, qkv_ptr, kv_head, part, splits, sequence, out_stride,
     SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Store a program's heads, or leave them to the last of the splits, which combines all of them.
@@ -194,7 +221,9 @@ def _finish(
     sums_ptr = outputs.sums + sequence * (HEADS * HEAD_DIM // 16)
     own = (values_ptr, low_ptr, scale_ptr, sums_ptr)
     if splits == 1:
-        _store_heads(acc / row_sum[:, None], head, live, own, sequence, out_stride, HEAD_DIM, QUANTIZE, FORM)
+        _store_heads(
+            acc / row_sum[:, None], head, live, own, qkv_ptr, sequence, out_stride, SHAPE, QUANTIZE, FORM
+        )
     else:
         acc_ptr = workspace.acc + sequence * (HEADS * SPLITS * HEAD_DIM)
         state_ptr = workspace.state + sequence * (HEADS * SPLITS * 2)
@@ -207,7 +236,7 @@ def _finish(
         if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(arrivals, 0)
             _combine(
-                acc_ptr, state_ptr, own, sequence, out_stride, kv_head * GROUP, splits,
+                acc_ptr, state_ptr, own, qkv_ptr, sequence, out_stride, kv_head * GROUP, splits,
                 SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
             )  # fmt: skip
 
@@ -275,13 +304,14 @@ def _attention_tiles_kernel(
     g = r % (ROWS // 2)
     upper = r < ROWS // 2
     qkv = qkv_ptr + sequence * qkv_stride
-    q_rows = qkv + (kv_head * GROUP + g) * HEAD_DIM
-    q = load_rotated(q_rows, g < GROUP, angles, rotation.q_norm, eps, HEAD_DIM, PADDED, ROPE.norm)
+    QUERIES: tl.constexpr = 2 if SHAPE.gated else 1
+    q_rows = qkv + (kv_head * GROUP + g) * (QUERIES * HEAD_DIM)
+    q = load_rotated(q_rows, g < GROUP, angles, rotation.q_norm, eps, HEAD_DIM, PADDED, ROPE)
     if ROPE.query_scale:
         q *= tl.load(rotation.query_scale + position)
-    k_row = qkv + (HEADS + kv_head + one) * HEAD_DIM
-    v_row = qkv + (HEADS + SHAPE.kv_heads + kv_head + one) * HEAD_DIM
-    k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE.norm)
+    k_row = qkv + (QUERIES * HEADS + kv_head + one) * HEAD_DIM
+    v_row = k_row + SHAPE.kv_heads * HEAD_DIM
+    k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE)
     v_new = load_heads(v_row, one == 0, HEAD_DIM, PADDED)
     # Split 0 writes the new key and value and starts its state with them; they are not read back in this launch.
     owner = part == 0
@@ -310,7 +340,7 @@ def _attention_tiles_kernel(
         # Not earlier: consumer blocks beside these would leave the multiprocessors unevenly filled.
         tl.extra.cuda.gdc_launch_dependents()
     _finish(
-        row_max, row_sum, acc, sink_ptr, workspace, outputs, kv_head, part, splits, sequence, out_stride,
+        row_max, row_sum, acc, sink_ptr, workspace, outputs, qkv, kv_head, part, splits, sequence, out_stride,
         SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
     )  # fmt: skip
 

@@ -70,7 +70,7 @@ def takes(qkv: Tensor, spec: AttentionSpec) -> bool:
     """Whether this kernel serves such heads, on a GPU: both elements of a rotated pair must lie in one thread."""
     rotates = 2 * spec.cos.shape[1] == spec.head_dim or spec.rope_layout == "pairs"
     aligned = qkv.dtype == torch.float32 and qkv.stride(0) % 4 == 0 and qkv.data_ptr() % 16 == 0
-    shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128)
+    shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128) and not spec.gated
     return uses_assembly() and shaped and rotates and aligned
 
 
@@ -117,20 +117,24 @@ def _turn_at(
 
 @gluon.jit
 def _rotated(heads, live, turn, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr):
-    """Heads at pointers `heads` [R, 1], normalized where ROPE.norm and rotated by `turn` (`_turn_at`): fp32 [R,
-    HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
+    """Heads at pointers `heads` [R, 1], rotated by `turn` (`_turn_at`), normalized before or after where ROPE says so:
+    fp32 [R, HEAD_DIM] in a layout in which both of a rotated pair are one thread's. 0 where not live."""
     R: gl.constexpr = heads.shape[0]
     d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
     x = gl.load(heads + d, mask=live, other=0.0)
     cos, sin, norm = turn
-    if ROPE.norm:
+    if ROPE.norm and not ROPE.norm_rotated:
         x *= gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) / HEAD_DIM + eps), 1)
         x *= norm
     near, far = _pairs(x, ROPE)
     turned = gl.join(near * cos - far * sin, far * cos + near * sin)
     if ROPE.halves:
         turned = gl.permute(turned, [0, 2, 1])
-    return gl.convert_layout(gl.reshape(turned, [R, HEAD_DIM]), L, assert_trivial=True)
+    x = gl.convert_layout(gl.reshape(turned, [R, HEAD_DIM]), L, assert_trivial=True)
+    if ROPE.norm_rotated:
+        x *= gl.expand_dims(gl.rsqrt(gl.sum(x * x, 1) / HEAD_DIM + eps), 1)
+        x *= norm
+    return x
 
 
 @gluon.jit

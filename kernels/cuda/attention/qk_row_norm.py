@@ -51,6 +51,7 @@ def qk_row_norm(qkv: Tensor, spec: AttentionSpec, pdl: bool = False) -> Attentio
     attention: the spec without norms. With `pdl` the launch may overlap the end of the one before it.
     """
     assert spec.q_norm is not None and spec.k_norm is not None and qkv.stride(1) == 1
+    assert not spec.gated, "norms of whole rows are not computed beside output gates"
     q_width, k_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     assert spec.q_norm.shape == (q_width,) and spec.k_norm.shape == (k_width,)
     _qk_row_norm_kernel[(qkv.shape[0], 2)](

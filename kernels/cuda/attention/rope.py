@@ -27,11 +27,12 @@ class RotationPointers(NamedTuple):
 
 class RopeVariant(NamedTuple):
     """What a kernel that rotates is compiled for: rotated elements of a head, whether a pair is an element of each half
-    (else neighbours), per-head norms, and queries scaled by their position."""
+    (else neighbours), per-head norms, whether they are of the rotated heads, and queries scaled by their position."""
 
     dim: int
     halves: bool
     norm: bool
+    norm_rotated: bool
     query_scale: bool
 
 
@@ -49,6 +50,7 @@ def rope_variant(spec: AttentionSpec) -> RopeVariant:
         dim=2 * spec.cos.shape[1],
         halves=spec.rope_layout == "halves",
         norm=spec.q_norm is not None,
+        norm_rotated=spec.q_norm is not None and spec.norms_rotated,
         query_scale=spec.query_scale is not None,
     )
 
@@ -77,9 +79,10 @@ def load_angles(cos_ptr, sin_ptr, PADDED: tl.constexpr, ROPE: tl.constexpr):
 
 @triton.jit
 def load_rotated(
-    head_ptr, live, angles, norm_ptr, eps, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr
+    head_ptr, live, angles, norm_ptr, eps, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr
 ):
-    """Heads at pointers `head_ptr` [R], normalized where NORM, rotated by `load_angles`' result: fp32 [R, PADDED].
+    """Heads at pointers `head_ptr` [R], rotated by `load_angles`' result, normalized before or after where ROPE says
+    so: fp32 [R, PADDED].
 
     Rows where `live` [R] is false and columns from HEAD_DIM on are 0.
     """
@@ -88,14 +91,29 @@ def load_rotated(
     mask = live[:, None] & (d < HEAD_DIM)[None, :]
     x = tl.load(head_ptr[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
     y = tl.load(head_ptr[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-    if NORM:
-        inside = d < HEAD_DIM
+    inside = d < HEAD_DIM
+    if ROPE.norm and not ROPE.norm_rotated:
         weight = tl.load(norm_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
         partner_weight = tl.load(norm_ptr + partner, mask=inside, other=0.0).to(tl.float32)[None, :]
         inverse_rms = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
         x = x * inverse_rms * weight
         y = y * inverse_rms * partner_weight
-    return x * cos[None, :] + y * sin[None, :]
+    turned = x * cos[None, :] + y * sin[None, :]
+    if ROPE.norm_rotated:
+        weight = tl.load(norm_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
+        turned = turned * tl.rsqrt(tl.sum(turned * turned, 1) / HEAD_DIM + eps)[:, None] * weight
+    return turned
+
+
+@triton.jit
+def _normalized(near, far, i, norm_ptr, eps, ROPE: tl.constexpr):
+    """Both elements [R, rope_dim / 2] of the pairs i of heads, normalized."""
+    near_at = i if ROPE.halves else 2 * i
+    far_at = ROPE.dim // 2 + i if ROPE.halves else 2 * i + 1
+    inverse_rms = tl.rsqrt(tl.sum(near * near + far * far, 1) / ROPE.dim + eps)[:, None]
+    near = near * inverse_rms * tl.load(norm_ptr + near_at).to(tl.float32)[None, :]
+    far = far * inverse_rms * tl.load(norm_ptr + far_at).to(tl.float32)[None, :]
+    return near, far
 
 
 @triton.jit
@@ -114,13 +132,12 @@ def load_rotated_pairs(head_ptr, live, cos_ptr, sin_ptr, norm_ptr, eps, ROPE: tl
         near, far = tl.split(tl.reshape(both, [R, HALF, 2]))
     cos = tl.load(cos_ptr + i)[None, :]
     sin = tl.load(sin_ptr + i)[None, :]
-    if ROPE.norm:
-        near_at = i if ROPE.halves else 2 * i
-        far_at = HALF + i if ROPE.halves else 2 * i + 1
-        inverse_rms = tl.rsqrt(tl.sum(near * near + far * far, 1) / HEAD_DIM + eps)[:, None]
-        near = near * inverse_rms * tl.load(norm_ptr + near_at).to(tl.float32)[None, :]
-        far = far * inverse_rms * tl.load(norm_ptr + far_at).to(tl.float32)[None, :]
-    turned = tl.join(near * cos - far * sin, far * cos + near * sin)
+    if ROPE.norm and not ROPE.norm_rotated:
+        near, far = _normalized(near, far, i, norm_ptr, eps, ROPE)
+    near, far = near * cos - far * sin, far * cos + near * sin
+    if ROPE.norm_rotated:
+        near, far = _normalized(near, far, i, norm_ptr, eps, ROPE)
+    turned = tl.join(near, far)
     if ROPE.halves:
         turned = tl.permute(turned, [0, 2, 1])
     return tl.reshape(turned, [R, HEAD_DIM])

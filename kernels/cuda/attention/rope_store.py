@@ -13,6 +13,7 @@ from quengine.kernels.cuda.attention.kv_store import (
     store_rows,
     table_rows,
 )
+from quengine.kernels.cuda.attention.output_gate import qkv_width
 from quengine.kernels.cuda.attention.rope import (
     load_angles,
     load_heads,
@@ -34,7 +35,7 @@ def _load_queries_or_keys(
         x = load_rotated_pairs(head_ptr, live, cos_ptr, sin_ptr, norm_ptr, eps, ROPE)
     else:
         angles = load_angles(cos_ptr, sin_ptr, PADDED, ROPE)
-        x = load_rotated(head_ptr, live, angles, norm_ptr, eps, HEAD_DIM, PADDED, ROPE.norm)
+        x = load_rotated(head_ptr, live, angles, norm_ptr, eps, HEAD_DIM, PADDED, ROPE)
     return x
 
 
@@ -44,9 +45,10 @@ def _rope_store_kernel(
     qkv_ptr, rotation, row_scale_ptr, position_ptr, sequence_ptr, table_ptr, q_ptr, cache,
     eps, weight_scale, cache_rows, blocks, qkv_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, ROW_SCALE: tl.constexpr,
-    Q8: tl.constexpr, BLOCK_HEADS: tl.constexpr, PDL: tl.constexpr,
+    Q8: tl.constexpr, BLOCK_HEADS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (token, BLOCK_HEADS heads of one section: queries, keys or values)."""
+    """Programs (token, BLOCK_HEADS heads of one section: queries, keys or values). GATED: queries' gates lie after each
+    of their heads."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -56,7 +58,10 @@ def _rope_store_kernel(
     position = tl.load(position_ptr + token).to(tl.int64)
     head = first_head + tl.arange(0, BLOCK_HEADS)
     live = head < HEADS + 2 * KV_HEADS
-    head_ptr = qkv_ptr + token * qkv_stride + head * HEAD_DIM
+    place = head
+    if GATED:
+        place = head + tl.minimum(head, HEADS)
+    head_ptr = qkv_ptr + token * qkv_stride + place * HEAD_DIM
     offset = position * (ROPE.dim // 2)
     cos_ptr = rotation.cos + offset
     sin_ptr = rotation.sin + offset
@@ -105,10 +110,10 @@ def rope_store(
 ) -> Tensor:
     """Rotate queries and keys of T tokens and write their keys and values to the cache.
 
-    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp16, unit inner stride, or products of that shape, which are
-    scaled here; positions: int32 [T] on the device (one past the block table is not written); block_tables: int32
-    [sequences, blocks]; sequences: int32 [T], each token's row of them. Returns the rotated queries
-    [T, heads, head_dim] fp16, in `out` where that is given, contiguous.
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], where the spec is gated `qkv_width` columns, fp32 or fp16, unit inner
+    stride, or products of that shape, which are scaled here; positions: int32 [T] on the device (one past the block
+    table is not written); block_tables: int32 [sequences, blocks]; sequences: int32 [T], each token's row of them.
+    Returns the rotated queries [T, heads, head_dim] fp16, in `out` where that is given, contiguous.
     With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """
     weight_scale, row_scale = 1.0, None
@@ -116,7 +121,7 @@ def rope_store(
         weight_scale, row_scale, qkv = 1.0 / qkv.weight_scale, qkv.row_scale, qkv.values
     tokens = qkv.shape[0]
     cache_rows, kv_heads, head_dim = layer.k.shape
-    assert qkv.stride(1) == 1 and qkv.shape[1] == (spec.heads + 2 * kv_heads) * head_dim
+    assert qkv.stride(1) == 1 and qkv.shape[1] == qkv_width(spec)
     assert positions.shape == sequences.shape == (tokens,)
     assert positions.dtype == sequences.dtype == torch.int32
     check_block_tables(block_tables)
@@ -129,7 +134,8 @@ def rope_store(
         block_tables, q, cache_pointers(layer),
         spec.eps, weight_scale, cache_rows, block_tables.shape[1], qkv.stride(0),
         HEADS=spec.heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROPE=rope_variant(spec),
-        ROW_SCALE=row_scale is not None, Q8=layer.k_scale is not None, BLOCK_HEADS=block_heads, PDL=pdl,
+        ROW_SCALE=row_scale is not None, Q8=layer.k_scale is not None, BLOCK_HEADS=block_heads, GATED=spec.gated,
+        PDL=pdl,
         num_warps=rope_warps(block_heads * head_dim), launch_pdl=pdl,
     )  # fmt: skip
     return q

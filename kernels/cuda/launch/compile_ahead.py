@@ -5,22 +5,20 @@ Half of Triton's work is Python, so threads of one process keep two or three cor
 """
 
 import logging
-import os
-import subprocess
-import sys
+import pickle
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import triton
 
+from quengine.kernels.child_process import ChildProcess
 from quengine.kernels.compile_clock import compiling
 from quengine.kernels.cuda.launch import triton_cache
-from quengine.kernels.cuda.launch.compile_processes import Built, Order, Stages
+from quengine.kernels.cuda.launch.compile_processes import FROM_LEADER, Built, FromLeader, Order, Stages
 from quengine.kernels.cuda.launch.gpu import Gpu
 
 _log = logging.getLogger(__name__)
@@ -68,8 +66,15 @@ class CompilePool:
         self._built: list[Built] = []
         self._told_at = logging.INFO if every else logging.WARNING
         triton_cache.use_private_cache()
-        self._process, self._pipe = _start_process(prelude)
-        self._pipe.send(Order(task, gpu, self.processes, every, marker))
+        # It knows of no GPU.
+        self._process = ChildProcess(
+            ("-c", f"{prelude}\nfrom quengine.kernels.cuda.launch.compile_processes import main; main()"),
+            FROM_LEADER,
+            environment={"TRITON_CACHE_DIR": str(triton.knobs.cache.dir), "CUDA_VISIBLE_DEVICES": ""},
+            quiet=True,
+        )
+        done = None if marker is None else str(marker)
+        self._process.channel.send(Order(pickle.dumps(task), gpu, self.processes, every, done))
         triton_cache.when_missing.append(self.wait)
 
     def wait(self, key: str) -> None:
@@ -78,7 +83,7 @@ class CompilePool:
             self._receive_until(lambda: self._recorded or key in self._pending)
             if key in self._pending:
                 with suppress(OSError):
-                    self._pipe.send(key)
+                    self._process.channel.send(key)
                 self._receive_until(lambda: key not in self._pending)
 
     def finish(self) -> list[Built]:
@@ -93,8 +98,8 @@ class CompilePool:
         while not self._ended and not done():
             began = time.monotonic()
             try:
-                if self._pipe.poll(0.2):
-                    self._take(self._pipe.recv())
+                if self._process.channel.poll(0.2):
+                    self._take(self._process.channel.receive())
                     heard = time.monotonic()
                 elif began - heard > self._most_silence:
                     _log.warning(
@@ -111,7 +116,7 @@ class CompilePool:
         if shown:
             self._progress("")
 
-    def _take(self, report: list[str] | Built | None) -> None:
+    def _take(self, report: FromLeader) -> None:
         if isinstance(report, Built):
             self._built.append(report)
             self._pending.discard(report.key)
@@ -136,9 +141,7 @@ class CompilePool:
         self._pending.clear()
         with suppress(ValueError):
             triton_cache.when_missing.remove(self.wait)
-        self._pipe.close()
-        self._process.kill()  # it has ended, or does not answer
-        self._process.wait()
+        self._process.close()  # it has ended, or does not answer
 
 
 def finish_compiling() -> None:
@@ -147,26 +150,6 @@ def finish_compiling() -> None:
         pool = getattr(call, "__self__", None)
         if isinstance(pool, CompilePool):
             pool.finish()
-
-
-def _start_process(prelude: str) -> tuple[subprocess.Popen[bytes], Connection]:
-    """The process that leads the others, and an end of a pipe to it. It knows of no GPU."""
-    ours, theirs = Pipe()
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TRITON_CACHE_DIR": str(triton.knobs.cache.dir),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    program = (
-        f"{prelude}\nfrom quengine.kernels.cuda.launch.compile_processes import lead; lead({theirs.fileno()})"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", program], env=environment, pass_fds=[theirs.fileno()], start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    theirs.close()
-    return process, ours
 
 
 def marker(*what: object) -> Path:

@@ -7,18 +7,23 @@ compile those that are not in Triton's cache. It ends when the other process doe
 
 import gc
 import os
+import pickle
+import select
 import signal
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from threading import Thread
+from typing import Any, TypeAlias
 
+import msgspec
 import torch
 import triton
 from triton.runtime.cache import triton_key
 
+from quengine.kernels.channel import Channel
+from quengine.kernels.child_process import parent_channel
 from quengine.kernels.cuda.launch import triton_cache
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.launcher import LauncherSpec, build_launcher, build_utilities, launcher_of
@@ -46,19 +51,18 @@ _NICENESS = 5
 """Reading the weights comes first."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """What is to be compiled; see `CompilePool`."""
+class Order(msgspec.Struct, frozen=True):
+    """What is to be compiled; see `CompilePool`. `task` is pickled: a part of the program that the other process has
+    this one run."""
 
-    task: Callable[[], Stages]
+    task: bytes
     gpu: Gpu
     processes: int
     every: bool
-    marker: Path | None
+    marker: str | None
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(msgspec.Struct, frozen=True):
     """A kernel that is in the cache now: its folder there, and, of an order of `every` kernel, what launches it. error:
     why it is not there."""
 
@@ -68,10 +72,21 @@ class Built:
     error: str = ""
 
 
-def lead(descriptor: int) -> None:
-    """The first process. Its end of a pipe gets an Order, then keys of kernels that are wanted next; from it come the
-    keys of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
-    pipe = Connection(descriptor)
+ToLeader: TypeAlias = Order | str
+FromLeader: TypeAlias = list[str] | Built | None
+TO_LEADER: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)
+FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
+_TO_WORKER, _FROM_WORKER = msgspec.msgpack.Decoder(str), msgspec.msgpack.Decoder(Built)
+
+
+def main() -> None:
+    """The first process, as `ChildProcess` starts it."""
+    lead(parent_channel(TO_LEADER))
+
+
+def lead(channel: Channel[ToLeader]) -> None:
+    """What the first process does. It gets an Order, then keys of kernels that are wanted next; from it come the keys
+    of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
     os.nice(_NICENESS)
     torch.set_num_threads(1)  # it is forked
     triton_cache.use_private_cache()
@@ -79,48 +94,50 @@ def lead(descriptor: int) -> None:
     hashing = Thread(target=triton_key)
     hashing.start()
     try:
-        order: Order = pipe.recv()
+        order = channel.receive()
+        assert isinstance(order, Order)
         hashing.join()
-        whole = _Leader(pipe, order).run()
-    except (EOFError, BrokenPipeError):
+        whole = _Leader(channel, order).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Exception as error:
-        pipe.send(Built("", "the model", None, f"{type(error).__name__}: {error}"))
+        channel.send(Built("", "the model", None, f"{type(error).__name__}: {error}"))
         return
     if whole and order.marker is not None:
         with suppress(OSError):  # a cache that cannot be written: looked for again next time
-            order.marker.touch(mode=0o600)
+            Path(order.marker).touch(mode=0o600)
 
 
 class _Leader:
     """Hands out the kernels of an order to forked processes, those of each computation while the next is recorded."""
 
-    def __init__(self, pipe: Connection, order: Order) -> None:
-        self._pipe, self._order = pipe, order
+    def __init__(self, channel: Channel[ToLeader], order: Order) -> None:
+        self._channel, self._order = channel, order
         self._kernels: dict[str, Kernel] = {}
         self._waiting: list[Kernel] = []
-        self._workers: dict[Connection, int] = {}  # how many of the kernels each has in its memory
-        self._idle: list[Connection] = []
-        self._busy: list[Connection] = []
+        self._workers: dict[Channel[Built], int] = {}  # how many of the kernels each has in its memory
+        self._idle: list[Channel[Built]] = []
+        self._busy: list[Channel[Built]] = []
 
     def run(self) -> bool:
         """Whether all are in the cache. Raises EOFError where nobody is there any more who asked."""
         processes = [_fork(lambda _: build_utilities())[0]]
         try:
-            for compute in self._order.task():
+            task: Callable[[], Stages] = pickle.loads(self._order.task)
+            for compute in task():
                 found = record_kernels([compute], self._order.gpu)
                 new = [kernel for key, kernel in found.items() if key not in self._kernels]
                 self._kernels |= found
                 missing = sorted((k for k in new if self._order.every or not _is_cached(k)), key=_order)
-                self._pipe.send([kernel.key for kernel in missing])
+                self._channel.send([kernel.key for kernel in missing])
                 self._waiting += missing
                 for _ in missing[: self._order.processes]:
-                    process, end = _fork(lambda pipe: _work(pipe, self._kernels, self._order.every))
+                    process, end = _fork(lambda channel: _work(channel, self._kernels, self._order.every))
                     processes.append(process)
                     self._workers[end] = len(self._kernels)
                     self._idle.append(end)
                 self._hand_out()
-            self._pipe.send(None)
+            self._channel.send(None)
             return self._finish()
         finally:
             for process in processes:
@@ -145,21 +162,21 @@ class _Leader:
         """Until all are done, or no process is left for them. Whether none has failed."""
         whole = True
         while self._busy:
-            for ready in wait([self._pipe, *self._busy]):
-                assert isinstance(ready, Connection)
-                if ready is self._pipe:
-                    wanted = ready.recv()
+            channels: list[Channel[Any]] = [self._channel, *self._busy]
+            for ready in select.select(channels, [], [])[0]:
+                if ready is self._channel:
+                    wanted = ready.receive()
                     self._waiting.sort(key=lambda kernel: kernel.key != wanted)
                     continue
                 self._busy.remove(ready)
                 try:
-                    built: Built = ready.recv()
-                except EOFError:  # it crashed; its kernel is left to who launches it
+                    built: Built = ready.receive()
+                except (EOFError, OSError):  # it crashed; its kernel is left to who launches it
                     whole = False
                     continue
                 self._idle.append(ready)
                 whole &= not built.error
-                self._pipe.send(built)
+                self._channel.send(built)
             self._hand_out()
         return whole and not self._waiting
 
@@ -172,9 +189,9 @@ def _is_cached(kernel: Kernel) -> bool:
     return bool(triton_cache.kernel_names(Path(triton.knobs.cache.dir) / kernel.key))
 
 
-def _work(pipe: Connection, kernels: dict[str, Kernel], tells_launchers: bool) -> None:
+def _work(channel: Channel[str], kernels: dict[str, Kernel], tells_launchers: bool) -> None:
     """A process that compiles the kernels whose keys it is sent."""
-    for key in _received(pipe):
+    for key in _received(channel):
         kernel, spec, error = kernels[key], None, ""
         try:
             spec = launcher_of(kernel.compile())
@@ -182,25 +199,25 @@ def _work(pipe: Connection, kernels: dict[str, Kernel], tells_launchers: bool) -
                 build_launcher(spec)
         except Exception as failure:  # the compiler's errors have no common class; a launch raises it again
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
-        pipe.send(Built(key, kernel.name, spec if tells_launchers else None, error))
+        channel.send(Built(key, kernel.name, spec if tells_launchers else None, error))
 
 
-def _received(pipe: Connection) -> Iterator[str]:
+def _received(channel: Channel[str]) -> Iterator[str]:
     with suppress(EOFError):
         while True:
-            yield pipe.recv()
+            yield channel.receive()
 
 
-def _fork(run: Callable[[Connection], object]) -> tuple[int, Connection]:
-    """A forked process that does `run`, given its end of a pipe. Its number, and the other end.
+def _fork(run: Callable[[Channel[str]], object]) -> tuple[int, Channel[Built]]:
+    """A forked process that does `run`, given its end of a channel. Its number, and the other end.
 
-    It has no other pipe of this process open, and so ends with it.
+    It has no other channel of this process open, and so ends with it.
     """
-    ours, theirs = Pipe()
+    ours, theirs = socket.socketpair()
     process = os.fork()
     if process:
         theirs.close()
-        return process, ours
+        return process, Channel(ours, _FROM_WORKER)
     status = 1
     try:
         gc.disable()  # compiling makes many objects, and a process compiles few kernels
@@ -208,7 +225,7 @@ def _fork(run: Callable[[Connection], object]) -> tuple[int, Connection]:
             if number > 2 and number != theirs.fileno():
                 with suppress(OSError):  # the folder's own
                     os.close(number)
-        run(theirs)
+        run(Channel(theirs, _TO_WORKER))
         status = 0
     finally:
         os._exit(status)

@@ -78,7 +78,7 @@ class _Manifest(msgspec.Struct):
     targets: tuple[str, ...]
     models: tuple[str, ...]
     kernels: dict[str, dict[str, str]]
-    launchers: list[tuple[list[Any], str]]
+    launchers: list[tuple[tuple[Any, ...], str]]
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _parsed(text: bytes) -> Pack:
             or not all(map(_FILE.fullmatch, files))
         ):
             raise ValueError(f"{key[:80]!r} with {list(files)[:3]} is no kernel's folder")
-    launchers = tuple(LauncherSpec(_tuples(types), maps) for types, maps in told.launchers)
+    launchers = tuple(LauncherSpec(types, maps) for types, maps in told.launchers)
     return Pack(
         told.triton_version, told.triton, told.source, told.targets, told.models, told.kernels, launchers
     )  # fmt: skip
@@ -255,11 +255,6 @@ def _parsed(text: bytes) -> Pack:
 def _as_json(pack: Pack) -> str:
     launchers = [(spec.types, spec.maps) for spec in pack.launchers]
     return json.dumps({"format": FORMAT, **vars(pack), "launchers": launchers}, indent=None)
-
-
-def _tuples(types: Sequence[Any]) -> tuple[Any, ...]:
-    """JSON has lists for tuples."""
-    return tuple(_tuples(each) if isinstance(each, list) else str(each) for each in types)
 
 
 def _triton() -> str:

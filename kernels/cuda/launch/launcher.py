@@ -30,13 +30,16 @@ class LauncherSpec:
     types: tuple[Any, ...]
     maps: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "types", _plain(self.types))
+
 
 def launcher_of(kernel: Any) -> LauncherSpec | None:
     """What launches a compiled kernel; None where Triton needs nothing for it."""
     if not hasattr(driver, "make_launcher"):
         return None
     maps = json.dumps(getattr(kernel.metadata, "tensordesc_meta", None))
-    return LauncherSpec(_plain(kernel.src.signature.values()), maps)
+    return LauncherSpec(tuple(kernel.src.signature.values()), maps)
 
 
 def build_launcher(spec: LauncherSpec) -> bool:
@@ -76,5 +79,5 @@ def build_utilities() -> None:
 
 
 def _plain(types: Iterable[Any]) -> tuple[Any, ...]:
-    """Without the names of named tuples."""
-    return tuple(_plain(each) if isinstance(each, tuple) else each for each in types)
+    """Without the names of named tuples; where they were written as JSON or MessagePack, tuples in place of lists."""
+    return tuple(_plain(each) if isinstance(each, tuple | list) else str(each) for each in types)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quengine.cli.chat.completion import CommandCompleter
+from quengine.cli.chat.prompt import CommandCompleter
 from quengine.cli.chat.session_file import session_path
 from quengine.cli.main import run
 from tests.cli.chat.chat_terminal import COMMON, READY, Terminal, chat

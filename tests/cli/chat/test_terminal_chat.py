@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quengine.cli.chat.quoted_block import joined
+from quengine.cli.chat.input import joined
 from quengine.cli.main import run
 from tests.cli.chat.chat_terminal import COMMON, READY, TAKEN, Terminal, chat
 from tests.gguf_builder import ModelSizes

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.context.prefix_file import PrefixFiles
+from quengine.context.prefix_file import PrefixFiles, content_digest
 from quengine.context.saved_prefix import restore_prefix, save_prefix
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -160,6 +160,7 @@ def remade(file: Path, change: Callable[[dict[str, Any]], object], version: str 
     with_header = dict(load_header(file))
     tensors = load_file(file)
     change(tensors)
+    with_header["digest"] = content_digest(tensors)
     save_file(tensors, file, with_header | ({"version": version} if version else {}))
 
 
@@ -173,7 +174,7 @@ def load_header(file: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("change", "version", "wrong"),
     [
-        (lambda t: t.pop("absent", None), "9", "its version is '9', here '1'"),
+        (lambda t: t.pop("absent", None), "9", "its version is '9', here '2'"),
         (lambda t: t.update(token_ids=t["token_ids"] + 100_000), None, "outside the vocabulary"),
         (lambda t: t.update(token_ids=t["token_ids"][:100]), None, "group 0 are not those of 100 tokens"),
         (lambda t: t.update(token_ids=t["token_ids"].float()), None, "no list of numbers 'token_ids'"),
@@ -202,6 +203,19 @@ def test_a_damaged_file_is_refused(
     remade(copy, change, version)
     with pytest.raises(EngineError, match=wrong):
         restore(saver, copy)
+
+
+@pytest.mark.parametrize("place", [-1, -5000])
+def test_a_file_with_another_bit_is_refused_by_its_digest(
+    saver: LLM, saved_file: Path, folder: Path, place: int
+) -> None:
+    data = bytearray(saved_file.read_bytes())
+    data[place] ^= 4
+    (folder / "bit").write_bytes(data)
+    with pytest.raises(
+        EngineError, match=r"^it is damaged: its contents do not have its digest; save it again$"
+    ):
+        restore(saver, folder / "bit")
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 7, b"\xff" * 64, b"\0" * 64, None])

@@ -11,18 +11,18 @@ from quengine import LLM, EngineError
 from quengine.batch import Batch
 from quengine.config import EngineConfig
 from quengine.diagnostics.bench import bench
-from quengine.diagnostics.bench.bench import model_facts, run_bench
+from quengine.diagnostics.bench.bench import (
+    _feed_forward_operations,
+    bytes_per_token,
+    model_facts,
+    prompt_operations,
+    run_bench,
+)
 from quengine.diagnostics.bench.bench_machine import describe_machine
 from quengine.diagnostics.bench.bench_plan import BenchPlan, BenchTest, expand_tests
 from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
 from quengine.diagnostics.bench.bench_time import time_batch
-from quengine.diagnostics.bench.bench_work import (
-    _feed_forward_operations,
-    bytes_per_token,
-    prompt_operations,
-)
-from quengine.diagnostics.bench.profile import read_profile
-from quengine.diagnostics.bench.profile_run import PROFILED_STEPS, Traced
+from quengine.diagnostics.bench.profile import PROFILED_STEPS, Traced, read_profile
 from quengine.errors import CannotRunError
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.memory import kv_cache_bytes

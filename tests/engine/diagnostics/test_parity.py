@@ -2,6 +2,8 @@
 
 The negative controls are the errors that quantized engines have had: they leave the text fluent and the
 logits wrong. Each is made in one place of one side, on a model with the block formats of a Q4_K_M file.
+
+How long the rest of a comparison takes, by the speed of what is done.
 """
 
 import shutil
@@ -21,6 +23,7 @@ from quengine.diagnostics.parity.parity import (
     DEVICE_BUDGETS,
     REFERENCE_BUDGETS,
     ParityReport,
+    _left,
     budgets_for,
     compare_sides,
 )
@@ -476,3 +479,15 @@ def test_a_q8_0_cache_widens_the_budgets_of_whole_passes_only() -> None:
     plain, wide = budgets_for("reference", "cpu"), budgets_for("reference", "cpu", "q8_0")
     assert wide.keys() == plain.keys()
     assert all(wide[name].nmse_p99 == pytest.approx(100 * plain[name].nmse_p99) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("done", "total", "elapsed", "text"),
+    [
+        (100, 400, 10.0, ", 30 s left of this phase"),
+        (1, 50, 14.0, ", 11 min left of this phase"),
+        (5, 5, 9.0, ", 0 s left"),
+    ],
+)
+def test_the_rest_is_told_by_the_measured_speed(done: int, total: int, elapsed: float, text: str) -> None:
+    assert _left(done, total, elapsed).startswith(text)

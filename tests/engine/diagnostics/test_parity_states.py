@@ -11,14 +11,14 @@ from quengine.diagnostics.parity.parity import ParityReport, compare_sides
 from quengine.diagnostics.parity.parity_rounding import RoundedSide
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload, plan_workload
-from quengine.models.short_conv import ShortConvLayer
+from quengine.kernels.short_conv import ShortConvSpec
 from quengine.models.synthetic.presets import find_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 
 TEXT = "The wheel turns, and 17 x 23 = 391; the old clock does not mind. " * 2
 
 
-@pytest.fixture(scope="module", params=["lfm2-tiny", "lfm2moe-tiny"])
+@pytest.fixture(scope="module", params=["lfm2-tiny", "qwen3.5moe-tiny"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     preset = find_preset(request.param)
     assert preset is not None
@@ -58,9 +58,10 @@ def test_a_healthy_pair_is_within_the_usual_budget(
 def test_a_wrong_convolution_fails(reference: LLMSide, model: Path, workload: Workload) -> None:
     def exchange_taps(llm: LLM) -> None:
         for block in llm.runner.decoder.blk:
-            if isinstance(block.mixer, ShortConvLayer):
-                weight = block.mixer.spec.weight
-                weight.copy_(weight[[1, 0, 2]])  # in place: captured steps read it there
+            spec = getattr(block.mixer, "spec", None)
+            weight = spec.weight if isinstance(spec, ShortConvSpec) else getattr(spec, "conv", None)
+            if weight is not None:
+                weight.copy_(weight[[1, 0, *range(2, len(weight))]])  # in place: captured steps read it there
 
     report = judged(reference, model, workload, exchange_taps)
     assert {failure.partition(":")[0] for failure in report.failures} >= {"prefill", "decode", "greedy"}

@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from quengine.kernels.channel import encode
 from quengine.kernels.ranks.communicator import Communicator, side_by_side, sum_in_order
-from quengine.parallel.wire import Message, decode, encode
+from quengine.parallel.wire import TO_RANK, Message, RankPlan
 
 T = TypeVar("T")
 
@@ -127,7 +128,9 @@ class ThreadGroup:
         try:
             while (data := self._sent.get()) is not None:
                 with self._meeting.turn:
-                    self._follow(decode(data))
+                    message = TO_RANK.decode(data)
+                    assert not isinstance(message, RankPlan)
+                    self._follow(message)
         except BaseException as error:
             self._failure = error
             self._meeting.barrier.abort()

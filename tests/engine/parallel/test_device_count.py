@@ -14,7 +14,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.loading import placement
 from quengine.models.synthetic.presets import PRESETS
-from quengine.models.synthetic.type_mix import tensor_type
+from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 from quengine.parallel.device_count import fewest_devices
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -221,8 +222,7 @@ def test_what_a_rank_cannot_load_is_reported(
 
     def without_file(self: RankGroup, plan, *others: Any) -> Any:  # type: ignore[no-untyped-def]
         def other(number: int, meeting: str) -> Any:
-            made = plan(number, meeting)
-            return type(made)(**{**vars(made), "model": str(folder / "none.gguf")})
+            return msgspec.structs.replace(plan(number, meeting), model=str(folder / "none.gguf"))
 
         return load(self, other, *others)
 
@@ -276,7 +276,7 @@ def test_a_server_starts_an_engine_again_that_lost_a_rank(folder: Path) -> None:
         (rank,) = [each for each in children if "quengine.parallel.rank_main" in each.cmdline()]
         rank.kill()
         began = time.monotonic()
-        with pytest.raises(EngineFailedError, match=r"the engine's process ended \(2\)"):
+        with pytest.raises(EngineFailedError, match=r"the engine's process has ended \(2\)"):
             while time.monotonic() - began < END_SECONDS:
                 engine.stats()
                 time.sleep(0.05)

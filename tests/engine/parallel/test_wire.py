@@ -2,20 +2,23 @@
 
 import pytest
 
+from quengine.block_manager import CachePool, StateCopy
+from quengine.kernels.channel import encode
 from quengine.parallel.wire import (
+    TO_RANK,
     Capture,
     Choose,
     Configure,
+    CopyStates,
     Forward,
     Hidden,
     Launch,
-    Message,
     Parts,
     Prompts,
+    RankPlan,
     ReadCache,
+    ToRank,
     WriteCache,
-    decode,
-    encode,
 )
 from quengine.runners.graph_keys import GraphKey, SamplingKind
 from quengine.runners.step_rows import SequenceRows
@@ -47,7 +50,11 @@ ROWS = [
         ),
         Capture(GraphKey("prefill", 1024, 4)),
         Prompts([2048, 7]),
+        CopyStates([StateCopy(1, 5, 2), StateCopy(1, 0, 9)]),
+        RankPlan(
+            "m.gguf", {"device": "cpu", "threads": None}, 1, 2, 64, [CachePool(9, 32, 4)], 3, "/m", (0, 4, 8)
+        ),
     ],
 )
-def test_a_message_is_read_as_it_was_sent(message: Message) -> None:
-    assert decode(encode(message)) == message
+def test_a_message_is_read_as_it_was_sent(message: ToRank) -> None:
+    assert TO_RANK.decode(encode(message)) == message

@@ -9,8 +9,8 @@ import pytest
 
 from quengine.cli import main
 from quengine.errors import CannotRunError, EngineError
+from quengine.platform.failure import failure_of
 from quengine.platform.out_of_memory import killed_for_memory, out_of_memory
-from quengine.serve.processes.engine_main import broken
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -51,7 +51,7 @@ def test_a_lack_of_memory_says_what_to_lower(error: Exception) -> None:
     problem = out_of_memory(error)
     assert problem is not None and problem.exit_code == 2
     assert str(problem).startswith("not enough memory") and "lower -c or --parallel" in str(problem)
-    assert broken(error).kind == "CannotRunError"
+    assert failure_of(error).kind == "CannotRunError"
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=repr)

@@ -21,10 +21,12 @@ from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.models.synthetic.synthetic import PRESETS, tensor_type
+from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 
-ctx, blocks, arch, fixed = map(int, sys.argv[1:])
+preset = sys.argv[1]
+ctx, blocks, arch, fixed = map(int, sys.argv[2:])
 MOST = 2048
 torch.cuda.Event = mock.MagicMock
 cuda_graphs.has_dependent_launch = lambda _: arch >= 90
@@ -34,18 +36,22 @@ def tensor(name, shape):
     rows = 1 if len(shape) == 1 else shape[0]
     return QuantTensor(name, fmt, shape, torch.empty(rows, fmt.row_bytes(shape[-1]), dtype=torch.uint8, device=META))
 
+def tables(positions):
+    return [[1] if group.is_state else [PADDING_BLOCK] * -(-positions // 32) for group in config.cache_groups]
+
 def keys(call):
     with torch.no_grad():
         return {launch.key: launch.name for launch in record(call)}
 
-spec = PRESETS["mistral-7b-2l"]
+spec = find_preset(preset)
 config = spec.config()
 with backend_for(arch) as backend:
     backend.batch_invariant = bool(fixed)
     shapes = required_tensors(config)
     tensors = {name: tensor(name, shape) for name, shape in shapes.items()}
     decoder = Decoder(config, tensors, backend, ctx, min(MOST, ctx))
-    cache = KVCache.allocate(config, ctx, META, pools=[CachePool(blocks)])
+    pools = [CachePool(blocks, is_state=group.is_state) for group in config.cache_groups]
+    cache = KVCache.allocate(config, ctx, META, pools=pools)
     graphs = cuda_graphs.CudaGraphs(decoder, cache, -(-blocks * 32 // ctx), MOST)
     compiled, missing = keys(lambda: run_all(graphs)), {}
 
@@ -58,7 +64,7 @@ with backend_for(arch) as backend:
     lengths = [1, *range(2, 40, 3), 48, 64, 99, 127, 128, 129, 160, 255, 257, 300, 385, 512, 700, 1664, 1999, MOST]
     for rows in [length for length in lengths if length <= longest]:
         first = 32 if rows + 32 <= ctx else 0
-        chunk = SequenceRows([0] * rows, first, [[PADDING_BLOCK] * -(-(first + rows) // 32)])
+        chunk = SequenceRows([0] * rows, first, tables(first + rows))
         look(("chunk", rows), lambda: decoder.forward(forward_batch("prefill", [chunk], META), cache.layers))
     for rows in lengths:
         for count in (2, 3, 7, 16, 33, 64):
@@ -77,10 +83,26 @@ assert len(compiled) > 30 and not missing
 
 
 @pytest.mark.parametrize(
-    ("ctx", "blocks", "arch", "fixed"),
-    [(2176, 68, 90, 0), (288, 576, 90, 0), (4096, 256, 90, 1), (2176, 68, 80, 0), (4096, 256, 80, 0)],
-    ids=["alone", "many, short", "many, fixed", "alone, sm_80", "many, sm_80"],
+    ("preset", "ctx", "blocks", "arch", "fixed"),
+    [
+        ("mistral-7b-2l", 2176, 68, 90, 0),
+        ("mistral-7b-2l", 288, 576, 90, 0),
+        ("mistral-7b-2l", 4096, 256, 90, 1),
+        ("mistral-7b-2l", 2176, 68, 80, 0),
+        ("mistral-7b-2l", 4096, 256, 80, 0),
+        ("qwen3.5-tiny", 4096, 256, 90, 0),
+        ("qwen3.5-tiny", 4096, 256, 80, 1),
+    ],
+    ids=[
+        "alone",
+        "many, short",
+        "many, fixed",
+        "alone, sm_80",
+        "many, sm_80",
+        "states",
+        "states, fixed, sm_80",
+    ],
 )
-def test_no_prompt_waits_for_the_compiler(ctx: int, blocks: int, arch: int, fixed: int) -> None:
+def test_no_prompt_waits_for_the_compiler(preset: str, ctx: int, blocks: int, arch: int, fixed: int) -> None:
     """On no device, in a process of its own: launches are recorded, which the interpreter's are not."""
-    without_interpreter(CHECK, ctx, blocks, arch, fixed)
+    without_interpreter(CHECK, preset, ctx, blocks, arch, fixed)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from quengine import LLM
-from quengine.diagnostics.bench.profile import Profile
-from quengine.diagnostics.bench.profile_run import profile_decode, profile_prompt
+from quengine.diagnostics.bench.profile import Profile, profile_decode, profile_prompt
 from quengine.models.synthetic.synthetic import write_synthetic
 
 STEPS = 16

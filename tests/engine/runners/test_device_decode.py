@@ -55,6 +55,7 @@ class FakeSequence:
     sampler: FakeSampler = field(default_factory=FakeSampler)
     block_tables: tuple[list[int], ...] = field(default_factory=lambda: ([],))
     num_cached_tokens: int = 0
+    replay: int = 0
     max_positions: int = CTX
 
     @property
@@ -100,6 +101,8 @@ class FakeDevice:
 
     def __init__(self, padding_block: int) -> None:
         self.inputs = self
+        self.states: dict[int, int] | None = None
+        """Of each sequence, by its first block, how many tokens its state stands for, where no step may come twice."""
         self.padding_block = padding_block
         self.rows = [FakeRow() for _ in range(DECODE_ROWS[-1])]
         for row in self.rows:
@@ -147,6 +150,9 @@ class FakeDevice:
             places = [(row.table[p // BLOCK_SIZE], p % BLOCK_SIZE) for p in range(row.position + 1)]
             token = next_token([self.pool[place] for place in places])
             tokens.append(token)
+            if row.live and self.states is not None:
+                assert self.states[row.table[0]] == row.position, "each token once"
+                self.states[row.table[0]] += 1
             if row.live:
                 row.token, row.position = max(token, 0), row.position + 1
                 if number in self.counted:
@@ -158,10 +164,11 @@ class FakeDevice:
 class Engine:
     """What is around the decoder: blocks, prompts, and the sequences' own bookkeeping."""
 
-    def __init__(self, blocks: int = 64) -> None:
+    def __init__(self, blocks: int = 64, repeats: bool = True) -> None:
         self.device = FakeDevice(padding_block=blocks)
+        self.device.states = None if repeats else {}
         self.free = list(range(blocks))
-        self.decoder = DeviceDecoder(self.device)  # type: ignore[arg-type]
+        self.decoder = DeviceDecoder(self.device, repeats)  # type: ignore[arg-type]
 
     def start(self, ids: list[int], params: SamplingParams = FREE, **fields: Any) -> FakeSequence:
         """A sequence whose prompt, but for the last token, was computed in a chunk."""
@@ -175,6 +182,9 @@ class Engine:
             place = sequence.block_tables[0][position // BLOCK_SIZE], position % BLOCK_SIZE
             self.device.pool[place] = token
         sequence.num_cached_tokens = count
+        if self.device.states is not None:
+            self.grow(sequence, count)
+            self.device.states[sequence.block_tables[0][0]] = count
 
     def grow(self, sequence: FakeSequence, position: int) -> None:
         reach = min(position + 2, sequence.max_positions)
@@ -267,6 +277,20 @@ def test_rows_that_are_not_equally_far_are_brought_together() -> None:
     assert [old.token_ids, new.token_ids] == [as_alone([1, 2], 10), as_alone([3, 4], 9)]
 
 
+def test_rows_are_brought_together_at_once_where_no_step_may_come_twice() -> None:
+    engine = Engine(repeats=False)
+    launched: list[list[tuple[Any, int]]] = []
+    engine.decoder.before_launch = lambda rows: launched.append(list(rows))
+    old = engine.start([1, 2])
+    engine.step([old])
+    new = engine.start([3, 4])
+    for _ in range(8):
+        engine.step([old, new])
+    assert len(engine.device.sizes) == 2 + 1 + 8
+    assert launched[:4] == [[(old, 1)], [(old, 2)], [(new, 1)], [(old, 3), (new, 2)]]
+    assert [old.token_ids, new.token_ids] == [as_alone([1, 2], 9), as_alone([3, 4], 8)]
+
+
 def test_penalties_do_not_count_a_step_that_is_computed_again() -> None:
     engine = Engine()
     old = engine.start([1, 2], PENALIZED)
@@ -345,11 +369,12 @@ def test_a_step_has_no_more_rows_than_the_smallest_captured_size() -> None:
         assert sequence.token_ids == as_alone(sequence.token_ids[:2], 6)
 
 
+@pytest.mark.parametrize("repeats", [True, False])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_coming_and_going_leaves_every_sequence_its_own_text(seed: int) -> None:
+def test_any_coming_and_going_leaves_every_sequence_its_own_text(seed: int, repeats: bool) -> None:
     """Sequences start, end, lose their blocks to others at once and are computed again; some wait for a turn."""
     chance = random.Random(seed)
-    engine = Engine(blocks=150)
+    engine = Engine(150, repeats)
     running: list[FakeSequence] = []
     prompts: dict[int, list[int]] = {}
 

@@ -13,8 +13,8 @@ from quengine.errors import EngineError
 from quengine.request.sampling_params import RANGES, SamplingParams
 from quengine.runners.graph_keys import SamplingKind
 from quengine.sampler import Sampler
+from quengine.sampling_chain.chain import Mirostat
 from quengine.sampling_chain.dry import Breakers
-from quengine.sampling_chain.mirostat import Mirostat
 from quengine.sampling_chain.names import DEFAULT_ORDER, read_flags
 
 VOCAB = 200

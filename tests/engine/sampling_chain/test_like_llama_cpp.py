@@ -13,9 +13,9 @@ from quengine.kernels.sampling import Logits
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.sampling_params import SamplingParams
 from quengine.sampler import Sampler
+from quengine.sampling_chain.chain import Mirostat
 from quengine.sampling_chain.dry import BreakerFinder, Breakers, Dry
-from quengine.sampling_chain.infill import Infill
-from quengine.sampling_chain.mirostat import Mirostat
+from quengine.sampling_chain.pool import Infill
 from tests.engine.sampling_chain.llama_cpp_samplers import LlamaCppSampler, LlamaCppTokens
 from tests.llama_cpp_source import llama_cpp_source
 from tests.llama_cpp_vocab import LlamaCppVocab

@@ -12,11 +12,10 @@ from quengine.models.tokenizer.token_length import TokenLength
 from quengine.request.text_stream import TextStream
 from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest
 from quengine.structured.answer_format import AnswerFormat, TextFormat
-from quengine.structured.calls.format import CallFormat
-from quengine.structured.calls.generic import GENERIC_FORM
-from quengine.structured.harmony_format import HarmonyFormat
-from quengine.structured.reasoning.reasoning_format import ReasoningFormat
-from quengine.structured.reasoning.tags import ReasoningTags
+from quengine.structured.calls.format import GENERIC_FORM, CallFormat
+from quengine.structured.harmony import HarmonyFormat
+from quengine.structured.reasoning_format import ReasoningFormat
+from quengine.structured.reasoning_tags import ReasoningTags
 from tests.engine.serve.fake_engine import FIRST_BYTE, FakeEngine, FakeModel, _seed, _Sequence, _timings
 
 MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>")

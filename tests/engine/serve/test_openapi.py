@@ -30,8 +30,7 @@ from quengine.serve.schemas.fields import Body, Sampling
 from quengine.serve.schemas.openapi import EVENTS, OPERATIONS, document
 from quengine.serve.settings import ServerSettings
 from quengine.structured.answer_format import TextFormat
-from quengine.structured.calls.format import CallFormat
-from quengine.structured.calls.generic import GENERIC_FORM
+from quengine.structured.calls.format import GENERIC_FORM, CallFormat
 from tests.engine.serve.fake_engine import FakeEngine, FakeModel
 from tests.engine.serve.serving import Served, serving
 

@@ -14,7 +14,7 @@ from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.routes.responses.input_items import messages_of
 from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.structured.answer_format import nearest_effort
-from quengine.structured.harmony_format import HarmonyFormat
+from quengine.structured.harmony import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.speaking_engine import SpeakingEngine, SpeakingModel, chat

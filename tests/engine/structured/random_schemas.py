@@ -18,9 +18,9 @@ import numpy as np
 
 from quengine.models.tokenizer import Tokenizer
 from quengine.structured.constraint import Constraint
-from quengine.structured.reasoning.budget import BudgetConstraint
 from quengine.structured.schema_check import schema_violation
 from quengine.structured.schema_dialect import standard_schema
+from quengine.structured.token_mask import BudgetConstraint
 
 KEYS = ("a", "b", "name", "é", "日本", "🤖", 'q"t', "s/l", "t~x", "two words", "", "$ref", "properties", "\\")
 TEXTS = ("", "a", "abc", "é🤖", 'q"\\', "x y", "2024-02-29", "12:30:00Z", "a@b.cd", "12")

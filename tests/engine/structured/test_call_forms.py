@@ -20,12 +20,12 @@ from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.chat_format import answer_format
 from quengine.request.text_stream import TextStream
 from quengine.structured.answer_format import AnswerFormat, TextFormat
 from quengine.structured.calls.format import CallFormat
 from quengine.structured.calls.named import template_form
 from quengine.structured.constraint import ConstraintCompiler
-from quengine.structured.format_choice import answer_format
 from quengine.structured.tool_calls import Delta, ToolUse, collect, reasoning_of
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
 from tests.llama_cpp_source import llama_cpp_source

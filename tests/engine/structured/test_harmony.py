@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from quengine import LLM, SamplingParams
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.chat_format import answer_format
 from quengine.request.text_stream import TextStream
 from quengine.structured.answer_format import TextFormat
 from quengine.structured.answer_parser import TextParser
 from quengine.structured.calls.json_calls import ToolCallParser
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.constraint_spec import ConstraintSpec
-from quengine.structured.format_choice import answer_format
-from quengine.structured.harmony_format import HarmonyFormat
+from quengine.structured.harmony import HarmonyFormat
 from quengine.structured.tool_calls import (
     CallDelta,
     Delta,

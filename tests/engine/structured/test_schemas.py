@@ -1,19 +1,30 @@
-"""JSON schemas: every legal one is taken, objects are closed, and what no grammar enforces is checked at the end."""
+"""JSON schemas: every legal one is taken, objects are closed, and what no grammar enforces is checked at the end.
+
+Formats: enforced where there is a grammar, annotations else.
+"""
 
 import json
 import logging
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
+from pydantic import TypeAdapter
 
 from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
-from quengine.structured import compile_probe
+from quengine.structured import constraint as constraint_module
 from quengine.structured.constraint import Constraint, ConstraintCompiler
 from quengine.structured.constraint_spec import ConstraintSpec
-from quengine.structured.schema_check import schema_violation
+from quengine.structured.schema_check import (
+    CHECKED_FORMATS,
+    ENFORCED_FORMATS,
+    FORMAT_PATTERNS,
+    schema_violation,
+)
 from quengine.structured.schema_grammar import grammar_schema
 from tests.engine.structured.random_schemas import (
     allows,
@@ -214,7 +225,7 @@ BOMBS["nested conditions"] = _condition
 def test_a_legal_schema_that_explodes_is_held_to_less(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(compile_probe, "SECONDS", 1.5)
+    monkeypatch.setattr(constraint_module, "PROBE_SECONDS", 1.5)
     constraint = compiler.compile(ConstraintSpec.json_schema(BOMBS[name]))
     assert constraint.allowed().any()
 
@@ -222,7 +233,7 @@ def test_a_legal_schema_that_explodes_is_held_to_less(
 def test_joined_regexes_of_a_lark_grammar_that_have_no_end_are_refused(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_probe, "SECONDS", 1.5)
+    monkeypatch.setattr(constraint_module, "PROBE_SECONDS", 1.5)
     joined = " & ".join(f"/(a|b)*a(a|b){{{n}}}/" for n in range(5, 25))
     with pytest.raises(EngineError, match=r"make it simpler|too|Unable|fuel") as caught:
         constraint = compiler.compile(ConstraintSpec.grammar(f"start: A\nA: {joined}"))
@@ -310,3 +321,86 @@ def test_random_schemas_allow_valid_documents_and_no_others(
         assert isinstance(constraint, Constraint)
         text = random_text(rng, constraint, tokenizer, closing, 150)
         assert text is None or violation(spec.schema, schema, text) is None, text
+
+
+OTHERS = (
+    "password",
+    "path",
+    "binary",
+    "byte",
+    "int32",
+    "double",
+    "uri-reference",
+    "regex",
+    "uuid4",
+    "nope",
+    "",
+)
+
+
+def error(schema: dict[str, Any]) -> str:
+    return LLMatcher.validate_grammar(ConstraintSpec.json_schema(schema).lark)
+
+
+@pytest.mark.parametrize("name", sorted(ENFORCED_FORMATS | FORMAT_PATTERNS.keys()))
+def test_a_format_with_a_grammar_is_enforced(name: str) -> None:
+    spec = ConstraintSpec.json_schema({"type": "string", "format": name})
+    assert not LLMatcher.validate_grammar(spec.lark) and not spec.dropped
+    assert "format" in spec.lark or "pattern" in spec.lark
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_format_without_one_is_an_annotation(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    assert "Unknown format" in LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
+    assert not error(schema)
+    assert ConstraintSpec.json_schema(schema).dropped == (
+        (f"format {name}",) if name in CHECKED_FORMATS else ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        (
+            "time",
+            ["00:00:00Z", "23:59:59.25+05:30"],
+            ["24:00:00Z", "12:00", "12:00:60Z", "12:00:00", "12:00:00+24:00"],
+        ),
+        (
+            "date",
+            ["2024-02-29", "2000-02-29", "0001-01-01"],
+            ["2023-02-29", "1900-02-29", "2024-04-31", "0000-01-01"],
+        ),
+        (
+            "date-time",
+            ["2024-02-29T12:00:00Z"],
+            ["2023-02-29T12:00:00Z", "2024-02-29 12:00:00Z", "2024-02-29"],
+        ),
+        (
+            "email",
+            ["a.b+c@example.org", "a" * 64 + "@x"],
+            ["a" * 65 + "@x", "a..b@x", "a@-x", "a@" + "x" * 64, "@x"],
+        ),
+    ],
+)
+def test_formats_mean_what_programs_can_read(name: str, right: list[str], wrong: list[str]) -> None:
+    pattern = re.compile(FORMAT_PATTERNS[name])
+    assert all(map(pattern.search, right)) and not any(map(pattern.search, wrong))
+
+
+def test_schemas_of_pydantic_with_its_own_formats_compile() -> None:
+    from datetime import timedelta
+    from pathlib import Path
+    from uuid import UUID
+
+    from pydantic import BaseModel, SecretStr
+
+    class Account(BaseModel):
+        home: Path
+        key: SecretStr
+        id: UUID
+        idle: timedelta
+        data: bytes
+
+    assert not error(TypeAdapter(Account).json_schema())

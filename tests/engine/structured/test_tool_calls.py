@@ -16,8 +16,7 @@ from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.text_stream import TextStream
-from quengine.structured.calls.format import CallFormat
-from quengine.structured.calls.generic import GENERIC_FORM
+from quengine.structured.calls.format import GENERIC_FORM, CallFormat
 from quengine.structured.calls.named import LLAMA_FORM, NAMED_FORMS, template_form
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import CallDelta, Delta, TextDelta, ToolUse, collect

@@ -42,6 +42,7 @@ class Layer:
     activation: Activation = "silu"
     sinks: bool = False
     bias: bool = False  # of all projections of the attention
+    gated: bool = False  # the attention's output
     row_scale: bool = False  # the down projection's rows are scaled by those of another matrix
 
 
@@ -56,6 +57,7 @@ MODELS = {
     "gpt-oss": [Layer(40, 1, sinks=True, bias=True), Layer(None, 0, sinks=True, bias=True)],
     "scaled rows": [Layer(norms="both", bias=True, row_scale=True), Layer(row_scale=True)],
     "heads of 256": [Layer(head_dim=256, rope_dim=256)],
+    "qwen3-next": [Layer(head_dim=64, rope_dim=16, qk_norm="head", gated=True), Layer(gated=True, bias=True)],
 }
 
 
@@ -79,7 +81,8 @@ class Model:
         self.weights, self.specs, self.caches, self.biases = [], [], [], []
         for i, layer in enumerate(layers):
             heads = HEADS * layer.head_dim
-            sizes = {"q": (heads, WIDTH), "k": (heads // 2, WIDTH), "v": (heads // 2, WIDTH)}
+            queries = 2 * heads if layer.gated else heads
+            sizes = {"q": (queries, WIDTH), "k": (heads // 2, WIDTH), "v": (heads // 2, WIDTH)}
             sizes |= {"o": (WIDTH, heads), "gate": (FEED_FORWARD, WIDTH), "up": (FEED_FORWARD, WIDTH)}
             sizes |= {"down": (WIDTH, FEED_FORWARD), "row_scale": (1, FEED_FORWARD)}
             parts = {
@@ -95,7 +98,7 @@ class Model:
                     "row_scale": backend.weight([parts["row_scale"]]),
                 }
             )
-            widths = [2 * heads, WIDTH] if layer.bias else []  # of QKV and the output projection
+            widths = [queries + heads, WIDTH] if layer.bias else []  # of QKV and the output projection
             self.biases.append([norm(width, 5).weight.to(dtype) for width in widths] or [None, None])
             self.specs.append(self.spec(layer, i))
             self.caches.append(
@@ -115,6 +118,7 @@ class Model:
             eps=EPS,
             cache_group=layer.group,
             sinks=norm(HEADS, seed).weight if layer.sinks else None,
+            gated=layer.gated,
         )
 
     def fill(self, tables: Tensor) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quengine.kernels import cpu
-from quengine.kernels.attention import causal_mask_band
+from quengine.kernels.attention import causal_mask_band, gate_output, split_gates
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu.gemv.matmul import matvec_launch, quantize_launch
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
@@ -118,6 +118,32 @@ def test_q8_0_rows_have_the_bits_of_the_definition(layout: RopeLayout, rows: int
     assert torch.equal(cpu.rope_store(qkv.clone(), spec, layers[1], batch), expected)
     for compiled, defined in zip(layers[1].tensors, layers[0].tensors, strict=True):
         assert torch.equal(compiled, defined)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("rows", "start"), [(1, 31), (5, 9)])
+def test_queries_leave_the_gates_that_lie_between_them(normed: bool, rows: int, start: int) -> None:
+    spec = spec_of("halves", 16, 40)
+    if normed:
+        spec = dataclasses.replace(spec, q_norm=randn(40, seed=1), k_norm=randn(40, seed=2))
+    qkv, batch = randn(rows, 12 * 40), chunk(start, rows)
+    plain, gates = split_gates(qkv, 4, 40)
+    layers = [KVLayer(*torch.zeros(2, 32, 2, 40, dtype=torch.float16)) for _ in range(2)]
+    expected = cpu.rope_store(plain, spec, layers[0], batch)
+    gated = dataclasses.replace(spec, gated=True)
+    made = qkv.clone()
+    assert torch.equal(cpu.rope_store(made, gated, layers[1], batch), expected)
+    assert torch.equal(layers[1].k, layers[0].k) and torch.equal(layers[1].v, layers[0].v)
+    y = 3.0 * randn(rows, 160, seed=4)
+    wanted = gate_output(y.double(), gates.double())
+    torch.testing.assert_close(cpu.output_gate(y, made, gated).double(), wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_extreme_output_gates() -> None:
+    spec = dataclasses.replace(spec_of("halves", 8, 8), heads=1, kv_heads=1, gated=True)
+    gates = torch.tensor([-1e30, -200.0, -87.0, -1.0, 0.0, 20.0, 1e30, torch.nan])
+    y = cpu.output_gate(torch.ones(1, 8), torch.cat([torch.zeros(8), gates, torch.zeros(16)])[None], spec)
+    torch.testing.assert_close(y[0], gates.sigmoid(), rtol=1e-6, atol=1e-36, equal_nan=True)
 
 
 def test_head_norms_come_before_the_rotation() -> None:

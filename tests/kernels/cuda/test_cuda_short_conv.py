@@ -17,7 +17,7 @@ def test_steps_are_those_of_the_definition(step: str, channels: int, taps: int, 
     batch, spec, state = STEPS[step], spec_of(channels, taps), states(channels)
     bcx = rows_of(len(batch), channels, 3)
     wanted, after = expected(batch, bcx, spec, state)
-    layer = SlotLayer(state.clone().to(device))
+    layer = SlotLayer((state.clone().to(device),))
     sequences = None
     if batch.phase == "prefill":
         lengths = torch.tensor(batch.query_lens)
@@ -28,7 +28,7 @@ def test_steps_are_those_of_the_definition(step: str, channels: int, taps: int, 
     y = short_conv(bcx.to(device), given, layer, positions, tables, sequences, batch.shares_sequences)
     torch.testing.assert_close(y.cpu(), wanted, rtol=1e-6, atol=1e-6)
     # Of a chunk the newest rows are stored alone: older ones are never read.
-    kept = layer.rows.cpu()
+    kept = layer.parts[0].cpu()
     for slot, end in ends(batch).items():
         places = [position % len(after[slot]) for position in range(max(0, end - taps + 1), end)]
         torch.testing.assert_close(kept[slot, places], after[slot, places], rtol=1e-6, atol=0)

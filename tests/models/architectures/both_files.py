@@ -66,6 +66,7 @@ class Case:
     converts: the converter writes all of it; where not, there is only the folder.
     mixture: of experts, written in every form. gate_up: also as a file with gate and up of experts in one tensor.
     change: alters the weights of the `transformers` model. edit: the folder before anything reads it.
+    drafts: the converter writes layers that draft tokens, which `edit` then adds.
     """
 
     model_type: str
@@ -77,6 +78,7 @@ class Case:
     gate_up: bool = False
     change: Callable[[Any], None] | None = None
     edit: Callable[[Path], Any] | None = None
+    drafts: bool = True
 
     @property
     def kinds(self) -> list[str]:
@@ -108,9 +110,10 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
             shutil.copytree(folder, fused)
             write_model(fused, case.model_type, fused=True, **options)
         if case.converts:
-            jobs.append(Conversion(folder, root / f"{name}.gguf", "llama-bpe"))
+            jobs.append(Conversion(folder, root / f"{name}.gguf", "llama-bpe", drafts=case.drafts))
         if "fused gguf" in case.kinds:
-            jobs.append(Conversion(folder, path_of(root, name, "fused gguf"), "llama-bpe", gate_up=True))
+            fused = path_of(root, name, "fused gguf")
+            jobs.append(Conversion(folder, fused, "llama-bpe", gate_up=True, drafts=case.drafts))
     convert(jobs)
     for name, case in cases.items():
         if case.mixture and case.converts:

@@ -11,7 +11,6 @@ from quengine import LLM
 from quengine.context.prefix_file import PrefixFiles
 from quengine.context.saved_prefix import restore_prefix, save_prefix
 from quengine.errors import EngineError
-from quengine.memory import CHECKPOINTS
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.short_conv import ShortConv
 from quengine.models.config import CacheGroup
@@ -169,8 +168,9 @@ def test_a_saved_prefix_has_the_state_at_its_end(tiny: Path, where: str, tmp_pat
 
 
 def test_checkpoints_make_room_for_newer_ones(tiny: Path, where: str) -> None:
-    with LLM(tiny, where, ctx_size=256, deterministic=True, reuse_prefix=True) as llm:
-        prompts = [[n, *PROMPTS[2]] for n in range(CHECKPOINTS + 4)]
+    options = {"deterministic": True, "reuse_prefix": True, "state_checkpoints": 3}
+    with LLM(tiny, where, ctx_size=256, **options) as llm:
+        prompts = [[n, *PROMPTS[2]] for n in range(5)]
         short = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         for prompt in prompts:
             llm.generate(prompt, short)

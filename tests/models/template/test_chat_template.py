@@ -141,9 +141,9 @@ def test_no_process_is_left_when_a_template_goes() -> None:
     template = ChatTemplate("x")
     template.render(USER)
     process = template._process._process
-    assert process is not None and process.poll() is None
+    assert process is not None and process.code is None
     del template
-    assert process.poll() is not None
+    assert process.code is not None
 
 
 def test_its_process_comes_up_while_the_tokenizer_is_built(

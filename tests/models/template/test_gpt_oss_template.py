@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from quengine.errors import EngineError
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
 from quengine.models.tokenizer import Tokenizer
-from quengine.structured.harmony_format import HarmonyFormat
+from quengine.structured.harmony import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse
 from tests.gguf_builder import GGUFBuilder
 from tests.tiny_models import harmony_vocabulary

@@ -10,8 +10,7 @@ import pytest
 
 from quengine.models.gguf import open_gguf
 from quengine.models.tokenizer import Tokenizer, TokenizerError
-from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer, pre_tokenizer_names
-from quengine.models.tokenizer.split_patterns import NEW_IN_UNICODE_16
+from quengine.models.tokenizer.pre_tokenizers import NEW_IN_UNICODE_16, pre_tokenizer, pre_tokenizer_names
 from tests.crossing_vocabulary import write_crossing_vocabulary
 from tests.llama_cpp_source import llama_cpp_source
 from tests.llama_cpp_vocab import LlamaCppVocab

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Library
 
 from quengine.models.hub.hub import resolve_model
 from quengine.models.tokenizer import Tokenizer
-from quengine.models.tokenizer.byte_level import BYTE_TO_CHAR
+from quengine.models.tokenizer.bpe import BYTE_TO_CHAR
 from tests.llama_cpp_source import llama_cpp_source
 from tests.llama_cpp_vocab import LlamaCppVocab
 from tests.text_samples import HAND_PICKED, random_texts

@@ -9,11 +9,10 @@ import pytest
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2 import tokenization_qwen2
 
-from quengine.models.tokenizer import Tokenizer, TokenizerError
-from quengine.models.tokenizer.hf import hf_engine
-from quengine.models.tokenizer.hf.bounded_parts import is_bounded
-from quengine.models.tokenizer.hf.hf_engine import LimitedEngine
-from quengine.models.tokenizer.hf.library_engine import LibraryEngine
+from quengine.models.tokenizer import Tokenizer, TokenizerError, from_hf
+from quengine.models.tokenizer.bounded_parts import is_bounded
+from quengine.models.tokenizer.from_hf import LimitedEngine
+from quengine.models.tokenizer.library_engine import LibraryEngine
 from tests.hf_mutations import (
     HOSTILE_NORMALIZERS,
     HOSTILE_PRE_TOKENIZERS,
@@ -70,7 +69,7 @@ def test_ids_are_the_same_in_a_process_with_limits(tmp_path: Path, monkeypatch: 
         write_files(folder, files)
         found = []
         for bounded in (True, False):
-            monkeypatch.setattr(hf_engine, "is_bounded", lambda _, answer=bounded: answer)
+            monkeypatch.setattr(from_hf, "is_bounded", lambda _, answer=bounded: answer)
             tokenizer = Tokenizer.from_hf(folder)
             ids = [tokenizer.encode(text, special=special) for text in texts for special in (False, True)]
             names = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]

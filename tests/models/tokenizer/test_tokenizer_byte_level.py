@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quengine.models.hub.hub import resolve_model
 from quengine.models.tokenizer import Tokenizer
-from quengine.models.tokenizer.byte_level import BYTE_TO_CHAR, byte_level_bytes
+from quengine.models.tokenizer.bpe import BYTE_TO_CHAR, byte_level_bytes
 from tests.gguf_builder import GGUFBuilder, bpe_vocabulary, byte_level_alphabet
 from tests.llama_cpp_vocab import LlamaCppVocab
 from tests.text_samples import HAND_PICKED, random_texts

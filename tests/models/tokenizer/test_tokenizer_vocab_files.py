@@ -8,7 +8,7 @@ import pytest
 
 from quengine.models.gguf import open_gguf
 from quengine.models.tokenizer import Tokenizer, TokenizerError
-from quengine.models.tokenizer.split_patterns import NEW_IN_UNICODE_16
+from quengine.models.tokenizer.pre_tokenizers import NEW_IN_UNICODE_16
 from tests.llama_cpp_source import llama_cpp_source
 from tests.llama_cpp_vocab import LlamaCppVocab
 from tests.text_samples import HAND_PICKED, marked_texts, random_texts

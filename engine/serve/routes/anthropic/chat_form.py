@@ -3,6 +3,7 @@
 | Anthropic's | chat completions' |
 |---|---|
 | `system`, text blocks | system messages, `content` joined by line breaks |
+| Claude Code's `x-anthropic-billing-header` in `system` | nothing |
 | `thinking` blocks of earlier answers | `reasoning_content`, of which the template takes what it needs |
 | `tool_use`, `tool_result` | `tool_calls`, messages of role tool |
 | consecutive turns of one role | one message |
@@ -46,6 +47,8 @@ from quengine.serve.settings import Limits
 
 Message = dict[str, Any]
 
+_BILLING_HEADER = "x-anthropic-billing-header:"
+
 _EFFORTS: Mapping[str, Effort] = {
     "low": "low",
     "medium": "medium",
@@ -86,6 +89,10 @@ def _stops(body: MessagesRequest, limits: Limits) -> list[str] | None:
 
 
 def _system(content: Content | None) -> list[Message]:
+    """Without Claude Code's header block: it may change from request to request, and would change the beginning of
+    every prompt, so that nothing of a conversation would be found in the prefix cache."""
+    if isinstance(content, list):
+        content = [part for part in content if not part.text.startswith(_BILLING_HEADER)]
     return [{"role": "system", "content": text}] if (text := content_text(content)) else []
 
 

@@ -15,7 +15,7 @@ from quengine.models.hub.hub_name import own_name
 from quengine.serve import access_log
 from quengine.serve.http import EventStream, json_response, off_loop, read_request, unless_gone
 from quengine.serve.models.model_links import check_name, folder_name
-from quengine.serve.models.model_options import made_options
+from quengine.serve.models.preset_file import made_options
 from quengine.serve.models.pulls import FileProgress, Step
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.ollama.answers import LINES, line

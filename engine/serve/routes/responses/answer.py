@@ -13,7 +13,7 @@ from quengine.serve.routes.streaming import ChunkForm, named_event
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openai import ResponseRequest
 from quengine.serve.service import Service
-from quengine.structured.answer_check import answer_violation
+from quengine.structured.answer_format import answer_violation
 from quengine.structured.tool_calls import ToolUse
 
 Item = dict[str, Any]

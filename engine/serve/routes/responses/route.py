@@ -12,7 +12,7 @@ from quengine.serve.routes.constraints import answer_constraint, read_constraint
 from quengine.serve.routes.prompts import reasoning_wanted
 from quengine.serve.routes.responses.answer import ResponseForm
 from quengine.serve.routes.responses.input_items import input_items, messages_of
-from quengine.serve.routes.responses.prompt import ConversationPrompt
+from quengine.serve.routes.responses.prompt import conversation_ids
 from quengine.serve.routes.responses.tools import offered_tools
 from quengine.serve.routes.sampling import requests_of, sampling_params
 from quengine.serve.routes.shortening import tell
@@ -105,8 +105,8 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
         raise bad_request("input holds nothing that this model reads", "input")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     variables, budget = reasoning_wanted(service, body, body.reasoning.effort, "reasoning.effort")
-    turns = ConversationPrompt(service, model.answer_format.tools(use), variables, notes)
-    prompt = await turns.ids([*system, *messages], shorten=body.truncation == "auto")
+    described, shorten = model.answer_format.tools(use), body.truncation == "auto"
+    prompt = await conversation_ids(service, [*system, *messages], described, variables, shorten, notes)
     constraint = answer_constraint(use, model, text, model.end_of(prompt), budget)
     params = await sampling_params(service, body, logprobs=None, constraint=constraint)
     shown = model.answer_format.shown(use)

@@ -20,8 +20,7 @@ from quengine import LLM, SamplingParams
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub import hub_pull
-from quengine.serve.models.model_folder import find_models
-from quengine.serve.models.model_spec import ModelSpec
+from quengine.serve.models.model_spec import ModelSpec, find_models
 from quengine.serve.models.preset_file import find_specs
 from quengine.serve.models.residency import MakeRoom
 from quengine.serve.processes.engine_llm import LLMEngine

@@ -9,8 +9,7 @@ import pytest
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.hub.presets import write_preset
-from quengine.serve.models.model_folder import find_models
-from quengine.serve.models.model_spec import check_names, weight_bytes
+from quengine.serve.models.model_spec import check_names, find_models, weight_bytes
 from quengine.serve.models.preset_file import find_specs
 from quengine.serve.settings import ModelsOptions, ServerSettings
 

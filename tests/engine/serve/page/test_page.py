@@ -73,7 +73,7 @@ def test_an_answer_streams_and_stops_with_escape_and_with_the_button(page: Any, 
     stops = (lambda: page.keyboard.press("Escape"), page.get_by_role("button", name="Stop").click)
     for number, stop in enumerate(stops):
         ask(page, "a long one")
-        last = page.locator(".assistant").nth(number)  # not `.last`, which is the answer before until this one begins
+        last = page.locator(".assistant").nth(number)  # `.last` is the one before until this one begins
         wait_for_text(last, PARTIAL)
         early = last.locator(".markdown").inner_text().strip()
         stop()

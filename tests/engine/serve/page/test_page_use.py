@@ -384,7 +384,7 @@ def test_an_answer_that_is_continued_counts_all_its_tokens_and_says_when_none_ca
     answered(page)
     answer_with(page, stream("ghi", size=1))
     act(page, "assistant", "Continue")
-    wait_for_text(page.locator(".costs summary"), "9 tokens")  # the whole line also counts the prompt: 9 tokens
+    wait_for_text(page.locator(".costs summary"), "9 tokens")  # the prompt has as many, beside the summary
     answer_with(page, stream(""))
     act(page, "assistant", "Continue")
     wait_for_text(page.locator(".notice"), "The model adds nothing to this answer")

@@ -10,20 +10,20 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import Pipe
 
 import httpx
 import msgspec
 import psutil
 import pytest
 
+from quengine.kernels.channel import Channel
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.processes import engine_main
 from quengine.serve.processes import server_thread as worker_module
 from quengine.serve.processes.engine_main import EngineLoop
 from quengine.serve.processes.server_engine import ProcessEngine
 from quengine.serve.processes.shared_engine import Event, Failed, Finished, GenerationRequest, Piece
-from quengine.serve.processes.shared_wire import Add, Step, receive_from_engine
+from quengine.serve.processes.shared_wire import FROM_ENGINE, TO_ENGINE, Add, FromEngine, Step, ToEngine
 from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
@@ -53,6 +53,12 @@ def served(path: str, engines: list[ProcessEngine]) -> Iterator[Served]:
 
     with serving(make_engine, settings={"model_names": ("tiny",)}) as running:
         yield running
+
+
+def channels() -> tuple[Channel[FromEngine], Channel[ToEngine]]:
+    """The server's end, and the engine's."""
+    ours, theirs = socket.socketpair()
+    return Channel(ours, FROM_ENGINE), Channel(theirs, TO_ENGINE)
 
 
 def unwritable(params: SamplingParams) -> SamplingParams:
@@ -118,7 +124,7 @@ class GarblingEngine(FakeEngine):
 
 
 def test_what_the_engine_cannot_send_fails_its_request_alone() -> None:
-    ours, theirs = Pipe()
+    ours, theirs = channels()
     engine = GarblingEngine(step_s=0.0)
     loop, params = EngineLoop(theirs, engine), SamplingParams(max_tokens=4).with_seed()
     for number in (1, 2, 3):
@@ -126,7 +132,7 @@ def test_what_the_engine_cannot_send_fails_its_request_alone() -> None:
     ends: dict[int, Event] = {}
     for _ in range(4):
         loop._send(engine.step())
-        step = receive_from_engine(ours)
+        step = ours.receive()
         assert isinstance(step, Step)
         ends |= {event.request_id: event for event in step.events if not isinstance(event, Piece)}
     assert [type(ends[number]) for number in (1, 2, 3)] == [Finished, Failed, Finished]
@@ -134,17 +140,17 @@ def test_what_the_engine_cannot_send_fails_its_request_alone() -> None:
 
 
 def test_the_cache_is_reported_before_there_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = Pipe()
+    ours, theirs = channels()
     loop = EngineLoop(theirs, engine := FakeEngine(step_s=0.0))
     monkeypatch.setattr(loop, "_listen", lambda: None)  # it would end this process with the pipe
     threading.Thread(target=loop.run, daemon=True).start()
-    assert receive_from_engine(ours) == Step([], engine.stats())
+    assert ours.receive() == Step([], engine.stats())
 
 
 @pytest.mark.parametrize("ends", ["at_its_end", "with_an_error"])
 def test_steps_are_prepared_while_there_is_no_request(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_main, "IDLE_SECONDS", 0.01)
-    ours, theirs = Pipe()
+    ours, theirs = channels()
     calls, done = list[int](), threading.Event()
 
     def prepare_next() -> bool:
@@ -163,7 +169,7 @@ def test_steps_are_prepared_while_there_is_no_request(ends: str, monkeypatch: py
     loop._receive(Add.of(GenerationRequest([1, 2], params.with_seed(), id=1)))
     events: list[Event] = []
     while not any(isinstance(event, Finished) for event in events):
-        message = receive_from_engine(ours)
+        message = ours.receive()
         assert isinstance(message, Step)
         events += message.events
     time.sleep(0.05)

@@ -148,7 +148,7 @@ def test_turns_of_an_agent_go_from_a_command_to_a_patch_to_an_answer(served: Ser
         'tools[3] skipped: "web_search"; tools[4] skipped: "namespace"'
     )
     assert ENGINE.prompts[-1].startswith(
-        "system: You are a coding agent.\n\nCommands run in a sandbox.\nuser: "
+        "system: You are a coding agent.\nsystem: Commands run in a sandbox.\nuser: "
     )
 
     reasoning, shell = kept(events)

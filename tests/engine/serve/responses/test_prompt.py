@@ -7,7 +7,6 @@ import pytest
 
 from quengine import LLM
 from quengine.serve.processes.engine_llm import LLMEngine
-from quengine.serve.routes.shortening import NOTES
 from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -34,15 +33,15 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         yield made
 
 
-def tokens(client: openai.OpenAI, items: list[dict[str, str]]) -> tuple[int, str | None]:
-    """Of a prompt, and its notes."""
-    answer = client.responses.with_raw_response.create(
+def tokens(client: openai.OpenAI, items: list[dict[str, str]]) -> int:
+    """Of a prompt."""
+    answer = client.responses.create(
         model="tiny",
         input=items,  # type: ignore[arg-type]
         instructions="Be kind.",
         max_output_tokens=1,
     )
-    return answer.parse().usage.input_tokens, answer.headers.get(NOTES)  # type: ignore[union-attr]
+    return answer.usage.input_tokens  # type: ignore[union-attr]
 
 
 def test_messages_are_joined_to_turns_where_the_template_takes_no_others(client: openai.OpenAI) -> None:
@@ -51,10 +50,8 @@ def test_messages_are_joined_to_turns_where_the_template_takes_no_others(client:
         {"role": role, "content": content}
         for role, content in (("user", "a"), ("user", "b"), ("developer", "c"))
     ]
-    count, notes = tokens(client, [*parts, said, parts[0]])
-    assert notes == "input: messages are joined to turns, as the chat template takes no others"
     joined = {"role": "user", "content": "a\n\nb\n\nc"}
-    assert tokens(client, [joined, said, parts[0]]) == (count, None)
+    assert tokens(client, [*parts, said, parts[0]]) == tokens(client, [joined, said, parts[0]])
 
 
 def test_what_the_template_refuses_in_turns_too_is_its_own_error(client: openai.OpenAI) -> None:

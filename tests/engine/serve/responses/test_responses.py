@@ -11,7 +11,7 @@ from quengine.serve.routes.responses.input_items import messages_of
 from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.serve.schemas.errors import ApiError
 from quengine.structured.answer_parser import TextParser
-from quengine.structured.calls.generic import GENERIC_FORM
+from quengine.structured.calls.format import GENERIC_FORM
 from quengine.structured.calls.parser import CallFormParser
 from tests.engine.serve.serving import Served
 from tests.engine.serve.tool_model import SCHEMA, serving_tools

@@ -65,6 +65,13 @@ def test_turns_become_messages() -> None:
     assert (body.max_tokens, body.stop) == (9, ["x"])
 
 
+def test_claude_codes_header_is_no_part_of_the_prompt() -> None:
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.332.551; cch=3f0a1;"}
+    rules = {"type": "text", "text": "You are an agent."}
+    assert translated(system=[header, rules]).messages[0] == {"role": "system", "content": rules["text"]}
+    assert translated(system=[header]).messages == translated().messages
+
+
 def test_documents_and_search_results_are_their_text() -> None:
     text = {"type": "text", "media_type": "text/plain", "data": "It rains."}
     parts = {"type": "content", "content": [{"type": "text", "text": "It snows."}]}

@@ -8,8 +8,7 @@ import pytest
 
 from quengine.structured.answer_format import TextFormat
 from quengine.structured.calls.form import CallForm
-from quengine.structured.calls.format import CallFormat
-from quengine.structured.calls.generic import GENERIC_FORM
+from quengine.structured.calls.format import GENERIC_FORM, CallFormat
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import serving
 

@@ -27,6 +27,7 @@ def make_spec(
     rope_dim: int | None = None,
     norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     sinks: torch.Tensor | None = None,
+    norms_rotated: bool = False,
 ) -> AttentionSpec:
     """`norms`: weights of the queries' and of the keys' norm."""
     cos, sin = rope_table(RopeSpec(dim=rope_dim or head_dim), context, device)
@@ -42,6 +43,7 @@ def make_spec(
         mask_band=causal_mask_band(140, context, window, device),
         q_norm=norms[0],
         k_norm=norms[1],
+        norms_rotated=norms_rotated,
         eps=1e-6,
         sinks=None if sinks is None else sinks.to(device),
     )

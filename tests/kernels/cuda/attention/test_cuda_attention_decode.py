@@ -43,6 +43,12 @@ def stored(x: torch.Tensor, q8_0: bool) -> torch.Tensor:
     return dequantize_rows(*quantize_rows(x)).double() if q8_0 else x.half().double()
 
 
+def normed(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    if spec.q_norm is None or spec.k_norm is None:
+        return q, k
+    return rms_norm(q, spec.q_norm.double(), spec.eps), rms_norm(k, spec.k_norm.double(), spec.eps)
+
+
 def expected_row(
     qkv: torch.Tensor,
     spec: AttentionSpec,
@@ -53,10 +59,12 @@ def expected_row(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One sequence by definition, fp64: the output [heads * head_dim] and the new rows of the cache."""
     q, k, v = qkv.double().view(1, -1, spec.head_dim).split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
-    if spec.q_norm is not None and spec.k_norm is not None:
-        q, k = rms_norm(q, spec.q_norm.double(), spec.eps), rms_norm(k, spec.k_norm.double(), spec.eps)
+    if not spec.norms_rotated:
+        q, k = normed(q, k, spec)
     cos, sin = spec.cos[position : position + 1], spec.sin[position : position + 1]
     q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
+    if spec.norms_rotated:
+        q, k = normed(q, k, spec)
     k_new, v_new = stored(k, q8_0), stored(v, q8_0)
     first = 0 if spec.window is None else max(0, position + 1 - spec.window)
     keys, values = torch.cat((k_old[first:position], k_new)), torch.cat((v_old[first:position], v_new))
@@ -164,6 +172,13 @@ def test_sliding_window(window: int) -> None:
 
 def test_per_head_norms_and_half_precision_input() -> None:
     check(spec_of(4, 2, 64, "halves", normed=True), [150], False, torch.float16)
+
+
+@pytest.mark.parametrize("layout", ["halves", "pairs"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_norms_of_rotated_heads(layout: str, head_dim: int) -> None:
+    spec = replace(spec_of(4, 2, head_dim, layout, normed=True), norms_rotated=True)
+    check(spec, [150], False)
 
 
 def test_sixteen_query_heads_share_one_key_head() -> None:

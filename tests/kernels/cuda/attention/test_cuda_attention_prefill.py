@@ -29,15 +29,20 @@ def test_heads_per_block_divides_every_section() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout,rope_dim,normed", [("pairs", 64, False), ("halves", 64, True), ("halves", 32, False)]
+    "layout,rope_dim,normed",
+    [
+        *(("pairs", 64, ""), ("halves", 64, "before"), ("halves", 32, "")),
+        *(("pairs", 64, "after"), ("halves", 64, "after"), ("halves", 32, "after")),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rope_store_rotates_and_writes(
-    layout: str, rope_dim: int, normed: bool, dtype: torch.dtype, device: torch.device
+    layout: str, rope_dim: int, normed: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     generator = torch.Generator().manual_seed(rope_dim)
     norm = (torch.rand(64, generator=generator) + 0.5).to(device) if normed else None
     spec = make_spec(device, CONTEXT, 6, 2, 64, None, layout, rope_dim, (norm, norm))
+    spec = replace(spec, norms_rotated=normed == "after")
     wide = torch.randn(5, 10 * 64 + 3, generator=generator).to(device, dtype)
     qkv = wide[:, :640]  # rows of a wider buffer
     cache = PagedCache.empty(device, 2, CONTEXT, 2, 64).shuffled(1)
@@ -46,12 +51,15 @@ def test_rope_store_rotates_and_writes(
     positions = torch.tensor([17, 3, 255, 100, 18], dtype=torch.int32, device=device)
     q = rope_store(qkv, spec, cache.layer, positions, cache.tables, torch.ones_like(positions))
     expected_q, expected_k, expected_v = qkv.double().view(5, 10, 64).split([6, 2, 2], dim=1)
-    if norm is not None:
+    if norm is not None and normed == "before":
         expected_q = rms_norm(expected_q, norm.double(), 1e-6)
         expected_k = rms_norm(expected_k, norm.double(), 1e-6)
     cos, sin = spec.cos[positions.long()], spec.sin[positions.long()]
     expected_q = apply_rope(expected_q, cos, sin, spec.rope_layout)
     expected_k = apply_rope(expected_k, cos, sin, spec.rope_layout)
+    if norm is not None and normed == "after":
+        expected_q = rms_norm(expected_q, norm.double(), 1e-6)
+        expected_k = rms_norm(expected_k, norm.double(), 1e-6)
     torch.testing.assert_close(q.double(), expected_q, rtol=1e-3, atol=1e-5)
     rows = slot_mapping(positions.long(), cache.tables[1].long())
     untouched = torch.ones(cache.layer.k.shape[0], dtype=torch.bool, device=device)

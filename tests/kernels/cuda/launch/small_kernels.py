@@ -2,13 +2,14 @@
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, Pipe
 
 import torch
 
+from quengine.kernels.channel import Channel
 from quengine.kernels.cuda.launch import triton_cache
-from quengine.kernels.cuda.launch.compile_processes import lead
+from quengine.kernels.cuda.launch.compile_processes import FROM_LEADER, TO_LEADER, lead
 from quengine.kernels.cuda.sampling import batch_rows
 
 
@@ -33,25 +34,20 @@ def broken() -> list[Callable[[], None]]:
 
 
 class Forked:
-    """A process in the place of `subprocess.Popen`'s: forked, since its imports take seconds."""
+    """A process in the place of `ChildProcess`'s: forked, since its imports take seconds."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        os.waitpid(self.pid, 0)
-
-
-def fork_process(_prelude: str) -> tuple[Forked, Connection]:
-    """As `compile_ahead._start_process`."""
-    ours, theirs = Pipe()
-    if pid := os.fork():
+    def __init__(self, *_: object, **__: object) -> None:
+        ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            triton_cache.when_missing.clear()
+            lead(Channel(theirs, TO_LEADER))
+            os._exit(0)
         theirs.close()
-        return Forked(pid), ours
-    ours.close()
-    triton_cache.when_missing.clear()
-    lead(theirs.fileno())
-    os._exit(0)
+        self.channel = Channel(ours, FROM_LEADER)
+
+    def close(self) -> None:
+        self.channel.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)

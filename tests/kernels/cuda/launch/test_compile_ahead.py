@@ -23,9 +23,9 @@ from quengine.kernels.cuda.launch.compile_ahead import CompilePool, finish_compi
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
 from quengine.kernels.cuda.sampling import batch_rows
-from tests.kernels.cuda.launch.small_kernels import broken, fork_process, stages
+from tests.kernels.cuda.launch.small_kernels import Forked, broken, stages
 
-start, compile_ahead._start_process = compile_ahead._start_process, fork_process
+start, compile_ahead.ChildProcess = compile_ahead.ChildProcess, Forked
 
 GPU = Gpu("GPU X", (9, 0))
 SIZES = (1, 2, 4)
@@ -52,12 +52,12 @@ def test_a_process_compiles_nothing_that_others_have_compiled(tmp_path: Path) ->
         + """
 lines = []
 done = ROOT / "marker"
-compile_ahead._start_process = start  # once as it is
+compile_ahead.ChildProcess = start  # once as it is
 first = pool(progress=lines.append, marker=done)
 built = first.finish()
 assert sorted(kernel.name for kernel in built) == ["settle_kernel"] * 3 and not any(kernel.error for kernel in built)
 assert done.is_file() and first.complete
-compile_ahead._start_process = fork_process
+compile_ahead.ChildProcess = Forked
 assert compilations() == 0 and compilations((8,)) == 1
 assert pool().finish() == [], "nothing is missing"
 assert len(pool(every=True).finish()) == 3
@@ -162,8 +162,8 @@ def test_the_processes_end_with_the_one_that_they_compile_for(tmp_path: Path) ->
 sizes = (1, 2, 4, 8, 16, 64)
 ahead = pool(sizes, processes=1)
 ahead._receive_until(lambda: ahead._recorded)
-ahead._pipe.close()  # as at its end
-ahead._process.wait()
+ahead._process.channel.close()  # as at its end
+os.waitpid(ahead._process.pid, 0)
 triton_cache.when_missing.clear()
 assert compilations(sizes) > 0
 """,

@@ -1,0 +1,134 @@
+"""Coding agents that `engine launch` starts: how each is given a server, without a change to the user's own files.
+
+Sources: the documentation and `--help` of Claude Code 2.1, Codex 0.171, opencode 1.18, Qwen Code 0.24, aider 0.86 and
+Cline 3.0.
+"""
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A model on a server. address: without a path. key: "none" where the server needs none. context: in tokens."""
+
+    address: str
+    key: str
+    model: str
+    context: int
+
+    @property
+    def openai(self) -> str:
+        return f"{self.address}/v1"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an agent is started with beside the user's arguments, which `arguments` come before."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Agent:
+    """program: on PATH. install: the command that brings it there. start: for an endpoint, with a temporary folder for
+    files of its own. calls_tools: it needs a model that does. context: tokens that it needs at least."""
+
+    program: str
+    install: str
+    start: Callable[[Endpoint, Path], Start]
+    calls_tools: bool = True
+    context: int = 32768
+
+
+def _claude(endpoint: Endpoint, _folder: Path) -> Start:
+    """Every model that it may name is the one; header and countdown, which change each prompt's beginning, are off."""
+    names = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
+    tiers = tuple(f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("OPUS", "SONNET", "HAIKU"))
+    return Start(
+        {
+            **dict.fromkeys((*names, *tiers), endpoint.model),
+            "ANTHROPIC_BASE_URL": endpoint.address,
+            "ANTHROPIC_AUTH_TOKEN": endpoint.key,
+            "ANTHROPIC_API_KEY": "",
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+            "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(endpoint.context),
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(endpoint.context),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        }
+    )
+
+
+def _codex(endpoint: Endpoint, _folder: Path) -> Start:
+    provider = (
+        f'{{name="quengine", base_url="{endpoint.openai}", wire_api="responses", env_key="QUENGINE_KEY"}}'
+    )
+    settings = {
+        "model": json.dumps(endpoint.model),
+        "model_provider": '"quengine"',
+        "model_providers.quengine": provider,
+        "model_context_window": str(endpoint.context),
+        "show_raw_agent_reasoning": "true",
+    }
+    arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+    return Start({"QUENGINE_KEY": endpoint.key}, arguments)
+
+
+def _opencode(endpoint: Endpoint, _folder: Path) -> Start:
+    limit = {"context": endpoint.context, "output": endpoint.context // 4}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "quengine",
+        "options": {"baseURL": endpoint.openai, "apiKey": endpoint.key},
+        "models": {endpoint.model: {"name": endpoint.model, "limit": limit}},
+    }
+    model = f"quengine/{endpoint.model}"
+    settings = {"provider": {"quengine": provider}, "model": model, "small_model": model}
+    return Start({"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})
+
+
+def _qwen(endpoint: Endpoint, _folder: Path) -> Start:
+    names = {"BASE_URL": endpoint.openai, "API_KEY": endpoint.key, "MODEL": endpoint.model}
+    environment = {f"OPENAI_{name}": value for name, value in names.items()}
+    return Start(environment, ("--auth-type", "openai", "-m", endpoint.model))
+
+
+def _aider(endpoint: Endpoint, folder: Path) -> Start:
+    model = f"openai/{endpoint.model}"
+    sizes = {
+        "max_input_tokens": endpoint.context,
+        "max_tokens": endpoint.context,
+        "litellm_provider": "openai",
+    }
+    known = folder / "models.json"
+    known.write_text(json.dumps({model: {**sizes, "mode": "chat"}}), "utf-8")
+    flags = ("--model", model, "--weak-model", model, "--model-metadata-file", str(known))
+    return Start(
+        {"OPENAI_API_BASE": endpoint.openai, "OPENAI_API_KEY": endpoint.key},
+        (*flags, "--no-check-update", "--no-show-model-warnings", "--analytics-disable"),
+    )
+
+
+def _cline(endpoint: Endpoint, folder: Path) -> Start:
+    """It has its settings from a folder alone, which its own command writes."""
+    where = ("--data-dir", str(folder))
+    given = ("-p", "openai", "-k", endpoint.key, "-m", endpoint.model, "-b", endpoint.openai)
+    subprocess.run(
+        ["cline", "auth", *given, *where], check=False, capture_output=True, stdin=subprocess.DEVNULL
+    )
+    return Start({}, (*where, "-P", "openai", "-m", endpoint.model))
+
+
+AGENTS: Mapping[str, Agent] = {
+    "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", _claude),
+    "codex": Agent("codex", "npm install -g @openai/codex", _codex),
+    "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode),
+    "qwen": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen),
+    "aider": Agent("aider", "pipx install aider-chat", _aider, calls_tools=False, context=8192),
+    "cline": Agent("cline", "npm install -g cline", _cline),
+}

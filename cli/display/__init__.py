@@ -1,1 +1,0 @@
-"""How an answer looks on a terminal while it comes: markdown rendered, words wrapped whole, reasoning dimmed."""

@@ -1,1 +1,0 @@
-"""`engine kernels`: packs of compiled CUDA kernels, and Triton's cache."""

@@ -1,0 +1,104 @@
+"""Messages between two processes of ours, over a pair of sockets: each is its length, in 8 bytes, and its bytes.
+
+A message is MessagePack or JSON that msgspec makes of structs, and is checked against their types where it is received:
+reading one runs nothing, as reading a pickle may.
+"""
+
+import select
+import socket
+import time
+from contextlib import suppress
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+_LENGTH_BYTES = 8
+_encoder = msgspec.msgpack.Encoder()
+
+
+class TooLongError(Exception):
+    """A message is longer than may be received."""
+
+
+class Decoder(Protocol[T_co]):
+    """Makes a message of its bytes, as msgspec's decoders do."""
+
+    def decode(self, buf: bytearray, /) -> T_co: ...
+
+
+def encode(message: object) -> bytes:
+    """A message as MessagePack. Raises OverflowError, UnicodeError or TypeError for a value that has no such form."""
+    return _encoder.encode(message)
+
+
+class Channel(Generic[T]):
+    """One end, which receives messages of the type T. One thread may send while another receives.
+
+    Args:
+        end: one of a pair of stream sockets; it is this object's from then on.
+        decoder: of what is received.
+    """
+
+    def __init__(self, end: socket.socket, decoder: Decoder[T]) -> None:
+        self._socket, self._decoder = end, decoder
+
+    def send(self, message: object) -> None:
+        """Send a message as MessagePack. Raises OSError where the other end is closed; as `encode`, with nothing sent,
+        for a message that has no form."""
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send what is a message already. Raises OSError where the other end is closed."""
+        self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+
+    def receive(self, seconds: float | None = None, most: int | None = None) -> T:
+        """The next message. Raises as `receive_bytes`, and msgspec.MsgspecError for one of another type."""
+        return self._decoder.decode(self.receive_bytes(seconds, most))
+
+    def receive_bytes(self, seconds: float | None = None, most: int | None = None) -> bytearray:
+        """The bytes of the next message.
+
+        Raises:
+            TimeoutError: it is not here, as a whole, within `seconds`.
+            TooLongError: it has more than `most` bytes.
+            EOFError, OSError: the other end is closed, or has ended.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        length = int.from_bytes(self._read(_LENGTH_BYTES, end), "little")
+        if most is not None and length > most:
+            raise TooLongError(f"a message of {length} bytes, more than {most}")
+        return self._read(length, end)
+
+    def _read(self, count: int, end: float | None) -> bytearray:
+        data, done = bytearray(count), 0
+        view = memoryview(data)
+        while done < count:
+            if end is not None and not self.poll(max(0.0, end - time.monotonic())):
+                raise TimeoutError
+            received = self._socket.recv_into(view[done:])
+            if not received:
+                raise EOFError
+            done += received
+        return data
+
+    def poll(self, seconds: float = 0.0) -> bool:
+        """Whether there is a message, or the other end is closed; waits for it for `seconds`. Raises OSError where this
+        end is closed."""
+        if self.fileno() < 0:
+            raise OSError("the channel is closed")
+        ready = select.poll()
+        ready.register(self.fileno(), select.POLLIN)
+        return bool(ready.poll(1000 * seconds))
+
+    def fileno(self) -> int:
+        """The descriptor, for `select` and its like; -1 where this end is closed."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close this end. A thread of this process that receives from it raises EOFError."""
+        with suppress(OSError):  # either end is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

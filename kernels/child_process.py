@@ -1,0 +1,125 @@
+"""A program of ours in a process of its own, with a channel to it; and what such a program begins with.
+
+Its session is its own: the terminal's Ctrl-C is for the process that has started it, which decides when it ends.
+"""
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
+
+from quengine.kernels.channel import Channel, Decoder
+
+T = TypeVar("T")
+
+
+class ChildProcess(Generic[T]):
+    """A running program. It is killed when this process exits, if it has not ended.
+
+    Args:
+        program: of the interpreter's arguments those that name it: ("-m", MODULE), ("-c", TEXT) or (FILE,). It finds
+            modules where this process does.
+        decoder: of the messages that it sends.
+        arguments: of the program, after the descriptor of its end of the channel.
+        descriptors: further ones that it has open, under their numbers.
+        environment: variables that it has beside those of this process.
+        quiet: its standard error is dropped, as its standard output is always.
+
+    Attributes:
+        channel: to the program, which ends by itself when it is closed, unless it waits for something else.
+
+    Raises:
+        OSError: no process can be started.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        decoder: Decoder[T],
+        arguments: Sequence[str] = (),
+        *,
+        descriptors: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+        quiet: bool = False,
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        self.channel = Channel(ours, decoder)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", *program, str(theirs.fileno()), *arguments],
+                stdin=subprocess.PIPE,  # `end_with_parent`
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if quiet else None,
+                env={**import_path(), **(environment or {})},
+                pass_fds=[theirs.fileno(), *descriptors],
+                start_new_session=True,
+            )
+        atexit.register(self.kill)  # a process that hangs does not see that this one is gone
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code, -N where signal N has ended it; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def ending(self) -> str:
+        """How it has ended, as the end of a sentence."""
+        code = self.wait()
+        return f"was ended by signal {-code}" if code is not None and code < 0 else f"has ended ({code})"
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Wait for its end: as `code`, None where it does not end within `seconds`."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> None:
+        """Have it end, whatever it waits for. Returns at once."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self.channel.close()
+
+    def close(self, seconds: float = 0.0) -> int:
+        """Have it end, and kill it where it has not ended within `seconds`. Its exit code."""
+        self.end()
+        if self.wait(seconds) is None:
+            self.kill()
+        atexit.unregister(self.kill)
+        return self._process.wait()
+
+
+def import_path() -> dict[str, str]:
+    """The environment in which a process of Python finds the modules that this one does, but for the working folder."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def parent_channel(decoder: Decoder[T]) -> Channel[T]:
+    """In a `ChildProcess`: its end of the channel, of which the descriptor is its first argument."""
+    return Channel(socket.socket(fileno=int(sys.argv[1])), decoder)
+
+
+def end_with_parent() -> None:
+    """In a `ChildProcess`: end with the process that has started this one, whatever is waited for, by no Ctrl-C.
+
+    That one alone holds the other end of standard input open. Not all kernels (gVisor) report the hang-up of a socket.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def wait() -> None:
+        os.read(0, 1)
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()

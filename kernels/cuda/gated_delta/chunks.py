@@ -1,0 +1,154 @@
+"""What the rows of a chunk of a prompt are to each other, of all chunks at once: two matrices a chunk and value head.
+
+In a chunk of C rows with queries q, keys k, gates beta and decays g, of which G is the running sum, the errors d that
+the state takes are the solution of a triangular system: with S the state before the chunk,
+
+    d_i = beta_i (v_i - exp(G_i) S^T k_i - sum over j < i of exp(G_i - G_j) (k_i k_j) d_j)
+    o_i = exp(G_i) S^T q_i + sum over j <= i of exp(G_i - G_j) (q_i k_j) d_j
+
+So d = (1 + L)^-1 r with L_ij = beta_i exp(G_i - G_j) (k_i k_j) below the diagonal and r_i = beta_i (v_i - exp(G_i)
+S^T k_i). `solve` is (1 + L)^-1, `reach` the matrix of the second sum; neither depends on S. Source: Yang et al. 2024
+(the WY form of the gated delta rule); Bischof & Van Loan 1987.
+
+The inverse is that of blocks of 16 on the diagonal, row by row, from which larger blocks follow: of [[A, 0], [B, D]] it
+is [[A', 0], [-D' B A', D']]. Both are as stable as substitution; a series of powers of L is not, whose entries grow
+like binomials where keys are alike.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS
+from quengine.kernels.cuda.gated_delta.arithmetic import Net, key_head_of
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.pdl import wait_then_launch
+from quengine.kernels.forward_batch import PrefillTiles
+
+PRECISION = tl.constexpr("tf32x3")
+"""Of products: three of tf32 matrix units, which keep the bits of fp32 operands but for the last two or three. One
+alone has fp16's 11 bits, which a state that sums for thousands of positions, and an inverse, would add up; "ieee" is
+exact, and leaves the matrix units idle."""
+
+_FIELDS = tl.constexpr(TILE_FIELDS)
+_BASE = tl.constexpr(16)
+
+
+def chunk_rows(head_dim: int) -> int:
+    """Rows of a chunk, of which tiles have a multiple. With heads of 256, 64 of them need more shared memory than
+    sm_89 has."""
+    return 64 if head_dim <= 128 else 32
+
+
+@triton.jit
+def _of_diagonal(matrix, C: tl.constexpr):
+    """The blocks [C / 16, 16, 16] on the diagonal of a matrix [C, C]."""
+    N: tl.constexpr = C // _BASE
+    block = tl.arange(0, N)
+    own = block[:, None, None, None] == block[None, None, :, None]
+    return tl.sum(tl.where(own, tl.reshape(matrix, [N, _BASE, N, _BASE]), 0.0), 2)
+
+
+@triton.jit
+def _on_diagonal(blocks, C: tl.constexpr):
+    """The matrix [C, C] with these blocks [C / 16, 16, 16] on its diagonal."""
+    N: tl.constexpr = C // _BASE
+    block = tl.arange(0, N)
+    own = block[:, None, None, None] == block[None, None, :, None]
+    wide = tl.broadcast_to(tl.expand_dims(blocks, 2), [N, _BASE, N, _BASE])
+    return tl.reshape(tl.where(own, wide, 0.0), [C, C])
+
+
+@triton.jit
+def _diagonal_inverse(lower, C: tl.constexpr):
+    """The inverses of blocks of 16 on the diagonal of 1 + lower, row by row: [C, C]."""
+    N: tl.constexpr = C // _BASE
+    blocks = _of_diagonal(lower, C)
+    i = tl.arange(0, _BASE)[None, :, None]
+    j = tl.arange(0, _BASE)[None, None, :]
+    inverse = tl.where(i == j, 1.0, 0.0) + tl.zeros([N, _BASE, _BASE], tl.float32)
+    for n in tl.static_range(
+        1, _BASE
+    ):  # row n of the inverse is e_n less row n of the block times the rows before
+        row = tl.sum(tl.where(i == n, blocks, 0.0), 1)
+        less = tl.sum(row[:, :, None] * inverse, 1)
+        inverse = tl.where((i == n) & (j < n), -less[:, None, :], inverse)
+    return _on_diagonal(inverse, C)
+
+
+@triton.jit
+def _with_blocks_below(inverse, lower, C: tl.constexpr, SIZE: tl.constexpr):
+    """The inverses of blocks of 2 * SIZE on the diagonal, from those of SIZE."""
+    row = tl.arange(0, C)[:, None] // SIZE
+    column = tl.arange(0, C)[None, :] // SIZE
+    below = tl.where((row % 2 == 1) & (column == row - 1), lower, 0.0)
+    part = tl.dot(inverse, below, input_precision=PRECISION)
+    return inverse - tl.dot(part, inverse, input_precision=PRECISION)
+
+
+@DirectLaunch
+@triton.jit
+def _chunks_kernel(
+    qkv_ptr, gates_ptr, tile_ptr, solve_ptr, reach_ptr,
+    NET: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (chunk, value head); PARTS: chunks in a tile."""
+    wait_then_launch(PDL)
+    D: tl.constexpr = NET.head_dim
+    BLOCK_D: tl.constexpr = 32 if D > 32 else D
+    PARTS_D: tl.constexpr = D // BLOCK_D
+    CHANNELS: tl.constexpr = (2 * NET.key_heads + NET.value_heads) * D
+    head = tl.program_id(1)
+    field = tile_ptr + tl.program_id(0) // PARTS * _FIELDS
+    begin = tl.load(field + 1) + tl.program_id(0) % PARTS * C
+    end = tl.load(field + 2)
+    if begin < end:
+        i = tl.arange(0, C)
+        live = begin + i < end
+        row = (tl.load(field) + begin + i).to(tl.int64)
+        gate = gates_ptr + row * (2 * NET.value_heads) + head
+        beta = tl.load(gate + NET.value_heads, mask=live, other=0.0)
+        sums = tl.cumsum(tl.load(gate, mask=live, other=0.0), 0)
+        like = tl.zeros([C, C], tl.float32)
+        near = tl.zeros([C, C], tl.float32)
+        place = (
+            qkv_ptr + row[:, None] * CHANNELS + key_head_of(head, NET) * D + tl.arange(0, BLOCK_D)[None, :]
+        )
+        for part in range(PARTS_D):
+            q = tl.load(place + part * BLOCK_D, mask=live[:, None], other=0.0)
+            k = tl.load(place + (NET.key_heads * D + part * BLOCK_D), mask=live[:, None], other=0.0)
+            like = tl.dot(k, tl.trans(k), like, input_precision=PRECISION)
+            near = tl.dot(q, tl.trans(k), near, input_precision=PRECISION)
+        behind = i[:, None] >= i[None, :]
+        decay = tl.exp(tl.where(behind, sums[:, None] - sums[None, :], float("-inf")))
+        lower = tl.where(i[:, None] > i[None, :], beta[:, None] * decay * like, 0.0)
+        at = (row[:, None] * NET.value_heads + head) * C + i[None, :]
+        tl.store(reach_ptr + at, decay * near, mask=live[:, None])
+        tl.store(solve_ptr + at, _diagonal_inverse(lower, C), mask=live[:, None])
+        if C > 16:
+            # Through memory: kept in registers, the blocks lie as they were computed, and spill in the products.
+            tl.debug_barrier()
+            inverse = tl.load(solve_ptr + at, mask=live[:, None], other=0.0)
+            inverse = _with_blocks_below(inverse, lower, C, 16)
+            if C > 32:
+                inverse = _with_blocks_below(inverse, lower, C, 32)
+            tl.debug_barrier()
+            tl.store(solve_ptr + at, inverse, mask=live[:, None])
+
+
+def chunk_matrices(
+    qkv: Tensor, gates: Tensor, net: Net, tiles: PrefillTiles, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`solve` and `reach`, each fp32 [T, value_heads, C]: of each row its row of the chunk's matrices. Those of rows
+    that are in no chunk are not written."""
+    size = chunk_rows(net.head_dim)
+    assert tiles.block_rows % size == 0
+    parts = tiles.block_rows // size
+    shape = (len(qkv), net.value_heads, size)
+    solve, reach = (torch.empty(shape, dtype=torch.float32, device=qkv.device) for _ in range(2))
+    _chunks_kernel[(tiles.tiles.shape[0] * parts, net.value_heads)](
+        qkv, gates, tiles.tiles, solve, reach,
+        NET=net, C=size, PARTS=parts, PDL=pdl, num_warps=8, launch_pdl=pdl,
+    )  # fmt: skip
+    return solve, reach

@@ -1,0 +1,215 @@
+"""The states of a step's sequences, carried over their rows: chunk by chunk, or row by row.
+
+A program takes a sequence, a value head and some columns of its S, which no other columns depend on. The newest rows
+of qkv go to the sequence's history here, behind the launch that reads what they replace. o is written over v.
+
+Row by row a result does not depend on where a prompt is cut. So does `batch_invariant`, and a decode step in which
+sequences have several rows.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.cuda.attention.attention_prefill import is_hopper
+from quengine.kernels.cuda.gated_delta.arithmetic import Net, delta_step, key_head_of
+from quengine.kernels.cuda.gated_delta.chunks import PRECISION, chunk_rows
+from quengine.kernels.cuda.gated_delta.rows import StepRows, chunk_of, keep_history, row_at, run_of
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.pdl import wait_then_launch
+
+_PRECISION = tl.constexpr(PRECISION.value)
+
+ROW_COLUMNS = 64
+"""Columns of S in a program that goes row by row."""
+
+
+class ChunkShape(NamedTuple):
+    """Columns of S in a program that goes by chunks, rows of S multiplied at once, warps, chunks in flight."""
+
+    columns: int
+    block: int
+    warps: int
+    stages: int
+
+
+def chunk_shape(head_dim: int, hopper: bool) -> ChunkShape:
+    """With 32 columns there are 128 programs for 32 value heads of 128. Hopper's matrix instruction takes 64 rows of S,
+    and its shared memory holds the next chunk beside the one at hand. Not measured; what compiles without spills."""
+    if hopper:
+        return ChunkShape(min(head_dim, 32), min(head_dim, 64), 4, 2 if head_dim <= 128 else 1)
+    return ChunkShape(min(head_dim, 32), min(head_dim, 32), 8, 1)
+
+
+@triton.jit
+def _state(memory_ptr, slot, head, first, ROWS: tl.constexpr, column, NET: tl.constexpr):
+    """Pointers to rows first .. first + ROWS - 1 and columns [N] of the S of a head: [ROWS, N]."""
+    D: tl.constexpr = NET.head_dim
+    memory_ptr += (slot.to(tl.int64) * NET.value_heads + head) * (D * D)
+    return memory_ptr + (first + tl.arange(0, ROWS))[:, None] * D + column[None, :]
+
+
+@triton.jit
+def _own_channels(COLUMNS: tl.constexpr, NET: tl.constexpr):
+    """The channels whose history a program keeps, and which of them there are: an equal share of all."""
+    HEADS: tl.constexpr = 2 * NET.key_heads + NET.value_heads
+    SHARE: tl.constexpr = (HEADS * COLUMNS + NET.value_heads - 1) // NET.value_heads
+    n = tl.arange(0, triton.next_power_of_2(SHARE))
+    channel = (tl.program_id(1) * (NET.head_dim // COLUMNS) + tl.program_id(0)) * SHARE + n
+    return channel, (n < SHARE) & (channel < HEADS * NET.head_dim)
+
+
+@DirectLaunch
+@triton.jit(do_not_specialize=["tiles", "table_stride"])
+def _by_chunks_kernel(
+    qkv_ptr, gates_ptr, solve_ptr, reach_ptr, tile_ptr, table_ptr, x_ptr, row_scale_ptr, history_ptr, memory_ptr,
+    tiles, table_stride, x_stride, weight_scale,
+    NET: tl.constexpr, C: tl.constexpr, SHAPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (columns, value head, sequence). S is held in blocks of rows, so that a product has few registers."""
+    wait_then_launch(PDL)
+    D: tl.constexpr = NET.head_dim
+    COLUMNS: tl.constexpr = SHAPE.columns
+    BLOCK: tl.constexpr = SHAPE.block
+    PARTS: tl.constexpr = D // BLOCK
+    KEYS: tl.constexpr = NET.key_heads * D
+    CHANNELS: tl.constexpr = 2 * KEYS + NET.value_heads * D
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    first, rows, start = chunk_of(tile_ptr, tiles, sequence)
+    if rows > 0:
+        slot = tl.load(table_ptr + sequence * table_stride)
+        kept = slot != 0
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        memory = ()
+        for part in tl.static_range(PARTS):
+            place = _state(memory_ptr, slot, head, part * BLOCK, BLOCK, column, NET)
+            memory = memory + (tl.load(place, mask=kept & (start > 0), other=0.0),)
+        i = tl.arange(0, C)
+        element = key_head_of(head, NET) * D + tl.arange(0, BLOCK)[None, :]
+        for begin in range(0, rows, C):
+            live = begin + i < rows
+            row = (first + begin + i).to(tl.int64)
+            gate = gates_ptr + row * (2 * NET.value_heads) + head
+            kept_log = tl.load(gate, mask=live, other=0.0)
+            beta = tl.load(gate + NET.value_heads, mask=live, other=0.0)
+            sums = tl.cumsum(kept_log, 0)
+            whole = tl.sum(kept_log, 0)
+            own = qkv_ptr + row[:, None] * CHANNELS
+            v_place = own + (2 * KEYS + head * D) + column[None, :]
+            seen = tl.zeros([C, COLUMNS], tl.float32)
+            o = tl.zeros([C, COLUMNS], tl.float32)
+            for part in tl.static_range(PARTS):
+                q = tl.load(own + (part * BLOCK + element), mask=live[:, None], other=0.0)
+                k = tl.load(own + (KEYS + part * BLOCK + element), mask=live[:, None], other=0.0)
+                seen = tl.dot(k, memory[part], seen, input_precision=_PRECISION)
+                o = tl.dot(q, memory[part], o, input_precision=_PRECISION)
+            decay = tl.exp(sums)[:, None]
+            v = tl.load(v_place, mask=live[:, None], other=0.0)
+            at = (row[:, None] * NET.value_heads + head) * C + i[None, :]
+            solve = tl.load(solve_ptr + at, mask=live[:, None], other=0.0)
+            delta = tl.dot(solve, beta[:, None] * (v - decay * seen), input_precision=_PRECISION)
+            reach = tl.load(reach_ptr + at, mask=live[:, None], other=0.0)
+            o = tl.dot(reach, delta, decay * o, input_precision=_PRECISION)
+            tl.store(v_place, o, mask=live[:, None])
+            left = delta * tl.exp(whole - sums)[:, None]
+            after = ()
+            for part in tl.static_range(PARTS):
+                k = tl.load(own + (KEYS + part * BLOCK + element), mask=live[:, None], other=0.0)
+                kept_part = memory[part] * tl.exp(whole)
+                after = after + (tl.dot(tl.trans(k), left, kept_part, input_precision=_PRECISION),)
+            memory = after
+        for part in tl.static_range(PARTS):
+            place = _state(memory_ptr, slot, head, part * BLOCK, BLOCK, column, NET)
+            tl.store(place, memory[part], mask=kept)
+        if slot != 0:
+            channel, inside = _own_channels(COLUMNS, NET)
+            keep_history(
+                x_ptr, row_scale_ptr, weight_scale, history_ptr + slot.to(tl.int64) * (NET.ring * CHANNELS),
+                first, tl.maximum(rows - NET.ring, 0), rows, start, channel, inside, x_stride, CHANNELS, NET.ring,
+            )  # fmt: skip
+
+
+@DirectLaunch
+@triton.jit(do_not_specialize=["tiles", "rows", "table_stride"])
+def _by_rows_kernel(
+    qkv_ptr, gates_ptr, position_ptr, tile_ptr, table_ptr, x_ptr, row_scale_ptr, history_ptr, memory_ptr,
+    tiles, rows, table_stride, x_stride, weight_scale,
+    NET: tl.constexpr, COLUMNS: tl.constexpr, ALL_ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs (columns, value head, sequence), or, where ALL_ROWS is not 0, (columns, value head, row of a step of
+    decode), of which the first row of each sequence works (rows.py)."""
+    wait_then_launch(PDL)
+    D: tl.constexpr = NET.head_dim
+    KEYS: tl.constexpr = NET.key_heads * D
+    CHANNELS: tl.constexpr = 2 * KEYS + NET.value_heads * D
+    head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    first = sequence
+    if ALL_ROWS == 0:
+        first, count, start = chunk_of(tile_ptr, tiles, sequence)
+    else:
+        count, start = run_of(position_ptr, table_ptr, sequence, rows, table_stride, ALL_ROWS)
+    if count > 0:
+        slot = tl.load(table_ptr + sequence * table_stride)
+        history_ptr += slot.to(tl.int64) * (NET.ring * CHANNELS)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        place = _state(memory_ptr, slot, head, 0, D, column, NET)
+        kept = slot != 0
+        memory = tl.load(place, mask=kept & (start > 0), other=0.0)
+        element = key_head_of(head, NET) * D + tl.arange(0, D)
+        channel, inside = _own_channels(COLUMNS, NET)
+        for n in range(count):
+            if ALL_ROWS == 0:
+                row = first + n
+            else:
+                row = row_at(position_ptr, table_ptr, slot, start + n, rows, table_stride, ALL_ROWS)
+            own = qkv_ptr + row.to(tl.int64) * CHANNELS
+            q = tl.load(own + element)
+            k = tl.load(own + KEYS + element)
+            v_place = own + 2 * KEYS + head * D + column
+            gate = gates_ptr + row * (2 * NET.value_heads) + head
+            decay = tl.exp(tl.load(gate))
+            beta = tl.load(gate + NET.value_heads)
+            kq = tl.sum(q * k, 0)
+            memory, o = delta_step(memory, q, k, kq, tl.load(v_place), decay, beta)
+            tl.store(v_place, o)
+            if (n + NET.ring >= count) & (slot != 0):
+                keep_history(
+                    x_ptr, row_scale_ptr, weight_scale, history_ptr, row - n, n, n + 1, start, channel, inside,
+                    x_stride, CHANNELS, NET.ring,
+                )  # fmt: skip
+        tl.store(place, memory, mask=kept)
+
+
+def carry_by_chunks(
+    step: StepRows, qkv: Tensor, gates: Tensor, matrices: tuple[Tensor, Tensor], net: Net,
+    history: Tensor, memory: Tensor, pdl: bool,
+) -> None:  # fmt: skip
+    """o over the columns of v, and the states of a prompt's sequences. matrices: of `chunk_matrices`."""
+    assert step.tiles is not None
+    shape = chunk_shape(net.head_dim, is_hopper(qkv.device))
+    _by_chunks_kernel[(net.head_dim // shape.columns, net.value_heads, step.block_tables.shape[0])](
+        qkv, gates, *matrices, step.tiles.tiles, step.block_tables, step.x, step.row_scale, history, memory,
+        step.tiles.tiles.shape[0], step.block_tables.stride(0), step.x.stride(0), step.weight_scale,
+        NET=net, C=chunk_rows(net.head_dim), SHAPE=shape, PDL=pdl,
+        num_warps=shape.warps, num_stages=shape.stages, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def carry_by_rows(
+    step: StepRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
+) -> None:
+    """The same of any step whose sequences may have several rows."""
+    columns = min(ROW_COLUMNS, net.head_dim)
+    tiles = None if step.tiles is None else step.tiles.tiles
+    sequences = len(step.x) if tiles is None else step.block_tables.shape[0]
+    _by_rows_kernel[(net.head_dim // columns, net.value_heads, sequences)](
+        qkv, gates, step.positions, tiles, step.block_tables, step.x, step.row_scale, history, memory,
+        0 if tiles is None else tiles.shape[0], len(step.x), step.block_tables.stride(0), step.x.stride(0),
+        step.weight_scale,
+        NET=net, COLUMNS=columns, ALL_ROWS=step.all_rows, PDL=pdl,
+        num_warps=max(1, min(8, net.head_dim * columns // 1024)), launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""The rows of a step whose sequences have several: where they lie, and how kernels find those of one sequence."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS
+from quengine.kernels.forward_batch import PrefillTiles
+
+_FIELDS = tl.constexpr(TILE_FIELDS)
+_AT_ONCE = tl.constexpr(128)
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows x fp32 [T, columns], unit inner stride, and what they belong to.
+
+    Attributes:
+        x: what the input matmul gave.
+        row_scale, weight_scale: x stands for x * row_scale * weight_scale, fp32 [T] and a number.
+        positions: int32 [T].
+        block_tables: int32 [S, ...], whose first column has the slots.
+        tiles: of a prompt's chunks. None: each row has a table of its own, as rows of decode have; rows of one slot
+            are at positions that follow each other, in any order.
+    """
+
+    x: Tensor
+    row_scale: Tensor
+    weight_scale: float
+    positions: Tensor
+    block_tables: Tensor
+    tiles: PrefillTiles | None
+
+    @property
+    def sequences(self) -> Tensor | None:
+        """int32 [T], the table of each row; None: row t has table t."""
+        return None if self.tiles is None else self.tiles.sequences
+
+    @property
+    def all_rows(self) -> int:
+        """A power of two, at least T, where a sequence's rows must be searched; else 0."""
+        return int(triton.next_power_of_2(len(self.x))) if self.tiles is None else 0
+
+
+@triton.jit
+def chunk_of(tile_ptr, tiles, sequence):
+    """First row of a prompt's chunk, its rows, and its first position; 0 rows where the step has none of a sequence."""
+    first = 0
+    rows = 0
+    start = 0
+    for begin in range(0, tiles, _AT_ONCE):
+        number = begin + tl.arange(0, _AT_ONCE)
+        field = tile_ptr + number * _FIELDS
+        inside = number < tiles
+        count = tl.load(field + 2, mask=inside, other=0)
+        begins = (tl.load(field + 1, mask=inside, other=1) == 0) & (count > 0)
+        found = begins & (tl.load(field + 4, mask=inside, other=-1) == sequence)
+        first += tl.sum(tl.where(found, tl.load(field, mask=inside, other=0), 0), 0)
+        rows += tl.sum(tl.where(found, count, 0), 0)
+        start += tl.sum(tl.where(found, tl.load(field + 3, mask=inside, other=0), 0), 0)
+    return first, rows, start
+
+
+@triton.jit
+def run_of(position_ptr, table_ptr, row, rows, table_stride, ALL_ROWS: tl.constexpr):
+    """Of the rows of a decode step that have the slot of row `row`: how many, and the first position. 0 rows where
+    `row` is not the first of them, or its slot is padding."""
+    other = tl.arange(0, ALL_ROWS)
+    slot = tl.load(table_ptr + row * table_stride)
+    same = (tl.load(table_ptr + other * table_stride, mask=other < rows, other=0) == slot) & (other < rows)
+    position = tl.load(position_ptr + other, mask=other < rows, other=0)
+    start = tl.min(tl.where(same, position, 2147483647), 0)
+    count = tl.sum(same.to(tl.int32), 0)
+    begins = (tl.load(position_ptr + row) == start) & (slot != 0)
+    return tl.where(begins, count, 0), start
+
+
+@triton.jit
+def row_at(position_ptr, table_ptr, slot, position, rows, table_stride, ALL_ROWS: tl.constexpr):
+    """The row of a decode step with this slot and position."""
+    other = tl.arange(0, ALL_ROWS)
+    same = tl.load(table_ptr + other * table_stride, mask=other < rows, other=0) == slot
+    same &= tl.load(position_ptr + other, mask=other < rows, other=-1) == position
+    return tl.max(tl.where(same, other, 0), 0)
+
+
+@triton.jit
+def keep_history(
+    x_ptr, row_scale_ptr, weight_scale, history_ptr, first, begin, end, start, channel, inside, x_stride,
+    CHANNELS: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Store rows begin .. end - 1 of a chunk, of which the first of all is row `first` of the step at position `start`,
+    in a slot's history: channels [N]."""
+    for n in range(begin, end):
+        x = tl.load(x_ptr + (first + n).to(tl.int64) * x_stride + channel, mask=inside, other=0.0)
+        x *= tl.load(row_scale_ptr + first + n) * weight_scale
+        tl.store(history_ptr + (start + n) % RING * CHANNELS + channel, x, mask=inside)

@@ -1,0 +1,64 @@
+"""GLM-4 of 2025 (9B, 32B, Z1): norms on both sides of each block, half of each head rotated, in pairs.
+
+Query, key and value have biases, which a folder may leave out. Folders have rotated elements as neighbours too, and the
+rows of gate and up in one tensor. Source: `Glm4Model` in the `transformers` library.
+"""
+
+from dataclasses import replace
+
+from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
+from quengine.models.architectures.file_traits import DRAFTS, tensor_kinds, with_biases, without_drafts
+from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.gguf import GGUFFile
+from quengine.models.hf.hf_keys import flag
+
+
+def _fields(keys: Keys, config: ModelConfig) -> Fields:
+    return {"block": replace(config.block, qkv_bias=flag(keys, "attention_bias"))}
+
+
+def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
+    return {"block": with_biases(config.block, tensor_kinds(file)), **without_drafts(file, config)}
+
+
+GLM4 = Architecture(
+    name="glm4",
+    block=BlockKind(rope_layout="pairs", norms="both", qkv_bias=True, merged_gate=True),
+    model_types={
+        "glm4": ModelType(
+            {
+                "vocab_size": 151552,
+                "hidden_size": 4096,
+                "intermediate_size": 13696,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1.5625e-07,
+                "partial_rotary_factor": 0.5,
+                "attention_bias": True,
+            },
+            reads_partial_rotary_factor=True,
+            fields=_fields,
+        )
+    },
+    hf_modules={
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+    hf_rope_pairs=True,
+    gguf_keys=(DRAFTS,),
+    gguf_fields=_gguf_fields,
+    synthetic={
+        "glm4-9b": {
+            "vocab_size": 151552,
+            "block_count": 40,
+            "feed_forward_length": 13696,
+            "head_count_kv": 2,
+            "rope_dim": 64,
+            "rope_freq_base": 1e4,
+        },
+        "glm4-tiny": {"rope_dim": 32},
+    },
+)

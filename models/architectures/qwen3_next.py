@@ -1,0 +1,361 @@
+"""Qwen3-Next, Qwen3.5, 3.6 and 3.8: gated delta nets, with attention in every fourth layer, whose output is gated.
+
+A part of each head is rotated, by three positions in turns, which of text are equal. Norms are stored less one in
+folders but for the gated delta net's. In GGUF files of Qwen3.5 the value heads of each key head are `key_heads` apart
+(tiled), in those of Qwen3-Next and in folders side by side. Layers that draft tokens follow the counted ones in
+folders, as `mtp.`, and are counted in GGUF files; the decoder passes them over. Of models with vision the text part is
+read. Source: `Qwen3NextModel`, `Qwen3_5TextModel` and `Qwen3_5MoeTextModel` in the `transformers` library; llama.cpp's
+converter.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from quengine.kernels.moe.router_kind import RouterKind
+from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
+from quengine.models.architectures.qwen_moe import EXPERT_KEYS, dense_layers
+from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.block import Block
+from quengine.models.blocks.gated_delta import GatedDelta
+from quengine.models.blocks.uniform import channel_mixer
+from quengine.models.config import LIMITS, BlockKind, GatedDeltaSizes, ModelConfig
+from quengine.models.gguf import GGUFFile
+from quengine.models.hf.hf_keys import config_error, integer
+
+_INTERVAL = 4
+"""Every so many layers one has attention, where neither file says otherwise."""
+
+_RECURRENT, _EVERY = "attention.recurrent_layers", "full_attention_interval"
+_DRAFTS, _SECTIONS = "nextn_predict_layers", "rope.dimension_sections"
+_SSM = {
+    "taps": "ssm.conv_kernel",
+    "head_dim": "ssm.state_size",
+    "key_heads": "ssm.group_count",
+    "value_heads": "ssm.time_step_rank",
+}
+_INNER = "ssm.inner_size"
+_HF_SIZES = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "head_dim": "linear_key_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
+_MOST = LIMITS["block_count"][1]
+
+
+def _build(config: ModelConfig) -> Sequence[Block]:
+    delta = GatedDelta(config.embedding_length, _sizes(config), partial=config.ranks > 1)
+    return [
+        Block(delta if i in config.recurrent_layers else Attention.of(config, i), channel_mixer(config, i))
+        for i in range(config.block_count)
+    ]
+
+
+def _recurrent(blocks: int, interval: int) -> tuple[int, ...]:
+    return tuple(i for i in range(blocks) if (i + 1) % interval)
+
+
+def _size_fields(config: ModelConfig) -> Fields:
+    return {"recurrent_layers": _recurrent(config.block_count, _INTERVAL)}
+
+
+def _common_keys(keys: Keys) -> Keys:
+    if keys.get("attn_output_gate") is False:
+        raise config_error("attn_output_gate", "false is not implemented: the attention's output is gated")
+    if keys.get("intermediate_size") is None and "moe_intermediate_size" in keys:  # no layer need be dense
+        keys = {**keys, "intermediate_size": keys["moe_intermediate_size"]}
+    return keys
+
+
+def _fields(keys: Keys, config: ModelConfig) -> Fields:
+    sizes = {field: integer(keys, key, 1, 1 << 16) for field, key in _HF_SIZES.items()}
+    values = integer(keys, "linear_value_head_dim", 1, 1 << 16)
+    if values != sizes["head_dim"]:
+        problem = f"{values} differs from linear_key_head_dim, {sizes['head_dim']}, which is not implemented"
+        raise config_error("linear_value_head_dim", problem)
+    return {
+        "recurrent_layers": _layer_types(keys, config.block_count),
+        "gated_delta": _ordered(sizes, tiled=False),
+    }
+
+
+def _ordered(sizes: Mapping[str, int], tiled: bool, by_key_head: bool = False) -> GatedDeltaSizes:
+    keys, values = sizes["key_heads"], sizes["value_heads"]
+    return GatedDeltaSizes(keys, values, sizes["head_dim"], sizes["taps"], tiled, by_key_head)
+
+
+def _fields_by_key_head(keys: Keys, config: ModelConfig) -> Fields:
+    fields = _fields(keys, config)
+    return {**fields, "gated_delta": replace(fields["gated_delta"], by_key_head=True)}
+
+
+def _layer_types(keys: Keys, blocks: int) -> tuple[int, ...]:
+    """The layers that are gated delta nets."""
+    kinds = keys.get("layer_types")
+    if kinds is None:
+        interval = integer(keys, _EVERY, 1, _MOST, default=_INTERVAL)
+        return _with_attention(_recurrent(blocks, interval), blocks, _EVERY)
+    if not isinstance(kinds, list) or len(kinds) != blocks:
+        raise config_error("layer_types", f"is not a list of the kinds of {blocks} layers")
+    if other := sorted({str(kind) for kind in kinds} - {"full_attention", "linear_attention"}):
+        raise config_error("layer_types", f"{', '.join(other)}: not implemented")
+    found = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+    return _with_attention(found, blocks, "layer_types")
+
+
+def _with_attention(recurrent: tuple[int, ...], blocks: int, key: str) -> tuple[int, ...]:
+    if len(recurrent) == blocks:
+        raise config_error(key, "no layer has attention: not implemented")
+    return recurrent
+
+
+def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
+    """The layers counted include those that draft."""
+    prefix = config.architecture
+    drafts = file.get_int(f"{prefix}.{_DRAFTS}", 0, config.block_count - 1) or 0
+    blocks = config.block_count - drafts
+    sizes = {field: file.require_int(f"{prefix}.{key}", 1, 1 << 16) for field, key in _SSM.items()}
+    inner, expected = file.require_int(f"{prefix}.{_INNER}"), sizes["value_heads"] * sizes["head_dim"]
+    if inner != expected:
+        problem = f"{inner} is not {sizes['value_heads']} value heads of {sizes['head_dim']}"
+        raise file.error(f"{prefix}.{_INNER}", f"{problem}: other sizes than the keys' are not implemented")
+    _check_sections(file, config)
+    by_key_head = prefix == "qwen3next"
+    return {
+        "block_count": blocks,
+        "draft_layers": drafts,
+        "recurrent_layers": _gguf_recurrent(file, prefix, blocks, drafts),
+        "gated_delta": _ordered(sizes, tiled=not by_key_head, by_key_head=by_key_head),
+    }
+
+
+def _gguf_recurrent(file: GGUFFile, prefix: str, blocks: int, drafts: int) -> tuple[int, ...]:
+    key = f"{prefix}.{_RECURRENT}"
+    marks = file.get_bools(key)
+    if marks is None:
+        key = f"{prefix}.{_EVERY}"
+        interval = file.get_int(key, 1, _MOST) or _INTERVAL
+        found = _recurrent(blocks, interval)
+    else:
+        if len(marks) != blocks + drafts or any(marks[blocks:]):
+            raise file.error(key, f"does not mark some of the first {blocks} of {blocks + drafts} layers")
+        found = tuple(i for i, mark in enumerate(marks[:blocks]) if mark)
+    if len(found) == blocks:
+        raise file.error(key, "no layer has attention: not implemented")
+    return found
+
+
+def _check_sections(file: GGUFFile, config: ModelConfig) -> None:
+    """Each frequency turns by one of three positions, in turns; of text they are equal, and the fourth is 0."""
+    key = f"{config.architecture}.{_SECTIONS}"
+    found = file.get_ints(key)
+    if found is None:
+        return
+    sections = found.tolist()
+    if not 3 <= len(sections) <= 4 or min(sections) < 0 or not sum(sections):
+        raise file.error(key, f"{sections} are not counts of frequencies for three positions")
+    for frequency in range(config.rope_dim // 2):
+        place = frequency % sum(sections)
+        if place >= 3 * sections[place % 3]:
+            problem = f"{sections} leave frequency {frequency} of {config.rope_dim // 2} without a position"
+            raise file.error(key, f"{problem}, which the decoder does not implement")
+
+
+def _unchanged(weights: Any) -> Any:
+    return weights
+
+
+def _decay(a_log: Any) -> Any:
+    return -a_log.exp()
+
+
+_HF_CHANGES = {"ssm_norm.weight": _unchanged, "ssm_a": _decay}
+_BLOCK = BlockKind(ffn_norm="post_attention_norm", qk_norm="head", gated=True)
+_GGUF_KEYS = (_RECURRENT, _EVERY, _DRAFTS, _SECTIONS, _INNER, *_SSM.values())
+_ROUTER = RouterKind(used=8, scores="softmax", normalized=True)
+_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_MOE_DEFAULTS: Mapping[str, object] = {
+    **{key: value for key, value in _DEFAULTS.items() if key != "intermediate_size"},
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+}
+_EXPERTS = {**EXPERT_KEYS, "shared_feed_forward_length": "shared_expert_intermediate_size"}
+_ALWAYS_NORMALIZED = {name: key for name, key in _EXPERTS.items() if name != "normalized"}
+
+_QWEN3_5 = ModelType(_DEFAULTS, reads_partial_rotary_factor=True, common_keys=_common_keys, fields=_fields)
+_QWEN3_5_MOE = ModelType(
+    _MOE_DEFAULTS,
+    reads_partial_rotary_factor=True,
+    expert_keys=_ALWAYS_NORMALIZED,
+    common_keys=_common_keys,
+    fields=_fields,
+)
+
+_SYNTHETIC = {
+    "vocab_size": 248320,
+    "context_length": 262144,
+    "head_dim": 256,
+    "rope_dim": 64,
+    "rope_freq_base": 1e7,
+    "key_heads": 16,
+}
+_TINY = {"block_count": 4, "rope_dim": 16, "key_heads": 2, "value_heads": 4}
+_TINY_MOE = {
+    **_TINY,
+    "experts": 16,
+    "experts_used": 4,
+    "expert_feed_forward_length": 256,
+    "shared_feed_forward_length": 256,
+}
+
+QWEN35 = Architecture(
+    name="qwen35",
+    block=_BLOCK,
+    build=_build,
+    model_types={
+        "qwen3_5_text": _QWEN3_5,
+        "qwen3_5": replace(_QWEN3_5, text_models=("qwen3_5_text",)),
+    },
+    hf_norm_offset=1.0,
+    hf_changes=_HF_CHANGES,
+    size_fields=_size_fields,
+    gguf_keys=_GGUF_KEYS,
+    gguf_fields=_gguf_fields,
+    synthetic={
+        "qwen3.5-0.8b": {
+            **_SYNTHETIC,
+            "embedding_length": 1024,
+            "block_count": 24,
+            "feed_forward_length": 3584,
+            "head_count": 8,
+            "head_count_kv": 2,
+            "value_heads": 16,
+            "tied_output": True,
+        },
+        "qwen3.6-27b": {
+            **_SYNTHETIC,
+            "embedding_length": 5120,
+            "block_count": 64,
+            "feed_forward_length": 17408,
+            "head_count": 24,
+            "head_count_kv": 4,
+            "value_heads": 48,
+        },
+        "qwen3.5-tiny": _TINY,
+    },
+)
+
+QWEN35MOE = Architecture(
+    name="qwen35moe",
+    block=replace(_BLOCK, shared_gate=True),
+    build=_build,
+    router=_ROUTER,
+    model_types={
+        "qwen3_5_moe_text": _QWEN3_5_MOE,
+        "qwen3_5_moe": replace(_QWEN3_5_MOE, text_models=("qwen3_5_moe_text",)),
+    },
+    hf_norm_offset=1.0,
+    hf_changes=_HF_CHANGES,
+    size_fields=_size_fields,
+    gguf_keys=_GGUF_KEYS,
+    gguf_fields=_gguf_fields,
+    synthetic={
+        "qwen3.6-35b-a3b": {
+            **_SYNTHETIC,
+            "embedding_length": 2048,
+            "block_count": 40,
+            "feed_forward_length": 512,
+            "head_count": 16,
+            "head_count_kv": 2,
+            "value_heads": 32,
+            "experts": 256,
+        },
+        "qwen3.5moe-tiny": _TINY_MOE,
+    },
+)
+
+
+def _rows_of_qkv(config: ModelConfig) -> tuple[int, Sequence[int]]:
+    q, k, v, z = _sizes(config).rows_of_qkvz()
+    return len(q) + len(k) + len(v) + len(z), [*q, *k, *v]
+
+
+def _rows_of_z(config: ModelConfig) -> tuple[int, Sequence[int]]:
+    q, k, v, z = _sizes(config).rows_of_qkvz()
+    return len(q) + len(k) + len(v) + len(z), z
+
+
+def _sizes(config: ModelConfig) -> GatedDeltaSizes:
+    assert config.gated_delta is not None
+    return config.gated_delta
+
+
+QWEN3NEXT = Architecture(
+    name="qwen3next",
+    block=replace(_BLOCK, shared_gate=True),
+    build=_build,
+    router=replace(_ROUTER, used=10),
+    model_types={
+        "qwen3_next": ModelType(
+            {
+                **_MOE_DEFAULTS,
+                "vocab_size": 151936,
+                "intermediate_size": 5632,
+                "num_hidden_layers": 48,
+                "num_experts_per_tok": 10,
+                "num_experts": 512,
+                "norm_topk_prob": True,
+                "decoder_sparse_step": 1,
+            },
+            reads_partial_rotary_factor=True,
+            expert_keys=_EXPERTS,
+            dense_layers=dense_layers,
+            common_keys=_common_keys,
+            fields=_fields_by_key_head,
+        )
+    },
+    hf_parts={
+        "attn_qkv.weight": HFPart("linear_attn.in_proj_qkvz.weight", picks=_rows_of_qkv),
+        "attn_gate.weight": HFPart("linear_attn.in_proj_qkvz.weight", picks=_rows_of_z),
+    },
+    hf_norm_offset=1.0,
+    hf_changes=_HF_CHANGES,
+    size_fields=_size_fields,
+    gguf_keys=_GGUF_KEYS,
+    gguf_fields=_gguf_fields,
+    synthetic={
+        "qwen3-next-80b-a3b": {
+            **_SYNTHETIC,
+            "vocab_size": 151936,
+            "embedding_length": 2048,
+            "block_count": 48,
+            "feed_forward_length": 512,
+            "head_count": 16,
+            "head_count_kv": 2,
+            "value_heads": 32,
+            "experts": 512,
+        },
+        "qwen3-next-tiny": _TINY_MOE,
+    },
+)

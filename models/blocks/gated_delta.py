@@ -1,0 +1,101 @@
+"""The gated delta net (Qwen3-Next, Qwen3.5), declared.
+
+One projection gives the rows of queries, keys and values, which go through a causal convolution of each channel by
+itself, another a gate of each value, two more the strength and the decay of each value head. Each value head keeps a
+matrix, whose products with queries are normalized, gated and projected back (kernels/gated_delta.py). Source:
+`Qwen3NextGatedDeltaNet` in the `transformers` library; llama.cpp's converter for the names and orders of GGUF files.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Shape, SlotState, TensorSpec, Uniform
+from quengine.models.config import GatedDeltaSizes
+
+_HF = "linear_attn"
+"""The module in a Hugging Face layer."""
+
+_DECAY = Uniform(-1.0, -0.02)
+"""Of synthetic models: negative, so that a head's memory fades."""
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """width: of the residual stream. sizes: of a rank those that it has. partial: a rank has some of the key heads, and
+    the value heads that read them."""
+
+    width: int
+    sizes: GatedDeltaSizes
+    partial: bool = False
+    kind = "gated delta net"
+
+    @property
+    def traits(self) -> Sequence[str]:
+        return ()
+
+    @property
+    def state(self) -> SlotState:
+        """History and memory (kernels/gated_delta.py). The history has a row for the newest position too, so that
+        writing it leaves what the convolution reads there."""
+        sizes, values = self.sizes, self._of_value_heads(1)
+        shapes = (sizes.taps, sizes.channels), (sizes.value_heads, sizes.head_dim, sizes.head_dim)
+        return SlotState(shapes, sections=((1, 1, *values), values))
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        sizes, width = self.sizes, self.width
+        channels = (sizes.head_dim, sizes.head_dim, *self._of_value_heads(sizes.head_dim))
+        values, heads = self._of_value_heads(sizes.head_dim), self._of_value_heads(1)
+        return {
+            "attn_norm.weight": TensorSpec((width,), hf="input_layernorm.weight", draw=NORM),
+            "attn_qkv.weight": TensorSpec(
+                (sizes.channels, width), _cut("rows", channels), f"{_HF}.in_proj_qkv.weight"
+            ),
+            "attn_gate.weight": TensorSpec(
+                (sizes.values, width), _cut("rows", values), f"{_HF}.in_proj_z.weight"
+            ),
+            **self._gates(),
+            "ssm_conv1d.weight": TensorSpec(
+                (sizes.channels, sizes.taps), _cut("rows", channels), f"{_HF}.conv1d.weight"
+            ),
+            "ssm_dt.bias": TensorSpec(
+                (sizes.value_heads,), _cut("columns", heads), f"{_HF}.dt_bias", draw=BIAS
+            ),
+            "ssm_a": TensorSpec((sizes.value_heads,), _cut("columns", heads), f"{_HF}.A_log", draw=_DECAY),
+            "ssm_norm.weight": TensorSpec((sizes.head_dim,), hf=f"{_HF}.norm.weight", draw=NORM),
+            "ssm_out.weight": TensorSpec(
+                (width, sizes.values), _cut("columns", values), f"{_HF}.out_proj.weight"
+            ),
+        }
+
+    def joined(self) -> Mapping[str, TensorSpec]:
+        """The tensor of Qwen3-Next's first GGUF files that holds the rows of attn_qkv and attn_gate, those of each key
+        head together."""
+        if not self.sizes.by_key_head:
+            return {}
+        rows = 2 * (self.sizes.keys + self.sizes.values)
+        cut = _cut("rows", (rows // self.sizes.key_heads,))
+        return {"ssm_in.weight": TensorSpec((rows, self.width), cut, f"{_HF}.in_proj_qkvz.weight")}
+
+    def _gates(self) -> dict[str, TensorSpec]:
+        """Of each value head the number that makes its strength and the one that makes its decay."""
+        heads = self.sizes.value_heads
+        if self.sizes.by_key_head:
+            of_key_head = 2 * self.sizes.ratio
+            cut, hf = _cut("rows", (of_key_head,)), f"{_HF}.in_proj_ba.weight"
+            return {"ssm_ba.weight": TensorSpec((2 * heads, self.width), cut, hf)}
+        cut = _cut("rows", self._of_value_heads(1))
+        return {
+            f"ssm_{name}.weight": TensorSpec((heads, self.width), cut, f"{_HF}.in_proj_{name[0]}.weight")
+            for name in ("beta", "alpha")
+        }
+
+    def _of_value_heads(self, elements: int) -> Shape:
+        """How many of a tensor's rows or columns a key head has in each part of them, with some of each value head."""
+        ratio = self.sizes.ratio
+        return (elements,) * ratio if self.sizes.tiled else (ratio * elements,)
+
+
+def _cut(along: Literal["rows", "columns"], units: Shape) -> Cut:
+    axes: tuple[Axis, ...] = tuple("key_heads" for _ in units)
+    return Cut(along, axes, units=units)

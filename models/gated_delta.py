@@ -1,0 +1,85 @@
+"""The gated delta net of a layer on a backend (blocks/gated_delta.py)."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
+
+from torch import Tensor
+
+from quengine.kernels.backend import Hidden, SlotLayer
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.gated_delta import GatedDeltaSpec
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
+from quengine.models.blocks.gated_delta import GatedDelta
+from quengine.models.config import GatedDeltaSizes
+from quengine.models.layer_tables import LayerTables
+from quengine.models.layers import LayerTensors
+
+
+class GatedDeltaLayer:
+    """`norm`, the projections to qkv, z, b and a, the gated delta net, the projection back, the residual."""
+
+    def __init__(self, declared: GatedDelta, tensors: LayerTensors, tables: LayerTables) -> None:
+        sizes = declared.sizes
+        self.backend = tensors.backend
+        self.partial = declared.partial
+        self.norm = tensors.norm("attn_norm")
+        self.entry = self.backend.weight([*_qkvz(sizes, tensors), *_gates(sizes, tensors)])
+        self.output = tensors.weight("ssm_out")
+        conv = tensors.vector("ssm_conv1d").view(sizes.channels, sizes.taps)
+        self.spec = GatedDeltaSpec(
+            conv=conv.T.contiguous(),
+            decay=tensors.vector("ssm_a", kind=""),
+            bias=tensors.vector("ssm_dt", kind="bias"),
+            norm=tensors.vector("ssm_norm"),
+            key_heads=sizes.key_heads,
+            value_heads=sizes.value_heads,
+            head_dim=sizes.head_dim,
+            tiled=sizes.tiled,
+            eps=tensors.eps,
+            cache_group=tables.cache_group(tensors.layer),
+        )
+        self.backend.check_gated_delta(self.spec)
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        state: SlotLayer,
+        next_norm: RMSNorm | None,
+        rows: Tensor | None = None,
+    ) -> Hidden:
+        """`next_norm`: the norm that reads the result. `rows`: those gathered after the net; None: all."""
+        entry = self.backend.norm_linear(batch, x, self.norm, self.entry)
+        y = self.backend.gated_delta(batch, entry, self.spec, state)
+        if rows is not None:
+            y, x = self.backend.gather_rows(y, rows), self.backend.gather_rows(x, rows)
+        return self.backend.linear_add(batch, y, self.output, x, next_norm, partial=self.partial)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.entry.nbytes + self.output.nbytes)
+
+
+def _qkvz(sizes: GatedDeltaSizes, tensors: LayerTensors) -> list[QuantTensor]:
+    """The matrices of qkv and z; copied where a file holds the rows of each key head together."""
+    if not tensors.has("ssm_in"):
+        return tensors.take("attn_qkv", "attn_gate")
+    (together,) = tensors.take("ssm_in")
+    q, k, v, z = sizes.rows_of_qkvz()
+    return [_picked(together, chain(q, k, v)), _picked(together, z)]
+
+
+def _gates(sizes: GatedDeltaSizes, tensors: LayerTensors) -> list[QuantTensor]:
+    """The matrices of b and a."""
+    if not sizes.by_key_head:
+        return tensors.take("ssm_beta", "ssm_alpha")
+    (together,) = tensors.take("ssm_ba")
+    return [_picked(together, rows) for rows in sizes.rows_of_ba()]
+
+
+def _picked(tensor: QuantTensor, rows: Iterable[int]) -> QuantTensor:
+    """A copy of some rows."""
+    data = tensor.data[list(rows)]
+    return replace(tensor, shape=(len(data), tensor.cols), data=data)

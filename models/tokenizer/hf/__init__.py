@@ -1,1 +1,0 @@
-"""tokenizer.json of Hugging Face folders."""

@@ -1,0 +1,108 @@
+"""A tokenizer.json run by the `tokenizers` library: imported, or as a script in a process with limits.
+
+The library runs what the file says: a regular expression may take exponential time, normalizers may double a text
+again and again, and what it cannot do it ends with a panic. Files in which nothing can are run in our own process
+(`bounded_parts`); of others, all the rest of the program sees is this script's answers.
+
+As a script (`limited_process`) it has its seconds of processor time for an answer, and more for a long text and for
+building. Its setup is {"path", "json"}; the request {} is answered with what `describe` gives, {"text", "special"} with
+{"ids"}; either may be {"error"}.
+"""
+
+import json
+import os
+import signal
+from typing import Any
+
+from quengine.models.template.limited_worker import Worker
+
+# A tenth of what it does on a slow machine.
+CHARS_PER_SECOND = 100_000
+# The largest tokenizer in use is built and described in 3 seconds; an ordinary text is encoded in milliseconds.
+BUILDING = 10
+
+
+class LibraryEngine:
+    """tokenizer.json as it is written, without its truncation and padding.
+
+    Raises ValueError, here and when asked: the library refuses it.
+    """
+
+    def __init__(self, path: str, text: str | None = None) -> None:
+        """Reads `text` where it is given, else the file."""
+        from tokenizers import Tokenizer
+
+        try:
+            self._engine = Tokenizer.from_file(path) if text is None else Tokenizer.from_str(text)
+            self._engine.no_truncation()
+            self._engine.no_padding()
+        except BaseException as failure:
+            raise _refusal(failure) from None
+
+    def describe(self) -> dict[str, Any]:
+        """`vocab`: text -> id of every token. `added`: (id, text, whether special) of those matched by their text.
+
+        `empty`: the ids of an empty text with what the file puts around one.
+        """
+        try:
+            added = self._engine.get_added_tokens_decoder()
+            return {
+                "vocab": self._engine.get_vocab(with_added_tokens=True),
+                "added": [(i, token.content, token.special) for i, token in added.items()],
+                "empty": self._engine.encode("").ids,
+            }
+        except BaseException as failure:
+            raise _refusal(failure) from None
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """The ids of `text`; control tokens are matched by their text where `special` asks."""
+        try:
+            self._engine.encode_special_tokens = not special
+            ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
+        except BaseException as failure:
+            raise _refusal(failure) from None
+        return ids
+
+
+def _refusal(failure: BaseException) -> BaseException:
+    """The library raises Exception itself for what it refuses, and a panic of Rust is no Exception at all."""
+    if isinstance(failure, Exception) or type(failure).__name__ == "PanicException":
+        return ValueError(" ".join(str(failure).split())[:500] or type(failure).__name__)
+    return failure
+
+
+def _answer(engine: LibraryEngine, question: dict[str, Any], seconds: float) -> dict[str, Any]:
+    more = len(question["text"]) / CHARS_PER_SECOND if "text" in question else (BUILDING - 1) * seconds
+    # No handler runs while the library does: the timer's signal ends the process.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + more)
+    try:
+        if "text" in question:
+            return {"ids": engine.encode(question["text"], question["special"])}
+        return engine.describe()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+def main() -> None:
+    """Answers requests."""
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+    worker = Worker()
+    signal.setitimer(signal.ITIMER_VIRTUAL, BUILDING * worker.seconds)
+    engine: LibraryEngine | None = None
+    problem = ""
+    try:
+        engine = LibraryEngine(worker.setup["path"], worker.setup["json"])
+    except (ValueError, MemoryError) as failure:
+        problem = str(failure) or f"needs more than {worker.memory >> 20} MiB of memory"
+    for request in worker.requests():
+        answer: dict[str, Any] = {"error": problem}
+        if engine is not None:
+            try:
+                answer = _answer(engine, json.loads(request), worker.seconds)
+            except (ValueError, MemoryError) as failure:
+                answer = {"error": str(failure) or f"needs more than {worker.memory >> 20} MiB of memory"}
+        worker.answer(answer)
+
+
+if __name__ == "__main__":
+    main()

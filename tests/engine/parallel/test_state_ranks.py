@@ -1,0 +1,50 @@
+"""States that two ranks share, of a tiny Qwen3.5: read and written as one rank has them, and copied on both."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quengine import LLM, SamplingParams
+from quengine.parallel.cached_rows import read_cached, write_cached
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+PROMPT = [(7 * i + 5) % 200 for i in range(70)]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
+    """On one rank, and on two."""
+    sizes = ModelSizes("qwen35", context=256)
+    path = write_tiny(tmp_path_factory.mktemp("ranks") / "tiny.gguf", "qwen35", sizes=sizes)
+    options = {"ctx_size": 256, "reuse_prefix": True, "draft_ngram": 2}
+    with (
+        LLM(path, "cpu", threads=1, **options) as one,  # type: ignore[arg-type]
+        LLM(path, "cpu", threads=2, tensor_parallel=2, **options) as two,  # type: ignore[arg-type]
+    ):
+        yield one, two
+
+
+def test_they_are_read_and_written_as_one_rank_has_them(pair: tuple[LLM, LLM]) -> None:
+    heads = pair[0].model_config.head_count_kv
+    for llm in pair:
+        llm.logits(PROMPT)
+    rows, shared = (read_cached(llm.runner, 0, len(PROMPT), heads) for llm in pair)
+    for mine, other in zip(rows, shared, strict=True):
+        assert mine.shape == other.shape
+        mine, other = mine.double(), other.double()
+        assert float((mine - other).square().sum() / mine.square().sum()) < 1e-5
+    write_cached(pair[1].runner, 0, len(PROMPT), rows)
+    assert all(map(torch.equal, rows, read_cached(pair[1].runner, 0, len(PROMPT), heads)))
+
+
+def test_they_are_copied_on_both(pair: tuple[LLM, LLM]) -> None:
+    found = []
+    for llm in pair:
+        first = llm.generate(PROMPT, GREEDY)[0]
+        second = llm.generate([*PROMPT, *first.tokens, 5], GREEDY)[0]
+        assert second.timings.cached_tokens == 96, "of 70 tokens and 39"
+        found.append([first.tokens, second.tokens])
+    assert found[0] == found[1]
