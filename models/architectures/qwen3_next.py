@@ -57,7 +57,11 @@ def _recurrent(blocks: int, interval: int) -> tuple[int, ...]:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    return {"recurrent_layers": _recurrent(config.block_count, _INTERVAL)}
+    """The layers of a synthetic model, of few the last with attention; and gated delta nets where it says no sizes."""
+    recurrent = _recurrent(config.block_count, min(_INTERVAL, config.block_count))
+    by_key_head = config.architecture == "qwen3next"
+    sizes = config.gated_delta or GatedDeltaSizes(2, 4, 128, 4, not by_key_head, by_key_head)
+    return {"recurrent_layers": recurrent, "gated_delta": sizes}
 
 
 def _common_keys(keys: Keys) -> Keys:
