@@ -41,12 +41,14 @@ TOLERANCE = 1e-3
 """Of the logits: llama.cpp's cache in fp16 and its fast exponentials make up to 1e-5. A key that counts makes more."""
 
 _NO_WINDOWS = "glm4moe|granite|granitemoe|llama|mistral3|olmoe|phi3|qwen2|qwen2moe|qwen3|qwen3moe"
-_YARN = "glm4moe|gpt-oss|granite|granitemoe|llama|olmoe|qwen2|qwen2moe|qwen3|qwen3moe"
-_MIXTURES = "gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
+_YARN = (
+    "glm4moe|gpt-oss|granite|granitemoe|llama|olmoe|qwen2|qwen2moe|qwen3|qwen35|qwen35moe|qwen3moe|qwen3next"
+)
+_MIXTURES = "gpt-oss|granitemoe|olmoe|qwen2moe|qwen35moe|qwen3moe|qwen3next"
 DECIDED: Mapping[str, str] = {
     rf"({_MIXTURES})\.expert_weights_scale = (0\.5|2\.0)": "llama.cpp's router is fixed for these",
     r"(olmoe|qwen2moe)\.expert_weights_norm = True": "llama.cpp's router is fixed for these",
-    r"qwen3moe\.expert_weights_norm = False": "llama.cpp's router is fixed for these",
+    r"(qwen35moe|qwen3moe|qwen3next)\.expert_weights_norm = False": "llama.cpp's router is fixed for these",
     rf"({_MIXTURES})\.expert_gating_func = 2": "llama.cpp's router is fixed for these",
     r"granitemoe\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
     r"(olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",

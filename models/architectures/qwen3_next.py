@@ -124,6 +124,10 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     if inner != expected:
         problem = f"{inner} is not {sizes['value_heads']} value heads of {sizes['head_dim']}"
         raise file.error(f"{prefix}.{_INNER}", f"{problem}: other sizes than the keys' are not implemented")
+    if config.sliding_window is not None:
+        raise file.error(
+            f"{prefix}.attention.sliding_window", "windows are not implemented in this architecture"
+        )
     _check_sections(file, config)
     by_key_head = prefix == "qwen3next"
     return {
