@@ -48,12 +48,26 @@ _PLAIN = "|".join(
     )
 )
 _NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"
-_YARN = f"{_PLAIN}|gpt-oss"
-_MIXTURES = "ernie4_5-moe|hunyuan-moe|qwen3vlmoe|gpt-oss|granitemoe|olmoe|qwen2moe|qwen3moe"
+_YARN = f"{_PLAIN}|gpt-oss|qwen35|qwen35moe|qwen3next"
+_MIXTURES = "|".join(
+    (
+        *(
+            "ernie4_5-moe",
+            "hunyuan-moe",
+            "qwen3vlmoe",
+            "gpt-oss",
+            "granitemoe",
+            "olmoe",
+            "qwen2moe",
+            "qwen3moe",
+        ),
+        *("qwen35moe", "qwen3next"),
+    )
+)
 DECIDED: Mapping[str, str] = {
     rf"({_MIXTURES})\.expert_weights_scale = (0\.5|2\.0)": "llama.cpp's router is fixed for these",
     r"(olmoe|qwen2moe)\.expert_weights_norm = True": "llama.cpp's router is fixed for these",
-    r"(ernie4_5-moe|hunyuan-moe|qwen3moe|qwen3vlmoe)\.expert_weights_norm = False": (
+    r"(ernie4_5-moe|hunyuan-moe|qwen3moe|qwen3vlmoe|qwen35moe|qwen3next)\.expert_weights_norm = False": (
         "llama.cpp's router is fixed for these"
     ),
     rf"({_MIXTURES})\.expert_gating_func = 2": "llama.cpp's router is fixed for these",

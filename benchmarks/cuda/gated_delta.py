@@ -26,6 +26,7 @@ from benchmarks.cuda.cuda_timing import COPY_BYTES_PER_SECOND, graph_time, launc
 from quengine.kernels.backend import SlotLayer
 from quengine.kernels.cuda.attention.prefill_tiles import cut_tiles
 from quengine.kernels.cuda.gated_delta import decode, recurrence
+from quengine.kernels.cuda.gated_delta import gated_delta as operations
 from quengine.kernels.cuda.gated_delta.arithmetic import net_of
 from quengine.kernels.cuda.gated_delta.chunks import chunk_matrices, chunk_rows
 from quengine.kernels.cuda.gated_delta.convolve import convolve
@@ -153,6 +154,14 @@ def decode_table(sweep: bool) -> Iterator[Row]:
         yield decode_row(
             shape, sequences, moved, time_decode(shape, sequences, pdl=False), "without dependent launch"
         )
+        if sweep and sequences == 1:  # the norm in a launch of its own, S in parts
+            for tried in SWEPT_DECODE:
+                with (
+                    replaced(operations, "can_norm", lambda _: False),
+                    replaced(decode, "decode_shape", lambda *_, tried=tried: tried),
+                ):
+                    us = time_decode(shape, sequences)
+                yield decode_row(shape, sequences, moved, us, f"in parts {tuple(tried)}")
         if sweep and sequences > 1:
             for tried in SWEPT_DECODE:
                 with replaced(decode, "decode_shape", lambda *_, tried=tried: tried):

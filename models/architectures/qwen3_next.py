@@ -57,7 +57,11 @@ def _recurrent(blocks: int, interval: int) -> tuple[int, ...]:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    return {"recurrent_layers": _recurrent(config.block_count, _INTERVAL)}
+    """The layers of a synthetic model, of few the last with attention; and gated delta nets where it says no sizes."""
+    recurrent = _recurrent(config.block_count, min(_INTERVAL, config.block_count))
+    by_key_head = config.architecture == "qwen3next"
+    sizes = config.gated_delta or GatedDeltaSizes(2, 4, 128, 4, not by_key_head, by_key_head)
+    return {"recurrent_layers": recurrent, "gated_delta": sizes}
 
 
 def _common_keys(keys: Keys) -> Keys:
@@ -120,6 +124,10 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     if inner != expected:
         problem = f"{inner} is not {sizes['value_heads']} value heads of {sizes['head_dim']}"
         raise file.error(f"{prefix}.{_INNER}", f"{problem}: other sizes than the keys' are not implemented")
+    if config.sliding_window is not None:
+        raise file.error(
+            f"{prefix}.attention.sliding_window", "windows are not implemented in this architecture"
+        )
     _check_sections(file, config)
     by_key_head = prefix == "qwen3next"
     return {

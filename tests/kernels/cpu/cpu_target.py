@@ -23,12 +23,16 @@ from llvmlite import binding
 
 from quengine.kernels import sampling
 from quengine.kernels.activations import quantize_activations
+from quengine.kernels.attention import gate_output, split_gates
+from quengine.kernels.backend import AttentionSpec, SlotLayer
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cpu import (
     batch_attention,
     decode_linear,
     embed,
+    gated_delta,
     glu,
+    output_gate,
     prompt_linear,
     rms_norm,
 )
@@ -49,6 +53,7 @@ from quengine.kernels.q_dot import q_dot
 from tests.kernels.cpu import tile_emulator
 from tests.kernels.cpu.cpu_runs import attend_chunk, attend_token, linear
 from tests.kernels.cpu.test_cpu_attention import definition
+from tests.kernels.gated_delta_steps import STEPS, Shape, expected, rows_of, spec_of, states
 from tests.kernels.weights import nmse, random_weight
 
 WEIGHTS = [("Q6_K", 1), ("IQ4_NL", 3), ("F16", 40)]
@@ -84,6 +89,30 @@ def errors() -> Iterator[tuple[str, float]]:
         yield activation, nmse(glu(x, activation), definition_of_glu(x.double(), activation))
     scaled = x.double() * (x.double().square().mean(1, keepdim=True) + 1e-5).rsqrt() * norm.double()
     yield "rms_norm", nmse(rms_norm(x, norm, 1e-5), scaled)
+
+
+def errors_of_gated_delta() -> Iterator[tuple[str, float]]:
+    """Of results and memories, and of output gates."""
+    for shape in (Shape(2, 4, 32), Shape(1, 2, 8)):
+        for step in ("chunks of one and of few tokens", "tokens"):
+            batch, spec, (history, memory) = STEPS[step], spec_of(shape), states(shape)
+            x = rows_of(len(batch), shape, 3)
+            wanted, _, after = expected(batch, x, spec, history, memory)
+            layer = SlotLayer((history.clone(), memory.clone()))
+            yield f"gated delta, {step}", nmse(gated_delta(batch, x, spec, layer), wanted)
+            yield f"its memory, {step}", nmse(layer.parts[1].flatten(1), after.flatten(1))
+    spec, qkv = spec_of_attention(), torch.randn(3, 96, generator=torch.Generator().manual_seed(4))
+    y, (_, gates) = torch.ones(3, 32), split_gates(qkv, 4, 8)
+    yield (
+        "output gates",
+        nmse(output_gate(y, qkv, spec), gate_output(torch.ones(3, 32).double(), gates.double())),
+    )
+
+
+def spec_of_attention() -> AttentionSpec:
+    """Four heads of 8 with output gates, and two key heads."""
+    nothing = torch.empty(0)
+    return AttentionSpec(4, 2, 8, 1.0, None, "halves", nothing, nothing, nothing, gated=True)
 
 
 def errors_of_experts() -> Iterator[tuple[str, float]]:
@@ -124,7 +153,7 @@ def check_sampling() -> None:
 
 def check() -> None:
     check_sampling()
-    for name, error in chain(errors(), errors_of_experts()):
+    for name, error in chain(errors(), errors_of_gated_delta(), errors_of_experts()):
         assert error <= 1e-11, f"{name}: {error:.1e}"
     tile = target.host_tile()
     print(f"{tile.lanes} lanes, {tile.vectors} x {tile.rows} accumulators")

@@ -271,6 +271,7 @@ def test_what_a_folder_has_that_is_not_computed_is_refused(
         ({"attention.recurrent_layers": [True]}, "recurrent_layers.*does not mark some of the first 2 of 2"),
         ({"attention.recurrent_layers": [True, True]}, "recurrent_layers.*no layer has attention"),
         ({"nextn_predict_layers": 2}, "nextn_predict_layers.*2 is not from 0 to 1"),
+        ({"attention.sliding_window": 8}, "attention.sliding_window.*windows are not implemented"),
         ({"rope.dimension_sections": [4, 2, 1, 1]}, "leave frequency 5 of 8 without a position"),
         ({"rope.dimension_sections": [0, 0, 0, 0]}, "are not counts of frequencies"),
     ],

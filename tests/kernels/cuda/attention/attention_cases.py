@@ -143,7 +143,9 @@ def run_prefill(
     tiles = prefill_tiles(batch, spec.head_dim, batch_invariant)
     q = rope_store(qkv, spec, layer, batch.positions, batch.block_tables_of(0), tiles.sequences)
     out = torch.full((len(qkv), spec.heads * spec.head_dim), float("nan"), device=qkv.device)
-    return q, attention_prefill(q, spec, layer, batch.block_tables_of(0), tiles, out, batch_invariant)
+    gates = qkv if spec.gated else None
+    tables = batch.block_tables_of(0)
+    return q, attention_prefill(q, spec, layer, tables, tiles, out, batch_invariant, gates=gates)
 
 
 def run_chunks(

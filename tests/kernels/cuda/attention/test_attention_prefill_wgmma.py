@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quengine.kernels.attention import causal_mask_band
+from quengine.kernels.attention import causal_mask_band, gate_output, split_gates
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_prefill import (
     attention_prefill,
@@ -14,6 +14,7 @@ from quengine.kernels.cuda.attention.attention_prefill import (
     prefill_tiles,
     stores_wgmma_layout,
 )
+from quengine.kernels.cuda.attention.output_gate import qkv_width
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
 from quengine.kernels.forward_batch import ForwardBatch, prefill_batch
@@ -77,6 +78,20 @@ def test_chunks_are_as_defined(
     assert torch.isfinite(out).all()
     error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < 1e-3, f"relative error {error.max():.2e} of row {error.argmax()}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 150])
+def test_results_are_multiplied_by_output_gates(window: int | None, device: torch.device) -> None:
+    plain = long_spec(device, 4, 2, window)
+    spec = replace(plain, gated=True)
+    cache = PagedCache.empty(device, 1, CONTEXT, 2, 128)
+    qkv = torch.randn(560, qkv_width(spec), generator=torch.Generator().manual_seed(7)).to(device)
+    out = run_chunks(spec, cache.layer, qkv, [300, 260], cache.tables)
+    rows, gates = split_gates(qkv, 4, 128)
+    expected = gate_output(expected_rows(plain, cache, rows), gates.double())
+    error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert torch.isfinite(out).all() and error.max() < 1e-3, f"relative error {error.max():.2e}"
 
 
 def in_wgmma_layout(

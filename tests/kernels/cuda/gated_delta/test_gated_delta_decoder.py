@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from quengine.block_manager import CachePool
+from quengine.errors import EngineError
 from quengine.kernels.backend import SlotLayer
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
@@ -34,15 +36,19 @@ def _without_dependent_launch(device: torch.device, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def written(folder: Path, head_dim: int) -> Checkpoint:
     preset = find_preset("qwen3.5-tiny")
     assert preset is not None
     small = replace(
         preset, embedding_length=64, feed_forward_length=64, vocab_size=320, head_count=2, head_count_kv=1,
-        head_dim=32, rope_dim=16, delta_head_dim=32, key_heads=1, value_heads=2, quant="Q8_0",
+        head_dim=32, rope_dim=16, delta_head_dim=head_dim, key_heads=1, value_heads=4, quant="Q8_0",
     )  # fmt: skip
-    return open_checkpoint(write_synthetic(tmp_path_factory.mktemp("delta") / "tiny.gguf", small))
+    return open_checkpoint(write_synthetic(folder / "tiny.gguf", small))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return written(tmp_path_factory.mktemp("delta"), 32)
 
 
 def logits(
@@ -72,6 +78,13 @@ def test_a_decoder_is_the_reference(model: Checkpoint, device: torch.device) -> 
         logits(model, each, lengths) for each in (CudaBackend(device), ReferenceBackend(keep=True))
     )
     assert nmse(ours[:66], exact[:66]) < 2e-5 and nmse(ours[66:], exact[66:]) < 2e-5
+
+
+def test_other_heads_are_refused_at_load(tmp_path: Path, device: torch.device) -> None:
+    model = written(tmp_path, 24)
+    with pytest.raises(EngineError, match="elements, and this model's have 24; use --device cpu"):
+        Decoder(model.config, model.tensors, CudaBackend(device), 128, 128)
+    assert Decoder(model.config, model.tensors, ReferenceBackend(keep=False), 128, 128)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
