@@ -339,7 +339,7 @@ def test_the_text_half_of_a_mistral3_checkpoint():
         read_hf_config({"model_type": "mistral3", "text_config": LLAMA | {"model_type": "mistral4"}})
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "jamba", "qwen3_next", None, 3, ["llama"]])
+@pytest.mark.parametrize("model_type", ["gemma2", "jamba", "mamba2", None, 3, ["llama"]])
 def test_other_model_types_are_refused(model_type):
     with pytest.raises(EngineError, match="supported are llama, mistral3, qwen2, qwen3"):
         read_hf_config(LLAMA | {"model_type": model_type})
