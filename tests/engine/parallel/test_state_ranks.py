@@ -28,16 +28,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, LLM]]:
 
 
 def test_they_are_read_and_written_as_one_rank_has_them(pair: tuple[LLM, LLM]) -> None:
-    heads = pair[0].model_config.head_count_kv
+    whole = pair[0].model_config
     for llm in pair:
         llm.logits(PROMPT)
-    rows, shared = (read_cached(llm.runner, 0, len(PROMPT), heads) for llm in pair)
+    rows, shared = (read_cached(llm.runner, 0, len(PROMPT), whole) for llm in pair)
     for mine, other in zip(rows, shared, strict=True):
         assert mine.shape == other.shape
         mine, other = mine.double(), other.double()
         assert float((mine - other).square().sum() / mine.square().sum()) < 1e-5
     write_cached(pair[1].runner, 0, len(PROMPT), rows)
-    assert all(map(torch.equal, rows, read_cached(pair[1].runner, 0, len(PROMPT), heads)))
+    assert all(map(torch.equal, rows, read_cached(pair[1].runner, 0, len(PROMPT), whole)))
 
 
 def test_they_are_copied_on_both(pair: tuple[LLM, LLM]) -> None:
