@@ -1,7 +1,7 @@
-"""Between the QKV matmul and attention, in compiled code: the twin of kernels/rope_store.py.
+"""Q/K norms, rotary embedding and the KV store on the CPU, compiled; defined in kernels/rope_store.py.
 
-Positions, and the rows of the cache where they lie, are read from memory, so that a list of kernels made once serves
-every token.
+Positions and cache rows are read from memory when the kernels run, so that a compiled list of kernels serves every
+token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quengine.kernels.rope_store import row_tables
 
 @dataclass
 class RopeStoreArguments(Arguments):
-    """qkv: fp32 rows of heads. positions, slots: int64, one a row. cos, sin: fp32 tables of `pairs` a position.
+    """qkv: fp32 rows of heads. positions, slots: int64, one per row. cos, sin: fp32 tables, `pairs` per position.
 
     q_norm, k_norm: fp32 [width], or 0. query_scale: fp32 by position, or 0.
     """
@@ -49,11 +49,11 @@ class RopeStoreArguments(Arguments):
 def rope_store_launches(
     qkv: Tensor, spec: AttentionSpec, layer: KVLayer, positions: Tensor, slots: Tensor
 ) -> list[Launch]:
-    """Norms, rotation and query scale in place in qkv; keys and values go to the cache.
+    """Norms, rotates and scales queries and keys in place in qkv, and stores keys and values to the cache.
 
-    qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], contiguous; the first heads * head_dim elements of a row are its
-    queries afterwards. layer: fp16 or q8_0. positions, slots: int64 [T], where each token is in its sequence and
-    which row of the cache it has, read when the kernel runs.
+    qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], contiguous; a row's first heads * head_dim elements are then its
+    queries. layer: fp16 or q8_0. positions, slots: int64 [T], each token's position in its sequence and its cache row,
+    read when the kernel runs.
     """
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
     norms, launches, column = [0, 0], [], 0
@@ -89,9 +89,9 @@ def rope_store_launches(
 
 
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
-    """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which they overwrite; see `rope_store_launches`.
+    """The rotated queries [T, heads, head_dim], in place in qkv fp32 [T, ...]; see `rope_store_launches`.
 
-    Raises ValueError when a position is not in the cache, or the cache is neither fp16 nor q8_0.
+    Raises ValueError for a position or row outside the cache, or a cache that is neither fp16 nor q8_0.
     """
     rows, ctx, table = qkv.shape[0], layer.k.shape[0], row_tables(batch, spec.cache_group)
     check_types(layer)
