@@ -1,4 +1,4 @@
-"""The launch between the QKV matmul and prefill attention: rotates queries and keys, writes keys and values."""
+"""The launch between the QKV matmul and prefill attention: rotates queries and keys, stores keys and values."""
 
 import torch
 import triton
@@ -46,7 +46,7 @@ def _rope_store_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, ROW_SCALE: tl.constexpr,
     Q8: tl.constexpr, BLOCK_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (token, BLOCK_HEADS heads of one section: queries, keys or values)."""
+    """Programs: (token, BLOCK_HEADS heads of one section: queries, keys or values)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -63,7 +63,7 @@ def _rope_store_kernel(
     scale = 1.0
     if ROW_SCALE:
         scale = tl.load(row_scale_ptr + token) * weight_scale
-        if ROPE.norm:  # a normalized head has no scale, but its eps has
+        if ROPE.norm:  # a normalized head does not depend on the scale, but for eps
             eps /= scale * scale
     if first_head < HEADS:
         q = _load_queries_or_keys(
@@ -103,13 +103,13 @@ def rope_store(
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Rotate queries and keys of T tokens and write their keys and values to the cache.
+    """Rotates queries and keys of T tokens and stores their keys and values to the cache.
 
-    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp16, unit inner stride, or products of that shape, which are
-    scaled here; positions: int32 [T] on the device (one past the block table is not written); block_tables: int32
-    [sequences, blocks]; sequences: int32 [T], each token's row of them. Returns the rotated queries
-    [T, heads, head_dim] fp16, in `out` where that is given, contiguous.
-    With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp16, unit inner stride, or a `ScaledProduct` of that shape,
+    which is scaled here; positions: int32 [T] on the device (one past the block table is not stored); block_tables:
+    int32 [sequences, blocks]; sequences: int32 [T], each token's row of them. Returns the rotated queries [T, heads,
+    head_dim] fp16, in `out` if given, contiguous. With `pdl` the launch may overlap the end of the one before it
+    (sm_90 and later only).
     """
     weight_scale, row_scale = 1.0, None
     if isinstance(qkv, ScaledProduct):
@@ -136,12 +136,12 @@ def rope_store(
 
 
 def rope_warps(elements: int) -> int:
-    """Warps of a block that rotates so many elements: a power of two, as Triton wants, 1 to 4."""
+    """Warps of a block that rotates `elements` elements: a power of two, as Triton requires, 1 to 4."""
     return max(1, min(4, 1 << max(0, (elements // 256).bit_length() - 1)))
 
 
 def heads_per_block(heads: int, kv_heads: int) -> int:
-    """The largest power of two, at most 8, that divides both counts: a block then holds one section."""
+    """The largest power of two, at most 8, that divides both counts, so that a block's heads are of one section."""
     block = 8
     while heads % block or kv_heads % block:
         block //= 2
