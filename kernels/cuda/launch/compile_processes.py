@@ -1,8 +1,8 @@
-"""The processes that compile kernels for another one (compile_ahead.py).
+"""The processes that compile kernels for another process (compile_ahead.py).
 
-The first is started, and not forked: a fork of a process that uses a GPU may wait for ever for a lock of its other
-threads. It records which kernels a model launches, and forks processes, each with the kernels in its memory, which
-compile those that are not in Triton's cache. It ends when the other process does, and they when it does.
+The first is started, not forked: a fork of a process that uses a GPU may deadlock on a lock of one of its other
+threads. It records the kernels that a model launches, and forks processes, each with the kernels in its memory, which
+compile those missing from Triton's cache. It ends with the process that started it, and its forks end with it.
 """
 
 import gc
@@ -25,7 +25,7 @@ from quengine.kernels.cuda.launch.launcher import LauncherSpec, build_launcher, 
 from quengine.kernels.cuda.launch.record_kernels import Kernel, record_kernels
 
 Stages = Sequence[Callable[[], object]]
-"""Computations, one after the other."""
+"""Computations, in order."""
 
 _SLOW = (
     "wgmma_groups_kernel",
@@ -41,14 +41,14 @@ _SLOW = (
     "wgmma_blocks_kernel",
     "experts_glu_kernel",
 )
-"""Kernels that may take half a second or more to compile, the longest first; the others take less."""
+"""Kernels that may take half a second or more to compile, the slowest first; the others take less."""
 _NICENESS = 5
-"""Reading the weights comes first."""
+"""Reading the weights has priority."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be compiled; see `CompilePool`."""
+    """A request to compile; see `CompilePool`."""
 
     task: Callable[[], Stages]
     gpu: Gpu
@@ -59,8 +59,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Built:
-    """A kernel that is in the cache now: its folder there, and, of an order of `every` kernel, what launches it. error:
-    why it is not there."""
+    """A kernel that is now in the cache: its folder there, and, for an order of `every` kernel, its launcher.
+    error: the reason if it could not be compiled.
+    """
 
     key: str
     name: str
@@ -69,13 +70,14 @@ class Built:
 
 
 def lead(descriptor: int) -> None:
-    """The first process. Its end of a pipe gets an Order, then keys of kernels that are wanted next; from it come the
-    keys of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
+    """The first process. Its pipe receives an Order, then keys of kernels to compile next; it sends a list of
+    kernel keys for each computation, None after the last, and a Built for each kernel.
+    """
     pipe = Connection(descriptor)
     os.nice(_NICENESS)
-    torch.set_num_threads(1)  # it is forked
+    torch.set_num_threads(1)  # the process will be forked
     triton_cache.use_private_cache()
-    # Triton hashes its compiler library of some 400 MB, while the order's modules are imported.
+    # Triton hashes its compiler library of some 400 MB; do so while the order's modules are imported.
     hashing = Thread(target=triton_key)
     hashing.start()
     try:
@@ -88,23 +90,25 @@ def lead(descriptor: int) -> None:
         pipe.send(Built("", "the model", None, f"{type(error).__name__}: {error}"))
         return
     if whole and order.marker is not None:
-        with suppress(OSError):  # a cache that cannot be written: looked for again next time
+        with suppress(OSError):  # the cache is not writable: the next start records again
             order.marker.touch(mode=0o600)
 
 
 class _Leader:
-    """Hands out the kernels of an order to forked processes, those of each computation while the next is recorded."""
+    """Hands out an order's kernels to forked processes, those of each computation while the next one is recorded."""
 
     def __init__(self, pipe: Connection, order: Order) -> None:
         self._pipe, self._order = pipe, order
         self._kernels: dict[str, Kernel] = {}
         self._waiting: list[Kernel] = []
-        self._workers: dict[Connection, int] = {}  # how many of the kernels each has in its memory
+        self._workers: dict[Connection, int] = {}  # the number of kernels that each has in its memory
         self._idle: list[Connection] = []
         self._busy: list[Connection] = []
 
     def run(self) -> bool:
-        """Whether all are in the cache. Raises EOFError where nobody is there any more who asked."""
+        """Runs until all kernels are done; returns whether all are in the cache. Raises EOFError if the
+        requester has ended.
+        """
         processes = [_fork(lambda _: build_utilities())[0]]
         try:
             for compute in self._order.task():
@@ -128,7 +132,7 @@ class _Leader:
                 os.waitpid(process, 0)
 
     def _hand_out(self) -> None:
-        """Give kernels to idle processes that know them."""
+        """Gives kernels to idle processes that have them in memory."""
         numbers = {key: number for number, key in enumerate(self._kernels)}
         for kernel in tuple(self._waiting):
             able = [end for end in self._idle if numbers[kernel.key] < self._workers[end]]
@@ -142,7 +146,7 @@ class _Leader:
             able[0].send(kernel.key)
 
     def _finish(self) -> bool:
-        """Until all are done, or no process is left for them. Whether none has failed."""
+        """Runs until all are done, or no process is left; returns whether none has failed."""
         whole = True
         while self._busy:
             for ready in wait([self._pipe, *self._busy]):
@@ -154,7 +158,7 @@ class _Leader:
                 self._busy.remove(ready)
                 try:
                     built: Built = ready.recv()
-                except EOFError:  # it crashed; its kernel is left to who launches it
+                except EOFError:  # it crashed; its kernel is compiled when it is launched
                     whole = False
                     continue
                 self._idle.append(ready)
@@ -173,14 +177,15 @@ def _is_cached(kernel: Kernel) -> bool:
 
 
 def _work(pipe: Connection, kernels: dict[str, Kernel], tells_launchers: bool) -> None:
-    """A process that compiles the kernels whose keys it is sent."""
+    """A process that compiles the kernels whose keys it receives."""
     for key in _received(pipe):
         kernel, spec, error = kernels[key], None, ""
         try:
             spec = launcher_of(kernel.compile())
             if spec is not None:
                 build_launcher(spec)
-        except Exception as failure:  # the compiler's errors have no common class; a launch raises it again
+        # the compiler's errors have no common base class; a launch raises it again
+        except Exception as failure:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         pipe.send(Built(key, kernel.name, spec if tells_launchers else None, error))
 
@@ -192,7 +197,7 @@ def _received(pipe: Connection) -> Iterator[str]:
 
 
 def _fork(run: Callable[[Connection], object]) -> tuple[int, Connection]:
-    """A forked process that does `run`, given its end of a pipe. Its number, and the other end.
+    """Forks a process that calls `run` with its end of a pipe. Returns its pid, and the other end.
 
     It has no other pipe of this process open, and so ends with it.
     """
@@ -203,10 +208,10 @@ def _fork(run: Callable[[Connection], object]) -> tuple[int, Connection]:
         return process, ours
     status = 1
     try:
-        gc.disable()  # compiling makes many objects, and a process compiles few kernels
+        gc.disable()  # compiling creates many objects, and a process compiles few kernels
         for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
             if number > 2 and number != theirs.fileno():
-                with suppress(OSError):  # the folder's own
+                with suppress(OSError):  # the folder's own descriptor
                     os.close(number)
         run(theirs)
         status = 0
