@@ -1,4 +1,4 @@
-"""What a step computes, as the host describes it to the decoder and to captured steps."""
+"""The rows of a step, as the host describes them to the decoder and to captured steps."""
 
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -23,7 +23,7 @@ def prefill_rows(chunks: Seq[Chunk]) -> list[SequenceRows]:
 
 
 def decode_rows(sequences: Seq[Sequence]) -> list[SequenceRows]:
-    """Of each sequence the first token that is not in the cache, and behind it its draft."""
+    """The first uncached token of each sequence, followed by its draft."""
     return [
         SequenceRows([s.token_ids[s.num_cached_tokens], *s.draft], s.num_cached_tokens, s.block_tables)
         for s in sequences
@@ -33,7 +33,9 @@ def decode_rows(sequences: Seq[Sequence]) -> list[SequenceRows]:
 def forward_batch(
     phase: Phase, rows: Seq[SequenceRows], device: torch.device, all_logits: bool = False
 ) -> ForwardBatch:
-    """The step of these rows. In prefill logits are wanted of each sequence's last row, or of all; in decode of all."""
+    """The batch of these rows. In prefill, logits are computed for each sequence's last row, or for all rows;
+    in decode, for all.
+    """
     ids, starts, tables = zip(*rows, strict=True)
     if phase == "prefill":
         return prefill_batch(ids, starts, tables, device, all_logits)
