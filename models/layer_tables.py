@@ -1,4 +1,4 @@
-"""What layers share while they are loaded: rotary tables and causal masks, made once for all layers that are alike."""
+"""Tables shared by layers: rotary tables and causal masks, made once for all layers of a kind."""
 
 from typing import Any
 
@@ -13,11 +13,13 @@ from quengine.models.config import ModelConfig
 
 
 class LayerTables:
-    """See the module docstring.
+    """Tables shared by layers, see the module docstring.
 
     Args:
-        config: of the model. device: where the tables are.
-        ctx_size: positions for which there are rotary rows. chunk_size: rows of the causal mask at most.
+        config: the model's shape.
+        device: device of the tables.
+        ctx_size: number of positions of the rotary tables.
+        chunk_size: maximum number of rows of the causal mask.
         host: computes the experts of the first `host.layers` layers; None: the backend computes all.
     """
 
@@ -38,15 +40,15 @@ class LayerTables:
         self._query_scale = _query_scale(config, ctx_size, device)
 
     def cache_group(self, layer: int) -> int:
-        """The group of layers whose block tables a layer uses (ModelConfig.cache_groups)."""
+        """The index of a layer's cache group (ModelConfig.cache_groups), whose block tables it uses."""
         return self._groups[layer]
 
     def host_experts(self, layer: int) -> HostExperts | None:
-        """What computes a layer's experts, where it is not the backend."""
+        """What computes a layer's experts on the host; None if the backend computes them."""
         return self._host if self._host is not None and layer < self._host.layers else None
 
     def attention(self, layer: int, heads: int, kv_heads: int, head_dim: int) -> AttentionSpec:
-        """What a layer's attention is given, without tensors of its own."""
+        """The attention of a layer: its shape and the shared tables, without tensors of its own."""
         config, group = self.config, self.cache_group(layer)
         window = config.cache_groups[group].window
         if group not in self._masks:
@@ -67,7 +69,7 @@ class LayerTables:
         )
 
     def _rotation(self, windowed: bool, rotates: bool) -> dict[str, Any]:
-        """Cosines and sines of layers with or without a window; where none rotates those of 0, which change no bit."""
+        """Cosines and sines of layers with or without a window; of angle 0, which changes no bit, without rotation."""
         if (windowed, rotates) not in self._rotations:
             spec = self.config.rope(self._ctx_size, windowed)
             if rotates:
@@ -80,7 +82,7 @@ class LayerTables:
 
 
 def _query_scale(config: ModelConfig, ctx_size: int, device: torch.device) -> Tensor | None:
-    """What the query at each position is multiplied with, fp32 [ctx_size] (Ministral 3), or None."""
+    """The factor of the query at each position, fp32 [ctx_size] (Ministral 3), or None."""
     if not config.attention_temperature_scale:
         return None
     steps = torch.arange(ctx_size, dtype=torch.float64) // config.attention_temperature_length
