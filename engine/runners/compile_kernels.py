@@ -113,7 +113,7 @@ def compilers() -> int:
 
 
 def stages_of(*plans: KernelPlan) -> list[Callable[[], None]]:
-    """The steps of a first short request, one by one, then all others."""
+    """The stages of compilation: each step of a first short request by itself, then all other steps."""
     made: list[CudaGraphs] = []
 
     @torch.no_grad()

@@ -42,9 +42,11 @@ class DecodeRow(NamedTuple):
 class Slot:
     """A row of the device's steps, by `index`, and the state that the device has for it.
 
-    position: position of the next launch's input. token: the input after the results in `ready`, NO_TOKEN if it
-    differs from the device's. ready: launched steps whose result has not been taken, with the slot's index at the
-    time. kind: the sampling kind that its settings were sent for. written: entries sent of each block table.
+    position: position of the next launch's input.
+    token: the input after the results in `ready`; NO_TOKEN if the device's differs.
+    ready: launched steps whose result has not been taken, each with the slot's index at its launch.
+    kind: the sampling kind that its settings were sent for.
+    written: number of entries sent of each block table.
     """
 
     index: int
@@ -77,9 +79,9 @@ class DecodeSlots:
         self._kind = GREEDY
 
     def place(self, rows: Seq[DecodeRow]) -> tuple[list[Slot], bool]:
-        """Slots for exactly these rows, within the smallest captured step, in order; and whether one is new.
+        """Assigns slots to exactly these rows, in the smallest captured step; returns them, and whether one is new.
 
-        New slots are taken in order. Sends the device what it lacks.
+        Slots are in the order of the rows; other slots are released. Sends the device what has changed.
         """
         self._rows = padded_rows(len(rows))
         free = self._make_room(rows)

@@ -1,9 +1,9 @@
 """Decode steps on a device that samples the tokens itself, launched one step ahead of the host.
 
-Where possible, a step is launched before the previous step's tokens are read, so that the host's work on them (text,
-stop strings, output) overlaps with the device. A result belongs to a slot and stays valid when other sequences join or
-leave. New sequences find the others one result ahead; after a few steps the latter are recomputed once, and all are
-one step ahead again.
+If possible, a step is launched before the previous step's tokens are read, so that the host's work on them (text, stop
+strings, output) overlaps with the device. A result belongs to a slot and stays valid when other sequences join or
+leave. When a sequence joins, the others are one result ahead of it; if that lasts for a few steps, their newest step
+is computed again, and from then on all sequences are one step ahead.
 
 Rows with settings that the device cannot sample (log-probabilities, a constraint, penalties after a draft) are sampled
 on the host from their logits. While there are such rows, or drafts, no step is launched ahead.
@@ -132,7 +132,7 @@ class DeviceDecoder:
         ]
 
     def _kind_of(self, sequence: Sequence) -> SamplingKind | None:
-        """Cached per sequence: with many rows, steps leave the host little time."""
+        """The sampling kind of a sequence, cached: in steps of many rows the host has little time."""
         if sequence not in self._kinds:
             self._kinds[sequence] = SamplingKind.of(sequence.params)
         return self._kinds[sequence]

@@ -210,7 +210,7 @@ class StepRecorder:
         return Rows(y, stage)
 
     def _spread(self, inputs: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-        """The kernels' inputs by place; each source is spread once."""
+        """Copies the sources to their places, each distinct one once; returns the kernels' inputs."""
         spread: dict[int, Tensor] = {}
         for rows in inputs:
             if rows.data_ptr() not in spread:

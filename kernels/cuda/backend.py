@@ -490,5 +490,5 @@ def _stream(x: Residual) -> Tensor:
 
 
 def _exact(batch: ForwardBatch) -> bool:
-    """In prefill few rows round weights as many rows do; in a batch they do not."""
+    """Whether few rows round weights once, as many rows do (MatmulMode): in prefill, not in batched decode."""
     return batch.phase == "prefill"

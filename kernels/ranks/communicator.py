@@ -18,7 +18,7 @@ class Communicator(Protocol):
     size: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks, `((x_0 + x_1) + x_2) + ...`; may overwrite x, or be valid until the next call."""
+        """The sum of x over the ranks, `((x_0 + x_1) + x_2) + ...`; may overwrite x, or last until the next call."""
         ...
 
     def peers(self, rows: int, width: int) -> Any:

@@ -88,7 +88,7 @@ def _copy_strips(
 def _prefetch_panel(
     args: MatmulArguments, begin: int, first: int, end: int, k: int, share: int, shares: int
 ) -> None:
-    """Prefetches a share of the panel after the one of columns k of the strip at row `first`.
+    """Prefetches a share of the panel that is multiplied next, while columns k of the strip at row `first` are.
 
     That is the next strip's panel of the same columns, or after the last strip the next columns of the strip at row
     `begin`.

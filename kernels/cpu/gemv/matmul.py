@@ -130,7 +130,7 @@ def quantize_launch(x: Tensor, records: Tensor) -> Launch:
 
 
 def task_rows(w: QuantTensor) -> int:
-    """Weight rows per task of a matvec; even if above 1."""
+    """Number of weight rows per task of a matvec: 1, or an even number."""
     rows = min(w.rows, _TASK_BYTES // w.data.shape[1])
     return rows // 2 * 2 if rows > 1 else 1
 

@@ -76,7 +76,7 @@ class Emitter:
 
     # ---- lanes -------------------------------------------------------------------------------------------
     def pick(self, v: ir.Value, lanes: Sequence[int], other: ir.Value | None = None) -> ir.Value:
-        """Shuffles: the vector of the given lanes of v, numbered on into `other`."""
+        """A shuffle: the given lanes of v; lane numbers past its end select from `other`."""
         mask = ir.Constant(vec(I32, len(lanes)), list(lanes))
         return self.b.shuffle_vector(v, other or ir.Constant(v.type, ir.Undefined), mask)
 

@@ -80,7 +80,7 @@ def quantize_int16(e: Emitter, x: ir.Value, inverse: ir.Value, words: ir.Value, 
 
 
 def _eights(e: Emitter, parts: list[ir.Value]) -> ir.Value:
-    """The sums of each eight int32 lanes of eight vectors of 16, in one vector."""
+    """For eight vectors of 16 int32 lanes: the sums of each run of eight lanes, in one vector."""
     lanes = 8
     while len(parts) > 1:
         half, groups = lanes // 2, range(0, 2 * parts[0].type.count, lanes)

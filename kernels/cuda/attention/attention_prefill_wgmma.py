@@ -125,8 +125,10 @@ def _attend(
     queries, shared, weights, acc, row_max, row_sum, position, last_tile, begin, end, count, scale,
     WINDOW: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles begin .. end - 1 of this program's `count`, number 0 being `last_tile`, each with the value
-    product of the tile before, whose `weights` are given. The keys of tile `begin` have arrived.
+    """Attends to tiles begin .. end - 1 of this program's `count`, number 0 being `last_tile`.
+
+    The score product of a tile overlaps with the value product of the tile before, whose softmax weights are
+    `weights`. The keys of tile `begin` have arrived.
     """
     _, keys, values, _, keys_ready, values_ready, keys_free, values_free, _ = shared
     MMA: gl.constexpr = acc.type.layout

@@ -54,7 +54,7 @@ leave others empty.
 
 class SplitShape(NamedTuple):
     """Warps per program, and the least keys of a KV split: a multiple of the keys that the warps read at a
-    time. early: the PDL consumer's programs start with this launch's, not after its keys have been read.
+    time. early: the PDL consumer may start along with this launch, not only once its keys have been read.
     """
 
     warps: int
@@ -107,9 +107,7 @@ def _pairs(x, ROPE: gl.constexpr):
 def _turn_at(
     position, rotation, norm_ptr, R: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
 ):
-    """Inputs of `_rotated` for R heads at a position: cosines, sines and norm weights. None comes from the
-    PDL producer.
-    """
+    """Inputs of `_rotated` for R heads at a position: cosines, sines, norm weights. The PDL producer writes none."""
     near, _ = _pairs(gl.zeros([R, HEAD_DIM], gl.float32, L), ROPE)
     angle = gl.expand_dims(gl.arange(0, HEAD_DIM // 2, layout=gl.SliceLayout(0, near.type.layout)), 0)
     row = position.to(gl.int64) * (ROPE.dim // 2)

@@ -33,9 +33,7 @@ def cut_tiles(batch: ForwardBatch, block_rows: int) -> PrefillTiles:
 def tile_entries(
     starts: Sequence[int], lengths: Sequence[int], block_rows: int
 ) -> tuple[list[int], list[int]]:
-    """`PrefillTiles.sequences`, and the fields of `PrefillTiles.tiles` in sequence, for chunks of these
-    starts and lengths.
-    """
+    """`PrefillTiles.sequences` and the flattened `PrefillTiles.tiles`, for chunks of these starts and lengths."""
     sequences, tiles = list[int](), list[tuple[int, ...]]()
     first = 0
     for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True)):

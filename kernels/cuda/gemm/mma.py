@@ -119,8 +119,9 @@ def byte_permute(x, y, selector, ASM: tl.constexpr):
 
 @triton.jit
 def in_register(constant, ASM: tl.constexpr):
-    """An int32 constant kept in a register: for instructions that take only one literal, the assembler would
-    reload a second one each time. It cannot see that this product's upper half is 0.
+    """An int32 constant kept in a register, for instructions that take only one literal: the assembler would
+    reload a second one each time. A product whose upper half is 0, which the assembler cannot see, hides the
+    constant.
     """
     if ASM:
         constant = tl.inline_asm_elementwise(
@@ -145,9 +146,9 @@ def _zeros_assembly(count: int) -> str:
 
 @triton.jit
 def zeros_behind(values, ASM: tl.constexpr):
-    """fp32 zeros that depend on each 16 of a thread's fp32 `values`. Work that starts from them waits for all
-    volatile loads up to those of the values; otherwise the assembler keeps few in flight at a time, to save
-    registers.
+    """fp32 zeros that depend on each 16 of a thread's fp32 `values`, for work that has to wait for their loads.
+
+    Otherwise the assembler would start that work early and, to save registers, keep few volatile loads in flight.
     """
     if ASM:
         OPERANDS: tl.constexpr = "=f," * 16 + "f," * 15 + "f"

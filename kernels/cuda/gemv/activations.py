@@ -29,7 +29,7 @@ class RmsPartials:
     eps: float
 
     def factors(self, width: int) -> Tensor:
-        """The factors fp32 [T, 1] of rows of `width` values."""
+        """The factors 1 / sqrt(sum(squares) / width + eps) of rows of `width` values: fp32 [T, 1]."""
         return torch.rsqrt(self.squares.sum(1, keepdim=True) / width + self.eps)
 
 

@@ -178,7 +178,7 @@ def _multiply_part(
 
 
 def _from_place(x: Fp16Operand, place: int) -> Fp16Operand:
-    """The rows from a place on, a multiple of 8."""
+    """The part of an operand that begins at row `place`, a multiple of 8."""
     first = place // 8 if x.is_mma else place
     return Fp16Operand(x.values[first:], x.row_scale[place:], x.layout)
 

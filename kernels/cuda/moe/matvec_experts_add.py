@@ -54,7 +54,7 @@ def _experts_from(
     SLOTS: tl.constexpr,
     P: tl.constexpr,
 ):
-    """The location of this thread's part of slots first .. first + SLOTS of a row: matrix, tile, and row of x."""
+    """Where this thread reads slots first .. first + SLOTS of a row: expert matrix, tile, and row of x."""
     warp = tl.arange(0, 32 * P.tiles * SLOTS * P.k_warps) >> 5
     slot = first + warp // P.k_warps % SLOTS
     pair = row * USED + tl.minimum(slot, USED - 1)

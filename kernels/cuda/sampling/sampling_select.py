@@ -217,9 +217,7 @@ def _place(x, id, by_key, best, notes):
 
 @triton.jit
 def _shift(width):
-    """The right shift that brings a number up to `width` (uint64, not 0) below 2048 and keeps `width` itself
-    above 0.
-    """
+    """The right shift after which a number up to `width` (uint64, not 0) is below 2048, and `width` itself above 0."""
     exponent = (width.to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1023
     return tl.maximum(exponent - 10, 0)
 

@@ -113,7 +113,7 @@ def grouped_block(pairs: int, experts: int) -> int:
 
 @lru_cache(1024)
 def _grouped_block(device: str, mean: int) -> int:
-    """The block by `grouped_blocks` of the table, which maps average pairs per expert to blocks; 0 without an entry."""
+    """The block size by the table's `grouped_blocks`, which map mean pairs per expert to blocks, or 0."""
     for most, block in _table().get(device, {}).get("grouped_blocks", ()):
         if mean <= most:
             return int(block)
@@ -142,9 +142,11 @@ def grouped_wgmma_geometry(part: PackedPart, cols: int, block: int, exact: bool)
 
 @lru_cache(1024)
 def _grouped_few(layout: PackedLayout, cols: int, block: int, exact: bool) -> WgmmaGeometry:
-    """Weights pass through a ring buffer if four programs with one, and two sets of rows, fit a
-    multiprocessor; if five fit, a register limit lets them (4-bit signed codes would spill with it). MXFP4
-    gains by neither: it is bound by instructions.
+    """Geometry for blocks of few rows: with a ring buffer for the weights if that pays.
+
+    A ring buffer is used if four programs with one, and two sets of rows, fit a multiprocessor; if five fit, a
+    register limit lets them (4-bit signed codes would spill with it). MXFP4 gains by neither: it is bound by
+    instructions.
     """
     few = WgmmaGeometry(4, 1, 2, False, 128, 256, block=block)
     if layout.format == "MXFP4":
