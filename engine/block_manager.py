@@ -207,9 +207,9 @@ class BlockManager:
     def take_back(self, keys: Seq[bytes], held: Seq[Seq[int]]) -> list[dict[int, int]] | None:
         """Allocates blocks for saved contents; the caller owns them, fills them, and then calls `given_back`.
 
-        `held`: for each cache group the indices of the saved blocks. Returns for each group the new blocks by index,
-        without those that are cached already, and without those hidden by the window from tokens after `keys` if there
-        is no room for them. Returns None, with no block allocated, if the others do not fit.
+        `held`: for each cache group the indices of the saved blocks. Returns the new blocks of each group by index.
+        Blocks that are cached already get none; neither do blocks that are outside the window for all tokens after the
+        prefix, if there is no room for them. Returns None, with no block allocated, if the others do not fit.
         """
         taken: list[dict[int, int]] = []
         for pool, indices in zip(self._pools, held, strict=True):

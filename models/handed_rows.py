@@ -29,7 +29,7 @@ class HandedRows:
         self._communicator.send(flat, to)
 
     def receive(self, rows: int, norm: RMSNorm | None) -> Hidden:
-        """`norm`: the norm that reads the rows."""
+        """Receives `rows` rows from the previous stage. `norm`: the norm that reads them."""
         source, device = self._stage.number - 1, self._backend.device
         if rows == 1 and not self._single:
             length = torch.empty(1, dtype=torch.int64, device=device)

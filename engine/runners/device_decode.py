@@ -62,7 +62,7 @@ class DeviceDecoder:
         return None if step is None else self.results(step, ahead=True)
 
     def launch(self, sequences: Seq[Sequence]) -> DecodeStep | None:
-        """Launches a step, unless it was launched ahead, without waiting. None: too many rows."""
+        """Launches a step without waiting, unless it was launched ahead; returns None if it has too many rows."""
         last, self._last = self._last, None
         if last is not None and self._goes_on_from(last, sequences):
             if not last.slots[0].ready:
