@@ -211,8 +211,9 @@ def fp16_row_scale(peak):
 
 @triton.jit
 def wgmma_order(values):
-    """Reorders columns [N], a multiple of 128, to the WGMMA layout, by an exchange between threads, so that
-    they store adjacent words; `operand_offset` of all columns at once.
+    """Reorders a row's columns [N], a multiple of 128, to the WGMMA layout, as `operand_offset` does one by one.
+
+    Threads exchange values for it, so that they then store adjacent words.
     """
     N: tl.constexpr = values.shape[0]
     return tl.reshape(tl.permute(tl.reshape(values, [N // 128, 4, 8, 2, 2]), [0, 2, 3, 1, 4]), [N])

@@ -163,7 +163,7 @@ def _retally(
     x_ptr, planes, notes, vocab, by_distance, best, gap_limit, top, settings,
     PART: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes the sums over tokens in play: by distance into the scratch plane, else as the second launch."""
+    """Recomputes the bucket sums over tokens in play: typical-p's, by distance, in the scratch plane, or masses."""
     for start in range(0, vocab, PART):
         id = start + tl.arange(0, PART)
         x = tl.load(x_ptr + id, mask=id < vocab, other=float("-inf"))
