@@ -7,7 +7,8 @@ Importing this package loads neither torch nor numba; the names below are resolv
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # as type checkers read it; `typing` is most of what this file would import
+# as type checkers read it; importing `typing` would take most of this module's import time
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

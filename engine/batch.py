@@ -1,4 +1,4 @@
-"""What a step computes, as the scheduler hands it out."""
+"""The computation of one step, as the scheduler creates it."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from quengine.request.sequence import Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of one sequence's prompt: `ids` at positions start .. start + len(ids) - 1."""
+    """A chunk of one sequence's prompt: the tokens `ids` at positions start .. start + len(ids) - 1."""
 
     sequence: Sequence
     ids: list[int]
@@ -16,17 +16,17 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
+        """The position after the chunk's last token."""
         return self.start + len(self.ids)
 
     @property
     def samples(self) -> bool:
-        """Whether the last of these tokens is the sequence's newest, so that a token follows from its logits."""
+        """Whether the chunk ends with the sequence's newest token, from whose logits the next token is sampled."""
         return self.end == len(self.sequence.token_ids)
 
     @property
     def scored_rows(self) -> range:
-        """Which of these tokens' logits are wanted for the log-probabilities of the prompt."""
+        """The rows of the chunk whose logits are needed for the log-probabilities of the prompt."""
         if self.sequence.scores is None:
             return range(0)
         missing = self.sequence.scores.missing_rows
@@ -35,8 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Batch:
-    """One step: a chunk of each of several prompts (prefill), or of each of several sequences the first token that is
-    not in the cache (decode)."""
+    """One step: prompt chunks (prefill), or one row per sequence, its first token not yet cached (decode)."""
 
     phase: Phase
     sequences: list[Sequence]
@@ -44,7 +43,7 @@ class Batch:
 
     @property
     def cancelled(self) -> bool:
-        """Whether no result of it is wanted any more."""
+        """Whether no sequence of the batch is running any more, so that its results are not needed."""
         return not any(sequence.block_tables for sequence in self.sequences)
 
     @classmethod

@@ -1,12 +1,13 @@
-"""Which sequence owns which block of the cache, and what free blocks still hold.
+"""Block manager of the paged KV cache: which sequences own which blocks, and what free blocks still hold.
 
-The layers of a model form groups (ModelConfig.cache_groups); each group has a pool of blocks, and a sequence has one
-block table per group. A block is owned by every sequence whose table names it. Only full blocks are shared, and only
-when all tokens up to their end are equal, so a shared block is never written again. A free block keeps its content, and
-can be found by it, until it is needed for another; the least recently used goes first.
+The layers of a model form cache groups (ModelConfig.cache_groups). Each group has a pool of blocks, and each sequence
+has one block table per group. A block may be owned by several sequences, and is owned by each whose table lists it.
+Only full blocks are shared, and only if all tokens up to the block's end are equal, so a shared block is never written
+again. A free block keeps its content, and can be found by it (prefix cache), until the block is reallocated; the least
+recently used block goes first.
 
-In a group whose attention has a window W, the token at position p sees positions p-W+1 .. p. A block that no position
-still to be computed sees is released, and its entry in the table becomes the padding block.
+In a group whose attention has a window W, the token at position p attends to positions p-W+1 .. p. A block that no
+remaining position attends to is released, and its entry in the table becomes the padding block.
 
 In a group of layers that keep a state, a block is a state, and a sequence has one from admission to release, the first
 entry of its table; behind it come copies that it keeps for itself: `CachePool.spares`, for drafts, and one of the state
@@ -27,7 +28,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, blocks_fo
 
 @dataclass(frozen=True)
 class CachePool:
-    """The cache of a group of layers: blocks 1 .. `num_blocks`, and the padding block in front of them.
+    """The blocks of one cache group: the padding block 0, and blocks 1 .. `num_blocks`.
 
     window: how many positions, the token's own among them, attention sees; None: all.
     chunk: most tokens of a sequence that a step computes; it counts where there is a window.
@@ -46,7 +47,7 @@ class CachePool:
     checkpoints: int = 0
 
     def first_visible(self, position: int) -> int:
-        """The index in a block table of the first block that a token at `position`, or behind it, sees."""
+        """Index in a block table of the first block that tokens at `position` or later attend to."""
         return 0 if self.window is None else max(0, position - self.window + 1) // BLOCK_SIZE
 
     def most_blocks(self, positions: int) -> int:
@@ -56,7 +57,7 @@ class CachePool:
 
 
 class StateCopy(NamedTuple):
-    """The state in block `source` of a group is to be copied to block `target`."""
+    """A pending copy of the state in block `source` of cache group `group` to block `target`."""
 
     group: int
     source: int
@@ -65,7 +66,7 @@ class StateCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class Allocation:
-    """New block tables, one per group; their blocks hold the first `num_cached_tokens` tokens already.
+    """New block tables, one per cache group, whose blocks already hold the first `num_cached_tokens` tokens.
 
     states: of each group with a state the checkpoint, and the block that it is to be copied to before the next step.
     num_held_tokens: those whose keys and values are in the cache; more than `num_cached_tokens` where no checkpoint is
@@ -79,10 +80,10 @@ class Allocation:
 
 
 def extend_keys(keys: list[bytes], token_ids: Seq[int]) -> None:
-    """Append the keys of further full blocks of a sequence.
+    """Appends the keys of the full blocks of `token_ids` that `keys` does not cover yet.
 
-    A key is the SHA-256 of the block's token ids behind the key of the block before it, so it stands for all tokens up
-    to the block's end.
+    The key of a block is the SHA-256 of the previous block's key followed by the block's token ids (int64), so it
+    identifies all tokens up to the block's end.
     """
     for start in range(len(keys) * BLOCK_SIZE, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
         own = array("q", token_ids[start : start + BLOCK_SIZE]).tobytes()
@@ -90,7 +91,7 @@ def extend_keys(keys: list[bytes], token_ids: Seq[int]) -> None:
 
 
 class BlockManager:
-    """The blocks of all groups, free at first: `pools` has one pool per group of layers."""
+    """The blocks of all cache groups, all of them free at first. `pools`: one per cache group."""
 
     def __init__(self, pools: Seq[CachePool]) -> None:
         self._pools = [_Pool(pool) for pool in pools]
@@ -101,12 +102,12 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks without an owner in the pool that has fewest, of those whose sequences come to need more."""
+        """Number of free blocks in the pool that has fewest, pools of states aside (sequences never outgrow those)."""
         return min(pool.num_free for pool in self._paged)
 
     @property
     def num_used(self) -> int:
-        """Blocks with an owner in the pool that has most."""
+        """Number of owned blocks in the pool that has most, pools of states aside."""
         return max(pool.shape.num_blocks - pool.num_free for pool in self._paged)
 
     @property
@@ -115,18 +116,18 @@ class BlockManager:
         return bool(self._states)
 
     def covered(self, tables: Seq[Seq[int]]) -> int:
-        """Positions that these tables cover."""
+        """Number of positions that these block tables cover."""
         return min([len(tables[group]) for group in self._paged_groups]) * BLOCK_SIZE
 
     def fits(self, positions: int) -> bool:
-        """Whether a sequence of so many positions can run while no other does."""
+        """Whether a sequence of `positions` positions fits into the cache when no other sequence is running."""
         return all(pool.shape.most_blocks(positions) <= pool.shape.num_blocks for pool in self._pools)
 
     def allocate(self, keys: Seq[bytes], positions: int, reserve: int = 0) -> Allocation | None:
-        """Tables for `positions` positions, which share the blocks of the longest prefix that all groups still hold.
+        """Block tables for `positions` positions, which share the blocks of the longest prefix that all groups hold.
 
-        `keys`: of the prefix's full blocks. In a group with a window the tables reach as far as the first steps need.
-        None, and nothing changes, where fewer than `reserve` blocks of a pool would be left free.
+        `keys`: the keys of the prompt's full blocks. In a group with a window the table covers as much as the first
+        steps need. Returns None, with no block allocated, if fewer than `reserve` blocks of a pool would be left free.
         """
         found = _match(self._pools, keys)
         held = _match(self._paged, keys) if self._states else found
@@ -202,10 +203,10 @@ class BlockManager:
                 pool.name(table[-1], key)
 
     def grow(self, tables: Seq[list[int]], start: int, positions: int) -> bool:
-        """Make room for a step from position `start` on: append blocks until the tables cover `positions`.
+        """Appends blocks until the tables cover `positions`, for a step that begins at position `start`.
 
-        In a group with a window, blocks that no position from `start` on sees are released, and the table reaches as
-        far as the step needs. False, and no block is appended, where too few are free.
+        In a group with a window, blocks that no position from `start` on attends to are released, and the table covers
+        as much as the step needs. Returns False, with no block appended, if too few blocks are free.
         """
         for pool, table in zip(self._pools, tables, strict=True):
             if pool.shape.window is not None:
@@ -222,9 +223,9 @@ class BlockManager:
         return True
 
     def computed(self, tables: Seq[Seq[int]], keys: Seq[bytes], first: int) -> None:
-        """The full blocks `first`, ... of these tables hold what `keys` stand for: they can be shared from now on."""
+        """Registers the full blocks `first`, ... of these tables under their keys, so that others can share them."""
         for pool, table in zip(self._pools, tables, strict=True):
-            if pool.shape.is_state:  # they change with every step: see `checkpoint`
+            if pool.shape.is_state:  # states change with every step: see `checkpoint`
                 continue
             for number, key in zip(table[first:], keys[first:], strict=False):
                 pool.name(number, key)
@@ -236,9 +237,9 @@ class BlockManager:
             pool.release(number for number in reversed(table) if number != PADDING_BLOCK)
 
     def held(self, keys: Seq[bytes]) -> list[dict[int, int]]:
-        """Of each group the blocks, by index, that hold the longest prefix of `keys` that all groups hold.
+        """For each cache group, the blocks of the longest prefix of `keys` that all groups hold, by index.
 
-        In a group with a window also those behind it that are still there.
+        Of a group with a window or a state, only the blocks that are still cached.
         """
         prefix = keys[: _match(self._pools, keys)]
         return [
@@ -251,10 +252,11 @@ class BlockManager:
         ]
 
     def take_back(self, keys: Seq[bytes], held: Seq[Seq[int]]) -> list[dict[int, int]] | None:
-        """Blocks, by index, for contents that were held; the caller owns them, writes them, and calls `given_back`.
+        """Allocates blocks for saved contents; the caller owns them, fills them, and then calls `given_back`.
 
-        `held`: of each group the indices. What is in the cache already is left out, and what a window hides from the
-        end of `keys` where it has no room. None, and nothing is owned, where the rest has none.
+        `held`: for each cache group the indices of the saved blocks. Returns the new blocks of each group by index.
+        Blocks that are cached already get none; neither do blocks that are outside the window for all tokens after the
+        prefix, if there is no room for them. Returns None, with no block allocated, if the others do not fit.
         """
         taken: list[dict[int, int]] = []
         for pool, indices in zip(self._pools, held, strict=True):
@@ -272,29 +274,29 @@ class BlockManager:
         return taken
 
     def given_back(self, keys: Seq[bytes], taken: Seq[Mapping[int, int]]) -> None:
-        """The blocks of `take_back` hold these contents now: they are free, and are found by them."""
+        """Registers the filled blocks of `take_back` under their keys, and frees them."""
         for pool, blocks in zip(self._pools, taken, strict=True):
             for index, number in blocks.items():  # from the end on, which is evicted first
                 pool.name(number, keys[index])
                 pool.release([number])
 
     def discard(self, keys: Seq[bytes]) -> None:
-        """No block is found by these keys any more: its content may be wrong."""
+        """Removes the cached blocks with these keys from the prefix cache: their content may be wrong."""
         for pool in self._pools:
             for key in keys:
                 pool.unname(key)
 
     def reset(self) -> None:
-        """What free blocks hold is not valid any more."""
+        """Empties the prefix cache: the content of all free blocks is invalid."""
         for pool in self._pools:
             pool.reset()
 
 
 class _Pool:
-    """The blocks of one group.
+    """The blocks of one cache group.
 
-    `by_key` finds full blocks by their content. Free blocks are `_empty`, or `_kept` with a content that can be found,
-    the least recently used first.
+    `by_key` maps keys to full blocks. A free block is either in `_empty`, or, if its content can still be found, in
+    `_kept`, in the order of last use.
     """
 
     def __init__(self, shape: CachePool) -> None:
@@ -313,7 +315,7 @@ class _Pool:
         return sum(not self._owners[number] for number in blocks)
 
     def end(self, start: int, positions: int) -> int:
-        """Up to which entry a table is filled that has to cover `positions`, before a step from position `start` on."""
+        """The length of a table that covers `positions`, in a step that begins at position `start`."""
         return min(blocks_for(positions), self.shape.first_visible(start) + self.shape.most_blocks(positions))
 
     def missing(self, found: int, positions: int) -> int:
@@ -323,7 +325,7 @@ class _Pool:
         return self.end(found * BLOCK_SIZE, positions) - found
 
     def checkpoint_of(self, key: bytes) -> int:
-        """The block with this content, which was used just now."""
+        """The block with this key, marked as the most recently used one."""
         number = self.by_key[key]
         if number in self._kept:
             self._kept[number] = self._kept.pop(number)
@@ -339,8 +341,7 @@ class _Pool:
         return number
 
     def blocks_of(self, keys: Seq[bytes], count: int) -> list[int]:
-        """The blocks of the first `count` keys, without those that the token behind them does not see; of states
-        none, as they are not shared."""
+        """The cached blocks of keys[:count] that the next token attends to; none for states, which are not shared."""
         if self.shape.is_state:
             return []
         first = self.shape.first_visible(count * BLOCK_SIZE)
@@ -352,7 +353,7 @@ class _Pool:
             self._owners[number] += 1
 
     def take(self) -> int:
-        """A free block for one owner, without content."""
+        """Takes a free block, evicting the least recently used content if need be, and gives it one owner."""
         if not self._empty:
             self.unname(self._keys[next(iter(self._kept))])
         number = self._empty.pop()
@@ -371,7 +372,7 @@ class _Pool:
                 self._empty.append(number)
 
     def release_hidden(self, table: list[int], start: int) -> None:
-        """Release the blocks that no position from `start` on sees."""
+        """Releases the blocks that no position from `start` on attends to."""
         first = end = self.shape.first_visible(start)
         while first and table[first - 1] != PADDING_BLOCK:
             first -= 1
@@ -380,12 +381,12 @@ class _Pool:
             table[first:end] = [PADDING_BLOCK] * (end - first)
 
     def name(self, number: int, key: bytes) -> None:
-        """Let a block be found by its content; of two with the same content the first is."""
+        """Registers a block under its key, unless another block with the same content already is."""
         if key not in self.by_key:
             self.by_key[key], self._keys[number] = number, key
 
     def unname(self, key: bytes) -> None:
-        """Let no block be found by this content."""
+        """Removes the block with this key from the prefix cache, if there is one."""
         if key in self.by_key:
             number = self.by_key.pop(key)
             del self._keys[number]

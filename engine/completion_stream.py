@@ -1,4 +1,4 @@
-"""One request being computed, as its user iterates over it."""
+"""Streams over one request: iterating computes it and yields its text."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,44 +14,44 @@ from quengine.structured.tool_calls import Delta, TextDelta, collect, reasoning_
 
 
 class StreamEngine(Protocol):
-    """What computes the requests of streams: an LLM. Any thread may call it."""
+    """The engine that computes the requests of streams: an LLM. Thread-safe."""
 
     dropped: deque[Sequence]
-    """Sequences that were cancelled and are still to be taken out."""
+    """Cancelled sequences that are still to be removed from the scheduler."""
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises EngineError where it does not fit into the cache, or after a fork."""
+        """Queues a sequence. Raises EngineError if it does not fit into the cache, or in a forked process."""
         ...
 
     def step(self) -> object:
-        """Compute one batch, or wait for the one that another thread computes."""
+        """Computes one batch, or waits for the batch that another thread computes."""
         ...
 
     def end_step(self) -> None:
-        """Wait for the step under way, if there is one."""
+        """Waits until the current step, if any, is done."""
         ...
 
     def cancel(self, sequence: Sequence) -> None:
-        """Take a sequence out, now or before the next step. Never waits."""
+        """Removes a sequence, now or before the next step. Never waits."""
         ...
 
     def completion(self, sequence: Sequence) -> Completion:
-        """What a finished or interrupted sequence has come to."""
+        """The completion of a finished or interrupted sequence."""
         ...
 
 
 class CompletionStream:
-    """One request being computed: iterate for its text, then read `completion`.
+    """One request: iterate over the stream for its text, then read `completion`.
 
-    Once it is closed, or no longer referred to, the request is cancelled; leaving the loop is enough where only the
-    loop has the stream (`for piece in llm.stream(...)`). `completion` then holds what was generated, with finish_reason
-    "abort". Iteration over a stream that is kept can be resumed; until then its request has its turn among others. For
-    one thread at a time. `progress`, if any, is called before each step until the first token, with the tokens of the
-    prompt that are computed, and all of them.
+    The request is cancelled when the stream is closed or garbage-collected; leaving the loop is enough if only the
+    loop holds the stream (`for piece in llm.stream(...)`). `completion` then holds what was generated, with
+    finish_reason "abort". Iteration over a stream that is kept can be resumed; until then its request is still
+    scheduled among the others. Not thread-safe. `progress`, if set, is called before each step until the first token,
+    with the number of prompt tokens computed so far and their total.
     """
 
-    # Nothing here may lead back to the stream (no bound method, no generator over `self`): it would outlive its last
-    # reference until the next garbage collection.
+    # No attribute may refer back to the stream (no bound method, no generator over `self`), or the stream would
+    # outlive its last reference until the next garbage collection.
 
     def __init__(self, engine: StreamEngine, sequence: Sequence) -> None:
         self._engine = engine
@@ -68,7 +68,7 @@ class CompletionStream:
             raise StopIteration
         try:
             self.start()
-            # Steps of other threads, and for other streams, bring this sequence on as well.
+            # Steps of other threads and other streams advance this sequence too.
             while not (text := self.sequence.stream.read()):
                 if self.sequence.finished:
                     return self._end()
@@ -78,7 +78,7 @@ class CompletionStream:
                 self._engine.step()
             return text
         except BaseException as error:
-            # One call of C: a second interrupt may come anywhere, and finds the sequence noted.
+            # A single C call: a second interrupt may come at any point, and must find the sequence noted.
             self._engine.dropped.append(self.sequence)
             self.close()
             if (problem := out_of_memory(error)) is not None:
@@ -90,7 +90,7 @@ class CompletionStream:
             self.close()
 
     def deltas(self) -> Iterator[Delta]:
-        """The pieces of text, as an answer's parts."""
+        """The pieces of text, each as a delta of the answer."""
         return map(TextDelta, self)
 
     @property
@@ -98,7 +98,7 @@ class CompletionStream:
         return _checked(self._engine.completion(self.sequence), self.sequence)
 
     def start(self) -> None:
-        """Queue the request now; else the first iteration does. Then it must be finished or closed.
+        """Queues the request now instead of at the first iteration. It must then be finished or closed.
 
         Raises:
             EngineError: the request does not fit into the cache.
@@ -108,18 +108,18 @@ class CompletionStream:
             self._engine.add(self.sequence)
 
     def finish(self) -> Completion:
-        """Compute to the end."""
+        """Computes the request to its end, and returns its completion."""
         for _ in self:
             pass
         return self.completion
 
     def close(self) -> None:
-        """Cancel the request, unless it has finished."""
+        """Cancels the request, unless it has finished."""
         self._engine.cancel(self.sequence)
         self._closed = True
 
     def _end(self) -> str:
-        """The last piece of a sequence that has finished meanwhile. Raises its error, or StopIteration."""
+        """The last piece of a finished sequence. Raises the sequence's error, or StopIteration if no text is left."""
         self._engine.end_step()
         if text := self.sequence.stream.read():
             return text
@@ -129,7 +129,7 @@ class CompletionStream:
 
 
 def _checked(completion: Completion, sequence: Sequence) -> Completion:
-    """A completion with what of its text is not valid under its schema."""
+    """The completion, with the violation of its JSON schema if its text is not valid under it."""
     spec = sequence.sampler.params.constraint
     if completion.finish_reason != "stop" or spec is None or not spec.schema:
         return completion
@@ -137,9 +137,9 @@ def _checked(completion: Completion, sequence: Sequence) -> Completion:
 
 
 class ChatStream(CompletionStream):
-    """An answer of a conversation: iterate for its text, or over `deltas` for its reasoning and calls too.
+    """The answer to a conversation: iterate over it for the text, or over `deltas` for reasoning and tool calls too.
 
-    `completion` has the text and the reasoning, each without the marks of the model's form. `new_parser` makes a
+    `completion` has the text and the reasoning without the markup of the model's answer format. `new_parser` creates a
     parser for one answer.
     """
 
@@ -156,7 +156,7 @@ class ChatStream(CompletionStream):
                 return text
 
     def deltas(self) -> Iterator[Delta]:
-        """The parts of the answer as they become certain."""
+        """The parts of the answer, as soon as they are certain."""
         while True:
             try:
                 found = self._next_deltas()

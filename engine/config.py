@@ -1,4 +1,4 @@
-"""How a model is to be run: one frozen record of options, checked once."""
+"""The options of a run: one frozen dataclass, validated when it is made."""
 
 import re
 from collections.abc import Callable
@@ -11,30 +11,31 @@ from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
 from quengine.options import Flag, Range, check_ranges
 
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
-"""Prompt tokens computed at once by kind of device. A GPU dequantizes the weights for each chunk."""
+"""Maximum number of prompt tokens per step, by kind of device. A GPU dequantizes the weights for each chunk."""
 
 MIXED_CHUNK = {"cpu": 256, "cuda": 512}
-"""The most prompt tokens computed at once while other sequences wait for their next token, by kind of device."""
+"""Maximum number of prompt tokens per step while other sequences wait for their next token, by kind of device."""
 
 BACKLOG_CHUNK = {"cpu": 256, "cuda": 1024}
-"""The same while more prompt tokens wait than DEFAULT_CHUNK: streams pause for longer, and the queue is shorter."""
+"""The same while more than DEFAULT_CHUNK prompt tokens wait: longer pauses in the streams, but a shorter queue."""
 
 MIXED_SECONDS = {"cpu": 0.2, "cuda": None}
-"""How long such a chunk may take, going by the last one. On a GPU its length would change the bits, and 512 tokens are
-computed in the time of a few decode steps."""
+"""Time limit of such a chunk in seconds, judged by the previous one; None: no limit. On a GPU a varying
+length would change the bits, and 512 tokens take only as long as a few decode steps.
+"""
 
 MOST_DRAFT_NGRAM = 16
-"""Each length of run up to the longest has a table of its own."""
+"""The longest n-gram of look-up drafts; each length up to it has a table of its own."""
 
 MOST_RANKS = 64
-"""Devices that may share a model."""
+"""Maximum number of devices that share a model."""
 
 MOST_DRAFT_TOKENS = 31
-"""With the newest token 32 rows of a step, for one sequence."""
+"""Maximum length of a draft: with the newest token, a step has 32 rows per sequence."""
 
 
 Split = Literal["tensor", "layer"]
-"""What of a model each device has that shares it: a part of every layer, or some of the layers."""
+"""How devices share a model: each has a part of every layer ("tensor"), or some of the layers ("layer")."""
 _SHARE = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
 Fields = ParamSpec("Fields")
@@ -44,32 +45,32 @@ RUN_PANEL, DRAFT_PANEL = "How it runs", "Drafts (the text stays the same)"
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options of `LLM`, of which most are flags of every command that runs a model.
+    """The options of `LLM`; most are flags of every command that runs a model.
 
     Attributes:
         device: "auto", "cpu", "cuda" or "cuda:N".
-        ctx_size: positions of a sequence in the key/value cache; None: the model's own, cut to what fits in memory.
-        threads: CPU threads; None: the physical cores.
+        ctx_size: positions per sequence in the KV cache; None: the model's own context, cut to what fits in memory.
+        threads: CPU threads; None: the number of physical cores.
         backend: "auto" (the packed kernels of the device) or "reference" (the float64 definition).
-        chunk_size: the most prompt tokens computed at once; None: what suits the device.
-        reuse_prefix: keep the blocks of finished requests, and take them for prompts that begin alike (conversations).
-            Always so where `parallel` is more than 1.
-        cache_type: how keys and values are stored, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
-        deterministic: a sequence's logits are the same to the last bit however its prompt was chunked, whatever was
-            computed before and beside it. It costs that answers are not taken for the beginning of later prompts, nor
-            computed again in chunks when a sequence had lost its blocks. The CPU computes so anyway; a GPU takes one
-            family of kernels for every number of rows then, which slows prompts and a single sequence
+        chunk_size: maximum number of prompt tokens per step; None: what suits the device.
+        reuse_prefix: keep the blocks of finished requests for prompts with the same beginning (prefix cache). Always on
+            if `parallel` is more than 1.
+        cache_type: data type of the KV cache, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
+        deterministic: the logits of a sequence are bit-identical, however its prompt was split into chunks and whatever
+            was computed before or beside it. The cost: generated tokens are not reused as a prefix of later prompts,
+            nor recomputed in chunks after a sequence was preempted. The CPU always computes like this; a GPU then
+            uses the same kernels for every number of rows, which slows down prompts and single sequences
             (docs/performance.md).
-        parallel: most sequences computed at once. They share a cache of `parallel * ctx_size` positions, or of what
-            fits in memory.
-        draft_model: a small model with the same vocabulary that drafts tokens for this one to check, several in a
-            step (docs/speculative.md); None: none does.
-        draft_ngram: tokens of the longest run that is looked up in a sequence, for what followed it there, as a draft,
-            and of shorter ones down to half of it; 0: nothing is looked up. Comes before a draft model, if there are
-            both.
-        draft_tokens: tokens of a draft at most; None: what suits the device.
-        mmap: on the CPU, compute with the mapped file's pages; else with a copy of the weights in huge pages, which is
-            a few percent faster and takes its time at the start.
+        parallel: maximum number of running sequences. They share a KV cache of `parallel * ctx_size` positions, or of
+            as many as fit in memory.
+        draft_model: a small model with the same vocabulary that drafts tokens, several of which this model verifies in
+            one step (docs/speculative.md); None: no draft model.
+        draft_ngram: length of the longest n-gram looked up in the sequence itself; what followed it there is the draft.
+            Shorter ones, down to half that length, are looked up too; 0: no look-up. Look-up comes before the draft
+            model if there are both.
+        draft_tokens: maximum number of drafted tokens; None: what suits the device.
+        mmap: on the CPU, compute from the pages of the mapped file; otherwise from a copy of the weights in huge pages,
+            which is a few percent faster but takes time at the start.
         cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
             computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
@@ -245,7 +246,7 @@ class EngineConfig:
             )
 
     def _check_shares(self) -> None:
-        """Of `split`. As many shares as devices, which they count where nothing else does."""
+        """Checks `split` and `tensor_split`; the number of shares sets `tensor_parallel` if that is not given."""
         if self.split not in get_args(Split):
             raise EngineError(f"split {self.split!r}: must be {' or '.join(get_args(Split))}")
         if self.split == "layer" and self.expert_parallel:
@@ -270,7 +271,7 @@ class EngineConfig:
 
     @property
     def shares(self) -> tuple[float, ...] | None:
-        """Those of `tensor_split`."""
+        """The shares of `tensor_split`, as numbers."""
         return None if self.tensor_split is None else tuple(map(float, self.tensor_split.split(",")))
 
     def _check_devices(self) -> None:
@@ -291,26 +292,26 @@ class EngineConfig:
             )
 
     def device_of(self, rank: int) -> str:
-        """The device of a rank, where they are CUDA devices."""
+        """The name of a rank's device, if the ranks are CUDA devices."""
         return f"cuda:{rank if self.devices is None else int(self.devices.split(',')[rank])}"
 
     @property
     def ranks(self) -> int:
-        """How many devices share the model, where `tensor_parallel` or `devices` says so; else one."""
+        """Number of devices that share the model according to `tensor_parallel` or `devices`; 1 if neither is given."""
         return self.tensor_parallel or (1 if self.devices is None else len(self.devices.split(",")))
 
     @property
     def speculates(self) -> bool:
-        """Whether tokens are drafted."""
+        """Whether drafts are made: by a draft model or by look-up."""
         return self.draft_model is not None or self.draft_ngram > 0
 
     @property
     def places_experts(self) -> bool:
-        """Whether experts are to stay in host memory."""
+        """Whether some experts are to stay in host memory."""
         return self.cpu_moe or self.n_cpu_moe > 0
 
     def values(self) -> dict[str, Any]:
-        """The fields by name, for another process: without those that are called."""
+        """The fields by name, to be sent to another process: all but the callbacks."""
         called = ("progress", "make_room")
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in called}
 

@@ -1,7 +1,7 @@
-"""Lets threads share one engine: one of them computes at a time, and the others wait for what it computes.
+"""A lock that lets threads share one engine: one of them computes a step, and the others wait for its results.
 
-A step of a batch serves every sequence in it. So a thread that finds another one computing does not queue for a step of
-its own: it waits until the running step is done, and looks what that has given it.
+A step serves every sequence of its batch. So a thread that finds another one computing does not queue for a step of
+its own: it waits until the current step is done, and then looks whether its own sequence has advanced.
 """
 
 import os
@@ -11,23 +11,23 @@ from quengine.errors import EngineError
 
 
 class EngineLock:
-    """A lock on the scheduler and the cache. `acquire_or_wait` is for steps; `acquire` is for all else, and comes
-    before the next step, so that a thread that steps without a pause keeps no other out.
+    """A lock on the scheduler and the cache. `acquire_or_wait` is for steps; `acquire` is for everything else, and
+    takes precedence over the next step, so that a thread that steps without a pause does not starve the others.
 
-    A thread that holds the lock has no reason to acquire it again: one that does was kept from releasing it by an
-    interrupt, and has it. `release` does nothing where the thread does not hold it: it may stand in a `finally` around
-    the call that acquires, which an interrupt may have cut short. Inside these methods an interrupt would leave what
-    guards the lock itself locked: they are for blocks of `DeferredInterrupt`.
+    Acquiring the lock again in the thread that holds it succeeds: an interrupt kept that thread from releasing it.
+    `release` does nothing in a thread that does not hold the lock, so it may stand in a `finally` around the call that
+    acquires, which an interrupt may have cut short. An interrupt inside these methods would leave the internal mutex
+    locked: call them in blocks of `DeferredInterrupt`.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._changed = threading.Condition(threading.Lock())
         self._owner: int | None = None  # the thread that holds the lock
-        self._acquiring = 0  # threads inside `acquire`
+        self._acquiring = 0  # number of threads inside `acquire`
 
     def check_process(self) -> None:
-        """Raises EngineError in a process that was forked from the one in which the lock was made."""
+        """Raises EngineError in a process forked from the one that made the lock."""
         if os.getpid() != self._process:
             raise EngineError(
                 f"this LLM belongs to process {self._process} and cannot be used in process {os.getpid()}, which was "
@@ -36,7 +36,7 @@ class EngineLock:
             )
 
     def acquire(self) -> None:
-        """Wait until the lock is free, and hold it. Raises EngineError as `check_process`."""
+        """Waits until the lock is free, and takes it. Raises EngineError as `check_process` does."""
         self.check_process()
         me = threading.get_ident()
         with self._changed:
@@ -51,7 +51,7 @@ class EngineLock:
                     self._changed.notify_all()
 
     def try_acquire(self) -> bool:
-        """Hold the lock if it is free; never waits, not even for a moment, and so may be called by a finalizer."""
+        """Takes the lock if it is free. Never waits, not even for the internal mutex, so a finalizer may call it."""
         if os.getpid() != self._process or not self._changed.acquire(blocking=False):
             return False
         try:
@@ -63,9 +63,9 @@ class EngineLock:
             self._changed.release()
 
     def acquire_or_wait(self) -> bool:
-        """Hold the lock if it is free; else wait until the step under way is done, and return False.
+        """Takes the lock if it is free; otherwise waits until the current step is done, and returns False.
 
-        Raises EngineError as `check_process`.
+        Raises EngineError as `check_process` does.
         """
         self.check_process()
         me = threading.get_ident()
@@ -77,12 +77,12 @@ class EngineLock:
             return False
 
     def step_done(self) -> None:
-        """Wake the threads that wait for a step, and keep the lock."""
+        """Wakes the threads that wait for a step; the lock stays held."""
         with self._changed:
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Free the lock, if this thread holds it."""
+        """Frees the lock, if this thread holds it."""
         if self._owner == threading.get_ident():
             with self._changed:
                 self._owner = None

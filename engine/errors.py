@@ -1,7 +1,7 @@
-"""Errors meant for the user: one line that says what is wrong, with the values, and what to do.
+"""Errors meant for the user: one line that says what is wrong, with the values, and what to do about it.
 
-Every layer may import this module; it imports none. The command line prints the message and
-exits with `exit_code`; a library caller catches `EngineError`.
+Every layer may import this module; it imports no other. The command line prints the message and exits with
+`exit_code`; library callers catch `EngineError`.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-# Control characters but newline and tab, and lone surrogates, which no output can encode.
+# Control characters except newline and tab, and lone surrogates, which no encoding can represent.
 _SPELLED = {code: f"\\x{code:02x}" for code in (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0))}
 _SPELLED |= {code: f"\\u{code:04x}" for code in range(0xD800, 0xE000)}
 
@@ -27,10 +27,10 @@ MAX_MESSAGE = 1500
 
 
 class EngineError(Exception):
-    """Something the user gave is wrong: a file, a flag, a prompt that does not fit.
+    """An error in what the user supplied: a file, a flag, a prompt that does not fit.
 
-    The message may quote a file: it is one line of at most MAX_MESSAGE characters and a few, none of them a control
-    character, whoever prints it.
+    The message may quote a file, so it is made safe to print: one line of at most MAX_MESSAGE characters plus "...",
+    without control characters.
     """
 
     exit_code = 1
@@ -41,13 +41,13 @@ class EngineError(Exception):
 
 
 class CannotRunError(EngineError):
-    """The request is right but this machine cannot do it: no such device, too little memory."""
+    """The request is valid, but this machine cannot run it: no such device, or too little memory."""
 
     exit_code = 2
 
 
 def nearest(name: str, known: "Iterable[str]", prefix: str = "") -> str:
-    """The end of an error about an unknown name: the nearest known one, or nothing."""
+    """The end of an error message about an unknown name: a suggestion of the nearest known one, or ""."""
     import difflib
 
     near = difflib.get_close_matches(name, list(known), n=1)
@@ -55,7 +55,7 @@ def nearest(name: str, known: "Iterable[str]", prefix: str = "") -> str:
 
 
 def nearest_file(path: "Path") -> str:
-    """The end of an error about a file that is not there: the nearest name in its folder, or nothing."""
+    """The end of an error message about a missing file: a suggestion of the nearest name in its folder, or ""."""
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError:
@@ -65,7 +65,7 @@ def nearest_file(path: "Path") -> str:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """A value as an error tells it, in at most so many characters."""
+    """A value as error messages show it, cut to at most `most` characters."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value[:most] if isinstance(value, str) else value)

@@ -1,4 +1,4 @@
-"""What a model keeps of sequences: blocks of keys and values, which they share, and states; allocated once."""
+"""The KV cache of a model: blocks of keys and values, shared by sequences, and recurrent states; allocated once."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from quengine.models.config import ModelConfig
 
 
 def pools_of_one(config: ModelConfig, ctx_size: int) -> list[CachePool]:
-    """Of each group of layers the blocks of one sequence, which keeps all positions."""
+    """For each cache group, a pool with the blocks of one sequence that keeps all positions."""
     blocks = blocks_for(ctx_size)
     return [
         state_pool(config, group, 1) if group.is_state else CachePool(blocks) for group in config.cache_groups
@@ -54,11 +54,11 @@ def _allocate_states(
 
 @dataclass
 class KVCache:
-    """Keys and values, and states, of sequences of at most `ctx_size` positions.
+    """Keys and values, and recurrent states, of sequences of at most `ctx_size` positions each.
 
-    `pools`: the blocks of each group of layers (ModelConfig.cache_groups), at least as many as one sequence needs. A
-    layer has the padding block, then `num_blocks` that sequences own, of BLOCK_SIZE rows of keys and values or of a
-    state each.
+    `pools`: the pool of each cache group (ModelConfig.cache_groups), each with at least the blocks that one sequence
+    needs. Each layer holds the padding block and then `num_blocks` blocks, each of BLOCK_SIZE rows of keys and values,
+    or of one state.
     """
 
     layers: list[LayerState]
@@ -76,12 +76,11 @@ class KVCache:
         cache_type: CacheType = "f16",
         pools: Sequence[CachePool] | None = None,
     ) -> "KVCache":
-        """Reserve the memory now.
+        """Allocates the cache.
 
-        `pools`: one per group of layers; without them every group has the blocks of one sequence, and keeps all
-        positions. Rows are written before they are read, so nothing is cleared but the padding block:
-        kernels read it behind a window, with a weight of 0. Raises EngineError where the model's heads cannot be stored
-        in `cache_type`.
+        `pools`: one per cache group; None: every group has the blocks of one sequence, and keeps all positions. Keys
+        and values are written before they are read, so only the padding block is cleared: kernels read it outside a
+        window, with weight 0. Raises EngineError if the model's heads cannot be stored in `cache_type`.
         """
         if pools is None:
             pools = pools_of_one(config, ctx_size)
@@ -109,9 +108,9 @@ class KVCache:
 
     @property
     def whole_tables(self) -> tuple[list[int], ...]:
-        """Block tables for one sequence that has the whole cache to itself, in order from block 1 on.
+        """Block tables of one sequence that has the whole cache to itself, in order from block 1 on.
 
-        Where a pool has fewer blocks than the context, they are used again behind the window.
+        With a pool of fewer blocks than the context, blocks outside the window are used again.
         """
         blocks = blocks_for(self.ctx_size)
         return tuple(
@@ -120,7 +119,7 @@ class KVCache:
         )
 
     def most_sequences(self, positions: int) -> int:
-        """How many sequences of so many positions the cache holds at once."""
+        """Number of sequences of `positions` positions that the cache holds at once."""
         return min(pool.num_blocks // pool.most_blocks(positions) for pool in self.pools)
 
     @property

@@ -57,8 +57,8 @@ logger = logging.getLogger(__name__)
 class LLM:
     """A loaded model.
 
-    Threads may share one: their requests are computed together, as the prompts of one `generate` are. A stream and a
-    ChatSession are for one thread at a time. A process that is forked from this one cannot use it.
+    Threads may share one: their requests are batched together, like the prompts of one `generate`. Streams and
+    ChatSessions are not thread-safe. A process forked from this one cannot use it.
 
     Args:
         model: an alias, `hf:user/repo:QUANT`, a GGUF file or a Hugging Face checkpoint folder.
@@ -89,7 +89,8 @@ class LLM:
         self.ctx_size = self.loaded.cache.ctx_size
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
-        self._launched = deque[LaunchedStep]()  # whose results were not taken yet, in the device's order
+        # steps in flight, whose results have not been taken, in launch order
+        self._launched = deque[LaunchedStep]()
         self.speculation = Speculation.of(config, self.scheduler, self.loaded.draft, self.loaded.device.type)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
@@ -98,25 +99,25 @@ class LLM:
         has = "no chat template" if source is None else f"chat template of {len(source)} characters"
         logger.info("tokenizer of %d tokens, %s", self.tokenizer.vocab_size, has)
         self._lock = EngineLock()
-        # Sequences that were cancelled and are still to be taken out. Finalizers add to it, at any time, in any thread;
-        # a `finally` by one call of C, since an interrupt may come before any other.
+        # Cancelled sequences that are still to be removed. Finalizers add to it, at any time and in any thread; a
+        # `finally` does so by a single C call, since an interrupt may come before any other.
         self.dropped: deque[Sequence] = deque()
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """How the model writes answers: reasoning, text, tool calls."""
+        """The model's answer format: how it writes reasoning, text and tool calls."""
         return self._chat.answers
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None
     ) -> list[Completion]:
-        """Complete each prompt (text, or token ids), `params.n` times each, in order, `parallel` at a time.
+        """Completes each prompt (text, or token ids) `params.n` times, in order, up to `parallel` sequences at a time.
 
-        Text is taken as it is: no chat template, and nothing in it becomes a control token.
+        Text is encoded as it is: without a chat template, and without control tokens, whatever it contains.
 
         Raises:
-            EngineError: a prompt does not fit the context (with both numbers), is neither text nor token ids, or has
-                half a surrogate pair in it; or logits were not finite.
+            EngineError: a prompt does not fit the context (the message has both numbers), is neither text nor token
+                ids, or contains half a surrogate pair; or logits were not finite.
         """
         params = (params or SamplingParams()).with_seed()
         streams = [
@@ -142,17 +143,18 @@ class LLM:
         index: int = 0,
         show_special: bool | Collection[int] = False,
     ) -> CompletionStream:
-        """Complete one prompt; iterating yields pieces of text as they become certain.
+        """Completes one prompt; iterating yields pieces of text as soon as they are certain.
 
-        The request is computed while the stream is iterated over, and cancelled when it is closed or no longer referred
-        to, as after a `break`. One that is kept has its turn: later requests may be computed after it.
+        The request is computed while the stream is iterated over, and cancelled when the stream is closed or
+        garbage-collected, as after a `break`. A stream that is kept but not iterated over stays queued: later requests
+        may be computed after it.
 
-        `index` tells apart several completions of one prompt under one seed. `show_special` keeps the names of
-        control tokens in the text: of all, or of those given.
+        `index` distinguishes several completions of one prompt under one seed. `show_special` keeps the names of
+        control tokens in the text: of all, or of the given ones.
 
         Raises:
-            EngineError: the prompt does not fit the context, is neither text nor token ids, or has half a surrogate
-                pair in it; or `params.constraint` cannot be compiled.
+            EngineError: the prompt does not fit the context, is neither text nor token ids, or contains half a
+                surrogate pair; or `params.constraint` cannot be compiled.
         """
         self._lock.check_process()
         ids = self._prompt_ids(prompt)
@@ -160,11 +162,11 @@ class LLM:
         return CompletionStream(self, sequence)
 
     def chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> Completion:
-        """Answer a conversation, a list of {"role", "content"}, through the model's own template."""
+        """Answers a conversation, a list of {"role", "content"}, formatted with the model's chat template."""
         return self.stream_chat(messages, params).finish()
 
     def stream_chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> ChatStream:
-        """Answer a conversation; iterating yields pieces of text as they become certain."""
+        """Answers a conversation; iterating yields pieces of text as soon as they are certain."""
         return self.stream_answer(self.encode_chat(messages, None, self.effort_variables(None)), params)
 
     def stream_answer(
@@ -176,13 +178,14 @@ class LLM:
         reasoning_budget: int = -1,
         reasoning_format: ReasoningFormat = "auto",
     ) -> ChatStream:
-        """As `stream_chat`, for a conversation that is encoded. `use`: the tools that may be called.
+        """`stream_chat` for a conversation that is already encoded. `use`: the tools that may be called.
 
-        `params.constraint` holds the answer's text; the model may reason before it, with `reasoning_budget` tokens at
-        most (-1: any number). With the format "none" its reasoning stays in the text.
+        `params.constraint` applies to the answer's text; the model may reason before it, with at most
+        `reasoning_budget` tokens (-1: no limit). With the format "none" the reasoning stays in the text.
 
         Raises:
-            EngineError: as `stream`; a tool's schema is no JSON schema; or the model has no such budget or format.
+            EngineError: as for `stream`; or a tool's schema is not a JSON schema, or the model supports no such budget
+                or format.
         """
         self._lock.check_process()
         form, use, params = self.answer_format, use or ToolUse(), params or SamplingParams()
@@ -196,12 +199,12 @@ class LLM:
         return ChatStream(self, sequence, partial(form.parser, use, end))
 
     def logits(self, token_ids: Seq[int], *, decode: bool = False) -> Tensor:
-        """Teacher-forced logits [T, vocab] fp32 after each token; `decode` computes them one token at a time.
+        """Teacher-forced logits [T, vocab] fp32 after each token. `decode`: computed in one decode step per token.
 
-        What the cache holds is lost. What other threads have under way is computed to its end first.
+        The cache is emptied. Requests of other threads are first computed to their end.
 
         Raises:
-            EngineError: a stream of this thread is under way.
+            EngineError: a stream of this thread is unfinished.
         """
         ids = self._sequences.checked(as_ids(token_ids))
         with self._alone():
@@ -213,13 +216,13 @@ class LLM:
             return torch.cat([self.runner.logits(ids[s : s + size], s, "prefill").float() for s in starts])
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling | None = None) -> list[list[float]]:
-        """A vector of unit length for each prompt (text, or token ids): its hidden rows behind the last norm, pooled.
+        """A unit-length embedding for each prompt (text, or token ids): its hidden rows after the last norm, pooled.
 
-        pooling: with "none" the rows themselves, one behind the other; None: the model's own, or the mean. Text ends
-        with the end token where the model's file asks for it.
+        pooling: "none" returns the rows themselves, concatenated; None: the model's own pooling, or the mean. Text
+        ends with the end token if the model's file says so.
 
         Raises:
-            EngineError: a prompt does not fit the context, or hidden values were not finite; the model's own pooling is
+            EngineError: a prompt does not fit the context, hidden values were not finite, or the model's own pooling is
                 not supported.
         """
         pooling = pooling or default_pooling(self.model_config.pooling)
@@ -239,26 +242,26 @@ class LLM:
             self._cancel_dropped_now()
 
     def embedding_sequence(self, ids: list[int], pooling: Pooling) -> Sequence:
-        """A sequence whose prompt is pooled, to be given to the scheduler. Raises EngineError as `embed` does."""
+        """A sequence for the scheduler whose prompt is pooled. Raises EngineError as `embed` does."""
         self._lock.check_process()
         sequence = self._sequences.make(ids, SamplingParams(temperature=0))
         sequence.pool = Pool(pooling)
         return sequence
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a raw prompt, with the beginning-of-text token where the model wants one.
+        """Token ids of a raw prompt, with the beginning-of-text token if the model uses one.
 
         Raises:
-            EngineError: half a surrogate pair is in the text (with its position).
+            EngineError: the text contains half a surrogate pair (the message has its position).
         """
         check_text(text, "the prompt")
         return self.tokenizer.encode(text, bos=self.tokenizer.add_bos, special=special)
 
     def effort_variables(self, effort: str | None, budget: int = -1) -> dict[str, Any]:
-        """`variables` of `encode_chat` for a reasoning effort; a budget of 0 switches reasoning off.
+        """The `variables` of `encode_chat` for a reasoning effort; a budget of 0 switches reasoning off.
 
         Raises:
-            EngineError: the template takes no such effort.
+            EngineError: the template does not support this effort.
         """
         try:
             return self._chat.effort_variables(effort, budget)
@@ -271,24 +274,24 @@ class LLM:
         tools: Seq[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a conversation rendered through the model's template, ready for the answer.
+        """Token ids of a conversation rendered with the model's chat template, ready for the answer.
 
-        `tools` are descriptions of functions as the template reads them (`answer_format.tools`), `variables` are more
-        names for it, such as `reasoning_effort`.
+        `tools`: descriptions of functions as the template reads them (`answer_format.tools`). `variables`: further
+        names for the template, such as `reasoning_effort`.
 
         Raises:
-            EngineError: the model has no template, or the template fails (with its line); or half a surrogate pair is
-                in a message (with its position).
+            EngineError: the model has no template, or the template fails (the error has the line); or a message of the
+                conversation contains half a surrogate pair (the error has its position).
         """
         self._lock.check_process()
         check_messages(messages)
         return self._chat.encode(messages, tools, variables)
 
     def step(self) -> list[tuple[Sequence, str]]:
-        """Compute one batch; returns its sequences and the text it made visible of each, nothing when none waits.
+        """Computes one batch, and returns its sequences, each with its new text; an empty list if there is no batch.
 
-        A sequence that cannot go on fails alone (`Sequence.error`); what is raised concerns the whole batch. While
-        another thread computes one, this waits until that is done and returns nothing.
+        A sequence that cannot continue fails alone (`Sequence.error`); an exception concerns the whole batch. While
+        another thread computes a batch, this waits until that is done and returns an empty list.
         """
         with self._uninterrupted():
             try:
@@ -306,7 +309,7 @@ class LLM:
             launched.popleft()
         if not launched and not self._launch(self.scheduler.next_batch()):
             return []
-        self._launch_behind()  # where that raises, the results of what is launched are still to be taken
+        self._launch_behind()  # if this raises, the results of the steps in flight are still to be taken
         step = launched.popleft()
         self.scheduler.current = batch = step.batch
         ahead = not launched and self.scheduler.repeats(batch)
@@ -323,8 +326,10 @@ class LLM:
         return texts
 
     def _launch_behind(self) -> None:
-        """Launch what does not follow from the results of the first step: one of other sequences, and where this is a
-        decode step behind prompts, the next prompts too, which it may be too short to wait for."""
+        """Launches steps that do not depend on the results of the step in flight: a step of other sequences,
+        and after a decode step behind a prefill also the next prefill, as a decode step may be too short to
+        keep the device busy.
+        """
         while self.speculation is None and self._launched[-1].may_follow:
             phases = [step.batch.phase for step in self._launched]
             more = len(phases) == 1 or phases == ["prefill", "decode"]
@@ -332,7 +337,7 @@ class LLM:
                 return
 
     def _launch(self, batch: Batch | None) -> bool:
-        """Whether there was something to launch."""
+        """Launches the batch, if there is one; returns whether there was."""
         if batch is None:
             return False
         if self.speculation is not None:
@@ -365,13 +370,13 @@ class LLM:
         return ""
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
-        """Capture the steps that the first requests would otherwise wait for: a second or two on a GPU.
+        """Captures the steps that the first requests would otherwise wait for: a second or two on a GPU.
 
-        With `params` only the decode steps of one request with such settings, some hundredths of a second. What the
-        cache holds is lost. What other threads have under way is computed to its end first.
+        With `params`, only the decode steps of one request with such settings: some hundredths of a second. The cache
+        is emptied. Requests of other threads are first computed to their end.
 
         Raises:
-            EngineError: a stream of this thread is under way.
+            EngineError: a stream of this thread is unfinished.
         """
         with self._alone():
             self.scheduler.reset()
@@ -382,15 +387,15 @@ class LLM:
         logger.debug("warmed up")
 
     def warm_up_next(self) -> bool:
-        """Capture one of the steps that rarer requests come to, some hundredths of a second; False where none is left.
+        """Captures one more step that rarer requests use, in some hundredths of a second; False if none is left.
 
-        The cache keeps what it holds. What other threads have under way is computed to its end first.
+        The cache keeps its content. Requests of other threads are first computed to their end.
         """
         with self._alone():
             return self.runner.capture_next()
 
     def completion(self, sequence: Sequence) -> Completion:
-        """What a finished or interrupted sequence has come to."""
+        """The completion of a finished or interrupted sequence."""
         return sequence.completion(
             load_s=self.loaded.load_s,
             step_bytes=self.loaded.decoder.step_bytes,
@@ -399,11 +404,11 @@ class LLM:
         )
 
     def cache_bytes(self, positions: int) -> int:
-        """Bytes of keys and values that the last of so many tokens reads, on each device that shares the model."""
+        """Bytes of the KV cache that the last of `positions` tokens reads, on each device that shares the model."""
         return attended_bytes(self.loaded.decoder.config, positions, self.config.cache_type)
 
     def close(self) -> None:
-        """Close the mapped file, once no thread computes. The model cannot be used afterwards."""
+        """Closes the mapped file, once no thread computes. The model cannot be used afterwards."""
         with self._uninterrupted():
             try:
                 self._lock.acquire()
@@ -420,7 +425,7 @@ class LLM:
         self.close()
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises EngineError where it does not fit into the cache, or after a fork."""
+        """Queues a sequence. Raises EngineError if it does not fit into the cache, or in a forked process."""
         with self._uninterrupted():
             try:
                 self._lock.acquire()
@@ -430,7 +435,7 @@ class LLM:
                 self._lock.release()
 
     def end_step(self) -> None:
-        """Wait for the step under way, if there is one: what it does to a sequence that has finished is then done."""
+        """Waits until the current step, if any, is done, with all that it changes in finished sequences."""
         with self._uninterrupted():
             try:
                 self._lock.acquire()
@@ -438,12 +443,12 @@ class LLM:
                 self._lock.release()
 
     def cancel(self, sequence: Sequence) -> None:
-        """Take a sequence out, now or before the next step. Never waits: finalizers call it."""
+        """Removes a sequence, now or before the next step. Never waits: finalizers call it."""
         self.dropped.append(sequence)
         self._cancel_dropped_now()
 
     def _cancel_dropped_now(self) -> None:
-        """Take out the sequences that were cancelled, unless a step is under way. Never waits."""
+        """Removes the cancelled sequences, unless a step is being computed. Never waits."""
         with self._uninterrupted():
             if self._lock.try_acquire():
                 try:
@@ -452,15 +457,15 @@ class LLM:
                     self._lock.release()
 
     def _cancel_dropped(self) -> None:
-        """Take out the sequences that were cancelled. This thread holds the lock."""
+        """Removes the cancelled sequences. The caller holds the lock."""
         while self.dropped:
             self.scheduler.cancel(self.dropped.popleft())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the lock while no sequence is under way: those of other threads are computed to their end first.
+        """Holds the lock while no sequence is unfinished: those of other threads are first computed to their end.
 
-        Raises EngineError where one is this thread's own, or after a fork.
+        Raises EngineError if one belongs to this thread, or in a forked process.
         """
         me = threading.get_ident()
         try:
@@ -484,7 +489,7 @@ class LLM:
     def _uninterrupted(self) -> DeferredInterrupt:
         """A block that holds the lock or changes the scheduler: Ctrl-C takes effect at its end.
 
-        It is one step at most. With ranks, which a step may wait for, the second Ctrl-C takes effect at once.
+        That is after one step at most. With ranks, for which a step may wait, a second Ctrl-C takes effect at once.
         """
         return DeferredInterrupt(second_at_once=self.loaded.ranks is not None)
 
@@ -494,7 +499,7 @@ class LLM:
     def _make_scheduler(self) -> Scheduler:
         config, kind = self.config, self.loaded.device.type
         packed = self.runner.packs_prompts
-        # A step of several prompts may be longer than the context of each.
+        # A step of several prompts may have more rows than the context of any one of them.
         chunk_size = config.chunk_size or DEFAULT_CHUNK[kind] if packed else self.loaded.decoder.chunk_size
         return Scheduler(
             self.loaded.cache,

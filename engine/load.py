@@ -1,4 +1,4 @@
-"""From a model's name to something that runs: device, backend, context, decoder, cache."""
+"""Loading a model by name: device, backend, context size, decoder, KV cache."""
 
 import logging
 import time
@@ -50,8 +50,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and the one that drafts for it. `notes` are lines for the user: what was chosen and why.
-    `experts`: those of the model in host memory beside a CUDA device. `ranks`: the processes that share the model."""
+    """A model ready to run, with its draft model, if any.
+
+    notes: lines for the user about what was chosen and why.
+    experts: the experts in host memory, on a CUDA device.
+    ranks: the processes that share the model; None: it is not shared.
+    """
 
     path: Path
     checkpoint: Checkpoint
@@ -76,13 +80,13 @@ class LoadedModel:
 
     @property
     def nbytes(self) -> int:
-        """Of weights and caches."""
+        """Bytes of weights and caches, the draft model's included."""
         drafts = 0 if self.draft is None else self.draft.cache_bytes
         files = (self.checkpoint, self.draft_checkpoint)
         return sum(file.nbytes for file in files if file is not None) + self.cache.nbytes + drafts
 
     def close(self) -> None:
-        """End the other ranks, and unmap the files."""
+        """Ends the other ranks, and unmaps the files."""
         if self.ranks is not None:
             self.runner.release()
         self.checkpoint.close()
@@ -93,11 +97,11 @@ class LoadedModel:
 def load_model(
     model: str | Path, config: EngineConfig, progress: Callable[[str], None] | None = None
 ) -> LoadedModel:
-    """Resolve, open, check and load a model; `progress` is called with how far the weights are.
+    """Resolves, opens, checks and loads a model; `progress` is called with lines about the weights loaded so far.
 
     Raises:
-        EngineError: no such model, its file is wrong, or more threads than this process has processors.
-        CannotRunError: no such device here, or too little memory.
+        EngineError: there is no such model, its file is wrong, or there are more threads than available processors.
+        CannotRunError: this machine has no such device, or too little memory.
     """
     began = time.perf_counter()
     threads = thread_count(config.threads)
@@ -144,7 +148,7 @@ def load_model(
 
 
 def _in_thread(make: Callable[[], T]) -> Future[T]:
-    """What `make` gives, made while the weights are on their way to the device."""
+    """Calls `make` in a thread of its own, while the weights are being loaded, and returns the future result."""
     pool = ThreadPoolExecutor(1, "quengine-load")
     made = pool.submit(make)
     pool.shutdown(wait=False)
@@ -152,7 +156,7 @@ def _in_thread(make: Callable[[], T]) -> Future[T]:
 
 
 def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
-    """The part of the model of a rank other than rank 0, with its cache. Raises as `load_model`."""
+    """Loads the part of the model of a rank other than rank 0, with its cache. Raises as `load_model` does."""
     config = EngineConfig(**plan.options)
     device, _ = choose_device(config)
     stage = Stage(plan.number, plan.bounds) if plan.bounds else None
@@ -180,7 +184,7 @@ def _notes(
     runner: ModelRunner,
     experts: ExpertPlacement,
 ) -> list[str]:
-    """What was chosen, for the user. part: what this rank has of the model."""
+    """Notes for the user about what was chosen. part: this rank's part of the model."""
     notes = [_sizes_note(config, checkpoint, runner.cache)]
     if runner.ranks is not None:
         each = f"each with weights of {gib(part.nbytes)}; {runner.ranks.note}"
@@ -196,7 +200,7 @@ def _notes(
 
 
 def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) -> str:
-    """What context, cache and weights take, for the user."""
+    """A note for the user on the sizes of context, cache and weights."""
     trained = checkpoint.config.context_length
     cut = "" if config.ctx_size or cache.ctx_size == trained else f", cut from {trained} to fit"
     held = f"cache {gib(cache.nbytes)} ({config.cache_type})"

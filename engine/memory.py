@@ -1,4 +1,4 @@
-"""How much memory a run needs, how long a context fits, and how many blocks; checked before anything is allocated."""
+"""Memory planning: the memory that a run needs, the context that fits, and the number of blocks, before allocation."""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -15,18 +15,21 @@ from quengine.models.blocks.block import SlotState, State
 from quengine.models.config import CacheGroup, GatedDeltaSizes, ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
-"""Bytes set aside by kind of device for what does not grow with the model: the program, kernels, libraries, graphs, the
-logits that a prompt is scored with (prompt_scores.MAX_LOGITS_BYTES). On the CPU that is also for a prompt's chunk."""
+"""Bytes reserved, by kind of device, for everything independent of the model's size: the process, kernels,
+libraries, graphs, the logits of a scored prompt (prompt_scores.MAX_LOGITS_BYTES). On the CPU this includes
+the activations of a prompt's chunk.
+"""
 
 RANKS_WORKSPACE = {"cpu": 0, "cuda": 1024 * 2**20}
-"""The same for what ranks that share a model exchange: NCCL's buffers, peer memory."""
+"""The same for the exchange between ranks that share a model: NCCL's buffers, peer memory."""
 
 LOGIT_BYTES = 104
-"""Of each logit of a decode step: it in fp32, and what sampling makes of it, for every kind of sampling that steps are
-captured for, on a CUDA device. Measured, with all captured: see tests/engine/test_memory.py."""
+"""Bytes per logit of a decode step on a CUDA device: the fp32 logit and the buffers of every captured kind of
+sampling. Measured with all of them captured: see tests/engine/test_memory.py.
+"""
 
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
-"""The same for a draft model beside another."""
+"""WORKSPACE of a draft model beside its target."""
 
 LEAST_CHECKPOINTS = 2
 """States that are kept beside those of sequences, for prompts that begin as earlier ones did: at the end of a
@@ -39,22 +42,22 @@ CHECKPOINTS_SHARE = 8
 """They take one part in so many of the memory for the cache, at most."""
 
 CONTEXT_STEP = 256
-"""A context that is cut to fit is a multiple of so many tokens."""
+"""A context cut to fit is a multiple of this number of tokens."""
 
-_FEW_ROWS = 128  # rows that have buffers of their own: FEW_ROWS of kernels/cuda/gemm/workspace.py
+_FEW_ROWS = 128  # row counts with buffers of their own: FEW_ROWS of kernels/cuda/gemm/workspace.py
 _EXPERT_PRODUCTS = 64 * 2**20  # of kernels/cuda/moe/grouped.py
 _DELTA_CHUNK = 64  # rows of a chunk at most: chunk_rows of kernels/cuda/gated_delta/chunks.py
 _MOST_DEQUANTIZED = 160 * 2**20  # MAX_DEQUANTIZED weights of kernels/cuda/backend.py, of 2 bytes
 
 
 def gib(nbytes: int) -> str:
-    """Bytes as people read them."""
+    """A number of bytes, formatted in GiB or MiB."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """What a context takes of a model, and of the one that drafts for it, if any: blocks of the cache, rotary tables.
+    """The memory that a context takes for a model, and for its draft model, if any: cache blocks and rotary tables.
 
     The draft model's layers belong to the first group of layers, which then keeps all positions: a draft model may have
     computed less of a sequence than the model has. States are of a size whatever the context, so that those of all
@@ -73,7 +76,7 @@ class CacheNeeds:
     checkpoints: int | None = None
 
     def pools(self) -> list[CachePool]:
-        """A pool for each group of layers, without its number of blocks."""
+        """A pool for each cache group, with `num_blocks` 0."""
         groups = self.config.cache_groups
         windows = [group.window for group in groups]
         if self.draft is not None:
@@ -87,7 +90,7 @@ class CacheNeeds:
         ]
 
     def block_bytes(self, cache_type: CacheType) -> list[int]:
-        """Bytes of a block of each group."""
+        """Bytes of a block of each cache group."""
         layers = [_block_bytes(block.mixer.state, cache_type) for block in layers_of(self.config)]
         sizes = [sum(layers[i] for i in group.layers) for group in self.config.cache_groups]
         if self.draft is not None:
@@ -95,7 +98,7 @@ class CacheNeeds:
         return sizes
 
     def cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:
-        """Bytes of the blocks that a sequence of so many positions owns at once."""
+        """Bytes of the blocks that a sequence of `positions` positions owns at once."""
         blocks = [pool.most_blocks(positions) for pool in self.pools()]
         return sum(map(mul, blocks, self.block_bytes(cache_type)))
 
@@ -140,7 +143,7 @@ class CacheNeeds:
         return own + others * self.state_bytes
 
     def fitting(self, room: int, most: int, cache_type: CacheType) -> int:
-        """Positions of a sequence that `room` bytes hold, a multiple of the step; not more than make up `most`."""
+        """The largest multiple of CONTEXT_STEP positions that fits in `room` bytes; at most `most`, rounded up."""
         steps = range(CONTEXT_STEP, most + CONTEXT_STEP, CONTEXT_STEP)
         return CONTEXT_STEP * bisect_right(
             steps, room, key=lambda positions: self.nbytes(positions, cache_type)
@@ -155,8 +158,9 @@ class CacheNeeds:
 class DeviceMemory:
     """The memory of a device before a model is loaded onto it.
 
-    where: its name, for messages. free: bytes available. weights: bytes that the weights take of them. workspace: bytes
-    to leave beside weights and cache. experts: bytes of each layer's experts that may go to host memory (--n-cpu-moe).
+    where: name of the device, for messages. free: bytes available. weights: bytes that the weights take of them.
+    workspace: bytes to leave beside weights and cache. experts: bytes of each layer's experts that may go to host
+    memory (--n-cpu-moe).
     """
 
     where: str
@@ -167,24 +171,24 @@ class DeviceMemory:
 
     @property
     def room(self) -> int:
-        """Bytes for the context."""
+        """Bytes left for the context."""
         return self.free - self.weights - self.workspace
 
 
 def choose_context(
     needs: CacheNeeds, requested: int | None, memory: DeviceMemory, cache_type: CacheType = "f16"
 ) -> int:
-    """Positions of a sequence: what was requested, or the model's own context cut to what fits.
+    """Chooses the positions per sequence: the number requested, or the model's own context cut to what fits.
 
     Args:
-        needs: what the cache takes.
+        needs: the memory that the cache takes.
         requested: the user's context size, or None.
-        memory: where it must fit.
-        cache_type: how keys and values are stored.
+        memory: the device's memory.
+        cache_type: data type of the KV cache.
 
     Raises:
-        EngineError: more positions were requested than the model was made for, or its heads cannot be stored so.
-        CannotRunError: the weights, or the weights and the cache requested, do not fit.
+        EngineError: the model supports fewer positions than requested, or its heads cannot be stored in `cache_type`.
+        CannotRunError: the weights, or the weights and the requested cache, do not fit.
     """
     trained = needs.config.context_length
     if requested is not None and requested > trained:
@@ -225,7 +229,7 @@ def kv_cache_bytes(config: ModelConfig, positions: int, cache_type: CacheType = 
 
 
 def _block_bytes(state: State, cache_type: CacheType) -> int:
-    """Bytes of a layer's block: of a sequence's state, or of keys and values of BLOCK_SIZE positions."""
+    """Bytes of a layer's block: of one sequence's state, or of keys and values of BLOCK_SIZE positions."""
     return state.nbytes if isinstance(state, SlotState) else state.bytes_of(BLOCK_SIZE, cache_type)
 
 
@@ -243,7 +247,7 @@ def state_pool(config: ModelConfig, group: CacheGroup, states: int, drafts: bool
 def wanted_bytes(
     needs: CacheNeeds, memory: DeviceMemory, requested: int | None, parallel: int, cache_type: CacheType
 ) -> int:
-    """Bytes of a run whose sequences all have the context that was requested, or of one with the model's own."""
+    """Bytes of a run: of all sequences with the requested context, or of one sequence with the model's own."""
     positions = needs.config.context_length if requested is None else requested
     own = needs.cache_bytes(positions, cache_type) - needs.states // parallel * needs.state_bytes
     others = 0 if requested is None else (parallel - 1) * own
@@ -256,9 +260,10 @@ def choose_pools(
     """The pools of the cache, one per group of layers: for `parallel` sequences of `ctx_size` positions, or what `room`
     bytes hold; of states one for each sequence, and checkpoints.
 
-    `room` is also for the padding blocks and the rotary tables. Where it is short, all groups have the same number of
-    blocks, as the sequences of a short context want it, but for those that need no more. At least the blocks of one
-    sequence: `choose_context` has seen to it that they fit.
+    `room`: bytes for the blocks, the padding blocks and the rotary tables. If it is too small for `parallel` sequences
+    of `ctx_size` positions, all groups get the same number of blocks, which suits sequences shorter than the context,
+    except groups that need fewer. There are at least the blocks of one sequence: `choose_context` has checked that
+    they fit.
     """
     sizes = needs.block_bytes(cache_type)
     one = [pool.most_blocks(ctx_size) for pool in needs.pools()]
@@ -284,14 +289,15 @@ def choose_pools(
 def workspace_bytes(
     kind: str, config: ModelConfig, weight_bytes: int, chunk: int, rows: int, draft: bool = False
 ) -> int:
-    """Bytes that a run takes beside the file's weights and the cache, at most.
+    """Maximum number of bytes that a run takes beside the file's weights and the cache.
 
     Args:
-        kind: of device, "cpu" or "cuda".
-        weight_bytes: of the weights in the file.
-        chunk: tokens of a prompt computed at once.
-        rows: tokens of a decode step.
-        draft: the model drafts for another.
+        kind: kind of device, "cpu" or "cuda".
+        config: the model's shape.
+        weight_bytes: bytes of the weights in the file.
+        chunk: largest number of prompt tokens per step.
+        rows: largest number of rows of a decode step.
+        draft: whether this is a draft model.
     """
     fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind]
     if kind == "cpu":
@@ -303,7 +309,7 @@ def workspace_bytes(
         qkv = max(qkv, net.channels + net.values + 2 * net.value_heads)
     inner = _every_rows_feed_forward(config)
     largest = width * max(inner, qkv)
-    # fp32: the stream between layers, products of qkv; fp16: normed rows, then queries or SwiGLU's rows.
+    # fp32: the residual stream, products of qkv; fp16: normed rows, then queries or the rows of SwiGLU.
     activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, inner))
     logits = (12 if draft else LOGIT_BYTES) * rows * config.vocab_size
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
@@ -319,12 +325,13 @@ def _delta_row_bytes(net: GatedDeltaSizes) -> int:
 
 
 def expert_bytes(config: ModelConfig, chunk: int) -> int:
-    """Bytes of the rows that a CUDA device groups by expert: those of a chunk, and those of few rows, which have
-    buffers of their own; products of gate and up that share no tiles."""
+    """Bytes of the rows that a CUDA device groups by expert: those of a chunk, those of few rows, which have
+    buffers of their own, and the products of gate and up when they share no tiles.
+    """
     experts = config.experts
     if experts is None:
         return 0
-    # A place has its row in fp16, later its product in fp32 there, and its row of the gated unit in fp16.
+    # A place takes its row in fp16, later overwritten by its fp32 product, and the row of the gated unit in fp16.
     place = 4 * (-(-config.embedding_length // 128) * 128) + 2 * (
         -(-experts.feed_forward_length // 128) * 128
     )
@@ -337,7 +344,7 @@ def expert_bytes(config: ModelConfig, chunk: int) -> int:
 
 
 def cpu_expert_bytes(config: ModelConfig, chunk: int) -> int:
-    """Bytes of the rows of a chunk's experts on the CPU, k a token: fp32 gate, up, gated rows, products of `down`."""
+    """Bytes of a chunk's expert rows on the CPU, k per token: fp32 gate, up, gated rows, products of `down`."""
     if config.experts is None:
         return 0
     row = 4 * (3 * config.experts.feed_forward_length + config.embedding_length)
@@ -350,7 +357,7 @@ def _every_rows_feed_forward(config: ModelConfig) -> int:
 
 
 def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -> int:
-    """Bytes of keys, values and states that a token reads which is the last of so many."""
+    """Bytes of keys, values and states that the last token of a sequence of `positions` tokens reads."""
     total = 0
     layers = layers_of(config)
     for group in config.cache_groups:
@@ -363,8 +370,10 @@ def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -
 
 
 def layers_that_free(experts: Mapping[int, int], missing: int) -> int | None:
-    """The fewest first layers whose experts take at least `missing` bytes, given the bytes of each; None: all take
-    less."""
+    """The smallest N such that the experts of the first N layers take at least `missing` bytes, or None.
+
+    `experts`: bytes by layer.
+    """
     freed = 0
     for layer in sorted(experts):
         freed += experts[layer]
@@ -376,7 +385,7 @@ def layers_that_free(experts: Mapping[int, int], missing: int) -> int | None:
 def _ways(
     needs: CacheNeeds, memory: DeviceMemory, wanted: int, fitting: int, cache_type: CacheType
 ) -> list[str]:
-    """What would let the run start: fewer positions, a smaller cache type, no draft model, experts in host memory."""
+    """What would let the run start: shorter context, smaller cache type, no draft model, experts on the host."""
     ways = [f"-c {fitting}"] if fitting >= CONTEXT_STEP else []
     if cache_type == "f16" and needs.can_store("q8_0"):
         smaller = needs.fitting(memory.room, wanted, "q8_0")

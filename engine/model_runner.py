@@ -1,4 +1,4 @@
-"""Runs a step: the decoder on a batch, over the cache, and sampling."""
+"""Runs steps: the decoder on a batch, over the cache, and the sampling of the next tokens."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class StepGraphs(Protocol):
     """Captured steps: CUDA graphs, or the CPU's lists of compiled kernels.
 
-    captured_at: the time that a step of some size comes at which it is captured; it then takes the time that it takes
-        from then on.
-    kernels_per_step: kernels of the newest captured decode step; None where they are not counted.
+    captured_at: a step of a given size is captured when it occurs for the `captured_at`-th time; the steps after that
+    take a steady time.
+    kernels_per_step: number of kernels of the most recently captured decode step; None if they are not counted.
     together: `ModelRunner.together`.
     """
 
@@ -47,11 +47,11 @@ class StepGraphs(Protocol):
     together: Together
 
     def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
-        """The captured step for these rows; None where they are to be computed eagerly."""
+        """The key of the captured step for these rows; None if they are to be computed eagerly."""
         ...
 
     def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
-        """What `Decoder.forward` gives for these rows; valid until the next step."""
+        """The logits that `Decoder.forward` returns for these rows; valid until the next step."""
         ...
 
     def warm_up(self, params: SamplingParams | None) -> None:
@@ -69,10 +69,10 @@ class StepGraphs(Protocol):
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that is computed, or on its way on a device.
+    """A step that has been computed, or is in flight on a device.
 
-    results(ahead): of each sequence of `batch`, in order, once they are known; None for one that was cancelled
-        meanwhile. ahead: the next step will have just these sequences, and may be launched now.
+    results(ahead): waits for the results of the sequences of `batch`, in order; None for a sequence cancelled
+    meanwhile. ahead: the next step will have exactly these sequences, and may be launched now.
     may_follow: another step may be launched before the results are taken.
     """
 
@@ -82,14 +82,16 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs a decoder over its cache. `ranks`: the group whose rank 0 this is; None: it is told, or computes alone.
+    """Runs a decoder over its cache.
+
+    `ranks`: the group of which this runner is rank 0; None on the other ranks, and without ranks.
 
     Args:
-        decoder, cache: of one model.
+        decoder, cache: decoder and KV cache of one model.
         graphs: captured steps; None: every step is computed eagerly.
-        device_decoder: decode steps with the sampling in them; None: tokens are chosen on the host.
-        choose: chooses tokens on the host.
-        packs_prompts: chunks of several prompts in one step take less time than one after the other.
+        device_decoder: decode steps that sample on the device; None: tokens are sampled on the host.
+        choose: samples tokens on the host.
+        packs_prompts: whether chunks of several prompts are faster in one step than one after the other.
     """
 
     def __init__(
@@ -113,20 +115,20 @@ class ModelRunner:
             device_decoder.before_launch = self._keep_states
 
     def lead(self, ranks: "RankGroup") -> None:
-        """From now on tell the other ranks of a group what is computed."""
+        """Makes this the runner of rank 0, which sends every step to the other ranks of the group."""
         self.ranks = ranks
         if self.graphs is not None:
             self.graphs.together = ranks.together
 
     def release(self) -> None:
-        """Drop what was captured: no step can be computed any more. Ranks of a group then leave it."""
+        """Releases the captured steps, after which no step can be computed. Other ranks then leave the group."""
         if self.graphs is not None:
             self.graphs.release()
         if self.ranks is not None:
             self.ranks.close()
 
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Begin to compute a batch: on a device that chooses tokens itself without waiting for it, else `run` it."""
+        """Launches a batch without waiting for it if tokens are sampled on the device; otherwise calls `run`."""
         if self.device_decoder is not None and batch.phase == "decode":
             with Range("launch decode step"):
                 step = self.device_decoder.launch(batch.sequences)
@@ -145,7 +147,7 @@ class ModelRunner:
         return LaunchedStep(batch, lambda _: results)
 
     def run(self, batch: Batch) -> list[Result]:
-        """Compute a batch: a result for each of its sequences, in order. What concerns them all is raised."""
+        """Computes a batch and returns a result per sequence, in order. Raises errors of the whole batch."""
         if batch.phase == "decode":
             return self.decode(batch.sequences)
         if any(chunk.sequence.pool is not None for chunk in batch.chunks):
@@ -155,14 +157,14 @@ class ModelRunner:
         return self.prefill(batch.chunks)
 
     def decode(self, sequences: Seq[Sequence]) -> list[Result]:
-        """One more token in the cache of each of these sequences, in one step; a result each, in order.
+        """Adds one more token of each of these sequences to the cache, in one step; returns one result each, in order.
 
-        A sequence's first row is `token_ids[num_cached_tokens]` at position `num_cached_tokens`: its newest token, of
-        which a Sample follows; or, when what was generated is computed again, an earlier one (`next_is_newest` is
-        false), and the result is None. The tokens of its `draft` are further rows, which are computed as if they had
-        been generated; the result is then Verified. A sequence fails alone: its result is then the exception, an
-        EngineError where its logits are not finite. What is raised concerns all rows; none has then advanced, and the
-        call may be repeated with fewer of them.
+        A sequence's first row is `token_ids[num_cached_tokens]` at position `num_cached_tokens`. If that is its newest
+        token, the result is a Sample of the next one; if generated tokens are being recomputed, it is an earlier token
+        (`next_is_newest` is false), and the result is None. The tokens of its `draft` are further rows, computed as if
+        they had been generated; the result is then Verified. A sequence fails alone: its result is then the exception,
+        an EngineError if its logits are not finite. An exception that is raised concerns all rows; no sequence has
+        then advanced, and the call may be repeated with fewer of them.
 
         Tokens in front of it that the states lack (`Sequence.replay`) are further rows, whose results nobody wants.
 
@@ -178,9 +180,9 @@ class ModelRunner:
         return self._decode_on_host(sequences)
 
     def prefill(self, chunks: Seq[Chunk]) -> list[Result]:
-        """Compute chunks of several prompts in one step; a token follows from those that end with the newest one.
+        """Computes chunks of several prompts in one step, and samples those that end with their newest token.
 
-        Also computes again what was generated before a sequence lost its blocks. A sequence whose logits are not finite
+        This includes the generated tokens of sequences that were preempted. A sequence whose logits are not finite
         fails alone.
         """
         with Range("prefill"):
@@ -191,10 +193,10 @@ class ModelRunner:
     def forward(
         self, phase: Phase, rows: Seq[SequenceRows], all_logits: bool = False, eager: bool = False
     ) -> Tensor:
-        """Logits of these rows: in prefill after each sequence's last, [sequences, vocab], or after all, [T, vocab];
-        in decode after all. `eager`: no captured step.
+        """Logits of these rows, in the backend's dtype and on its device; valid until the next step.
 
-        In the backend's dtype, on its device; valid until the next step.
+        In prefill [sequences, vocab], after each sequence's last row, or with `all_logits` [T, vocab]; in decode
+        always [T, vocab]. `eager`: use no captured step.
         """
         with self.together(Forward(phase, rows, all_logits, eager)):
             captures = self.graphs is not None and not all_logits and not eager
@@ -206,15 +208,14 @@ class ModelRunner:
 
     @torch.no_grad()
     def hidden(self, rows: Seq[SequenceRows]) -> Tensor:
-        """The rows that the output matrix would read, of all tokens of prompts' chunks: [T, embedding length]."""
+        """The hidden rows that the output matrix would read, of all tokens of these chunks: [T, embedding length]."""
         with self.together(Hidden(rows)):
             batch = forward_batch("prefill", rows, self.decoder.backend.device)
             return self.decoder.hidden(batch, self.cache.layers)
 
     @torch.no_grad()
     def logits_of_parts(self, rows: Seq[SequenceRows], parts: Seq[Seq[int]]) -> Iterator[Tensor]:
-        """Logits [n, vocab] of each of `parts` of the rows of prompts' chunks, each computed when it is asked for; all
-        must be."""
+        """Logits [n, vocab] of each of `parts` of these rows, computed lazily; the caller must take them all."""
         with self.together(Parts(rows, parts)):
             device = self.decoder.backend.device
             batch = forward_batch("prefill", rows, device)
@@ -222,40 +223,42 @@ class ModelRunner:
             yield from self.decoder.forward_parts(batch, self.cache.layers, tensors)
 
     def copy_states(self, copies: Seq[StateCopy]) -> None:
-        """Copy states of sequences, behind the steps that were launched before."""
+        """Copies sequences' states, in stream order after the steps launched so far."""
         with self.together(CopyStates(copies)):
             self.cache.copy_states(copies)
 
     def together(self, message: Message) -> AbstractContextManager[None]:
-        """What is inside is computed by all ranks, as `message` tells the others."""
+        """A block that all ranks compute: `message` tells the others what to do."""
         return alone(message) if self.ranks is None else self.ranks.together(message)
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
-        """Capture what the first steps would otherwise wait for; nothing may be under way.
+        """Captures the steps that the first requests would otherwise wait for; no step may be in flight.
 
-        All steps that ordinary requests come to; with `params` the decode steps of one sequence with such settings.
+        Without `params` all steps that ordinary requests use; with them the decode steps of one sequence with such
+        settings.
         """
         if self.graphs is not None:
             self.graphs.warm_up(params)
 
     def capture_next(self) -> bool:
-        """Capture one more step, that rarer requests come to, while nothing is under way; False where none is left."""
+        """Captures one more step that rarer requests use, while no step is in flight; False if none is left."""
         return self.graphs is not None and self.graphs.capture_next()
 
     @property
     def settles_after(self) -> int:
-        """How often a step of some size comes before it takes the time that it takes from then on."""
+        """Number of times that a step of a given size runs before its time is steady."""
         return 1 if self.graphs is None else self.graphs.captured_at
 
     @property
     def kernels_per_step(self) -> int | None:
-        """Kernels of the newest captured decode step; None where none was captured or they are not counted."""
+        """Number of kernels of the newest captured decode step; None if there is none or they are not counted."""
         return None if self.graphs is None else self.graphs.kernels_per_step
 
     def logits(self, ids: Seq[int], start: int, phase: Phase) -> Tensor:
         """Logits [T, vocab] on the host after each of `ids` at positions start, ..., in the cache's first blocks.
 
-        In one prefill step, or one decode step a token. What other sequences had there is lost.
+        Computed in one prefill step, or in one decode step per token. Overwrites what other sequences had in these
+        blocks.
         """
         tables = self.cache.whole_tables
         if phase == "prefill":
@@ -285,22 +288,22 @@ class ModelRunner:
             self.copy_states(copies)
 
     def _explained(self, sequences: Seq[Sequence], results: list[Result]) -> list[Result]:
-        """The results of a device, with the reasons for those that have no token."""
+        """The results of a device, with the error for each sequence for which it found no token."""
         pairs = zip(sequences, results, strict=True)
         return [self._explain(s) if result is NO_CHOICE and s.block_tables else result for s, result in pairs]
 
     def _explain(self, sequence: Sequence) -> Result:
-        """The result of a sequence of which a device found no token: computed eagerly, to say what is wrong."""
+        """Recomputes the step of a sequence for which a device found no token, on the host, to get the error."""
         sequence.draft = []
         return self._decode_on_host([sequence])[0]
 
     @torch.no_grad()
     def _score(self, chunks: Seq[Chunk]) -> list[Result]:
-        """As `prefill`, where log-probabilities of prompts' tokens are wanted: they go to their sequences' `scores`."""
+        """`prefill` for prompts whose tokens are scored: log-probabilities are added to the sequences' `scores`."""
         scored, sampled = _wanted_rows(chunks, self.decoder.config.vocab_size)
-        # A row alone would be multiplied as a decode step's is: with another it has the bits that it has in any part.
+        # A single row would be multiplied by a decode kernel: doubled, it has the same bits as in any larger part.
         parts = [rows if len(rows) > 1 else 2 * rows for _, rows in scored]
-        if sampled:  # by themselves, as where nothing is scored
+        if sampled:  # by themselves, as without scoring
             parts.append(list(sampled.values()))
         results: dict[Sequence, Result] = dict.fromkeys(chunk.sequence for chunk in chunks)
         with Range("prefill"):
@@ -309,7 +312,7 @@ class ModelRunner:
                 if results[sequence] is None:
                     results[sequence] = _add_scores(sequence, of_rows[: len(rows)])
             rows_left = next(logits).float().cpu() if sampled else ()
-            next(logits, None)  # the step has ended on all ranks
+            next(logits, None)  # ends the step on all ranks
         with Range("sample"):
             for sequence, row in zip(sampled, rows_left, strict=True):
                 if results[sequence] is None:
@@ -318,7 +321,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def _embed(self, chunk: Chunk) -> Result:
-        """Compute a chunk of a prompt that has a pool, and pool its hidden rows; what is not finite is returned."""
+        """Computes a chunk of a pooled prompt, and pools its hidden rows; returns the error if they are not finite."""
         sequence = chunk.sequence
         assert sequence.pool is not None
         with Range("embedding chunk"):
@@ -331,12 +334,12 @@ class ModelRunner:
 
 
 def _are_only_sampled(chunks: Seq[Chunk]) -> bool:
-    """Whether of these chunks only the last rows are wanted, for the tokens that follow."""
+    """Whether only the logits of the chunks' last rows are needed, to sample the next tokens."""
     return all(chunk.sequence.pool is None and not chunk.scored_rows for chunk in chunks)
 
 
 def _sampled(chunks: Seq[Chunk], logits: Tensor) -> list[Result]:
-    """The tokens behind prompts that end with their chunk, given the logits [chunks, vocab] on the host."""
+    """The next tokens of prompts that end with their chunk, given the logits [chunks, vocab] on the host."""
     with Range("sample"):
         return [
             chunk.sequence.sample_next(row) if chunk.samples and chunk.sequence.block_tables else None
@@ -357,8 +360,7 @@ def _choose(sequence: Sequence, logits: Tensor) -> Result:
 def _wanted_rows(
     chunks: Seq[Chunk], vocab_size: int
 ) -> tuple[list[tuple[Sequence, list[int]]], dict[Sequence, int]]:
-    """Rows of a step of these chunks: those that score prompts, in parts, and of each sequence the one whose logits
-    give its next token, if one does."""
+    """Rows of a step of these chunks: those that score prompts, in parts, and the last row of each sampled sequence."""
     scored, sampled, first = list[tuple[Sequence, list[int]]](), dict[Sequence, int](), 0
     for chunk in chunks:
         for part in split_rows(chunk.scored_rows, vocab_size):
@@ -370,7 +372,7 @@ def _wanted_rows(
 
 
 def _add_scores(sequence: Sequence, logits: Tensor) -> Result:
-    """Score the next tokens of a sequence's prompt; why it cannot be done is returned."""
+    """Scores the next tokens of a sequence's prompt; returns the error if that fails."""
     assert sequence.scores is not None
     try:
         sequence.scores.add(logits)

@@ -1,11 +1,11 @@
-"""Options are fields of dataclasses; the range and the command-line flag of each stand in its annotation.
+"""Options as dataclass fields: each field's annotation holds its range and its command-line flag.
 
     @dataclass(frozen=True)
     class Example:
         ctx_size: Annotated[int | None, Range(1), Flag("-c --ctx-size", "Context in tokens.")] = None
 
-`quengine.cli.flags` makes a command's flags from such fields, `check_ranges` checks their values, and `table_values`
-reads them from a table of a TOML file.
+`quengine.cli.flags` makes the flags of a command from such fields, `check_ranges` checks their values, and
+`table_values` reads them from a TOML table.
 """
 
 import json
@@ -19,14 +19,14 @@ from quengine.errors import EngineError, nearest, shown
 
 MODEL_HELP = "Alias, preset, hf:user/repo:QUANT, GGUF file or checkpoint folder."
 OUTPUT = "What is printed"
-"""The heading of flags about a command's output."""
+"""The help panel of flags about a command's output."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The values that a number may have, `low` and `high` among them; `above` is an exclusive lower limit.
+    """The allowed values of a number: from `low` to `high`, both inclusive, or above the exclusive limit `above`.
 
-    `text` is what an error message says of them, where the limits alone would not say enough.
+    `text` replaces the description of the range in error messages, if the limits alone would not explain it.
     """
 
     low: float | None = None
@@ -57,18 +57,18 @@ class Range:
 
 @dataclass(frozen=True)
 class Flag:
-    """How a field is given on the command line; one that is a tuple or a mapping may be given repeatedly.
+    """The command-line flag of a field; a field that is a tuple or a mapping may be given repeatedly.
 
     Attributes:
-        names: all spellings, with spaces between: "-c --ctx-size"; of a bool also "--mmap/--no-mmap".
+        names: all spellings, separated by spaces: "-c --ctx-size"; of a bool also "--mmap/--no-mmap".
         help: one sentence.
-        panel: the heading it stands under in the help; None: "Options".
-        metavar: what stands for its value in the help; None: its type.
+        panel: the flag's panel in the help; None: "Options".
+        metavar: the placeholder of its value in the help; None: its type.
         none: the number that stands for None, which is the default.
-        read: makes the field's value from the texts of a repeatable flag; None: a tuple of them.
-        show_default: whether the help ends with the default.
-        completes: what a shell completes its value with: "model", "device", or the values with spaces between; None:
-            those of a Literal, else files.
+        read: converts the texts of a repeatable flag to the field's value; None: a tuple of them.
+        show_default: whether the help shows the default.
+        completes: shell completion of its value: "model", "device", or the values separated by spaces; None: the values
+            of a Literal, otherwise files.
     """
 
     names: str
@@ -82,14 +82,14 @@ class Flag:
 
 
 class Only:
-    """In the annotation of a group of options: these fields of it alone have flags."""
+    """Annotation of a group of options of which only the named fields have flags."""
 
     def __init__(self, *names: str) -> None:
         self.names = frozenset(names)
 
 
 def ranges(group: type[Any]) -> dict[str, Range]:
-    """The range of each field of a dataclass that has one."""
+    """The range of each field of a dataclass that has one, by name."""
     return {
         field.name: allowed
         for field in fields(group)
@@ -99,10 +99,10 @@ def ranges(group: type[Any]) -> dict[str, Range]:
 
 
 def check_ranges(options: Any, label: str) -> None:
-    """Check each number of a dataclass against its range; `label` formats its {name} and {value} for the error.
+    """Checks each number of a dataclass against its range; `label` formats its {name} and {value} for the error.
 
     Raises:
-        EngineError: one is outside its range.
+        EngineError: a number is outside its range.
     """
     for name, allowed in ranges(type(options)).items():
         value = getattr(options, name)
@@ -111,7 +111,7 @@ def check_ranges(options: Any, label: str) -> None:
 
 
 def flagged(group: type[Any]) -> list[Field[Any]]:
-    """The fields of a dataclass that have flags, without groups within it."""
+    """The fields of a dataclass that have flags, without those of nested groups."""
     return [each for each in fields(group) if any(isinstance(n, Flag) for n in _notes(each))]
 
 
@@ -121,14 +121,14 @@ def flag_of(field: Field[Any]) -> Flag:
 
 
 def spellings(field: Field[Any]) -> list[str]:
-    """Every name of a field with a flag in a file, or in `/set`: the flag's first long one first, its own last."""
+    """A flagged field's names in a TOML file or in `/set`: its first long flag first, the field's own name last."""
     flags = sorted(flag_of(field).names.replace("/", " ").split(), key=lambda name: not name.startswith("--"))
     names = [name.lstrip("-").replace("-", "_") for name in flags if not name.startswith("--no-")]
     return [*names, field.name]
 
 
 def value_type(field: Field[Any]) -> Any:
-    """The type of a field's value: of an optional one the type beside None, of a collection the collection's."""
+    """The type of a field's value: of an optional one without None, of a tuple or mapping the collection type."""
     kind = get_args(field.type)[0] if _notes(field) else field.type
     if get_origin(kind) in (tuple, Mapping):
         return get_origin(kind)
@@ -140,10 +140,10 @@ def value_type(field: Field[Any]) -> Any:
 def table_fields(
     table: Mapping[str, Any], groups: Iterable[type[Any]], where: str
 ) -> dict[str, tuple[type[Any], Field[Any], Any]]:
-    """A table's values by the names of the fields that its keys, any of their spellings, stand for, with these fields.
+    """The entries of a TOML table by field name: for each key, in any spelling, its group, field and value.
 
     Raises:
-        EngineError: a key is no option of the groups, or two are the same option's; `where` begins the message.
+        EngineError: a key is no option of the groups, or two keys are the same option; `where` begins the message.
     """
     known = {
         name: (group, field) for group in groups for field in flagged(group) for name in spellings(field)
@@ -163,12 +163,13 @@ def table_fields(
 def table_values(
     table: Mapping[str, Any], groups: Iterable[type[Any]], where: str
 ) -> dict[type[Any], dict[str, Any]]:
-    """The values of fields by group, from a table of a TOML file with any spelling of each (`spellings`).
+    """The values of fields by group, from a TOML table whose keys may be any spelling of an option (`spellings`).
 
-    A list stands for a repeated flag; a table for the text of one that takes JSON. `where` begins the errors.
+    A list stands for a repeated flag, and a table for the text of an option that takes JSON. `where` begins the error
+    messages.
 
     Raises:
-        EngineError: a key is no option of the groups, or its value is not of the field's type. Ranges are checked where
+        EngineError: a key is no option of the groups, or its value is not of the field's type. Ranges are checked when
             the group is made.
     """
     found: dict[type[Any], dict[str, Any]] = {}
@@ -181,7 +182,7 @@ def table_values(
 
 
 def _table_value(field: Field[Any], value: Any) -> Any:
-    """A value of a TOML file as the field has it. Raises TypeError with the rule for another type."""
+    """Converts a TOML value to the field's type. Raises TypeError, with the rule, if it is of another type."""
     kind, flag = value_type(field), flag_of(field)
     if kind in (tuple, Mapping):
         texts = [value] if isinstance(value, str) else value
@@ -210,7 +211,7 @@ _TABLE_TYPES: Mapping[Any, tuple[str, tuple[type[Any], ...]]] = {
 
 
 def _notes(field: Field[Any]) -> tuple[Any, ...]:
-    """What annotates a field's type."""
+    """The annotations of a field's type."""
     return tuple(getattr(field.type, "__metadata__", ()))
 
 

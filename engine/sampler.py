@@ -1,6 +1,6 @@
-"""Chooses the next token of one sequence: its constraint, bias, penalties and random numbers.
+"""Samples the next token of one sequence, with its constraint, bias, penalties and random numbers.
 
-The arithmetic is in kernels/sampling.py, on the host: logits that lie on a device are copied.
+The arithmetic is in kernels/sampling.py and runs on the host: logits on a device are copied.
 """
 
 import math
@@ -28,11 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely a token was to the model: natural logarithms, from the logits as the model gave them, or after the
-    samplers (`SamplingParams.post_sampling_probs`).
+    """Log-probabilities (natural) of a token, by the model's own logits or after the samplers.
 
-    `top` holds the most likely tokens and their log-probabilities, best first, whether the sampled token is
-    among them or not.
+    Which of them is up to `SamplingParams.post_sampling_probs`. `top` holds the most likely tokens and their
+    log-probabilities, best first, whether the sampled token is among them or not.
     """
 
     token: int
@@ -41,7 +40,7 @@ class TokenLogprobs:
 
 
 class Sample(NamedTuple):
-    """A chosen token; `logprobs` is None unless the request wants them."""
+    """A sampled token; `logprobs` is None unless the request asks for them."""
 
     token: int
     logprobs: TokenLogprobs | None = None
@@ -49,11 +48,10 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a step for a sequence with a draft: the token behind its newest one, and those behind the drafted
-    ones, one by one.
+    """The result of a step for a sequence with a draft: the tokens after its newest token and after the drafted ones.
 
-    `later(n)`: the result behind the first n drafted tokens, once the sequence has taken just these. Valid until the
-    next step.
+    `first`: the token sampled after the newest token. `later(n)`: the result after the first n drafted tokens, once
+    the sequence has accepted exactly these. Valid until the next step.
     """
 
     first: Sample
@@ -61,27 +59,28 @@ class Verified:
 
 
 Result: TypeAlias = "Sample | Verified | Exception | None"
-"""The result of a step for one sequence: its next token, several where it had a draft, why it cannot go on, or None
-where no token was due."""
+"""The result of a step for one sequence: a Sample, Verified if it had a draft, the exception that ends the
+sequence, or None if no token was due.
+"""
 
 _SHIFTED_STREAM = 1 << 16
-"""Between the streams of one completion before and after a context shift."""
+"""Distance between the random streams of one completion before and after a context shift."""
 
 NO_CHOICE = EngineError("the device found no token to choose")
-"""The result where a device's sampling finds no finite logits, or bias leaves no token."""
+"""The result if sampling on a device finds no finite logits, or the bias bans every token."""
 
 
 class Sampler:
     """Samples one sequence.
 
     Args:
-        params: how to sample; its seed must be set (`SamplingParams.with_seed`).
-        vocab_size: entries of the logits.
-        stream: which completion of the prompt this is; each has random numbers of its own under one seed.
+        params: the sampling parameters; the seed must be set (`SamplingParams.with_seed`).
+        vocab_size: number of logits.
+        stream: number of the completion; under one seed, each completion of a prompt has random numbers of its own.
         constraint: masks the tokens; the sequence advances it.
-        choose: `kernels.sampling.sample`, or what gives the same tokens sooner.
-        breakers: of `params.dry_sequence_breakers`, where DRY is among the samplers.
-        infill: for the sampler of this name, where it is among them.
+        choose: `kernels.sampling.sample`, or a faster function that returns the same tokens.
+        breakers: compiled `params.dry_sequence_breakers`, if DRY is among the samplers.
+        infill: state of the infill sampler, if it is among them.
 
     Raises:
         EngineError: `logit_bias` or `stop_token_ids` names a token outside the vocabulary.
@@ -118,20 +117,20 @@ class Sampler:
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
 
     def sample(self, logits: "Tensor", history: Seq[int], position: int) -> Sample:
-        """The token at `position`, given the `logits` [vocab_size] fp32 there and the tokens before it.
+        """Samples the token at `position`, given the `logits` [vocab_size] fp32 there and the tokens before it.
 
-        `history` is the prompt and what has been generated, of which the penalties see the end. From call to
-        call it grows, or is cut short. The random number depends on seed, stream and `position` alone.
+        `history` is the prompt and the generated tokens; the penalties use its end. From call to call it grows, or is
+        cut short. The random number depends on seed, stream and `position` alone.
 
         Raises:
-            EngineError: the logits are not all finite, every token is banned, or the constraint's grammar is too
-                much work; it says at which token.
+            EngineError: the logits are not all finite, every token is banned, or the constraint's grammar exceeds its
+                work limit; the message names the position.
         """
         assert logits.shape == (self.vocab_size,), (
             f"logits {tuple(logits.shape)}, vocabulary {self.vocab_size}"
         )
         params = self.params
-        # Before the logits are waited for: the device computes them meanwhile.
+        # Before waiting for the logits: the device computes them meanwhile.
         allowed = None if self.constraint is None else self.constraint.allowed()
         given: Logits = logits.float().cpu().numpy()
         check_finite(given, position)
@@ -157,12 +156,12 @@ class Sampler:
         return self._with_logprobs(token, given)
 
     def change_stream(self) -> None:
-        """Draw from random numbers that no other completion of the prompt has; positions may then come again."""
+        """Switches to random numbers that no other completion of the prompt uses, as positions will recur."""
         self.stream = (self.stream + _SHIFTED_STREAM) % 2**31
         self.reset()
 
     def reset(self) -> None:
-        """Let the next history begin otherwise than the last one did, where that was as short."""
+        """Prepares for a history that is not a continuation of the last one."""
         self._recent = RecentTokens(self.params.repeat_last_n)
         if self._chain is not None:
             self._chain.reset_history()
@@ -185,7 +184,7 @@ class Sampler:
         return Sample(token, token_logprobs(logits, token, top))
 
     def _biased(self, logits: Logits, allowed: Mask | None) -> Logits:
-        """Mask, then bias; `logits` stays as it was, for the log-probabilities are the model's own."""
+        """The logits, masked and then biased; `logits` itself is kept for the model's own log-probabilities."""
         if allowed is not None:
             logits = np.where(allowed, logits, np.float32(-np.inf))
         if self.params.logit_bias:
@@ -201,22 +200,22 @@ class Sampler:
 
 
 class RecentTokens:
-    """How often each token occurs among the last `window` of a growing history (-1: all of it).
+    """Counts of the tokens among the last `window` of a growing history (-1: all of it).
 
-    Counts are kept from call to call, so that a long window costs as little as the tokens that are new.
+    Counts are updated from call to call, so that the cost depends on the number of new tokens, not on the window.
     """
 
     def __init__(self, window: int) -> None:
         self.window = window
         self._counts: Counter[int] = Counter()
-        self._start = 0  # history[_start:_end] is what has been counted
+        self._start = 0  # history[_start:_end] has been counted
         self._end = 0
 
     def counts(self, history: Seq[int]) -> Counter[int]:
-        """Token id -> occurrences (none of them 0) in the window's tokens of `history`."""
+        """Token id -> number of occurrences (at least 1) in the window of `history`."""
         end = len(history)
         start = 0 if self.window < 0 else max(0, end - self.window)
-        if end < self._end or start >= self._end:  # shorter than before, or nothing of the old window is left
+        if end < self._end or start >= self._end:  # cut short, or nothing of the old window is left
             self._counts.clear()
             self._start = self._end = start
         self._counts.update(history[self._end : end])
@@ -240,7 +239,7 @@ def token_logprobs(logits: Logits, token: int, top: int) -> TokenLogprobs:
 
 
 def choice_logprobs(choice: Choice, top: int) -> TokenLogprobs:
-    """Log-probabilities of the chosen token and of the `top` most likely ones among those it was drawn from."""
+    """Log-probabilities of the sampled token, and of the `top` most likely of the candidates it was sampled from."""
     total = math.log(int(choice.mass.sum()))
     likely = [
         (token, math.log(mass) - total)
@@ -252,8 +251,8 @@ def choice_logprobs(choice: Choice, top: int) -> TokenLogprobs:
 
 
 def check_finite(logits: Logits, position: int) -> None:
-    """Raises EngineError where logits [V], from which the token at `position` follows, are not all finite."""
-    if math.isfinite(logits.min()) and math.isfinite(logits.max()):  # NaN goes through to both
+    """Raises EngineError if the logits [V] of the token at `position` are not all finite."""
+    if math.isfinite(logits.min()) and math.isfinite(logits.max()):  # NaN propagates through both
         return
     bad = np.flatnonzero(~np.isfinite(logits))
     raise EngineError(

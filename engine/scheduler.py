@@ -1,14 +1,14 @@
-"""Which tokens are computed next (continuous batching).
+"""The scheduler: which tokens are computed next (continuous batching).
 
-A step is a chunk of one sequence's prompt, or of several prompts where that is faster, or one token of every sequence
-whose prompt is done. While there is both, they take turns, and the chunk is a short one, by tokens and by time, less so
-where many prompts wait: a running sequence never waits longer for its next token than one such chunk takes. Sequences
-come in in order of arrival, when there are blocks for them; when blocks run out, the newest one is preempted: it gives
-up its blocks and is computed again later, with what it had generated as part of its prompt.
+A step is a chunk of one sequence's prompt, or chunks of several prompts if that is faster, or one token of every
+sequence whose prompt is done. If there are both prompts and decoding sequences, prefill and decode steps alternate,
+and the chunk is short, limited by tokens and by time, with a larger limit if many prompts wait: a running sequence
+never waits longer for its next token than one such chunk takes. Sequences are admitted in order of arrival, as soon as
+there are blocks for them. When blocks run out, the newest sequence is preempted: it gives up its blocks and is
+recomputed later, with its generated tokens as part of the prompt.
 
-On a device that computes while the host goes on, a step whose sequences are others than those of the step under way is
-handed out before that one's results are known (`next_behind`), so that the device does not wait for the host between
-them.
+On a device that computes asynchronously, a step whose sequences differ from those of the step in flight is scheduled
+before the results of that one are known (`next_behind`), so that the device does not wait for the host in between.
 """
 
 import time
@@ -26,7 +26,7 @@ from quengine.kv_cache import KVCache
 from quengine.request.sequence import Sequence
 
 LEAST_CHUNK = 16
-"""Tokens of a prompt that a step takes however slow the machine is."""
+"""Minimum number of prompt tokens per step, however slow the machine is."""
 
 CHECKPOINT_EVERY = 4096
 """Tokens of a long prompt from one copy of its states to the next."""
@@ -45,11 +45,11 @@ _MOST_PARTINGS = 64
 """Waiting sequences that are looked at for where they part from the one that is computed."""
 
 LOOKAHEAD = 1
-"""Positions behind a sequence's newest token that it already has blocks for, for a runner that is a step ahead."""
+"""Positions after a sequence's newest token that it already has blocks for, for a runner that is a step ahead."""
 
 
 class Scheduler:
-    """Owns the queue and the blocks.
+    """Owns the queue of sequences and the cache blocks.
 
     Args:
         cache: whose blocks are handed out.
@@ -102,7 +102,7 @@ class Scheduler:
         self.decoding: list[Sequence] = []
         self.current: Batch | None = None
         self._mixed_seconds = mixed_seconds
-        self._token_seconds = 0.0  # of a prompt's token in the last chunk
+        self._token_seconds = 0.0  # seconds per prompt token in the last chunk
         self._began = 0.0
         self._decode_is_due = False
         self._preempts = True
@@ -112,23 +112,23 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that run or wait."""
+        """All running and waiting sequences."""
         return self._running + list(self.waiting)
 
     @property
     def cache_used(self) -> int:
-        """Positions of the cache that sequences own, in the group of layers where they own most."""
+        """Number of cache positions owned by sequences, in the cache group where they own most."""
         return self.blocks.num_used * BLOCK_SIZE
 
     @property
     def cache_size(self) -> int:
-        """Positions of the cache, in the group of layers that has most."""
+        """Number of cache positions, in the cache group that has most."""
         return max(pool.num_blocks for pool in self.cache.pools) * BLOCK_SIZE
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence.
+        """Queues a sequence.
 
-        Raises EngineError where it would not fit into the whole cache.
+        Raises EngineError if it would not even fit into the empty cache.
         """
         if not self.blocks.fits(sequence.max_positions):
             raise EngineError(
@@ -146,18 +146,17 @@ class Scheduler:
             self._remove(sequence)
 
     def next_batch(self) -> Batch | None:
-        """What to compute now; None when there is nothing to do."""
+        """The batch to compute now; None if there is nothing to do."""
         self.current = None
         self.current = self._next_alone() or self._next()
         self._began = time.perf_counter()
         return self.current
 
     def next_behind(self, batch: Batch) -> Batch | None:
-        """What to compute behind `batch`, while neither its results are known nor, where it is a decode step, those of
-        prompts before it; None where it follows from them, or no sequence has blocks for it that no other would have to
-        give up.
+        """The batch to launch after `batch`, before the results of `batch`, or of a prefill before it, are known.
 
-        The prompts' tokens of `batch` count as cached from now on: a device computes its steps in order.
+        None if the next batch depends on those results, or if no sequence can get blocks for it without preemption.
+        The prompt tokens of `batch` count as cached from now on: a device computes its steps in order.
         """
         if self._alone:
             return None
@@ -171,13 +170,13 @@ class Scheduler:
         return behind
 
     def repeats(self, batch: Batch) -> bool:
-        """Whether the next step is likely to be of the same sequences, a token each."""
+        """Whether the next step is likely to decode the same sequences."""
         return batch.phase == "decode" and len(batch.sequences) == len(self.decoding)
 
     def computed(self, batch: Batch | None = None) -> None:
-        """Note that a batch's keys and values are in the cache; call it before tokens are appended.
+        """Notes that a batch's keys and values are in the cache; to be called before tokens are appended.
 
-        batch: the current one if None. Of a sequence that has failed, or has been cancelled, nothing is noted.
+        batch: None means the current one. Failed and cancelled sequences are skipped.
         """
         batch = batch or self.current
         assert batch is not None
@@ -206,13 +205,13 @@ class Scheduler:
                 self._add_copies(sequence)
 
     def accepted(self, sequence: Sequence) -> None:
-        """Note that its newest token was a drafted one: its keys and values are in the cache since this step."""
+        """Notes that the newest token was an accepted draft, whose keys and values this step put into the cache."""
         self._cached(sequence, 1)
 
     def draft_room(self, sequence: Sequence, most: int) -> int:
-        """How many drafted tokens, up to `most`, the sequence has blocks for behind its newest token.
+        """Number of drafted tokens, up to `most`, that the sequence has blocks for after its newest token.
 
-        It is given further ones for them while each running sequence could still be given one.
+        Allocates more blocks for them, as long as enough stay free for each running sequence to get another one.
         """
         if self._keeps_copies and self._copy_is_due(sequence):
             most = min(most, -len(sequence.token_ids) % BLOCK_SIZE)
@@ -234,7 +233,7 @@ class Scheduler:
                 sequence.shift_context()
 
     def retry_alone(self) -> None:
-        """Compute the sequences of the current batch one at a time: the step of all of them failed."""
+        """Schedules the sequences of the current batch one at a time, after the step of all of them failed."""
         if self.current is not None:
             self._alone.extend(self.current.sequences)
 
@@ -255,9 +254,9 @@ class Scheduler:
             sequence.replay = sequence.num_cached_tokens - base
 
     def reset(self) -> None:
-        """Nothing in the cache is valid any more.
+        """Marks everything in the cache as invalid.
 
-        Raises EngineError where a sequence is being computed.
+        Raises EngineError while there are running or waiting sequences.
         """
         if self.sequences:
             raise EngineError("the cache is in use: finish or close the streams that are under way first")
@@ -265,13 +264,13 @@ class Scheduler:
 
     @property
     def _running(self) -> list[Sequence]:
-        """All that own blocks, in order of arrival."""
+        """The sequences that own blocks, those that decode first, each in order of arrival."""
         return self.decoding + self.prefilling
 
     def _prompt_end(self, sequence: Sequence) -> int:
-        """Up to where tokens are computed in chunks, and blocks may be shared; 0 for a prompt of one token.
+        """End of the tokens that are computed in chunks and whose blocks may be shared; 0 for a prompt of one token.
 
-        Such a prompt is a decode step, as it is for one sequence alone, but where its rows are pooled.
+        Such a prompt takes a decode step, as it would for a single sequence, unless its rows are pooled.
         """
         if sequence.pool is not None:
             return sequence.num_prompt_tokens
@@ -279,7 +278,7 @@ class Scheduler:
         return end if end > 1 else 0
 
     def _cache_prompts(self, batch: Batch) -> None:
-        """Note that the tokens of prompts' chunks are in the cache, unless that has been noted."""
+        """Notes that the tokens of prompt chunks are in the cache, unless that has been noted before."""
         for chunk in batch.chunks:
             sequence = chunk.sequence
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
@@ -343,7 +342,7 @@ class Scheduler:
         return next((place for place in sequence.checkpoints_at if place > start), None)
 
     def _cached(self, sequence: Sequence, count: int) -> None:
-        """So many tokens more are in the cache: blocks that they fill can be shared."""
+        """Notes that `count` more tokens are in the cache, and shares the blocks that they fill."""
         before = sequence.num_cached_tokens
         sequence.num_cached_tokens += count
         if self.shares and sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
@@ -354,7 +353,7 @@ class Scheduler:
                 self._add_copies(sequence)
 
     def _keys(self, sequence: Sequence, tokens: int) -> list[bytes]:
-        """The keys of the full blocks of its first `tokens` tokens."""
+        """The keys of the full blocks of the sequence's first `tokens` tokens."""
         extend_keys(sequence.block_keys, sequence.token_ids)
         return sequence.block_keys[: tokens // BLOCK_SIZE]
 
@@ -385,7 +384,7 @@ class Scheduler:
         return self._decode_step() if self.decoding else None
 
     def _next_behind(self, batch: Batch) -> Batch | None:
-        """See `next_behind`. Sequences whose prompts end in `batch` are left out: their tokens are not known."""
+        """See `next_behind`. Leaves out the sequences whose prompts end in `batch`: their next tokens are not known."""
         if batch.phase == "prefill" and self.decoding:
             step = self._decode_step()
             return step if len(step.sequences) == len(self.decoding) else None
@@ -394,9 +393,9 @@ class Scheduler:
         return Batch.prefill(chunks) if chunks else None
 
     def _prompt_step(self, left: int) -> list[Chunk]:
-        """Chunks of the prompts under way, and of those that wait, as far as there are tokens `left` in the step.
+        """Chunks of the prompts being computed, then of waiting ones, of at most `left` tokens together.
 
-        Empty where the one prompt under way was preempted.
+        Empty if the only prompt being computed was preempted.
         """
         chunks, under_way = list[Chunk](), self._under_way()
         while not chunks or (self.packed and left >= LEAST_CHUNK):
@@ -413,29 +412,29 @@ class Scheduler:
         return chunks
 
     def _under_way(self) -> list[Sequence]:
-        """Those with tokens of the prompt that no step has taken yet, in order of arrival."""
+        """Sequences with prompt tokens that no step has taken yet, in order of arrival."""
         return [each for each in self.prefilling if each.num_cached_tokens < self._prompt_end(each)]
 
     def _can_join(self) -> bool:
-        """Whether the first one that waits gains nothing by waiting until the prompts under way are computed.
+        """Whether the first waiting sequence would gain nothing by waiting until the current prompts are computed.
 
-        Pooled prompts are computed by themselves.
+        Pooled prompts are computed alone.
         """
         if not self.waiting or any(s.pool is not None for s in (self.waiting[0], *self.prefilling)):
             return False
         return not any(self._will_share(self.waiting[0], sequence) for sequence in self.prefilling)
 
     def _will_share(self, waiting: Sequence, running: Sequence) -> bool:
-        """Whether the beginning of the one is that of the other, by whole blocks that are still to be computed."""
+        """Whether both sequences begin alike, up to the end of a full block that `running` has yet to compute."""
         most = min(self._most_shared(waiting), self._prompt_end(running))
         ahead = (running.num_cached_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
         return ahead <= most and waiting.token_ids[:ahead] == running.token_ids[:ahead]
 
     def _most_shared(self, sequence: Sequence) -> int:
-        """Tokens of its beginning that may be taken from blocks that hold them already.
+        """Number of tokens at its beginning that may be taken from the prefix cache.
 
-        At least one token is always computed: its logits give the next. A pool wants every row of the prompt, and
-        log-probabilities of the prompt those that have not been scored.
+        At least one token is always computed, as the next one is sampled from its logits. A pool needs every row of
+        the prompt, and log-probabilities of the prompt those that have not been scored.
         """
         if not self.shares or sequence.pool is not None:
             return 0
@@ -444,13 +443,13 @@ class Scheduler:
         return min(most, unscored.start) if unscored else most
 
     def _admit(self) -> bool:
-        """Admit the first waiting sequence, if there is room; none overtakes it."""
+        """Admits the first waiting sequence, if there is room; no other overtakes it."""
         if not self.waiting or len(self._running) >= self.parallel:
             return False
         sequence = self.waiting[0]
         if sequence.pool is not None:
             sequence.pool.clear()
-        # A block in hand for each running sequence that may grow: else this one would soon be preempted.
+        # Reserve a block for each running sequence that may grow: otherwise this one would soon be preempted.
         allocation = self.blocks.allocate(
             self._keys(sequence, self._most_shared(sequence)),
             self._end(sequence, len(sequence.token_ids)),
@@ -489,7 +488,7 @@ class Scheduler:
         return Chunk(sequence, sequence.token_ids[start:end], start)
 
     def _chunk_size(self, beside: bool) -> int:
-        """Tokens of prompts in a step at most. beside: sequences wait for their next token meanwhile."""
+        """Maximum number of prompt tokens per step. beside: other sequences wait for their next token meanwhile."""
         if not beside:
             return self.chunk_size
         if self._mixed_seconds is None or not self._token_seconds:
@@ -507,20 +506,20 @@ class Scheduler:
         return False
 
     def _decode_step(self) -> Batch:
-        """A token of every sequence that has blocks for it; the oldest one always gets them."""
+        """A decode step of every sequence that has, or gets, blocks for its next token; the oldest always gets them."""
         ready = []
         for sequence in list(self.decoding):
             tables, positions = sequence.block_tables, sequence.num_cached_tokens + 1
-            # Nearly always its blocks reach far enough; without a window none is to be released either.
+            # Nearly always its blocks reach far enough; without a window there are none to release either.
             reach = self._keeps_all and tables and len(tables[0]) * BLOCK_SIZE >= positions + LOOKAHEAD
             if reach or (tables and self._has_room(sequence, positions)):
                 ready.append(sequence)
         return Batch.decode(ready)
 
     def _has_room(self, sequence: Sequence, positions: int) -> bool:
-        """Give a sequence the blocks for its next step towards `positions`, by preempting the newest ones if need be.
+        """Allocates the blocks for a sequence's next step towards `positions`, preempting the newest if need be.
 
-        False where it is the newest itself, or none may be preempted now.
+        Returns False if the sequence itself was the newest, or if preemption is not allowed now.
         """
         end = self._end(sequence, positions)
         while not self.blocks.grow(sequence.block_tables, sequence.num_cached_tokens, end):
@@ -540,7 +539,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _end(self, sequence: Sequence, positions: int) -> int:
-        """Positions that its tables cover for `positions` to be computed."""
+        """Number of positions that the block tables must cover to compute `positions`."""
         return min(positions + LOOKAHEAD, sequence.max_positions)
 
     def _remove(self, sequence: Sequence, keeps: bool = True) -> None:

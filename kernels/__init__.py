@@ -1,4 +1,1 @@
-"""The operations of a decoder: torch definitions (the oracle), CPU kernels, packed weights.
-
-Nothing here knows of models, files or requests.
-"""
+"""The operations of a decoder: torch definitions (the oracle), CPU and CUDA kernels, packed weights."""

@@ -1,8 +1,8 @@
-"""Causal attention with grouped key-value heads: the torch definition, and the mask built once at load.
+"""Causal attention with grouped key/value heads: the torch definition, and the mask built once at load.
 
-The key-value cache of one layer is two tensors `[context, kv_heads, head_dim]`, keys already rotated: a row
-holds one position of all heads. Prefill takes a slice of the precomputed mask; decode (one query row, which sees every
-key it is given) takes none. K and V are dequantized, and in the order of their positions.
+The KV cache of one layer is two tensors `[context, kv_heads, head_dim]`, keys already rotated: a row holds one
+position of all heads. Prefill takes a slice of the precomputed mask; decode (one query row, which sees every key that
+it is given) takes none. K and V are dequantized, and in the order of their positions.
 """
 
 import torch
@@ -13,11 +13,11 @@ def causal_mask_band(
 ) -> torch.Tensor:
     """The mask of `chunk` query rows at any start position, as one bool band [chunk, context + chunk].
 
-    Its first row is that of the last query. Column c of the row of query r stands for the key that lies `context + r -
-    c` positions before the query, so the mask of T rows at start position p against keys 0..p+T is `mask_slice(band,
-    p, T)`. True means visible: `0 <= query - key < window` (window None: no limit below). Each row is the one above
-    it, begun one column later: the band is a view of one line, with both strides 1, and 2048 rows over 32768 positions
-    take 36 KiB. Built once per model, on its device.
+    The first row belongs to the last query. In the row of query r, column c is the key `context + r - c` positions
+    before the query, so the mask of T rows at start position p against keys 0..p+T is `mask_slice(band, p, T)`. True
+    means visible: `0 <= query - key < window` (window None: no lower limit). Each row is the row above shifted by one
+    column: the band is a view of one line, with both strides 1, and 2048 rows over 32768 positions take 36 KiB. Built
+    once per model, on its device.
     """
     distance = context + chunk - 1 - torch.arange(context + 2 * chunk - 1, device=device)
     visible = distance >= 0
@@ -26,7 +26,10 @@ def causal_mask_band(
 
 
 def mask_slice(band: torch.Tensor, start: int, rows: int) -> torch.Tensor:
-    """The mask of queries start..start+rows, in this order, against keys 0..start+rows: [rows, start+rows]."""
+    """The mask of queries start..start+rows, in this order, against keys 0..start+rows: [rows, start+rows].
+
+    Raises ValueError for rows or positions outside the band.
+    """
     chunk, width = band.shape
     context = width - chunk
     if not 0 < rows <= chunk or not 0 <= start <= context:
@@ -44,13 +47,13 @@ def attention(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`softmax(q k^T * scale) v` of each head; query heads share key-value heads in consecutive groups.
+    """`softmax(q k^T * scale) v` of each head; query heads share key/value heads in consecutive groups.
 
-    q: [T, H, head_dim]; k, v: [S, H_kv, head_dim] with H a multiple of H_kv; mask: bool [T, S], True is
-    visible, or None: every key is visible to every query (decode). Every row must see at least one key.
-    sinks: [H], a learned logit per head that is no key's: it is not scaled, takes part in the softmax's denominator,
-    and has no value. Returns [T, H, head_dim] in q's dtype. fp32 and fp64 queries are computed in their dtype, fp16 and
-    bf16 in fp32. Sources: Vaswani et al. 2017; Ainslie et al. 2023 (grouped queries); OpenAI 2025 (gpt-oss, sinks).
+    q: [T, H, head_dim]; k, v: [S, H_kv, head_dim] with H a multiple of H_kv; mask: bool [T, S], True is visible, or
+    None: every key is visible to every query (decode). Every row must see at least one key. sinks: [H], a learned
+    logit per head without a key or value: it is not scaled, and is in the softmax's denominator only. Returns [T, H,
+    head_dim] in q's dtype. fp32 and fp64 queries are computed in their dtype, fp16 and bf16 in fp32. Sources: Vaswani
+    et al. 2017; Ainslie et al. 2023 (grouped queries); OpenAI 2025 (gpt-oss, sinks).
     """
     compute = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
     tokens, heads, head_dim = q.shape
@@ -59,7 +62,7 @@ def attention(
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
     group = heads // kv_heads
     out = torch.empty(tokens, heads, head_dim, dtype=compute, device=q.device)
-    for h in range(kv_heads):  # a head group at a time bounds the scores to [group, T, S]
+    for h in range(kv_heads):  # one group of heads at a time bounds the scores to [group, T, S]
         queries = q[:, h * group : (h + 1) * group].to(compute).transpose(0, 1)
         scores = queries @ k[:, h].to(compute).T * scale
         if mask is not None:

@@ -1,8 +1,8 @@
-"""What a decoder asks of the machine it runs on: one protocol, one implementation per kind of device.
+"""The operations that a decoder needs of a device: one protocol, one implementation per kind of device.
 
-A backend holds weights in a form of its own and picks the kernels. The operations are as coarse as the launches that a
-fast device wants (norm with the matmul behind it, the whole attention, SwiGLU with its norm and matmul), so the decoder
-reads the same on every backend. Each is given the step, a `ForwardBatch`.
+A backend stores weights in its own form and selects the kernels. The operations are as coarse as the launches of a
+fast device (a norm with the matmul after it, the whole attention, SwiGLU with its norm and matmul), so the decoder's
+text is the same for every backend. Each operation takes the step, a `ForwardBatch`.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,19 @@ from quengine.kernels.rope import RopeLayout
 from quengine.kernels.short_conv import ShortConvSpec
 
 Hidden: TypeAlias = Any
-"""What a backend hands from one of its operations to the next, [T, width] in meaning: a plain tensor on the
-reference and CPU backends; a device backend may carry rounded planes or partial sums along. The decoder only
-passes it on."""
+"""The activations between two operations of a backend, conceptually [T, width]: a plain tensor on the
+reference and CPU backends; a device backend may add quantized planes or partial sums. The decoder only passes
+it on.
+"""
 
 
 @dataclass(frozen=True)
 class KVLayer:
-    """One layer's cache, written in place.
+    """One layer's KV cache, written in place.
 
-    `k`, `v`: [rows, kv_heads, head_dim], BLOCK_SIZE rows a block, fp16, or int8
-    codes with `k_scale`, `v_scale` [rows, kv_heads, head_dim / 32] fp16 (q8_0, see kernels/kv/kv_q8_0.py). Strides are
-    any; in memory each head's positions lie together.
+    `k`, `v`: [rows, kv_heads, head_dim], BLOCK_SIZE rows per block, fp16, or int8 codes with `k_scale`, `v_scale`
+    [rows, kv_heads, head_dim / 32] fp16 (q8_0, see kernels/kv/kv_q8_0.py). Strides are arbitrary; in memory each
+    head's positions are adjacent.
     """
 
     k: Tensor
@@ -45,12 +46,12 @@ class KVLayer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is stored, each with the positions first."""
+        """All stored tensors, each with the positions first."""
         return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
 
     @property
     def blocks(self) -> list[Tensor]:
-        """The same by block, views: [blocks, BLOCK_SIZE, kv_heads, width]."""
+        """The same tensors by block, as views: [blocks, BLOCK_SIZE, kv_heads, width]."""
         return [t.view(-1, BLOCK_SIZE, *t.shape[1:]) for t in self.tensors]
 
 
@@ -74,12 +75,12 @@ class SlotLayer:
 
 
 LayerState: TypeAlias = KVLayer | SlotLayer
-"""What a layer keeps of sequences from step to step."""
+"""A layer's state of the sequences, kept between steps."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What stays the same from step to step in one layer's attention.
+    """The constants of one layer's attention.
 
     `cos`, `sin` are [ctx, rope_dim / 2] fp32, one row a position. `rope_layout` says which elements rotate
     together: "pairs" (0,1), (2,3), ... or "halves" (0, d/2), (1, d/2 + 1), ... `mask_band` is the causal mask
@@ -112,7 +113,7 @@ class AttentionSpec:
 
 
 class Weight(Protocol):
-    """A matrix as the backend holds it: `rows` outputs by `cols` inputs, `nbytes` read by one pass over it."""
+    """A matrix in the backend's form: `rows` outputs by `cols` inputs; one pass over it reads `nbytes` bytes."""
 
     @property
     def rows(self) -> int: ...
@@ -128,9 +129,10 @@ WeightT = TypeVar("WeightT", bound=Weight)
 
 
 class Backend(Protocol[WeightT]):
-    """The operations of a decoder over the T tokens of a step, on weights of the backend's own kind.
+    """The operations of a decoder over the T tokens of a step, on weights in the backend's own form.
 
-    Which tokens belong together matters to `attention` alone; `batch.phase` decides which kernels compute the others.
+    Only `attention` and `short_conv` depend on which tokens form a sequence; `batch.phase` selects the kernels of the
+    others.
     """
 
     name: str
@@ -139,15 +141,15 @@ class Backend(Protocol[WeightT]):
     communicator: Communicator
 
     def weight(self, parts: Sequence[QuantTensor]) -> WeightT:
-        """Take matrices [N_i, K] that are applied to the same input; the outputs lie side by side, in order."""
+        """Loads matrices [N_i, K] that are applied to the same input; outputs are concatenated, in order."""
         ...
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> WeightT:
-        """Take the two matrices [F, K] of a gated feed-forward, for `norm_glu`."""
+        """Loads the gate and up matrices [F, K] of a gated feed-forward, for `norm_glu`."""
         ...
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
-        """Take one-dimensional tensors (norm weights, biases), concatenated, as [n] on the device."""
+        """Loads one-dimensional tensors (norm weights, biases), concatenated, as [n] on the device."""
         ...
 
     def embed(self, batch: ForwardBatch, weight: WeightT, scale: float = 1.0) -> Hidden:
@@ -191,32 +193,32 @@ class Backend(Protocol[WeightT]):
     ) -> Hidden:
         """`post_norm(row_scale * (x @ weight.T + bias)) + residual`: x [T, K], weight [N, K], residual [T, N].
 
-        Each of post_norm, bias [N] and row_scale, fp32 [T] or [T, 1], may be absent.
-        `partial`: x and weight have this rank's columns, and `x @ weight.T` is summed over the ranks.
-        `next_norm`: the norm through which the result is read next, for a backend that computes a part of it here. The
-        next operation is given the same norm all the same. The result may be written over the residual.
+        post_norm, bias [N] and row_scale, fp32 [T] or [T, 1], are optional. `partial`: x and weight have this rank's
+        columns, and `x @ weight.T` is summed over the ranks. `next_norm`: the norm that reads the result, for a
+        backend that computes a part of it here; the next operation takes the same norm anyway. The result may
+        overwrite the residual.
         """
         ...
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> WeightT:
-        """Take the matrices [F, K] of E experts, for `experts_glu`. bias: [E, 2F], gate first.
+        """Loads the gate and up matrices [F, K] of E experts, for `experts_glu`. bias: [E, 2F], gate first.
 
         All gate matrices have one format, and all up matrices.
         """
         ...
 
     def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> WeightT:
-        """Take the matrices [N, F] of E experts, of one format, for `experts_add`. bias: [E, N]."""
+        """Loads the matrices [N, F] of E experts, of one format, for `experts_add`. bias: [E, N]."""
         ...
 
     def route(
         self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, router: Router, experts: Tensor | None = None
     ) -> Routing:
-        """Which experts compute each row, by `norm` of x [T, K], in fp32: see kernels/moe/router.py.
+        """The experts of each row and their weights, from `norm` of x [T, K], in fp32: see kernels/moe/router.py.
 
-        `experts`, int32 [T, k], ascending: those of each row, which are then weighted without a choice.
+        `experts`, int32 [T, k], ascending: use these experts, and compute only their weights.
         """
         ...
 
@@ -231,7 +233,7 @@ class Backend(Protocol[WeightT]):
     ) -> Hidden:
         """`norm` of x [T, K], or x itself, gate and up of each row's k experts, activation(gate) * up: [T, k, F].
 
-        x stays as it is: the shared expert reads it next.
+        x is not changed: the shared expert reads it next.
         """
         ...
 
@@ -248,8 +250,8 @@ class Backend(Protocol[WeightT]):
     ) -> Hidden:
         """The weighted sum of each row's experts, `down` of gated [T, k, F], in ascending order, plus residual [T, N].
 
-        `next_norm`, where the result is written, and `partial`, which sums what the experts give, biases included: see
-        `linear_add`.
+        `next_norm` and the result's memory: see `linear_add`. `partial`: the experts' sum, biases included, is summed
+        over the ranks.
         """
         ...
 
@@ -262,8 +264,10 @@ class Backend(Protocol[WeightT]):
         ...
 
     def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:
-        """The gated short convolution of the step's tokens, x [T, 3 * channels], and their values in `state`:
-        [T, channels]. See kernels/short_conv.py.
+        """The gated short convolution of the step's tokens, x [T, 3 * channels], which also updates `state`: [T,
+        channels].
+
+        See kernels/short_conv.py.
         """
         ...
 
@@ -280,17 +284,18 @@ class Backend(Protocol[WeightT]):
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         """Rows `rows` (int64 [n], on the device) of x [T, K]: [n, K].
 
-        Behind the last layer's attention only rows whose logits are wanted go on.
+        After the last layer's attention only rows with logits continue.
         """
         ...
 
     def flat_hidden(self, x: Hidden) -> Tensor:
-        """What an operation left of x [T, K] for the next layer, for a device that goes on with `hidden_of`: a vector
-        of the backend's dtype. Of several rows that is x alone."""
+        """x [T, K] with what the backend keeps for the next layer, for a device that continues with
+        `hidden_of`: a vector of the backend's dtype. For several rows it is x alone.
+        """
         ...
 
     def hidden_of(self, flat: Tensor, rows: int, norm: RMSNorm | None) -> Hidden:
-        """What another device's `flat_hidden` was given. norm: the one that reads it."""
+        """Inverts another device's `flat_hidden`. norm: the norm that reads the rows."""
         ...
 
     def rms_norm(self, x: Hidden, norm: RMSNorm) -> Tensor:

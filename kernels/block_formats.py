@@ -1,13 +1,13 @@
-"""The GGUF block formats as one table, and their torch unpacking: what the bytes of a weight row mean.
+"""The GGUF block formats as one table, and their torch unpacking: the meaning of a weight row's bytes.
 
 A row of K weights is K / `block` blocks of `nbytes` bytes. Groups of `group` weights in it share a scale:
 
     w = s*q - m      s = d*sc (d where the format has no sub-scales),  m = dmin*mn (dmin without sub-minimums)
 
-q is `code - offset`, or `table[code]` for the 4-bit formats with a non-uniform grid. `Groups` keeps the
-stored integers (codes, sc, mn) and 16-bit scales (d, dmin) as they are: any packed layout can be made of it.
-References: the `gguf` package (`gguf.quants`, to which `dequantize` is bit-exact) and ggml's `ggml-common.h`;
-MXFP4 is the OCP Microscaling Formats specification 1.0.
+q is `code - offset`, or `table[code]` for the 4-bit formats with a non-uniform grid. `Groups` keeps the stored
+integers (codes, sc, mn) and 16-bit scales (d, dmin) unchanged: any packed layout can be made from it. References: the
+`gguf` package (`gguf.quants`, to which `dequantize` is bit-exact) and ggml's `ggml-common.h`; MXFP4 is the OCP
+Microscaling Formats specification 1.0.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Entries are integers; MXFP4's are E2M1 values times two, its scale halves them again.
+# Entries are integers; MXFP4's are E2M1 values times two, and its scale is halved.
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -58,7 +58,7 @@ class BlockFormat:
 
 
 def _format(name: str, block: int, group: int, bits: int, fields: str, **more: Any) -> BlockFormat:
-    """`fields`: names and bytes, in the order of the bytes. `codes`: the low bits of the codes; `high`: their upper."""
+    """`fields`: names and sizes in bytes, in order. `codes`: the low bits of the codes; `high`: their upper bits."""
     layout, start = {}, 0
     for field in fields.split(", "):
         name_of, size = field.split()
@@ -165,13 +165,13 @@ def dequantize(fmt: BlockFormat, data: Tensor) -> Tensor:
 
 
 def _aligned(data: Tensor) -> Tensor:
-    """A copy when the bytes do not start or step at a multiple of 4, which a wider view needs."""
+    """A copy if the bytes do not start or step at a multiple of 4, as a wider view requires."""
     aligned = data.is_contiguous() and data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0
     return data if aligned and data.shape[-1] % 4 == 0 else data.clone(memory_format=torch.contiguous_format)
 
 
 def _times(scale: Tensor, sub: Tensor | None) -> Tensor:
-    """Super-scales [R, K/block] spread over their sub-scales [R, K/group]: fp32 [R, K/group]."""
+    """Super-scales [R, K/block] times their sub-scales [R, K/group]: fp32 [R, K/group]."""
     if sub is None:
         return scale
     rows, blocks = scale.shape

@@ -1,4 +1,4 @@
-"""How long this process has waited for kernels to be compiled: the reports of requests take it out of their speeds."""
+"""The time that this process has waited for kernels to be compiled, which reports of a request's speed exclude."""
 
 import time
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ _seconds = 0.0
 
 
 def seconds() -> float:
-    """Since the process began."""
+    """Seconds of compilation since the process started."""
     return _seconds
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """What is done within it is compiling, or waiting for it."""
+    """Counts the time within this context as compilation, or waiting for it."""
     global _seconds
     began = time.perf_counter()
     try:

@@ -13,18 +13,18 @@ from quengine.kernels.kv.cache_types import PADDING_BLOCK
 Phase = Literal["prefill", "decode"]
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
-"""The block tables of one sequence: of each group of layers, the blocks of its positions in order."""
+"""The block tables of one sequence: for each cache group, the blocks of its positions in order."""
 
 
 @dataclass(frozen=True, eq=False)
 class PrefillTiles:
-    """How the rows of several sequences' chunks are cut for prefill attention, on the device.
+    """The tiles of a prefill step's chunks for attention, on the device.
 
     Attributes:
         sequences: int32 [T], the sequence of each row.
         tiles: int32 [tiles, 5], each of at most `block_rows` rows of one chunk: first row of the chunk, first row of
-            the tile within it, rows of the chunk, position of the chunk's first row, sequence. Tiles that see most keys
-            come first, so that no long one runs alone at the end; one of a chunk without rows is padding.
+            the tile within it, rows of the chunk, position of the chunk's first row, sequence. Tiles with the most keys
+            come first, so that no long one runs alone at the end; a tile of a chunk without rows is padding.
         block_rows: most rows of a tile.
         longest: most rows of a chunk.
         deepest: most positions of a sequence, its chunk included.
@@ -39,27 +39,27 @@ class PrefillTiles:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
-    """The tokens of one step and where their keys and values lie in the paged cache.
+    """The tokens of one step, and where their keys and values lie in the paged KV cache.
 
-    A single sequence is a batch of one. In decode every row has a block table of its own, so S is T; rows of a draft
-    are rows of the same sequence. Rows without a sequence (padding) have a block table of padding blocks.
+    A single sequence is a batch of one. In decode every row has its own block table, so S is T; rows of a draft are
+    rows of the same sequence. Rows without a sequence (padding) have a block table of padding blocks.
 
     Attributes:
-        phase: "prefill" or "decode": which kernels compute the step, and so its last bits. A prompt's chunk is prefill
-            also where it is a single token.
+        phase: "prefill" or "decode", which selects the kernels of the step, and so its last bits. A prompt's chunk is
+            prefill even if it is a single token.
         token_ids: int64 [T], on the device.
         positions: int32 [T], each token's position in its sequence, on the device.
-        block_tables: int32 [G, S, most blocks], on the device, contiguous, one table for each group of layers
+        block_tables: int32 [G, S, most blocks], on the device, contiguous, one table per cache group
             (ModelConfig.cache_groups): position p of a sequence is row
             `table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE` of the cache of the group's layers. Entries of
-            positions behind the group's window name the padding block.
+            positions that have left the group's window name the padding block.
         starts: in prefill, the position of each sequence's first row. Empty in a captured step, where only the device
             has it.
-        query_lens: in prefill, each sequence's number of rows, which lie one sequence behind the other; empty likewise.
-        logits_rows: int64 [n] on the device: the rows whose logits are wanted; None: all.
-        shares_sequences: in decode, whether a sequence may have several rows, at positions that follow each other. All
-            keys and values of the batch must then be written before any are read.
-        tiles: in a captured prefill step, how its rows are cut; elsewhere the backend works it out.
+        query_lens: in prefill, the number of rows of each sequence, which are concatenated; empty likewise.
+        logits_rows: int64 [n] on the device: the rows to compute logits for; None: all.
+        shares_sequences: in decode, whether a sequence may have several rows, at consecutive positions. All keys and
+            values of the batch must then be written before any are read.
+        tiles: in a captured prefill step, the tiles of its rows; elsewhere the backend computes them.
     """
 
     phase: Phase
@@ -80,11 +80,11 @@ class ForwardBatch:
         return self.token_ids.device
 
     def block_tables_of(self, group: int) -> Tensor:
-        """The block tables [S, most blocks] of a group of layers, contiguous."""
+        """The block tables [S, most blocks] of a cache group, contiguous."""
         return self.block_tables[group]
 
     def slots_of(self, group: int) -> Tensor:
-        """The slots [S] of the sequences in a group of layers that keep a state: a table has that one entry."""
+        """The slots [S] of the sequences in a cache group with recurrent state, whose tables have one entry."""
         return self.block_tables[group][:, 0]
 
     def sequences(self, group: int) -> Iterator[tuple[slice, int, int]]:
@@ -100,7 +100,7 @@ class ForwardBatch:
             yield from zip(spans, self.positions.tolist(), slots, strict=True)
 
     def chunks(self, group: int) -> Iterator[tuple[slice, int, Tensor]]:
-        """Of each sequence in prefill: its rows, the position of the first, and its block table [blocks]."""
+        """For each sequence in prefill: its rows, the position of the first, and its block table [blocks]."""
         ends = accumulate(self.query_lens)
         for start, length, end, table in zip(
             self.starts, self.query_lens, ends, self.block_tables_of(group), strict=True
@@ -115,9 +115,9 @@ def prefill_batch(
     device: torch.device,
     all_logits: bool = False,
 ) -> ForwardBatch:
-    """The chunks `ids` of sequences, each at its position in `starts` and with its block tables.
+    """The batch of chunks `ids`, each at its position in `starts`, with its sequence's block tables.
 
-    Logits are wanted of each chunk's last row, or of all rows.
+    Logits are computed for each chunk's last row, or for all rows.
     """
     lengths = [len(chunk) for chunk in ids]
     if len(ids) == 1:
@@ -145,7 +145,9 @@ def decode_batch(
     device: torch.device,
     shares_sequences: bool = False,
 ) -> ForwardBatch:
-    """A token of each row, at its position, with its sequence's block tables; logits are wanted of all."""
+    """The batch of one token per row, at its position, with its sequence's block tables; logits are computed
+    for all.
+    """
     return ForwardBatch(
         phase="decode",
         token_ids=torch.tensor(ids, device=device),
@@ -156,7 +158,7 @@ def decode_batch(
 
 
 def pad_block_tables(tables: Sequence[BlockTables]) -> list[list[list[int]]]:
-    """The block tables [G][S][most blocks] of sequences, made as long as the longest with the padding block."""
+    """The block tables [G][S][most blocks] of sequences, padded to the longest with the padding block."""
     most = max(len(table) for of_sequence in tables for table in of_sequence)
     return [
         [[*table, *([PADDING_BLOCK] * (most - len(table)))] for table in of_group]

@@ -1,4 +1,4 @@
-"""Gated linear units: the torch definition. Gate and up come from one matmul, side by side: gate first."""
+"""Gated linear units: the torch definition. One matmul computes gate and up, side by side, gate first."""
 
 from typing import Literal, TypeAlias
 
@@ -6,11 +6,12 @@ import torch
 from torch.nn.functional import gelu, silu
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swish"]
-"""What a gated feed-forward applies to its gate: SiLU (SwiGLU); GELU in its tanh form (GeGLU); or, in gpt-oss, a
-swish of the gate clamped from above, times one more than the clamped up value."""
+"""The activation of a gated feed-forward: SiLU (SwiGLU); GELU in its tanh form (GeGLU); or, in gpt-oss, a
+swish of the gate clamped from above, times one more than the clamped up value.
+"""
 
 SWISH_SLOPE, CLAMP = 1.702, 7.0
-"""Of `clamped_swish`: `alpha` and `limit` in OpenAI's gpt-oss."""
+"""The constants of `clamped_swish`: `alpha` and `limit` in OpenAI's gpt-oss."""
 
 
 def glu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:

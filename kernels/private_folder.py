@@ -1,6 +1,6 @@
-"""Folders that machine code is loaded from: whether they are this user's alone, and a secret kept in each.
+"""Folders that machine code is loaded from: checks that they are private to this user, and a secret kept in each.
 
-Whoever can write such a folder can run code as the user that loads from it.
+Anyone who can write to such a folder can run code as the user that loads from it.
 """
 
 import os
@@ -14,7 +14,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ForeignFolderError(OSError):
-    """Another user owns the folder, or could put another in its place; `strerror` says how."""
+    """Another user owns the folder, or could replace it; `strerror` gives the reason."""
 
     def __init__(self, folder: Path, problem: str) -> None:
         super().__init__(None, problem, str(folder))
@@ -30,11 +30,11 @@ def user_cache() -> Path | None:
 
 
 def check_owner(folder: Path) -> os.stat_result:
-    """The status of a folder that belongs to this user, whoever may write into it.
+    """The status of a folder that this user owns, whoever may write to it.
 
     Raises:
-        ForeignFolderError: it belongs to another, is reached by another's link, or others can exchange it.
-        OSError: there is none, or it cannot be looked at.
+        ForeignFolderError: another user owns it or a link to it, or others can replace it.
+        OSError: it does not exist, or cannot be read.
     """
     link, status, parent = folder.lstat(), folder.stat(), folder.parent.stat()
     user = os.geteuid()
@@ -52,11 +52,11 @@ def check_owner(folder: Path) -> os.stat_result:
 
 
 def check_private(folder: Path) -> None:
-    """Passes when nobody but this user can have written into a folder.
+    """Checks that only this user can have written to a folder.
 
     Raises:
-        ForeignFolderError: others can write into it, or `check_owner` raises it.
-        OSError: there is none, or it cannot be looked at.
+        ForeignFolderError: others can write to it, or as `check_owner`.
+        OSError: it does not exist, or cannot be read.
     """
     status = check_owner(folder)
     if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _own_group(status)):
@@ -64,13 +64,13 @@ def check_private(folder: Path) -> None:
 
 
 def folder_key(folder: Path, make: bool) -> bytes | None:
-    """The secret of this user in a folder, of KEY_BYTES; None where there is none yet and none is to be made.
+    """This user's secret in a folder, KEY_BYTES long; None if there is none and `make` is false.
 
-    The folder becomes private (0700). A secret that others could have put there is removed.
+    The folder becomes private (0700). A secret that others could have written is removed.
 
     Raises:
         ForeignFolderError: as `check_owner`.
-        OSError: there is no such folder, or it cannot be written.
+        OSError: the folder does not exist, or cannot be written.
     """
     status = check_owner(folder)
     if stat.S_IMODE(status.st_mode) & 0o077:
@@ -85,7 +85,7 @@ def folder_key(folder: Path, make: bool) -> bytes | None:
 
 
 def _read_key(path: Path) -> bytes | None:
-    """What the file holds, if it is a secret: of this user, which nobody else can read."""
+    """The content of the file, if it is a secret that this user owns and nobody else can read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -98,7 +98,7 @@ def _read_key(path: Path) -> bytes | None:
 
 
 def _write_key(path: Path) -> None:
-    """A new secret, unless another process has just made one."""
+    """Writes a new secret, unless another process has just written one."""
     descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")  # mode 0600
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -112,7 +112,7 @@ def _write_key(path: Path) -> None:
 
 
 def _own_group(status: os.stat_result) -> bool:
-    """Whether a group is the user's own, of the user's name, as distributions make them: it has no other members."""
+    """Whether the group is the user's own, named like the user, as distributions create them, without other members."""
     import grp
     import pwd
 

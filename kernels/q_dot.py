@@ -1,10 +1,10 @@
 """The decode matmul on weights as stored, "q-dot": the torch definition that every backend's kernel is tested against.
 
-    dot_g = sum q*a                                                          exact integers, over a group g
-    y     = sum_g s_g * t_g * dot_g  -  sum_g m_g * t_g * (sum of a over g)   fp32, groups in order
+    dot_g = sum q*a                                exact integers, over a group g
+    y     = sum_g s_g * t_g * dot_g  -  sum_g m_g * t_g * (sum of a over g)      fp32, groups in order
 
-The only rounding of the inputs is that of the activations. The order of the sum follows from the weight's shape alone;
-a backend may use another such order, which differs by fp32 rounding only.
+Only the activations are rounded. The order of the sum follows from the weight's shape alone; a backend may use another
+such order, which differs by fp32 rounding only.
 """
 
 import torch
@@ -15,10 +15,10 @@ from quengine.kernels.block_formats import Groups
 
 
 def q_dot(x: QuantizedActivations, w: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rounded activations [T, K] times rows of quantized weights [N, K], transposed: `dtype` [T, N].
+    """Quantized activations [T, K] times rows of quantized weights [N, K], transposed: `dtype` [T, N].
 
-    dtype float32 is the definition; float64 gives the same sum without the rounding of its terms. Uses T*N*K/group
-    integers of memory. Raises ValueError when the widths differ.
+    dtype float32 is the definition; float64 computes the same sum without rounding its terms to fp32. Uses T*N*K/group
+    integers of memory. Raises ValueError if the widths differ.
     """
     if x.a.shape[1] != w.codes.shape[1]:
         raise ValueError(f"activations of width {x.a.shape[1]} for weights of width {w.codes.shape[1]}")

@@ -1,4 +1,4 @@
-"""A weight as it is stored: its name, block format, shape and bytes, usually a view on the mapped file."""
+"""A weight as stored: its name, block format, shape and bytes, usually a view of the mapped file."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +13,8 @@ from quengine.kernels.block_formats import BlockFormat
 class QuantTensor:
     """A tensor of `shape` (torch order: the last dimension is the columns, all others count rows).
 
-    data: uint8 [rows, row_bytes], contiguous rows of `format` blocks; never written to.
-    Raises ValueError when the bytes do not fit the shape.
+    data: uint8 [rows, row_bytes], contiguous rows of `format` blocks; never written to. Raises ValueError if the bytes
+    do not fit the shape.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """The reference backend: torch definitions in float64 over dequantized weights. Slow, exact, the oracle.
 
-Nothing is rounded but the key/value cache, which is stored in the type the run asks for. Weights are expanded
-once when `keep` is set (8 bytes a weight); otherwise each matmul expands its rows anew, so any file that can be
-mapped can be checked.
+Nothing is rounded but the KV cache, which is stored in the type that the run uses. With `keep`, weights are
+dequantized once (8 bytes per weight); otherwise each matmul dequantizes its rows again, so any file that can be mapped
+can be checked.
 """
 
 import functools
@@ -32,7 +32,7 @@ _ROWS_AT_A_TIME = 4096
 
 @dataclass(frozen=True)
 class ReferenceWeight:
-    """Matrices on one input, either dequantized or as stored."""
+    """Matrices on one input, dequantized or as stored."""
 
     parts: tuple[QuantTensor, ...]
     dense: Tensor | None
@@ -52,7 +52,7 @@ class ReferenceWeight:
 
 @dataclass(frozen=True)
 class ReferenceExperts:
-    """The matrices of E experts, each with what it adds. `bias`: [E, N]."""
+    """The matrices of E experts, each with its bias. `bias`: [E, N]."""
 
     experts: tuple[ReferenceWeight, ...]
     bias: Tensor | None
@@ -71,7 +71,7 @@ class ReferenceExperts:
 
 
 class ReferenceBackend:
-    """See the module docstring; implements kernels.backend.Backend."""
+    """The reference backend, see the module docstring; implements kernels.backend.Backend."""
 
     def __init__(self, keep: bool, dtype: torch.dtype = torch.float64) -> None:
         self.name = "reference"
@@ -201,7 +201,7 @@ class ReferenceBackend:
         return y if gates is None else gate_output(y, gates)
 
     def _attend(self, q: Tensor, spec: AttentionSpec, layer: KVLayer, start: int, table: Tensor) -> Tensor:
-        """Attention of T tokens from `start` on, of one sequence: [T, heads * head_dim]."""
+        """Attention of T tokens of one sequence, from position `start` on: [T, heads * head_dim]."""
         tokens = len(q)
         end = start + tokens
         mask = mask_slice(spec.mask_band, start, tokens) if tokens > 1 else None

@@ -7,9 +7,10 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class RMSNorm:
-    """The weights of a norm, [D] on the device, and what is added to the mean square.
+    """The weights of a norm, [D] on the device, and its epsilon, which is added to the mean square.
 
-    experts: how many experts of each row read its result, if nothing else but their router does; 0: others.
+    experts: the number of experts per row that read the result, if only they and their router do; 0: others read it
+    too.
     """
 
     weight: torch.Tensor

@@ -1,6 +1,6 @@
 """Rotary position embedding: angle tables and the torch definition of the rotation.
 
-A table is built once, at load, in fp64 and rounded once to fp32; no angle is computed again later.
+A table is built once, at load, in fp64 and rounded once to fp32; angles are not computed again.
 """
 
 import math
@@ -17,18 +17,18 @@ RopeScaling = Literal["none", "linear", "yarn"]
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """How positions become angles.
+    """The parameters of a rotary embedding.
 
-    dim: how many leading elements of a head are rotated (even; the rest pass through).
+    dim: number of leading elements of a head that are rotated (even; the rest pass through).
     base: theta of the frequencies `base^(-2i/dim)`.
     layout: "pairs" rotates elements (2i, 2i+1), as GGUF's llama family stores Q and K; "halves" rotates
         (i, i + dim/2), as GPT-NeoX did and most Hugging Face models do.
     scaling: "none"; "linear" divides positions by `factor`; "yarn" blends both, by frequency.
     factor: new context over original context.
     original_context: positions the model was trained on; yarn needs it.
-    beta_fast, beta_slow: yarn's limits in rotations over `original_context`: faster dimensions are left alone, slower
+    beta_fast, beta_slow: yarn's limits in rotations over `original_context`: faster dimensions are kept, slower
         ones interpolated.
-    truncate: yarn's limits, as places among the frequencies, are rounded outwards to integers.
+    truncate: yarn's limits, as indices of frequencies, are rounded outwards to integers.
     attention_factor: multiplies cos and sin (so scores grow by its square). None: yarn's own magnitude for yarn, 1
         otherwise.
     freq_factors: one divisor for each of the dim/2 frequencies (GGUF `rope_freqs.weight`, llama 3 and LongRoPE).
@@ -68,7 +68,7 @@ class RopeSpec:
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied with."""
+        """The factor of cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         return yarn_magnitude(self.factor) if self.scaling == "yarn" else 1.0
@@ -89,9 +89,9 @@ def llama3_freq_factors(
 ) -> tuple[float, ...]:
     """The per-frequency divisors of Llama 3.1's rope scaling (config key `rope_type: llama3`), dim/2 of them.
 
-    Wavelengths shorter than `original_context / high_freq_factor` keep their frequency, longer than
-    `original_context / low_freq_factor` are slowed `factor` times, those between are blended linearly.
-    Source: Llama 3.1 model card configuration; GGUF stores the result as `rope_freqs.weight`.
+    Wavelengths shorter than `original_context / high_freq_factor` keep their frequency, those longer than
+    `original_context / low_freq_factor` are slowed `factor` times, those between are blended linearly. Source: Llama
+    3.1 model card configuration; GGUF stores the result as `rope_freqs.weight`.
     """
     factors = []
     for i in range(dim // 2):
@@ -118,7 +118,7 @@ def inverse_frequencies(spec: RopeSpec) -> torch.Tensor:
         if spec.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(0, low), min(spec.dim - 1, high)
-        # 1 where the dimension turns fast (kept), 0 where it turns slowly (interpolated).
+        # 1 for fast dimensions (kept), 0 for slow ones (interpolated)
         kept = 1.0 - ((half - low) / max(0.001, high - low)).clamp(0.0, 1.0)
         return frequency * kept + frequency / spec.factor * (1.0 - kept)
     return frequency
@@ -145,10 +145,10 @@ def rope_table(
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RopeLayout) -> torch.Tensor:
-    """Rotate the first `2 * cos.shape[-1]` elements of every head; the rest pass through.
+    """Rotates the first `2 * cos.shape[-1]` elements of every head; the rest pass through.
 
-    x: [T, H, head_dim] of any float dtype; cos, sin: [T, dim/2], the table rows of each token's position.
-    Returns a new tensor of x's shape and dtype; fp16 and bf16 are computed in fp32 and rounded once.
+    x: [T, H, head_dim] of any float dtype; cos, sin: [T, dim/2], the table rows of each token's position. Returns a
+    new tensor of x's shape and dtype; fp16 and bf16 are computed in fp32 and rounded once.
     """
     compute = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
     half = cos.shape[-1]

@@ -1,6 +1,6 @@
-"""What happens between the QKV matmul and attention, in torch: head norms, rotation, the write to the cache.
+"""Q/K norms, rotary embedding and the cache write, between the QKV matmul and attention: the torch definition.
 
-The definition of kernels/cuda/attention/rope_store.py's `rope_store`, and what the reference and CPU backends run.
+It defines kernels/cuda/attention/rope_store.py and kernels/cpu/ops/rope_store.py; the reference backend runs it.
 """
 
 import torch
@@ -14,7 +14,7 @@ from quengine.kernels.rope import apply_rope
 
 
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
-    """Rotate queries and keys of the T tokens of a step; write keys and values to `layer`.
+    """Rotates queries and keys of the T tokens of a step, and writes keys and values to `layer`.
 
     qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64, computed in that type, of a gated attention without its
     gates (`split_gates` of kernels/attention.py). Returns the rotated queries [T, heads, head_dim].
@@ -37,7 +37,7 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
 
 
 def row_tables(batch: ForwardBatch, group: int) -> Tensor:
-    """The block table of each token of a step [T, blocks], or the one that all have [blocks]."""
+    """The block table of each token of a step [T, blocks], or one that all share [blocks]."""
     tables = batch.block_tables_of(group)
     if batch.phase == "decode":
         return tables
@@ -54,12 +54,14 @@ def _qk_norms(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor
 
 
 def _qk_norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Of heads [T, n, head_dim]: of each by itself for weights [head_dim], of a row's together for [n * head_dim]."""
+    """RMSNorm of heads [T, n, head_dim]: of each head for weights [head_dim], of a row's heads together for
+    [n * head_dim].
+    """
     if weight.numel() == heads.shape[-1]:
         return rms_norm(heads, weight, eps)
     return rms_norm(heads.flatten(1), weight, eps).view_as(heads)
 
 
 def first_visible(spec: AttentionSpec, end: int) -> int:
-    """The first position that a token at end - 1 sees."""
+    """The first position that a token at position end - 1 sees."""
     return 0 if spec.window is None else max(0, end - spec.window)

@@ -1,16 +1,15 @@
 """From the logits of one position to a token id: the definition of every sampler, and the random numbers.
 
-Knows logits, token ids and one uniform number; nothing of requests, histories, seeds' origin or stop rules. The
-CUDA kernels give the same token for the same logits, so nothing here depends on an order of summation or on a
+The CUDA kernels return the same token for the same logits, so nothing here depends on an order of summation or on a
 mathematical library:
 
 * Random numbers are a pure function of (seed, position): Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel
-  Random Numbers: As Easy as 1, 2, 3", SC 2011). There is no generator state to keep or to lose.
+  Random Numbers: As Easy as 1, 2, 3", SC 2011). There is no generator state to store.
 * Candidates are ranked by logit, ties by the lower token id.
-* A probability is an integer mass: exp(logit - largest) in units of 2^-44, from fp64 products and sums in a written
-  order (`masses`). Integers add up to the same in any order, as in the q-dot of the matmuls.
+* A probability is an integer mass: exp(logit - largest) in units of 2^-44, from fp64 products and sums in a fixed
+  order (`masses`). Integer sums are the same in any order, as in the q-dot of the matmuls.
 * It is numpy, on one thread. torch splits a vocabulary between threads, which costs more than the work when
-  the cores are busy (4 ms an operation, against 0.02 to 0.5 here), and its sums follow the thread count.
+  the cores are busy (4 ms an operation, against 0.02 to 0.5 here), and its sums depend on the thread count.
 """
 
 import math
@@ -26,27 +25,27 @@ Floats = npt.NDArray[np.float64]
 
 _MASK32 = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio and sqrt(3) - 1: the key's step from round to round
+_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)  # golden ratio and sqrt(3) - 1: the key's increment per round
 _PHILOX_ROUNDS = 10
 
 MASS_BITS = 44
-"""The largest logit's mass is 2^44: 2^18 tokens of it add up to 2^62, an int64."""
+"""The largest logit's mass is 2^44: 2^18 tokens of it sum to 2^62, within int64."""
 
 HALVINGS = 64.0
-"""From here on a mass is 0, as it is above MASS_BITS + 1; no larger exponent is computed with."""
+"""From here on a mass is 0, as it is above MASS_BITS + 1; exponents are clamped to it."""
 
 _LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
 
 EXP2_COEFFICIENTS = tuple(accumulate(range(1, 13), lambda term, k: term * -_LN_2 / k, initial=1.0))
-"""The Taylor series of 2^-f: for |f| <= 1/2 its rest is below 2^-52."""
+"""The Taylor series of 2^-f: for |f| <= 1/2 its remainder is below 2^-52."""
 
-_PART = 4096  # candidates whose fp64 intermediates stay in a core's first cache
+_PART = 4096  # candidates whose fp64 intermediates fit a core's L1 cache
 
 Words4 = tuple[int, int, int, int]
 
 
 class NoCandidateError(ValueError):
-    """Every token is banned: there is nothing to choose from."""
+    """Every token is banned, so none can be sampled."""
 
 
 class Candidates(NamedTuple):
@@ -70,11 +69,11 @@ def philox4x32(counter: Words4, key: tuple[int, int]) -> Words4:
 
 
 def uniform(seed: int, position: int, stream: int = 0, word: int = 0) -> float:
-    """The uniform number in (0, 1), exclusive on both sides, that belongs to one position of one sequence.
+    """The uniform number in (0, 1), exclusive, of one position of one sequence.
 
-    `seed` (64 bits) is the Philox key; the counter is (position low, position high, stream, 0). `stream`
-    tells apart the completions of one prompt under one seed. Exact in fp64: (word + 1/2) / 2^32. Tokens are drawn
-    with the first of the four words (`word` 0), XTC's chance is the second.
+    `seed` (64 bits) is the Philox key; the counter is (position low, position high, stream, 0). `stream` distinguishes
+    the completions of one prompt under one seed. Exact in fp64: (word + 1/2) / 2^32. Tokens are drawn with the first
+    of the four words (`word` 0), XTC's chance with the second.
     """
     counter = (position & _MASK32, position >> 32, stream, 0)
     return (philox4x32(counter, (seed & _MASK32, seed >> 32))[word] + 0.5) * 2.0**-32
@@ -90,9 +89,9 @@ def penalize(
 ) -> Logits:
     """A copy of `logits` [V] with the distinct tokens `ids` [n] made less likely.
 
-    `counts` [n] says how often each was seen. The repeat penalty (Keskar et al., CTRL, 2019) divides a
-    positive logit and multiplies a negative one: above 1 it makes a token less likely, whatever its sign.
-    Then `presence + counts * frequency` is subtracted.
+    `counts` [n]: occurrences of each token. The repeat penalty (Keskar et al., CTRL, 2019) divides a positive logit
+    and multiplies a negative one: above 1 it makes a token less likely, whatever its sign. Then `presence + counts *
+    frequency` is subtracted.
     """
     seen = logits[ids].astype(np.float64)
     seen = np.where(seen > 0, seen / repeat, seen * repeat)
@@ -100,7 +99,9 @@ def penalize(
 
 
 def _replaced(logits: Logits, ids: Ids, values: Floats) -> Logits:
-    """A copy of `logits` with `values` at `ids`, at most fp32's largest: a huge bias makes no infinity."""
+    """A copy of `logits` with `values` at `ids`, at most fp32's largest number: a huge bias does not become
+    infinity.
+    """
     changed = logits.copy()
     limit = float(np.finfo(np.float32).max)
     changed[ids] = np.where(values < -limit, -math.inf, np.minimum(values, limit))
@@ -108,12 +109,12 @@ def _replaced(logits: Logits, ids: Ids, values: Floats) -> Logits:
 
 
 def greedy(logits: Logits) -> int:
-    """The id of the largest of `logits` [V]; of equal ones the lowest id (argmax returns the first)."""
+    """The id of the largest of `logits` [V]; ties go to the lowest id (argmax returns the first)."""
     return int(np.argmax(logits))
 
 
 def top_k_candidates(logits: Logits, k: int) -> Candidates:
-    """The `k` largest of `logits` [V], ranked; k <= 0 or k >= V: all. Banned tokens (-inf) stay out.
+    """The `k` largest of `logits` [V], ranked; k <= 0 or k >= V: all. Banned tokens (-inf) are excluded.
 
     Raises:
         NoCandidateError: every token is banned.
@@ -132,10 +133,10 @@ def top_k_candidates(logits: Logits, k: int) -> Candidates:
 
 
 def _ranked(logits: Logits, ids: Ids) -> Ids:
-    """`ids` [n] by falling logit, ties by rising id: one sort of distinct integers.
+    """`ids` [n] by descending logit, ties by ascending id: one sort of distinct integers.
 
-    The key's high word is the logit's bits in an order-reversing integer form, its low word the id. The bits
-    of an fp32 sort as an integer where the sign is clear; where it is set the other 31 count backwards.
+    The key's high word is the logit's bits in an order-reversing integer form, its low word the id. The bits of an
+    fp32 sort as an integer if the sign is clear; if it is set the other 31 sort in reverse.
     """
     bits = (logits[ids] + np.float32(0)).view(np.int32)  # + 0: -0.0 becomes 0.0, which it equals
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -145,19 +146,19 @@ def _ranked(logits: Logits, ids: Ids) -> Ids:
 def keep_typical_p(candidates: Candidates, p: float) -> Candidates:
     """Locally typical sampling (Meister et al., 2022): the tokens whose surprise is nearest to the entropy.
 
-    Keeps the fewest of them whose probability together exceeds `p`; p >= 1 keeps all.
+    Keeps the fewest whose probability together exceeds `p`; p >= 1 keeps all.
     """
     if p >= 1:
         return candidates
     gaps = candidates.logits[0] - candidates.logits
     mass = masses(gaps, sharpness(1.0))
     total = int(mass.sum())
-    # Surprise less entropy is the gap less the mean gap: log(total) cancels. At most 0.37 * 2^44 for each token.
+    # Surprise minus entropy is the gap minus the mean gap: log(total) cancels. At most 0.37 * 2^44 per token.
     moment = np.floor(mass * gaps + 0.5).astype(np.int64)
     order = np.argsort(np.abs(gaps - float(moment.sum()) / total), kind="stable")
     limit = min(math.floor(p * total), total - 1)
     count = int(np.searchsorted(np.cumsum(mass[order]), limit, side="right")) + 1
-    kept = np.sort(order[:count])  # back to the order of the logits
+    kept = np.sort(order[:count])  # in the order of the logits again
     return Candidates(candidates.ids[kept], candidates.logits[kept])
 
 
@@ -190,13 +191,13 @@ def draw(candidates: Candidates, temperature: float, uniform: float) -> int:
 
 
 def drawn(mass: Ids, uniform: float) -> int:
-    """The index where the cumulative `mass` [C] first exceeds `uniform` in (0, 1) of all of it."""
+    """The index where the cumulative `mass` [C] first exceeds the fraction `uniform` in (0, 1) of the total."""
     reached = np.cumsum(mass)
     return int(np.searchsorted(reached, math.floor(uniform * int(reached[-1])), side="right"))
 
 
 class Settings(TypedDict):
-    """How a token is chosen, and the uniform number in (0, 1) that it is drawn with."""
+    """The settings of the samplers, and the uniform number in (0, 1) to draw with."""
 
     top_k: int
     typical_p: float
@@ -207,7 +208,7 @@ class Settings(TypedDict):
 
 
 class Choose(Protocol):
-    """`sample`, or another way to the same tokens."""
+    """`sample`, or a function with the same results."""
 
     def __call__(self, logits: Logits, **settings: Unpack[Settings]) -> int: ...
 
@@ -215,8 +216,8 @@ class Choose(Protocol):
 def sample(logits: Logits, **settings: Unpack[Settings]) -> int:
     """A token id from `logits` [V] (finite or -inf), the samplers applied in llama.cpp's order.
 
-    Bias and penalties have been applied before. Temperature 0 is greedy: the most likely token, whatever the
-    other settings.
+    Bias and penalties have been applied before. Temperature 0 is greedy: the most likely token, whatever the other
+    settings.
 
     Raises:
         NoCandidateError: every token is banned.
@@ -234,14 +235,14 @@ def sample(logits: Logits, **settings: Unpack[Settings]) -> int:
 
 
 def sharpness(temperature: float) -> float:
-    """Halvings of a token's mass for each unit that its logit lies below the largest, at `temperature` > 0."""
+    """Halvings of a token's mass per unit that its logit is below the largest, at `temperature` > 0."""
     return min(_LOG2_E / temperature, 1e300) if temperature > 1e-300 else 1e300
 
 
 def masses(gaps: Floats, sharpness: float) -> Ids:
-    """2^(44 - gaps * sharpness) to the nearest integer, int64 [C], for `gaps` >= 0 [C]: the largest logit less each.
+    """2^(44 - gaps * sharpness) to the nearest integer, int64 [C], for `gaps` >= 0 [C]: the largest logit minus each.
 
-    Every product and sum is rounded to fp64 by itself, in this order; a kernel that fuses them differs.
+    Every product and sum is rounded to fp64 separately, in this order; a kernel that fuses them differs.
     """
     result = np.empty(gaps.shape, dtype=np.int64)
     for start in range(0, len(gaps), _PART):
@@ -251,7 +252,7 @@ def masses(gaps: Floats, sharpness: float) -> Ids:
 
 
 def _part_of_masses(gaps: Floats, sharpness: float) -> Floats:
-    with np.errstate(over="ignore"):  # a tiny temperature makes infinity of a gap: mass 0
+    with np.errstate(over="ignore"):  # with a tiny temperature a gap becomes infinite: mass 0
         halvings = np.minimum(gaps * sharpness, HALVINGS)
     whole = np.floor(halvings + 0.5)
     halvings -= whole
@@ -261,7 +262,7 @@ def _part_of_masses(gaps: Floats, sharpness: float) -> Floats:
         power += coefficient
     power *= ((1023 + MASS_BITS - whole.astype(np.int64)) << 52).view(np.float64)  # 2^(44 - whole)
     power += 0.5
-    return power  # cut to an integer where it is stored
+    return power  # truncated to an integer where it is stored
 
 
 def log_normalizer(logits: Logits) -> float:

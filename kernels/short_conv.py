@@ -1,10 +1,9 @@
 """The gated short convolution: the torch definition.
 
-A position p has three vectors b, c and x of C channels. u_p = b * x; of each channel by itself
-`y_p = c * sum over k of w_k u_(p - taps + 1 + k)`, where u of positions before the first is 0. The state of a sequence
-keeps u of its last CONV_HISTORY positions, position p in row p mod CONV_HISTORY, so that a step that begins anywhere
-among them, as one after a draft that was not accepted does, finds what it reads. Source: `Lfm2ShortConv` in the
-`transformers` library.
+Position p has three vectors b, c and x of C channels. With u_p = b * x, each channel computes `y_p = c * sum over k of
+w_k u_(p - taps + 1 + k)`, where u is 0 before the first position. A sequence's state keeps u of its last CONV_HISTORY
+positions, position p in row p mod CONV_HISTORY, so that a step may begin at any of them, as one does after a draft was
+rejected. Source: `Lfm2ShortConv` in the `transformers` library.
 """
 
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from quengine.kernels.kv.cache_types import CONV_HISTORY
 
 @dataclass(frozen=True)
 class ShortConvSpec:
-    """What stays the same from step to step: `weight` [taps, C], the oldest position's first. `cache_group`: of the
-    layer, whose block tables name the sequences' slots (ForwardBatch.slots_of)."""
+    """The constants of a short convolution: `weight` [taps, C], oldest position first. `cache_group`: the
+    layer's cache group, whose block tables name the sequences' slots (ForwardBatch.slots_of).
+    """
 
     weight: Tensor
     cache_group: int
@@ -36,14 +36,14 @@ class ShortConvSpec:
 def short_conv(batch: ForwardBatch, bcx: Tensor, spec: ShortConvSpec, state: Tensor) -> Tensor:
     """y [T, C] of bcx [T, 3C]: b, c and x side by side. state [slots, CONV_HISTORY, C], written in place.
 
-    Rows of one sequence are in the order of their positions. In bcx's dtype; the state is read and written in its own.
+    Rows of one sequence are in order of position. Computed in bcx's dtype; the state is stored in its own.
     """
     sequences = batch.sequences(spec.cache_group)
     return torch.cat([_of_sequence(bcx[rows], at, spec, state[slot]) for rows, at, slot in sequences])
 
 
 def _of_sequence(bcx: Tensor, start: int, spec: ShortConvSpec, state: Tensor) -> Tensor:
-    """The same of the rows of one sequence from position `start` on; state [CONV_HISTORY, C]."""
+    """`short_conv` for the rows of one sequence from position `start` on; state [CONV_HISTORY, C]."""
     rows, before = len(bcx), spec.taps - 1
     b, c, x = bcx.chunk(3, dim=1)
     old = torch.arange(start - before, start)

@@ -1,4 +1,4 @@
-"""One way to open a model, whatever it is stored as: configuration, tensors by GGUF name, tokenizer, template."""
+"""The interface of an opened model in any file format: configuration, tensors by GGUF name, tokenizer, template."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Protocol):
-    """A model on disk, mapped and not read: tensors are views until something computes with them."""
+    """A model on disk, mapped but not read: its tensors are views, read when they are computed with."""
 
     path: Path
     config: ModelConfig
@@ -30,37 +30,37 @@ class Checkpoint(Protocol):
 
     @property
     def weights(self) -> int:
-        """How many numbers the tensors hold."""
+        """Number of elements of all tensors."""
         ...
 
     @property
     def types(self) -> Mapping[str, int]:
-        """How many tensors are stored as each type, the most frequent first."""
+        """Number of tensors of each storage type, the most frequent type first."""
         ...
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of how this model is held, one line each."""
+        """Notes for the user on how this model is stored, one line each."""
         ...
 
     def release_pages(self) -> None:
-        """Let the system drop pages of the mapped files; they are read again when they are needed."""
+        """Lets the system drop the pages of the mapped files; they are read again when needed."""
         ...
 
     def tokenizer(self) -> Tokenizer: ...
 
     def chat_template(self, given: str | None = None) -> "ChatTemplate | None":
-        """The model's template, or the one that `given` names or is."""
+        """The model's chat template, or the one that `given` names or contains."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file (or any shard of a split one) or a Hugging Face checkpoint folder.
+    """Opens a GGUF file (or any shard of a split one) or a Hugging Face checkpoint folder.
 
     Raises:
-        EngineError: the file or folder is not a model this engine runs; the message says why.
+        EngineError: the file or folder is not a model that this engine runs; the message says why.
     """
     if path.is_dir():
         from quengine.models.hf.hf_checkpoint import HFCheckpoint

@@ -1,7 +1,7 @@
-"""The shape of a model: one frozen dataclass, filled from GGUF metadata or a Hugging Face config.json.
+"""The shape of a model: one frozen dataclass, read from GGUF metadata or a Hugging Face config.json.
 
-`gguf.config_gguf` and `hf.config_hf` read it and know what the two sources call things; what each architecture computes
-is in `architectures`. What values must agree on is checked here, once, for all of them.
+`gguf.config_gguf` and `hf.config_hf` read it from the names of their formats; what each architecture computes is in
+`architectures`. The consistency of the values is checked here, once, for both formats.
 """
 
 from bisect import bisect_right
@@ -19,7 +19,7 @@ RopeLayout = Literal["pairs", "halves"]
 Pooling = Literal["mean", "cls", "last", "rank"]
 RopeScalingKind = Literal["none", "linear", "yarn", "llama3", "longrope"]
 
-# Limits far above any model of these architectures, below what would overflow or exhaust memory.
+# Far above any model of these architectures, and below what would overflow or exhaust memory.
 LIMITS: Mapping[str, tuple[int, int]] = {
     "vocab_size": (1, 1 << 24),
     "context_length": (1, 1 << 30),
@@ -34,10 +34,10 @@ LIMITS: Mapping[str, tuple[int, int]] = {
 
 
 def yarn_attention_factor(factor: float, log_multiplier: float = 0.0) -> float:
-    """What YaRN multiplies cos and sin with, for a context stretched `factor` times.
+    """The factor by which YaRN multiplies cos and sin when it extends the context `factor` times.
 
-    `0.1 ln(factor) + 1` (Peng et al. 2023, section 3.4), divided, where the model has a log multiplier m
-    (`mscale_all_dim` in Hugging Face configurations, beside an `mscale` of 1), by `0.1 m ln(factor) + 1`.
+    `0.1 ln(factor) + 1` (Peng et al. 2023, section 3.4). If the model has a log multiplier m (`mscale_all_dim` in
+    Hugging Face configurations, next to an `mscale` of 1), divided by `0.1 m ln(factor) + 1`.
     """
     if factor <= 1.0:
         return 1.0
@@ -45,7 +45,7 @@ def yarn_attention_factor(factor: float, log_multiplier: float = 0.0) -> float:
 
 
 def longrope_attention_factor(factor: float, original: int) -> float:
-    """What LongRoPE multiplies cos and sin with, for a context of `original` positions stretched `factor` times.
+    """The factor by which LongRoPE multiplies cos and sin when it extends `original` positions `factor` times.
 
     `sqrt(1 + ln(factor) / ln(original))` (Ding et al. 2024, LongRoPE).
     """
@@ -54,13 +54,13 @@ def longrope_attention_factor(factor: float, original: int) -> float:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary positions are stretched beyond the context that the model was first trained on.
+    """RoPE scaling: how rotary positions extend beyond the context of pre-training.
 
-    kind: "none"; "linear" divides every frequency by `factor`; "yarn" those that turn slowly (between
-        `beta_slow` and `beta_fast` turns over `original_context_length` blended); "llama3" divides each by its own
-        entry of `freq_factors`; "longrope" by that of `freq_factors`, or of `long_freq_factors` where a run's context
-        is longer than `original_context_length`.
-    truncate: yarn's limits, as places among the frequencies, are rounded outwards to integers.
+    kind: "none"; "linear" divides every frequency by `factor`; "yarn" only the slow ones, blended between `beta_slow`
+      and `beta_fast` rotations over `original_context_length`; "llama3" divides each frequency by its entry of
+      `freq_factors`; "longrope" does so too, or by that of `long_freq_factors` if the run's context is longer than
+      `original_context_length`.
+    truncate: yarn's limits, as indices of frequencies, are rounded outwards to integers.
     attention_factor: multiplies cos and sin, so attention scores grow by its square.
     freq_factors, long_freq_factors: rope_dim / 2 divisors each, or None.
     """
@@ -113,7 +113,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """What every layer of an architecture computes.
+    """What the layers of an architecture compute.
 
     rope_layout: which elements of a head rotate together (kernels/rope.py); GGUF converters permute the query and key
         rows of the llama family so that they are neighbours ("pairs").
@@ -124,9 +124,9 @@ class BlockKind:
     qkv_bias: query, key and value projections have biases.
     output_bias: the attention's output projection has a bias.
     sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
-    activation: of the feed-forward's gate (kernels/glu.py).
+    activation: the activation of the feed-forward's gate (kernels/glu.py).
     expert_bias: experts and their router have biases.
-    selection_bias: experts are chosen by their scores plus a bias of each.
+    selection_bias: experts are selected by their scores plus a bias per expert.
     shared_gate: the shared expert is weighted by a gate of its own.
     gated: the attention's result is multiplied by gates, whose rows follow each query head's (kernels/attention.py).
     merged: one tensor `attn_qkv` holds query, key and value rows.
@@ -153,11 +153,11 @@ class BlockKind:
 class ExpertConfig:
     """The mixture of experts in a model's feed-forwards.
 
-    count: experts of a layer, of which `router` chooses some for each row.
-    feed_forward_length: of an expert; shared_feed_forward_length: of the shared expert, which computes every row; 0:
-        there is none.
-    dense_layers: those that have a feed-forward of `ModelConfig.feed_forward_length` in place of experts.
-    held: the experts that are here, where other ranks have the others; None: all.
+    count: number of experts per layer, of which `router` selects some for each row.
+    feed_forward_length: width of an expert.
+    shared_feed_forward_length: width of the shared expert, which computes every row; 0: there is none.
+    dense_layers: layers with a dense feed-forward of `ModelConfig.feed_forward_length` instead of experts.
+    held: the experts on this rank, with expert parallelism; None: all.
     """
 
     count: int
@@ -168,8 +168,9 @@ class ExpertConfig:
     held: range | None = None
 
     def expected(self, rows: float) -> float:
-        """How many experts of a layer a step of `rows` rows (of steps, their mean) is expected to read:
-        `E (1 - (1 - k/E)^rows)`, if each row's k experts are as likely as any others.
+        """The expected number of experts per layer that a step of `rows` rows reads: `E (1 - (1 - k/E)^rows)`.
+
+        Assumes that all sets of k experts are equally likely for each row. `rows` may be a mean over steps.
         """
         return self.count * (1.0 - pow(1.0 - self.router.used / self.count, rows))
 
@@ -237,7 +238,7 @@ def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that keep the same of a sequence: the last `window` positions, or all (None), or a state of one size."""
+    """Layers that cache the same: the last `window` positions, all positions (None), or a state of fixed size."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -246,7 +247,7 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class Stage:
-    """Of ranks with whole layers: rank `number` has the layers bounds[number] to bounds[number + 1] - 1."""
+    """A pipeline stage: rank `number` has the layers bounds[number] to bounds[number + 1] - 1."""
 
     number: int
     bounds: tuple[int, ...]
@@ -268,13 +269,13 @@ class Stage:
         return self.number == self.count - 1
 
     def rank_of(self, layer: int) -> int:
-        """Which rank has a layer."""
+        """The rank that has this layer."""
         return bisect_right(self.bounds, layer) - 1
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder's shape.
+    """The shape of one decoder.
 
     `embedding_length`, `feed_forward_length` and the rest carry GGUF's names. `head_count` query heads of
     `head_dim` share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated.
@@ -346,9 +347,9 @@ class ModelConfig:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The layers by what they keep: those that keep every position, if any, come first, those with a state last.
+        """The layers grouped by what they cache: full attention comes first, if there is any, recurrent states last.
 
-        Of a process that has some of the layers, only these; the groups are those of all.
+        In a pipeline stage the groups are those of the whole model, with only the layers of this process.
         """
         groups: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.layer_windows):
@@ -370,7 +371,7 @@ class ModelConfig:
 
     @property
     def splits_heads(self) -> bool:
-        """Whether ranks may have some of the heads each: a norm of all heads together needs them all."""
+        """Whether ranks may share the heads: a norm over the whole row needs all of them."""
         return self.block.qk_norm != "row"
 
     def has_experts(self, layer: int) -> bool:
@@ -385,7 +386,7 @@ class ModelConfig:
         return Rotation(self.rope_dim, self.rope_freq_base, layout, self.rope_scaling, turns)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """(field, what is wrong with it) for every value out of range or at odds with another."""
+        """Yields (field, problem) for every value that is out of range or inconsistent with another."""
         for field in fields(self):
             low, high = LIMITS.get(field.name, (0, 0))
             value = getattr(self, field.name)
@@ -476,7 +477,7 @@ def _gated_delta_problems(sizes: GatedDeltaSizes) -> Iterator[tuple[str, str]]:
 
 
 def _expert_problems(experts: ExpertConfig, blocks: int, shared: bool) -> Iterator[tuple[str, str]]:
-    """As ModelConfig.problems, of a mixture of experts, in `blocks` layers; `shared`: there must be a shared expert."""
+    """`ModelConfig.problems` of a mixture of experts in `blocks` layers; `shared`: there must be a shared expert."""
     router, most = experts.router, LIMITS["feed_forward_length"][1]
     limits = {
         "experts.count": (experts.count, 1, MOST_EXPERTS),

@@ -23,17 +23,17 @@ from quengine.models.tensor_split import token_counts
 
 
 class Decoder:
-    """Token ids in, logits out, over a key/value cache of at most `ctx_size` positions.
+    """Computes logits from token ids, over a KV cache of at most `ctx_size` positions.
 
-    With a stage of a model, its layers in between: rows come from the stage before and go to the one behind, and the
-    last one's logits to all.
+    A pipeline stage computes only its own layers: it receives rows from the previous stage and sends them to the next
+    one; the last stage broadcasts the logits.
 
     Args:
         config: the model's shape.
         tensors: every tensor of the model by its GGUF name.
         backend: holds the weights and runs the operations.
-        ctx_size: positions for which rotary rows and the causal mask are made, once, here.
-        chunk_size: the most tokens of one sequence that a `forward` takes.
+        ctx_size: number of positions of the rotary tables and the causal mask, which are made here once.
+        chunk_size: maximum number of tokens of one sequence in a `forward`.
         host_experts: computes the experts of the first `host_experts.layers` layers; None: the backend computes all.
     """
 
@@ -75,7 +75,7 @@ class Decoder:
         self._handed = HandedRows(stage, backend, config.embedding_length)
 
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
-        """Logits [n, vocab] of the rows `batch.logits_rows`, or of all, given the cache before them."""
+        """Logits [n, vocab] of the rows `batch.logits_rows`, or of all rows, given the cache before them."""
         rows = batch.logits_rows
         x = self._layers(batch, cache, rows)
         return self._logits(batch, x, len(batch) if rows is None else len(rows))
@@ -85,14 +85,14 @@ class Decoder:
     ) -> Iterator[Tensor]:
         """Logits [n, vocab] of the rows in each of `parts`, int64 [n] on the device; `batch.logits_rows` is not read.
 
-        Each is computed when it is asked for, so that never more than one part's need be held.
+        They are computed lazily, so that only one part's logits need be in memory.
         """
         x = self._layers(batch, cache, None)
         for rows in parts:
             yield self._logits(batch, self.backend.gather_rows(x, rows), len(rows))
 
     def hidden(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
-        """The rows that the output matrix would read, of all tokens: [T, embedding length]."""
+        """The hidden rows that the output matrix would read, of all tokens: [T, embedding length]."""
         x = self._layers(batch, cache, None)
         if self.output_norm is None:
             return self._of_last_stage(None, len(batch), self.config.embedding_length)
@@ -108,7 +108,7 @@ class Decoder:
         return self.backend.communicator.all_gather(logits, self._output_rows)
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[LayerState], rows: Tensor | None) -> Hidden:
-        """`rows`: those gathered behind the last layer's attention; None: all."""
+        """The residual stream after the layers. `rows`: those kept after the last layer's attention; None: all."""
         last, stage = self.blk[-1], self._stage
         if stage.is_first:
             x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
@@ -122,7 +122,7 @@ class Decoder:
         return x
 
     def _of_last_stage(self, x: Tensor | None, rows: int, columns: int) -> Tensor:
-        """The last stage's x [rows, columns], on all; None: this is another."""
+        """Broadcasts the last stage's x [rows, columns] to all stages; None: this is another stage."""
         x = self._empty(rows, columns) if x is None else x.contiguous()
         self.backend.communicator.broadcast(x, self._stage.count - 1)
         return x
@@ -132,14 +132,15 @@ class Decoder:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Weight bytes that one decoded token reads: every matrix once, of experts those used, one embedding row."""
+        """Weight bytes that one decoded token reads: every matrix once, the selected experts, one embedding row."""
         blocks = sum(block.mixer.nbytes + block.ffn.nbytes for block in self.blk)
         read = self.token_embd.nbytes // self.token_embd.rows if self._stage.is_first else 0
         return int(blocks + read + (self.output.nbytes if self._stage.is_last else 0))
 
     def step_bytes(self, rows: int) -> int:
-        """Weight bytes that a decode step of `rows` rows reads: every matrix once, and of experts those that the rows
-        are expected to choose. Counted once for a number of rows: every request asks for it at its end.
+        """Weight bytes that a decode step of `rows` rows reads: every matrix once, and the expected number of experts.
+
+        Computed once for each number of rows, as every request asks for it at its end.
         """
         if rows not in self._step_bytes:
             experts = [block.ffn for block in self.blk if isinstance(block.ffn, MixtureOfExperts)]

@@ -1,6 +1,6 @@
-"""How a declared layer becomes one on a backend: which class computes each kind of mixer and feed-forward.
+"""Builds a decoder layer on a backend from its declaration: one class for each kind of mixer and feed-forward.
 
-Declarations (models/blocks) need no torch; these classes do, and read them.
+The declarations (models/blocks) do not import torch; these classes do.
 """
 
 from typing import Any, Protocol
@@ -44,7 +44,7 @@ class MixerLayer(Protocol):
         rows: Tensor | None = None,
         /,
     ) -> Hidden:
-        """`state`: what the cache holds for its kind (`Mixer.state`); else as DecoderLayer has it."""
+        """`state`: the layer's part of the cache, as declared by `Mixer.state`; the rest as in DecoderLayer."""
         ...
 
 
@@ -85,7 +85,10 @@ class DecoderLayer:
         next_norm: RMSNorm | None,
         rows: Tensor | None = None,
     ) -> Hidden:
-        """`next_norm`: the norm behind this layer, the next one's or the output's. `rows`: those gathered behind the
-        mixer; None: all."""
+        """Computes the layer on `x`, and returns the new residual stream.
+
+        `next_norm`: the norm after this layer, the next layer's or the output's. `rows`: the rows to keep after the
+        mixer; None: all.
+        """
         x = self.mixer(batch, x, cache, self.ffn.norm, rows)
         return self.ffn(batch, x, next_norm)

@@ -1,4 +1,4 @@
-"""The feed-forward of a mixture of experts: a router, experts that compute the rows it gives them, a shared expert."""
+"""The feed-forward of a mixture of experts: a router, experts that compute the rows routed to them, a shared expert."""
 
 from dataclasses import replace
 
@@ -16,12 +16,13 @@ from quengine.models.layers import LayerTensors
 
 
 class MixtureOfExperts:
-    """Behind one norm: the experts that the router chooses for a row, weighted, and where there is one a shared expert.
+    """After one norm, the weighted sum of the experts that the router selects for a row, plus a shared expert, if any.
 
-    Tensors of experts are `ffn_*_exps`, [E, rows, columns]. `host`: where they stay in host memory.
-    `chosen`, int32 [T, k], ascending: the experts of a step's rows, in place of the router's choice.
+    Tensors of experts are `ffn_*_exps`, [E, rows, columns]. `host`: computes the experts that stay in host memory.
+    `chosen`, int32 [T, k], ascending: the experts of a step's rows, which replace the router's selection.
 
-    Where a rank has some experts alone, the last of its tensors is one of zeros, which stands for all others.
+    With expert parallelism, a rank's tensors end with one expert of zeros, which stands for all experts of other
+    ranks.
     """
 
     chosen: Tensor | None = None
@@ -71,7 +72,7 @@ class MixtureOfExperts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one row reads: of its own experts, and of what every row reads."""
+        """Bytes that one row reads: its selected experts, the router and the shared expert."""
         return self.step_bytes(1)
 
     def step_bytes(self, rows: int) -> int:
@@ -85,7 +86,7 @@ class MixtureOfExperts:
 
 
 def _local_numbers(held: range, count: int) -> Tensor:
-    """What number each of `count` experts has on a rank that holds some: int32 [count]."""
+    """The local number of each of `count` experts on a rank that holds the experts `held`: int32 [count]."""
     numbers = torch.full((count,), len(held), dtype=torch.int32)
     numbers[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
     return numbers
@@ -103,9 +104,7 @@ def _router(declared: Experts, tensors: LayerTensors) -> Router:
 
 
 def _gate_and_up(tensors: LayerTensors, count: int, rows: int) -> tuple[list[QuantTensor], list[QuantTensor]]:
-    """The two matrices [rows, K] of each expert: views on one tensor [E, 2 * rows, K] with the gate's rows first, where
-    there is such a one.
-    """
+    """The gate and up matrices [rows, K] of all experts; views of the merged tensor [E, 2 * rows, K] if it exists."""
     if not tensors.has("ffn_gate_up_exps"):
         return _of_experts(tensors, "gate", count), _of_experts(tensors, "up", count)
     (both,) = tensors.take("ffn_gate_up_exps")
@@ -114,7 +113,7 @@ def _gate_and_up(tensors: LayerTensors, count: int, rows: int) -> tuple[list[Qua
 
 
 def _of_experts(tensors: LayerTensors, kind: str, count: int) -> list[QuantTensor]:
-    """The matrix of each expert, `kind` being gate, up or down: from one tensor, or from one an expert (old files)."""
+    """The gate, up or down matrices of all experts, from one tensor, or from one per expert (old files)."""
     if tensors.has(f"ffn_{kind}_exps"):
         (merged,) = tensors.take(f"ffn_{kind}_exps")
         return merged.matrices()
@@ -122,7 +121,7 @@ def _of_experts(tensors: LayerTensors, kind: str, count: int) -> list[QuantTenso
 
 
 def _bias(tensors: LayerTensors, *kinds: str, count: int) -> Tensor:
-    """Of the outputs of each expert, side by side: [E, N]."""
+    """The biases of each expert, those of several `kinds` side by side: [E, N]."""
     return torch.cat(
         [tensors.vector(f"ffn_{kind}_exps", kind="bias").view(count, -1) for kind in kinds], dim=1
     )

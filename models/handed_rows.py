@@ -1,4 +1,4 @@
-"""The rows of the residual stream on their way from one stage of a model to the next."""
+"""The rows of the residual stream on their way from one pipeline stage to the next."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from quengine.models.config import Stage
 
 
 class HandedRows:
-    """Sends the rows of a step to the next stage, and receives those of the one before, with the same bits.
+    """Sends the rows of a step to the next stage, and receives those of the previous one, bit-identical.
 
-    A single row may come with what has been made of it for the next norm. How long it then is follows from the sender's
-    weights: the first time it goes ahead as a number, before any step is captured.
+    A single row may travel with what the backend has prepared for the next norm. Its length then depends on the
+    sender's weights: it is sent as a number the first time, before any step is captured.
     """
 
     def __init__(self, stage: Stage, backend: Backend[Any], width: int) -> None:
@@ -29,7 +29,7 @@ class HandedRows:
         self._communicator.send(flat, to)
 
     def receive(self, rows: int, norm: RMSNorm | None) -> Hidden:
-        """`norm`: the one that reads them."""
+        """Receives `rows` rows from the previous stage. `norm`: the norm that reads them."""
         source, device = self._stage.number - 1, self._backend.device
         if rows == 1 and not self._single:
             length = torch.empty(1, dtype=torch.int64, device=device)

@@ -1,8 +1,8 @@
-"""How a model is divided between ranks that have whole layers, one behind the other: which rank has which.
+"""Pipeline split: how the layers of a model are divided among ranks that have whole layers.
 
-The first rank has the embedding, the last the output's norm and matrix. The rows of the residual stream go from rank to
-rank, so that every product is computed as on one device. Source: Huang et al. 2019, "GPipe: Efficient Training of Giant
-Neural Networks using Pipeline Parallelism", section 2.
+The first rank has the embedding, the last one the output's norm and matrix. The rows of the residual stream go from
+rank to rank, so that every product is computed as on one device. Source: Huang et al. 2019, "GPipe: Efficient Training
+of Giant Neural Networks using Pipeline Parallelism", section 2.
 """
 
 import re
@@ -18,7 +18,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 def layer_bounds(sizes: Sequence[int], shares: Sequence[float]) -> tuple[int, ...]:
-    """The bounds of `Stage`: layers of these bytes, divided as nearly by `shares` as whole layers can be.
+    """`Stage.bounds` for layers of these sizes in bytes, divided in proportion to `shares` as closely as possible.
 
     Raises:
         EngineError: there are fewer layers than shares.
@@ -38,7 +38,7 @@ def layer_bounds(sizes: Sequence[int], shares: Sequence[float]) -> tuple[int, ..
 
 
 def layer_bytes(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> list[int]:
-    """Bytes of each layer of a model; of the first with the embedding, of the last with the output matrix."""
+    """Bytes of each layer of a model, the first including the embedding, the last the output matrix."""
     sizes = [0] * config.block_count
     for name in tensors:
         layer = _LAYER.match(name)
@@ -53,8 +53,11 @@ def layer_bytes(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> list
 
 
 class StageTensors(Mapping[str, QuantTensor]):
-    """The tensors of a stage. The last has the embedding, too, where that is the output matrix; each has the norm that
-    begins the layer behind its own."""
+    """The tensors of a pipeline stage.
+
+    The last stage also has the embedding if that is the output matrix. Every stage has the first norm of the next
+    stage's first layer.
+    """
 
     def __init__(self, tensors: Mapping[str, QuantTensor], stage: Stage) -> None:
         self._tensors = tensors
@@ -77,7 +80,7 @@ class StageTensors(Mapping[str, QuantTensor]):
         return name in self._held
 
     def sizes(self) -> Iterator[tuple[str, int, int]]:
-        """Name, bytes and weights of each."""
+        """Name, bytes and number of weights of each tensor."""
         for name in self._names:
             tensor = self._tensors[name]
             yield name, tensor.nbytes, prod(tensor.shape)

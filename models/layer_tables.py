@@ -1,4 +1,4 @@
-"""What layers share while they are loaded: rotary tables and causal masks, made once for all layers that are alike."""
+"""Tables shared by layers: rotary tables and causal masks, made once for all layers of a kind."""
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from quengine.models.config import ModelConfig, Rotation
 
 
 class LayerTables:
-    """See the module docstring.
+    """Tables shared by layers, see the module docstring.
 
     Args:
-        config: of the model. device: where the tables are.
-        ctx_size: positions for which there are rotary rows. chunk_size: rows of the causal mask at most.
+        config: the model's shape.
+        device: device of the tables.
+        ctx_size: number of positions of the rotary tables.
+        chunk_size: maximum number of rows of the causal mask.
         host: computes the experts of the first `host.layers` layers; None: the backend computes all.
     """
 
@@ -36,11 +38,11 @@ class LayerTables:
         self._query_scales: dict[tuple[float, int], Tensor] = {}
 
     def cache_group(self, layer: int) -> int:
-        """The group of layers whose block tables a layer uses (ModelConfig.cache_groups)."""
+        """The index of a layer's cache group (ModelConfig.cache_groups), whose block tables it uses."""
         return self._groups[layer]
 
     def host_experts(self, layer: int) -> HostExperts | None:
-        """What computes a layer's experts, where it is not the backend."""
+        """What computes a layer's experts on the host; None if the backend computes them."""
         return self._host if self._host is not None and layer < self._host.layers else None
 
     def attention(self, layer: int, declared: Attention, eps: float) -> AttentionSpec:

@@ -1,4 +1,4 @@
-"""The layers of a decoder that most models have, on a backend."""
+"""The decoder layers that most models have, on a backend."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from quengine.models.layer_tables import LayerTables
 
 
 class LayerTensors:
-    """The tensors of a layer (`blk.3.`), or of no layer (None), taken by their short names onto a backend."""
+    """The tensors of a layer (`blk.3.`), or of no layer (None), loaded onto a backend by their short names."""
 
     def __init__(
         self, tensors: Mapping[str, QuantTensor], layer: int | None, backend: Backend[Any], eps: float
@@ -36,21 +36,21 @@ class LayerTensors:
         return f"{self.prefix}{name}.{kind}" in self.tensors
 
     def weight(self, *names: str) -> Any:
-        """Matrices on the same input."""
+        """Loads matrices that multiply the same input."""
         return self.backend.weight(self.take(*names))
 
     def vector(self, *names: str, kind: str = "weight") -> Tensor:
         return self.backend.vector(self.take(*names, kind=kind))
 
     def norm(self, name: str, there: bool = True) -> RMSNorm | None:
-        """The norm with weights `name`, or None where the architecture has no norm `there`."""
+        """The norm with weights `name`; None if `there` is false, as the architecture has no such norm."""
         return RMSNorm(self.vector(name), self.eps) if there else None
 
 
 class AttentionLayer:
     """Merged query/key/value projection, rotary causal attention over the cache, output projection.
 
-    `norm` is the norm in front, `post_norm` that of the result before the residual is added; None: there is none.
+    `norm` is the norm before, `post_norm` that of the result before the residual is added; None: there is none.
     `entry` and `output` are the matrices of the projections, as in every mixer.
     """
 
@@ -80,7 +80,7 @@ class AttentionLayer:
         next_norm: RMSNorm | None,
         rows: Tensor | None = None,
     ) -> Hidden:
-        """`next_norm`: the norm that reads the result. `rows`: those gathered behind the attention; None: all."""
+        """`next_norm`: the norm that reads the result. `rows`: the rows to keep after the attention; None: all."""
         qkv = self.backend.norm_linear(batch, x, self.norm, self.entry, self.entry_bias)
         y = self.backend.attention(batch, qkv, self.spec, cache)
         if rows is not None:
@@ -96,7 +96,7 @@ class AttentionLayer:
 
 
 def _qkv(tensors: LayerTensors, kind: str) -> list[str]:
-    """The tensor that holds query, key and value rows, where there is such a one, or the three."""
+    """The names of the query, key and value tensors: one merged tensor if it exists, or three."""
     return ["attn_qkv"] if tensors.has("attn_qkv", kind) else ["attn_q", "attn_k", "attn_v"]
 
 

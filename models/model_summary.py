@@ -1,6 +1,6 @@
-"""What a model on disk is, read from its headers alone: for people to look at before anything is loaded.
+"""Descriptions of models on disk, read from their headers alone, for commands that show a model without loading it.
 
-It also describes models that this engine cannot run, saying why, and files with a vocabulary and no tensors.
+They also cover models that this engine cannot run, with the reason, and files with a vocabulary but no tensors.
 """
 
 import re
@@ -38,7 +38,7 @@ class TensorRow:
 
 @dataclass
 class TensorGroup:
-    """The tensors that share a role and a type: every layer's `ffn_down.weight` in Q6_K, say."""
+    """The tensors with the same role and type: every layer's `ffn_down.weight` in Q6_K, for example."""
 
     name: str
     type: str
@@ -49,7 +49,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class TokenizerSummary:
-    """The tokenizer of a GGUF file. `problem` says what is wrong with its arrays, None if nothing."""
+    """The tokenizer of a GGUF file. `problem` says what is wrong with its arrays; None if nothing."""
 
     model: str
     pre: str | None
@@ -62,8 +62,9 @@ class TokenizerSummary:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """A model's description. `problem` is why this engine cannot run it, None if it can; `drafts` names the tensors of
-    layers that it passes over."""
+    """A model's description. `problem`: why this engine cannot run it; None if it can. `drafts`: names of the
+    tensors of draft layers, which the decoder ignores.
+    """
 
     path: Path
     files: tuple[Path, ...]
@@ -80,12 +81,12 @@ class ModelSummary:
 
     @property
     def computed(self) -> list[TensorRow]:
-        """The tensors but those of layers that the decoder passes over."""
+        """The tensors, without those of draft layers."""
         return [row for row in self.tensors if row.name not in self.drafts]
 
     @cached_property
     def counts(self) -> ParameterCounts:
-        """Bytes are those in memory: as stored, or as F32 for types that have no packed kernel."""
+        """The parameter counts, with bytes in memory: as stored, or as F32 for types that have no packed kernel."""
         rows = (
             (row.name, row.shape, 4 * prod(row.shape) if row.type in DEQUANTIZED_TYPES else row.nbytes)
             for row in self.computed
@@ -98,11 +99,11 @@ class ModelSummary:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes the weights take in memory."""
+        """Bytes that the weights take in memory."""
         return self.counts.nbytes
 
     def limits(self) -> list[str]:
-        """Options that refuse this model, each with the reason, a line each."""
+        """Options that this model does not support, each with the reason, one line each."""
         config = self.config
         if config is None or not self.tensors:
             return []
@@ -116,7 +117,7 @@ class ModelSummary:
         return found
 
     def groups(self) -> list[TensorGroup]:
-        """Tensors by role and type, those of all layers and experts together, in file order of the first of each."""
+        """Tensors by role and type, over all layers and experts, in the order of their first occurrence in the file."""
         found: dict[tuple[str, str], TensorGroup] = {}
         for row in self.tensors:
             name = _INDEX.sub("*", row.name)
@@ -130,7 +131,7 @@ class ModelSummary:
 def summarize(path: Path) -> ModelSummary:
     """Describes the GGUF file, or Hugging Face checkpoint folder, at `path`.
 
-    Raises EngineError for what cannot be read at all; what can be read but not run is in `problem`.
+    Raises EngineError if it cannot be read at all; if it can be read but not run, `problem` says why.
     """
     if path.is_dir():
         return _summarize_folder(path)
@@ -195,7 +196,7 @@ def _summarize_tokenizer(file: GGUFFile) -> TokenizerSummary | None:
 
 
 def _text(file: GGUFFile, key: str) -> str | None:
-    """The string at `key`; None where there is none or something else."""
+    """The string at `key`; None if there is none or it is of another type."""
     value = file.metadata.get(key)
     return value if isinstance(value, str) else None
 

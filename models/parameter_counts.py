@@ -1,7 +1,7 @@
-"""How many parameters a model has and how many bytes they take: all of them, and those that compute one token.
+"""Parameter counts and bytes of a model: of all tensors, and of those that compute one token.
 
-Of a mixture of experts a token is computed by a few experts of each layer. Counted from names and shapes alone, for
-files of both kinds; torch is not needed.
+In a mixture of experts, a token is computed by a few experts per layer. Counted from names and shapes alone, for both
+file formats, without torch.
 """
 
 import re
@@ -16,13 +16,13 @@ _EXPERTS = re.compile(
     r"^blk\.\d+\.ffn_\w+_exps\.|^blk\.\d+\.ffn_(gate|up|down)\.\d+\."  # GGUF, of all experts and of one
     r"|\.experts\.|\.block_sparse_moe\.(input|output)_linear\."  # Hugging Face; the second is Granite's
 )
-"""Names of tensors that hold matrices or biases of experts, not the shared one's and not the router's."""
+"""Names of tensors with matrices or biases of experts, except the shared expert's and the router's."""
 
 _EMBEDDING = re.compile(r"^token_embd\.weight$|(^|\.)(embed_tokens|token_embeddings)\.weight$")
 
 
 def count_text(parameters: int) -> str:
-    """A number of parameters as people read it: 30.53 B."""
+    """A number of parameters, formatted: 30.53 B."""
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if parameters >= size:
             return f"{parameters / size:.2f} {unit}"
@@ -31,8 +31,11 @@ def count_text(parameters: int) -> str:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """parameters, nbytes: of all tensors. active_parameters: those that compute a token, embedding and output included.
-    active_bytes: what a token reads of the weights, of an embedding that is not the output matrix one row.
+    """Parameter counts of a model, and their bytes.
+
+    parameters, nbytes: of all tensors.
+    active_parameters: those that compute a token, embedding and output included.
+    active_bytes: bytes of the weights that a token reads: of an embedding that is not the output matrix, only one row.
     """
 
     parameters: int
@@ -44,7 +47,7 @@ class ParameterCounts:
 def count_parameters(
     tensors: Iterable[tuple[str, tuple[int, ...], int]], config: ModelConfig | None
 ) -> ParameterCounts:
-    """The counts of tensors, given as name, shape and bytes. Without a configuration all are taken to be active."""
+    """Counts tensors, given as name, shape and bytes. Without a configuration all of them are taken as active."""
     experts = None if config is None else config.experts
     tied = config is None or config.tied_output
     parameters = active_parameters = nbytes = active_bytes = 0

@@ -12,7 +12,7 @@ from quengine.models.layers import LayerTensors
 
 
 class ShortConvLayer:
-    """`norm`, the projection to b, c and x, the convolution, the projection back, the residual."""
+    """`norm`, the projection to b, c and x, the convolution, the output projection, the residual."""
 
     def __init__(self, declared: ShortConv, tensors: LayerTensors, tables: LayerTables) -> None:
         self.backend = tensors.backend
@@ -31,7 +31,7 @@ class ShortConvLayer:
         next_norm: RMSNorm | None,
         rows: Tensor | None = None,
     ) -> Hidden:
-        """`next_norm`: the norm that reads the result. `rows`: those gathered behind the convolution; None: all."""
+        """`next_norm`: the norm that reads the result. `rows`: the rows to keep after the convolution; None: all."""
         bcx = self.backend.norm_linear(batch, x, self.norm, self.entry)
         y = self.backend.short_conv(batch, bcx, self.spec, state)
         if rows is not None:

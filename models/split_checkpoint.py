@@ -1,4 +1,4 @@
-"""One rank's part of a checkpoint: a `Checkpoint` of what the rank holds, over the whole one."""
+"""One rank's part of a checkpoint, itself a `Checkpoint`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 class SplitCheckpoint:
-    """See the module docstring: a part of every layer, or the layers of a stage. Raises EngineError where that many
-    ranks cannot share the model."""
+    """One rank's part: a part of every layer (Rank), or the layers of a pipeline stage (Stage).
+
+    Raises EngineError if that many ranks cannot share the model.
+    """
 
     def __init__(self, whole: Checkpoint, part: Rank | Stage) -> None:
         self.whole, self.path = whole, whole.path

@@ -1,10 +1,10 @@
-"""How a model is divided between the ranks of a tensor-parallel group: the cuts that its layers declare, by numbers.
+"""Tensor-parallel split: how a model is divided among ranks, by the cuts that its layers declare.
 
 Matrices that read the residual stream are cut along their rows (outputs): queries, keys and values by heads, gate and
-up by the feed-forward's columns, the output matrix by tokens. Those that write to it are cut along their columns
+up by the feed-forward's columns, the output matrix by tokens. Matrices that write to it are cut along their columns
 (inputs), in whole blocks of their format, and their products are summed over the ranks. Experts are cut in the same
-way, or, on demand, each rank has some of them whole. Everything else is on every rank. Source: Shoeybi et al. 2019,
-"Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
+way, or, with expert parallelism, each rank has some of them whole. Everything else is on every rank. Source: Shoeybi
+et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
 """
 
 import re
@@ -24,16 +24,17 @@ from quengine.models.tensor_table import joined_specs, tensor_specs
 MOST_RANKS = 64
 
 _GROUP = 32
-"""Activations are rounded in groups of 32 columns, which no cut divides."""
+"""Activations are quantized in groups of 32 columns, which no cut may divide."""
 
 _TOKENS = 16
-"""The output matrix is cut at multiples of so many rows: those of a tile of packed weights."""
+"""The output matrix is cut at multiples of this number of rows, a tile of packed weights."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the processes that hold a model together: number `number` of `count`. `by_expert`: each has some experts
-    whole, in place of a part of all."""
+    """Rank `number` of the `count` processes that share a model. `by_expert`: each has some experts whole,
+    instead of a part of all (expert parallelism).
+    """
 
     number: int = 0
     count: int = 1
@@ -46,26 +47,26 @@ _EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.\d+\.weight")
 
 @lru_cache(32)
 def _cuts(config: ModelConfig) -> Mapping[str, Cut | None]:
-    """By name, as the layers declare them. An embedding that is the output matrix, too, is cut as "output.weight"."""
+    """The declared cuts by tensor name. An embedding that is also the output matrix is cut as "output.weight"."""
     specs = {**tensor_specs(config), **joined_specs(config)}
     return {"output.weight": OUTPUT_CUT, **{name: spec.cut for name, spec in specs.items()}}
 
 
 def cut_of(name: str, config: ModelConfig, by_expert: bool = False) -> Cut | None:
-    """How the tensor `name` of a model is cut; None: every rank has all of it. `by_expert`: see Rank."""
-    cut = _cuts(config).get(_EXPERT.sub(r"\1_exps.weight", name))  # old files have an expert each
+    """The cut of the tensor `name` of a model; None: every rank has all of it. `by_expert`: see Rank."""
+    cut = _cuts(config).get(_EXPERT.sub(r"\1_exps.weight", name))  # old files have one tensor per expert
     return Cut("experts", ("experts",)) if cut is not None and cut.experts and by_expert else cut
 
 
 def shares(total: int, unit: int, count: int) -> list[range]:
-    """`total` elements for `count` ranks in whole units, as equal as they get; the last has what is no whole unit."""
+    """Divides `total` elements among `count` ranks in whole units, nearly equally; the last gets the remainder."""
     units = total // unit
     bounds = [units * rank // count * unit for rank in range(count)] + [total]
     return [range(bounds[rank], bounds[rank + 1]) for rank in range(count)]
 
 
 def token_counts(vocab_size: int, ranks: int) -> list[int]:
-    """Rows of the output matrix on each rank."""
+    """Number of rows of the output matrix on each rank."""
     return [len(share) for share in shares(vocab_size, _TOKENS, ranks)]
 
 
@@ -73,11 +74,12 @@ class ModelSplit:
     """One rank's part of a model.
 
     Args:
-        config: of the whole model. tensors: all of its tensors.
-        rank: which part.
+        config: the shape of the whole model.
+        tensors: all tensors of the model.
+        rank: the rank.
 
     Raises:
-        EngineError: that many ranks cannot share the model; it names the tensor and the numbers.
+        EngineError: that many ranks cannot share the model; the message names the tensor and the numbers.
     """
 
     def __init__(self, config: ModelConfig, tensors: Mapping[str, QuantTensor], rank: Rank) -> None:
@@ -92,7 +94,7 @@ class ModelSplit:
         self.config = self._rank_config()
 
     def tensor(self, tensor: QuantTensor) -> QuantTensor:
-        """The rank's part of a tensor: a view where it is one piece, else a copy."""
+        """The rank's part of a tensor: a view if it is contiguous, otherwise a copy."""
         cut = self._cut(tensor)
         if cut is None:
             return tensor
@@ -165,7 +167,7 @@ class ModelSplit:
         return ranges
 
     def _rank_config(self) -> ModelConfig:
-        """The model's shape as the rank computes it."""
+        """The model's shape on this rank."""
         config, count = self.whole, self.rank.count
         ranges = self._of_sizes[config.sizes(0)]
         widths = {axis: len(ranges[axis][0]) for axis in self._units}
@@ -202,7 +204,7 @@ class ModelSplit:
         return LayerSizes(heads, kv_heads, length if inner is None else len(inner[0]))
 
     def _problem(self, count: int, tensors: Mapping[str, QuantTensor]) -> str | None:
-        """Why `count` ranks cannot share the model; None: they can."""
+        """Why `count` ranks cannot share the model; None if they can."""
         config = self.whole
         if not 1 <= count <= MOST_RANKS:
             return f"must be from 1 to {MOST_RANKS}"
@@ -267,7 +269,7 @@ def _gated_delta_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor]
 
 
 def _experts_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor], count: int) -> str | None:
-    """Why `count` ranks cannot have some experts each; None: they can."""
+    """Why `count` ranks cannot have whole experts each; None if they can."""
     if config.experts is None:
         return "--expert-parallel is for models with experts, which this one has not"
     if config.experts.count < count:
@@ -321,9 +323,9 @@ def _named(
 
 
 class SplitTensors(Mapping[str, QuantTensor]):
-    """A rank's part of a model's tensors, each cut when it is taken, so that only that part of the file is read.
+    """A rank's part of a model's tensors, each cut when it is accessed, so that only that part of the file is read.
 
-    Where the output matrix is the embedding, its rows are cut like an output matrix's, as "output.weight".
+    If the output matrix is the embedding, its rows are cut like an output matrix's, as "output.weight".
     """
 
     def __init__(self, tensors: Mapping[str, QuantTensor], split: ModelSplit) -> None:
@@ -349,7 +351,7 @@ class SplitTensors(Mapping[str, QuantTensor]):
         return {name: (whole.format.name, self._split.shape(whole)) for name, whole in wholes.items()}
 
     def sizes(self) -> Iterator[tuple[str, int, int]]:
-        """Name, bytes and weights of each part, without reading it."""
+        """Name, bytes and number of weights of each part, without reading it."""
         for name in self._names:
             whole = self._whole(name)
             *rows, cols = self._split.shape(whole)

@@ -1,4 +1,4 @@
-"""Which tensors a model has, as its layers declare them: what a file is checked against before use."""
+"""The tensors of a model, as its layers declare them; files are checked against them before use."""
 
 import logging
 import re
@@ -15,7 +15,7 @@ from quengine.models.gguf.errors import shown
 log = logging.getLogger(__name__)
 
 FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
-# Run as stored.
+# Computed with as stored.
 QUANT_TYPES = frozenset(
     {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
     | {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
@@ -66,18 +66,18 @@ def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
 
 
 def joined_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Tensors that hold several of a model's tensors, one behind the other, in some files."""
+    """Tensors that some files have instead of several of a model's tensors, concatenated."""
     layers = enumerate(layers_of(config))
     return {f"blk.{i}.{name}": spec for i, block in layers for name, spec in block.joined().items()}
 
 
 def required_tensors(config: ModelConfig) -> dict[str, Shape]:
-    """Name and torch-order shape of every tensor that a model of this configuration has."""
+    """Name and torch-order shape of every tensor of a model of this configuration."""
     return {name: spec.shape for name, spec in tensor_specs(config).items()}
 
 
 def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.") -> frozenset[str]:
-    """Those of `names` that belong to the layers which the decoder passes over (`ModelConfig.draft_layers`).
+    """Those of `names` that belong to draft layers, which the decoder ignores (`ModelConfig.draft_layers`).
 
     body: what names of layers begin with, before the layer's number. Folders of Qwen have these layers beside them.
     """
@@ -87,21 +87,20 @@ def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.")
 
 
 def draft_note(names: Sized) -> list[str]:
-    """What the user should know of such tensors, if there are any, in a line."""
+    """A note for the user on ignored draft tensors, if there are any."""
     return [f"the model's own draft layer is ignored: {len(names)} tensors"] if names else []
 
 
 def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
-    """Checks that `file` has the tensors of `config`, each of its shape and a type that can be computed with.
+    """Checks that `file` has the tensors of `config`, each with its shape and a supported type.
 
     Query, key and value rows are in three tensors or in one (`attn_qkv`). A layer's experts are in one tensor for each
-    kind of matrix (`ffn_up_exps`), in one for gate and up together (`ffn_gate_up_exps`), or, in old files, in one each
-    (`ffn_up.0`) of a common type.
-    Extra tensors that nothing uses are named in one warning of this module's logger; extra ones that would
-    change the result are refused.
+    kind of matrix (`ffn_up_exps`), in one for gate and up together (`ffn_gate_up_exps`), or, in old files, in one per
+    expert (`ffn_up.0`), all of the same type. Unused extra tensors are named in one warning of this module's logger;
+    extra tensors that would change the result raise.
 
     Raises:
-        GGUFError: a tensor is missing, or its shape or type is wrong, or the decoder does not apply it.
+        GGUFError: a tensor is missing, its shape or type is wrong, or the decoder does not implement it.
     """
     required: dict[str, Shape] = {}
     joined = joined_specs(config)
@@ -135,7 +134,7 @@ def _check_extra(file: GGUFFile, config: ModelConfig, extra: list[str]) -> None:
 def _stored_form(
     file: GGUFFile, joined: Mapping[str, TensorSpec], name: str, shape: Shape
 ) -> dict[str, Shape]:
-    """The tensors that hold `name` in the file, or must hold it there: for most `name` itself."""
+    """The tensors, with shapes, that hold `name` in the file, or should hold it: usually `name` itself."""
     holder = _holder(name)
     together = {holder: joined[holder].shape} if holder in joined else {}
     forms = (together, {name: shape}, _of_each_expert(name, shape))
@@ -143,7 +142,7 @@ def _stored_form(
 
 
 def _holder(name: str) -> str:
-    """The tensor that holds `name` beside others, where a file has such a one."""
+    """The name of the merged tensor that may hold `name`."""
     return _HELD.sub(lambda found: f".{_HOLDERS[found[1]]}.", name)
 
 
@@ -156,7 +155,7 @@ _HELD = re.compile(rf"\.({'|'.join(_HOLDERS)})\.")
 
 
 def _of_each_expert(name: str, shape: Shape) -> dict[str, Shape]:
-    """The names and shape that old files have for the matrices of a tensor of experts; none for others."""
+    """The per-expert tensors of old files that correspond to a tensor of experts; empty for other tensors."""
     base = name.removesuffix("_exps.weight")
     return {} if base == name else {f"{base}.{expert}.weight": shape[1:] for expert in range(shape[0])}
 

@@ -1,1 +1,1 @@
-"""What becomes of a sequence's context outside of its steps: shifted when it is full, kept in a file."""
+"""Context management: context shift when a context is full, and prefixes saved to files."""

@@ -1,4 +1,4 @@
-"""Files of saved prefixes: safetensors, whose metadata says by which model and how the keys and values were computed.
+"""Files of saved prefixes: safetensors, with metadata on the model and on how the keys and values were computed.
 
 Tensors: `token_ids` int64 [T], of which the last T % 32 are in no block; of each group of layers `held.G` int64, the
 indices of its blocks; of each layer `layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or int8 with
@@ -30,15 +30,15 @@ FORMAT, VERSION = "quengine saved prefix", "2"
 _NAMES = ("k", "v", "k_scale", "v_scale")
 _DIGEST = "digest"
 _SAMPLE = 4096
-"""Bytes of each tensor that a model's digest covers."""
+"""Bytes of each tensor that the model's digest covers."""
 _BESIDE_CACHE = 64 << 20
-"""Bytes that a file may have beyond those of the whole cache."""
+"""Maximum number of bytes of a file beyond those of the whole cache."""
 
 
 class PrefixFiles:
-    """Writes and reads the files that fit one engine. Any thread may.
+    """Writes and reads the prefix files that fit one engine. Thread-safe.
 
-    cache_type: of its cache. deterministic: only what the same kernels have computed fits.
+    cache_type: the engine's. deterministic: accept only files computed by the same kernels.
     """
 
     def __init__(self, loaded: LoadedModel, cache_type: str, deterministic: bool) -> None:
@@ -48,7 +48,7 @@ class PrefixFiles:
 
     @cached_property
     def header(self) -> dict[str, str]:
-        """What has to be equal in a file and here; `kernels` only for a deterministic engine."""
+        """The metadata that must be equal in a file and in this engine; `kernels` only in a deterministic engine."""
         config, context = self._loaded.checkpoint.config, self._loaded.cache.ctx_size
         rope = repr([attention.rotation.spec(context) for attention in attentions_of(config)])
         kernels = self._loaded.decoder.backend.name
@@ -64,7 +64,7 @@ class PrefixFiles:
         }
 
     def write(self, path: Path, saved: SavedPrefix) -> int:
-        """Write a file beside and rename it; its bytes. Raises EngineError where that fails."""
+        """Writes a temporary file, renames it to `path`, and returns its bytes. Raises EngineError on failure."""
         tensors = {"token_ids": torch.tensor(saved.token_ids, dtype=torch.int64)}
         for group, held in enumerate(saved.held):
             tensors[f"held.{group}"] = torch.tensor(held, dtype=torch.int64)
@@ -85,7 +85,7 @@ class PrefixFiles:
         return size
 
     def read(self, path: Path) -> tuple[SavedPrefix, int]:
-        """The prefix in a file, and its bytes. Raises EngineError where it cannot be read or does not fit."""
+        """The prefix in a file, and the file's bytes. Raises EngineError if it cannot be read or does not fit."""
         most = self._loaded.cache.nbytes + _BESIDE_CACHE
         try:
             if not path.is_file():
@@ -111,7 +111,7 @@ class PrefixFiles:
                 )
 
     def _checked(self, tensors: dict[str, Tensor]) -> SavedPrefix:
-        """The prefix of these tensors. Raises EngineError where they are not what the header promises."""
+        """The prefix in these tensors. Raises EngineError if they do not match the header."""
         cache, config = self._loaded.cache, self._loaded.checkpoint.config
         ids = self._indices(tensors, "token_ids")
         blocks = len(ids) // BLOCK_SIZE
@@ -155,7 +155,7 @@ class PrefixFiles:
         return list(map(int, tensor.tolist()))
 
     def _model_digest(self) -> str:
-        """Of the model's shape and the beginning of every tensor but experts': no two trained models agree in these."""
+        """A SHA-256 that identifies a trained model: of its shape and each tensor's beginning, experts aside."""
         checkpoint = self._loaded.checkpoint
         digest = sha256(repr(checkpoint.config).encode())
         tensors = checkpoint.tensors

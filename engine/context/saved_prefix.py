@@ -1,7 +1,7 @@
-"""Keys and values of a prefix outside of the cache: copied from its blocks, and put back into free ones.
+"""Keys and values of a prefix, copied out of the cache's blocks and restored into free ones.
 
-Between two steps, in torch, so that they are the same on every device and for every type of cache. Blocks that a prompt
-can share are full and never written again, so what runs meanwhile does not matter.
+Both happen between two steps, in torch, so that they work alike on every device and with every cache type. Blocks in
+the prefix cache are full and never written again, so running sequences do not matter.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,14 +20,14 @@ from quengine.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class SavedPrefix:
-    """A prefix, and what a cache held of its whole blocks.
+    """A prefix, with the cached content of its full blocks.
 
     Attributes:
-        token_ids: of the prefix. Those behind its last whole block have no keys and values here: only whole blocks are
-            found by prompts.
-        held: of each group of layers the indices of its blocks; one with a window has the last ones alone.
-        layers: of each layer its tensors as `LayerState.blocks`, on the host: [blocks, BLOCK_SIZE, kv_heads, width], or
-            its state at the end, [1, ...].
+        token_ids: the prefix. Tokens after its last full block have no keys and values here: prompts find only full
+            blocks.
+        held: for each cache group the indices of its blocks; a group with a window has only the last ones.
+        layers: for each layer its tensors as in `LayerState.blocks`, on the host: [blocks, BLOCK_SIZE, kv_heads,
+            width], or its state at the end, [1, ...].
     """
 
     token_ids: list[int]
@@ -36,7 +36,7 @@ class SavedPrefix:
 
     @property
     def reusable_tokens(self) -> int:
-        """Those that are not computed again: of whole blocks."""
+        """Number of tokens in full blocks, which are not recomputed."""
         return len(self.token_ids) // BLOCK_SIZE * BLOCK_SIZE
 
     @property
@@ -45,9 +45,9 @@ class SavedPrefix:
 
 
 def save_prefix(scheduler: Scheduler, config: ModelConfig, token_ids: list[int]) -> SavedPrefix:
-    """What the cache still holds of the beginning of these tokens, in whole blocks.
+    """The cached beginning of these tokens, in full blocks.
 
-    Its tokens are all of these, or those of the blocks that are still held where some are not.
+    If all of its full blocks are cached, the prefix has all of these tokens, otherwise those of the cached blocks.
     """
     blocks = scheduler.blocks.held(_keys(token_ids))
     layers = [list[Tensor]() for _ in scheduler.cache.layers]
@@ -59,10 +59,10 @@ def save_prefix(scheduler: Scheduler, config: ModelConfig, token_ids: list[int])
 
 
 def restore_prefix(scheduler: Scheduler, config: ModelConfig, saved: SavedPrefix) -> None:
-    """Put a prefix where prompts that begin with it find it; the least recently used blocks make room.
+    """Restores a prefix into the prefix cache; the least recently used blocks are replaced.
 
     Raises:
-        EngineError: sequences that run leave too few blocks.
+        EngineError: running sequences leave too few blocks.
     """
     restore_blocks(scheduler, config, _keys(saved.token_ids), saved.held, saved.layers)
 
@@ -70,8 +70,10 @@ def restore_prefix(scheduler: Scheduler, config: ModelConfig, saved: SavedPrefix
 def read_blocks(
     scheduler: Scheduler, config: ModelConfig, blocks: Seq[Mapping[int, int]]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Of each group's blocks (by index, their numbers) each layer with each of its tensors [blocks, BLOCK_SIZE,
-    kv_heads, width], on the device."""
+    """Yields each layer with each of its tensors [blocks, BLOCK_SIZE, kv_heads, width], on the device.
+
+    `blocks`: for each cache group the numbers of its blocks by index.
+    """
     for group, of_group in zip(config.cache_groups, blocks, strict=True):
         numbers = _on_device(scheduler, of_group.values())
         for layer in group.layers:
@@ -86,10 +88,10 @@ def restore_blocks(
     held: Seq[Seq[int]],
     layers: Seq[Seq[Tensor]],
 ) -> None:
-    """Put blocks of the prefix with these keys, of each group those of the indices `held`, into free ones.
+    """Restores the prefix blocks at the indices `held` of each cache group into free blocks, under `keys`.
 
     Raises:
-        EngineError: sequences that run leave too few blocks.
+        EngineError: running sequences leave too few blocks.
     """
     taken = scheduler.blocks.take_back(keys, held)
     if taken is None:
@@ -109,7 +111,7 @@ def restore_blocks(
 
 
 def erase_prefix(scheduler: Scheduler, token_ids: list[int]) -> int:
-    """Let no prompt find the blocks of these tokens; how many tokens were there, as `save_prefix` counts them."""
+    """Removes these tokens from the prefix cache; returns how many were cached, counted as by `save_prefix`."""
     keys = _keys(token_ids)
     found = _tokens(scheduler.blocks.held(keys), token_ids)
     scheduler.blocks.discard(keys)
@@ -117,13 +119,13 @@ def erase_prefix(scheduler: Scheduler, token_ids: list[int]) -> int:
 
 
 def _on_device(scheduler: Scheduler, numbers: Iterable[int]) -> Tensor:
-    """Int64, where the cache is."""
+    """The numbers as an int64 tensor on the cache's device."""
     device = scheduler.cache.layers[0].tensors[0].device
     return torch.tensor(list(numbers), dtype=torch.int64).to(device)
 
 
 def _tokens(blocks: Iterable[Iterable[int]], token_ids: list[int]) -> int:
-    """How many of the tokens the blocks with these indices hold; all, where no whole block is missing."""
+    """Number of tokens that the blocks with these indices hold; all tokens if no full block is missing."""
     held = max((index + 1 for of_group in blocks for index in of_group), default=0)
     return len(token_ids) if held == len(token_ids) // BLOCK_SIZE else held * BLOCK_SIZE
 

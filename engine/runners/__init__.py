@@ -1,1 +1,1 @@
-"""Captured steps: CUDA graphs with their static inputs and slots, and the CPU's lists of compiled kernels."""
+"""Captured steps: CUDA graphs with their static inputs and slots, and the CPU's compiled lists of kernels."""

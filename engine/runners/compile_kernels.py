@@ -1,7 +1,7 @@
-"""Compiling ahead what requests to a model on a CUDA device would wait for, kernel by kernel.
+"""Compiles ahead the CUDA kernels that requests to a model would otherwise wait for.
 
-The steps of a warm-up run on the meta device, on weights that have shapes alone: so this begins before a model's
-weights are read, and needs no GPU.
+The steps of a warm-up run on the meta device, on weights without data, so compilation starts before a model's weights
+are read, and needs no GPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,23 +30,24 @@ from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, bi
 _TILE_ROWS = 128
 
 _EAGER_TOKENS = (1, 4, 12, 24, 40, 100, 130, 144)
-"""Lengths of prompts: one token, as behind a prompt that is in the cache; short ones, whose numbers of rows choose
-among kernels, long ones, and long ones in whole groups of 16, which Triton compiles apart; and behind them all
-multiples of _TILE_ROWS, since the number of tiles of rows chooses among kernels too."""
+"""Lengths of prompts: one token, as after a cached prefix; short ones, whose numbers of rows select different
+kernels; long ones; and long multiples of 16, which Triton specializes. All multiples of _TILE_ROWS are added,
+since the number of row tiles selects kernels too.
+"""
 
 _EAGER_SEQUENCES = (2, 12, 24, 40, 100)
-"""Numbers of prompts in a step: behind the last layer's attention each is a row."""
+"""Numbers of prompts in a step: after the last layer's attention each is one row."""
 
 _ANY_TOP_K = SamplingKind(0, bias=False, penalties=False)
 _DEFAULT = SamplingKind(64, bias=False, penalties=False)
 
 _FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
-"""The steps of a first short request; decode's kernels take longest to compile."""
+"""The steps of a first short request; decode's kernels are the slowest to compile."""
 
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What the kernels of requests to a model follow from.
+    """The properties of a model and its options that its kernels depend on.
 
     tensors: type and shape of each tensor of the model, by name. slots, prefill_tokens, shares_sequences: see
     `CudaGraphs`.
@@ -64,7 +65,7 @@ class KernelPlan:
     batch_invariant: bool = False
 
     def graphs(self) -> CudaGraphs:
-        """The steps of such a model, on the meta device. Kernels are those of the GPU that is assumed."""
+        """The captured steps of such a model, on the meta device, with kernels for the assumed GPU."""
         backend = MetaBackend(META, self.batch_invariant)
         if self.config.ranks > 1:
             backend.communicator = PushingRanks(self.config.ranks, backend.pdl)
@@ -74,14 +75,14 @@ class KernelPlan:
         return CudaGraphs(decoder, cache, self.slots, self.prefill_tokens, self.shares_sequences)
 
     def marks(self) -> tuple[object, ...]:
-        """What names these kernels, with the GPU."""
+        """The key of these kernels, together with the GPU."""
         tiles = -(-self.prefill_tokens // _TILE_ROWS)
         sizes = (tiles, self.ctx_size % 16, self.cache_type, self.slots)
         return (self.config, dict(self.tensors), *sizes, self.shares_sequences, self.batch_invariant)
 
 
 def stored_tensors(tensors: Mapping[str, QuantTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each."""
+    """Type and shape of each tensor, by name."""
     return {name: (tensor.format.name, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -94,7 +95,7 @@ def _tensor(name: str, kind: str, shape: tuple[int, ...]) -> QuantTensor:
 def compile_ahead(
     plan: KernelPlan, gpu: Gpu, progress: Callable[[str], None] | None = None
 ) -> CompilePool | None:
-    """Begin to compile the kernels that ordinary requests take; None where that was done once, for this model and GPU.
+    """Starts to compile the kernels of ordinary requests; None if that has been done for this model and GPU.
 
     Rarer variants (penalties, more rows) are compiled when they are first launched.
     """
@@ -106,13 +107,13 @@ def compile_ahead(
 
 
 def compilers() -> int:
-    """How many processes compile at once."""
+    """The number of processes that compile at a time."""
     quota = cpu_quota()
     return max(1, min(len(usable_cpus()), round(quota or len(usable_cpus()))))
 
 
 def stages_of(*plans: KernelPlan) -> list[Callable[[], None]]:
-    """What a first short request runs, step by step, then everything."""
+    """The stages of compilation: each step of a first short request by itself, then all other steps."""
     made: list[CudaGraphs] = []
 
     @torch.no_grad()
@@ -131,7 +132,7 @@ def stages_of(*plans: KernelPlan) -> list[Callable[[], None]]:
 
 
 def run_all(graphs: CudaGraphs) -> None:
-    """The steps of a warm-up, uncaptured, and prompts' steps of sizes that are not captured."""
+    """Runs the steps of a warm-up, uncaptured, and prompts of sizes that are not captured."""
     for key in [*graphs.keys, decode_key(1, _ANY_TOP_K), *biased_keys(1)]:
         graphs.run_padding(key)
     longest = graphs.longest_chunk

@@ -1,6 +1,8 @@
-"""Compiling ahead the CPU's kernels that requests to a model may come to: greedy and sampled, prompts, batches, drafts,
-both types of cache. Those of a first answer are compiled where they are needed; processes of low priority compile the
-others beside it, and go on when this one ends, so that they are on disk at the next start.
+"""Compiles ahead the CPU kernels that requests to a model may need: greedy and sampled, prompts, batches, drafts, both
+cache types.
+
+The kernels of a first answer are compiled where they are needed; meanwhile low-priority processes compile the others.
+They continue when this process ends, so that the kernels are on disk at the next start.
 """
 
 import json
@@ -32,9 +34,9 @@ _ahead: list[KernelName] = []
 
 
 def compile_ahead(checkpoint: Checkpoint, progress: Callable[[str], None]) -> None:
-    """Begin to compile what a model may need and is not on disk.
+    """Starts to compile a model's kernels that are not on disk.
 
-    progress: called with how far it is while this process waits for a kernel, with "" behind that.
+    progress: called with the progress while this process waits for a kernel, and with "" afterwards.
     """
     store = code_store()
     missing = [name for name in kernels_of(checkpoint) if store.read(table.file_name(name)) is None]
@@ -54,8 +56,10 @@ def compile_ahead(checkpoint: Checkpoint, progress: Callable[[str], None]) -> No
 
 
 def finish_compiling() -> None:
-    """Compile here what is not on disk yet, the last first, and end the processes that did so beside this one: where
-    speed is measured, nothing computes beside it, and nothing waits for a process of low priority."""
+    """Compiles the kernels still missing here, last first, and ends the processes that compile in the
+    background, so that they do not disturb measurements of speed, and nothing waits for a low-priority
+    process.
+    """
     store = code_store()
     while _ahead:
         name = _ahead.pop()
@@ -68,11 +72,12 @@ def finish_compiling() -> None:
 
 
 def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
-    """The kernels of every request to a model on this processor: those of prompts first, since a model's load compiles
-    those of a decode step."""
+    """The kernels of all requests to a model on this processor: prefill's first, since loading the model
+    compiles those of a decode step.
+    """
     found = {(each.format.name, len(each.shape)): each for each in checkpoint.tensors.values()}
     matrices = [tensor for tensor in found.values() if len(tensor.shape) >= 2]
-    get_threads()  # whose team has kernels of its own, which are needed at once
+    get_threads()  # creates the thread team, whose kernels are compiled now
     with table.only_named() as names:
         for w in matrices:
             kind = tile_kind(w)
@@ -135,16 +140,16 @@ def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     assert process.stdin is not None
-    # A process that has ended reads nothing; what it would have compiled is compiled on use.
+    # A process that has ended reads nothing; its kernels are compiled on use.
     with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(json.dumps(names).encode())
     return process
 
 
 def compile_all() -> None:
-    """The processes' program: compiles the kernels that standard input names and that nobody has compiled meanwhile.
+    """The background processes' program: compiles the kernels named on standard input that are still missing.
 
-    It ends early where it can keep none: the folder is gone, as a test's is, or full.
+    It ends early if it cannot store any: the folder is gone, as in tests, or full.
     """
     os.nice(19)
     signal.alarm(_MOST_SECONDS)

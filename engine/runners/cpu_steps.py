@@ -1,8 +1,8 @@
-"""The step lists of the CPU: a decode step as one compiled list of kernels, for each number of rows as it comes.
+"""The CPU's step lists: a decode step as one compiled list of kernels, made on first use for each number of rows.
 
-The kernels give a prompt's token the same bits however the prompt is cut into chunks, and a row of a decode step those
-that it has alone, so a completion depends neither on the chunk size nor on drafts and other sequences, nor, as
-everywhere on the CPU, on the number of threads.
+A prompt token has the same bits however the prompt is chunked, and a decode row the bits that it has alone, so a
+completion depends neither on the chunk size nor on drafts and other sequences, nor, as everywhere on the CPU, on the
+number of threads.
 """
 
 from collections.abc import Sequence as Seq
@@ -25,7 +25,7 @@ from quengine.runners.step_rows import SequenceRows
 
 
 class CpuSteps:
-    """`model_runner.StepGraphs` of a decoder whose backend is a CpuBackend. `rows`: of a decode step at most."""
+    """`model_runner.StepGraphs` of a decoder on a CpuBackend. `rows`: the most rows of a decode step."""
 
     captured_at = 1
     kernels_per_step: int | None = None
@@ -38,7 +38,7 @@ class CpuSteps:
         self.capture(decode_key(min(2, rows)))  # loads or compiles the kernels that decode needs
 
     def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
-        """The step list of a decode step; chunks of prompts are computed eagerly."""
+        """The key of a decode step's list; None for chunks of prompts, which are computed eagerly."""
         if phase == "prefill":
             return None
         count = sum(len(part.ids) for part in rows)
@@ -59,7 +59,7 @@ class CpuSteps:
 
     @torch.no_grad()
     def capture(self, key: GraphKey) -> Step:
-        """The step list of a key, made unless it is there."""
+        """The step list of a key, made if missing."""
         if key not in self._steps:
             backend, layers = self._decoder.backend, self._cache.layers
             assert isinstance(backend, CpuBackend)
@@ -70,8 +70,9 @@ class CpuSteps:
         return self._steps[key]
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
-        """Make the step lists of one sequence, or with `params` None of all numbers of rows, largest first, once every
-        kernel that is compiled ahead is there."""
+        """Makes the step lists of one sequence, or, if `params` is None, of all numbers of rows, largest
+        first, once all kernels are compiled.
+        """
         if params is None:
             finish_compiling()
         most = 1 if params is not None else min(self._most_rows, EXACT_CPU_ROWS)
@@ -79,9 +80,9 @@ class CpuSteps:
             self.capture(decode_key(rows))
 
     def release(self) -> None:
-        """Drop the step lists."""
+        """Drops the step lists."""
         self._steps.clear()
 
     def capture_next(self) -> bool:
-        """False: a list is made within the step that needs it."""
+        """False: a list is made by the step that needs it."""
         return False

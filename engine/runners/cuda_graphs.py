@@ -1,7 +1,7 @@
-"""The captured steps of a model on a CUDA device: decode steps with the sampling in them, and steps of prompts.
+"""The captured steps of a model on a CUDA device: decode steps with sampling, and steps of prompts.
 
 A graph is found by its key (graph_keys.py). All graphs read one set of static inputs (static_inputs.py) and share one
-memory pool, since they run one behind the other; what one leaves for the host is copied out, or read, before the next.
+memory pool, since they run one after another; results for the host are copied, or read, before the next one runs.
 """
 
 from collections import Counter
@@ -42,14 +42,14 @@ from quengine.runners.step_rows import SequenceRows, forward_batch
 from quengine.sampler import Sampler
 
 PENDING = 4
-"""Decode steps whose tokens are not read yet, at most, where nothing else is said."""
+"""Default for the most decode steps in flight, whose tokens have not been read yet."""
 
 _ONE_SEQUENCE = 8
-"""Rows of a decode step that one sequence usually comes to with drafts."""
+"""Rows of a decode step that one sequence usually has with drafts."""
 
 
 class StepTokens:
-    """The tokens that a decode step chooses and leaves in pinned memory."""
+    """The tokens that a decode step samples and stores in pinned memory."""
 
     def __init__(self, memory: Tensor, arrived: torch.cuda.Event, logits: Tensor) -> None:
         self._memory = memory
@@ -58,25 +58,25 @@ class StepTokens:
         self._tokens: list[int] | None = None
 
     def wait(self) -> list[int]:
-        """The chosen tokens, row by row; NO_TOKEN where there was none to choose."""
+        """The sampled tokens, row by row; NO_TOKEN where there is none."""
         if self._tokens is None:
             self._arrived.synchronize()
             self._tokens = self._memory.tolist()
         return self._tokens
 
     def logits(self, row: int) -> Tensor:
-        """Logits fp32 [vocab] on the host; only until the next step is launched."""
+        """Logits fp32 [vocab] on the host; valid until the next step is launched."""
         return self._logits[row].cpu()
 
 
 class CudaGraphs:
-    """`model_runner.StepGraphs` of a decoder whose backend is a CudaBackend.
+    """`model_runner.StepGraphs` of a decoder on a CudaBackend.
 
     Args:
-        slots: rows of a decode step at most.
-        prefill_tokens: tokens of prompts in a step at most.
-        shares_sequences: a sequence may have several rows of a decode step.
-        pending: decode steps whose tokens are not read yet, at most.
+        slots: most rows of a decode step.
+        prefill_tokens: most prompt tokens in a step.
+        shares_sequences: whether a sequence may have several rows in a decode step.
+        pending: most decode steps in flight, whose tokens have not been read yet.
         capture: `graph_capture.capture_step`.
     """
 
@@ -125,12 +125,12 @@ class CudaGraphs:
 
     @property
     def longest_chunk(self) -> int:
-        """Tokens of one prompt in a step at most."""
+        """The most tokens of one prompt in a step."""
         return min(self.cache.ctx_size, self.decoder.chunk_size)
 
     @property
     def keys(self) -> list[GraphKey]:
-        """The steps that ordinary requests come to, largest first."""
+        """The keys of the steps of ordinary requests, largest first."""
         mixed = (MIXED_CHUNK["cuda"],) if self.slots == 1 else (MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
         keys = expected_keys(self.slots, self.decoder.chunk_size, *mixed)
         return [key for key in keys if self._captures(key)]
@@ -140,9 +140,9 @@ class CudaGraphs:
         return list(self._steps)
 
     def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
-        """The captured step of prompts' chunks; None where they are to be computed eagerly.
+        """The captured step for prompts' chunks; None if they are to be computed eagerly.
 
-        So are decode steps whose logits are wanted: those that choose tokens are run by `launch`.
+        Decode steps that return logits are eager too; those that sample tokens are run by `launch`.
         """
         key = prefill_key([len(part.ids) for part in rows]) if phase == "prefill" else None
         if key is None or not self._captures(key):
@@ -159,7 +159,7 @@ class CudaGraphs:
 
     @torch.no_grad()
     def launch(self, key: GraphKey) -> StepTokens:
-        """Start a decode step on the slots as `inputs` and `configure` have them; returns at once."""
+        """Starts a decode step on the slots, as set by `inputs` and `configure`; returns without waiting."""
         with self.together(Launch(key, self.inputs.changes)):
             key = self._or_larger(key)
             step = self._steps.get(key)
@@ -176,7 +176,9 @@ class CudaGraphs:
     def configure(
         self, slot: int, kind: SamplingKind, params: SamplingParams, sampler: Sampler, ids: list[int]
     ) -> None:
-        """How steps of `kind` sample a slot, with the seed of `sampler`; `ids` are its tokens with the next input."""
+        """Sets the sampling of a slot in steps of `kind`, with the seed of `sampler`; `ids`: its tokens, next
+        input included.
+        """
         settings, bias = settings_of(params, sampler), dict(params.logit_bias)
         counted = ids if params.penalizes else []
         with self.together(Configure(slot, kind, vars(settings), bias, counted)):
@@ -185,14 +187,16 @@ class CudaGraphs:
     def set_sampling(
         self, slot: int, kind: SamplingKind, settings: Settings, bias: dict[int, float], ids: list[int]
     ) -> None:
-        """How steps of `kind` sample a slot. `ids`: its tokens with the next input, where penalties count them."""
+        """Sets the sampling of a slot in steps of `kind`. `ids`: its tokens, next input included, if
+        penalties count them.
+        """
         if settings.penalizes:
             self._history[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
         self._sampling_buffers(kind).set(slot, settings, ids, bias)
 
     @torch.no_grad()
     def capture(self, key: GraphKey) -> CapturedStep:
-        """The captured step of a key, captured unless it is there."""
+        """The captured step of a key, captured now if missing."""
         if key.phase == "prefill" or key.rows > UNMOVED_ROWS:
             self._drop_stale()
         step = self._steps.get(key)
@@ -200,34 +204,34 @@ class CudaGraphs:
             if self._pool is None and self._history.is_cuda:
                 self._pool = torch.cuda.graph_pool_handle()
             if key.sampling is not None:
-                self._sampling_buffers(
-                    key.sampling
-                )  # outside of the capture: graphs of other sizes share them
+                self._sampling_buffers(key.sampling)  # outside the capture: graphs of other sizes share them
             step = self._capture_step(lambda: self.run_padding(key), lambda: self._run(key), self._pool)
             self._drop_stale()
             self._steps[key] = step
         return step
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
-        """Capture the steps that ordinary requests come to; with `params`, decode steps of one sequence with these."""
+        """Captures the steps of ordinary requests; with `params`, only decode steps of one sequence with
+        these settings.
+        """
         if params is not None:
             keys = decode_keys(min(_ONE_SEQUENCE, self.slots) if self.shares_sequences else 1, params)
         else:
             keys = self.keys
-            finish_compiling()  # what is timed next has the processors for itself
+            finish_compiling()  # the processors are then free for what is timed next
             lengths = self.lengths_of(self.prefill_tokens)
             with self.together(Prompts(lengths)):
-                self.run_prompts(lengths)  # memory is then as large as it gets
+                self.run_prompts(lengths)  # allocates the most memory that is ever needed
         for key in keys:
             with self.together(Capture(key)):
                 self.capture(key)
 
     def release(self) -> None:
-        """Destroy the graphs: NCCL's communicator, which some launch on, waits for that before it ends."""
+        """Destroys the graphs: NCCL's communicator, which some use, cannot end before they do."""
         self._steps.clear()
 
     def capture_next(self) -> bool:
-        """Capture one more of the steps that rarer requests come to; False where there is none left."""
+        """Captures one more step of rarer requests; False if none is left."""
         keys = rarer_keys(self.slots, self.prefill_tokens) if self.slots > 1 else ()
         key = next((each for each in keys if each not in self._steps and self._captures(each)), None)
         if key is not None:
@@ -236,20 +240,20 @@ class CudaGraphs:
         return key is not None
 
     def lengths_of(self, tokens: int) -> list[int]:
-        """Prompts' chunks in a step of so many tokens: as few as there may be."""
+        """Lengths of the fewest chunks that make a step of `tokens` tokens."""
         whole, rest = divmod(tokens, self.longest_chunk)
         return [self.longest_chunk] * whole + [rest] * (rest > 0)
 
     @torch.no_grad()
     def run_prompts(self, lengths: Seq[int]) -> None:
-        """A step of prompts of these lengths, eagerly; it writes to the padding block alone."""
+        """Runs a step of prompts of these lengths, eagerly; it writes only to the padding block."""
         tables = [[PADDING_BLOCK] * blocks_for(max(lengths))] * len(self.cache.pools)
         rows = [SequenceRows([0] * length, 0, tables) for length in lengths]
         self.decoder.forward(forward_batch("prefill", rows, self.decoder.backend.device), self.cache.layers)
 
     @torch.no_grad()
     def run_padding(self, key: GraphKey) -> Tensor:
-        """A step of padding rows, uncaptured: compiles what it takes, and writes to the padding block alone."""
+        """Runs a step of padding rows, uncaptured: compiles its kernels, and writes only to the padding block."""
         if key.sampling is None:
             self.prompts.send(key, [])
             return self._run(key)
@@ -260,8 +264,9 @@ class CudaGraphs:
         return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows), chosen)
 
     def _or_larger(self, key: GraphKey) -> GraphKey:
-        """The step to run for `key`: for some rows of padding a captured one that holds as much, where there is one.
-        One sequence has a step of its own: alone, it is computed by the same kernels each time."""
+        """The step to run for `key`: a larger captured one if the padding is affordable, see MOST_PADDING. A
+        step of one sequence is not padded, so that a sequence alone always uses the same kernels.
+        """
         if key in self._steps:
             return key
         self._seen[key] += 1
@@ -272,8 +277,9 @@ class CudaGraphs:
         return larger if self._padding[key] <= MOST_PADDING else key
 
     def _captures(self, key: GraphKey) -> bool:
-        """Ranks capture a step together, and must drop it together: those with other layers may have other buffers to
-        replace, and so capture what is never dropped."""
+        """Whether a step is captured. Ranks capture and drop steps together; ranks with other layers may
+        replace buffers at other times, so they capture only steps that are never dropped.
+        """
         stays = key.phase == "decode" and key.rows <= UNMOVED_ROWS
         return stays or self.decoder.config.stage is None
 
@@ -291,7 +297,7 @@ class CudaGraphs:
         buffers: SamplingBuffers,
         chosen: ChosenTokens,
     ) -> Tensor:
-        """Logits fp32 [rows, vocab] of the first rows; `chosen` has the tokens."""
+        """Logits fp32 [rows, vocab] of the first rows; the tokens are stored in `chosen`."""
         rows = key.rows
         batch = inputs.batch(rows, self.shares_sequences and rows > 1)
         logits = self.decoder.forward(batch, self.cache.layers)
@@ -311,7 +317,7 @@ class CudaGraphs:
         return SamplingBuffers.allocate(rows, vocab, kind.top_k, device, kind.bias, kind.penalties)
 
     def _drop_stale(self) -> None:
-        """Drop steps that were captured with memory which the backend has since replaced by a larger piece."""
+        """Drops steps captured with memory that the backend has since replaced by a larger allocation."""
         moves = self._backend.rooms_left
         if moves != self._moves:
             self._moves = moves
@@ -323,7 +329,7 @@ class CudaGraphs:
 
 
 def settings_of(params: SamplingParams, sampler: Sampler) -> Settings:
-    """How a sequence samples, in the device's terms."""
+    """A sequence's sampling settings in the device's form."""
     return Settings(
         temperature=params.temperature,
         top_k=1 if params.greedy else params.top_k,

@@ -1,7 +1,7 @@
-"""Which row of a device's decode steps is whose: the one allocator of slots, with drafts and without.
+"""The allocator of slots, the rows of a device's decode steps, with and without drafts.
 
-A row keeps its slot from step to step, and the device moves it on by itself, with the token that it chose. Only what
-changes is sent: a sequence that came or went, a block more, an input that is not the token chosen last.
+A sequence's row keeps its slot across steps, and the device advances it by itself, with the token that it sampled.
+Only changes are sent: a new or finished sequence, an appended block, an input that is not the last sampled token.
 """
 
 from collections import deque
@@ -20,11 +20,11 @@ from quengine.sampler import Sampler
 
 
 class DecodeRow(NamedTuple):
-    """A row to compute: `token` at `position`, over these block tables, one per group of layers.
+    """A row to compute: `token` at `position`, over these block tables, one per cache group.
 
-    `owner` and `number` identify it from step to step. Steps read up to `entries` of a block table. `kind` is None
-    where the device does not choose the row's token; else it does so by `params`, with the seed of `sampler`. Penalties
-    count the tokens of `history`, its own among them.
+    `owner` and `number` identify it across steps. Steps read up to `entries` of a block table. `kind` is None if the
+    host samples the row's token; else the device does, by `params`, with the seed of `sampler`. Penalties count the
+    tokens of `history`, `token` included.
     """
 
     owner: object
@@ -41,11 +41,13 @@ class DecodeRow(NamedTuple):
 
 @dataclass(eq=False)
 class Slot:
-    """A row of the device's steps, by `index`, and what the device was sent for it.
+    """A row of the device's steps, by `index`, and the state that the device has for it.
 
-    position: that of the next launch's input. token: the input behind the results in `ready`, NO_TOKEN where it is not
-    what the device has. ready: steps that were launched and whose result was not taken yet, with the slot's index then.
-    kind: what its settings were sent for. written: entries sent of each block table.
+    position: position of the next launch's input.
+    token: the input after the results in `ready`; NO_TOKEN if the device's differs.
+    ready: launched steps whose result has not been taken, each with the slot's index at its launch.
+    kind: the sampling kind that its settings were sent for.
+    written: number of entries sent of each block table.
     """
 
     index: int
@@ -58,7 +60,7 @@ class Slot:
     ready: deque[tuple[StepTokens, int]] = field(default_factory=deque)
 
     def chosen(self) -> list[int]:
-        """The tokens of `ready`, once they have arrived."""
+        """The tokens of `ready`; waits for them."""
         return [step.wait()[index] for step, index in self.ready]
 
     def take(self) -> tuple[StepTokens, int]:
@@ -84,9 +86,9 @@ class DecodeSlots:
         self._kind = GREEDY
 
     def place(self, rows: Seq[DecodeRow]) -> tuple[list[Slot], bool]:
-        """Slots for just these rows, within the smallest captured step, in their order; and whether one is new.
+        """Assigns slots to exactly these rows, in the smallest captured step; returns them, and whether one is new.
 
-        New ones are taken in order. The device is sent what it does not have.
+        Slots are in the order of the rows; other slots are released. Sends the device what has changed.
         """
         self._rows = padded_rows(len(rows))
         free = self._make_room(rows)
@@ -102,7 +104,7 @@ class DecodeSlots:
         return slots, new
 
     def launch(self, slots: Seq[Slot]) -> None:
-        """Start a step, which moves these slots on."""
+        """Launches a step, which advances these slots."""
         step = self._graphs.launch(decode_key(self._rows, self._kind))
         for slot in slots:
             slot.ready.append((step, slot.index))
@@ -120,7 +122,7 @@ class DecodeSlots:
                 self._configure(row, slot)
 
     def extend(self, slot: Slot) -> None:
-        """Send the blocks that have been appended to a slot's tables."""
+        """Sends the blocks appended to a slot's tables."""
         for group, table in enumerate(slot.block_tables):
             first, end = slot.written[group], min(len(table), self._inputs.blocks)
             if end > first:
@@ -128,14 +130,14 @@ class DecodeSlots:
                 slot.written[group] = end
 
     def keep(self, slots: Seq[Slot]) -> None:
-        """Release all others; the next steps are as small as these slots allow."""
+        """Releases all other slots; the next steps are as small as these slots allow."""
         for place, slot in list(self._slots.items()):
             if slot not in slots:
                 self.release(*place)
         self._rows = padded_rows(1 + max(slot.index for slot in slots))
 
     def recompute(self, row: DecodeRow, slot: Slot) -> None:
-        """Have the newest step of a slot computed once more."""
+        """Makes the device compute the newest step of a slot again."""
         slot.ready.pop()
         slot.position -= 1
         self._inputs.set_input(slot.index, max(slot.chosen()[-1], 0), slot.position)
@@ -146,7 +148,7 @@ class DecodeSlots:
         self._inputs.release(self._slots.pop((owner, number)).index)
 
     def _make_room(self, rows: Seq[DecodeRow]) -> Iterator[int]:
-        """Release the slots of others, move the rest to where the step reads; gives the free indices."""
+        """Releases other rows' slots, and moves the rest within the step's rows; yields the free indices."""
         tables = {(row.owner, row.number): row.block_tables for row in rows}
         for place, slot in list(self._slots.items()):
             held = tables.get(place)
@@ -189,7 +191,7 @@ class DecodeSlots:
         self._inputs.assign(slot.index, tables, slot.entries)
 
     def _choose_kind(self, rows: Seq[DecodeRow], slots: Seq[Slot]) -> None:
-        """The sampling that these rows need; more than that as long as a row is there that needed more."""
+        """Selects the sampling kind that these rows need; a larger kind is kept while a row that needed it remains."""
         kept = any(slot.kind == self._kind for slot in slots)
         kind = self._kind if kept else GREEDY
         for wanted in {row.kind for row in rows}:
@@ -197,7 +199,7 @@ class DecodeSlots:
         self._kind = kind
 
     def _update(self, row: DecodeRow, slot: Slot) -> None:
-        """Send what the device does not have of a row."""
+        """Sends what the device lacks of a row."""
         self.extend(slot)
         if slot.token != row.token or slot.position != row.position + len(slot.ready):
             slot.ready.clear()

@@ -1,15 +1,15 @@
-"""Decode steps on a device that chooses the tokens itself, launched a step ahead of the host.
+"""Decode steps on a device that samples the tokens itself, launched one step ahead of the host.
 
-Where it can, a step is launched before the tokens of the one before it are read, so that the host's work on them
-(text, stop strings, output) runs while the device computes. A result belongs to a slot and stays good when other
-sequences came or went meanwhile. New sequences find the others one result ahead; after a few steps those are computed
-once more, and all are a step ahead again.
+If possible, a step is launched before the previous step's tokens are read, so that the host's work on them (text, stop
+strings, output) overlaps with the device. A result belongs to a slot and stays valid when other sequences join or
+leave. When a sequence joins, the others are one result ahead of it; if that lasts for a few steps, their newest step
+is computed again, and from then on all sequences are one step ahead.
 
-Rows whose settings the device cannot sample (log-probabilities, a constraint, penalties behind a draft) are sampled on
-the host from their logits. While there are such rows, or drafts, no step is launched ahead.
+Rows with settings that the device cannot sample (log-probabilities, a constraint, penalties after a draft) are sampled
+on the host from their logits. While there are such rows, or drafts, no step is launched ahead.
 
-Most steps are of the sequences of the one before, with the tokens that the device has chosen: then nothing is looked at
-but whether a block was appended to a table, since the host's time is that of Python for each row.
+Most steps have the sequences of the previous one, with the tokens that the device has sampled: then the host only
+checks for blocks appended to a table, since every row costs it Python time.
 """
 
 from collections.abc import Callable
@@ -27,12 +27,14 @@ from quengine.runners.step_rows import decode_ids
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 
 _PATIENCE = 4
-"""Steps in which slots are not equally far ahead, and the device waits for the host, before one is spent on it."""
+"""Steps with slots unequally far ahead, in which the device waits for the host, before a step is spent on
+levelling them.
+"""
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A step that was launched: the rows of `sequences` in their order, with their slots."""
+    """A launched step: the rows of `sequences` in order, with their slots."""
 
     sequences: list[Sequence]
     rows: list[DecodeRow]
@@ -40,7 +42,7 @@ class DecodeStep:
 
     @property
     def on_device(self) -> bool:
-        """Whether the device chooses all tokens, so that no logits must be read before another step is launched."""
+        """Whether the device samples all tokens, so that the next step can be launched before any logits are read."""
         return all(row.kind is not None for row in self.rows)
 
 
@@ -58,16 +60,17 @@ class DeviceDecoder:
         self._drafts = graphs.shares_sequences
         self._slots = DecodeSlots(graphs, parks=not repeats)
         self._uneven = 0
-        self._last: DecodeStep | None = None  # the device goes on from its results, if all were taken
+        # the step that the device can continue from, if all its results were taken
+        self._last: DecodeStep | None = None
         self._kinds: WeakKeyDictionary[Sequence, SamplingKind | None] = WeakKeyDictionary()
 
     def step(self, sequences: Seq[Sequence]) -> list[Result] | None:
-        """`ModelRunner.decode`; NO_CHOICE where the device found no token to choose. None: these are too many rows."""
+        """`ModelRunner.decode`; NO_CHOICE where the device found no token to sample. None: too many rows."""
         step = self.launch(sequences)
         return None if step is None else self.results(step, ahead=True)
 
     def launch(self, sequences: Seq[Sequence]) -> DecodeStep | None:
-        """Start a step unless it was launched ahead, and wait for nothing. None: these are too many rows."""
+        """Launches a step without waiting, unless it was launched ahead; returns None if it has too many rows."""
         last, self._last = self._last, None
         if last is not None and self._goes_on_from(last, sequences):
             if not last.slots[0].ready:
@@ -102,7 +105,9 @@ class DeviceDecoder:
             self.before_launch(first)  # type: ignore[arg-type]  # owners of an engine's rows are sequences
 
     def results(self, step: DecodeStep, ahead: bool) -> list[Result]:
-        """The tokens of a step, in order. ahead: the next step will have these sequences, and may be launched now."""
+        """The tokens of a step, in order. ahead: the next step will have the same sequences, so it may be
+        launched now.
+        """
         if ahead and not self._drafts and step.on_device and any(map(_goes_on, step.sequences)):
             self._launch_ahead(step.rows, step.slots)
         if step.on_device and not self._drafts:
@@ -114,8 +119,7 @@ class DeviceDecoder:
         ]
 
     def _goes_on_from(self, last: DecodeStep, sequences: Seq[Sequence]) -> bool:
-        """Whether a step is of the rows of the last one, each behind the token chosen there; sends blocks that were
-        appended."""
+        """Whether a step has the rows of the last one, each after the token sampled there; sends appended blocks."""
         if sequences != last.sequences or len(sequences) > self._most_rows:
             return False
         if len({len(slot.ready) for slot in last.slots}) > 1:
@@ -129,7 +133,7 @@ class DeviceDecoder:
         return True
 
     def _tokens(self, step: DecodeStep) -> list[Result]:
-        """The results of rows whose tokens the device chooses, one a sequence."""
+        """The results of rows whose tokens the device samples, one per sequence."""
         found, waited, tokens = list[Result](), None, list[int]()
         for sequence, slot in zip(step.sequences, step.slots, strict=True):
             launched, index = slot.ready.popleft()
@@ -145,10 +149,10 @@ class DeviceDecoder:
     def _rows_of(self, sequence: Sequence) -> list[DecodeRow]:
         start, params = sequence.num_cached_tokens - sequence.replay, sequence.params
         kind = None
-        # Penalties count the tokens before a row, which behind a drafted token may be others than the device's.
+        # Penalties count the tokens before a row, which after a drafted token may differ from the device's.
         if sequence.next_is_newest and not (self._drafts and params.penalizes):
             kind = self._kind_of(sequence)
-        entries = sequence.max_positions // BLOCK_SIZE + 1  # a step launched ahead included
+        entries = sequence.max_positions // BLOCK_SIZE + 1  # includes a step launched ahead
         tables, history = sequence.block_tables, sequence.token_ids
         return [
             DecodeRow(sequence, n, token, start + n, tables, entries, params, sequence.sampler, kind, history)
@@ -156,13 +160,13 @@ class DeviceDecoder:
         ]
 
     def _kind_of(self, sequence: Sequence) -> SamplingKind | None:
-        """Found once: steps are short where there are many rows."""
+        """The sampling kind of a sequence, cached: in steps of many rows the host has little time."""
         if sequence not in self._kinds:
             self._kinds[sequence] = SamplingKind.of(sequence.params)
         return self._kinds[sequence]
 
     def _launch_ahead(self, rows: list[DecodeRow], slots: list[Slot]) -> None:
-        """One more step, if after it no slot is more than two results ahead of the host."""
+        """Launches one more step, unless a slot would then be more than two results ahead of the host."""
         ahead = [(row, slot) for row, slot in zip(rows, slots, strict=True) if len(slot.ready) > 1]
         if ahead and not self._repeats:
             return  # the next launch evens them out
@@ -190,12 +194,12 @@ class DeviceDecoder:
         if sequence.draft:
             return Verified(first, lambda number: _token(sequence, row.kind, *taken[number]))
         if row.kind is not None:
-            slot.token = first.token  # the device goes on from it
+            slot.token = first.token  # the device continues from it
         return first
 
 
 def _token(sequence: Sequence, kind: SamplingKind | None, step: StepTokens, index: int) -> Result:
-    """The token behind a row."""
+    """The token after a row."""
     if kind is None:
         return sequence.sample_next(step.logits(index))
     token = step.wait()[index]
@@ -203,5 +207,5 @@ def _token(sequence: Sequence, kind: SamplingKind | None, step: StepTokens, inde
 
 
 def _goes_on(sequence: Sequence) -> bool:
-    """Whether the token now computed may be followed by another."""
+    """Whether the token now being computed may be followed by another."""
     return len(sequence.token_ids) + 1 < sequence.max_positions

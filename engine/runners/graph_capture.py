@@ -1,4 +1,4 @@
-"""Capturing a step's launches as one CUDA graph, and counting what it holds.
+"""Captures a step's launches as one CUDA graph, and counts its nodes.
 
 Reference: CUDA driver API, "Graph Management" (cuGraphGetNodes, cuGraphNodeGetType).
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 from quengine.errors import CannotRunError
 
 KERNEL, MEMCPY, MEMSET = 0, 1, 2
-"""CUgraphNodeType of what a step may launch."""
+"""CUgraphNodeType of a step's possible nodes."""
 
 
 @dataclass(frozen=True)
 class GraphNodes:
-    """How many nodes of each kind one launch of a graph runs."""
+    """The nodes of a graph, by kind."""
 
     kernels: int
     copies: int
@@ -36,7 +36,7 @@ class Graph(Protocol):
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A captured step, with its logits, which each replay writes again."""
+    """A captured step, with its logits, which each replay overwrites."""
 
     graph: Graph
     logits: Tensor
@@ -44,10 +44,10 @@ class CapturedStep:
 
 
 def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: Any = None) -> CapturedStep:
-    """Capture `step`, which returns its logits.
+    """Captures `step`, which returns its logits.
 
     `warm` runs first, uncaptured, and compiles and loads every kernel. Graphs of one `pool`
-    (torch.cuda.graph_pool_handle) share memory: what one computes between is lost when another is replayed.
+    (torch.cuda.graph_pool_handle) share memory: one graph's intermediate results are lost when another is replayed.
     """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -64,15 +64,16 @@ def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: A
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all graphs of a device, which share memory only if they were captured on the same stream; torch's own is
-    on the device that was current at its first use."""
+    """One capture stream for all graphs of a device: they share memory only if captured on the same stream,
+    and torch's own is on the device that was current at its first use.
+    """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def count_nodes(graph: int) -> GraphNodes:
-    """Count the nodes of a CUgraph, given its address (torch.cuda.CUDAGraph(keep_graph=True).raw_cuda_graph()).
+    """Counts the nodes of a CUgraph, given its address (torch.cuda.CUDAGraph(keep_graph=True).raw_cuda_graph()).
 
-    Raises CannotRunError where the driver refuses, with its error number.
+    Raises CannotRunError with the driver's error number if a call fails.
     """
     driver = ctypes.CDLL("libcuda.so.1")
     count = ctypes.c_size_t(0)
@@ -89,7 +90,7 @@ def count_nodes(graph: int) -> GraphNodes:
 
 
 def from_kinds(kinds: list[int]) -> GraphNodes:
-    """The counts of a list of CUgraphNodeType numbers."""
+    """The counts in a list of CUgraphNodeType numbers."""
     kernels, copies, fills = (kinds.count(kind) for kind in (KERNEL, MEMCPY, MEMSET))
     return GraphNodes(kernels, copies, fills, len(kinds) - kernels - copies - fills)
 

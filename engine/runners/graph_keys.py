@@ -1,4 +1,4 @@
-"""Which steps are captured: the one table of their sizes, and the key that identifies a captured step."""
+"""The sizes of captured steps, in one table, and the key that identifies a captured step."""
 
 from typing import NamedTuple
 
@@ -6,37 +6,41 @@ from quengine.kernels.forward_batch import Phase
 from quengine.request.sampling_params import SamplingParams
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512)
-"""Numbers of rows of a decode step: matmuls take 8 rows at a time, above 128 blocks of 128 or 256 (192 take as long
-as 256), and from 16 on a row more or less costs little beside the weights."""
+"""Rows of a captured decode step: matmuls take 8 rows at a time, above 128 rows blocks of 128 or 256 (192
+take as long as 256), and from 16 on a padding row costs little besides the weights.
+"""
 
 PREFILL_ROWS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
-"""Numbers of rows of a prompt's step, some 300 launches of 10 to 100 us of the host's time each: with fewer than 500 to
-1000 rows the GPU waits for them. Matmuls take 8, 16, 32, 64 or 128 rows, or a multiple of 128, at a time, so padding
-rows cost nearly nothing."""
+"""Rows of a captured prefill step. A step has some 300 launches of 10 to 100 us of host time each: with fewer
+than 500 to 1000 rows the GPU waits for them. Matmuls take 8, 16, 32, 64 or 128 rows, or a multiple of 128, at
+a time, so padding rows cost nearly nothing.
+"""
 
 PREFILL_SEQUENCES = (1, 4, 16)
-"""Numbers of sequences of a prompt's step."""
+"""Sequences of a captured prefill step."""
 
 CAPTURED_AT = 2
-"""A step of prompts of some size is captured when it comes for this time, unless it was captured ahead or, for several
-sequences, one that holds it was."""
+"""Occurrences of a prefill step's size until it is captured, unless it was captured ahead or, for several
+sequences, a captured step holds it.
+"""
 
 MOST_PADDING = 1024
-"""Rows of padding, over all times that it comes, for which a step that is not captured is computed in a captured one
-that holds more: a row takes some 0.03 ms, capturing 30. While sequences come or end a size comes for a step or two."""
+"""Padding rows, over all occurrences, up to which a step that is not captured runs in a larger captured one:
+a row takes some 0.03 ms, a capture 30. While sequences join or leave, a size occurs for a step or two.
+"""
 
 EXACT_CPU_ROWS = 16
-"""On a CPU, decode steps of up to so many rows have a step list each; beyond it the multiples of 4."""
+"""Rows up to which a CPU decode step has its own step list; larger ones are padded to a multiple of 4."""
 
 CANDIDATES = (64, 128)
-"""Candidates that sampling in a graph may keep; above the largest, or without a top-k, every token is one."""
+"""Candidates that sampling in a graph may keep; above the largest, or without a top-k, every token is a candidate."""
 
 UNMOVED_ROWS = 128
-"""Decode steps of up to so many rows use memory that the backend never replaces by a larger piece."""
+"""Rows up to which decode steps use memory that the backend never replaces by a larger allocation."""
 
 
 class SamplingKind(NamedTuple):
-    """What the sampling in a decode step has buffers for: candidates kept (0: all), and bias and penalties."""
+    """The buffers of a decode step's sampling: candidates kept (0: all), bias, penalties."""
 
     top_k: int
     bias: bool
@@ -44,7 +48,7 @@ class SamplingKind(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams) -> "SamplingKind | None":
-        """None where such settings are sampled on the host."""
+        """The kind for these settings; None if they are sampled on the host."""
         if (
             params.logprobs is not None
             or params.constraint is not None
@@ -56,7 +60,7 @@ class SamplingKind(NamedTuple):
         return cls(1 if params.greedy else kept, bool(params.logit_bias), params.penalizes)
 
     def union(self, other: "SamplingKind") -> "SamplingKind":
-        """With buffers for both."""
+        """The kind with buffers for both."""
         top_k = max(self.top_k, other.top_k) if self.top_k and other.top_k else 0
         return SamplingKind(top_k, self.bias or other.bias, self.penalties or other.penalties)
 
@@ -65,9 +69,10 @@ GREEDY = SamplingKind(1, bias=False, penalties=False)
 
 
 class GraphKey(NamedTuple):
-    """A captured step: padded numbers of rows and sequences, and how tokens are chosen in it (None: it gives logits).
+    """The key of a captured step: padded numbers of rows and sequences, and the sampling in it (None: it returns
+    logits).
 
-    In decode every row is a sequence of its own.
+    In decode every row counts as a sequence.
     """
 
     phase: Phase
@@ -76,7 +81,7 @@ class GraphKey(NamedTuple):
     sampling: SamplingKind | None = None
 
     def holds(self, other: "GraphKey") -> bool:
-        """Whether what takes a step of the other key may take one of this."""
+        """Whether a step of this key can run a step of the other."""
         same = (self.phase, self.sampling) == (other.phase, other.sampling)
         return same and self.rows >= other.rows and self.sequences >= other.sequences
 
@@ -86,12 +91,12 @@ def decode_key(rows: int, sampling: SamplingKind | None = None) -> GraphKey:
 
 
 def padded_rows(rows: int) -> int:
-    """The smallest captured number of decode rows that holds so many."""
+    """The smallest captured number of decode rows that is at least `rows`."""
     return next(size for size in DECODE_ROWS if size >= rows)
 
 
 def prefill_key(lengths: list[int]) -> GraphKey | None:
-    """The step that takes prompts' chunks of these lengths; None where they are not captured."""
+    """The key of a step of prompts' chunks of these lengths; None if it is not captured."""
     count = sum(lengths)
     rows = next((size for size in PREFILL_ROWS if size >= count), None)
     sequences = next((size for size in PREFILL_SEQUENCES if size >= len(lengths)), None)
@@ -101,10 +106,10 @@ def prefill_key(lengths: list[int]) -> GraphKey | None:
 
 
 def expected_keys(most_decode_rows: int, chunk_size: int, *mixed_rows: int) -> list[GraphKey]:
-    """The keys that ordinary requests come to, largest first.
+    """The keys of the steps of ordinary requests, largest first.
 
-    Decode steps of up to `most_decode_rows`, greedy and with the default settings, and of so many rows with a bias;
-    chunks of one prompt of up to `chunk_size` tokens, and of several in steps of `mixed_rows`.
+    Decode steps of up to `most_decode_rows` rows, greedy and with default settings, and the largest of them with a
+    bias; chunks of one prompt of up to `chunk_size` tokens, and of several prompts in steps of `mixed_rows`.
     """
     keys = [GraphKey("prefill", rows, 1) for rows in PREFILL_ROWS if rows <= chunk_size]
     mixed = [rows for rows in mixed_rows if rows in PREFILL_ROWS]
@@ -115,8 +120,9 @@ def expected_keys(most_decode_rows: int, chunk_size: int, *mixed_rows: int) -> l
 
 
 def rarer_keys(most_decode_rows: int, prefill_tokens: int) -> list[GraphKey]:
-    """Further keys that are worth a captured step: several prompts of up to `prefill_tokens` together, and decode steps
-    with a bias (as `ignore_eos` is) of up to `most_decode_rows`."""
+    """Further keys worth capturing: several prompts of up to `prefill_tokens` tokens together, and decode
+    steps of up to `most_decode_rows` rows with a bias (which `ignore_eos` is).
+    """
     keys = [
         GraphKey("prefill", rows, sequences)
         for sequences in PREFILL_SEQUENCES[1:]
@@ -127,7 +133,7 @@ def rarer_keys(most_decode_rows: int, prefill_tokens: int) -> list[GraphKey]:
 
 
 def biased_keys(most_rows: int) -> list[GraphKey]:
-    """The keys of decode steps of up to `most_rows` with a bias, greedy and with the default settings."""
+    """The keys of decode steps of up to `most_rows` rows with a bias, greedy and with default settings."""
     bias = {0: 0.0}
     return decode_keys(
         most_rows, SamplingParams(logit_bias=bias), SamplingParams(temperature=0, logit_bias=bias)
@@ -135,9 +141,9 @@ def biased_keys(most_rows: int) -> list[GraphKey]:
 
 
 def decode_keys(most_rows: int, *settings: SamplingParams) -> list[GraphKey]:
-    """The keys of decode steps of up to `most_rows` with these settings, largest first.
+    """The keys of decode steps of up to `most_rows` rows with these settings, largest first.
 
-    Steps with rows that the host samples are those of greedy ones.
+    Steps with rows that the host samples use the greedy ones.
     """
     kinds = dict.fromkeys(SamplingKind.of(params) or GREEDY for params in settings)
     sizes = DECODE_ROWS[: DECODE_ROWS.index(padded_rows(most_rows)) + 1]

@@ -1,11 +1,11 @@
-"""Results of a step on their way from the device to the host, behind which the next step may be launched."""
+"""Asynchronous copies of a step's results to the host, so that the next step can be launched meanwhile."""
 
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor, in stream order: what is computed behind it may overwrite the tensor."""
+    """A copy of a tensor, in stream order: later work may overwrite the tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -16,7 +16,7 @@ class HostCopy:
             self._arrived.record()
 
     def wait(self) -> Tensor:
-        """The copy, in host memory, once it has arrived."""
+        """The copy in host memory; waits for it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._memory

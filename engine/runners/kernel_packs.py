@@ -1,4 +1,4 @@
-"""Building and installing packs of compiled kernels (kernels/cuda/launch/kernel_pack.py): no GPU is needed to build."""
+"""Builds and installs packs of compiled kernels (kernels/cuda/launch/kernel_pack.py); building needs no GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ from quengine.runners.graph_keys import DECODE_ROWS, padded_rows
 
 CATALOGUE = "catalogue"
 Shape = tuple[ModelConfig, Mapping[str, tuple[str, tuple[int, ...]]]]
-"""A model's configuration, and type and shape of its tensors by name."""
+"""A model's configuration, and the type and shape of its tensors by name."""
 _CONTEXT = 4096
-"""Positions of the cache: kernels follow from it only in whether it is a multiple of 16."""
+"""Positions of the cache: kernels depend only on whether it is a multiple of 16."""
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """What a pack is to hold: kernels for requests to these models, up to `parallel` at once, on these GPUs."""
+    """The content of a pack: kernels for up to `parallel` concurrent requests to these models, on these GPUs."""
 
     models: Sequence[str]
     archs: Sequence[int]
@@ -49,11 +49,11 @@ class PackPlan:
 
 
 def build_pack(plan: PackPlan, path: Path, progress: Callable[[str], None] | None = None) -> Pack:
-    """Compile what is not in Triton's cache, with all processors, and write the pack.
+    """Compiles the kernels missing from Triton's cache, on all processors, and writes the pack.
 
     Raises:
-        EngineError: no such model, or it has kernels that do not compile.
-        CannotRunError: a compiling process was killed, as for want of memory.
+        EngineError: an unknown model, or one with kernels that do not compile.
+        CannotRunError: a compiling process was killed, e.g. for lack of memory.
     """
     use_private_cache()
     names = _named(plan.models)
@@ -76,9 +76,9 @@ def build_pack(plan: PackPlan, path: Path, progress: Callable[[str], None] | Non
 
 
 def install(path: Path) -> tuple[Pack, int]:
-    """Put a pack's kernels into Triton's cache, and build what launches them. The number of launchers built.
+    """Installs a pack's kernels in Triton's cache, and builds their launchers; returns the number of launchers.
 
-    Raises EngineError where it is no pack, is damaged, or is for another Triton or other kernels.
+    Raises EngineError for a file that is no pack, is damaged, or is for another Triton or other kernels.
     """
     use_private_cache()
     pack = install_pack(path)
@@ -86,7 +86,7 @@ def install(path: Path) -> tuple[Pack, int]:
 
 
 def gpus(archs: Sequence[int]) -> list[Gpu]:
-    """For each architecture any GPU of it, and the one whose launch geometry was measured."""
+    """For each architecture, a generic GPU, and the one whose launch geometry was measured."""
     return [
         Gpu(name, (arch // 10, arch % 10))
         for arch in archs
@@ -95,7 +95,7 @@ def gpus(archs: Sequence[int]) -> list[Gpu]:
 
 
 def arch_of(name: str) -> int:
-    """80 of "sm_80". Raises EngineError where kernels are not compiled for it."""
+    """The number of an architecture, 80 for "sm_80". Raises EngineError for one that kernels are not compiled for."""
     known = {f"sm_{arch}": arch for arch in ARCHS}
     if name not in known:
         raise EngineError(f"no kernels for {name!r}; there are {', '.join(known)}")
@@ -109,7 +109,7 @@ def _named(models: Sequence[str]) -> list[str]:
 
 
 def _shape(name: str) -> Shape:
-    """Of a synthetic model, or else of the model of that name: a file, a folder, or one that is in the cache."""
+    """The shape of a synthetic model, or of the model of that name: a file, a folder, or one in the cache."""
     if (spec := find_preset(name)) is not None:
         shapes = required_tensors(spec.config())
         return spec.config(), {
@@ -126,7 +126,7 @@ def _shape(name: str) -> Shape:
 
 
 def _plans(shape: Shape, plan: PackPlan) -> list[KernelPlan]:
-    """One for a single sequence, one for many."""
+    """One plan for a single sequence, one for many."""
     config, tensors = shape
     context = min(_CONTEXT, config.context_length)
     pools = pools_of_one(config, context)

@@ -1,7 +1,7 @@
-"""The static inputs of captured CUDA steps: memory that graphs read, and that is written before a launch.
+"""The static inputs of captured CUDA steps: memory that graphs read, written before a launch.
 
-There is one set for all decode steps, whose rows the device moves on from step to step by itself, and one for all steps
-of prompts, which is written anew for each. Both have a block table per sequence and group of layers that share one.
+One set serves all decode steps, whose rows the device advances by itself, and one serves all steps of prompts,
+rewritten for each. Both have a block table per sequence and cache group.
 """
 
 from collections.abc import Sequence as Seq
@@ -20,18 +20,18 @@ from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKe
 from quengine.runners.step_rows import SequenceRows
 
 _ALIGNED_ROWS = 8
-"""Rows are a multiple of this, so that each vector begins where a kernel may read 16 bytes at once."""
+"""Rows are padded to a multiple of this, so that each vector starts where a kernel may load 16 bytes at a time."""
 
 _ALIGNED = 4
-"""int32 entries: 16 bytes likewise."""
+"""int32 entries in 16 bytes."""
 
 
 class DecodeInputs:
     """The inputs of R decode rows, or slots, in one int32 vector: live [R], positions [R], tokens int64 [R], and block
     tables [groups, R, blocks]. A step of B rows reads the first B.
 
-    Changes are gathered on the host in `changes`, values by index, and sent together by `send`. A slot that is not live
-    stays at position 0 of the padding block.
+    Changes are collected on the host in `changes`, values by index, and sent together by `send`. A slot that is not
+    live stays at position 0 of the padding block.
     """
 
     def __init__(self, rows: int, blocks: int, groups: int, device: torch.device) -> None:
@@ -46,20 +46,20 @@ class DecodeInputs:
         self.changes: dict[int, int] = {}
 
     def assign(self, slot: int, tables: Seq[Seq[int]], entries: int) -> None:
-        """Give a slot a sequence's block tables, with the padding block in the rest of their first `entries`."""
+        """Gives a slot a sequence's block tables, with the padding block in the rest of their first `entries`."""
         self.changes[slot] = 1
         for group, table in enumerate(tables):
             self.extend(slot, group, 0, [*table, *[PADDING_BLOCK] * (entries - len(table))])
 
     def extend(self, slot: int, group: int, first: int, blocks: Seq[int]) -> None:
-        """Set entries `first`, ... of a block table."""
+        """Sets entries `first`, ... of a block table."""
         start = 4 * self.rows + (group * self.rows + slot) * self.blocks + first
         self.changes.update(zip(range(start, start + len(blocks)), blocks, strict=True))
 
     def set_input(self, slot: int, token: int, position: int) -> None:
-        """Set a slot's next input."""
+        """Sets a slot's next input."""
         self.changes[self.rows + slot] = position
-        self.changes[2 * self.rows + 2 * slot] = token  # the low half; the high one stays 0
+        self.changes[2 * self.rows + 2 * slot] = token  # the low half; the high half stays 0
 
     def release(self, slot: int) -> None:
         self.changes[slot] = 0
@@ -68,7 +68,7 @@ class DecodeInputs:
             self.extend(slot, group, 0, [PADDING_BLOCK])
 
     def send(self) -> None:
-        """Send the changes since the last call, in stream order, without waiting for the device."""
+        """Sends the changes since the last call, in stream order, without waiting for the device."""
         if not self.changes:
             return
         pairs = torch.tensor([list(self.changes), list(self.changes.values())])
@@ -78,7 +78,7 @@ class DecodeInputs:
         self.changes.clear()
 
     def batch(self, rows: int, shares_sequences: bool) -> ForwardBatch:
-        """A step of the first `rows` slots."""
+        """The batch of the first `rows` slots."""
         return ForwardBatch(
             "decode",
             self.tokens[:rows],
@@ -90,8 +90,9 @@ class DecodeInputs:
 
 @dataclass(frozen=True)
 class PrefillLayout:
-    """Where a step of some size has its parts in the vector: first entry and length of the ids (int64), the rows whose
-    logits are wanted (int64), positions, sequences of the rows, and attention tiles of `tile_rows` rows."""
+    """The layout of a step's parts in the vector: first entry and length of the ids (int64), the rows with
+    logits (int64), positions, sequences of the rows, and attention tiles of `tile_rows` rows.
+    """
 
     parts: tuple[tuple[int, int], ...]
     tile_rows: int
@@ -110,13 +111,13 @@ class PrefillLayout:
 
 
 class PrefillInputs:
-    """The inputs of steps of prompts: one int32 vector, which each size of step divides in its own way, and the block
-    tables [groups, sequences + 1, blocks], of which the last is that of padding rows.
+    """The inputs of prefill steps: one int32 vector, laid out by each step's size, and block tables [groups, sequences
+    + 1, blocks], the last of them for padding rows.
 
     Args:
-        ctx_size: positions of a sequence at most.
-        chunk_size: rows of a sequence in a step at most.
-        head_dim, batch_invariant: of the attention, which cuts chunks into tiles.
+        ctx_size: most positions of a sequence.
+        chunk_size: most rows of a sequence in a step.
+        head_dim, batch_invariant: properties of the attention, which determine its tiles.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class PrefillInputs:
         return PrefillLayout.of(key.rows, key.sequences, tile)
 
     def batch(self, key: GraphKey) -> ForwardBatch:
-        """A step of this size."""
+        """The batch of a step of this size."""
         layout = self.layout(key)
         ids, last, positions, sequences, tiles = (
             self._all[first : first + length] for first, length in layout.parts
@@ -157,7 +158,7 @@ class PrefillInputs:
         )
 
     def send(self, key: GraphKey, rows: Seq[SequenceRows]) -> None:
-        """Make these the rows of the next step, in stream order, without waiting for the device."""
+        """Makes these the rows of the next step, in stream order, without waiting for the device."""
         if rows:
             tables = self._pinned(pad_block_tables([part.block_tables for part in rows]))
             tables = tables[:, :, : self.tables.shape[2]]  # a sequence's states may be more than its blocks
@@ -171,7 +172,7 @@ class PrefillInputs:
     def _entries(
         self, key: GraphKey, layout: PrefillLayout, rows: Seq[SequenceRows]
     ) -> tuple[list[int], ...]:
-        """The parts, each as far as it is not zeros."""
+        """The parts, each without trailing zeros."""
         lengths = [len(part.ids) for part in rows]
         sequences, tiles = tile_entries([part.start for part in rows], lengths, layout.tile_rows)
         positions = [part.start + row for part in rows for row in range(len(part.ids))]
@@ -188,5 +189,5 @@ class PrefillInputs:
 
 
 def _halves(values: Seq[int]) -> list[int]:
-    """The int32 halves of numbers that an int64 vector holds."""
+    """Numbers below 2^31 as the int32 halves of int64 values."""
     return [half for value in values for half in (value, 0)]

@@ -1,4 +1,4 @@
-"""What a step computes, as the host describes it to the decoder and to captured steps."""
+"""The rows of a step, as the host describes them to the decoder and to captured steps."""
 
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -36,7 +36,9 @@ def decode_ids(sequence: Sequence) -> list[int]:
 def forward_batch(
     phase: Phase, rows: Seq[SequenceRows], device: torch.device, all_logits: bool = False
 ) -> ForwardBatch:
-    """The step of these rows. In prefill logits are wanted of each sequence's last row, or of all; in decode of all."""
+    """The batch of these rows. In prefill, logits are computed for each sequence's last row, or for all rows;
+    in decode, for all.
+    """
     ids, starts, tables = zip(*rows, strict=True)
     if phase == "prefill":
         return prefill_batch(ids, starts, tables, device, all_logits)

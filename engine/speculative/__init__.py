@@ -1,1 +1,1 @@
-"""Drafts of several tokens that one step checks: look-up in the sequence itself, or a small model."""
+"""Speculative decoding: tokens drafted by look-up in the sequence itself or by a small model, verified in one step."""

@@ -1,5 +1,4 @@
-"""Drafts on a device that moves rows on by itself: the steps of a draft are launched one behind the other, and their
-tokens are read together."""
+"""Drafting on a device that samples by itself: all decode steps of a draft are launched before its tokens are read."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -13,14 +12,14 @@ from quengine.speculative.draft_model import DraftJob
 
 
 class DeviceDraftSteps:
-    """`draft_model.DraftSteps` on a device, whose graphs allow for as many pending steps as a draft has tokens."""
+    """`draft_model.DraftSteps` on a device, whose graphs allow as many pending steps as a draft has tokens."""
 
     def __init__(self, graphs: CudaGraphs) -> None:
         self._slots = DecodeSlots(graphs)
         self._groups = graphs.inputs.groups
 
     def draft(self, jobs: Seq[DraftJob]) -> list[list[int]]:
-        # Those that go on come first: the steps behind the first one are then smaller.
+        # Jobs whose drafts go on come first, so that the steps after the first one are smaller.
         rows = sorted(
             (row for job in jobs for row in _rows_of(job, self._groups)), key=lambda row: row.number > 0
         )
@@ -40,9 +39,9 @@ class DeviceDraftSteps:
 
 
 def _rows_of(job: DraftJob, groups: int) -> list[DecodeRow]:
-    """A row for each token that is to be computed; the newest has number 0. All groups of layers keep all positions."""
+    """One row for each token of the job; the newest has number 0. All cache groups keep all positions."""
     sampler, last = job.sampler, len(job.tokens) - 1
-    # Without penalties, which count tokens that only the host has.
+    # Without penalties, as they count tokens that only the host has.
     params = replace(sampler.params, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
     kind, tables = SamplingKind.of(params), (job.block_table,) * groups
     entries = (job.start + len(job.tokens) + job.count) // BLOCK_SIZE + 1

@@ -1,6 +1,6 @@
-"""How many tokens are worth drafting: for one sequence, by how its drafts went, and for all sequences of a step.
+"""Draft lengths: adapted for each sequence to how its drafts went, and divided among the sequences of a step.
 
-This changes the time that a completion takes, never its text.
+They change the time that a completion takes, never its text.
 """
 
 from collections.abc import Sequence
@@ -8,47 +8,49 @@ from collections.abc import Sequence
 from quengine.config import EngineConfig
 
 DRAFT_TOKENS = {"cpu": 4, "cuda": 7}
-"""Tokens of a draft at most, by kind of device, where nothing else is said. On a CPU a further row costs a third of
-the first; a GPU's matmuls take 8 rows at a time."""
+"""Default maximum length of a draft, by kind of device. On a CPU each further row costs a third of the first;
+a GPU's matmuls compute tiles of 8 rows.
+"""
 
 DRAFT_ROWS = {"cpu": 8, "cuda": 32}
-"""Rows of a step up to which drafts are added to it. More of them cost a CPU as much each as a step's average row."""
+"""Maximum number of rows of a step with drafts. On a CPU, each row beyond costs as much as a step's average row."""
 
 LONGEST_PAUSE = 16
-"""Steps without a draft, at most, while none is right: after so many a row more costs little on average."""
+"""Longest pause in steps while all drafts are rejected: one wasted row in so many steps costs little on average."""
 
 
 def draft_tokens(config: EngineConfig, kind: str) -> int:
-    """Tokens of a draft at most."""
+    """Maximum length of a draft."""
     return config.draft_tokens or DRAFT_TOKENS[kind]
 
 
 def draft_rows(config: EngineConfig, kind: str) -> int:
-    """Rows of a step up to which there are drafts, a row a sequence and one a drafted token; 0: there are none."""
+    """Maximum number of rows of a step with drafts: one per sequence and one per drafted token; 0: no drafts."""
     return max(DRAFT_ROWS[kind], 1 + draft_tokens(config, kind)) if config.speculates else 0
 
 
 class DraftLength:
-    """The length of one sequence's drafts: `most` at first, longer after one that was right to its end, else shorter.
+    """The draft length of one sequence: `most` at first, adapted after each draft.
 
-    After drafts of which nothing was right there is a pause, each time twice as long.
+    It is doubled after a draft accepted in full, and otherwise cut to one more than was accepted. After a draft of
+    which no token was accepted, drafting pauses, twice as long each time.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._length = most
-        self._pause = 0  # the last one
+        self._pause = 0  # length of the last pause, in steps
         self._left = 0
 
     def next(self) -> int:
-        """Tokens to draft in this step."""
+        """Number of tokens to draft in this step."""
         if self._left:
             self._left -= 1
             return 0
         return self._length
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Note how a draft of one token or more went."""
+        """Notes how many tokens of a draft, of at least one token, were accepted."""
         if accepted == drafted:
             self._length = min(self._most, max(self._length, 2 * drafted))
         else:
@@ -60,8 +62,7 @@ class DraftLength:
 
 
 def divide(room: int, proposed: Sequence[int]) -> list[int]:
-    """Of `room` tokens in all what each sequence gets of those it proposed: first tokens for all come before second
-    ones."""
+    """Divides `room` tokens among sequences, given how many each proposed: first tokens before second ones."""
     granted = [0] * len(proposed)
     for length in range(max(proposed, default=0)):
         for index, count in enumerate(proposed):

@@ -1,9 +1,9 @@
-"""A second, small model that drafts: its own weights and cache, over the blocks of the model that it drafts for.
+"""A draft model: a second, small model with weights and a cache of its own, over the target's block tables.
 
-Its cache has as many blocks as the other's first group of layers, which then keeps all positions, so that group's block
-table of a sequence serves both; what of a block it has computed itself
-is noted here. It samples as the sequence does, with the same random numbers: where the models' logits are alike they
-choose the same token. Whatever it drafts, the text does not depend on it.
+Its cache has as many blocks as the target's first cache group, which then keeps all positions, so that a sequence's
+block table of that group serves both; the blocks that the draft model itself has computed are tracked here. It samples
+as the sequence does, with the same random numbers: if the logits of both models are alike, they sample the same token.
+The text does not depend on what it drafts.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sampler
 
 MOST_ROWS = 4
-"""Tokens that a first step makes up for, as rows of it; more are computed as a chunk."""
+"""Maximum number of missing tokens computed as rows of the first draft step; more are computed as a prefill chunk."""
 
 
 @dataclass(frozen=True)
 class DraftJob:
-    """`count` tokens wanted behind `tokens`, which are at positions `start`, ... and not in the draft model's cache."""
+    """A draft of `count` tokens to make after `tokens`, at positions `start`, ..., which are not cached yet."""
 
     tokens: list[int]
     start: int
@@ -44,12 +44,12 @@ class DraftSteps(Protocol):
     """Runs the draft model's decode steps."""
 
     def draft(self, jobs: Seq[DraftJob]) -> list[list[int]]:
-        """Of each job the drafted tokens; fewer than wanted where the logits give none."""
+        """Returns the drafted tokens of each job; fewer than wanted if none can be sampled."""
         ...
 
 
 class HostDraftSteps:
-    """A step of all jobs at a time, sampled on the host."""
+    """Runs one step of all jobs at a time, sampled on the host."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -81,15 +81,15 @@ class HostDraftSteps:
 def _sampled(job: DraftJob, logits: Tensor) -> int | None:
     try:
         return job.sampler.sample(logits, job.history, len(job.history)).token
-    except EngineError:  # no finite logits, or none that the biases leave
+    except EngineError:  # no finite logits, or the biases ban every token
         return None
 
 
 @dataclass
 class _Progress:
-    """How far a sequence is in the draft model's cache: `cached` tokens of it, and behind them what was drafted.
+    """A sequence's state in the draft model's cache: `cached` valid tokens, then the drafted tokens `ahead`.
 
-    `keys` stand for what its full blocks hold, one for each, with all that is before it.
+    `keys` identify its full blocks, each with all tokens before it.
     """
 
     block_table: list[int]
@@ -100,18 +100,19 @@ class _Progress:
 
 
 class DraftModel:
-    """See the module docstring.
+    """The draft model, see the module docstring.
 
     Args:
-        runner: the draft model's, over a paged cache with as many blocks as the other's.
-        steps: run its decode steps.
+        runner: the draft model's, over a paged cache with as many blocks as the target's first cache group.
+        steps: runs its decode steps.
     """
 
     def __init__(self, runner: ModelRunner, steps: DraftSteps) -> None:
         self._runner = runner
         self._steps = steps
         self._progresses: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
-        self._contents: dict[int, int] = {}  # of full blocks that this model has computed, by number: the key
+        # the key of each full block that this model has computed, by block number
+        self._contents: dict[int, int] = {}
 
     def warm_up(self, params: SamplingParams | None) -> None:
         """See `ModelRunner.warm_up`."""
@@ -127,11 +128,11 @@ class DraftModel:
         return self._runner.cache.nbytes
 
     def room(self, sequence: Sequence) -> int:
-        """Tokens that can be drafted before the draft model's own context ends."""
+        """Number of tokens that can be drafted before the draft model's own context ends."""
         return self._runner.cache.ctx_size - len(sequence.token_ids)
 
     def follow(self, sequence: Sequence, end: int) -> None:
-        """Compute a sequence's first `end` tokens, as far as they are not in the cache and fit this model's context."""
+        """Computes a sequence's first `end` tokens, as far as they are not cached and fit this model's context."""
         progress = self._progress(sequence)
         end = min(end, self._runner.cache.ctx_size)
         size = self._runner.decoder.chunk_size
@@ -144,16 +145,16 @@ class DraftModel:
                 self._confirm(progress, sequence, len(ids))
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """Up to so many tokens behind each sequence's newest one, all sequences in the same steps.
+        """Drafts up to counts[sequence] tokens after each sequence's newest one, for all sequences in the same steps.
 
-        Their block tables cover these tokens.
+        The sequences' block tables cover these tokens.
         """
         jobs = [self._job(sequence, count) for sequence, count in counts.items()]
         with Range("draft steps"):
             drafts = self._steps.draft(jobs)
         for sequence, job, draft in zip(counts, jobs, drafts, strict=True):
             progress = self._progresses[sequence]
-            # The last drafted token was not computed. The others are, if the sequence takes them.
+            # The last drafted token has not been computed. The others have, and count if the sequence accepts them.
             progress.ahead = draft[:-1]
             self._wrote(progress, job.start, len(job.tokens) + len(progress.ahead))
             self._confirm(progress, sequence, len(job.tokens))
@@ -164,14 +165,14 @@ class DraftModel:
         progress = self._progress(sequence)
         if newest - progress.cached >= MOST_ROWS:
             self.follow(sequence, newest)
-        # The newest token is computed for what follows it, again if need be.
+        # The newest token is computed, if need be again, for the logits after it.
         progress.cached = min(progress.cached, newest)
-        progress.sampler.reset()  # it has seen tokens that were drafted and not taken
+        progress.sampler.reset()  # it has seen drafted tokens that were rejected
         ids, start = list(sequence.token_ids), progress.cached
         return DraftJob(ids[start:], start, progress.block_table, count, ids, progress.sampler)
 
     def _progress(self, sequence: Sequence) -> _Progress:
-        """Brought up to the tokens that the sequence took of the last draft, or begun anew with its new blocks."""
+        """The sequence's progress, updated by its last draft's accepted tokens; a new one if its blocks are new."""
         progress = self._progresses.get(sequence)
         if progress is None or progress.block_table is not sequence.block_tables[0]:
             same = progress is not None and progress.sampler.stream == sequence.sampler.stream
@@ -189,7 +190,7 @@ class DraftModel:
         return progress
 
     def _sampler(self, sequence: Sequence) -> Sampler:
-        """As the sequence samples, but for what only its own model's rows can tell."""
+        """A sampler like the sequence's, without its log-probabilities, constraint and target-only token ids."""
         params, vocab = sequence.params, self._runner.decoder.config.vocab_size
         bias = {token: value for token, value in params.logit_bias.items() if token < vocab}
         plain: SamplingParams = replace(
@@ -203,7 +204,7 @@ class DraftModel:
         return Sampler(plain, vocab, sequence.sampler.stream)
 
     def _share(self, progress: _Progress, sequence: Sequence) -> None:
-        """Take over the blocks in front that hold these tokens already."""
+        """Reuses the leading blocks that already hold these tokens."""
         for index, number in enumerate(progress.block_table[: len(sequence.token_ids) // BLOCK_SIZE]):
             key = _key(progress.keys, sequence, index)
             if self._contents.get(number) != key:
@@ -212,12 +213,12 @@ class DraftModel:
             progress.cached += BLOCK_SIZE
 
     def _wrote(self, progress: _Progress, start: int, count: int) -> None:
-        """Drop the noted content of the blocks of these rows: it was written over."""
+        """Drops the keys of the blocks of these rows, which have been overwritten."""
         for index in range(start // BLOCK_SIZE, (start + count - 1) // BLOCK_SIZE + 1):
             self._contents.pop(progress.block_table[index], None)
 
     def _confirm(self, progress: _Progress, sequence: Sequence, count: int) -> None:
-        """So many further rows hold the sequence's own tokens."""
+        """Notes that `count` more rows hold the sequence's own tokens."""
         progress.cached += count
         while (len(progress.keys) + 1) * BLOCK_SIZE <= progress.cached:
             index = len(progress.keys)
@@ -226,6 +227,6 @@ class DraftModel:
 
 
 def _key(before: list[int], sequence: Sequence, index: int) -> int:
-    """Of a block's content with all before it. Equal keys of different contents would only make worse drafts."""
+    """A key of a block's tokens and all tokens before it. A collision would only make drafts worse."""
     own = tuple(sequence.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE])
     return hash((before[index - 1] if index else 0, own))

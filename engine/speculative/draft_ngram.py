@@ -1,25 +1,26 @@
-"""Drafts from a sequence itself: what followed the same tokens the last time (prompt lookup, Saxena 2023)."""
+"""Look-up drafts: what followed the same n-gram earlier in the sequence (prompt lookup, Saxena 2023)."""
 
 from collections.abc import Sequence
 
 
 class NgramIndex:
-    """Where each run of `longest` tokens, and of fewer down to half of them, was last followed in a growing sequence.
+    """The last continuation of each n-gram of a growing sequence, for n from `longest` down to half of it.
 
-    Shorter ones, which recur by chance, gave drafts that were wrong too often (docs/speculative.md). A token is indexed
-    once, when it comes; a draft takes one look-up for each length of run.
+    Shorter n-grams, which recur by chance, gave too many wrong drafts (docs/speculative.md). Each token is indexed
+    once, when it is appended; a draft takes one look-up per length.
     """
 
     def __init__(self, longest: int) -> None:
         self._lengths = range(longest, (longest - 1) // 2, -1)
         self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(longest + 1)]
-        self._indexed = 1  # tokens before this one are in it, each as what follows the runs before it
+        # tokens before this index are indexed, each as the continuation of the n-grams before it
+        self._indexed = 1
 
     def draft(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow `tokens`; none where no run at their end was there before.
+        """Up to `most` tokens that may follow `tokens`; empty if no n-gram at its end has occurred before.
 
-        The longest such run counts, at its latest occurrence. From call to call `tokens` grows. What followed may reach
-        the end: a sequence that repeats itself is drafted to go on doing so.
+        The longest such n-gram counts, at its latest occurrence. From call to call `tokens` grows. If the continuation
+        reaches the end of the sequence, it is extended periodically.
         """
         self._index(tokens)
         start = self._after_run(tokens)
@@ -38,7 +39,7 @@ class NgramIndex:
         self._indexed = max(self._indexed, len(tokens))
 
     def _after_run(self, tokens: Sequence[int]) -> int | None:
-        """Where the longest run at the end was followed before."""
+        """The index after the latest earlier occurrence of the longest n-gram at the end; None if there is none."""
         for length in self._lengths:
             if length < len(tokens):
                 index = self._next[length].get(tuple(tokens[len(tokens) - length :]))

@@ -1,4 +1,4 @@
-"""Opening a draft model's checkpoint, and checking that it has the vocabulary of the model that it drafts for."""
+"""Opens a draft model's checkpoint, and checks that its vocabulary is the target's."""
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
@@ -7,10 +7,10 @@ from quengine.models.hub.hub import resolve_model
 
 
 def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
-    """The draft model's checkpoint; None where the configuration has none.
+    """The draft model's checkpoint; None if the configuration names none.
 
     Raises:
-        EngineError: no such model, its file is wrong, or its vocabulary is not the target's.
+        EngineError: there is no such model, its file is wrong, or its vocabulary is not the target's.
     """
     if config.draft_model is None:
         return None
@@ -28,7 +28,7 @@ def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
 
 
 def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
-    """Raises EngineError where a token of the draft model is not the same token of the target.
+    """Raises EngineError if the vocabularies of target and draft model differ.
 
     Logits may be padded to different lengths; the tokens themselves must agree in number, bytes and kind.
     """

@@ -1,10 +1,10 @@
-"""Speculative decoding: tokens are drafted cheaply, and one step of the model says which of them it would have chosen.
+"""Speculative decoding: tokens are drafted cheaply, and one step of the model verifies them.
 
-A step computes a sequence's newest token and its drafted ones as rows of their own. In each row the model's own token
-is chosen with the random number of that position; while it is the drafted one the next row is valid, and the first that
-is not ends the draft. So the text is the very one that it is without drafts, greedy or sampled (Leviathan et al. 2023
-accept drafts by chance instead, which keeps the distribution, not the text). Drafts come from the sequence itself
-(draft_ngram.py), or, where that gives none, from a second model (draft_model.py).
+A step computes a sequence's newest token and its drafted ones as rows of their own. In each row the model's token is
+sampled with the random number of that position; as long as it equals the drafted one, the next row is valid, and the
+first mismatch ends the draft. So the text is exactly that without drafts, greedy or sampled. (Leviathan et al. 2023
+accept drafts by rejection sampling instead, which preserves the distribution, not the text.) Drafts come from the
+sequence itself (draft_ngram.py), or, if it gives none, from a draft model (draft_model.py).
 """
 
 from collections.abc import Sequence as Seq
@@ -23,8 +23,7 @@ from quengine.speculative.draft_ngram import NgramIndex
 
 @dataclass
 class _Drafting:
-    """Of one sequence, after so many context shifts: its index, if there is look-up, and the lengths of either kind of
-    draft."""
+    """The drafting state of one sequence since its last context shift (`shifts`: their number)."""
 
     index: NgramIndex | None
     lookup: DraftLength
@@ -34,7 +33,7 @@ class _Drafting:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """A draft that a sequence could have: `tokens` found in it, or `count` tokens that the model is to draft."""
+    """A possible draft of a sequence: `tokens` found by look-up, or `count` tokens for the draft model to make."""
 
     sequence: Sequence
     length: DraftLength
@@ -43,14 +42,14 @@ class _Proposal:
 
 
 class Speculation:
-    """Gives sequences their drafts before a step, and the tokens that were right after it.
+    """Gives sequences their drafts before a step, and accepts the verified tokens after it.
 
     Args:
         scheduler: owns the blocks.
-        longest: tokens of the longest run that is looked up; 0: none are.
-        model: drafts where nothing was found; None: there is none.
-        most: tokens of a draft at most.
-        rows: rows of a step, a row a sequence and one a drafted token, up to which there are drafts.
+        longest: length of the longest n-gram that is looked up; 0: no look-up.
+        model: the draft model, for sequences without a look-up; None: there is none.
+        most: maximum length of a draft.
+        rows: maximum number of rows of a step with drafts, one per sequence and one per drafted token.
     """
 
     def __init__(
@@ -62,19 +61,20 @@ class Speculation:
         self._most = most
         self._rows = rows
         self._draftings: WeakKeyDictionary[Sequence, _Drafting] = WeakKeyDictionary()
-        self._lengths: WeakKeyDictionary[Sequence, DraftLength] = WeakKeyDictionary()  # of drafts under way
+        # of the drafts in flight
+        self._lengths: WeakKeyDictionary[Sequence, DraftLength] = WeakKeyDictionary()
 
     @classmethod
     def of(
         cls, config: EngineConfig, scheduler: Scheduler, model: DraftModel | None, kind: str
     ) -> "Speculation | None":
-        """By the options, on a device of this kind; None: they ask for no drafts."""
+        """The speculation that the options ask for, on a device of this kind; None if they ask for no drafts."""
         if not config.speculates:
             return None
         return cls(scheduler, config.draft_ngram, model, draft_tokens(config, kind), draft_rows(config, kind))
 
     def propose(self, batch: Batch) -> None:
-        """Set the drafts of a step's sequences; of prompts' chunks, let the draft model compute them too."""
+        """Sets the drafts of a decode step's sequences; in prefill, the draft model computes the chunks too."""
         if batch.phase == "decode":
             self._draft(batch.sequences)
             return
@@ -83,7 +83,7 @@ class Speculation:
                 self._model.follow(chunk.sequence, chunk.start + len(chunk.ids))
 
     def take(self, sequence: Sequence, verified: Verified) -> str:
-        """Let a sequence take the tokens of its draft that were right; returns the text that this makes visible."""
+        """Appends the verified tokens of a sequence's draft; returns the text that becomes visible."""
         draft, sequence.draft = sequence.draft, []
         before = sequence.num_cached_tokens - 1 - sequence.replay  # what the states stood for before the step
         accepted, sample = 0, verified.first
@@ -94,7 +94,7 @@ class Speculation:
                 break
             later = verified.later(accepted)
             if not isinstance(later, Sample):
-                break  # the step of this token alone will report why
+                break  # the step of this token alone will report the error
             self._scheduler.accepted(sequence)
             sample = later
             text += sequence.advance(sample)

@@ -1,6 +1,6 @@
-"""Operations of a decoder on the CPU: weights as stored, int16 activations in decode, fp32, int16 or bf16 in prefill.
+"""Operations of the decoder on the CPU: weights as stored; decode in int16, prefill in fp32, int16 or bf16.
 
-    set_threads(n), get_threads(), max_threads()                    threads of the kernels below and of torch
+    set_threads(n), get_threads(), max_threads()                    threads of these kernels and of torch
     decode_linear(x, parts), prompt_linear(x, parts, addend=None)   x [T, K] times weights -> [T, sum of N_i], fp32
     embed(weight, ids, scale=1.0)                                   rows of a weight as fp32 [T, K]
     rms_norm(x, weight, eps)                                        rows of x normalised [T, K]
@@ -9,12 +9,12 @@
     gated_delta(batch, x, spec, layer)                              gated delta net [T, H * hd]; also to the state
     output_gate(y, qkv, spec)                                       an attention's result times its gates, in place
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
-    batch_attention(q, layer, batch, scale, window)                 newest tokens of B sequences: q [B, H, hd]
-    prefill_attention(q, layer, start, scale, window, block_table)  T tokens of a sequence: q [T, H, hd]
+    batch_attention(q, layer, batch, scale, window)                 decode, one token of B sequences: q [B, H, hd]
+    prefill_attention(q, layer, start, scale, window, block_table)  T tokens of one sequence: q [T, H, hd]
 
-A step of several operations in one go of the thread team is a list of `Launch`es handed to `run`; step.py compiles
-decode steps to such lists. Results are the same to the last bit for any number of threads, for any other rows in the
-batch, and wherever in the cache a sequence's blocks lie.
+`run` takes a list of `Launch`es, so that the thread team runs several operations in one go; step.py compiles decode
+steps to such lists. Results are bit-identical for any number of threads, for any other rows in the batch, and for any
+placement of a sequence's blocks in the cache.
 
 Kernels are compiled on first use and kept on disk, and numba is imported only to compile (kernel_table.py). `X.py`
 launches what `X_kernels.py` compiles from the vector code in `X_ir.py`; both take a kernel's arguments from the

@@ -1,8 +1,8 @@
-"""The CPU backend: weights as stored in the mapped file, int16 activations in decode, fp32 or two bf16 in prefill.
+"""The CPU backend: weights as stored in the mapped file, int16 activations in decode, fp32, int16 or bf16 in prefill.
 
-Every operation is a kernel of kernels/cpu/. In prefill, a row's result does not depend on its chunk; in decode, not on
-the other rows. A decode step can be compiled to one list of kernels, with the same results to the last bit. Implements
-kernels.backend.Backend.
+Implements kernels.backend.Backend with the kernels of kernels/cpu/. A row's result does not depend on its chunk in
+prefill, nor on the other rows in decode. A decode step can be compiled to one list of kernels, with bit-identical
+results.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,10 +51,10 @@ class CpuBackend:
         buffers: Buffers,
         groups: int = 1,
     ) -> Step:
-        """The operations of a decode step of `rows` tokens as a list of kernels, run with any tokens and positions.
+        """Compiles a decode step of `rows` tokens to a list of kernels that can be run with any tokens and positions.
 
         forward(batch) calls this backend's operations, `logits` last, and returns its result; nothing is computed
-        meanwhile. Each token's sequence has block tables of at most `blocks` blocks for `groups` groups of layers.
+        during the call. Each sequence has a block table of at most `blocks` blocks for each of `groups` cache groups.
         Steps that never run at once may share `buffers`.
         """
         self._recorder = recorder = StepRecorder(rows, blocks, buffers, groups)
@@ -124,7 +124,7 @@ class CpuBackend:
             y = self.communicator.all_reduce(y)
             y = y if addend is None else y.add_(addend)
         y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
-        # Last, not first: a residual stream may hold values beside which the products' own sums would lose their bits.
+        # The residual is added last: beside its large values, partial sums of the product would lose bits.
         return _normed(y, post_norm).add_(residual)
 
     def gate_up_experts(
@@ -223,7 +223,7 @@ class CpuBackend:
         if self._recorder is not None:
             return self._recorder.logits(x, norm, weight)
         x = _normed(x, norm)
-        # A single last row is multiplied as a decode step's is.
+        # A single last row takes the decode kernel.
         decodes = len(x) == 1 or batch.phase == "decode"
         return cpu.decode_linear(x, weight.parts) if decodes else cpu.prompt_linear(x, weight.parts)
 

@@ -1,4 +1,4 @@
-"""Runs a recorded decode step (step_recorder.py): tokens of one or more sequences, their positions and their blocks."""
+"""Runs a compiled decode step (step_recorder.py) for given tokens, positions and block tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 
 class Step:
-    """A recorded decode step of `rows` tokens; `logits` is what the recorder's `logits` gave."""
+    """A compiled decode step of `rows` tokens; `logits` is the result of the recorder's `logits`."""
 
     def __init__(self, recorder: StepRecorder, logits: Tensor) -> None:
         self.rows = recorder.rows
@@ -28,17 +28,16 @@ class Step:
             numbers[id(stage)] = len(launches)
             launches += stage.launches()
         self._program = Program(launches)
-        # Attentions that see the same positions, each with the number of its launch.
+        # Attentions with the same visible positions, each with the number of its launch.
         self._alike: dict[Visible, list[tuple[RecordedAttention, int]]] = {}
         for attention in recorder.attentions:
             self._alike.setdefault(attention.visible, []).append((attention, numbers[id(attention.stage)]))
 
     def run(self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[BlockTables]) -> Tensor:
-        """Logits [rows, V] fp32 after each of `rows` tokens, whose rows are written to the blocks of their tables.
+        """Logits fp32 [rows, V] after each token; keys and values are written to the blocks of the tokens' tables.
 
-        They are valid until the next run. Each of a token's tables has at least the blocks up to its token's position,
-        and those are in the cache. Raises ValueError for a token outside the embedding or a position outside the
-        context.
+        They are valid until the next run. Each table must have at least the blocks up to its token's position, within
+        the cache. Raises ValueError for a token outside the embedding or a position outside the context.
         """
         assert len(tokens) == len(positions) == len(tables) == self.rows
         self._check(tokens, positions)

@@ -1,8 +1,8 @@
-"""Records a decode step: the operations of kernels.backend.Backend, as kernels over buffers that stay where they are.
+"""Compiles a decode step: the operations of kernels.backend.Backend, as kernels over buffers at fixed addresses.
 
-A layer is five stages (runtime/stage.py), between which the threads meet: QKV | attention | output projection | gate
-and up | down, with experts the router in front of the last two. Norms, rotation, rounding and residuals are parts of
-them; what is too much for one thread when rows are several has stages of its own.
+A layer is five stages (runtime/stage.py), between which the threads synchronise: QKV | attention | output projection |
+gate and up | down; with experts, the router comes before the last two. Norms, rotation, quantization and residuals are
+parts of these stages; for several rows, those too large for one thread get stages of their own.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.short_conv import ShortConvSpec
 
-# A stage has so many tasks for each thread, where a matrix has the rows, so that threads end close together.
+# Tasks per thread and stage, if a matrix has enough rows, so that threads finish close together.
 _SHARES = 4
 
 
 Buffers: TypeAlias = dict[tuple[str, int], Tensor]
-"""By what they are for and their width."""
+"""Buffers by role and width."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class CpuWeight:
 
 @dataclass
 class Rows:
-    """Activations while a step is compiled: where they will lie, and the stage that writes them.
+    """Activations of a step being compiled: their buffer, and the stage that writes it.
 
-    values: fp32 [B, K]. records: the same rounded, where the stage rounds them as it goes.
+    values: fp32 [B, K]. records: the same values quantized, if the stage quantizes them.
     """
 
     values: Tensor
@@ -81,7 +81,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RecordedAttention:
-    """A recorded attention: its stage, whose tasks follow from what is visible."""
+    """A recorded attention: its stage, whose number of tasks depends on the visible positions."""
 
     stage: Stage
     kv_heads: int
@@ -91,13 +91,12 @@ class RecordedAttention:
 
 @dataclass
 class StepRecorder:
-    """Notes the operations of a decode step of `rows` tokens.
+    """Records the operations of a decode step of `rows` tokens.
 
-    `tokens` and `positions`, int64 [rows], are what a step is run with; `tables`, int64 [groups, rows, blocks], are
-    their sequences' blocks for each group of layers, and `batch` is all of them. Buffers are shared by operations of
-    the same kind: a hidden state lasts until the second `linear_add` or `experts_add` after the one that made it, any
-    others until the next operation of their kind. With the same `buffers` they are shared by steps too, of which one at
-    a time may run.
+    `tokens` and `positions`, int64 [rows], are a run's inputs; `tables`, int64 [groups, rows, blocks], are the block
+    tables of each cache group; `batch` holds all three. Operations of one kind share a buffer: a hidden state is valid
+    until the second `linear_add` or `experts_add` after the one that made it, any other result until the next
+    operation of its kind. Steps with the same `buffers` share them too, so only one of these may run at a time.
     """
 
     rows: int
@@ -109,14 +108,14 @@ class StepRecorder:
     stages: list[Stage] = field(default_factory=list)
     attentions: list[RecordedAttention] = field(default_factory=list)
     _visible: dict[tuple[int, int | None, int], Visible] = field(default_factory=dict)
-    _row_stage: Stage | None = None  # the newest one with a task a row
-    # A hidden state, the norm that was last computed of it, and its result: router and experts read the same.
+    _row_stage: Stage | None = None  # the newest stage with one task per row
+    # The last normalised hidden state: input, norm, result. Router and experts read the same.
     _latest: tuple[Rows, RMSNorm, Rows] | None = None
 
     def __post_init__(self) -> None:
         self.tokens = torch.zeros(self.rows, dtype=torch.int64)
         self.positions = torch.zeros(self.rows, dtype=torch.int64)
-        # The rows of the cache where the tokens' keys and values go, in each group's layers.
+        # The cache rows for the tokens' keys and values, per cache group.
         self.slots = torch.zeros(self.groups, self.rows, dtype=torch.int64)
         self.tables = torch.zeros(self.groups, self.rows, self.blocks, dtype=torch.int64)
         self.batch = ForwardBatch("decode", self.tokens, self.positions, self.tables)
@@ -138,7 +137,7 @@ class StepRecorder:
         gate, up = gate_up.parts
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
         records = None if gate.rows % 32 else self._records("gated", gate.rows)
-        # Whole groups of 32, as a task rounds what it makes; half the usual rows, as it makes two of each.
+        # Whole groups of 32, as a task quantizes its own outputs; half the usual rows, as it computes gate and up.
         step = max(32, min(task_rows(gate) // 2, _fair_rows(gate.rows)) // 32 * 32)
         stage = self._stage(
             [
@@ -165,7 +164,7 @@ class StepRecorder:
         product = self._fp32("product", weight.rows)
         stage = self._matvecs(x, weight, product, bias, scales)
         stage = self._after(stage, rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
-        # As one long row, so that a task is a row.
+        # Viewed as one long row, so that a task is a row.
         flat = y.view(1, -1)
         add = add_launch(flat, residual.values.view(1, -1), 0, flat.shape[1], y.shape[1])
         return Rows(y, self._after(stage, add))
@@ -214,7 +213,7 @@ class StepRecorder:
         return Rows(y, stage)
 
     def _spread(self, inputs: Sequence[Tensor], groups: Groups) -> list[Tensor]:
-        """Rows by place, each source once."""
+        """Copies the sources to their places, each distinct one once; returns the kernels' inputs."""
         spread: dict[int, Tensor] = {}
         for rows in inputs:
             if rows.data_ptr() not in spread:
@@ -224,7 +223,7 @@ class StepRecorder:
         return [spread[rows.data_ptr()] for rows in inputs]
 
     def _by_place(self, role: str, width: int, groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[slots, width]."""
+        """A buffer [slots, width]."""
         return self._buffer(f"{role} {dtype}", groups.used * width, dtype).view(groups.slots, width)
 
     def attention(self, qkv: Rows, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Rows:
@@ -261,7 +260,7 @@ class StepRecorder:
         launch = short_conv_launch(bcx.values, spec, layer, self.positions, tables, out)
         if self.rows == 1:
             return Rows(out, self._after(bcx.stage, launch))
-        return Rows(out, self._stage([launch]))  # a task is some channels of all rows, never a row
+        return Rows(out, self._stage([launch]))  # a task is a few channels of all rows, never a row
 
     def gated_delta(self, x: Rows, spec: GatedDeltaSpec, layer: SlotLayer) -> Rows:
         out = self._fp32("gated delta", spec.value_heads * spec.head_dim)
@@ -289,7 +288,7 @@ class StepRecorder:
         row_scale: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Stage:
-        """row_scale * (products + bias) + residual."""
+        """The stage of row_scale * (products + bias) + residual."""
         parts, column = [], 0
         fair = _fair_rows(weight.rows)
         for w in weight.parts:
@@ -316,23 +315,23 @@ class StepRecorder:
         return self._latest[2]
 
     def _input(self, x: Rows, w: QuantTensor) -> Tensor:
-        """What a matvec with w reads: x itself, or x rounded, once, behind the stage that makes it."""
+        """A matvec's input: x itself, or x quantized, once, after the stage that writes it."""
         if w.cols != x.values.shape[1]:
             raise ValueError(f"{w.name} has width {w.cols}; the activations have {x.values.shape[1]}")
         if not w.format.is_quantized:
             return x.values
         if x.records is None:
             if self._latest is not None and self._latest[2] is not x:
-                self._latest = None  # its quantized rows are written over
+                self._latest = None  # its quantized rows are overwritten
             x.records = self._records("input", w.cols)
             x.stage = self._after(x.stage, quantize_launch(x.values, x.records))
         return x.records
 
     def _after(self, stage: Stage, launch: Launch) -> Stage:
-        """Add a kernel that needs all of a stage: the stage that then makes the result.
+        """Adds a kernel that needs all of a stage's results; returns the stage that runs it.
 
-        For one row it is run by the thread that ends the stage. For several there is a stage of their own, in which
-        kernels with a task a row follow each other.
+        With one row, the thread that finishes the stage runs it. With several, it gets a stage of its own, shared by
+        consecutive kernels with one task per row.
         """
         if self.rows == 1:
             stage.finals.append(launch)
@@ -346,7 +345,7 @@ class StepRecorder:
         return stage
 
     def _hidden(self, width: int, residual: Rows) -> Tensor:
-        """The buffer for a hidden state that is not the residual's."""
+        """A buffer for a hidden state other than the residual's."""
         y = self._fp32("hidden 0", width)
         return self._fp32("hidden 1", width) if y.data_ptr() == residual.values.data_ptr() else y
 
@@ -357,7 +356,7 @@ class StepRecorder:
         return self._buffer(f"{role} rounded", quantized_row_bytes(width), torch.uint8)
 
     def _buffer(self, role: str, width: int, dtype: torch.dtype) -> Tensor:
-        """[rows, width], in memory that has room for a power of two of rows."""
+        """A buffer [rows, width], allocated for the next power of two of rows."""
         held = self.buffers.get((role, width))
         if held is None or held.shape[0] < self.rows:
             room = 1 << (self.rows - 1).bit_length()
@@ -366,5 +365,5 @@ class StepRecorder:
 
 
 def _fair_rows(rows: int) -> int:
-    """Rows of a task, an even number, of which there are _SHARES tasks a thread."""
+    """Rows per task, an even number, for _SHARES tasks per thread."""
     return -(-rows // (2 * _SHARES * get_threads())) * 2

@@ -1,1 +1,1 @@
-"""Operations on a CUDA device, through Triton: one operation a file, its torch definition in the folder above."""
+"""Operations on a CUDA device, in Triton: one operation per file, its torch definition in the folder above."""

@@ -7,9 +7,8 @@ of its rows, are one more launch. A mixture of experts takes three launches in p
 has one launch in place of attention, in batches two. Where ranks share a model, the launches of output and down sum
 over them, too. The residual stream is fp32. Implements kernels.backend.Backend.
 
-Which kernels compute a row, and so its last bits, depend on how many rows there are, unless they are
-`batch_invariant`: then one family of kernels computes every number of rows, and a row's bits follow from its own
-sequence alone.
+The kernels for a row, and so its last bits, depend on the number of rows, unless they are `batch_invariant`: then one
+family of kernels serves every number of rows, and a row's bits follow from its own sequence alone.
 """
 
 from collections.abc import Sequence
@@ -76,36 +75,37 @@ from quengine.kernels.short_conv import ShortConvSpec
 HOPPER = (9, 0)
 
 DECODE_ROWS = 1
-"""Rows that the q-dot takes: a kernel for more compiles for a minute, too long before a short prompt."""
+"""Rows that q-dot kernels take: a kernel for more compiles for a minute, too long before a short prompt."""
 
 MAX_DEQUANTIZED = 80 << 20
-"""Weights dequantized to fp16 at once in prefill, at most: 160 MiB. A larger matrix is dequantized in pieces, and so
-are gate and up, which lose nothing by it; pieces have half as many where nothing else needs the memory."""
+"""The most weights dequantized to fp16 at a time in prefill: 160 MiB. Larger matrices are dequantized in
+pieces, and so are gate and up, at no loss; where only pieces are needed, they have half as many weights.
+"""
 
 Rows = Tensor | QuantizedActivations | Fp16Operand
-"""What feeds a matmul: quantized rows where the q-dot reads them; elsewhere scaled fp16 after a norm, else fp32."""
+"""Inputs of a matmul: quantized activations for q-dot; else an fp16 operand after a norm, or fp32."""
 
 Residual = Tensor | RmsNormed
-"""The residual stream: fp32 rows, after a layer together with their rms-normed form for the next."""
+"""The residual stream: fp32 rows, after a layer together with their normalised form for the next."""
 
 
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel may start, and read its weights, before the one before it has ended (sm_90 and later)."""
+    """Whether a kernel may start, and read its weights, before the previous one has ended (sm_90 and later)."""
     gpu = gpu_of(device)
     return gpu is not None and gpu.capability >= HOPPER
 
 
 def takes_q_dot(rows: int) -> bool:
-    """Whether so many rows are quantized to int16 for the q-dot; more of them take fp16 matrix units."""
+    """Whether `rows` rows are quantized to int16 for q-dot; more rows use fp16 matrix units."""
     return rows <= DECODE_ROWS
 
 
 class CudaBackend:
-    """See the module docstring. `device` must be a CUDA device of compute capability 8.0 or later.
+    """The CUDA backend, see the module docstring. `device`: a CUDA device of compute capability 8.0 or later.
 
-    `batch_invariant`: the result of a decode step's row is the same, to the last bit, alone and in every batch,
-    captured or not; that of a prompt's row in every chunk. Batches and prompts share all kernels but attention's.
-    Prompts and single sequences are slower then, and a single sequence's rows are rounded to fp16, as a batch's are.
+    `batch_invariant`: a row's result is bit-identical alone and in every batch, captured or not, and a prompt's row in
+    every chunk. Batches and prompts then share all kernels but attention's. Prompts and single sequences are slower,
+    and a single sequence's rows are rounded to fp16, as a batch's are.
     """
 
     def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
@@ -250,7 +250,7 @@ class CudaBackend:
             return self._prefill(batch, qkv, spec, layer)
         if batch.shares_sequences:
             qkv = self._write_rows(batch, qkv, spec, layer)
-        # What was written by a launch just before must be complete: a chunk's positions, keys that other rows read.
+        # Rows written by the previous launch must be complete: a chunk's positions, keys that other rows read.
         overlaps = self.pdl and batch.phase == "decode" and not batch.shares_sequences
         return self._decode(batch, qkv, spec, layer, overlaps)
 
@@ -287,7 +287,7 @@ class CudaBackend:
         check_head_dim(spec.head_dim)
 
     def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
-        """fp32. One row is then computed as a decode step's, unless kernels are batch-invariant."""
+        """Selected rows, fp32. A single row then takes the decode kernels, unless they are batch-invariant."""
         if isinstance(x, Fp16Operand):
             return x.gather(rows)
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
@@ -321,7 +321,7 @@ class CudaBackend:
         bias: Tensor | None,
         row_scale: Tensor | None,
     ) -> Residual:
-        """`linear_add` of a part of the columns, summed over the ranks."""
+        """`linear_add` of this rank's part of the columns, summed over the ranks."""
         shape, own = _stream(residual).shape, post_norm is None and row_scale is None
         peers = self.communicator.peers(*shape)
         stream, begins = _stream(residual), own and next_norm is not None and can_begin_norm(weight)
@@ -348,7 +348,7 @@ class CudaBackend:
     def _add_sum(
         self, product: Tensor | ScaledProduct, residual: Tensor, peers: PeerBuffers | None, *others: Any
     ) -> Residual:
-        """The sum of the ranks' products, added to the residual; others: of `_add_product`."""
+        """The sum of the ranks' products, added to the residual; others: arguments of `_add_product`."""
         if peers is None:
             assert isinstance(product, Tensor)
             product = self.communicator.all_reduce(product)
@@ -364,7 +364,9 @@ class CudaBackend:
         row_scale: Tensor | None,
         peers: PeerBuffers | None = None,
     ) -> Residual:
-        """What is not the matmul's to add to the residual, with the next norm in the same launch."""
+        """Adds a product to the residual with what the matmul does not do (norm, bias, scales), and norms the
+        sum, in one launch.
+        """
         normed: QuantizedActivations | Fp16Operand | None = None
         if next_norm is not None and self._takes_q_dot(len(residual)):
             normed = QuantizedActivations.empty(1, residual.shape[1], self.device)
@@ -376,7 +378,7 @@ class CudaBackend:
     def _prefill(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
     ) -> Rows:
-        """Attention of the chunks of a step, whose rows are cut into tiles."""
+        """Attention on a step's chunks, whose rows are cut into tiles."""
         tokens, width, tiles = len(batch), spec.heads * spec.head_dim, self._tiles_of(batch, spec)
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
         gates = qkv if spec.gated else None
@@ -401,7 +403,7 @@ class CudaBackend:
         return room.without_row_scales(out, tokens, form)
 
     def _tiles_of(self, batch: ForwardBatch, spec: AttentionSpec) -> PrefillTiles:
-        """Made once for the layers of a step."""
+        """The step's tiles, made once for all layers."""
         if batch.tiles is not None:
             return batch.tiles
         if self._tiles is None or self._tiles[0] is not batch:
@@ -419,10 +421,10 @@ class CudaBackend:
     def _write_rows(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
     ) -> Tensor:
-        """All rows' keys and values into the cache, ahead of an attention that reads those of other rows.
+        """Writes all rows' keys and values to the cache, before attention reads those of other rows.
 
-        It is the attention of each row to itself alone, whose result is not used. The launch after it writes the same
-        bits once more, so it does not matter which of the two a row reads.
+        It runs attention of each row to itself alone, and discards the result. The next launch writes the same bits
+        again, so a row may read either.
         """
         qkv = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
         rows = qkv.shape[0]
@@ -435,7 +437,7 @@ class CudaBackend:
     def _decode(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer, pdl: bool
     ) -> Rows:
-        """Attention of single rows, each with its block table, as the next matmul reads it."""
+        """Attention of single rows, each with its block table, in the form of the next matmul's input."""
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
         qkv = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
         rows, width = qkv.shape[0], spec.heads * spec.head_dim
@@ -473,7 +475,7 @@ class CudaBackend:
         return quantize_activations(x) if isinstance(x, Tensor) and self._takes_q_dot(x.shape[0]) else x
 
     def _norms_in_groups(self, norm: RMSNorm, rows: int) -> bool:
-        """Whether so many rows are normed by the launch that copies them to the places of their experts."""
+        """Whether `rows` rows are normalised by the launch that copies them to their experts' places."""
         return norms_in_groups(rows, norm.experts, self.device) and not self._takes_q_dot(rows)
 
     def _takes_q_dot(self, rows: int) -> bool:
@@ -486,7 +488,7 @@ class CudaBackend:
         return matmul(x, weight, self._room(), residual, self.pdl, _exact(batch))
 
     def _noted(self, weight: PackedWeight) -> PackedWeight:
-        """Remember how much room the prefill needs for this weight."""
+        """Records the workspace that prefill needs for this weight."""
         self._widest = max(self._widest, weight.cols)
         self._packed |= any(isinstance(part, PackedPart) for part in weight.parts)
         size = weight.rows * weight.cols
@@ -507,11 +509,11 @@ class CudaBackend:
 
     @property
     def rooms_left(self) -> int:
-        """How often a buffer of many rows was released for a larger one: older graphs must not run again."""
+        """The number of buffers of many rows replaced by larger ones: graphs captured before must not run again."""
         return self._room().rooms_left
 
     def _quantization_scratch(self) -> QuantizationScratch:
-        """One for all launches: each uses it only after the launch before it has ended."""
+        """One scratch for all launches: each uses it only after the launch before it has ended."""
         if self._scratch is None:
             self._scratch = QuantizationScratch.empty(2 * self._widest, self.device)
         return self._scratch
@@ -531,5 +533,5 @@ def _stream(x: Residual) -> Tensor:
 
 
 def _exact(batch: ForwardBatch) -> bool:
-    """Few rows of a prompt have weights rounded as many have, those of a batch not."""
+    """Whether few rows round weights once, as many rows do (MatmulMode): in prefill, not in batched decode."""
     return batch.phase == "prefill"

@@ -1,7 +1,7 @@
-"""Embedding rows of a packed matrix on CUDA: the rows of given tokens, dequantized, in one launch.
+"""Embedding on CUDA: the rows of given tokens from a packed matrix, dequantized, in one launch.
 
-Reads the planes that the matmul reads, so a model whose embedding is also its output matrix keeps one copy. Of a
-tile of 16 rows only the four lanes that hold the wanted row are run, and a lane stores four columns at a time.
+It reads the planes that the matmul reads, so a model whose embedding is also its output matrix keeps one copy. Of a
+tile of 16 rows only the four lanes that hold the wanted row run, and a lane stores four columns at a time.
 """
 
 import torch
@@ -21,7 +21,7 @@ from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
 
 _MAX_CHUNKS = 32
-"""Chunks a program: 128 lanes of work."""
+"""Chunks per program: 128 lanes of work."""
 
 
 @triton.jit
@@ -40,7 +40,8 @@ def _embedding_kernel(
     wait_then_launch(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(id_ptr + token).to(tl.int64)
-    known = (row >= 0) & (row < rows)  # an id outside the vocabulary gives a row of NaN, never a wrong read
+    # an id outside the vocabulary gives a row of NaN, never an invalid read
+    known = (row >= 0) & (row < rows)
     row = tl.where(known, row, 0)
     tile = row // 16
     far = (row % 16) >= 8

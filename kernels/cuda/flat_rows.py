@@ -1,4 +1,4 @@
-"""Rows of the residual stream as one vector of words, to be sent to the device that computes the next layers."""
+"""Rows of the residual stream as one vector of words, to send to the device that computes the next layers."""
 
 import torch
 from torch import Tensor
@@ -9,14 +9,14 @@ from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.rms_norm import RMSNorm
 
 _ALIGNED = 4
-"""Words: each part of a flat row begins at a multiple of 16 bytes."""
+"""Words: each part of the vector begins at a multiple of 16 bytes."""
 
 
 def flattened(x: Tensor | RmsNormed) -> Tensor:
     """The rows of the stream as an fp32 vector, for another device.
 
-    Behind a single row are the words of its quantized form, and last the sums of squares that its norm still needs. An
-    fp16 operand is left out: the other device makes the same of the rows.
+    A single row is followed by the words of its quantized form and by the sums of squares of its pending norm. An fp16
+    operand is left out: the other device recomputes it from the rows.
     """
     if isinstance(x, Tensor):
         return x.flatten()
@@ -29,7 +29,7 @@ def flattened(x: Tensor | RmsNormed) -> Tensor:
 
 
 def unflattened(flat: Tensor, rows: int, norm: RMSNorm | None) -> Tensor | RmsNormed:
-    """What `flattened` was given; norm: the one that reads it, for its epsilon."""
+    """Inverts `flattened`; norm: the norm that reads the rows, for its epsilon."""
     if rows > 1 or norm is None or len(flat) == len(norm.weight):
         return flat.view(rows, -1)
     cols = len(norm.weight)
@@ -49,6 +49,6 @@ def unflattened(flat: Tensor, rows: int, norm: RMSNorm | None) -> Tensor | RmsNo
 
 
 def _words(part: Tensor) -> Tensor:
-    """The 4-byte words of a tensor, up to a multiple of 16 bytes."""
+    """The 4-byte words of a tensor, padded to a multiple of 16 bytes."""
     words = part.contiguous().view(1, -1).view(torch.float32)
     return torch.nn.functional.pad(words, (0, -words.numel() % _ALIGNED)).flatten()

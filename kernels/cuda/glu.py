@@ -1,6 +1,6 @@
-"""Gated linear units on CUDA: the activation in a matmul's epilogue, and of rows where no matmul does it.
+"""Gated linear units on CUDA: the activation as a matmul's epilogue, or on rows that a matmul has stored.
 
-Definition: kernels/glu.py. All activations are gate / (1 + exp(-z)), where z is the gate (SiLU), a multiple of the
+Defined in kernels/glu.py. All activations are gate / (1 + exp(-z)), where z is the gate (SiLU), a multiple of the
 clamped gate or, since (1 + tanh(y)) / 2 = 1 / (1 + exp(-2y)), twice the argument of GELU's tanh.
 """
 
@@ -20,8 +20,9 @@ from quengine.kernels.glu import CLAMP, SWISH_SLOPE, Activation
 BIAS, ROWS, RESIDUAL = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)
 SILU, GELU_TANH = tl.constexpr(2), tl.constexpr(3)
 CLAMPED_SWISH, BIASED_SWISH = tl.constexpr(4), tl.constexpr(5)
-"""Epilogues of a matmul: its rows plus a bias, its rows, its rows plus a residual, or those of a gated linear unit by
-its activation; BIASED_SWISH: the clamped swish of products plus a bias."""
+"""Epilogues of a matmul: rows plus a bias, rows, rows plus a residual, or gated linear units by their
+activation; BIASED_SWISH: the clamped swish of products plus a bias.
+"""
 
 EPILOGUES: dict[Activation, int] = {
     "silu": SILU.value,
@@ -47,7 +48,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
         z = gate * (1.0 + 0.044715 * gate * gate) * _TWICE_SQRT_2_OVER_PI
         y = gate / (1.0 + tl.exp(-z)) * up
     elif ACTIVATION >= CLAMPED_SWISH:
-        # Compared, a NaN stays one.
+        # Comparisons keep a NaN a NaN.
         gate = tl.where(gate > _CLAMP, _CLAMP, gate)
         up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up))
         y = gate / (1.0 + tl.exp(gate * -_SLOPE)) * (up + 1.0)
@@ -81,12 +82,12 @@ def glu_rows(gate_up: Tensor, activation: Activation, pdl: bool = False) -> Tens
 
 @triton.jit
 def product_scales(row_scale, bound, ACTIVATION: tl.constexpr = SILU):
-    """(factor, row scale) of the fp16 rows activation(gate) * up, powers of two, given the row scales of x and
-    `product_bound` of the weight.
+    """(factor, row scale) of the fp16 rows activation(gate) * up, powers of two, from the row scales of x and the
+    weight's `product_bound`.
 
-    No gate or up value exceeds row_scale * bound < 2^above. Every activation is the gate divided by 1 + exp(-z) >= 1,
-    so no larger than the gate: the products are below 2^(2 * above), and scaled below 2^15. Those of the clamped swish,
-    whose other factor is up + 1, are below 2^(above + 1 + max(above, 0)), and below 7 * 8 < 2^6.
+    Gate and up values are at most row_scale * bound < 2^above. Every activation is the gate divided by 1 + exp(-z) >=
+    1, so no larger than the gate: products are below 2^(2 * above), and scaled below 2^15. With the clamped swish,
+    whose other factor is up + 1, they are below 2^(above + 1 + max(above, 0)), and below 7 * 8 < 2^6.
     """
     above = ((row_scale * bound).to(tl.int32, bitcast=True) >> 23) - 126
     above = tl.minimum(tl.maximum(above, -55), 70)
@@ -99,7 +100,7 @@ def product_scales(row_scale, bound, ACTIVATION: tl.constexpr = SILU):
 
 
 def product_bound(part: PackedPart) -> float:
-    """A bound on scaled fp16 rows times rows of a part: |x| |w| (Cauchy-Schwarz)."""
+    """A bound on products of scaled fp16 rows with rows of a part: |x| |w| (Cauchy-Schwarz)."""
     return 2.0**14 * math.sqrt(part.cols) * part.norm
 
 
@@ -127,11 +128,11 @@ def _glu_product_kernel(
 
 
 def glu_product(z: ScaledProduct, activation: Activation, bound: float, out: Fp16Operand, first: int) -> None:
-    """activation(gate) * up of products [T, 2n], n gate columns and their up columns, into columns first .. of out,
-    scaled fp16 [T, F].
+    """activation(gate) * up of products [T, 2n], n gate columns then their up columns, into columns `first` on of out,
+    an fp16 operand [T, F].
 
-    The scale of a row of `out` follows from a bound on its values (`product_bound` of the weight), so that no pass over
-    them is needed: typical values lie 2^12 to 2^26 below it, and fp16 keeps its 11 bits over 2^29.
+    A row scale of `out` follows from a bound on its values (`product_bound` of the weight), so that no pass over them
+    is needed: typical values are 2^12 to 2^26 below it, and fp16 keeps its 11 bits over 2^29.
     """
     rows, width = z.values.shape[0], z.values.shape[1] // 2
     _glu_product_kernel[(rows, -(-width // 1024))](

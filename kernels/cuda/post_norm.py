@@ -1,11 +1,11 @@
-"""A matmul's product, added to the residual stream, and the RMSNorm that reads the sum, in one launch.
+"""Adds a matmul's product to the residual stream, and computes the next RMSNorm, in one launch.
 
     residual += rms_norm(row_scale * (product + bias), post_norm);  out = rms_norm(residual, next_norm)
 
-For products with a norm, a bias or row scales, of which those that are absent are left out; a plain one is added to the
-residual by the matmul. Where ranks share a model, few rows of products are summed over them in the same launch
-(ranks/peers.py). Definition: kernels/rms_norm.py. A program takes a row, which stays in fp32 registers, so that a row's
-bits follow from its width alone.
+For products with a post-norm, a bias or row scales, each optional; a plain product is added to the residual by the
+matmul. Where ranks share a model, few rows of products are summed over them in the same launch (ranks/peers.py).
+Defined in kernels/rms_norm.py. A program takes one row, which stays in fp32 registers, so a row's bits follow from its
+width alone.
 """
 
 import torch
@@ -33,7 +33,7 @@ from quengine.kernels.cuda.rms_norm import geometry
 from quengine.kernels.rms_norm import RMSNorm
 
 _SUM, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What is stored beside the residual: nothing, the next norm's rows quantized for the q-dot, or as scaled fp16."""
+"""Outputs besides the residual: none, the next norm's rows quantized for q-dot, or as an fp16 operand."""
 
 
 @DirectLaunch
@@ -44,8 +44,10 @@ def _post_norm_add_kernel(
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr, LAYOUT: tl.constexpr,
     RANKS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """row_scale_ptr: of a `ScaledProduct`. weight_ptr, bias_ptr [WIDTH], factor_ptr [rows]: the post norm's weights,
-    the bias and the row scales, each None where absent. RANKS: of which `peers` has the product; 0: of none."""
+    """row_scale_ptr: row scales of a `ScaledProduct`. weight_ptr, bias_ptr [WIDTH], factor_ptr [rows]:
+    weights of the post-norm, bias and row scales, each None if absent. RANKS: the ranks in `peers` that share
+    the product; 0: none.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -104,12 +106,12 @@ def post_norm_add(
     row_scale: torch.Tensor | None = None,
     peers: PeerBuffers | None = None,
 ) -> None:
-    """Add `post_norm(row_scale * (product + bias))` to `residual` in place: product and residual contiguous fp32
-    [T, D], bias fp32 [D], row_scale fp32 [T] or [T, 1].
+    """Adds `post_norm(row_scale * (product + bias))` to `residual` in place: product and residual contiguous fp32 [T,
+    D], bias fp32 [D], row_scale fp32 [T] or [T, 1].
 
-    `out`: where `next_norm` of the sum goes. `pdl` (sm_90 and later): may be launched before its predecessor has ended,
-    which may produce the product, the residual and row_scale. `product` and `out` may share their row scales.
-    `peers`, which has room for such rows: the product is the sum over the ranks, which all launch this.
+    `out`: the destination of `next_norm` of the sum. `pdl` (sm_90 and later): the launch may start before its
+    predecessor has ended, which may produce the product, the residual and row_scale. `product` and `out` may share
+    their row scales. With `peers`, of enough capacity, the product is the sum over the ranks, which all launch this.
     """
     if not isinstance(product, ScaledProduct):
         scaled, y, product_scale, weight_scale = False, product, product, 1.0

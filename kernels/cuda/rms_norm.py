@@ -1,9 +1,9 @@
-"""RMSNorm on CUDA: plain rows, quantized for the q-dot, or as an fp16 operand, also of a sum with a residual.
+"""RMSNorm on CUDA: to plain rows, quantized for q-dot, or as an fp16 operand, also of a sum with a residual.
 
-One kernel, whose geometry follows (rows, width). Few rows take a block each with as many warps as the row can feed;
-many narrow rows share a block, so that every block has enough loads in flight. The order of a row's sum follows from
-the geometry: where it may not depend on the number of rows (`batch_invariant`), that of few rows is taken. A row is
-read once and stays in registers. Operands in the WGMMA layout have a kernel of their own, in rms_norm_wgmma.py.
+One kernel, whose geometry follows from (rows, width). Few rows take a block each, with as many warps as the row can
+feed; many narrow rows share a block, so that every block has enough loads in flight. The order of a row's sum follows
+from the geometry: with `batch_invariant`, that of few rows is always used. A row is read once and stays in registers.
+Operands in the WGMMA layout have their own kernel, in rms_norm_wgmma.py.
 """
 
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.rms_norm_wgmma import launch_norm_wgmma
 
 _PLAIN, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What is stored of the result."""
+"""The form of the stored result."""
 
 _MAX_WIDTH = 65536
-"""Widest row: 64 fp32 a thread with 1024 threads."""
+"""Widest row: 64 fp32 per thread with 1024 threads."""
 
 _FEW_ROWS = 512
-"""Up to here every row has a multiprocessor nearly to itself, and latency counts, not lanes."""
+"""Rows up to which each has a multiprocessor nearly to itself, and latency matters, not occupancy."""
 
 _FULL_MACHINE = 16384
-"""From here on there are rows enough for several in a block."""
+"""Rows from which on there are enough for several per block."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def geometry(rows: int, width: int) -> Geometry:
 
 @triton.jit
 def _load_part(x_ptr, residual_ptr, scale, row, column, mask, x_stride, residual_stride, ADD: tl.constexpr):
-    """A part of the rows in fp32; with ADD times `scale`, plus the residual, to which the sum is written."""
+    """A part of the rows in fp32; with ADD times `scale` plus the residual, where the sum is stored."""
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         at = residual_ptr + row * residual_stride + column
@@ -89,7 +89,7 @@ def _load_part(x_ptr, residual_ptr, scale, row, column, mask, x_stride, residual
 
 @triton.jit
 def _store_quantized_part(y, outputs, first, end):
-    """Quantize a [1, N] part of a row in groups of 32 and store it from group `first` on, up to group `end`."""
+    """Quantizes a [1, N] part of a row in groups of 32 and stores it as groups `first` on, up to `end`."""
     high, low, scale, sums = quantize_group(tl.reshape(y, [y.shape[1] // 32, 32]))
     group = first + tl.arange(0, y.shape[1] // 32)
     store_quantized(
@@ -160,8 +160,8 @@ def rms_norm(
     """RMSNorm (kernels/rms_norm.py) of the rows of x, computed in fp32 and rounded once to x's dtype.
 
     x: [T, D] fp16, bf16 or fp32, unit inner stride (rows may be slices of wider ones); weight: [D]. `pdl` (sm_90 and
-    later) lets the launch overlap the one in front, which may produce x but not weight. `batch_invariant`: a row's bits
-    are the same whatever the number of rows.
+    later): the launch may overlap the previous one, which may produce x but not weight. `batch_invariant`: a row's
+    bits do not depend on the number of rows.
     """
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, weight, eps, _Output(_PLAIN.value, (result,) * 4, result.stride(0)), pdl, batch_invariant)
@@ -171,7 +171,7 @@ def rms_norm(
 def rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False
 ) -> QuantizedActivations:
-    """As `rms_norm`, the result quantized to int16 per group of 32 for the q-dot; D a multiple of 32."""
+    """`rms_norm` quantized to int16 per group of 32 for q-dot; D a multiple of 32."""
     out = QuantizedActivations.empty(x.shape[0], x.shape[1], x.device)
     planes = (out.high, out.low, out.scale, out.sums)
     _launch(x, weight, eps, _Output(_QUANTIZED.value, planes, 0), pdl, batch_invariant=True)
@@ -186,7 +186,7 @@ def rms_norm_fp16(
     pdl: bool = False,
     batch_invariant: bool = False,
 ) -> Fp16Operand:
-    """As `rms_norm`, the result rounded to scaled fp16 for the matmuls, in the layout of `out`."""
+    """`rms_norm` as an fp16 operand for the matmuls, in the layout of `out`."""
     operand = Fp16Operand.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     assert operand.rows == x.shape[0] and operand.fits(x.shape[1]) and operand.values.is_contiguous()
     if operand.is_wgmma and x.device.type != "cpu":  # Triton's interpreter does not run that kernel
@@ -204,15 +204,17 @@ def add_norm_fp16(
     out: Fp16Operand,
     pdl: bool = False,
 ) -> Fp16Operand:
-    """`product.finish(residual)`, to the residual, and `rms_norm_fp16` of it, to `out`, in one pass. The product and
-    `out` may share their row scales."""
+    """`product.finish(residual)`, into the residual, and its `rms_norm_fp16`, into `out`, in one pass. The
+    product and `out` may share their row scales.
+    """
     _launch(product.values, weight, eps, _Output.of(out), pdl, False, product, residual)
     return out
 
 
 class _Output(NamedTuple):
-    """kind: see `_PLAIN`; tensors: of a quantized row its planes, else values, anything, row scales, anything; stride:
-    from a row (or a tile of rows) to the next."""
+    """kind: see `_PLAIN`; tensors: the planes of a quantized row, else values, unused, row scales, unused;
+    stride: between rows (or tiles of rows).
+    """
 
     kind: int
     tensors: tuple[torch.Tensor, ...]

@@ -1,8 +1,8 @@
-"""Few rows of a step grouped by expert behind their norm, in one launch on Hopper: groups.py with rms_norm_wgmma.py.
+"""RMSNorm of few rows and their grouping by expert, in one launch on Hopper: groups.py with rms_norm_wgmma.py.
 
 A program takes a pair (row, slot): it numbers the pair among those of its expert, norms the row and stores it at its
-place. A row is normed once for each of its experts, which costs less than a launch. Blocks, positions and rows have the
-bits that the two launches give.
+place. A row is normed once per expert, which costs less than a launch. Blocks, positions and rows are bit-identical to
+those of the two launches.
 """
 
 import triton.language as tl
@@ -65,9 +65,10 @@ def _group_normed_kernel(
 def group_normed_rows(
     x: Tensor, norm: RMSNorm, experts: Tensor, groups: Groups, out: Fp16Operand, pdl: bool = False
 ) -> None:
-    """Fill in `groups` for a routing's experts, int32 [T, k], and store the norm of rows x [T, D], fp32, at their
-    places in `out`, in the WGMMA layout, whose columns are padded to 128 with zeros, its rows with anything. Takes the
-    pairs that `counted` does."""
+    """Fills in `groups` for a routing's experts, int32 [T, k], and stores the norm of rows x fp32 [T, D] at
+    their places in `out`, in the WGMMA layout. Columns are padded to 128 with zeros; padding rows are
+    undefined. Supports as many pairs as `counted`.
+    """
     pairs, used = experts.numel(), experts.shape[1]
     assert out.is_wgmma and out.fits(x.shape[1]) and counted(pairs) and experts.is_contiguous()
     blocks, padded, warps = row_geometry(x.shape[1])

@@ -1,8 +1,9 @@
 """RMSNorm to fp16 operands in the WGMMA layout (fp16_operand.py) on Hopper, for matmul_wgmma.py.
 
-A program takes a row, and a thread columns that lie side by side in the layout, so that it writes 16 bytes at a time, a
-warp whole lines; in rms_norm.py's kernel, which serves every layout, they are 2. Sum and largest value are found in one
-pass. The order of a row's sum follows from its width alone, so rows are batch-invariant.
+A program takes a row, and a thread columns that are adjacent in the layout, so that it writes 16 bytes at a time and a
+warp whole cache lines; rms_norm.py's kernel, which serves every layout, writes 2 bytes at a time. The sum of squares
+and the largest value are found in one pass. The order of a row's sum follows from its width alone, so rows are
+batch-invariant.
 """
 
 import torch
@@ -22,8 +23,9 @@ def _sum_and_largest(sum_a, largest_a, sum_b, largest_b):
 
 @gluon.jit
 def row_columns(PADDED: gl.constexpr, WARPS: gl.constexpr):
-    """The columns of a row of PADDED blocks of 128 as a program holds them: [block, bits 1 to 3 of a column, bits 4 to
-    6, bit 0]."""
+    """The columns of a row of PADDED blocks of 128, in a program's register order: [block, bits 1 to 3 of a
+    column, bits 4 to 6, bit 0].
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 1, 8, 2], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
     B: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
     P: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
@@ -39,8 +41,9 @@ def row_columns(PADDED: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def normed_row(x, weight, eps, WIDTH: gl.constexpr, PADDED: gl.constexpr):
-    """The norm of a row, zeros behind column WIDTH, with columns as `row_columns` has them: scaled fp16, and the row's
-    scale."""
+    """The norm of a row, with columns in the order of `row_columns` and zeros from column WIDTH on: scaled
+    fp16, and the row's scale.
+    """
     y = x * weight
     size = y.to(gl.int32, bitcast=True) & 0x7FFFFFFF
     squares, largest = gl.reduce(
@@ -74,8 +77,9 @@ def _norm_wgmma_kernel(
 
 @gluon.jit
 def store_wgmma_layout(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
-    """Store a row, y fp16 [block, 8 (bits 3, 2, 1 of a column), 8 (bits 6, 5, 4), 2 (bit 0)] (`operand_offset`):
-    8 values side by side are bits 6, 5 and 0, and bit 1 says which of two eights."""
+    """Stores a row, y fp16 [block, 8 (bits 3, 2, 1 of a column), 8 (bits 6, 5, 4), 2 (bit 0)]
+    (`operand_offset`): 8 adjacent values are bits 6, 5 and 0, and bit 1 selects one of two such runs.
+    """
     PADDED: gl.constexpr = y.shape[0]
     L: gl.constexpr = gl.BlockedLayout([1, 1, 2, 8], [4, 8, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
     y = gl.permute(gl.reshape(y, [PADDED, 8, 4, 2, 2]), [0, 1, 3, 2, 4])
@@ -93,7 +97,7 @@ def store_wgmma_layout(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
 
 
 def row_geometry(width: int) -> tuple[int, int, int]:
-    """Of a row: its blocks of 128 columns, those that a program has, a power of two, and its warps."""
+    """A row's blocks of 128 columns, the blocks per program, a power of two, and its warps."""
     blocks = -(-width // 128)
     padded = max(4, int(triton.next_power_of_2(blocks)))
     return blocks, padded, min(32, padded // 4)

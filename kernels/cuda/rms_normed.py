@@ -1,4 +1,4 @@
-"""The residual stream between two layers on CUDA, together with the norm that reads it next."""
+"""The residual stream between two layers on CUDA, together with its normalised form for the next."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,9 @@ from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 
 @dataclass(frozen=True)
 class RmsNormed:
-    """hidden: rows of the residual stream, fp32 [T, D]. rms_normed: the same after the RMSNorm that reads them,
-    quantized for the q-dot, with the norm's last step left to do, or as the fp16 operand of a matmul."""
+    """hidden: rows of the residual stream, fp32 [T, D]. rms_normed: the same after the next RMSNorm,
+    quantized for q-dot with the norm's last step pending, or as an fp16 operand.
+    """
 
     hidden: Tensor
     rms_normed: QuantizedActivations | Fp16Operand

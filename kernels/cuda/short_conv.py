@@ -1,9 +1,9 @@
-"""The gated short convolution: y = c * conv(b * x), and the newest b * x to the sequences' states.
+"""The gated short convolution on CUDA: y = c * conv(b * x), and the newest b * x stored to the sequences' states.
 
-Definition: kernels/short_conv.py. A program takes a row and some of its channels. In a step of single rows it also
-stores what it makes. Where rows of a step read each other's, what is stored has a launch of its own: after the others
-in prompts, whose chunks read the state of before and each other's rows from the step itself; ahead of them in decode
-steps with drafts, whose rows read the state alone.
+Defined in kernels/short_conv.py. A program takes a row and some of its channels. In a step of single rows it also
+stores the state. If rows of a step read each other's values, storing is a separate launch: after the convolution in
+prompts, whose chunks read the earlier state, and each other's rows from the step itself; before it in decode steps
+with drafts, whose rows read the state alone.
 """
 
 import torch
@@ -25,7 +25,7 @@ def _short_conv_kernel(
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, HISTORY: tl.constexpr, BLOCK: tl.constexpr,
     COMPUTES: tl.constexpr, STORES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """sequences_ptr: of a prompt's rows; None in decode, where each row has a table of its own."""
+    """sequences_ptr: the sequence of each of a prompt's rows; None in decode, where each row has its own table."""
     wait_then_launch(PDL)
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -61,7 +61,7 @@ def _short_conv_kernel(
         tl.store(out_ptr + row.to(tl.int64) * CHANNELS + channel, total, mask=inside)
     if STORES:
         stored = inside
-        if sequences_ptr is not None:  # the newest rows of a chunk alone, no two of which have the same place
+        if sequences_ptr is not None:  # only a chunk's newest rows, no two of which share a place
             later = tl.load(sequences_ptr + row + HISTORY, mask=row + HISTORY < rows, other=-1)
             stored &= later != sequence
         tl.store(state + position % HISTORY * CHANNELS + channel, newest, mask=stored)
@@ -79,9 +79,9 @@ def short_conv(
 ) -> torch.Tensor:
     """y fp32 [T, C] of bcx fp32 [T, 3C].
 
-    positions: int32 [T]. tables: int32 [S, ...], whose first column has the slots. sequences: int32 [T], of which
-    sequence each of a prompt's rows is; None: row t is sequence t. shares_sequences: rows of a decode step may be of
-    the same sequence, at positions that follow each other.
+    positions: int32 [T]. tables: int32 [S, ...], the slots in the first column. sequences: int32 [T], the sequence of
+    each of a prompt's rows; None: row t is sequence t. shares_sequences: rows of a decode step may belong to one
+    sequence, at consecutive positions.
     """
     rows, channels, history = len(bcx), spec.channels, layer.parts[0]
     assert bcx.is_contiguous() and history.is_contiguous() and spec.weight.is_contiguous()

@@ -1,1 +1,1 @@
-"""How a key/value cache is stored: types, blocks, rows."""
+"""Storage of the KV cache: types, blocks, rows."""

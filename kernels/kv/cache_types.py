@@ -1,4 +1,4 @@
-"""The types a key-value cache can be stored in, how many bytes a row of each takes, and how many rows a block has.
+"""The data types of a KV cache, the bytes of a row in each, and the rows of a block.
 
 A row is one head's key, or value, at one position.
 """
@@ -11,29 +11,30 @@ CacheType = Literal["f16", "q8_0"]
 CACHE_TYPES: tuple[CacheType, ...] = get_args(CacheType)
 
 Q8_0_GROUP = 32
-"""Values that share one scale in a q8_0 row."""
+"""Number of values that share one scale in a q8_0 row."""
 
 BLOCK_SIZE = 32
-"""Positions in a block of a paged cache."""
+"""Number of positions in a block of a paged cache."""
 
 CONV_HISTORY = 2 * BLOCK_SIZE
-"""Positions that a short convolution's state holds, the newest ones: those that it reads next, those of drafted tokens,
-which are written over when a draft is not accepted, and those behind the last full block."""
+"""Number of positions that a short convolution's state holds, the newest ones: those that the next step
+reads, those of drafted tokens, which are overwritten if the draft is rejected, and those after the last full
+block.
+"""
 
 PADDING_BLOCK = 0
-"""The block that no sequence owns: rows without a sequence write to it, and entries of a block table whose positions
-are not read name it."""
+"""The block that no sequence owns: rows without a sequence write to it, and tables list it for unread positions."""
 
 
 def blocks_for(positions: int) -> int:
-    """Blocks that hold so many positions."""
+    """Number of blocks that hold `positions` positions."""
     return -(-positions // BLOCK_SIZE)
 
 
 def row_bytes(cache_type: CacheType, head_dim: int) -> int:
-    """Bytes of one row: 2 a value in f16; a code of 1 and a sixteenth of a scale, 2 for every 32, in q8_0.
+    """Bytes of one row: in f16 2 per value; in q8_0 a code of 1 byte per value and an fp16 scale per 32 values.
 
-    Raises EngineError where a head is not a whole number of q8_0 groups.
+    Raises EngineError if a head is not a whole number of q8_0 groups.
     """
     if cache_type == "f16":
         return 2 * head_dim
@@ -47,7 +48,7 @@ def can_store(cache_type: CacheType, head_dim: int) -> bool:
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raises EngineError where a head is not a whole number of q8_0 groups."""
+    """Raises EngineError if a head is not a whole number of q8_0 groups."""
     if not can_store("q8_0", head_dim):
         raise EngineError(
             f"a q8_0 cache needs a head size that is a multiple of {Q8_0_GROUP}, and this model's is {head_dim}; "

@@ -1,6 +1,6 @@
-"""Which row of one layer's key-value cache a position has, and how rows are written and read, in torch.
+"""Rows of one layer's KV cache in torch: the row of each position, and how rows are written and read.
 
-The definition that the CPU and CUDA kernels follow, for every type that a cache is stored in.
+The definition that the CPU and CUDA kernels follow, for every cache type.
 """
 
 import torch
@@ -14,9 +14,9 @@ from quengine.kernels.kv.kv_q8_0 import dequantize_rows, quantize_rows
 def allocate_layer(
     context: int, kv_heads: int, head_dim: int, device: torch.device | str, cache_type: CacheType = "f16"
 ) -> KVLayer:
-    """Room for `context` positions, each head's positions together in memory; nothing is cleared.
+    """Allocates a layer's cache of `context` positions, those of each head adjacent in memory; nothing is cleared.
 
-    Raises EngineError where a head is not a whole number of q8_0 groups.
+    Raises EngineError if a head is not a whole number of q8_0 groups.
     """
 
     def tensor(width: int, dtype: torch.dtype) -> Tensor:
@@ -33,7 +33,7 @@ def allocate_layer(
 def slot_mapping(positions: Tensor, block_table: Tensor) -> Tensor:
     """The cache row of each position [n]: int64 [n].
 
-    `block_table`: of one sequence, or [n, most] one for each position.
+    `block_table`: of one sequence, or [n, most], one for each position.
     """
     index = positions // BLOCK_SIZE
     blocks = block_table[index] if block_table.ndim == 1 else block_table.gather(1, index[:, None])[:, 0]
@@ -41,7 +41,7 @@ def slot_mapping(positions: Tensor, block_table: Tensor) -> Tensor:
 
 
 def write_rows(layer: KVLayer, rows: int | Tensor, k: Tensor, v: Tensor) -> None:
-    """k, v [T, kv_heads, head_dim] of any float type to `rows` int64 [T], or from that row on; rounded as stored."""
+    """Writes k, v [T, kv_heads, head_dim] of any float type to rows `rows`, int64 [T], or to those from `rows` on."""
     where = slice(rows, rows + k.shape[0]) if isinstance(rows, int) else rows
     for values, held, scales in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
         if scales is None:
@@ -51,7 +51,7 @@ def write_rows(layer: KVLayer, rows: int | Tensor, k: Tensor, v: Tensor) -> None
 
 
 def read_rows(layer: KVLayer, rows: slice | Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
-    """The values that keys and values of `rows` stand for, fp32: each [n, kv_heads, head_dim]."""
+    """The keys and values of `rows`, decoded to fp32: each [n, kv_heads, head_dim]."""
     k, v = (
         held[rows, heads].float()
         if scales is None

@@ -1,4 +1,4 @@
-"""The matmuls of a mixture of experts, each row with the experts that were chosen for it. The torch definition.
+"""The matmuls of a mixture of experts, each row with the experts selected for it. The torch definition.
 
 Source: Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer".
 """
@@ -17,9 +17,9 @@ Linear: TypeAlias = Callable[[int, Tensor], Tensor]
 
 
 def experts_glu(x: Tensor, routing: Routing, gate_up: Linear, activation: Activation) -> Tensor:
-    """activation(gate) * up of rows x [T, K] (behind the norm) by each of their k experts: [T, k, F].
+    """activation(gate) * up of rows x [T, K], already normed, by each of their k experts: [T, k, F].
 
-    gate_up gives [n, 2F], the first F columns being the gate. An expert that no row has is not computed.
+    `gate_up` returns [n, 2F], the first F columns being the gate. Experts without rows are not computed.
     """
     slots = routing.experts
     out: Tensor | None = None

@@ -1,7 +1,7 @@
-"""Experts in host memory beside a model on another device: computed by the CPU's kernels on the weights as stored.
+"""Experts in host memory, for a model on another device: computed by the CPU's kernels on the weights as stored.
 
-The rows of a layer go to the host behind their norm, and the weighted sum of their experts comes back. So only the
-layers' hidden rows cross the bus, 8 bytes a column and token, never the weights.
+The rows of a layer are copied to the host after their norm, and the weighted sum of their experts is copied back. So
+only the layers' hidden rows cross the bus, 8 bytes per column and token, never the weights.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,16 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class HostRows:
-    """What each row's experts make of it, in the host backend's form, and the routing, copied there once a layer."""
+    """The gated units of each row's experts, in the host backend's form, and the routing, copied once per layer."""
 
     gated: Hidden
     routing: Routing
 
 
 class HostExperts:
-    """The expert operations of kernels.backend.Backend for the first `layers` layers of a decoder on `device`, computed
-    on `host`.
+    """The expert operations of kernels.backend.Backend on `host`, for a decoder's first `layers` layers.
 
-    A step with such a layer waits for the host, so it cannot be part of a captured graph.
+    The decoder is on `device`. A step with such a layer waits for the host, so it cannot be part of a captured graph.
     """
 
     def __init__(self, device: Backend[Any], host: Backend[Any], layers: int) -> None:
@@ -81,7 +80,7 @@ class HostExperts:
         return stream + (self.device.communicator.all_reduce(added) if partial else added)
 
     def _routing(self, routing: Routing) -> Routing:
-        """Without the shared expert, which is computed on the device."""
+        """The routing on the host, without the shared expert, which is computed on the device."""
         return Routing(routing.experts.to(_HOST), routing.weights.to(_HOST, self.host.dtype))
 
     def _bias(self, bias: Tensor | None) -> Tensor | None:

@@ -1,7 +1,7 @@
 """The router of a mixture of experts: which experts compute a row, and with what weights. The torch definition.
 
-The choice is made on fp32 logits (fp64 in the reference backend); of experts with equal scores the lower is chosen. The
-chosen experts of a row are listed in ascending order, which is also the order in which their results are added.
+Experts are selected by fp32 logits (fp64 in the reference backend); ties go to the lower expert. The selected experts
+of a row are listed in ascending order, which is also the order in which their results are added.
 """
 
 from dataclasses import dataclass
@@ -12,16 +12,17 @@ from torch import Tensor
 from quengine.kernels.moe.router_kind import RouterKind
 
 SUM_EPS = 1e-20
-"""Added to the sum by which scores are normalized; it matters where all sigmoids are 0."""
+"""Added to the sum that normalizes the scores; it matters if all sigmoids are 0."""
 
 
 @dataclass(frozen=True, eq=False)
 class Router:
     """The tensors of one layer's router, on the device, in fp32 (fp64 in the reference backend).
 
-    weight: [E, K]; bias: [E], added to the logits (gpt-oss); selection_bias: [E], added to the scores where experts are
-    chosen, not where they are weighted; shared_gate: [K], whose product with the row goes through a sigmoid and weights
-    the shared expert (Qwen2-MoE).
+    weight: [E, K].
+    bias: [E], added to the logits (gpt-oss).
+    selection_bias: [E], added to the scores for the selection of experts, not for their weights.
+    shared_gate: [K]; the sigmoid of its product with the row weights the shared expert (Qwen2-MoE).
     """
 
     kind: RouterKind
@@ -33,10 +34,11 @@ class Router:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Which experts compute each of T rows.
+    """The experts that compute each of T rows, with their weights.
 
-    experts: int32 [T, k], ascending within a row. weights: [T, k], in the router's dtype. shared: [T], the weights of
-    the shared expert, where the router has a gate for it.
+    experts: int32 [T, k], ascending within a row.
+    weights: [T, k], in the router's dtype.
+    shared: [T], the weights of the shared expert, if the router has a gate for it.
     """
 
     experts: Tensor
@@ -45,7 +47,7 @@ class Routing:
 
 
 def route(x: Tensor, router: Router, experts: Tensor | None = None) -> Routing:
-    """The routing of rows x [T, K] (behind the norm). `experts`, int32 [T, k], ascending: weighted without a choice."""
+    """Routes rows x [T, K], already normed. `experts`, int32 [T, k], ascending: given instead of selected."""
     logits = x @ router.weight.T
     if router.bias is not None:
         logits = logits + router.bias
@@ -75,7 +77,7 @@ def chosen(scores: Tensor, router: Router) -> Tensor:
 
 
 def _of_best_groups(scores: Tensor, kind: RouterKind) -> Tensor:
-    """The scores, -inf where an expert's group is not among the best; of equal groups the lower is better."""
+    """The scores, -inf for experts outside the best groups; ties go to the lower group."""
     by_group = scores.view(len(scores), kind.groups, -1)
     best_two = by_group.topk(min(2, by_group.shape[2]), dim=-1).values.sum(-1)
     order = best_two.sort(dim=-1, descending=True, stable=True).indices[:, : kind.groups_used]

@@ -1,1 +1,1 @@
-"""What processes that share a model exchange: sums and logits."""
+"""The exchange between processes that share a model: sums and logits."""

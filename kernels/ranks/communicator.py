@@ -1,7 +1,7 @@
-"""What the ranks that share a model ask of each other, and the group of one rank, which asks nothing.
+"""Collective operations between the ranks that share a model, and the trivial group of one rank.
 
-Sums are taken in the order of the ranks on every rank, so that all hold the same bits, and the same for each element
-wherever it lies in the tensor: a row's result does not depend on the rows beside it.
+Sums are taken in rank order on every rank, so that all ranks have the same bits, and in the same way for each element
+wherever it is in the tensor: a row's result does not depend on the rows beside it.
 """
 
 from collections.abc import Sequence
@@ -18,28 +18,30 @@ class Communicator(Protocol):
     size: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks, `((x_0 + x_1) + x_2) + ...`; may be written over x, or valid until the next."""
+        """The sum of x over the ranks, `((x_0 + x_1) + x_2) + ...`; may overwrite x, or last until the next call."""
         ...
 
     def peers(self, rows: int, width: int) -> Any:
-        """What a kernel needs that sums so many values itself (kernels/cuda/ranks/peers.py), in the same order; None:
-        it has to leave them to `all_reduce`."""
+        """The arguments of a kernel that sums [rows, width] itself, in rank order (kernels/cuda/ranks/peers.py).
+
+        None if the sum has to be left to `all_reduce`.
+        """
         ...
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """The columns of all ranks side by side: x [T, widths[rank]] of each, [T, sum(widths)] on all."""
+        """The columns of all ranks side by side: x [T, widths[rank]] of each rank, [T, sum(widths)] on all."""
         ...
 
     def broadcast(self, x: Tensor, source: int = 0) -> None:
-        """The x of rank `source`, on all ranks, in place."""
+        """Copies rank `source`'s x to all ranks, in place."""
         ...
 
     def send(self, x: Tensor, to: int) -> None:
-        """Give x to one other rank, which calls `receive`."""
+        """Sends x to one other rank, which calls `receive`."""
         ...
 
     def receive(self, x: Tensor, source: int) -> None:
-        """What rank `source` sends, of x's shape and dtype, into x."""
+        """Receives rank `source`'s tensor, of x's shape and dtype, into x."""
         ...
 
 
@@ -59,13 +61,13 @@ class OneRank:
         return x
 
     def broadcast(self, x: Tensor, source: int = 0) -> None:
-        """It is here already."""
+        """Nothing to do: it is here already."""
 
     def send(self, x: Tensor, to: int) -> None:
-        """There is no other rank."""
+        """Nothing to do: there is no other rank."""
 
     def receive(self, x: Tensor, source: int) -> None:
-        """There is no other rank."""
+        """Nothing to do: there is no other rank."""
 
 
 ONE_RANK = OneRank()
@@ -80,5 +82,5 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def side_by_side(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """The first `widths[i]` columns of part i, one part beside the other: the definition of `all_gather`."""
+    """The first `widths[i]` columns of each part i, side by side: the definition of `all_gather`."""
     return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)

@@ -1,11 +1,11 @@
-"""Grouped-query attention of single tokens over an fp16 or q8_0 paged key/value cache, on the CPU.
+"""Decode attention on the CPU: grouped-query attention of one token per sequence over a paged fp16 or q8_0 KV cache.
 
-It reads the cache as it is stored and takes no mask. The positions that a token sees are cut into KV splits of
-`KV_SPLIT`, counted from the first visible one; a task is one split of one key/value head of one token. The parts are
-combined in order, so the result does not depend on the number of threads, on the other tokens, or on where in the
-cache the blocks lie.
+It reads the cache as stored and needs no mask. The positions that a token sees are cut into KV splits of `KV_SPLIT`,
+counted from the first visible one; a task is one split of one key/value head of one token. The partial results are
+combined in order, so the result does not depend on the number of threads, on the other tokens, or on the placement of
+the blocks in the cache.
 
-Caches have any strides whose last is 1: in memory a head's positions lie together.
+A cache may have any strides, except that a head's elements are adjacent (last stride 1).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quengine.kernels.cpu.runtime.threads import Launch, run
 from quengine.kernels.forward_batch import ForwardBatch
 
 KV_SPLIT = 256  # positions; a multiple of 8
-PART_HEAD_BYTES = 32  # of a part, before its weighted sum
+PART_HEAD_BYTES = 32  # of a split's partial result, before its weighted sum
 
 
 def batch_attention(
@@ -36,10 +36,11 @@ def batch_attention(
     group: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T) v of the newest token of each of B sequences over what it sees: fp32 [B, H, hd].
+    """softmax(scale * q k^T) v of each of B sequences' newest token, over the positions it sees: fp32 [B, H, hd].
 
-    q: fp32 [B, H, hd]. `group`: of layers, whose block tables name the rows. The positions and tables are in the cache.
-    `sinks`: fp32 [H], logits that are in the softmax's denominator too. Raises ValueError for other shapes or types.
+    q: fp32 [B, H, hd]. `group`: the cache group whose block tables are read. Positions and block tables must lie
+    within the cache; they are not checked. `sinks`: fp32 [H], extra logits in the softmax's denominator. Raises
+    ValueError for other shapes or types.
     """
     check_caches(q, layer)
     lengths, tables = (batch.positions + 1).tolist(), batch.block_tables_of(group).long()
@@ -52,7 +53,7 @@ def batch_attention(
 
 
 def check_caches(q: Tensor, layer: KVLayer) -> None:
-    """Raises ValueError for queries [B, H, hd] and a cache that `attention_launches` does not take."""
+    """Raises ValueError for queries [B, H, hd] or a cache that `attention_launches` does not support."""
     heads, width = q.shape[1:]
     k, v = layer.k, layer.v
     check_types(layer)
@@ -76,9 +77,9 @@ def check_types(layer: KVLayer) -> None:
 
 @dataclass
 class CacheArguments(Arguments):
-    """Keys or values of a layer's cache: addresses, and bytes from row to row and from head to head.
+    """Keys or values of a layer's cache: addresses, and strides in bytes between rows and between heads.
 
-    `scales` of a q8_0 cache; zeros elsewhere.
+    `scales` and its strides belong to a q8_0 cache and are 0 for fp16.
     """
 
     rows: int
@@ -90,7 +91,7 @@ class CacheArguments(Arguments):
 
     @classmethod
     def of(cls, rows: Tensor, scales: Tensor | None) -> CacheArguments:
-        """Of [rows, kv_heads, head_dim] and of [rows, kv_heads, head_dim / 32]."""
+        """From rows [rows, kv_heads, head_dim] and q8_0 scales [rows, kv_heads, head_dim / 32]."""
         described = (
             number
             for tensor in (rows, scales)
@@ -105,7 +106,7 @@ class CacheArguments(Arguments):
 
 @dataclass
 class VisibleRow(Arguments):
-    """What one token sees: `count` positions from `first` on, by an int64 block table; its first KV split's number."""
+    """The positions that one token sees, `count` from `first` on; its int64 block table; its first KV split's index."""
 
     first: int
     count: int
@@ -117,9 +118,9 @@ _ROW = size_of(VisibleRow) // 8
 
 
 class Visible:
-    """Which positions each of some tokens sees, at most `most`, in memory that kernels read.
+    """The visible positions of each token of a batch, at most `most` a token, in memory that kernels read.
 
-    block_tables: int64 [tokens, blocks], contiguous, where each token's positions lie.
+    block_tables: int64 [tokens, blocks], contiguous; row i maps the positions of token i to blocks.
     """
 
     def __init__(self, most: int, block_tables: Tensor) -> None:
@@ -130,7 +131,7 @@ class Visible:
         self._rows = array("q")  # a VisibleRow for each token
         for table in block_tables:
             self._rows.frombytes(VisibleRow(0, 0, 0, table.data_ptr()).to_bytes())
-        # Of each KV split of all tokens, the token.
+        # The token that each KV split belongs to, over the splits of all tokens.
         self._owners = array("q", bytes(8 * self.tokens * self.most_splits))
 
     @property
@@ -138,7 +139,7 @@ class Visible:
         return self._rows.buffer_info()[0], self._owners.buffer_info()[0]
 
     def set(self, lengths: Sequence[int], window: int | None) -> None:
-        """Token i sees the last `window` of positions 0 .. lengths[i] - 1."""
+        """Lets token i see the last `window` of the positions 0 .. lengths[i] - 1 (all of them for None)."""
         splits = 0
         for i, length in enumerate(lengths):
             count = length if window is None else min(length, window)
@@ -153,8 +154,8 @@ class Visible:
 class SplitArguments(Arguments):
     """q: fp32 [tokens, heads, width]; group: query heads per key/value head.
 
-    visible: a `VisibleRow` for each token; owners: int64, the token of each KV split; parts: a part for each KV split
-    and query head.
+    visible: a `VisibleRow` per token; owners: int64, the token of each KV split; parts: one partial result per KV
+    split and query head.
     """
 
     q: int
@@ -173,7 +174,7 @@ class SplitArguments(Arguments):
 
 @dataclass
 class CombineArguments(Arguments):
-    """As `SplitArguments`; out: fp32 [tokens, heads, width]; sinks: fp32 [heads], or 0 where there are none."""
+    """As in `SplitArguments`; out: fp32 [tokens, heads, width]; sinks: fp32 [heads], or 0 without sinks."""
 
     visible: int
     parts: int
@@ -193,11 +194,11 @@ def attention_launches(
     parts: Tensor,
     sinks: Tensor | None = None,
 ) -> list[Launch]:
-    """The kernels of `batch_attention` over the positions that `visible` names when they run.
+    """The kernels of `batch_attention`, over the positions that `visible` holds when they run.
 
-    q: fp32 [B, H, hd] of adjacent heads. out: fp32 [B, H, hd] in memory. The first launch has a task for each of the
-    present KV splits of each key/value head, the second one for each head of each token. parts: what lies between,
-    uint8 of `part_bytes`. sinks: fp32 [H].
+    q: fp32 [B, H, hd] with adjacent heads. out: fp32 [B, H, hd], contiguous. sinks: fp32 [H]. parts: workspace for
+    the partial results, uint8 of `part_bytes`. The first launch has one task per key/value head and current KV split;
+    the second combines the splits, one task per query head and token.
     """
     tokens, heads, width = q.shape
     kv_heads = layer.k.shape[1]
@@ -228,7 +229,7 @@ def attention_launches(
 
 
 def sink_address(sinks: Tensor | None, heads: int) -> int:
-    """Where fp32 [heads] lies, 0 for None. Raises ValueError for other shapes or types."""
+    """The address of sinks, fp32 [heads], or 0 for None. Raises ValueError for other shapes or types."""
     if sinks is None:
         return 0
     if sinks.shape != (heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
@@ -237,5 +238,5 @@ def sink_address(sinks: Tensor | None, heads: int) -> int:
 
 
 def part_bytes(visible: Visible, heads: int, width: int) -> int:
-    """Memory between the two kernels of `attention_launches`, of which only the present KV splits are used."""
+    """Bytes of workspace between the kernels of `attention_launches`, for the most KV splits that may be visible."""
     return visible.tokens * visible.most_splits * heads * (PART_HEAD_BYTES + 4 * width)

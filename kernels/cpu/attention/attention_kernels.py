@@ -1,4 +1,4 @@
-"""The kernels of single tokens' attention: KV splits of the visible positions, then what combines them."""
+"""The kernels of decode attention: one over KV splits of the visible positions, one that combines the splits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
 
 def kv_split_kernel(q8_0: bool) -> bytes:
-    """Task s * key/value heads + h: the query heads of key/value head h over KV split s of all tokens."""
+    """Task s * kv_heads + h: the query heads of key/value head h over KV split s, counted over all tokens."""
     name, access = "F16", "row"
     visible_at, visible_bytes = arguments_at(VisibleRow), size_of(VisibleRow)
 
@@ -45,7 +45,7 @@ def kv_split_kernel(q8_0: bool) -> bytes:
         for i in range(head * group, (head + 1) * group):
             q = args.q + token * args.q_stride + i * 4 * width
             part = args.parts + (split * kv_heads * group + i) * args.part_bytes
-            done = 0  # positions, of one block after the other
+            done = 0  # positions so far; each turn handles a run within one block
             while done < count:
                 row, run = block_run(table, start + done, count - done)
                 for position in range(run):
@@ -76,7 +76,7 @@ def kv_split_kernel(q8_0: bool) -> bytes:
 
 
 def combine_kernel(sinks: bool = False) -> bytes:
-    """Task i * query heads + h: combines the parts of query head h of token i, and its sink where there are sinks."""
+    """Task i * heads + h: combines the KV splits of query head h of token i, and its sink if there are sinks."""
     visible_at, visible_bytes = arguments_at(VisibleRow), size_of(VisibleRow)
 
     def combine_splits(args: CombineArguments, task: int) -> None:

@@ -1,11 +1,11 @@
-"""Causal grouped-query attention of a prompt's tokens over an fp16 or q8_0 key/value cache, on the CPU, in fp32.
+"""Prefill attention on the CPU: causal grouped-query attention over an fp16 or q8_0 KV cache, in fp32.
 
-A task is some query rows of one key/value head: a row is one query head of one token, the heads that share the keys
-next to each other. It goes over the visible positions in blocks of `DEPTH`, which begin at multiples of `DEPTH`
-whatever the first query is; keys and values become panels that are multiplied as weights are (tiles.py), and a
-running softmax joins the blocks (Milakov and Gimelshein 2018; Dao et al. 2022). A row's result depends on its position
-and the cache alone: not on what else is computed with it, on the number of threads, or on where in the cache its
-blocks lie.
+A query row is one query head of one token; the rows that share a key/value head are adjacent, and a task is a tile of
+them. It loops over the visible positions in blocks of `DEPTH` that begin at multiples of `DEPTH` whatever the first
+query is. Keys and values are unpacked into panels that are multiplied like weights (tiles.py), and an online softmax
+joins the blocks (Milakov and Gimelshein 2018; Dao et al. 2022). A row's result depends on its position and on the
+cached keys and values alone: not on the other rows, the number of threads, or the placement of the blocks in the
+cache.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.cpu.runtime.threads import Launch, run
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
 
-TILES = 8  # of query rows in a task
+TILES = 8  # of query rows per task
 
 
 @dataclass
 class PrefillArguments(Arguments):
-    """fp32 queries [tokens, heads, width] and output: addresses, bytes from token to token and from head to head.
+    """fp32 queries [tokens, heads, width] and output: addresses, strides in bytes between tokens and between heads.
 
-    group: query heads per key/value head; head_tasks: tasks of a key/value head; start: position of the first token;
-    window: positions that a token sees at most; table: int64. Then the kernels that a task calls, and fp32 [heads] of
-    sinks, or 0 where there are none.
+    group: query heads per key/value head; head_tasks: tasks per key/value head; start: position of the first token;
+    window: most positions that a token sees; table: int64 block table. `*_kernel`: addresses of the kernels that a
+    task calls. sinks: fp32 [heads], or 0 without sinks.
     """
 
     q: int
@@ -70,7 +70,7 @@ class PrefillArguments(Arguments):
 
 @dataclass
 class CachePanelArguments(Arguments):
-    """Keys or values at adjacent rows of the cache as a panel; of keys the last position is repeated."""
+    """Keys or values in adjacent cache rows, to unpack into a panel; the last key is repeated to fill a vector."""
 
     rows: int
     row_stride: int
@@ -83,9 +83,10 @@ class CachePanelArguments(Arguments):
 
 @dataclass
 class WorkArguments(Arguments):
-    """What the kernels of a task share: query rows first_row .. of a key/value head, and positions from `first` on.
+    """State shared by a task's kernels: query rows from first_row on of a key/value head, positions from `first` on.
 
-    queries, scores, sums: fp32 [rows, DEPTH]; state: the running softmax [rows, 2]; panel, and its kernel's arguments.
+    queries, scores, sums: fp32 [rows, DEPTH]; state: the online softmax's maximum and sum, fp32 [rows, 2]; panel and
+    panel_arguments: the panel and the arguments of the kernel that writes it.
     """
 
     call: int
@@ -111,11 +112,11 @@ def prefill_attention(
     block_table: Tensor,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale * q k^T) v of the tokens at positions start .. start + T - 1, each over those up to its own.
+    """softmax(scale * q k^T) v of the tokens at positions start .. start + T - 1, causal: fp32 [T, H, hd].
 
-    q: fp32 [T, H, hd], strides any but the last; with a window each token sees that many positions at most; the blocks
-    of the table (int [blocks]) are in the cache. sinks: fp32 [H], logits that are in the softmax's denominator too.
-    fp32 [T, H, hd]. Raises ValueError for shapes or types that do not fit, CannotRunError for heads of more than DEPTH.
+    q: fp32 [T, H, hd] with adjacent elements, any other strides. window: most positions that a token sees, or None.
+    block_table: int [blocks], within the cache. sinks: fp32 [H], extra logits in the softmax's denominator. Raises
+    ValueError for shapes or types that do not fit, CannotRunError for heads wider than DEPTH.
     """
     tokens, heads, width = q.shape
     kv_heads = layer.k.shape[1]

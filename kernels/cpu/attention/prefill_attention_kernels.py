@@ -1,4 +1,4 @@
-"""The kernels of a prompt's attention: `block_kernel` is run by the thread team and calls the others."""
+"""The kernels of prefill attention: the thread team runs `block_kernel`, which calls the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quengine.kernels.kv.cache_types import CacheType
 
 
 def key_panel_kernel(cache_type: CacheType) -> bytes:
-    """Keys as a panel [head_dim, positions]; task g writes its g-th vector of columns."""
+    """Unpacks keys into a panel [head_dim, positions]; task g writes its g-th vector of columns."""
     lanes = host_tile().lanes
     floats = lanes * DEPTH
 
@@ -46,7 +46,7 @@ def key_panel_kernel(cache_type: CacheType) -> bytes:
 
 
 def value_panel_kernel(cache_type: CacheType) -> bytes:
-    """Values as a panel [positions, columns]; task s is strip s of the head's columns."""
+    """Unpacks values into a panel [positions, columns]; task s writes the s-th strip of the head's columns."""
     columns = host_tile().columns
 
     def value_panel(args: CachePanelArguments, task: int) -> None:
@@ -60,8 +60,7 @@ def value_panel_kernel(cache_type: CacheType) -> bytes:
 
 
 def block_kernel(sinks: bool = False) -> bytes:
-    """Task h * head_tasks + b: block b of the query rows of key/value head h, whose softmax begins with their sinks
-    where there are sinks."""
+    """Task h * head_tasks + b: tile b of the query rows of key/value head h; its sinks, if any, start the softmax."""
     tile = host_tile()
     columns, most_rows, row_bytes = tile.columns, TILES * tile.rows, 4 * DEPTH
     block_floats, panel_floats, state_floats = most_rows * DEPTH, columns * DEPTH, 2 * most_rows
@@ -115,7 +114,7 @@ def block_kernel(sinks: bool = False) -> bytes:
 
 
 def scores_kernel() -> bytes:
-    """Scores of a task's rows and positions, but for tiles of which no row sees a position of the strip."""
+    """Scores of a task's rows and positions; tiles whose rows all precede the strip's positions are skipped."""
     tile = host_tile()
     columns, tile_rows, vectors, row_bytes = tile.columns, tile.rows, tile.vectors, 4 * DEPTH
     args_at, panel_at = arguments_at(PrefillArguments), arguments_at(CachePanelArguments)
@@ -128,7 +127,9 @@ def scores_kernel() -> bytes:
         panel.row_stride = keys.row_stride
         panel.scale_row_stride = keys.scale_row_stride
         panel.panel = work.panel
-        # Positions before all windows: their blocks may be others' or none's, and their scores are replaced.
+        # No row's window reaches positions before `unseen`: their blocks may have been freed or reused, and
+        # softmax_kernel
+        # overwrites their scores.
         unseen = max(0, args.start + work.first_row // args.group + 1 - args.window - work.first)
         for strip in range(unseen // columns * columns, work.positions, columns):
             position = work.first + strip
@@ -149,7 +150,7 @@ def scores_kernel() -> bytes:
 
 
 def softmax_kernel() -> bytes:
-    """Scores of a task become weights, zero where a row does not see a position."""
+    """Turns a task's scores into softmax weights, zero where a row does not see a position."""
     lanes, row_bytes = host_tile().lanes, 4 * DEPTH
     args_at = arguments_at(PrefillArguments)
     zero, least = np.float32(0), np.float32(-np.inf)
@@ -172,7 +173,7 @@ def softmax_kernel() -> bytes:
 
 
 def sums_kernel() -> bytes:
-    """Adds the values of a task's positions, weighted, to its sums."""
+    """Adds the weighted values of a task's positions to its sums."""
     tile = host_tile()
     columns, tile_rows, row_bytes = tile.columns, tile.rows, 4 * DEPTH
     args_at, panel_at = arguments_at(PrefillArguments), arguments_at(CachePanelArguments)
@@ -186,10 +187,11 @@ def sums_kernel() -> bytes:
         )
         panel.row_stride = values.row_stride
         panel.scale_row_stride = values.scale_row_stride
-        # Positions before all windows weigh nothing, and their blocks may be others' or none's.
+        # No row's window reaches positions before `unseen`: their weights are zero and their blocks may have been
+        # freed.
         unseen = max(0, args.start + work.first_row // args.group + 1 - args.window - base)
         for strip in range(0, args.width, columns):
-            done = unseen  # positions, of one block after the other
+            done = unseen  # positions so far; each turn handles a run within one block
             while done < work.positions:
                 slot, run = block_run(args.table, base + done, work.positions - done)
                 panel.rows = rows + slot * values.row_stride

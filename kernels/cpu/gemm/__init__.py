@@ -1,1 +1,1 @@
-"""Matrices times the rows of a prompt: fp32 tiles, AMX, int16."""
+"""Matmuls of prefill, many activation rows: fp32 tiles, AMX bf16, VNNI int16."""

@@ -1,12 +1,13 @@
-"""Matmul of many rows on a processor's AMX tiles: when they may be used, and what they compute.
+"""Prefill matmul on AMX tiles: when AMX may be used, and the definition of the result.
 
-A tile multiplies bf16 and adds fp32. An fp32 is taken as two bf16, its upper 16 bits and the upper 16 bits of what
-they leave, and a product of two such as three (the fourth is below the rounding):
+AMX multiplies bf16 and accumulates fp32. An fp32 operand is split into two bf16 terms, its upper 16 bits and the
+upper 16 bits of the remainder; of the four products of two operands the smallest is below fp32's rounding and left
+out:
 
     x = xh + xl,  w = wh + wl:   y = sum over k of xh*wh + xl*wh + xh*wl
 
-The error of a product is about 2^-16 of it, a tenth of what int16 activations cost. A result depends on its two rows
-alone: 32 columns at a time are added in order, one of the three kinds of product after the other.
+The relative error of a product is about 2^-16, a tenth of that of int16 activations. An element of the result depends
+on its two rows alone: columns are added in order, 32 at a time, one kind of product after another.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from torch import Tensor
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.runtime.target import host_target
 
-STEP = 32  # columns of an operand's tile: 16 rows of 64 bytes
+STEP = 32  # columns of an operand tile: 16 rows of 64 bytes
 TILE_BYTES = 1024
-BLOCK = 32  # rows and columns of the result at once: four tiles of sums, two of each operand
-MOST_ROWS = 512  # of activations in one launch: those of DEPTH columns stay in the L2 cache, and
-MOST_BLOCKS = 128  # blocks of sums of one task, which lie on the stack, 512 KiB
-HALF_BYTES = DEPTH // STEP * 2 * TILE_BYTES  # DEPTH columns of 16 weight rows, both terms
+BLOCK = 32  # rows and columns of the result per step: four accumulator tiles, two tiles of each operand
+MOST_ROWS = 512  # activation rows per launch: their DEPTH columns stay in the L2 cache
+MOST_BLOCKS = 128  # accumulator blocks per task, 512 KiB on the stack
+HALF_BYTES = DEPTH // STEP * 2 * TILE_BYTES  # of DEPTH columns of 16 weight rows, both terms
 
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = (
     158,
@@ -37,7 +38,7 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = (
 
 
 def two_terms(x: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 as the two bf16 that stand for it, both as fp32; neither is rounded."""
+    """The two bf16 terms of an fp32 tensor, as fp32; both are truncated, not rounded."""
     high = _upper(x)
     return high, _upper(x - high)
 
@@ -47,20 +48,20 @@ def _upper(x: Tensor) -> Tensor:
 
 
 def two_term_product(x: Tensor, w: Tensor) -> Tensor:
-    """The definition: x [T, K] times w [N, K], transposed, fp32: fp64 [T, N], whose sums are not rounded."""
+    """The definition: x [T, K] fp32 times w [N, K] fp32 transposed, summed in fp64: fp64 [T, N]."""
     (xh, xl), (wh, wl) = ([part.double() for part in two_terms(operand)] for operand in (x, w))
     return (xh + xl) @ wh.T + xh @ wl.T
 
 
 @cache
 def has_amx() -> bool:
-    """Whether kernels may use AMX: the processor has them, and Linux grants this process their registers."""
+    """Whether kernels may use AMX: the processor has it, and Linux permits the tile registers to this process."""
     features = set(host_target().features.split(","))
     return {"+amx-tile", "+amx-bf16", "+avx512f"} <= features and _granted()
 
 
 def _granted() -> bool:
-    """Ask Linux, once for all threads of the process; a kernel before 5.16 or a sandbox refuses."""
+    """Requests the permission from Linux, once for all threads; kernels before 5.16 and some sandboxes refuse."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     call = ctypes.CDLL(None).syscall

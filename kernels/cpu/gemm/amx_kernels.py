@@ -1,4 +1,4 @@
-"""The AMX kernels of a matmul: strips of weight rows times many activation rows. amx_ir.py says how operands lie."""
+"""The AMX kernels of prefill matmul: strips of weight rows times many activation rows. Layouts are in amx_ir.py."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _HALF = BLOCK // 2  # rows of a tile
 
 
 def amx_pack_kernel() -> bytes:
-    """fp32 rows as packed activations. A task is DEPTH columns of a block of 32 rows; a last one repeats the last row.
+    """Packs fp32 rows into activation tiles. A task is DEPTH columns of 32 rows; the last row fills a last block.
 
-    Tasks: first columns of all blocks, then the next ones.
+    Tasks are ordered by column first: the first DEPTH columns of all blocks, then the next.
     """
     edge_floats = _HALF * STEP
 
@@ -53,7 +53,7 @@ def amx_pack_kernel() -> bytes:
 
 
 def amx_panel_kernel(format_name: str) -> bytes:
-    """A panel as tiles of two terms: task g writes its g-th half. Missing columns of a last step are zeros."""
+    """Unpacks weights into a panel of two-term tiles: task g writes its g-th half. Columns past the width are zeros."""
     if FORMATS[format_name].is_quantized:
         return _quantized_tiles_kernel(format_name)
     item = FORMATS[format_name].nbytes
@@ -92,10 +92,11 @@ def _quantized_tiles_kernel(format_name: str) -> bytes:
 
 
 def amx_matmul_kernel() -> bytes:
-    """A task is some strips of 32 weight rows, with so many activation rows at most MOST_BLOCKS blocks of sums."""
+    """A task is a few strips of 32 weight rows, at most MOST_BLOCKS blocks of sums with the activation rows."""
     one, two, block_bytes = 1, 2, 4 * DEPTH * BLOCK
     sum_floats, panel_floats, edge_floats = MOST_BLOCKS * BLOCK * BLOCK, BLOCK * DEPTH, TILE_BYTES // 4
-    request_at, request_floats = arguments_at(PanelArguments), 16  # as many bytes as the tiles' configuration
+    # request: as large as the tile configuration, which uses the same memory
+    request_at, request_floats = arguments_at(PanelArguments), 16
 
     def amx_matmul(args: MatmulArguments, task: int) -> None:
         row_bytes, cols, x_rows = args.row_bytes, args.cols, args.x_rows
@@ -144,7 +145,7 @@ def amx_matmul_kernel() -> bytes:
                     finish_tile(tile, edge, 4 * _HALF, edge, 4 * _HALF)
                     for n in range(valid):
                         copy_floats(edge + 4 * _HALF * n, y + n * y_stride, count)
-                # The other half of the weight rows, then the next strip.
+                # From the first half of a strip's weight rows to the second, then to the next strip.
                 tile += 2 * TILE_BYTES if (j - begin) % BLOCK == 0 else (4 * blocks - 2) * TILE_BYTES
 
     return compile_kernel(amx_matmul, MatmulArguments)

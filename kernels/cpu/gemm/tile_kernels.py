@@ -1,4 +1,4 @@
-"""The fp32 kernels of a matmul: strips of weight rows times many activation rows. tiles.py says how operands lie."""
+"""The fp32 kernels of prefill matmul: strips of weight rows times many activation rows. Layouts are in tiles.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quengine.kernels.cpu.runtime.target import host_tile
 
 
 def pack_kernel() -> bytes:
-    """fp32 rows as packed activations. A task is a block of rows; a last block repeats the last row."""
+    """Packs fp32 activation rows. A task is a block of rows; the last row fills a last block."""
     block_rows = host_tile().rows
 
     def pack_block(args: PackArguments, task: int) -> None:
@@ -30,7 +30,7 @@ def pack_kernel() -> bytes:
 
 
 def panel_kernel(format_name: str) -> bytes:
-    """Task g writes a panel's g-th vector of columns."""
+    """Unpacks weights into an fp32 panel; task g writes its g-th vector of columns."""
     if FORMATS[format_name].is_quantized:
         return _quantized_panel_kernel(format_name)
     lanes, item = host_tile().lanes, FORMATS[format_name].nbytes
@@ -73,7 +73,7 @@ def _quantized_panel_kernel(format_name: str) -> bytes:
 
 
 def tile_matmul_kernel() -> bytes:
-    """A task is a strip of weight rows."""
+    """Multiplies; a task is a strip of weight rows."""
     tile = host_tile()
     columns, tile_rows, vectors = tile.columns, tile.rows, tile.vectors
     panel_floats, edge_floats = columns * DEPTH, columns * tile_rows
@@ -101,7 +101,7 @@ def tile_matmul_kernel() -> bytes:
                 rows = min(tile_rows, x_rows - b * tile_rows)
                 source, source_stride = start + b * tile_rows * start_stride, start_stride
                 target, target_stride = y + b * tile_rows * y_stride, y_stride
-                if count < columns:  # through a tile of its own
+                if count < columns:  # through an edge tile
                     for i in range(rows):
                         copy_floats(source + i * start_stride, edge + 4 * columns * i, count)
                     source, source_stride, target, target_stride = edge, 4 * columns, edge, 4 * columns

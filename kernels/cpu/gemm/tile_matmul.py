@@ -1,10 +1,9 @@
-"""Matmul of many activation rows ("prefill") on weights as stored: in fp32, on int16 or on AMX.
+"""Prefill matmul: many activation rows times weights as stored, in fp32, on AMX, or on int16 VNNI.
 
-Strips of weight rows are dequantized panel by panel into the caches and multiplied with all activation rows. An element
-of the result is the sum over the inner dimension in order, in one accumulator: it depends on its two rows alone, not
-on the other rows or the number of threads. AMX, where there is any, takes an fp32 as two bf16
-(amx.py); K-quants without them are multiplied as integers where the processor adds up their products
-(vnni.py).
+Strips of weight rows are dequantized panel by panel into the caches and multiplied with all activation rows. Each
+element of the result is summed over the inner dimension in order, in one accumulator: it depends on its two rows
+alone, not on the other rows or the number of threads. On AMX an fp32 is split into two bf16 terms (amx.py); without
+AMX, K-quants are multiplied as integers on processors with VNNI (vnni.py).
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.quant_tensor import QuantTensor
 
-_Placed = tuple[int, QuantTensor]  # the first of its columns, and a weight
-_Product = tuple[int, int, int, int]  # kernels that multiply and that make panels, strips of a task, tasks
-_TASKS = 4  # a thread should get of a weight, before tasks become longer
+_Placed = tuple[int, QuantTensor]  # first output column, weight
+_Product = tuple[int, int, int, int]  # matmul kernel, panel kernel, strips per task, tasks
+_TASKS = 4  # per thread that a weight should have, before tasks take more strips
 
 
 @dataclass(frozen=True)
 class TileKind:
-    """How weights are multiplied with many rows, and how the rows are packed for it.
+    """One way to multiply weights with many rows, and the packing of the rows for it.
 
-    strip: rows of a strip of weights. block: rows of a block. row_bytes: of a packed row, of DEPTH columns. most: rows
-    of a launch, or None. reads_ahead: weights are asked for in time where the rows are few.
-    pack_kernel: packs a block a task, or with `by_panel` DEPTH columns of one. product(w, blocks): what multiplies a
-    weight with so many blocks.
+    strip: weight rows per strip. block: activation rows per block. row_bytes: packed bytes of a row over DEPTH
+    columns. most: most rows per launch, or None. reads_ahead: whether the kernel prefetches weights when rows are
+    few. pack_kernel: packs one block per task, or with `by_panel` one block over DEPTH columns. product(w, blocks):
+    the kernels and tasks that multiply a weight with `blocks` blocks of rows.
     """
 
     strip: int
@@ -61,7 +60,7 @@ class TileKind:
 
 
 def tile_kind(w: QuantTensor) -> TileKind:
-    """The kind for a weight on this processor."""
+    """The fastest kind for a weight on this processor."""
     if has_amx():
         return TileKind(BLOCK, BLOCK, 4 * DEPTH, MOST_ROWS, False, amx_pack_kernel, True, _amx_product)
     if uses_vnni(w):
@@ -74,7 +73,7 @@ def tile_kind(w: QuantTensor) -> TileKind:
 def tile_matmul_launches(
     x: Tensor, parts: Sequence[QuantTensor], y: Tensor, addend: Tensor | None = None
 ) -> list[Launch]:
-    """y = x times weights [N_i, K], transposed, side by side, plus addend (of y's shape, or one row of it).
+    """y = x times weights [N_i, K] transposed, side by side, plus addend (of y's shape, or one row).
 
     x fp32 [T, K], y fp32 [T, sum of N_i], contiguous; the addend may be y.
     """
@@ -95,7 +94,7 @@ def tile_matmul_launches(
 def _packed_and_multiplied(
     x: Tensor, kind: TileKind, placed: Sequence[_Placed], y: Tensor, addend: Tensor
 ) -> list[Launch]:
-    """As `tile_matmul_launches`, of so many rows as a launch takes: one that packs x, and one for each weight."""
+    """`tile_matmul_launches` of at most `kind.most` rows: a launch that packs x, then one for each weight."""
     (rows, cols), panels = x.shape, -(-x.shape[1] // DEPTH)
     blocks = -(-rows // kind.block)
     packed = torch.empty(panels, blocks, kind.block, kind.row_bytes, dtype=torch.uint8)
@@ -118,20 +117,20 @@ def _packed_and_multiplied(
 
 
 def _product(w: QuantTensor, blocks: int) -> _Product:
-    """In fp32, of so many blocks of activation rows."""
+    """The fp32 product; `blocks` is not used."""
     del blocks
     return tile_matmul_kernel(), panel_kernel(w.format.name), 1, -(-w.rows // host_tile().columns)
 
 
 def _amx_product(w: QuantTensor, blocks: int) -> _Product:
-    """On AMX. The strips of one task share activations in the cache."""
+    """The AMX product. Strips of one task share activations in the cache."""
     strips = -(-w.rows // BLOCK)
     of_task = max(1, min(MOST_BLOCKS // blocks, strips // (_TASKS * get_threads())))
     return amx_matmul_kernel(), amx_panel_kernel(w.format.name), of_task, -(-strips // of_task)
 
 
 def _vnni_product(w: QuantTensor, blocks: int) -> _Product:
-    """On int16."""
+    """The int16 VNNI product."""
     tile = vnni.TILE
     strips = -(-w.rows // tile.columns)
     most = min(vnni.MOST_STRIPS, vnni.MOST_SUMS // (blocks * tile.rows * tile.columns))
@@ -141,7 +140,7 @@ def _vnni_product(w: QuantTensor, blocks: int) -> _Product:
 
 
 def _strips_of_task(strips: int, most: int, threads: int) -> int:
-    """As many strips a task, up to `most`, as leave no thread at work for long when the others have finished."""
+    """The most strips per task, up to `most`, that keep the slowest thread within 3% of an even share."""
     for size in range(most, 1, -1):
         rounds, alone = divmod(-(-strips // size), threads)
         longest = rounds * size + (strips % size or size) * (alone == 1) + size * (alone > 1)

@@ -1,9 +1,9 @@
-"""How a matmul of many activation rows is cut into tiles on this processor, and how its operands lie in memory.
+"""The tile sizes of prefill matmul on this processor, and the layout of its operands.
 
-A strip is `Tile.columns` weight rows; over `DEPTH` of the inner dimension at a time it becomes a panel of fp32, that of
-each inner index side by side: [depth, columns]. A block is `Tile.rows` activation rows. Packed activations are
-[ceil(K / DEPTH), blocks, Tile.rows, DEPTH] fp32, so that what one panel is multiplied with lies together, at addresses
-that do not collide in the caches as rows of a power of two do.
+A strip is `Tile.columns` weight rows. `DEPTH` columns of it at a time are unpacked into an fp32 panel [depth,
+columns]. A block is `Tile.rows` activation rows. Packed activations are fp32 [ceil(K / DEPTH), blocks, Tile.rows,
+DEPTH]: the values multiplied with one panel are contiguous, and their addresses do not conflict in the caches as rows
+of a power-of-two length do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quengine.kernels.cpu.runtime.arguments import Arguments
 
 @dataclass
 class PackArguments(Arguments):
-    """fp32 activation rows, and the memory that they are packed into in so many blocks."""
+    """fp32 activation rows, and the memory of `blocks` blocks that they are packed into."""
 
     x: int
     x_stride: int
@@ -27,7 +27,7 @@ class PackArguments(Arguments):
 
 @dataclass
 class PanelArguments(Arguments):
-    """Weight rows from some column on, `depth` columns of them, as a panel; the last row is repeated."""
+    """Weight rows, `depth` columns from some column on, to unpack into a panel; the last row fills the strip."""
 
     weights: int
     row_bytes: int
@@ -38,9 +38,9 @@ class PanelArguments(Arguments):
 
 @dataclass
 class MatmulArguments(Arguments):
-    """Weight rows times packed activations plus an addend, which may be y: fp32.
+    """y = weight rows times packed activations plus an addend, which may be y: fp32.
 
-    block_weights, block_bytes: of a block of the weight's format. task_strips: strips of a task.
+    block_weights, block_bytes: weights and bytes of a block of the weight's format. task_strips: strips per task.
     """
 
     weights: int
@@ -59,15 +59,15 @@ class MatmulArguments(Arguments):
     task_strips: int
 
 
-DEPTH = 256  # of a panel: one block of the K-quants
+DEPTH = 256  # columns of a panel: one block of the K-quants
 
 
 @dataclass(frozen=True)
 class Tile:
-    """rows * vectors accumulators of `lanes` fp32 stay in registers; `vectors` and one more are operands.
+    """A register tile: `rows` * `vectors` accumulators of `lanes` fp32, and `vectors` + 1 operands.
 
-    byte_dot_lanes: int32 lanes of the instruction that adds the products of four unsigned with four signed bytes to
-    each (vpdpbusd); 0: the processor has none. With 16 comes the one for two int16 and two (vpdpwssd).
+    byte_dot_lanes: int32 lanes of vpdpbusd, which adds the products of four uint8 with four int8 to each lane; 0
+    where the processor lacks it. 16 lanes imply vpdpwssd, the same for two pairs of int16.
     """
 
     lanes: int
@@ -81,7 +81,7 @@ class Tile:
 
 
 def tile_for(triple: str, features: str) -> Tile:
-    """The tile for a target as LLVM names it: 24 of 32 registers are accumulators, or 12 of 16."""
+    """The tile for an LLVM target triple and features: accumulators take 24 of 32 vector registers, or 12 of 16."""
     if triple.startswith(("aarch64", "arm64")):
         return Tile(lanes=4, vectors=4, rows=6)
     has = set(features.split(","))

@@ -1,6 +1,6 @@
-"""The VNNI kernels of a matmul on int16: strips of weight rows times many activation rows.
+"""The int16 VNNI kernels of prefill matmul: strips of weight rows times many activation rows.
 
-vnni.py and vnni_ir.py say how operands lie.
+Layouts are in vnni.py and vnni_ir.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _COLUMNS, _ROWS, _LANES = TILE.columns, TILE.rows, TILE.lanes
 
 
 def vnni_pack_kernel() -> bytes:
-    """fp32 rows as packed activations. A task is a block of rows; a last block repeats the last row.
+    """Packs fp32 activation rows. A task is a block of rows; the last row fills a last block.
 
-    The columns are a multiple of DEPTH.
+    The number of columns is a multiple of DEPTH.
     """
     pair_bytes, block_bytes = 2 * DEPTH * _ROWS, ROW_BYTES * _ROWS
     pair_floats = pair_bytes // 4
@@ -41,7 +41,7 @@ def vnni_pack_kernel() -> bytes:
         pairs, inverses = stack_floats(pair_floats), stack_floats(_ROWS)
         for k in range(0, args.cols, DEPTH):
             block = args.packed + (k // DEPTH * args.blocks + task) * block_bytes
-            # Rows together, as each of the three is a chain of instructions that wait for one another.
+            # Each of the three steps is a chain of dependent instructions: rows side by side overlap.
             for i in range(_ROWS):
                 source = x + min(task * _ROWS + i, rows - 1) * stride + 4 * k
                 find_largest(source, inverses + 4 * i)
@@ -58,7 +58,7 @@ def vnni_pack_kernel() -> bytes:
 
 
 def vnni_panel_kernel(format_name: str) -> bytes:
-    """Task g writes a panel's g-th vector of columns."""
+    """Unpacks weights into an int16 panel; task g writes its g-th vector of columns."""
     group_floats = _LANES * GROUPS
 
     def vnni_panel(args: VnniPanelArguments, task: int) -> None:
@@ -74,7 +74,7 @@ def vnni_panel_kernel(format_name: str) -> bytes:
 def _copy_strips(
     source: int, source_row: int, source_strip: int, target: int, row: int, strip: int, rows: int, count: int
 ) -> None:
-    """`count` fp32 of each row, a strip's columns at a time; bytes from a row, and from a strip, to the next."""
+    """Copies `count` fp32 of each row, a strip of columns at a time; strides: bytes between rows, between strips."""
     for i in range(rows):
         for k in range((count + _COLUMNS - 1) // _COLUMNS):
             copy_floats(
@@ -88,9 +88,10 @@ def _copy_strips(
 def _prefetch_panel(
     args: MatmulArguments, begin: int, first: int, end: int, k: int, share: int, shares: int
 ) -> None:
-    """Ask for a share of the weights behind the panel of columns k of the strip at row `first`.
+    """Prefetches a share of the panel that is multiplied next, while columns k of the strip at row `first` are.
 
-    These are the next strip's; behind the last one, the next columns of the strip at row `begin`.
+    That is the next strip's panel of the same columns, or after the last strip the next columns of the strip at row
+    `begin`.
     """
     row, column = first + _COLUMNS, k // DEPTH
     if row >= end:
@@ -102,10 +103,10 @@ def _prefetch_panel(
 
 
 def vnni_matmul_kernel(format_name: str) -> bytes:
-    """A task is some strips of weight rows, with so many activation rows at most MOST_SUMS sums.
+    """A task is a few strips of weight rows; with the activation rows they make at most MOST_SUMS sums.
 
-    With few activation rows a strip is multiplied over all columns: its weights are one run of bytes, and those of the
-    next strip are asked for meanwhile. With many, the activations of DEPTH columns stay in the L2 cache for all strips.
+    With few activation rows a strip is multiplied over all columns: its weights are one run of bytes, and the next
+    strip is prefetched meanwhile. With many, the activations of DEPTH columns stay in the L2 cache for all strips.
     """
     vectors, x_bytes, panel_bytes = TILE.vectors, ROW_BYTES * _ROWS, _COLUMNS * FORMATS[format_name].nbytes
     panel_floats, tile_floats, min_floats = _COLUMNS * DEPTH // 2, _COLUMNS * _ROWS, _COLUMNS * GROUPS
@@ -141,7 +142,7 @@ def vnni_matmul_kernel(format_name: str) -> bytes:
                         call_kernel(args.panel_kernel, request, group)
                     x = args.packed + k // DEPTH * blocks * x_bytes
                     for b in range(blocks):
-                        # A few at a time: a burst would have to wait for the memory.
+                        # Spread over the blocks: a burst of prefetches would stall on the memory.
                         if not few:
                             _prefetch_panel(args, begin, first, end, k, b, blocks)
                         rows, place = min(_ROWS, x_rows - b * _ROWS), total + 4 * tile_floats * b

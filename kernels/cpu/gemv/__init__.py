@@ -1,1 +1,1 @@
-"""Matrices times single rows of quantized activations."""
+"""Matvecs of decode: weight rows times quantized activations."""

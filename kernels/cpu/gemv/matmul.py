@@ -1,10 +1,10 @@
 """Matmul and embedding on the CPU, on weights as stored.
 
-The newest tokens of some sequences ("decode"): q-dot. The activations are rounded to int16 per 32, and the weights are
-read block by block where they lie, usually in the mapped file. A result depends on its activation row and weight row
-alone: not on the number of threads or on what else is in the batch. Several rows share the unpacking of a weight.
+Decode uses q-dot: activations are rounded to int16 in groups of 32, and weights are read block by block where they
+lie, usually in the mapped file. A result depends on its activation row and weight row alone: not on the number of
+threads or on the other rows of the batch. Several rows share the unpacking of a weight.
 
-The tokens of a prompt ("prefill") are multiplied in fp32 or on AMX, see tile_matmul.py.
+Prefill multiplies in fp32, on AMX or on int16, see tile_matmul.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 
 @dataclass
 class QuantizeArguments(Arguments):
-    """fp32 rows x and what they are quantized into."""
+    """fp32 rows x, and the quantized activations (`records`) that they are rounded into."""
 
     x: int
     x_stride: int
@@ -43,8 +43,8 @@ class QuantizeArguments(Arguments):
 class MatvecArguments(Arguments):
     """Weight rows times activations.
 
-    length: blocks of a row, or columns of a float weight. x: quantized activations, or fp32 for a float weight; last_x:
-    the number of the last row of them. y: fp32; y_stride: from one row of x to the next.
+    length: blocks per weight row, or columns of a float weight. x: quantized activations, or fp32 for a float weight;
+    last_x: the index of their last row. y: fp32, `y_stride` bytes per row of x.
     """
 
     weights: int
@@ -61,7 +61,7 @@ class MatvecArguments(Arguments):
 
 @dataclass
 class DequantizeArguments(Arguments):
-    """rows: numbers of weight rows, int64; out: fp32."""
+    """rows: int64 indices of weight rows; out: fp32, a row for each."""
 
     weights: int
     row_bytes: int
@@ -72,15 +72,15 @@ class DequantizeArguments(Arguments):
     scale: Fp32
 
 
-# Of weights in one task of a matvec. Each begins with misses, as its first rows have not been prefetched.
+# Weight bytes per task of a matvec. Each task begins with cache misses, as its first rows have not been prefetched.
 _TASK_BYTES = 512 << 10
 
 
 def decode_linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
-    """x [T, K] fp32 times weights [N_i, K], transposed, side by side, by q-dot: fp32 [T, sum of N_i].
+    """x [T, K] fp32 times weights [N_i, K] transposed, side by side, by q-dot: fp32 [T, sum of N_i].
 
-    F32, F16 and BF16 weights have fp32 products. A row has the bits that it has alone. Raises ValueError when a
-    weight's width is not K.
+    F32, F16 and BF16 weights have fp32 products. A row's bits do not depend on the other rows. Raises ValueError when
+    a weight's width is not K.
     """
     _check_width(x, parts)
     y = torch.empty(x.shape[0], sum(w.rows for w in parts))
@@ -89,9 +89,10 @@ def decode_linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
 
 
 def prompt_linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None = None) -> Tensor:
-    """As `decode_linear`, plus an addend [T, sum of N_i] or [1, sum of N_i], in fp32, however few rows there are.
+    """`decode_linear` by the prefill kernels, plus an addend [T or 1, sum of N_i]: fp32 [T, sum of N_i].
 
-    A row's result is the same to the last bit whatever other rows are computed with it.
+    A row's bits do not depend on the other rows or on how many there are. Raises ValueError when a weight's width is
+    not K.
     """
     _check_width(x, parts)
     y = torch.empty(x.shape[0], sum(w.rows for w in parts))
@@ -100,9 +101,9 @@ def prompt_linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None
 
 
 def linear_launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor) -> list[Launch]:
-    """The kernels of `decode_linear`, for a list that does more than one thing.
+    """The kernels of `decode_linear`, to combine with others in one list.
 
-    x fp32 [T, K] and y fp32 [T, sum of N_i] are contiguous; x may be written by an earlier kernel of the list.
+    x fp32 [T, K] and y fp32 [T, sum of N_i] are contiguous; an earlier kernel of the list may write x.
     """
     launches, records = [], None
     if any(w.format.is_quantized for w in parts):
@@ -129,7 +130,7 @@ def quantize_launch(x: Tensor, records: Tensor) -> Launch:
 
 
 def task_rows(w: QuantTensor) -> int:
-    """Weight rows that one task of a matvec takes, an even number where they are many."""
+    """Number of weight rows per task of a matvec: 1, or an even number."""
     rows = min(w.rows, _TASK_BYTES // w.data.shape[1])
     return rows // 2 * 2 if rows > 1 else 1
 
@@ -142,9 +143,9 @@ def matvec_launch(
     after_previous: bool = True,
     step: int | None = None,
 ) -> Launch:
-    """y[:, column : column + N] from quantized activations, or for a float weight from x itself.
+    """y[:, column : column + N] = quantized activations times w transposed; a float weight takes fp32 x as source.
 
-    A task is `step` rows, by default `task_rows(w)`.
+    A task is `step` weight rows, by default `task_rows(w)`.
     """
     count = source.shape[0]
     step = step or task_rows(w)

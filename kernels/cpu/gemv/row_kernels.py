@@ -1,4 +1,4 @@
-"""The row kernels: compiled functions over tasks of weight rows, one variant per block format."""
+"""The matvec, embedding and quantization kernels: functions over tasks of rows, one variant per block format."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from quengine.kernels.cpu.ir.row_ir import (
 from quengine.kernels.cpu.ir.tile_ir import stack_floats
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
-_RECORDS = 16  # multiplied with one row at a time: their sums, and of short rows they themselves, stay in the L1 cache
+# activation rows per pass over a weight row: their sums, and short rows themselves, stay in the L1 cache
+_RECORDS = 16
 
 
 def matvec_kernel(format_name: str, many: bool) -> bytes:
-    """Rows of a quantized weight times one row of quantized activations, or `many`. A task is a run of rows."""
+    """A quantized weight times one row of quantized activations, or `many`. A task is a run of weight rows."""
     at_once = rows_at_once(FORMATS[format_name])
     memory_floats = (INTS_BYTES + _RECORDS * SUMS_BYTES) // 4
 
@@ -56,7 +57,7 @@ def matvec_kernel(format_name: str, many: bool) -> bytes:
 
 
 def float_matvec_kernel(format_name: str) -> bytes:
-    """Rows of an F32, F16 or BF16 weight times fp32 activations. A task is a run of rows."""
+    """An F32, F16 or BF16 weight times fp32 activations. A task is a run of weight rows."""
     access = "stream"
 
     def float_matvec(args: MatvecArguments, task: int) -> None:
@@ -72,7 +73,7 @@ def float_matvec_kernel(format_name: str) -> bytes:
 
 
 def dequantize_kernel(format_name: str) -> bytes:
-    """Chosen rows of a weight as fp32, times a scale. Task i writes output row i."""
+    """Selected rows of a weight as fp32, times a scale. Task i writes output row i."""
     block = FORMATS[format_name].block
 
     def dequantize(args: DequantizeArguments, task: int) -> None:
@@ -85,7 +86,7 @@ def dequantize_kernel(format_name: str) -> bytes:
 
 
 def quantize_kernel() -> bytes:
-    """fp32 rows to quantized activations. Task i is row i."""
+    """Rounds fp32 rows to quantized activations. Task i is row i."""
 
     def round_rows(args: QuantizeArguments, task: int) -> None:
         x, record = args.x + task * args.x_stride, args.records + task * args.record_stride

@@ -1,1 +1,1 @@
-"""LLVM instructions that the kernels share."""
+"""LLVM vector code of the kernels."""

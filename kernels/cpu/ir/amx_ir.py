@@ -1,13 +1,13 @@
-"""Vector code of a matmul on AMX (amx.py).
+"""Vector code of prefill matmul on AMX (amx.py).
 
-Operands lie as tiles of 1024 bytes, 16 rows of 64, in pairs of bf16: of STEP columns each of the first half with the
-one STEP / 2 further.
+Operands are tiles of 1024 bytes, 16 rows of 64, made of bf16 pairs: column i of the first half of STEP columns with
+column i + STEP / 2.
 
-    weights       16 rows of the weight, STEP columns. Of a panel of 32 weight rows: [2 halves, DEPTH / STEP, 2 terms]
-                  tiles
-    activations   STEP / 2 pairs of columns, each of 16 rows of x. Of a block of 32 rows: [DEPTH / STEP, 2 halves,
-                  2 terms] tiles
-    sums          fp32 of 16 rows of the weight, 16 rows of x. Of a block: [2 halves of the weight, 2 of x] tiles
+    weights        a tile is 16 weight rows, STEP columns; a panel of 32 weight rows is
+                   [2 halves, DEPTH / STEP, 2 terms] tiles
+    activations    a tile is STEP / 2 column pairs of 16 rows of x; a block of 32 rows is
+                   [DEPTH / STEP, 2 halves, 2 terms] tiles
+    sums           a tile is fp32 [16 weight rows, 16 rows of x]; a block is [2 weight halves, 2 halves of x] tiles
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LANE_BYTES = 2 * STEP
 
 @vector_code
 def split_row(e: Emitter, row: ir.Value, depth: ir.Value, tiles: ir.Value) -> None:
-    """`depth` fp32 (a multiple of STEP) of a weight as a row of its tiles. tiles: the row's address in the first."""
+    """Splits `depth` fp32 weights, a multiple of STEP, into a row of tiles; `tiles`: the row's address in the first."""
 
     def step(k: ir.Value) -> None:
         source = e.at(row, e.b.mul(k, e.i64(4)))
@@ -47,7 +47,7 @@ def scale_and_split_row(
     mins: ir.Value,
     tiles: ir.Value,
 ) -> None:
-    """As `split_row`, of scale * code - min. codes: int8; scales, mins: fp32, one per group."""
+    """`split_row` of scale * code - min. codes: int8; scales, mins: fp32, one per group."""
     fmt = FORMATS[format_name]
 
     def step(k: ir.Value) -> None:
@@ -67,14 +67,14 @@ def scale_and_split_row(
 
 
 def _store_pairs(e: Emitter, first: ir.Value, second: ir.Value, tiles: ir.Value, k: ir.Value) -> None:
-    """The two halves of STEP columns from k on, as a row of the tile of first terms and of that of second ones."""
+    """Stores STEP columns from k on, given as two halves, as a row of the first-term and of the second-term tile."""
     target = e.at(tiles, e.b.mul(k, e.i64(2 * TILE_BYTES // STEP)))
     for term, pairs in enumerate(_pairs(e, first, second)):
         e.store(pairs, target, TILE_BYTES * term)
 
 
 def _pairs(e: Emitter, first: ir.Value, second: ir.Value) -> list[ir.Value]:
-    """fp32 lanes side by side as pairs of bf16: their first terms, their second terms."""
+    """fp32 lanes as bf16 pairs: the first terms, the second terms."""
     return [
         e.b.or_(e.shift_left(a, -16), e.and_(b, _UPPER))
         for a, b in zip(_split(e, first), _split(e, second), strict=True)
@@ -82,7 +82,7 @@ def _pairs(e: Emitter, first: ir.Value, second: ir.Value) -> list[ir.Value]:
 
 
 def _split(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """fp32 lanes as bits: themselves, and what their upper halves leave. The upper halves of both are the terms."""
+    """The bits of fp32 lanes, and of the remainder below their upper halves; the upper halves of both are the terms."""
     bits = e.b.bitcast(x, vec(I32, x.type.count))
     rest = e.b.fsub(x, e.b.bitcast(e.and_(bits, _UPPER), x.type))
     return bits, e.b.bitcast(rest, bits.type)
@@ -90,7 +90,7 @@ def _split(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 @vector_code
 def pack_tile(e: Emitter, x: ir.Value, stride: ir.Value, tiles: ir.Value) -> None:
-    """STEP columns of 16 rows of x, fp32, `stride` bytes apart, as a tile of first terms and one of second ones."""
+    """STEP columns of 16 fp32 rows of x, `stride` bytes apart, as a first-term and a second-term tile."""
     rows = [e.at(x, e.b.mul(stride, e.i64(i))) for i in range(16)]
     pairs = [_pairs(e, *(e.load(_LANE, row, _LANE_BYTES * i) for i in range(2))) for row in rows]
     for term, lines in enumerate(zip(*pairs, strict=True)):
@@ -102,7 +102,7 @@ def pack_tile(e: Emitter, x: ir.Value, stride: ir.Value, tiles: ir.Value) -> Non
 def finish_tile(
     e: Emitter, sums: ir.Value, addend: ir.Value, addend_stride: ir.Value, y: ir.Value, y_stride: ir.Value
 ) -> None:
-    """y[i, j] = a tile's sum of weight row j and row i of x, plus addend[i, j]. Strides: bytes from i to i + 1."""
+    """y[i, j] = the sum of weight row j and row i of x, plus addend[i, j]. Strides are bytes between rows."""
     for i, line in enumerate(transposed(e, [e.load(vec(F32, 16), sums, 64 * i) for i in range(16)])):
         added = e.load(line.type, e.at(addend, e.b.mul(addend_stride, e.i64(i))))
         e.store(e.b.fadd(line, added), e.at(y, e.b.mul(y_stride, e.i64(i))))
@@ -110,8 +110,8 @@ def finish_tile(
 
 @vector_code
 def configure_tiles(e: Emitter, memory: ir.Value) -> None:
-    """Let this thread have eight tiles of 16 rows of 64 bytes. memory: the address of 64 bytes to use."""
-    # Byte 0: palette 1; from 16 on bytes per row, int16; from 48 on rows, int8.
+    """Configures eight tiles of 16 rows of 64 bytes for this thread. memory: the address of 64 bytes of scratch."""
+    # Byte 0: palette 1; bytes 16 on: bytes per row, int16; bytes 48 on: rows, int8.
     e.store(e.const(vec(I8, 16), [1] + [0] * 15), memory)
     e.store(e.const(vec(I16, 16), [64] * 8 + [0] * 8), memory, 16)
     e.store(e.const(vec(I8, 16), [16] * 8 + [0] * 8), memory, 48)
@@ -122,7 +122,7 @@ def configure_tiles(e: Emitter, memory: ir.Value) -> None:
 def release_tiles(
     e: Emitter,
 ) -> None:
-    """Give this thread's tiles back: they are then not saved when it is taken off its CPU."""
+    """Releases this thread's tiles, so that a context switch need not save them."""
     _call(e, "tilerelease")
 
 
@@ -130,9 +130,9 @@ def release_tiles(
 def multiply_amx_tiles(
     e: Emitter, halves: int, weights: ir.Value, depth: ir.Value, x: ir.Value, sums: ir.Value, fresh: ir.Value
 ) -> None:
-    """sums (from 0 where fresh, else from what they are) += products over `depth` columns, a multiple of STEP, not 0.
+    """sums += products over `depth` columns, a multiple of STEP above 0; where `fresh`, sums start at 0.
 
-    All at addresses of the first tile. halves: 1 for 16 rows of x, 2 for 32.
+    weights, x, sums: addresses of the first tile of each. halves: 1 for 16 rows of x, 2 for 32.
     """
     product = _Product(halves)
 
@@ -160,10 +160,10 @@ def multiply_amx_tiles(
 
 
 class _Product:
-    """The products of a step. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 activations.
+    """The products of one step of STEP columns. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 activations.
 
-    Each operand is loaded once a step, and right after the last use of the one before it in its tile, so that it comes
-    while others are multiplied: second terms of weights by first ones of x, first by first, first by second.
+    Products in order: second terms of weights by first terms of x, first by first, first by second. Each operand is
+    loaded once, as soon as its tile is free, so that loads overlap with products.
     """
 
     def __init__(self, halves: int) -> None:
@@ -171,7 +171,7 @@ class _Product:
         self.sums = [2 * a + b for a in range(2) for b in self.x]
 
     def begin(self, e: Emitter, at: tuple[ir.Value, ir.Value]) -> None:
-        """Load what a step begins with."""
+        """Loads the operands that a step begins with."""
         for half in range(2):
             self._weights(e, at, half, 1)
         for half in self.x:
@@ -180,7 +180,7 @@ class _Product:
     def emit(
         self, e: Emitter, at: tuple[ir.Value, ir.Value], following: tuple[ir.Value, ir.Value] | None
     ) -> None:
-        """A step's products, and the loads that the following one begins with."""
+        """The products of a step, and the loads that the following step begins with."""
         for a in range(2):
             for b in self.x:
                 self._multiply(e, a, b)
@@ -220,7 +220,7 @@ def _pointer(e: Emitter, address: ir.Value) -> ir.Value:
 
 
 def _call(e: Emitter, name: str, *args: ir.Value) -> None:
-    """An instruction on tiles, LLVM's llvm.x86.*, where a program names its tiles itself."""
+    """Calls LLVM's llvm.x86.* tile intrinsic, in the form that names tiles by number."""
     declared = e.b.module.globals.get(f"llvm.x86.{name}")
     if declared is None:
         signature = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])

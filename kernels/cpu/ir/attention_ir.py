@@ -1,4 +1,4 @@
-"""Vector code of single-token attention: exponentials, weighted sums, rows of q8_0 codes, blocks."""
+"""Vector code of decode attention: exponentials, softmax weights, weighted sums, q8_0 rows, block tables."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, I64, Emitter, vec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
-# exp(r) = 1 + r + r^2 * P(r) for |r| <= ln(2)/2: the minimax polynomial of Cephes' expf (S. Moshier), 1 unit in the
-# last place. ln(2) in two parts, so that n*ln(2) is subtracted exactly.
+# exp(r) = 1 + r + r^2 * P(r) for |r| <= ln(2)/2: the minimax polynomial of Cephes' expf (S. Moshier), accurate to one
+# unit in the last place. ln(2) is split in two parts, so that n*ln(2) is subtracted exactly.
 _EXP_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
-_LEAST = -87.0  # below, exp is a denormal or zero: zero is taken
+_LEAST = -87.0  # exp of less is a denormal or zero and is flushed to zero
 
 
 def emit_exp(e: Emitter, x: ir.Value) -> ir.Value:
@@ -32,7 +32,7 @@ def emit_exp(e: Emitter, x: ir.Value) -> ir.Value:
     for coefficient in _EXP_POLYNOMIAL[1:]:
         p = e.fma(p, r, e.const(lanes, coefficient))
     y = b.fadd(e.fma(p, b.fmul(r, r), r), e.const(lanes, 1.0))
-    # y * 2^n: n into the exponent field; the bits of `shifted` above n fall off at the top.
+    # y * 2^n: n is shifted into the exponent field; the upper bits of `shifted` are shifted out.
     power = b.bitcast(
         e.shift_left(b.add(b.bitcast(shifted, vec(I32, count)), e.const(vec(I32, count), 127)), 23), lanes
     )
@@ -41,9 +41,10 @@ def emit_exp(e: Emitter, x: ir.Value) -> ir.Value:
 
 @vector_code
 def softmax_weights(e: Emitter, scores: ir.Value, count: ir.Value, head: ir.Value) -> None:
-    """Scores (fp32 at an address, room for a multiple of 8) become exp(score - max), in place.
+    """Replaces scores by exp(score - max), in place.
 
-    Writes the maximum and the sum of the weights to address `head`. The scores beyond `count` count as -inf.
+    scores: fp32 at an address, with room for a multiple of 8, filled with -inf after `count`. Writes the maximum and
+    the sum of the weights to address `head`.
     """
     lanes = vec(F32, 8)
     end = e.b.and_(e.b.add(count, e.i64(7)), e.i64(-8))
@@ -106,13 +107,13 @@ def add_weighted_halves(
 
 
 def _codes(e: Emitter, address: ir.Value, offset: int) -> ir.Value:
-    """Eight int8 codes in memory as fp32 lanes."""
+    """Eight int8 codes from memory as fp32 lanes."""
     return e.to_float(e.widen(e.load(vec(I8, 8), address, offset), I32, True))
 
 
 @vector_code(result=types.float32)
 def dot_codes(e: Emitter, codes: ir.Value, scales: ir.Value, width: ir.Value, x: ir.Value) -> ir.Value:
-    """fp32 dot of a q8_0 row with fp32 at address x: int8 codes and fp16 scales, one for every 32."""
+    """fp32 dot product of a q8_0 row with fp32 at address x: int8 codes, and an fp16 scale for every 32."""
 
     def group(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
         here, inputs = e.b.add(codes, i), _lane_address(e, x, i)
@@ -139,7 +140,8 @@ def add_weighted_codes(
 ) -> None:
     """out[d] += sum over i < count of weights[i] * values[i, d], d < width, in order of i, over q8_0 rows.
 
-    weights, out: fp32 addresses; codes, scales: addresses of int8 and fp16 rows, so many bytes apart.
+    weights, out: fp32 addresses; codes, scales: addresses of int8 rows `stride` bytes and fp16 rows `scale_stride`
+    bytes apart.
     """
 
     def group(d: ir.Value) -> None:
@@ -163,7 +165,7 @@ def add_weighted_codes(
 def combine_parts(
     e: Emitter, parts: ir.Value, count: ir.Value, stride: ir.Value, width: ir.Value, out: ir.Value
 ) -> None:
-    """Softmax-weighted sums over KV splits into one: fp32 out[width].
+    """Combines the softmax-weighted sums of KV splits: fp32 out[width].
 
     Part i, at parts + i * stride: its maximum, its sum of weights, 6 fp32 of scratch, its weighted sum [width].
     """
@@ -180,7 +182,7 @@ def combine_parts_and_sink(
     sink: ir.Value,
     out: ir.Value,
 ) -> None:
-    """As `combine_parts`, with a logit more in the denominator."""
+    """As `combine_parts`, with one extra logit, the sink, in the denominator."""
     _emit_combined(e, parts, count, stride, width, out, sink)
 
 
@@ -226,7 +228,7 @@ def _emit_combined(
 
 @vector_code(result=types.UniTuple(types.int64, 2))
 def block_run(e: Emitter, table: ir.Value, position: ir.Value, most: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The cache row of a position by the block table (int64) at an address, and how many, at most `most`, follow it."""
+    """The cache row of a position, and how many adjacent rows begin there, at most `most`. table: address of int64."""
     index, inside = e.b.udiv(position, e.i64(BLOCK_SIZE)), e.b.urem(position, e.i64(BLOCK_SIZE))
     block = e.load(I64, e.at(table, e.b.mul(index, e.i64(8))))
     row = e.b.add(e.b.mul(block, e.i64(BLOCK_SIZE)), inside)

@@ -1,7 +1,6 @@
-"""Each block format as vector code: from the bytes of blocks to slices of 32 codes and their scales.
+"""Each block format as vector code: from a block's bytes to slices of 32 codes and their scales.
 
-One description per format serves the dot product and the dequantization. It follows the byte layouts of
-`kernels/block_formats.py`.
+Dot products and dequantization share one description per format. Byte layouts are in `kernels/block_formats.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from quengine.kernels.cpu.ir.vector_ir import F32, I1, I8, I16, I32, Emitter, ve
 
 @dataclass(frozen=True)
 class Slices:
-    """The contents of a run of blocks while code is being written for it.
+    """The contents of a run of blocks, as values in the code being emitted.
 
-    codes(i, n)  n slices (1; or 2, i even) from weight 32i of the run on: uint8 lanes in order, a weight's integer plus
-                 `offset`
-    scales       fp32 lanes, one per group in order: w = scale * int - min. Groups of 16 have two vectors, of slices
+    codes(i, n)  n slices (1; or 2 if i is even) from weight 32i of the run on: uint8 lanes in order, a weight's
+    integer
+                 plus `offset`
+    scales       fp32 lanes, one per group in order: w = scale * int - min. Groups of 16 have two vectors, for slices
                  0..3 and 4..7, two lanes a slice
     mins         the minimums to subtract, in the same form, or None
     """
@@ -33,13 +33,13 @@ class Slices:
     offset: int = 0
 
     def ints(self, e: Emitter, i: int, n: int) -> ir.Value:
-        """The integers themselves: int8 lanes."""
+        """The integers of `codes(i, n)`: int8 lanes."""
         codes = self.codes(i, n)
         return e.b.sub(codes, e.const(codes.type, self.offset)) if self.offset else codes
 
 
 def emit_blocks(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> Slices:
-    """Emit the loads of the scales of `count` adjacent blocks; the integers are emitted as they are asked for.
+    """Emits the loads of the scales of `count` adjacent blocks; calling `codes` emits those of the integers.
 
     count is 1 for formats with blocks of 256, whose 8 slices fill the lanes already.
     """
@@ -62,30 +62,30 @@ def _code_offset(fmt: BlockFormat) -> int:
 
 
 def _nibbles(e: Emitter, raw: ir.Value, run: int) -> ir.Value:
-    """Codes from bytes given twice: of each run of as many lanes the low nibbles, of the next the high ones."""
+    """Codes from bytes given twice: alternating runs of `run` lanes keep the low and the high nibbles."""
     wide = vec(I16, raw.type.count // 2)
     shifts = [4 * (i // (run // 2) % 2) for i in range(wide.count)]
     return e.and_(e.b.bitcast(e.b.lshr(e.b.bitcast(raw, wide), e.const(wide, shifts)), raw.type), 15)
 
 
 def _nibbles_16(e: Emitter, starts: list[ir.Value], offset: int) -> ir.Value:
-    """Of each address 16 bytes: low nibbles are weights 0..15 of a slice, high nibbles 16..31."""
+    """16 bytes at each address: low nibbles are weights 0..15 of a slice, high nibbles 16..31."""
     twice = [e.join(raw, raw) for raw in (e.load(vec(I8, 16), start, offset) for start in starts)]
     return _nibbles(e, _row(e, twice), 16)
 
 
 def _row(e: Emitter, vectors: list[ir.Value]) -> ir.Value:
-    """One or two vectors side by side."""
+    """Joins one or two vectors."""
     return vectors[0] if len(vectors) == 1 else e.join(*vectors)
 
 
 def _twice(e: Emitter, v: ir.Value, n: int) -> ir.Value:
-    """A vector n (1 or 2) times."""
+    """A vector repeated n (1 or 2) times."""
     return _row(e, [v] * n)
 
 
 def _shifted(e: Emitter, v: ir.Value, by: list[int]) -> ir.Value:
-    """Runs of 32 bytes shifted by so many bits each, left, or right where negative; bits cross the bytes' borders.
+    """Shifts runs of 32 bytes by `by` bits each, left, or right if negative; bits cross byte borders.
 
     All amounts have one sign.
     """
@@ -98,7 +98,7 @@ def _shifted(e: Emitter, v: ir.Value, by: list[int]) -> ir.Value:
 
 
 def lookup(e: Emitter, table: tuple[int, ...], codes: ir.Value) -> ir.Value:
-    """table[code] + TABLE_OFFSET of int8 lanes. LLVM turns 16 such single-lane picks into one byte shuffle."""
+    """table[code] + TABLE_OFFSET of int8 lanes. LLVM turns the 16 single-lane selections into one byte shuffle."""
     if codes.type.count > 16:
         return e.join(*(lookup(e, table, half) for half in e.halves(codes)))
     entries = e.const(vec(I8, 16), [(entry + TABLE_OFFSET) % 256 for entry in table])
@@ -114,7 +114,7 @@ def _offset(e: Emitter, codes: ir.Value, offset: int) -> ir.Value:
 
 
 def _gather(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int, lane: ir.IntType) -> ir.Value:
-    """The first bytes of `count` adjacent blocks, one lane a block."""
+    """The first bytes of `count` adjacent blocks, one lane per block."""
     lanes: ir.Value = ir.Constant(vec(lane, count), ir.Undefined)
     for i in range(count):
         lanes = e.b.insert_element(lanes, e.load(lane, address, i * fmt.nbytes), ir.Constant(I32, i))
@@ -148,7 +148,7 @@ def _q4(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
 
 def _q5(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
     low = _nibbles_16(e, blocks, fmt.layout["codes"][0])
-    # Bit j of the 32 is the fifth bit of weight j.
+    # Bit j of the field is the fifth bit of weight j.
     masks = [e.b.bitcast(e.load(I32, block, fmt.layout["high"][0]), vec(I1, 32)) for block in blocks]
     return e.b.or_(low, e.b.select(_row(e, masks), e.const(low.type, 16), e.const(low.type, 0)))
 
@@ -174,10 +174,11 @@ def _scales_16(e: Emitter, sub: ir.Value, signed: bool, super_scale: ir.Value) -
 
 
 def _six_bit_pairs(e: Emitter, block: ir.Value, at: int) -> ir.Value:
-    """Q4_K, Q5_K: the 12 bytes of 6-bit sub-scales and minimums as 8 bytes and 8 bytes; see block_formats.py.
+    """The 12 bytes of 6-bit sub-scales and minimums of Q4_K and Q5_K as 8 + 8 bytes; see block_formats.py.
 
-    The first four of each are the lower six bits of bytes 0..3 and 4..7, whose upper two are the upper ones of the last
-    four; the lower four of those are the nibbles of bytes 8..11.
+    The first four sub-scales are the lower six bits of bytes 0..3, the first four minimums those of bytes 4..7. The
+    last four of each take their lower four bits from the nibbles of bytes 8..11 and their upper two from the upper
+    two bits of bytes 0..7.
     """
     four = vec(I32, 4)
     words = e.load(four, block, at - 4)  # the first is d and dmin
@@ -189,7 +190,7 @@ def _six_bit_pairs(e: Emitter, block: ir.Value, at: int) -> ir.Value:
 
 
 def _scales_and_mins(e: Emitter, fmt: BlockFormat, block: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """Q4_K, Q5_K: both together, as that takes fewer instructions."""
+    """Scales and minimums of Q4_K and Q5_K, computed together, which takes fewer instructions."""
     both = e.load_halves(2, block, fmt.layout["d"][0])  # d and dmin
     sub = _six_bit_pairs(e, block, fmt.layout["scales"][0])
     return e.halves(_to_scales(e, sub, False, e.pick(both, [0] * 8 + [1] * 8)))
@@ -206,7 +207,7 @@ def _emit_q4_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
 
 
 def _four_bits(e: Emitter, block: ir.Value, at: int, i: int, n: int) -> ir.Value:
-    """32 bytes hold slices 2j (low nibbles) and 2j+1 (high nibbles): slice i, or both."""
+    """Slice i, or i and i + 1, of 32 bytes that hold slices 2j in the low and 2j + 1 in the high nibbles."""
     raw = e.load(vec(I8, 32), block, at)
     if n == 1:
         return e.shift_left(raw, -4) if i % 2 else e.and_(raw, 15)
@@ -244,7 +245,7 @@ def _emit_q6_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
 
 
 def _two_bits(e: Emitter, fmt: BlockFormat, block: ir.Value, i: int, n: int) -> ir.Value:
-    """Q2_K, Q3_K: 32 bytes hold four slices, two bits each."""
+    """Slices of Q2_K and Q3_K: 32 bytes hold four slices, two bits each."""
     raw = e.load(vec(I8, 32), block, fmt.layout["codes"][0] + 32 * (i // 4))
     return e.and_(_shifted(e, _twice(e, raw, n), [-2 * ((i + k) % 4) for k in range(n)]), 3)
 
@@ -274,7 +275,7 @@ def _emit_q3_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
 
 
 def _emit_iq4_xs(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
-    # Sub-scale i: nibble i of 4 bytes (low nibble first), upper two bits are bits 2i, 2i+1 of a 16-bit field.
+    # Sub-scale i: nibble i of 4 bytes (low nibble first); its upper two bits are bits 2i, 2i+1 of a 16-bit field.
     raw = e.load(vec(I8, 4), block, fmt.layout["scales"][0])
     low = e.pick(e.and_(raw, 15), [0, 4, 1, 5, 2, 6, 3, 7], e.shift_left(raw, -4))
     field = e.splat(e.load(I16, block, fmt.layout["scales_high"][0]), 8)

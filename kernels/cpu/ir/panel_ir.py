@@ -1,7 +1,7 @@
-"""Vector code that turns weight rows into a panel: codes and scales per row, then transposed.
+"""Vector code that unpacks weight rows into a panel: codes and scales per row, then transposed.
 
-Rows are unpacked to bytes first. Transposing bytes and widening afterwards moves a quarter of what transposing fp32
-would, and a vector of the panel is scaled by a vector of its rows' scales.
+Codes are transposed as bytes and widened afterwards, which moves a quarter of the data of transposing fp32; a vector
+of the panel is then scaled by a vector of its rows' scales.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, Emitter, vec
 from quengine.kernels.cpu.runtime.target import host_tile
 
-GROUPS = 16  # of DEPTH columns, at most: fp32 scales of a row, and as many minimums
+GROUPS = 16  # groups per DEPTH columns, at most: fp32 scales of a row, and as many minimums
 
 
 @vector_code
@@ -31,9 +31,9 @@ def unpack_row(
     scales: ir.Value,
     mins: ir.Value,
 ) -> None:
-    """A row of `blocks` quantized blocks at address w: int8 codes, one fp32 scale and minimum per group.
+    """Unpacks a row of `blocks` quantized blocks at address w: int8 codes, one fp32 scale and one minimum per group.
 
-    Of formats without minimums `mins` is not written. At most DEPTH columns.
+    `mins` is not written for formats without minimums. The row has at most DEPTH columns.
     """
     fmt = FORMATS[format_name]
 
@@ -60,7 +60,7 @@ def fill_panel(
     mins: ir.Value,
     out: ir.Value,
 ) -> None:
-    """scale * code - min of `Tile.lanes` rows side by side: out[k, lane], lines `Tile.columns` apart.
+    """scale * code - min of `Tile.lanes` rows, transposed: out[k, lane], lines `Tile.columns` apart.
 
     codes: [lanes, DEPTH] int8; scales, mins: [groups, lanes] fp32. depth: a multiple of 32.
     """
@@ -78,7 +78,7 @@ def fill_panel(
 def _values(
     e: Emitter, fmt: BlockFormat, codes: ir.Value, scales: ir.Value, mins: ir.Value, k: ir.Value, lanes: int
 ) -> Iterator[ir.Value]:
-    """The weights of columns k .. k + 31, each a vector of rows."""
+    """The weights of columns k .. k + 31, each a vector over the rows."""
     rows = [e.load(vec(I8, 32), e.at(codes, k), DEPTH * i) for i in range(lanes)]
     group = e.b.mul(e.b.udiv(k, e.i64(fmt.group)), e.i64(4 * lanes))
     factors = [
@@ -98,10 +98,10 @@ def _group_vector(
 
 
 def _columns(e: Emitter, rows: list[ir.Value]) -> list[ir.Value]:
-    """The 32 columns of a power of two of rows of 32 bytes.
+    """The 32 columns of a power-of-two number of rows of 32 bytes.
 
-    Rows are interleaved with the row half the number away, within 16 bytes, as processors' unpack instructions do,
-    until those bytes hold whole columns.
+    Row i is interleaved with row i + count / 2, within 16 bytes as unpack instructions do, until those bytes hold
+    whole columns.
     """
     count = len(rows)
     low = [lane for base in (0, 16) for i in range(8) for lane in (base + i, 32 + base + i)]
@@ -118,7 +118,7 @@ def _columns(e: Emitter, rows: list[ir.Value]) -> list[ir.Value]:
 
 @vector_code
 def transpose_groups(e: Emitter, rows: ir.Value, out: ir.Value) -> None:
-    """[Tile.lanes, GROUPS] fp32 at address rows to [GROUPS, Tile.lanes] at address out."""
+    """Transposes fp32 [Tile.lanes, GROUPS] at address rows to [GROUPS, Tile.lanes] at address out."""
     lanes = host_tile().lanes
     for k in range(0, GROUPS, lanes):
         lines = [e.load(vec(F32, lanes), rows, 4 * (GROUPS * i + k)) for i in range(lanes)]

@@ -1,4 +1,4 @@
-"""Vector code of a prompt's attention: cache rows to fp32, a block's part of a running softmax."""
+"""Vector code of prefill attention: cache rows to fp32, one block's update of the online softmax."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def cache_row(
     last: ir.Value,
     out: ir.Value,
 ) -> None:
-    """Values first .. last - 1 of a stored key or value as fp32 at address out.
+    """Elements first .. last - 1 of a stored key or value as fp32 at address out.
 
-    row: address of fp16, or of int8 codes with fp16 at address scales, one per 32.
+    row: address of fp16, or of int8 codes whose fp16 scales, one per 32, are at address scales.
     """
 
     def widen(i: ir.Value, lanes: int) -> None:
@@ -49,7 +49,7 @@ def divide_row(e: Emitter, x: ir.Value, divisor: ir.Value, count: ir.Value, out:
 
 @vector_code(value=types.float32)
 def fill_row(e: Emitter, x: ir.Value, first: ir.Value, last: ir.Value, value: ir.Value) -> None:
-    """Elements first .. last - 1 of fp32 at address x become value."""
+    """Sets elements first .. last - 1 of fp32 at address x to value."""
 
     def fill(i: ir.Value, lanes: int) -> None:
         e.store(e.splat(value, lanes), e.at(x, e.b.mul(i, e.i64(4))))
@@ -61,10 +61,10 @@ def fill_row(e: Emitter, x: ir.Value, first: ir.Value, last: ir.Value, value: ir
 def softmax_block(
     e: Emitter, scores: ir.Value, count: ir.Value, state: ir.Value, sums: ir.Value, width: ir.Value
 ) -> None:
-    """`count` scores (fp32 at an address, a multiple of a vector's lanes) become exp(score - max), in place.
+    """Replaces `count` scores (fp32 at an address, a multiple of a vector's lanes) by exp(score - max), in place.
 
-    state: the largest score so far and the sum of all weights, fp32, brought up to date. sums: `width` fp32, scaled as
-    the larger maximum asks. Scores of -inf weigh exactly nothing, so results do not depend on how many are behind.
+    state: the running maximum and sum of weights, fp32, updated. sums: `width` fp32, rescaled to the new maximum.
+    Scores of -inf have weight zero exactly, so the result does not depend on how many pad the block.
     """
     lanes = host_tile().lanes
     wide = vec(F32, lanes)

@@ -1,12 +1,12 @@
-"""The dot products of quantized weight rows with quantized activations (row_ir.py).
+"""Dot products of quantized weight rows with quantized activations (row_ir.py).
 
-With one record all sums stay in registers. With several, runs of blocks of two rows are unpacked once and multiplied
-with every record in turn; a record's sums lie in memory meanwhile. The arithmetic of a record and a row is the same
-however many there are, and so are its bits.
+With one activation row all sums stay in registers. With several, runs of blocks of two weight rows are unpacked once
+and multiplied with every activation row in turn, whose sums lie in memory between runs. The arithmetic, and so the
+bits, of a pair of rows is the same however many there are.
 
-Order of the sums: of a slice of 32 weights four neighbours make an exact integer, and these 8, times the scale, add
-into 8 lanes of two accumulators in turn; the two are added, then the lanes pairwise; the sum of the minimums is
-subtracted last. It depends on nothing but K and the format.
+Order of the sums: within a slice of 32 weights each four neighbours make one exact integer; these 8, times the scale,
+are added into 8 lanes of two accumulators in turn; the two are added, then the lanes pairwise; the sum of the
+minimums is subtracted last. The order depends on K and the format alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from quengine.kernels.cpu.ir.row_ir import FOUR_SUM_OFFSET, PREFETCH
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
 
-# What `dot_rows_with_many` keeps in memory: of both rows a run of unpacked weights, and then of each record its sums
-# with both: the accumulators at 0, the minimums' at 64 and 96, those of the second row behind.
+# Memory of `dot_rows_with_many`: a run of unpacked weights of both rows, then for each activation row its sums with
+# both: accumulators at 0, those of the minimums at 64 and 96, the second weight row's in the second half.
 INTS_BYTES, SUMS_BYTES = 1024, 256
 
 Operands = tuple[ir.Value, ...]
@@ -31,7 +31,7 @@ OperandsOf = Callable[[int], Operands]
 
 
 def rows_at_once(fmt: BlockFormat) -> int:
-    """How many weight rows `dot_rows` takes: short blocks are those of short rows, which share their ends."""
+    """Weight rows that `dot_rows` takes at once: 2 for formats of short blocks, as short rows share loop overhead."""
     return 2 if fmt.block == 32 else 1
 
 
@@ -45,9 +45,9 @@ def dot_rows(
     record: ir.Value,
     y: ir.Value,
 ) -> None:
-    """`rows_at_once` weight rows times one activation record, all at addresses: as many fp32 to y.
+    """`rows_at_once` weight rows times one row of quantized activations, all at addresses: as many fp32 to y.
 
-    apart: bytes from the one row to the other; 0: there is one only.
+    apart: bytes from the first weight row to the second; 0 if there is one only.
     """
     fmt = FORMATS[format_name]
     dots = [_RowDot(e, fmt, row, blocks) for row in (w, e.b.add(w, apart))[: rows_at_once(fmt)]]
@@ -70,11 +70,11 @@ def dot_rows_with_many(
     y: ir.Value,
     y_stride: ir.Value,
 ) -> None:
-    """Two weight rows times `count` quantized activations: y[b] and the fp32 behind it, b < count.
+    """Two weight rows times `count` rows of quantized activations: fp32 y[b, 0] and y[b, 1], b < count.
 
-    w, records, y: addresses; stride, y_stride: bytes from record to record. apart: bytes from the one row to the other;
-    0: there is one only, and one y. memory: the address of INTS_BYTES and SUMS_BYTES for each record, written before
-    they are read.
+    w, records, y: addresses; stride, y_stride: bytes between activation rows. apart: bytes from the first weight row
+    to the second; 0 if there is one only, and one result per row. memory: scratch of INTS_BYTES, and SUMS_BYTES for
+    each activation row.
     """
     fmt = FORMATS[format_name]
     dots = [_RowDot(e, fmt, row, blocks) for row in (w, e.b.add(w, apart))]
@@ -89,23 +89,23 @@ def dot_rows_with_many(
 
 
 class _RowDot:
-    """Writes the code of one row's dot products.
+    """Emits the code of one weight row's dot products.
 
-    A turn of the loop takes 8 slices of 32 weights: a block of 256, or 8 blocks of 32; what is left of the latter is
-    taken by two, a last one alone. The sums of a record are three: both accumulators as one of 16 lanes, the
-    minimums of whole turns (8 lanes), and those of the rest (one lane).
+    One iteration takes 8 slices of 32 weights: a block of 256, or 8 blocks of 32; the remaining blocks of 32 are
+    taken by two, a last one alone. An activation row has three sums: both accumulators as one of 16 lanes, the
+    minimums of full iterations (8 lanes), and those of the remainder (one lane).
     """
 
     def __init__(self, e: Emitter, fmt: BlockFormat, w: ir.Value, blocks: ir.Value) -> None:
         self.e, self.fmt, self.w, self.blocks = e, fmt, w, blocks
         self.cols = e.b.mul(blocks, e.i64(fmt.block))
-        # Zeros that LLVM cannot prove to be: it makes proven ones anew for every sum, in upper registers by an
-        # instruction that waits for what the register held.
+        # Zeros that LLVM cannot prove to be zero: it would rematerialize proven ones for every sum, by an instruction
+        # that depends on the register's old value.
         sign = e.b.trunc(e.b.lshr(blocks, e.i64(63)), I32)
         self.zero_ints = e.splat(sign, 16)
 
     def loops(self, state: list[ir.Value], turn: Any, single: Any) -> list[ir.Value]:
-        """turn(i, blocks, state) over all blocks, single(i, state) for a last one; what they make of the state."""
+        """Emits turn(i, blocks, state) over all blocks and single(i, state) for a last one; returns the final state."""
         e, run = self.e, 256 // self.fmt.block
         whole = e.b.and_(self.blocks, e.i64(-run))
         state = e.loop(e.i64(0), whole, run, state, lambda i, s: turn(i, run, s))
@@ -119,7 +119,7 @@ class _RowDot:
         return [self.e.const(vec(F32, lanes), 0.0) for lanes in (16, 8, 1)]
 
     def totals(self, sums: list[list[ir.Value]]) -> list[ir.Value]:
-        """The dot products that the three sums of each of some rows make."""
+        """The dot products of some rows from the three sums of each."""
         e = self.e
         totals = e.totals([both for both, _, _ in sums])
         if not self.fmt.has_min:
@@ -130,7 +130,7 @@ class _RowDot:
         return [e.b.fsub(total, e.b.fadd(part, more)) for total, part, more in both]
 
     def read(self, i: ir.Value, blocks: int) -> tuple[Slices, ir.Value, int]:
-        """Blocks i .. i + blocks - 1, the number of their first slice, and how many slices they have."""
+        """Blocks i .. i + blocks - 1, the index of their first slice, and the number of their slices."""
         e = self.e
         address = e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes)))
         for ahead in range(0, blocks * self.fmt.nbytes, 64):
@@ -147,7 +147,7 @@ class _RowDot:
         first_slice: ir.Value,
         sums: list[ir.Value],
     ) -> list[ir.Value]:
-        """A record's sums with these slices added, two at a time; operands(j) are those of slice j and the next."""
+        """An activation row's sums plus these slices, two at a time; operands(j) are those of slices j and j + 1."""
         e, (total, *mins) = self.e, sums
         lanes = content.scales[0].type.count
         t = self._per_group(self._field(record, 0, first_slice, lanes), content)
@@ -163,7 +163,7 @@ class _RowDot:
         return [total, *mins]
 
     def operands_of(self, content: Slices, slices: int) -> OperandsOf:
-        """Of slices j and j + 1 (of a lone one j) what is multiplied with activations: `_dots`."""
+        """The operands of `_dots`: slices j and j + 1 as they are multiplied with activations, or a lone slice j."""
         e, n = self.e, min(2, slices)
         if e.byte_dot_lanes:
             return lambda j: (content.codes(j, n),)
@@ -179,9 +179,9 @@ class _RowDot:
         return pairs
 
     def _dots(self, operands: Operands, record: ir.Value, slice_: ir.Value, n: int, offset: int) -> ir.Value:
-        """n slices times a record's activations: int32 lanes, the sums over weights 4i .. 4i + 3, exact.
+        """n slices times an activation row: int32 lanes, the exact sums over weights 4i .. 4i + 3.
 
-        Activations are 256 * high + low, weights codes - offset: four sums of products of bytes.
+        Activations are 256 * high + low, weights codes - offset, which gives four sums of byte products.
         """
         e, b = self.e, self.e.b
         if not e.byte_dot_lanes:
@@ -209,7 +209,7 @@ class _RowDot:
         return vectors[0] if len(vectors) == 1 else self.e.join(*vectors)
 
     def _per_group(self, t: ir.Value, content: Slices) -> tuple[ir.Value, ...]:
-        """t of the slices as vectors that match the scales."""
+        """t of each slice, in vectors that match the scales."""
         if len(content.scales) == 1:
             return (t,)
         twice = [[slice_ for slice_ in slices for _ in range(2)] for slices in (range(4), range(4, 8))]
@@ -225,7 +225,7 @@ class _RowDot:
     def _field(
         self, record: ir.Value, eighths: int, first_slice: ir.Value, lanes: int, per_slice: int = 1
     ) -> ir.Value:
-        """fp32 lanes of the field of the record that starts at byte 3K + K * eighths / 8, from a slice on."""
+        """fp32 lanes from a slice on, of the record's field that starts at byte 3K + K * eighths / 8."""
         e = self.e
         start = e.b.lshr(e.b.mul(self.cols, e.i64(24 + eighths)), e.i64(3))
         address = e.b.add(e.b.add(record, start), e.b.mul(first_slice, e.i64(4 * per_slice)))
@@ -234,7 +234,7 @@ class _RowDot:
     def _add_mins(
         self, mins: tuple[ir.Value, ...], record: ir.Value, first_slice: ir.Value, total: ir.Value
     ) -> ir.Value:
-        """total plus the minimums times t * sum(a), in the lanes of total or one after the other in its only one."""
+        """total plus the minimums times t * sum(a): lane by lane, or all in sequence if total has one lane."""
         e, lanes = self.e, mins[0].type.count
         if len(mins) == 1:
             sums = self._field(record, 1, first_slice, lanes)
@@ -251,7 +251,7 @@ class _RowDot:
 
 
 def _dot_with_one(dots: list[_RowDot], record: ir.Value) -> list[ir.Value]:
-    """The fp32 dot products of rows of one format with one record."""
+    """The fp32 dot products of weight rows of one format with one row of quantized activations."""
     e, first = dots[0].e, dots[0]
     size = len(first.zeros())
 
@@ -280,7 +280,7 @@ def _dot_with_many(
     memory: ir.Value,
     put: Callable[[ir.Value, list[ir.Value]], None],
 ) -> None:
-    """put(i, the dot products with record i), i < count, of rows of one format."""
+    """Calls put(i, the dot products with activation row i) for i < count; the weight rows are of one format."""
     e, first, fmt = dots[0].e, dots[0], dots[0].fmt
     sums, run, size = e.at(memory, INTS_BYTES), INTS_BYTES // len(dots), SUMS_BYTES // len(dots)
     places = (0, 64, 96) if fmt.has_min else (0,)
@@ -292,7 +292,7 @@ def _dot_with_many(
         e.each(e.i64(0), count, 1, turn)
 
     def load(at: ir.Value, row: int, lanes: int) -> list[ir.Value]:
-        """A row's sums with a record, the accumulators as so many lanes."""
+        """A weight row's sums with an activation row, the accumulators as `lanes` lanes."""
         held = zip((lanes, 8, 1), places, strict=False)
         stored = [e.load(vec(F32, n), at, size * row + place) for n, place in held]
         return stored + first.zeros()[len(places) :]
@@ -332,10 +332,10 @@ def _dot_with_many(
 
 
 def _kept(e: Emitter, operands: OperandsOf, slices: int, memory: ir.Value, start: int) -> OperandsOf:
-    """The operands of a run of slices, computed here once.
+    """The operands of a run of slices, computed once.
 
-    Bytes stay in registers. int16 goes through memory: held in registers LLVM would widen it for all records together,
-    and narrow it again to multiply.
+    Bytes stay in registers. int16 goes through memory: LLVM would widen values held in registers once for all
+    activation rows, and narrow them again to multiply.
     """
     step = min(2, slices)
     held = {j: operands(j) for j in range(0, slices, step)}

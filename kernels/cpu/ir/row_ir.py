@@ -1,6 +1,6 @@
-"""Loops over one row: dequantization, dots of float weights, quantization of activations.
+"""Loops over one row: dequantization, dot products of float weights, quantization of activations.
 
-gemv/quantized_rows.py has the layout of quantized activations; the byte planes are for processors that multiply bytes
+The layout of quantized activations is in gemv/quantized_rows.py; the byte planes are for processors with VNNI
 (`Emitter.byte_dot_lanes`).
 """
 
@@ -15,8 +15,8 @@ from quengine.kernels.cpu.ir.block_ir import emit_blocks
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, I64, Emitter, vec
 
-# Bytes that weights are asked for ahead of their use; processors' own prefetching stops at the end of a page. Measured
-# on a Cascade Lake Xeon: without it rows take 1.5 to 1.8 times as long; 1 to 8 KiB do equally well.
+# Bytes of prefetch distance on weights; hardware prefetching stops at the end of a page. Measured on a Cascade Lake
+# Xeon: without it rows take 1.5 to 1.8 times as long; 1 to 8 KiB do equally well.
 PREFETCH = 2048
 FOUR_SUM_OFFSET = (
     32  # what the sums of four activations in a record are times: the offset of Q6_K, the negative of it
@@ -25,9 +25,9 @@ FOUR_SUM_OFFSET = (
 
 @vector_code(result=types.float32)
 def dot_float_row(e: Emitter, name: str, access: str, w: ir.Value, cols: ir.Value, x: ir.Value) -> ir.Value:
-    """fp32 dot of a row of F32, F16 or BF16 at address w with fp32 at address x.
+    """fp32 dot product of an F32, F16 or BF16 row at address w with fp32 at address x.
 
-    name: of the format. access: "stream" when the next row follows this one in memory, "row" when not.
+    name: the format. access: "stream" if the next row follows this one in memory, else "row".
     """
     whole = e.b.and_(cols, e.i64(-32))
     zeros = [e.const(vec(F32, 8), 0.0)] * 4
@@ -65,7 +65,7 @@ def _float_weights(e: Emitter, name: str, w: ir.Value, index: ir.Value, count: i
 
 @vector_code
 def dequantize_row(e: Emitter, format_name: str, w: ir.Value, blocks: ir.Value, out: ir.Value) -> None:
-    """A row of `blocks` blocks at address w to fp32 at address out, the values of `block_formats.dequantize`."""
+    """Dequantizes a row of `blocks` blocks at address w to fp32 at address out, as `block_formats.dequantize`."""
     fmt = FORMATS[format_name]
 
     def widen(i: ir.Value, lanes: int) -> None:
@@ -85,7 +85,7 @@ def _emit_dequantized(e: Emitter, fmt: BlockFormat, block: ir.Value, target: ir.
     content = emit_blocks(e, fmt, block, 1)
     for j in range(fmt.block // 32):
         for half, ints in enumerate(e.halves(content.ints(e, j, 1))):
-            # Lanes 2j and 2j+1 over two vectors for groups of 16, lane j of one for groups of 32.
+            # Groups of 16 have lanes 2j and 2j+1 over two vectors, groups of 32 have lane j of one.
             vector, lane = divmod(2 * j + half, 8) if len(content.scales) == 2 else (0, j)
             value = e.to_float(e.widen(ints, I32, True))
             value = e.b.fmul(value, e.splat_lane(content.scales[vector], lane, 16))
@@ -114,7 +114,7 @@ def emit_scaled(e: Emitter, x: ir.Value, factor: ir.Value, count: ir.Value, out:
 def quantize_row(
     e: Emitter, x: ir.Value, cols: ir.Value, first: ir.Value, last: ir.Value, record: ir.Value
 ) -> None:
-    """Round `cols` fp32 at address x into the activation record at address `record` (see activations.py).
+    """Rounds `cols` fp32 at address x to quantized activations at address `record` (see gemv/quantized_rows.py).
 
     Only columns first .. last - 1, multiples of 32.
     """
@@ -142,21 +142,21 @@ def quantize_row(
 
 
 def _emit_rounding(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """One group of 32 fp32: its integers, int16 lanes, and its scale t."""
+    """Rounds a group of 32 fp32: its integers, int16 lanes, and its scale t."""
     b, lanes = e.b, vec(F32, 32)
-    # As integers the bits of |x| order like |x|, and a NaN is above all: it is then t.
+    # The bits of |x|, compared as integers, order like |x|, and NaN is the largest: it becomes t.
     largest = e.and_(b.bitcast(x, vec(I32, 32)), 0x7FFFFFFF)
     while largest.type.count > 1:
         largest = greater(e, *e.halves(largest))
     t = b.fdiv(b.bitcast(e.lane(largest, 0), F32), e.const(F32, float(ACTIVATION_MAX)))
     quotient, zero = b.fdiv(x, e.splat(t, 32)), e.const(lanes, 0.0)
-    # 0/0 of a zero group and all of a non-finite one become 0.
+    # 0/0 of a zero group, and every quotient of a non-finite group, become 0.
     quotient = b.select(b.fcmp_ordered("==", e.splat(t, 32), zero), zero, quotient)
     return round_within(e, quotient, ACTIVATION_MAX), t
 
 
 def round_within(e: Emitter, x: ir.Value, limit: int) -> ir.Value:
-    """fp32 lanes to int16 ones of -limit .. limit, to the nearest, ties to even; NaN becomes 0."""
+    """Rounds fp32 lanes to int16 within -limit .. limit, to nearest, ties to even; NaN becomes 0."""
     b, lanes = e.b, x.type
     most, zero = e.const(lanes, float(limit)), e.const(lanes, 0.0)
     # Comparisons with NaN are false.
@@ -169,7 +169,7 @@ def round_within(e: Emitter, x: ir.Value, limit: int) -> ir.Value:
 
 
 def _store_bytes(e: Emitter, a: ir.Value, record: ir.Value, cols: ir.Value, i: ir.Value) -> None:
-    """Columns i .. i + 31 as two signed bytes each: the low one is a modulo 256, the high one makes up for its sign."""
+    """Stores columns i .. i + 31 as two signed bytes each: low is a modulo 256, high absorbs its sign."""
     low = e.b.trunc(a, vec(I8, 32))
     rest = e.b.sub(a, e.widen(low, I16, True))
     high = e.b.trunc(e.b.ashr(rest, e.const(rest.type, 8)), vec(I8, 32))
@@ -179,7 +179,7 @@ def _store_bytes(e: Emitter, a: ir.Value, record: ir.Value, cols: ir.Value, i: i
 
 
 def _store_pairs(e: Emitter, a: ir.Value, record: ir.Value, cols: ir.Value, i: ir.Value) -> None:
-    """Columns i .. i + 31: halves of 32 bytes, 64 bytes apart if the group has a partner, else side by side."""
+    """Stores columns i .. i + 31 as evens, then odds: 64 bytes apart in a full pair of groups, else adjacent."""
     b = e.b
     first = b.and_(i, e.i64(-64))
     lone = b.icmp_signed(">", b.add(first, e.i64(64)), cols)
@@ -196,7 +196,7 @@ def _four_sums(e: Emitter, a: ir.Value) -> ir.Value:
 
 
 def greater(e: Emitter, x: ir.Value, y: ir.Value) -> ir.Value:
-    """The greater of each two unsigned lanes."""
+    """The lane-wise maximum of unsigned integers."""
     return e.b.select(e.b.icmp_unsigned(">", x, y), x, y)
 
 
@@ -209,17 +209,17 @@ def total_int(e: Emitter, total: ir.Value) -> ir.Value:
 
 @vector_code(result=types.int64)
 def int64_at(e: Emitter, array: ir.Value, index: ir.Value) -> ir.Value:
-    """Element `index` of int64 at an address."""
+    """Element `index` of an int64 array at an address."""
     return e.load(I64, e.at(array, e.b.mul(index, e.i64(8))))
 
 
 @vector_code(result=types.float32)
 def float_at(e: Emitter, array: ir.Value, index: ir.Value) -> ir.Value:
-    """Element `index` of fp32 at an address."""
+    """Element `index` of an fp32 array at an address."""
     return e.load(F32, e.at(array, e.b.mul(index, e.i64(4))))
 
 
 @vector_code(value=types.float32)
 def store_f32(e: Emitter, value: ir.Value, address: ir.Value) -> None:
-    """Write an fp32 to an address."""
+    """Stores an fp32 at an address."""
     e.store(value, address)

@@ -1,4 +1,4 @@
-"""Vector code of a tile's matmul: panels of weights, packed activations, the product."""
+"""Vector code of fp32 prefill matmul: transposed weight panels, copies, and the product of a tile."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quengine.kernels.cpu.runtime.target import host_tile
 
 @vector_code(result=types.int64)
 def stack_floats(e: Emitter, count: int) -> ir.Value:
-    """The address of `count` (a literal) fp32 on the stack, the same each time."""
-    with e.b.goto_entry_block():  # numba's own helper would fill it with zeros, number by number
+    """The address of `count` (a literal) fp32 on the stack, the same in every loop iteration."""
+    with e.b.goto_entry_block():  # numba's own helper would zero it element by element
         place = e.b.alloca(ir.ArrayType(F32, count))
     place.align = 64
     return e.b.ptrtoint(place, I64)
@@ -21,15 +21,15 @@ def stack_floats(e: Emitter, count: int) -> ir.Value:
 
 @vector_code
 def prefetch(e: Emitter, address: ir.Value) -> None:
-    """Ask for the cache line at an address, which need not be mapped."""
+    """Prefetches the cache line at an address, which need not be mapped."""
     e.prefetch(address)
 
 
 @vector_code
 def transpose_rows(e: Emitter, rows: ir.Value, stride: ir.Value, depth: ir.Value, out: ir.Value) -> None:
-    """`Tile.lanes` rows of fp32, `stride` bytes apart, side by side: out[k, lane], lines `Tile.columns` apart.
+    """Transposes `Tile.lanes` rows of fp32, `stride` bytes apart: out[k, lane], lines `Tile.columns` apart.
 
-    depth is rounded up to whole vectors, on both sides.
+    Reads and writes depth rounded up to whole vectors.
     """
     tile = host_tile()
     lanes = tile.lanes
@@ -45,7 +45,7 @@ def transpose_rows(e: Emitter, rows: ir.Value, stride: ir.Value, depth: ir.Value
 
 
 def transposed(e: Emitter, lines: list[ir.Value]) -> list[ir.Value]:
-    """A square of lanes, its rows given, by columns; the side is a power of two."""
+    """Transposes a square of lanes, given by rows; the side is a power of two."""
     side = len(lines)
     distance = side // 2
     while distance:
@@ -63,7 +63,7 @@ def transposed(e: Emitter, lines: list[ir.Value]) -> list[ir.Value]:
 
 @vector_code
 def copy_floats(e: Emitter, source: ir.Value, target: ir.Value, count: ir.Value) -> None:
-    """`count` fp32 from address to address."""
+    """Copies `count` fp32 from address source to address target."""
 
     def copy(i: ir.Value, lanes: int) -> None:
         at = e.b.mul(i, e.i64(4))
@@ -74,7 +74,7 @@ def copy_floats(e: Emitter, source: ir.Value, target: ir.Value, count: ir.Value)
 
 @vector_code
 def clear_floats(e: Emitter, target: ir.Value, count: ir.Value) -> None:
-    """`count` fp32 zeros to an address."""
+    """Writes `count` fp32 zeros at an address."""
 
     def clear(i: ir.Value, lanes: int) -> None:
         e.store(e.const(vec(F32, lanes), 0.0), e.at(target, e.b.mul(i, e.i64(4))))
@@ -94,9 +94,9 @@ def multiply_tile(
     y: ir.Value,
     y_stride: ir.Value,
 ) -> None:
-    """y[i, j] = start[i, j] + sum over k < depth, in order, of x[i, k] * panel[k, j], a whole tile.
+    """y[i, j] = start[i, j] + sum over k < depth, in order, of x[i, k] * panel[k, j], over a whole tile.
 
-    All fp32 at addresses; strides are the bytes from one i to the next.
+    All are fp32 at addresses; strides are bytes between rows i.
     """
     _multiply_rows(e, host_tile().rows, panel, depth, (x, x_stride), (start, start_stride), (y, y_stride))
 
@@ -114,7 +114,7 @@ def multiply_few(
     y: ir.Value,
     y_stride: ir.Value,
 ) -> None:
-    """As `multiply_tile`, of the first `rows` rows of a tile, 1 to all of them."""
+    """`multiply_tile` of the first `rows` rows, 1 to `Tile.rows`."""
 
     def multiply(count: int) -> None:
         _multiply_rows(e, count, panel, depth, (x, x_stride), (start, start_stride), (y, y_stride))
@@ -123,7 +123,7 @@ def multiply_few(
 
 
 _Rows = tuple[ir.Value, ir.Value]
-"""The address of the first of some rows, and the bytes from one to the next."""
+"""The address of a first row, and the bytes between rows."""
 
 
 def _multiply_rows(

@@ -1,4 +1,4 @@
-"""What makes a numba intrinsic, for kernels to call, of a function that emits LLVM instructions."""
+"""Turns functions that emit LLVM instructions into numba intrinsics for kernels to call."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def emitter(context: Any, builder: ir.IRBuilder) -> Emitter:
 
 
 def vector_code(function: Callable[..., Any] | None = None, *, result: Any = types.void, **kinds: Any) -> Any:
-    """Lets kernels call `function(e, ...)`, which emits instructions and returns their result, without e.
+    """Makes `function(e, ...)`, which emits instructions and returns their result, callable from kernels, without e.
 
-    Parameters annotated `str` or `int` are constants of the code. Any others are int64, or what `kinds` names, as numba
-    types; where an address is wanted, a kernel's arguments may be given.
+    Parameters annotated `str` or `int` are compile-time constants. All others are int64, or the numba types given by
+    name in `kinds`; a kernel's arguments may be passed where an address is expected.
     """
     if function is None:
         return lambda named: vector_code(named, result=result, **kinds)
@@ -39,7 +39,7 @@ def vector_code(function: Callable[..., Any] | None = None, *, result: Any = typ
 
     def typed(_typing: Any, *given: Any) -> Any:
         if not all(isinstance(kind, types.Literal) for kind, is_ in zip(given, constant, strict=True) if is_):
-            return None  # numba asks again with the constants
+            return None  # numba tries again with literal types
         named = zip(given, parameters, constant, strict=True)
         chosen = result(*[kind_of(kind, parameter.name, is_) for kind, parameter, is_ in named])
 

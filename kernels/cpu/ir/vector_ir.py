@@ -1,9 +1,8 @@
 """Short names for the LLVM vector instructions that the CPU kernels are written in.
 
-Instructions and intrinsics are target-independent but for one that has to be asked for (`add_byte_dots`): LLVM
-lowers 8-lane fp32 and 16-lane int16 vectors to AVX-512, AVX2, SSE or NEON alike. Nothing is marked `fast` or
-`contract`: where a multiply and an add are to be one rounding it says `fma`, so a kernel gives the same bits whatever
-it is inlined into.
+All but `add_byte_dots` and `add_pair_products` are target-independent: LLVM lowers 8-lane fp32 and 16-lane int16
+vectors to AVX-512, AVX2, SSE or NEON alike. Nothing is marked `fast` or `contract`, and `fma` is written out where a
+multiply-add rounds once, so a kernel gives the same bits whatever it is inlined into.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Emitter:
         self._has_half = has_half
 
     def _call(self, name: str, *args: ir.Value) -> ir.Value:
-        """An instruction of LLVM's by name, whose arguments and result have one type."""
+        """Calls an LLVM intrinsic by name; its arguments and result have one type."""
         declared = self.b.module.globals.get(name)
         if declared is None:
             signature = ir.FunctionType(args[0].type, [args[0].type] * len(args))
@@ -39,7 +38,7 @@ class Emitter:
 
     # ---- constants, memory -------------------------------------------------------------------------------
     def const(self, type_: ir.Type, value: Any) -> ir.Constant:
-        """A scalar, or a vector with the value in all lanes, or with a list of lanes."""
+        """A scalar, or a vector with the value in all lanes, or with a list of lane values."""
         if isinstance(type_, ir.VectorType) and not isinstance(value, list):
             value = [value] * type_.count
         return ir.Constant(type_, value)
@@ -66,7 +65,7 @@ class Emitter:
         self.b.store(value, pointer).align = 1
 
     def prefetch(self, address: ir.Value) -> None:
-        """Ask for the cache line at an address, which need not be mapped."""
+        """Prefetches the cache line at an address, which need not be mapped."""
         name = "llvm.prefetch.p0"
         declared = self.b.module.globals.get(name)
         if declared is None:
@@ -77,7 +76,7 @@ class Emitter:
 
     # ---- lanes -------------------------------------------------------------------------------------------
     def pick(self, v: ir.Value, lanes: Sequence[int], other: ir.Value | None = None) -> ir.Value:
-        """The vector of the named lanes of v (and, from v's length on, of `other`)."""
+        """A shuffle: the given lanes of v; lane numbers past its end select from `other`."""
         mask = ir.Constant(vec(I32, len(lanes)), list(lanes))
         return self.b.shuffle_vector(v, other or ir.Constant(v.type, ir.Undefined), mask)
 
@@ -112,7 +111,7 @@ class Emitter:
         return self.b.and_(v, self.const(v.type, mask))
 
     def shift_left(self, v: ir.Value, by: int) -> ir.Value:
-        """Left by `by` bits, right (zeros from above) when it is negative."""
+        """Shifts left by `by` bits, or right, filling with zeros, if negative."""
         if by == 0:
             return v
         amount = self.const(v.type, abs(by))
@@ -123,15 +122,15 @@ class Emitter:
         return self.b.sext(v, type_) if signed else self.b.zext(v, type_)
 
     def pair_products(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16 lanes, int32, exact: one instruction on x86 (pmaddwd)."""
+        """x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16 lanes: exact int32, one instruction on x86 (pmaddwd)."""
         product = self.b.mul(self.widen(x, I32, True), self.widen(y, I32, True))
         even, odd = self.evens_odds(product)
         return self.b.add(even, odd)
 
     def add_byte_dots(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
-        """total[i] + sum of x[k]*y[k], k = 4i .. 4i+3: uint8 x, int8 y, int32 total.
+        """total[i] + sum of x[k]*y[k], k = 4i .. 4i+3: uint8 x, int8 y, int32 total (vpdpbusd).
 
-        Only where there are `byte_dot_lanes`.
+        Requires `byte_dot_lanes` > 0.
         """
         count = total.type.count
         if count > self.byte_dot_lanes:
@@ -141,7 +140,10 @@ class Emitter:
         return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * count}", total, x, y)
 
     def add_pair_products(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
-        """total[i] + x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16, in 16 int32 lanes, where `byte_dot_lanes` is 16."""
+        """total[i] + x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16, in 16 int32 lanes (vpdpwssd).
+
+        Requires `byte_dot_lanes` of 16.
+        """
         return self._call("llvm.x86.avx512.vpdpwssd.512", total, x, y)
 
     # ---- floats ------------------------------------------------------------------------------------------
@@ -151,12 +153,12 @@ class Emitter:
         return self.b.sitofp(v, vec(F32, count) if count else F32)
 
     def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        """x*y + z in one rounding."""
+        """x*y + z, rounded once."""
         vector = isinstance(x.type, ir.VectorType)
         return self._call(f"llvm.fma.v{x.type.count}f32" if vector else "llvm.fma.f32", x, y, z)
 
     def maximum(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """The greater of each two floats; y where one of them is NaN."""
+        """The lane-wise maximum of floats; y if either is NaN."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
     def largest(self, v: ir.Value) -> ir.Value:
@@ -166,14 +168,14 @@ class Emitter:
         return v
 
     def sqrt(self, x: ir.Value) -> ir.Value:
-        """Of one fp32."""
+        """The square root of one fp32."""
         return self._call("llvm.sqrt.f32", x)
 
     def half_to_float(self, bits: ir.Value) -> ir.Value:
-        """fp16 lanes given as i16 to fp32, every value.
+        """Converts fp16 lanes, given as i16, to fp32, exactly.
 
-        Without conversion instructions (x86 before F16C) LLVM calls a library function that need not be there; then
-        the exponent is moved by a multiplication, which is exact for denormals too.
+        Without conversion instructions (x86 before F16C) LLVM would call a library function that may be missing;
+        there the exponent is rebased by a multiplication, which is exact for denormals too.
         """
         count = bits.type.count
         if self._has_half:
@@ -190,14 +192,14 @@ class Emitter:
         return self.b.bitcast(self.b.or_(value, sign), vec(F32, count))
 
     def float_to_half(self, x: ir.Value) -> ir.Value:
-        """fp32 lanes to fp16 as i16, to the nearest, ties to even; too large ones become infinite."""
+        """Converts fp32 lanes to fp16 as i16, to nearest, ties to even; overflow becomes infinity."""
         b, count = self.b, x.type.count
         lanes = vec(I32, count)
         if self._has_half:
             return b.bitcast(b.fptrunc(x, vec(F16, count)), vec(I16, count))
         bits = b.bitcast(x, lanes)
         magnitude = self.and_(bits, 0x7FFFFFFF)
-        # Adding 0.5 leaves a denormal of fp16, whose unit is 2^-24, rounded in the low bits.
+        # Adding 0.5 leaves an fp16 denormal, whose unit is 2^-24, rounded in the low bits.
         half = self.const(vec(F32, count), 0.5)
         tiny = b.sub(
             b.bitcast(b.fadd(b.bitcast(magnitude, vec(F32, count)), half), lanes),
@@ -215,21 +217,21 @@ class Emitter:
         return b.trunc(b.or_(value, sign), vec(I16, count))
 
     def load_halves(self, count: int, address: ir.Value, offset: int = 0) -> ir.Value:
-        """`count` fp16 in memory as fp32 lanes."""
+        """`count` fp16 from memory as fp32 lanes."""
         return self.half_to_float(self.load(vec(I16, count), address, offset))
 
     def total(self, v: ir.Value) -> ir.Value:
-        """The sum of the lanes of a float vector, halves added to each other until one lane is left."""
+        """The sum of the lanes of a float vector, by adding halves until one lane is left."""
         while v.type.count > 1:
             low, high = self.halves(v)
             v = self.b.fadd(low, high)
         return self.lane(v, 0)
 
     def totals(self, vectors: Sequence[ir.Value]) -> list[ir.Value]:
-        """`total` of each of a power of two of vectors of equal length, in fewer instructions."""
+        """`total` of each of a power-of-two number of vectors of equal length, in fewer instructions."""
         vectors, lanes = list(vectors), vectors[0].type.count
         while lanes > 1:
-            # A vector holds so many lanes of each of one or more; two vectors become one as their halves are added.
+            # A vector holds `lanes` lanes of each of one or more inputs; adding halves merges two vectors into one.
             half, parts = lanes // 2, range(vectors[0].type.count // lanes * min(2, len(vectors)))
             low, high = ([lanes * p + i for p in parts for i in range(s, s + half)] for s in (0, half))
             pairs = [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
@@ -242,7 +244,7 @@ class Emitter:
 
     # ---- branches, loops ---------------------------------------------------------------------------------
     def by_count(self, count: ir.Value, most: int, body: Callable[[int], None]) -> None:
-        """body(count) for a count from 1 to `most`: code of its own for each, as the count is known in it."""
+        """Emits body(n) for each n from 1 to `most`, and a switch on count; n is a constant within its body."""
         after = self.b.append_basic_block("after")
         counts = self.b.switch(count, after)
         for known in range(1, most + 1):
@@ -256,14 +258,14 @@ class Emitter:
     def spans(
         self, start: ir.Value, stop: ir.Value, body: Callable[[ir.Value, int], None], most: int = 8
     ) -> None:
-        """body(i, lanes) over start .. stop - 1: `most`, a power of two, at a time, then one at a time."""
+        """Emits body(i, lanes) over start .. stop - 1: `most` lanes (a power of two) at a time, then one at a time."""
 
         whole = self.b.add(start, self.b.and_(self.b.sub(stop, start), self.i64(-most)))
         self.each(start, whole, most, lambda i: body(i, most))
         self.each(whole, stop, 1, lambda i: body(i, 1))
 
     def each(self, start: ir.Value, stop: ir.Value, step: int, body: Callable[[ir.Value], None]) -> None:
-        """for i in range(start, stop, step): body(i)."""
+        """Emits for i in range(start, stop, step): body(i)."""
 
         def turn(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             body(i)
@@ -279,7 +281,7 @@ class Emitter:
         carried: Sequence[ir.Value],
         body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
     ) -> list[ir.Value]:
-        """for i in range(start, stop, step): carried = body(i, carried). i64 indices; may run zero times."""
+        """Emits for i in range(start, stop, step): carried = body(i, carried). i64 indices; may run zero times."""
         before = self.b.block
         head, inside, after = (self.b.append_basic_block(n) for n in ("head", "inside", "after"))
         self.b.branch(head)

@@ -1,7 +1,7 @@
-"""Vector code of a matmul on int16 (vnni.py).
+"""Vector code of prefill matmul on int16 VNNI (vnni.py).
 
 A panel is DEPTH columns of `TILE.columns` weight rows: int32 lanes [DEPTH / 2, columns], each the two int16 of a pair
-of columns; then d [vectors, lanes] and minimums [vectors, GROUPS, lanes], fp32, on their own.
+of columns; d [vectors, lanes] and the minimums [vectors, GROUPS, lanes] are separate fp32 arrays.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I32, Emitter, vec
 
 _LANES = 32
-_LEAST = 2.0**-100  # smaller activations have fewer bits: 1 / t stays finite, and t is no denormal
+_LEAST = 2.0**-100  # smaller activations lose bits, so that 1 / t stays finite and t is not denormal
 _WIDE = vec(F32, _LANES)
 
 
 @vector_code
 def find_largest(e: Emitter, x: ir.Value, largest: ir.Value) -> None:
-    """The largest |x| of DEPTH fp32 at address x, to address largest."""
+    """Stores the largest |x| of DEPTH fp32 at address x to address largest."""
     found = None
-    # As integers the bits of |x| order like |x|, and a NaN is above all.
+    # The bits of |x|, compared as integers, order like |x|, and NaN is the largest.
     for k in range(0, DEPTH, _LANES):
         bits = e.and_(e.b.bitcast(e.load(_WIDE, x, 4 * k), vec(I32, _LANES)), 0x7FFFFFFF)
         found = bits if found is None else greater(e, found, bits)
@@ -48,7 +48,7 @@ def find_largest(e: Emitter, x: ir.Value, largest: ir.Value) -> None:
 
 @vector_code
 def find_scale(e: Emitter, x: ir.Value, place: ir.Value, tail: ir.Value) -> None:
-    """t of DEPTH fp32 at address x, to their tail; at address largest 1 / t takes the place of what is there."""
+    """Stores the scale t of DEPTH fp32 at address x to their tail; replaces the largest |x| at `place` by 1 / t."""
     b = e.b
     largest, least = e.load(F32, place), e.const(F32, _LEAST)
     largest = b.select(b.fcmp_ordered("<", largest, least), least, largest)
@@ -67,7 +67,7 @@ def find_scale(e: Emitter, x: ir.Value, place: ir.Value, tail: ir.Value) -> None
 
 @vector_code
 def quantize_int16(e: Emitter, x: ir.Value, inverse: ir.Value, words: ir.Value, tail: ir.Value) -> None:
-    """DEPTH fp32 at address x, of which `find_scale` has been told, as int16 in `ORDER`, and the rest of their tail."""
+    """Rounds DEPTH fp32 at address x, after `find_scale`, to int16 in `ORDER`, and stores the rest of their tail."""
     b, pairs = e.b, []
     times, t = e.splat(e.load(F32, inverse), _LANES), e.load(F32, tail, SCALE)
     for k in range(0, DEPTH, _LANES):
@@ -80,7 +80,7 @@ def quantize_int16(e: Emitter, x: ir.Value, inverse: ir.Value, words: ir.Value, 
 
 
 def _eights(e: Emitter, parts: list[ir.Value]) -> ir.Value:
-    """The sums of each eight int32 lanes of eight vectors of 16, in one."""
+    """For eight vectors of 16 int32 lanes: the sums of each run of eight lanes, in one vector."""
     lanes = 8
     while len(parts) > 1:
         half, groups = lanes // 2, range(0, 2 * parts[0].type.count, lanes)
@@ -95,7 +95,7 @@ def _eights(e: Emitter, parts: list[ir.Value]) -> ir.Value:
 
 @vector_code
 def interleave_pairs(e: Emitter, rows: ir.Value, out: ir.Value) -> None:
-    """Pairs of int16 [TILE.rows, DEPTH / 2] at address rows to [DEPTH / 2, TILE.rows] at address out."""
+    """Transposes pairs of int16 [TILE.rows, DEPTH / 2] at address rows to [DEPTH / 2, TILE.rows] at address out."""
     side = TILE.rows
 
     def square(k: ir.Value) -> None:
@@ -120,10 +120,10 @@ def multiply_int16(
     ahead: ir.Value,
     asked: ir.Value,
 ) -> None:
-    """totals[i, j] += a panel's columns of row j times those of row i of x: fp32 [TILE.rows, columns].
+    """totals[i, j] += the product of the panel's row j and row i of x over DEPTH columns: fp32 [TILE.rows, columns].
 
-    rows: of x, the first 1 to TILE.rows ones of a tile. x: a block of packed activations. Meanwhile the cache lines at
-    address `ahead` are asked for, so many bytes for each column.
+    rows: the first 1 to TILE.rows rows of x. x: a block of packed activations. Meanwhile the cache lines from address
+    `ahead` on are prefetched, `asked` bytes per column.
     """
 
     def multiply(count: int) -> None:
@@ -141,16 +141,17 @@ def _multiply_rows(
     totals: ir.Value,
     prefetched: tuple[ir.Value, ir.Value],
 ) -> None:
-    """`multiply_int16` of a number of rows that is known."""
+    """`multiply_int16` of a constant number of rows."""
     (panel, d, mins), (ahead, asked), tile = weights, prefetched, TILE
     ints, floats, size = vec(I32, tile.lanes), vec(F32, tile.lanes), 4 * tile.lanes
     cells = rows * tile.vectors
     tails = e.at(x, 2 * DEPTH * tile.rows)
     pair_bytes = (
         2 * tile.columns * fmt.nbytes // DEPTH
-    )  # of weights, which with one tile a panel are all asked for
+    )  # weight bytes per pair of columns: with one block of rows these prefetch the whole next panel
 
-    # One pair a turn: of several, LLVM makes multiplications and additions, to break chains that bound nothing.
+    # One pair per iteration: with several, LLVM splits the instruction into multiply and add to break dependency
+    # chains that do not limit this loop.
     def pair(k: ir.Value, products: list[ir.Value]) -> list[ir.Value]:
         line = e.at(panel, e.b.mul(k, e.i64(2 * tile.columns)))
         place = e.at(x, e.b.mul(k, e.i64(2 * tile.rows)))

@@ -1,8 +1,8 @@
-"""Vector code that turns super-blocks of many weight rows into a panel of int16.
+"""Vector code that unpacks super-blocks of many weight rows into an int16 panel.
 
-Rows are laid side by side as they are stored, four bytes of each in an int32 lane. What follows is done to all rows at
-once: their bits become codes, still four to a lane, then words, then words times the rows' sub-scales. So lanes change
-places once for four to sixteen weights.
+Rows are transposed as stored, four bytes of each in an int32 lane. All rows are then processed at once: bits become
+codes, still four to a lane, then int16, then int16 times the rows' sub-scales. So one transposition serves four to
+sixteen weights.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from quengine.kernels.cpu.ir.vector_ir import I8, I16, I32, Emitter, vec
 _LANES = TILE.lanes
 _INTS, _WORDS, _BYTES = vec(I32, _LANES), vec(I16, 2 * _LANES), vec(I8, 4 * _LANES)
 _Codes = Iterator[tuple[int, ir.Value]]
-"""A column, a multiple of 4, and the codes of it and of the next three."""
+"""A column, a multiple of 4, and the codes of it and the next three."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """A super-block of `_LANES` rows, by the addresses where it begins, while code is being written for it.
+    """A super-block of `_LANES` rows, given by their start addresses, in the code being emitted.
 
-    Lanes are int32: of row i in lane i, four bytes in each vector.
+    Lanes are int32: lane i has four bytes of row i in each vector.
     """
 
     e: Emitter
@@ -55,7 +55,7 @@ _CodesOf = Callable[[_Rows, BlockFormat], _Codes]
 
 
 def _transposed_fours(e: Emitter, lines: list[ir.Value]) -> list[ir.Value]:
-    """Each four lanes of four vectors, transposed: by processors' unpack instructions."""
+    """Transposes each four lanes of four vectors, by unpack instructions."""
 
     def mask(lanes: tuple[int, ...]) -> list[int]:
         return [k + i for k in range(0, _LANES, 4) for i in lanes]
@@ -69,18 +69,18 @@ def _transposed_fours(e: Emitter, lines: list[ir.Value]) -> list[ir.Value]:
 
 
 def _bits(e: Emitter, v: ir.Value, by: int, mask: int) -> ir.Value:
-    """Bytes shifted left by `by` bits (right when negative), of which `mask` is kept."""
+    """Bytes shifted left by `by` bits (right if negative) and masked with `mask`."""
     return e.and_(e.shift_left(v, by), mask * 0x01010101)
 
 
 def _bytes(e: Emitter, v: ir.Value) -> list[ir.Value]:
-    """The four signed bytes of each lane, one after the other."""
+    """The four signed bytes of each lane, in order."""
     shift = e.const(_INTS, 24)
     return [e.b.ashr(e.shift_left(v, 24 - 8 * i), shift) for i in range(4)]
 
 
 def _halves(e: Emitter, v: ir.Value) -> list[ir.Value]:
-    """The two fp16 of each lane."""
+    """The two fp16 of each lane, as fp32."""
     words = vec(I16, _LANES)
     return [e.half_to_float(e.b.trunc(part, words)) for part in (v, e.shift_left(v, -16))]
 
@@ -96,7 +96,7 @@ class _Scales:
 
 
 def _six_bit_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
-    """Q4_K, Q5_K; see `_six_bit_pairs` of block_ir.py."""
+    """The scales of Q4_K and Q5_K; see `_six_bit_pairs` of block_ir.py."""
     e = rows.e
     supers, a, b, c = rows.sixteen(fmt.layout["d"][0])
     d, dmin = _halves(e, supers)
@@ -115,7 +115,7 @@ def _q2_k_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
 
 
 def _q3_k_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
-    """As in block_ir.py: nibbles of 8 bytes, upper two bits in planes of 4 bytes."""
+    """The scales of Q3_K, as in block_ir.py: nibbles of 8 bytes, upper two bits in planes of 4 bytes."""
     e = rows.e
     *nibbles, top = rows.sixteen(fmt.layout["scales"][1] - 16)[1:]
     low = [_bits(e, v, by, 15) for by in (0, -4) for v in nibbles]
@@ -131,7 +131,7 @@ def _q6_k_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
 
 
 def _iq4_xs_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
-    """Nibble i of 4 bytes, and bits 2i and 2i + 1 of the 16 bits behind d."""
+    """The scales of IQ4_XS: nibble i of 4 bytes, and bits 2i and 2i + 1 of the 16 bits after d."""
     e = rows.e
     both, low = rows.sixteen(fmt.layout["d"][0])[:2]
     sc = []
@@ -168,7 +168,7 @@ def _q2_k_codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
 
 
 def _with_high_bit(lower: _CodesOf, bit: int) -> _CodesOf:
-    """Codes whose bit number `bit` lies apart: bit i of 32 bytes is that of the columns of group i."""
+    """Codes whose bit number `bit` is stored apart: bit i of 32 bytes belongs to the columns of group i."""
 
     def codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
         high = rows.thirty_two(fmt.layout["high"][0])
@@ -219,9 +219,10 @@ def fill_int16_panel(
     d: ir.Value,
     mins: ir.Value,
 ) -> None:
-    """A super-block, at address w of row 0, of rows first .. first + `TILE.lanes` - 1, as so many columns of a panel.
+    """Unpacks one super-block of rows first .. first + `TILE.lanes` - 1 into as many columns of a panel.
 
-    Rows after `last` are as that one. d: fp32 [lanes]; mins, if the format has any: fp32 [groups, lanes].
+    w: the address of the super-block in row 0. Rows after `last` repeat it. d: fp32 [lanes]; mins, if the format has
+    any: fp32 [groups, lanes].
     """
     fmt = FORMATS[format_name]
     offset = fmt.offset if fmt.table is None else TABLE_OFFSET

@@ -1,1 +1,1 @@
-"""Mixture of experts: the router, and the experts' matmuls on weights where they lie."""
+"""Mixture of experts: the router, and the experts' matmuls on weights as stored."""

@@ -1,4 +1,4 @@
-"""The kernels of a decode step's experts (experts.py): other kernels, run on the weights of the experts in question."""
+"""The expert kernels of a decode step (experts.py): they call other kernels with the selected experts' weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from quengine.kernels.cpu.runtime.compiled import compile_kernel
 _matvec_at = arguments_at(MatvecArguments)
 _add_at = arguments_at(AddArguments)
 _glu_at = arguments_at(GLUArguments)
-# Room for any of the three.
+# Scratch for the arguments of any of the three.
 _REQUEST_FLOATS = max(size_of(kind) for kind in (MatvecArguments, AddArguments, GLUArguments)) // 4
 _LANES = 16
 
@@ -44,7 +44,7 @@ def _multiply(
     block: int,
     memory: int,
 ) -> None:
-    """The block-th `step` outputs of a group's expert, with the bias, for the places of the group."""
+    """The block-th `step` outputs of a group's expert, with the bias, for the group's places."""
     at = HEAD + GROUP * group
     expert, first, places = int64_at(table, at), int64_at(table, at + 1), int64_at(table, at + 2)
     target = y + first * y_stride
@@ -76,7 +76,7 @@ def _multiply(
 
 
 def gate_up_kernel() -> bytes:
-    """Task i: block i % blocks of the outputs of group i // blocks."""
+    """Task i: block i % blocks of the gated outputs of group i // blocks."""
     request_floats = _REQUEST_FLOATS
 
     def gate_up(args: GateUpArguments, task: int) -> None:
@@ -117,7 +117,7 @@ def down_kernel() -> bytes:
 
 
 def add_experts_kernel() -> bytes:
-    """Task i: row i."""
+    """Task i: the weighted sum of row i's experts."""
 
     def add_experts(args: AddExpertsArguments, task: int) -> None:
         row, places = 4 * task * args.cols, args.places + 8 * task * args.used
@@ -130,7 +130,7 @@ def add_experts_kernel() -> bytes:
 
 
 def down_add_kernel() -> bytes:
-    """Of a single row. Task i: block i of all groups, then of the sum."""
+    """For a single row. Task i: block i of the outputs of every group, then of their weighted sum."""
     request_floats = _REQUEST_FLOATS
 
     def down_add(args: DownAddArguments, task: int) -> None:
@@ -162,7 +162,7 @@ def add_weighted(
 ) -> None:
     """y[j] = sum over s < used, in order, of weights[s] * products[places[s], j], plus residual[j]; first <= j < last.
 
-    products: fp32 rows of `cols`; places: int64; the others fp32; all at addresses.
+    products: fp32 rows of `cols`; places: int64; weights, residual, y: fp32; all at addresses.
     """
 
     def span(j: ir.Value, lanes: int) -> None:

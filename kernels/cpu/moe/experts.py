@@ -1,7 +1,7 @@
-"""The experts of a decode step: q-dot on weights where they lie, each expert found by what the router wrote.
+"""The experts of a decode step: q-dot on weights as stored, each expert found through the router's output.
 
-A task is a run of outputs of one expert, for all the rows that have it, so that its weights are read once. A row's
-result does not depend on the other rows.
+A task is a run of one expert's outputs for all rows routed to it, so that its weights are read once. A row's result
+does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.glu import Activation
 from quengine.kernels.quant_tensor import QuantTensor
 
-_SHARES = 8  # of a thread, where matrices have the rows
+_SHARES = 8  # tasks per thread, if the matrices have enough rows
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """A matrix [N, K] of each of E experts, all of one format, each where it lies.
+    """One matrix [N, K] of each of E experts, all of one format, where it lies in memory.
 
-    addresses: int64 [E]. bias: fp32 [E, N], of any stride from an expert to the next.
+    addresses: int64 [E]. bias: fp32 [E, N], with any stride between experts.
     """
 
     matrices: tuple[QuantTensor, ...]
@@ -66,7 +66,7 @@ class ExpertPart:
 
 @dataclass(frozen=True)
 class CpuExperts:
-    """Gate and up, or down, of the experts of a layer."""
+    """The gate and up matrices, or the down matrices, of a layer's experts."""
 
     parts: tuple[ExpertPart, ...]
 
@@ -85,9 +85,9 @@ class CpuExperts:
 
 @dataclass
 class ExpertMatrices(Arguments):
-    """Matrices of all experts, and the rows that they are multiplied with, by place.
+    """The matrices of all experts, and the rows by place that they are multiplied with.
 
-    length, x, x_stride: as in `MatvecArguments`. bias: of the first expert, or 0.
+    length, x, x_stride: as in `MatvecArguments`. bias: address of the first expert's, or 0.
     """
 
     addresses: int
@@ -105,7 +105,7 @@ class ExpertMatrices(Arguments):
 
 @dataclass
 class GateUpArguments(Arguments):
-    """gate_up: fp32 [places, 2F]; out: fp32 [places, F]; records: quantized rows, or 0."""
+    """gate_up: fp32 [places, 2F]; out: fp32 [places, F]; records: quantized activations, or 0."""
 
     table: int
     blocks: int
@@ -132,7 +132,7 @@ class DownArguments(Arguments):
 
 @dataclass
 class AddExpertsArguments(Arguments):
-    """products: fp32 [places, cols]. places: int64, weights: fp32, [T, used]. residual, y: fp32 [T, cols]."""
+    """products: fp32 [places, cols]. places: int64 [T, used]; weights: fp32 [T, used]. residual, y: fp32 [T, cols]."""
 
     products: int
     places: int
@@ -145,14 +145,14 @@ class AddExpertsArguments(Arguments):
 
 @dataclass
 class DownAddArguments(Arguments):
-    """Of a single row: the products of its experts, and their weighted sum."""
+    """For a single row: the products of its experts, and their weighted sum."""
 
     down: DownArguments
     add: AddExpertsArguments
 
 
 def spread_launch(rows: Tensor, groups: Groups, out: Tensor) -> Launch:
-    """Rows [T, width] by place, [T * k, width], both contiguous. A task is a row."""
+    """Copies rows [T, width] to their places: out [T * k, width], both contiguous. A task is a row."""
     row_bytes = rows.shape[1] * rows.element_size()
     arguments = SpreadArguments(
         rows.data_ptr(), row_bytes, groups.places.data_ptr(), groups.used, out.data_ptr()
@@ -171,9 +171,9 @@ def gate_up_launch(
 ) -> Launch:
     """activation(gate) * up of each slot: out fp32 [T * k, F], by place.
 
-    sources: for gate and up each, what its matrices are multiplied with (`matvec_launch`), of each place; or one row
-    of it, which all places have. between: fp32 [T * k, 2F]. With `records`, uint8 [T * k, quantized_row_bytes(F)],
-    the result is quantized into it as well; F is then a multiple of 32. All are contiguous.
+    sources: the inputs of gate and of up (see `matvec_launch`), one row per place, or a single row for all. between:
+    fp32 [T * k, 2F]. With `records`, uint8 [T * k, quantized_row_bytes(F)], the result is quantized into it as well; F
+    must be a multiple of 32. All are contiguous.
     """
     gate, up = experts.parts
     width = gate.first.rows
@@ -204,10 +204,10 @@ def down_launches(
     residual: Tensor,
     y: Tensor,
 ) -> list[Launch]:
-    """Kernels after each other: y fp32 [T, N] = the weighted sum of each row's experts, plus residual fp32 [T, N].
+    """Consecutive kernels: y fp32 [T, N] = the weighted sum of each row's experts, plus residual fp32 [T, N].
 
-    source: what is multiplied, of each place; products: fp32 [T * k, N]; weights: fp32 [T, k]; all contiguous. The last
-    kernel of several has a task a row; a single row has one kernel.
+    source: the input of each place; products: fp32 [T * k, N]; weights: fp32 [T, k]; all contiguous. For several rows
+    the last kernel has one task per row; a single row takes one kernel.
     """
     (part,) = experts.parts
     single, width = residual.shape[0] == 1, part.first.rows
@@ -272,7 +272,7 @@ def _most_groups(part: ExpertPart, groups: Groups) -> int:
 
 
 def _step(rows: int, most: int, matrices: int, unit: int) -> int:
-    """Rows of a task, of a matrix of which there are some: a multiple of `unit`, about equally many a task."""
+    """Rows per task, a multiple of `unit` and at most about `most`, for `matrices` matrices of `rows` rows."""
     fair = -(-rows * matrices // (_SHARES * get_threads()))
     tasks = -(-rows // max(unit, min(most, fair)))
     return -(-rows // (tasks * unit)) * unit

@@ -1,4 +1,4 @@
-"""The kernels over groups of rows with one expert (groups.py)."""
+"""The kernels that group rows by expert, and those that run over groups (groups.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_BLOCK_ROWS = 32
 
 
 def group_kernel() -> bytes:
-    """One task: sorts slots by expert, those of an expert staying in order."""
+    """One task: a stable sort of the slots by expert."""
     start_floats = 2 * MOST_EXPERTS
 
     def group(args: GroupArguments, _task: int) -> None:
@@ -62,7 +62,7 @@ def group_kernel() -> bytes:
 
 
 def spread_kernel() -> bytes:
-    """Task i copies row i to the places of its slots. A row's bytes are a multiple of 4."""
+    """Task i copies row i to the places of its slots. A row is a multiple of 4 bytes."""
 
     def spread(args: SpreadArguments, task: int) -> None:
         for slot in range(task * args.used, (task + 1) * args.used):
@@ -73,7 +73,7 @@ def spread_kernel() -> bytes:
 
 
 def pack_groups_kernel() -> bytes:
-    """Task i packs the i-th block of all groups."""
+    """Task i packs the i-th block over all groups."""
     request_at, request_floats = arguments_at(PackArguments), size_of(PackArguments) // 4
     row_floats = _MOST_BLOCK_ROWS * DEPTH
 
@@ -139,8 +139,9 @@ def grouped_matmul_kernel() -> bytes:
         request.task_strips = shared.task_strips
         first = task % args.tasks * args.task_rows
         if args.read_first:
-            # Into the L2 cache: beside the products of few rows reading shows, and in one go it is twice as fast as by
-            # a kernel that goes from row to row.
+            # Into the L2 cache: with few activation rows the read dominates, and in one go it is twice as fast as by a
+            # kernel
+            # that goes from row to row.
             rows = min(shared.rows - first, args.task_rows)
             read_lines(request.weights + first * shared.row_bytes, rows * shared.row_bytes)
         call_kernel(args.kernel, request, task % args.tasks)

@@ -1,8 +1,8 @@
-"""Rows by expert: which rows each expert computes, and the prompt kernels run over such groups.
+"""Rows grouped by expert: which rows each expert computes, and the arguments of the kernels over groups.
 
-The T rows of a step have k experts each; the T * k slots, numbered row by row, are sorted by expert. Slots of one
-expert are a group, or several where they are many. A kernel over groups has tasks for as many as there can be, and
-those beyond the last end at once.
+The T rows of a step have k experts each. The T * k slots, numbered row by row, are sorted by expert; a slot's index in
+that order is its place. The slots of one expert are a group, or several if they are many. A kernel over groups is
+launched with tasks for the most groups possible; surplus tasks return at once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from quengine.kernels.cpu.runtime.kernel_table import group_kernel
 from quengine.kernels.cpu.runtime.threads import Launch
 
 HEAD, GROUP = 2, 4
-"""int64 in front of the table of groups, the numbers of groups and of blocks; and of a group: expert, first of its
-places, places, first of its blocks."""
+"""The table, in int64: a header (groups, blocks), then per group an entry (expert, first place, places, first
+block).
+"""
 
 
 @dataclass
 class GroupArguments(Arguments):
-    """experts: int32 [slots]. order, places: int64 [slots]. table: int64; all at addresses.
+    """experts: int32 [slots]. order, places: int64 [slots]. table: int64. All are addresses.
 
-    most: places of a group; block_rows: places of a block.
+    count: experts of the layer; most: places per group; block_rows: places per block.
     """
 
     experts: int
@@ -41,7 +42,7 @@ class GroupArguments(Arguments):
 
 @dataclass
 class SpreadArguments(Arguments):
-    """Rows of `row_bytes` bytes, of which each goes to `used` places: int64 [T, used]."""
+    """Rows of `row_bytes` bytes, each copied to its `used` places: int64 [T, used]."""
 
     rows: int
     row_bytes: int
@@ -52,10 +53,11 @@ class SpreadArguments(Arguments):
 
 @dataclass
 class PackGroupsArguments(Arguments):
-    """fp32 rows, in the order of the groups, or those of the slots in `order`, `used` slots a row; 0: in order.
+    """fp32 rows x to pack group by group.
 
-    block_bytes: of a block of `block_rows` packed rows over all columns; panel_bytes: of one over DEPTH columns. kernel
-    packs such a panel.
+    order: the slot at each place, where x has one row per `used` slots; 0: x has one row per place. block_bytes:
+    packed bytes of a block of `block_rows` rows over all columns; panel_bytes: over DEPTH columns. kernel packs one
+    such panel.
     """
 
     table: int
@@ -73,10 +75,10 @@ class PackGroupsArguments(Arguments):
 
 @dataclass
 class GroupedMatmulArguments(Arguments):
-    """A matmul of each group with its expert's weights, in `tasks` tasks a group, of `task_rows` weight rows.
+    """The matmul of each group with its expert's weights, in `tasks` tasks per group, of `task_rows` weight rows.
 
-    addresses: int64, of the experts' weights. bias: fp32, bias_stride bytes from an expert to the next. read_first: 1:
-    a task's weights are read before they are multiplied. matmul: what is not of a group, with `packed` and `y` of the
+    addresses: int64, of the experts' weights. bias: fp32, bias_stride bytes between experts. read_first: 1 if a task
+    reads its weights before it multiplies. matmul: the arguments that groups share; `packed` and `y` are those of the
     first.
     """
 
@@ -94,10 +96,10 @@ class GroupedMatmulArguments(Arguments):
 
 @dataclass(frozen=True)
 class Groups:
-    """Where a step's slots lie by expert.
+    """A step's slots by expert.
 
     order: int64 [T, k], the slot at each place. places: int64 [T, k], the place of each slot. table: int64, HEAD and
-    GROUP for each group. repeats: of a single row, several slots may have one expert.
+    GROUP for each group. repeats: several slots of a single row may have the same expert.
     """
 
     order: Tensor
@@ -115,19 +117,19 @@ class Groups:
 
     @property
     def single_places(self) -> bool:
-        """Whether each group has one place: the groups of a single row."""
+        """Whether every group has one place, as with a single row."""
         return self.order.shape[0] == 1 and not self.repeats
 
     @classmethod
     def empty(cls, rows: int, used: int, repeats: bool = False) -> Groups:
-        """For so many rows, each with `used` experts."""
+        """Uninitialised groups of `rows` rows with `used` experts each."""
         order, places = torch.empty(2, rows, used, dtype=torch.int64)
         return cls(order, places, torch.empty(HEAD + GROUP * rows * used, dtype=torch.int64), repeats)
 
     def launch(self, experts: Tensor, count: int, most: int = 1 << 40, block_rows: int = 1) -> Launch:
-        """The kernel that fills this in, one task: of experts int32 [T, k], below `count`.
+        """The kernel, of one task, that fills this in from experts int32 [T, k] below `count`.
 
-        A group has at most `most` places, and blocks of so many of them.
+        A group has at most `most` places, in blocks of `block_rows`.
         """
         arguments = GroupArguments(
             *(experts.data_ptr(), self.slots, count, most, block_rows),

@@ -1,4 +1,4 @@
-"""The experts' operations of the CPU backend, outside of a compiled step."""
+"""The expert operations of the CPU backend outside a compiled step."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from quengine.kernels.quant_tensor import QuantTensor
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """What each row's experts make of it, by place: values fp32 [T * k, F], and in decode the same quantized."""
+    """The gated outputs of each row's experts, by place: values fp32 [T * k, F], in decode also quantized."""
 
     values: Tensor
     groups: Groups
     records: Tensor | None = None
 
     def by_slot(self) -> Tensor:
-        """[T, k, F], in the order of the routing."""
+        """The values [T, k, F], in the order of the routing."""
         return self.values[self.groups.places]
 
     def of_slots(self, rows: Tensor) -> ExpertRows:
-        """The same with other values, rows fp32 [T, k, F] in the order of the routing."""
+        """The same places with other values: rows fp32 [T, k, F], in the order of the routing."""
         values, records = torch.empty_like(self.values), None
         values[self.groups.places] = rows
         if self.records is not None:
@@ -53,21 +53,24 @@ class ExpertRows:
 def gate_up_experts(
     gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None
 ) -> CpuExperts:
-    """The matrices [F, K] of E experts, for `experts_glu`. bias: fp32 [E, 2F], gate first."""
+    """The gate and up matrices [F, K] of E experts, for `experts_glu`. bias: fp32 [E, 2F], gate first."""
     width = gate[0].rows
     biases = (None, None) if bias is None else (bias[:, :width], bias[:, width:])
     return CpuExperts((ExpertPart.of(gate, biases[0]), ExpertPart.of(up, biases[1])))
 
 
 def down_experts(down: Sequence[QuantTensor], bias: Tensor | None) -> CpuExperts:
-    """The matrices [N, F] of E experts, for `experts_add`. bias: fp32 [E, N]."""
+    """The down matrices [N, F] of E experts, for `experts_add`. bias: fp32 [E, N]."""
     return CpuExperts((ExpertPart.of(down, bias),))
 
 
 def experts_glu(
     x: Tensor, routing: Routing, gate_up: CpuExperts, activation: Activation, phase: Phase
 ) -> ExpertRows:
-    """activation(gate) * up of rows x fp32 [T, K] (behind the norm) by each of their experts."""
+    """activation(gate) * up of each row's experts. x: fp32 [T, K], normalised.
+
+    Raises ValueError for another width.
+    """
     _check_width(x, gate_up)
     x, (rows, used), width = x.contiguous(), routing.experts.shape, gate_up.parts[0].first.rows
     between = torch.empty(rows * used, 2 * width)
@@ -75,7 +78,7 @@ def experts_glu(
         groups, launches = prompt_expert_launches(x, routing, gate_up.parts, between)
         run(launches)
         return ExpertRows(glu(between, activation), groups)
-    repeats = len(set(routing.experts[0].tolist())) < used  # those of other ranks are one here
+    repeats = len(set(routing.experts[0].tolist())) < used  # experts of other ranks share one index
     groups = Groups.empty(rows, used, repeats)
     launches, sources = _sources(x, gate_up.parts, groups)
     out, records = torch.empty(rows * used, width), None
@@ -90,7 +93,10 @@ def experts_glu(
 def experts_add(
     gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Tensor, phase: Phase
 ) -> Tensor:
-    """The weighted sum of each row's experts plus residual fp32 [T, N]."""
+    """The weighted sum of each row's experts plus residual: fp32 [T, N].
+
+    Raises ValueError if the gated values are not as wide as the weights.
+    """
     _check_width(gated.values, down)
     (part,) = down.parts
     residual, groups = residual.contiguous(), gated.groups
@@ -106,7 +112,7 @@ def experts_add(
 
 
 def _sources(x: Tensor, parts: Sequence[ExpertPart], groups: Groups) -> tuple[list[Launch], list[Tensor]]:
-    """What each part is multiplied with, by place, and the kernels that make it of x and the groups."""
+    """The kernels that turn x into each part's input by place, and those inputs."""
     launches: list[Launch] = []
     made: dict[bool, Tensor] = {}
     for quantized in {part.first.format.is_quantized for part in parts}:

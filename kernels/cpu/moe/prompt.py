@@ -1,7 +1,7 @@
-"""The experts of a prompt's rows: rows by expert, each group through the prompt's matmul (gemm/tile_matmul.py).
+"""The experts in prefill: rows grouped by expert, each group multiplied as in gemm/tile_matmul.py.
 
-A row's result depends on the row and its experts alone, not on the rows beside it: groups of any size are multiplied by
-the same kernels.
+A row's result depends on the row and its experts alone, not on the other rows: groups of any size use the same
+kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def prompt_expert_launches(
 ) -> tuple[Groups, list[Launch]]:
     """y fp32 [T * k, sum of N_i] = rows of x times each part's matrix of their experts, plus its bias, by place.
 
-    x: fp32 [T, K], or with `by_place` [T * k, K]; all are contiguous. The groups are written by the launches.
+    x: fp32 [T, K], or with `by_place` [T * k, K]. All are contiguous. The launches fill the returned groups first.
     """
     rows, used = routing.experts.shape
     by_kind: dict[TileKind, list[tuple[int, ExpertPart]]] = {}
@@ -55,7 +55,7 @@ def _grouped_launches(
     y: Tensor,
     by_place: bool,
 ) -> list[Launch]:
-    """As `prompt_expert_launches`, of parts that are multiplied in one way, in groups of at most `most` rows."""
+    """`prompt_expert_launches` of parts of one `TileKind`, in groups of at most `most` rows."""
     panels, count = -(-x.shape[1] // DEPTH), len(placed[0][1].matrices)
     most_groups = min(groups.slots, count + groups.slots // most)
     most_blocks = min(groups.slots, most_groups + groups.slots // kind.block)

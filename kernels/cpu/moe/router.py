@@ -1,7 +1,7 @@
-"""The router in compiled code: the twin of kernels/moe/router.py.
+"""The router on the CPU, compiled: as defined in kernels/moe/router.py.
 
-The logits are fp32 dot products of a row and an expert's router weights, in an order that follows from the width
-alone, in prefill as in decode; the choice and the weights of a row follow in one kernel.
+The logits are fp32 dot products of a row and an expert's router weights, summed in an order set by the width alone, in
+prefill and decode alike; one kernel then selects and weights a row's experts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED
 from quengine.kernels.quant_tensor import QuantTensor
 
-_TASKS = 4  # of a thread
+_TASKS = 4  # per thread
 
 
 @dataclass
 class RouterArguments(Arguments):
-    """A row of logits has `count` fp32, and behind them that of the shared expert's gate where there is one.
+    """logits: fp32 rows of `count` values, followed by the logit of the shared expert's gate if there is one.
 
     bias, selection_bias: fp32 [count], or 0. forced: int32 [T, used], or 0. experts: int32 [T, used]; weights: fp32
-    [T, used]; shared: fp32 [T], or 0; all at addresses.
+    [T, used]; shared: fp32 [T], or 0. All are addresses.
     """
 
     logits: int
@@ -48,12 +48,12 @@ class RouterArguments(Arguments):
 
 
 def logits_width(router: Router) -> int:
-    """fp32 of a row of logits."""
+    """The width of a row of logits: experts, plus one for a shared expert's gate."""
     return router.weight.shape[0] + (router.shared_gate is not None)
 
 
 def logits_launches(x: Tensor, router: Router, logits: Tensor) -> list[Launch]:
-    """Independent kernels: the logits fp32 [T, logits_width] of rows x fp32 [T, K], without the bias."""
+    """Independent kernels for the logits, fp32 [T, logits_width], of rows x fp32 [T, K]; the bias is added later."""
     count = router.weight.shape[0]
     step = -(-count // (_TASKS * get_threads()))
     launches = [matvec_launch(x, _matrix(router.weight), logits, 0, step=step)]
@@ -66,7 +66,8 @@ def logits_launches(x: Tensor, router: Router, logits: Tensor) -> list[Launch]:
 def router_launch(logits: Tensor, router: Router, routing: Routing, forced: Tensor | None = None) -> Launch:
     """The kernel that fills in a routing: experts int32 [T, k], weights fp32 [T, k], shared fp32 [T]. A task is a row.
 
-    forced: int32 [T, k], contiguous: the experts of each row, ascending, read when the kernel runs, not checked.
+    forced: int32 [T, k], contiguous: each row's experts in ascending order, read when the kernel runs, not checked.
+    Raises ValueError for more experts than the kernel supports.
     """
     kind, count = router.kind, router.weight.shape[0]
     if count > MOST_EXPERTS or not 1 <= kind.used <= min(MOST_EXPERTS_USED, count):
@@ -87,9 +88,9 @@ def router_launch(logits: Tensor, router: Router, routing: Routing, forced: Tens
 
 
 def route(x: Tensor, router: Router, forced: Tensor | None = None) -> Routing:
-    """The routing of rows x fp32 [T, K] (behind the norm): see kernels/moe/router.py.
+    """The routing of normalised rows x fp32 [T, K], as defined in kernels/moe/router.py.
 
-    Raises ValueError when an expert of `forced` is not there.
+    Raises ValueError for an expert of `forced` that the layer lacks.
     """
     rows, used, count = x.shape[0], router.kind.used, router.weight.shape[0]
     if forced is not None:
@@ -105,7 +106,7 @@ def route(x: Tensor, router: Router, forced: Tensor | None = None) -> Routing:
 
 
 def _matrix(weight: Tensor) -> QuantTensor:
-    """fp32 [N, K] as a matvec takes it."""
+    """An fp32 weight [N, K] as a matvec's operand."""
     assert weight.dtype == torch.float32 and weight.is_contiguous()
     return QuantTensor("router", FORMATS["F32"], tuple(weight.shape), weight.view(torch.uint8))
 

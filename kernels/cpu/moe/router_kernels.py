@@ -1,4 +1,4 @@
-"""The kernel that chooses and weights a row's experts, with its vector code: kernels/moe/router.py's definition."""
+"""The kernel that selects and weights a row's experts, with its vector code; defined in kernels/moe/router.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST = 88.0  # exp of more overflows
 
 
 def router_kernel(scores_kind: Scores) -> bytes:
-    """Task i is row i."""
+    """Task i routes row i."""
     most_experts, most_used, head_floats = MOST_EXPERTS, MOST_EXPERTS_USED, 2
     softmax, sigmoid = scores_kind == "softmax", scores_kind == "sigmoid"
     of_chosen = scores_kind == "softmax_of_chosen"
@@ -71,9 +71,9 @@ def router_kernel(scores_kind: Scores) -> bytes:
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _choose(ranks: int, count: int, used: int, values: int, experts: int) -> None:
-    """The `used` highest of some fp32, of equal ones those that come first: their numbers, int32, ascending.
+    """The indices of the `used` highest of `count` fp32, ties to the lower index: int32, in ascending order.
 
-    values: the address of as many fp32, which are written.
+    values: the address of `used` fp32 of scratch.
     """
     held = 0
     for i in range(count):
@@ -98,9 +98,9 @@ def _choose(ranks: int, count: int, used: int, values: int, experts: int) -> Non
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _keep_best_groups(ranks: int, count: int, groups: int, groups_used: int, sums: int) -> None:
-    """-inf in place of those fp32 whose group is not among the best, by the sum of its two highest.
+    """Group-limited routing: sets fp32 outside the best groups to -inf; a group's score is the sum of its two highest.
 
-    sums: the address of `groups` fp32, which are written. Of equal groups the first is better.
+    sums: the address of `groups` fp32 of scratch. Ties go to the lower group.
     """
     size = count // groups
     for group in range(groups):
@@ -118,7 +118,7 @@ def _keep_best_groups(ranks: int, count: int, groups: int, groups_used: int, sum
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _best_two(ranks: int, count: int) -> float:
-    """The sum of the two highest of some fp32, or the only one."""
+    """The sum of the two highest fp32, or the only one."""
     first, second = -math.inf, -math.inf
     for i in range(count):
         value = float_at(ranks, i)
@@ -180,17 +180,17 @@ def rank_floats(e: Emitter, x: ir.Value, out: ir.Value, count: ir.Value) -> None
 
 @vector_code(value=types.float32)
 def put_float(e: Emitter, array: ir.Value, index: ir.Value, value: ir.Value) -> None:
-    """Write element `index` of fp32 at an address."""
+    """Stores element `index` of an fp32 array at an address."""
     e.store(value, e.at(array, e.b.mul(index, e.i64(4))))
 
 
 @vector_code(result=types.int64)
 def int32_at(e: Emitter, array: ir.Value, index: ir.Value) -> ir.Value:
-    """Element `index` of int32 at an address."""
+    """Element `index` of an int32 array at an address."""
     return e.b.sext(e.load(I32, e.at(array, e.b.mul(index, e.i64(4)))), I64)
 
 
 @vector_code
 def put_int32(e: Emitter, array: ir.Value, index: ir.Value, value: ir.Value) -> None:
-    """Write element `index` of int32 at an address."""
+    """Stores element `index` of an int32 array at an address."""
     e.store(e.b.trunc(value, I32), e.at(array, e.b.mul(index, e.i64(4))))

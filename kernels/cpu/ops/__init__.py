@@ -1,1 +1,1 @@
-"""Element-wise operations: norms, rotation, SwiGLU, sampling."""
+"""Norms, rotary embedding and KV store, gated linear units, short convolution, residuals, sampling."""

@@ -1,4 +1,4 @@
-"""Adding a residual or a bias to matvec results, or scaling their rows, in the tasks of the matvec itself."""
+"""Kernels that add a residual or bias to matvec results, or scale their rows, in tasks that match the matvec's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quengine.kernels.cpu.runtime.threads import Launch
 
 @dataclass
 class AddArguments(Arguments):
-    """Of fp32 at addresses; strides in bytes."""
+    """fp32 arrays at addresses; strides in bytes."""
 
     y: int
     y_stride: int
@@ -26,9 +26,9 @@ class AddArguments(Arguments):
 
 
 def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int) -> Launch:
-    """y[:, column : column + count] += the same part of addend; a task takes `step` columns of all rows.
+    """y[:, column : column + count] += the same columns of addend; a task takes `step` columns of all rows.
 
-    y is fp32 [T, N], addend fp32 [T, N] or of N elements, which all rows get; both contiguous.
+    y is fp32 [T, N]; addend is fp32 [T, N], or N elements added to every row. Both are contiguous.
     """
     rows, width = y.shape
     assert addend.numel() in (width, rows * width)
@@ -41,7 +41,7 @@ def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int) ->
 
 @dataclass
 class ScaleArguments(Arguments):
-    """Of fp32 at addresses; `scales` has one for each row, strides are in bytes."""
+    """fp32 arrays at addresses; `scales` has one element per row; strides in bytes."""
 
     y: int
     y_stride: int
@@ -52,7 +52,7 @@ class ScaleArguments(Arguments):
 
 
 def scale_launch(y: Tensor, scales: Tensor, column: int, count: int, step: int) -> Launch:
-    """y[:, column : column + count] *= scales, fp32 of T elements, a row each; otherwise as `add_launch`."""
+    """y[:, column : column + count] *= scales, fp32 of T elements, one per row; otherwise as `add_launch`."""
     rows, width = y.shape
     assert scales.numel() == rows and scales.is_contiguous() and scales.dtype == torch.float32
     arguments = ScaleArguments(y.data_ptr() + 4 * column, 4 * width, scales.data_ptr(), rows, count, step)

@@ -1,4 +1,4 @@
-"""The kernels that add a residual or a bias to matvec results and scale their rows (add.py), with their vector code."""
+"""The kernels that add a residual or bias to matvec results and scale their rows (add.py), with their vector code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scale_kernel() -> bytes:
 
 @vector_code
 def _add(e: Emitter, y: ir.Value, addend: ir.Value, first: ir.Value, last: ir.Value) -> None:
-    """fp32 at address y plus those at address addend, elements first .. last - 1."""
+    """y += addend, fp32 at addresses, elements first .. last - 1."""
 
     def add(i: ir.Value, lanes: int) -> None:
         at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)

@@ -1,4 +1,4 @@
-"""Gated linear units in compiled code, with the quantization of the result: `kernels/glu.py`'s definition."""
+"""Gated linear units on the CPU, compiled, with the quantization of the result; defined in `kernels/glu.py`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from quengine.kernels.cpu.runtime.kernel_table import glu_kernel
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
 from quengine.kernels.glu import Activation
 
-_COLUMNS, _TASKS = 64, 4  # of a task where rows are many, a multiple; of a thread
+_COLUMNS, _TASKS = 64, 4  # columns per task are a multiple of _COLUMNS; _TASKS tasks per thread
 
 
 @dataclass
 class GLUArguments(Arguments):
-    """gate_up: fp32 [rows, 2 * cols]; out: fp32 [rows, cols]; records: quantized rows, or 0; all at addresses."""
+    """gate_up: fp32 [rows, 2 * cols]; out: fp32 [rows, cols]; records: quantized activations, or 0. All are
+    addresses.
+    """
 
     gate_up: int
     rows: int
@@ -34,7 +36,7 @@ def glu_launch(
     """activation(gate) * up: gate_up fp32 [T, 2F], out fp32 [T, F], contiguous. A task is `step` columns of all rows.
 
     With `records`, uint8 [T, quantized_row_bytes(F)], contiguous, the rows are quantized into it as well; `step` and F
-    are then multiples of 32.
+    must be multiples of 32.
     """
     rows, width = out.shape
     assert records is None or (step % 32 == 0 and width % 32 == 0)
@@ -54,7 +56,7 @@ def glu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """activation(gate) * up of each row of gate_up fp32 [T, 2F]: fp32 [T, F]."""
     gate_up = gate_up.contiguous()
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    # As long runs of a row as there are tasks enough: short ones are read from a new page each.
+    # The longest runs of a row that leave enough tasks: each short run would begin on a new page.
     step = -(-out.shape[1] // (_COLUMNS * _TASKS * get_threads())) * _COLUMNS
     run([glu_launch(gate_up, out, None, step, activation)])
     return out

@@ -1,4 +1,4 @@
-"""The kernel of gated linear units with the quantization of the result, with its vector code."""
+"""The kernel of gated linear units and the quantization of the result, with its vector code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GELU_CUBE = 0.044715
 
 
 def glu_kernel(activation: Activation) -> bytes:
-    """Task i is the i-th span of `task_cols` columns of every row."""
+    """Task i is the i-th run of `task_cols` columns of every row."""
 
     def glu_span(args: GLUArguments, task: int) -> None:
         width = args.cols
@@ -55,12 +55,12 @@ def _gated(
 
 
 def _at_most(e: Emitter, x: ir.Value, most: ir.Value) -> ir.Value:
-    """The lesser of each two; x where it is NaN."""
+    """The lane-wise minimum of x and most; x where it is NaN."""
     return e.b.select(e.b.fcmp_ordered(">", x, most), most, x)
 
 
 def _factor(e: Emitter, up: ir.Value, activation: str) -> ir.Value:
-    """What the activated gate is multiplied with."""
+    """The factor of the activated gate."""
     if activation != "clamped_swish":
         return up
     limit = e.const(up.type, CLAMP)
@@ -70,7 +70,7 @@ def _factor(e: Emitter, up: ir.Value, activation: str) -> ir.Value:
 
 
 def _exponent(e: Emitter, x: ir.Value, activation: str) -> ir.Value:
-    """What the activation x / (1 + exp(-y)) has as y."""
+    """y in the activation x / (1 + exp(-y))."""
     if activation == "silu":
         return x
     if activation == "clamped_swish":

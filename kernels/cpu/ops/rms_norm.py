@@ -1,4 +1,4 @@
-"""RMSNorm in compiled code: the twin of kernels/rms_norm.py."""
+"""RMSNorm on the CPU, compiled; defined in kernels/rms_norm.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quengine.kernels.cpu.runtime.threads import Launch, run
 
 @dataclass
 class RMSNormArguments(Arguments):
-    """Of fp32 at addresses; strides in bytes."""
+    """fp32 arrays at addresses; strides in bytes."""
 
     x: int
     x_stride: int
@@ -26,9 +26,9 @@ class RMSNormArguments(Arguments):
 
 
 def rms_norm_launch(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> Launch:
-    """x / sqrt(mean(x^2) + eps) * weight by rows.
+    """x / sqrt(mean(x^2) + eps) * weight, row by row.
 
-    x and out, which may be x: fp32 [T, K] of adjacent elements and any row stride; weight: fp32 [K].
+    x and out, which may be x: fp32 [T, K] with adjacent elements and any row stride; weight: fp32 [K].
     """
     assert x.stride(1) == out.stride(1) == 1 and weight.numel() == x.shape[1]
     arguments = RMSNormArguments(

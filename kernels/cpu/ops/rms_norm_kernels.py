@@ -1,7 +1,7 @@
 """The kernel of RMSNorm, with its vector code.
 
-The squares add into 8 lanes of four accumulators in turn, what is left of 32 into one lane more; the order depends on
-the width alone.
+The squares are added into 8 lanes of four accumulators in turn, and the last width % 32 of them into one more lane;
+the order depends on the width alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
 
 def rms_norm_kernel() -> bytes:
-    """Task i is row i."""
+    """Task i normalises row i."""
 
     def rms_norm_row(args: RMSNormArguments, task: int) -> None:
         x, out = args.x + task * args.x_stride, args.out + task * args.out_stride

@@ -1,7 +1,7 @@
-"""Between the QKV matmul and attention, in compiled code: the twin of kernels/rope_store.py.
+"""Q/K norms, rotary embedding and the KV store on the CPU, compiled; defined in kernels/rope_store.py.
 
-Positions, and the rows of the cache where they lie, are read from memory, so that a list of kernels made once serves
-every token.
+Positions and cache rows are read from memory when the kernels run, so that a compiled list of kernels serves every
+token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quengine.kernels.rope_store import row_tables
 
 @dataclass
 class RopeStoreArguments(Arguments):
-    """qkv: fp32 rows of heads. positions, slots: int64, one a row. cos, sin: fp32 tables of `pairs` a position.
+    """qkv: fp32 rows of heads. positions, slots: int64, one per row. cos, sin: fp32 tables, `pairs` per position.
 
     queries: fp32 [rows, heads, width], where those of qkv are moved that lie between gates; 0: there are no gates.
     q_norm, k_norm: fp32 [width], or 0. norms_rotated: 1 where they are of the rotated heads. query_scale: fp32 by
@@ -59,7 +59,7 @@ def rope_store_launches(
     slots: Tensor,
     queries: Tensor | None = None,
 ) -> list[Launch]:
-    """Norms, rotation and query scale in place in qkv; keys and values go to the cache.
+    """Norms, rotates and scales queries and keys in place in qkv, and stores keys and values to the cache.
 
     qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], contiguous; the first heads * head_dim elements of a row are its
     queries afterwards. Of a gated attention queries go to `queries`, fp32 [T, heads * head_dim], contiguous. layer:
@@ -106,7 +106,7 @@ def rope_store_launches(
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
     """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which is overwritten; see `rope_store_launches`.
 
-    Raises ValueError when a position is not in the cache, or the cache is neither fp16 nor q8_0.
+    Raises ValueError for a position or row outside the cache, or a cache that is neither fp16 nor q8_0.
     """
     rows, ctx, table = qkv.shape[0], layer.k.shape[0], row_tables(batch, spec.cache_group)
     check_types(layer)

@@ -1,4 +1,4 @@
-"""The kernel between the QKV matmul and attention (rope_store.py), with its vector code."""
+"""The kernel of Q/K norms, rotary embedding and the KV store (rope_store.py), with its vector code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quengine.kernels.rope import RopeLayout
 
 
 def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
-    """Task t * H + h: head h of the H = heads + 2 * kv_heads of queries, keys, values, of row t."""
+    """Task t * H + h: head h of row t, of H = heads + 2 * kv_heads heads of queries, keys and values."""
 
     def rope_store_head(args: RopeStoreArguments, task: int) -> None:
         heads, kv_heads, width = args.heads, args.kv_heads, args.width
@@ -54,7 +54,7 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
 
 @vector_code
 def _rotate(e: Emitter, layout: str, head: ir.Value, pairs: ir.Value, cos: ir.Value, sin: ir.Value) -> None:
-    """Rotate the first 2 * pairs fp32 at address head, in place. `variant`: the layout, "pairs/..." or "halves/..."."""
+    """Rotates the first 2 * pairs fp32 at address head, in place; see `RopeLayout`."""
     half = e.b.mul(pairs, e.i64(4))
 
     def turn(i: ir.Value, lanes: int) -> None:
@@ -82,7 +82,7 @@ def _rotated(e: Emitter, x: ir.Value, y: ir.Value, c: ir.Value, s: ir.Value) -> 
 
 @vector_code
 def _store_halves(e: Emitter, x: ir.Value, count: ir.Value, out: ir.Value) -> None:
-    """`count` fp32 at address x as fp16 at address out."""
+    """Stores `count` fp32 at address x as fp16 at address out."""
 
     def store(i: ir.Value, lanes: int) -> None:
         values = e.load(vec(F32, lanes), e.at(x, e.b.mul(i, e.i64(4))))
@@ -93,7 +93,7 @@ def _store_halves(e: Emitter, x: ir.Value, count: ir.Value, out: ir.Value) -> No
 
 @vector_code
 def _store_codes(e: Emitter, x: ir.Value, count: ir.Value, codes: ir.Value, scales: ir.Value) -> None:
-    """`count` fp32 at address x, a multiple of 32, as q8_0: int8 codes and fp16 scales (kernels/kv/kv_q8_0.py)."""
+    """Stores `count` fp32 at address x, a multiple of 32, as q8_0: int8 codes, fp16 scales (kernels/kv/kv_q8_0.py)."""
     lanes, bits = vec(F32, 8), vec(I32, 8)
     magic, zero = e.const(lanes, 12582912.0), e.const(lanes, 0.0)
 

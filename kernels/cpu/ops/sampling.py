@@ -1,6 +1,6 @@
-"""Choosing a token in compiled code: `kernels/sampling.py`'s `sample`, bit for bit, in a tenth of the time.
+"""Sampling on the CPU, compiled: bit-identical to `sample` of `kernels/sampling.py`, in a tenth of the time.
 
-Settings that select among all tokens (no top-k, or a very long one), or by surprise (typical-p), go to the definition.
+Settings without a top-k, or with a large one, and typical-p fall back to the definition.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from quengine.kernels.cpu.runtime.kernel_table import choose_kernel
 from quengine.kernels.sampling import Logits, NoCandidateError, Settings
 
 MOST_CANDIDATES = 128
-"""Candidates are held in order as they come, which is slower for very many than numpy's partition."""
+"""The candidates are kept sorted by insertion, which for many is slower than numpy's partition."""
 
 
 @dataclass
 class ChooseArguments(Arguments):
-    """Of the kernel that chooses a token.
+    """The arguments of the kernel that samples a token.
 
-    all_logits: fp32 [count], finite or -inf; logits (fp64), ids and masses (int64): room for top_k candidates. token is
-    written: -1 where there is none.
+    all_logits: fp32 [count], finite or -inf. logits (fp64), ids and masses (int64): scratch for top_k candidates.
+    token is the result, -1 if there is no candidate.
     """
 
     all_logits: int
@@ -48,7 +48,10 @@ class ChooseArguments(Arguments):
 
 
 def sample(logits: Logits, **settings: Unpack[Settings]) -> int:
-    """As `quengine.kernels.sampling.sample`."""
+    """As `quengine.kernels.sampling.sample`, with the same result.
+
+    Raises NoCandidateError when every token is banned.
+    """
     top_k, top_p, min_p = settings["top_k"], settings["top_p"], settings["min_p"]
     few = 0 < top_k <= MOST_CANDIDATES and top_k < logits.shape[0]
     greedy, by_surprise = settings["temperature"] == 0, settings["typical_p"] < 1

@@ -1,7 +1,7 @@
-"""The kernel that chooses a token, with its vector code: sampling.py's definition, operation for operation.
+"""The kernel that samples a token, with its vector code: kernels/sampling.py, operation for operation.
 
-The most likely tokens are held in order while the logits pass by, 64 at a time: after the first ones hardly any 64 have
-one that is above the last of them.
+The top-k candidates are kept sorted while the logits are read, 64 at a time; after the first few groups hardly any has
+a logit above the last candidate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MASS_EXPONENT = 1023 + MASS_BITS
 
 
 def choose_kernel() -> bytes:
-    """One task: writes the token of `ChooseArguments`."""
+    """One task: writes the sampled token to `ChooseArguments`."""
 
     def choose(args: ChooseArguments, _task: int) -> None:
         held = _take_most_likely(args)
@@ -48,7 +48,7 @@ def choose_kernel() -> bytes:
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _take_most_likely(args: ChooseArguments) -> int:
-    """The k largest logits above -inf with their ids, ranked, ties by the lower id; returns how many there are."""
+    """The k largest logits above -inf with their ids, sorted, ties by the lower id; returns their number."""
     logits, count, k = args.all_logits, args.count, args.top_k
     values, ids = args.logits, args.ids
     held, last = 0, -math.inf
@@ -58,7 +58,7 @@ def _take_most_likely(args: ChooseArguments) -> int:
             continue
         for token in range(start, end):
             value = fp32(logits + 4 * token)
-            if not value > last:  # of equal ones the earlier is there already
+            if not value > last:  # of equal logits the lower id is already there
                 continue
             place = min(held, k - 1)
             while place > 0 and fp64(values + 8 * (place - 1)) < value:
@@ -85,7 +85,7 @@ def _keep_top_p(args: ChooseArguments, held: int) -> int:
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _accumulate_masses(args: ChooseArguments, held: int, sharpness: float) -> int:
-    """The masses of the candidates, each with those before it; returns the last."""
+    """The cumulative masses of the candidates; returns the last."""
     values, largest, total = args.logits, fp64(args.logits), 0
     for i in range(held):
         total += _mass(largest - fp64(values + 8 * i), sharpness)
@@ -95,7 +95,7 @@ def _accumulate_masses(args: ChooseArguments, held: int, sharpness: float) -> in
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _mass(gap: float, sharpness: float) -> int:
-    """`sampling.masses` of one gap: every product and sum rounded by itself."""
+    """`sampling.masses` of one gap, with every product and sum rounded separately."""
     halvings = min(gap * sharpness, HALVINGS)
     steps = math.floor(halvings + 0.5)
     halvings -= steps
@@ -115,13 +115,13 @@ def fp64(e: Emitter, address: ir.Value) -> ir.Value:
 
 @vector_code(value=types.float64)
 def put_fp64(e: Emitter, address: ir.Value, value: ir.Value) -> None:
-    """Write an fp64 to an address."""
+    """Stores an fp64 at an address."""
     e.store(value, address)
 
 
 @vector_code
 def put_int64(e: Emitter, array: ir.Value, index: ir.Value, value: ir.Value) -> None:
-    """Write element `index` of int64 at an address."""
+    """Stores element `index` of an int64 array at an address."""
     e.store(value, e.at(array, e.b.mul(index, e.i64(8))))
 
 
@@ -133,19 +133,19 @@ def fp32(e: Emitter, address: ir.Value) -> ir.Value:
 
 @vector_code(result=types.float64)
 def fp64_of_bits(e: Emitter, bits: ir.Value) -> ir.Value:
-    """The fp64 that has these bits."""
+    """The fp64 with these bits."""
     return e.b.bitcast(bits, F64)
 
 
 @vector_code(result=types.int64, value=types.float64)
 def whole(e: Emitter, value: ir.Value) -> ir.Value:
-    """An fp64 cut to an integer, as int64."""
+    """An fp64 truncated to int64."""
     return e.b.fptosi(value, I64)
 
 
 @vector_code(result=types.boolean, limit=types.float64)
 def any_above(e: Emitter, address: ir.Value, limit: ir.Value) -> ir.Value:
-    """Whether one of 64 fp32 at an address is above an fp64 that is the value of an fp32."""
+    """Whether any of 64 fp32 at an address exceeds limit, an fp64 that an fp32 represents exactly."""
     bound = e.splat(e.b.fptrunc(limit, F32), 16)
     above = [
         e.b.fcmp_ordered(">", e.load(vec(F32, 16), address, 64 * part), bound) for part in range(_LANES // 16)

@@ -1,6 +1,6 @@
-"""The gated short convolution in compiled code: the twin of kernels/short_conv.py.
+"""The gated short convolution on the CPU, compiled; defined in kernels/short_conv.py.
 
-Positions and slots are read from memory, so that a list of kernels made once serves every token.
+Positions and slots are read from memory when the kernel runs, so that a compiled list of kernels serves every token.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.short_conv import ShortConvSpec
 
 _LEAST = 64
-"""Channels of a task, at least: 256 bytes of each row."""
+"""Channels per task, at least: 256 bytes of each row."""
 
 
 @dataclass
 class ShortConvArguments(Arguments):
-    """bcx, weight, state, out: fp32 at addresses. positions: int64, one a row. tables: int64, a row's slot first,
-    `table_stride` bytes a row. channels, taps, history: numbers; task_channels: of a task."""
+    """bcx, weight, state, out: fp32 at addresses. positions: int64, one per row.
+
+    tables: int64 rows, `table_stride` bytes apart, that begin with a row's slot. channels, taps, history: the
+    convolution's sizes. task_channels: channels per task.
+    """
 
     bcx: int
     weight: int
@@ -43,9 +46,9 @@ class ShortConvArguments(Arguments):
 def short_conv_launch(
     bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer, positions: Tensor, tables: Tensor, out: Tensor
 ) -> Launch:
-    """out [T, C] of bcx [T, 3C], fp32 and contiguous both; a task takes some channels of all rows, in order.
+    """out [T, C] of bcx [T, 3C], both fp32 and contiguous. A task takes a few channels of all rows, in order.
 
-    positions: int64 [T]. tables: int64 [T, ...], whose first column has the slots; both read when the kernel runs.
+    positions: int64 [T]. tables: int64 [T, ...], the slots in the first column. Both are read when the kernel runs.
     """
     assert bcx.is_contiguous() and out.is_contiguous() and spec.weight.is_contiguous()
     history = layer.parts[0]
@@ -70,7 +73,7 @@ def short_conv_launch(
 
 
 def short_conv(batch: ForwardBatch, bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer) -> Tensor:
-    """See kernels/short_conv.py: fp32 [T, C]."""
+    """The gated short convolution of bcx fp32 [T, 3C], as in kernels/short_conv.py: fp32 [T, C]."""
     slots = batch.slots_of(spec.cache_group).to(torch.int64).contiguous()
     if batch.phase == "prefill":
         slots = slots.repeat_interleave(torch.tensor(batch.query_lens))

@@ -12,7 +12,7 @@ from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
 
 def short_conv_kernel() -> bytes:
-    """A task is `task_channels` channels of all rows, one after the other: a row may read what the one before wrote."""
+    """A task is `task_channels` channels of all rows in order, as a row may read state that an earlier row wrote."""
 
     def short_conv_span(args: ShortConvArguments, task: int) -> None:
         first = task * args.task_channels
@@ -37,7 +37,7 @@ def short_conv_kernel() -> bytes:
 
 @vector_code
 def _multiply(e: Emitter, x: ir.Value, y: ir.Value, out: ir.Value, first: ir.Value, last: ir.Value) -> None:
-    """fp32 at address x times those at address y, elements first .. last - 1."""
+    """out = x * y, fp32 at addresses, elements first .. last - 1."""
 
     def multiply(i: ir.Value, lanes: int) -> None:
         at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)
@@ -58,7 +58,7 @@ def _clear(e: Emitter, out: ir.Value, first: ir.Value, last: ir.Value) -> None:
 def _add_product(
     e: Emitter, x: ir.Value, y: ir.Value, out: ir.Value, first: ir.Value, last: ir.Value
 ) -> None:
-    """Adds fp32 at address x times those at address y, elements first .. last - 1; both are rounded."""
+    """out += x * y, fp32 at addresses, elements first .. last - 1; product and sum are rounded separately."""
 
     def add(i: ir.Value, lanes: int) -> None:
         at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)

@@ -1,1 +1,1 @@
-"""Threads, compiled code and its store, stages of a step."""
+"""The thread team, compiled kernels and their store on disk, and stages of a compiled step."""

@@ -1,4 +1,4 @@
-"""The arguments of a kernel (arguments.py) as a numba type: an address whose fields are read and written by name."""
+"""The arguments of a kernel (arguments.py) as a numba type: an address with named fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {"q": (types.int64, I64), "f": (types.float32, F32), "d": (types.float6
 
 
 class ArgumentsType(types.Type):  # type: ignore[misc]
-    """Arguments of a class, by their address."""
+    """The address of arguments of one class."""
 
     def __init__(self, arguments: type[Arguments]) -> None:
         self.arguments = arguments
@@ -67,7 +67,7 @@ def _first(_context: Any, _builder: ir.IRBuilder, _signature: Any, values: Any) 
 
 
 def arguments_at(arguments: type[ArgumentsT]) -> Callable[[int], ArgumentsT]:
-    """What makes, within kernels, an address that of arguments of a class."""
+    """A function that, within kernels, casts an address to arguments of a class."""
 
     def cast(_typing: Any, address: Any) -> Any:  # noqa: ARG001 (numba reads the parameters of an intrinsic)
         return ArgumentsType(arguments)(types.int64), _first

@@ -1,7 +1,7 @@
-"""The arguments of a kernel: a dataclass that its launcher fills in and that its code reads by field names.
+"""The arguments of a kernel: a dataclass that its launcher fills in and whose fields its code reads by name.
 
-In memory a field takes 8 bytes, in order: an int64 (`int`, addresses too), an fp32 or fp64 in the first bytes, or for a
-field that is `Arguments` itself that one's fields. The compiled side is argument_types.py.
+In memory each field takes 8 bytes, in order: an int64 (`int`, also for addresses), or an fp32 or fp64 in the first
+bytes. A field that is `Arguments` itself is laid out inline. The compiled side is argument_types.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Fp64 = Annotated[float, "d"]
 
 
 class Field(NamedTuple):
-    """Where a field lies, in bytes, and what it is: "q", "f" or "d" as in `struct`, or a class of `Arguments`."""
+    """A field's offset in bytes, and its kind: "q", "f" or "d" as in `struct`, or a class of `Arguments`."""
 
     offset: int
     kind: Any
@@ -26,10 +26,10 @@ class Field(NamedTuple):
 
 @dataclass(eq=False)
 class Arguments:
-    """See the module docstring."""
+    """Base of all kernels' arguments; see the module docstring."""
 
     def to_bytes(self) -> bytes:
-        """The memory that a kernel reads."""
+        """The memory layout that a kernel reads."""
         kind: type = type(self)
         packer, names = _packer(kind)
         return packer.pack(*(value(self) for value in names))
@@ -37,7 +37,7 @@ class Arguments:
 
 @cache
 def _packer(arguments: type) -> tuple[struct.Struct, tuple[attrgetter[Any], ...]]:
-    """What packs the values of all fields, those of nested arguments in their places, and what reads these values."""
+    """The packer of all fields, nested ones inline, and the getters of their values."""
     leaves = list(_leaves(arguments, ""))
     formats = "".join("f4x" if kind == "f" else kind for _, kind in leaves)
     return struct.Struct(f"<{formats}"), tuple(attrgetter(name) for name, _ in leaves)
@@ -53,7 +53,7 @@ def _leaves(arguments: type, prefix: str) -> Iterator[tuple[str, str]]:
 
 @cache
 def fields_of(arguments: type) -> dict[str, Field]:
-    """The fields of a class of arguments by name."""
+    """The fields of a class of arguments, by name."""
     fields, offset = {}, 0
     for name, hint in get_type_hints(arguments, include_extras=True).items():
         kind = getattr(hint, "__metadata__", ("q",))[0]
@@ -65,7 +65,7 @@ def fields_of(arguments: type) -> dict[str, Field]:
 
 @cache
 def size_of(arguments: type) -> int:
-    """Bytes of a class of arguments."""
+    """The size of a class of arguments, in bytes."""
     size = 0
     for field in fields_of(arguments).values():
         size += 8 if isinstance(field.kind, str) else size_of(field.kind)

@@ -1,4 +1,4 @@
-"""What kernels need of threads: atomic int64 at addresses, calls through a kernel's address, giving the CPU away."""
+"""Atomics on int64 at addresses, calls of kernels by address, and yielding the CPU, for use in kernels."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _ORDER = "seq_cst"
 
 @vector_code(result=types.int64)
 def fetch_add(e: Emitter, address: ir.Value, value: ir.Value) -> ir.Value:
-    """Atomically add to the int64 at an address; returns what was there before."""
+    """Atomically adds to the int64 at an address; returns the previous value."""
     return e.b.atomic_rmw("add", e.b.inttoptr(address, I64.as_pointer()), value, _ORDER)
 
 
 @vector_code(result=types.int64)
 def atomic_load(e: Emitter, address: ir.Value) -> ir.Value:
-    """The int64 at an address."""
+    """Atomically loads the int64 at an address."""
     return e.b.load_atomic(e.b.inttoptr(address, I64.as_pointer()), _ORDER, 8)
 
 
 @vector_code
 def read_lines(e: Emitter, address: ir.Value, count: ir.Value) -> None:
-    """Read each cache line of `count` bytes at an address, as atomic loads, which LLVM does not leave out."""
+    """Reads each cache line of `count` bytes at an address, by atomic loads, which LLVM does not remove."""
     first = e.b.and_(address, e.i64(-64))
 
     def line(at: ir.Value) -> None:
@@ -36,26 +36,26 @@ def read_lines(e: Emitter, address: ir.Value, count: ir.Value) -> None:
 
 @vector_code
 def atomic_store(e: Emitter, address: ir.Value, value: ir.Value) -> None:
-    """Write the int64 at an address."""
+    """Atomically stores the int64 at an address."""
     e.b.store_atomic(value, e.b.inttoptr(address, I64.as_pointer()), _ORDER, 8)
 
 
 @vector_code
 def call_kernel(e: Emitter, kernel: ir.Value, arguments: ir.Value, task: ir.Value) -> None:
-    """Call the machine code at an address as `kernel(arguments, task)`."""
+    """Calls the machine code at an address as `kernel(arguments, task)`."""
     signature = ir.FunctionType(ir.VoidType(), [I64, I64])
     e.b.call(e.b.inttoptr(kernel, signature.as_pointer()), [arguments, task])
 
 
 @vector_code
 def nap(e: Emitter, microseconds: ir.Value) -> None:
-    """POSIX usleep: the CPU is free for about this long; a number below a million."""
+    """POSIX usleep: frees the CPU for about `microseconds`, below a million."""
     e.b.call(_c_function(e, "usleep", [I32]), [e.b.trunc(microseconds, I32)])
 
 
 @vector_code
 def yield_cpu(e: Emitter) -> None:
-    """POSIX sched_yield: another thread may run on this CPU."""
+    """POSIX sched_yield: lets another thread run on this CPU."""
     e.b.call(_c_function(e, "sched_yield", []), [])
 
 

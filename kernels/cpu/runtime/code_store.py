@@ -1,14 +1,14 @@
-"""Where compiled kernels are kept between processes: a file for each, in a folder for this processor.
+"""The store of compiled kernels between processes: one file per kernel, in a folder for this processor.
 
-A file is a digest and what it holds. The digest is keyed with a secret of the user (HMAC), and is of the content, its
-name, the sources that kernels are made from, and the versions of Python, numba and llvmlite. So a file that is damaged,
-cut short, written by another user or left by another version does not match: it counts as none, and is written anew.
-Files are written beside and renamed, so any number of processes may share a folder.
+A file is a digest and its content. The digest is an HMAC with a secret of the user, over the content, its name, the
+sources that kernels are generated from, and the versions of Python, numba and llvmlite. A file that is damaged,
+truncated, written by another user or by another version does not match; it is ignored and replaced. Files are written
+under a temporary name and renamed, so any number of processes may share a folder.
 
 The folder is in ~/.cache/quengine (XDG_CACHE_HOME), or in NUMBA_CACHE_DIR; never beside this package, where an
-uninstallation would leave it, as a package without contents. Its name follows from the user, the processor, numba's
-settings and where this package is installed: versions in several places do not replace each other's files.
-It is the user's alone (private_folder.py), and holds the secret; one that belongs to another user is not used.
+uninstallation would leave it behind as an empty package. Its name is a hash of the user, the processor, numba's
+settings and this package's path, so that installations in several places do not replace each other's files. The folder
+is private to the user (private_folder.py) and holds the secret; a folder owned by another user is not used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quengine.kernels.private_folder import ForeignFolderError, check_owner, fol
 
 _log = logging.getLogger(__name__)
 _DIGEST_BYTES = 32
-# Of kernels/, what code generators read besides the modules of this package.
+# Modules of kernels/ outside this package that code generators read.
 _OTHER_SOURCES = tuple(
     f"{name}.py"
     for name in (
@@ -49,9 +49,9 @@ _NO_MATTER = ("NUMBA_CACHE_DIR", "NUMBA_NUM_THREADS", "NUMBA_THREADING_LAYER")
 
 @dataclass(frozen=True)
 class CodeStore:
-    """Contents by name in folders, of which the first that can be written gets new ones.
+    """Contents by name in folders; new ones go to the first folder that is writable.
 
-    version: what the contents follow from besides their names.
+    version: what contents depend on besides their names.
     """
 
     folders: Sequence[Path]
@@ -59,7 +59,7 @@ class CodeStore:
     _keys: dict[Path, bytes] = field(default_factory=dict, repr=False, compare=False)
 
     def read(self, name: str) -> bytes | None:
-        """What was kept under this name, by this version, or None."""
+        """The content stored under this name by this version, or None."""
         for folder in self.folders:
             key = self._key(folder)
             if key is None:
@@ -72,15 +72,15 @@ class CodeStore:
         return None
 
     def has_file(self, name: str) -> bool:
-        """Whether something is kept under this name, of whichever version."""
+        """Whether a file is stored under this name, by whichever version."""
         return any((folder / name).is_file() for folder in self.folders)
 
     def has_folder(self) -> bool:
-        """Whether one of the folders is there: whoever has compiled a kernel and kept it has made one."""
+        """Whether one of the folders exists, that is, whether a kernel has been compiled and stored."""
         return any(folder.is_dir() for folder in self.folders)
 
     def write(self, name: str, content: bytes) -> None:
-        """Keep content under this name; where no folder can be written, say so once."""
+        """Stores content under this name; warns once if no folder is writable."""
         for folder in self.folders:
             with contextlib.suppress(OSError):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ class CodeStore:
         )
 
     def _key(self, folder: Path, make: bool = False) -> bytes | None:
-        """This user's secret in a folder, or None where nothing in the folder may be used, or nothing is there."""
+        """This user's secret in a folder; None if the folder may not be used or has none."""
         key = self._keys.get(folder)
         if key is None:
             try:
@@ -139,12 +139,12 @@ def _say_foreign(folder: Path, problem: str) -> None:
 
 @cache
 def code_store() -> CodeStore:
-    """The store of this process."""
+    """The code store of this process."""
     return CodeStore(_folders(_machine()), _version())
 
 
 def _folders(name: str) -> list[Path]:
-    """Folders of this name: in the place that the user chose, unless it is another user's there; else in our own."""
+    """Folders of this name: in NUMBA_CACHE_DIR if set, and in the user's cache if not set or another user's there."""
     own = user_cache()
     caches = [] if own is None else [own / name]
     chosen = os.environ.get("NUMBA_CACHE_DIR")
@@ -155,24 +155,23 @@ def _folders(name: str) -> list[Path]:
         check_owner(folder)
     except ForeignFolderError:
         return [folder, *caches]
-    except OSError:  # not there yet
+    except OSError:  # does not exist yet
         pass
     return [folder]
 
 
 def _machine() -> str:
-    """A folder's name for the user, the processor, what numba is told about it or about optimization, and the package's
-    place."""
+    """A folder name for the user, the processor, numba's target and optimization settings, and the package's path."""
     from llvmlite import binding
 
     features = ""
-    with contextlib.suppress(RuntimeError):  # LLVM cannot tell
+    with contextlib.suppress(RuntimeError):  # the host has no feature query in LLVM
         features = binding.get_host_cpu_features().flatten()
     cpu = binding.get_host_cpu_name()
     settings = sorted(
         item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in _NO_MATTER
     )
-    config = Path(".numba_config.yaml")  # numba reads it where it is started
+    config = Path(".numba_config.yaml")  # numba reads it from the working directory
     package = str(Path(__file__).parents[2])
     facts = (os.geteuid(), cpu, features, settings, config.read_bytes() if config.is_file() else b"", package)
     return f"kernels-{cpu}-{sha256(repr(facts).encode()).hexdigest()[:16]}"
@@ -185,7 +184,7 @@ def _version() -> str:
 
 @cache
 def source_stamp() -> str:
-    """Names this version of the modules that kernels are made from."""
+    """A digest of the modules that kernels are generated from."""
     folder = Path(__file__).parents[1]
     digest = sha256()
     for path in (*(folder.parent / name for name in _OTHER_SOURCES), *sorted(folder.rglob("*.py"))):

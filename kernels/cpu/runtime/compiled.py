@@ -1,8 +1,7 @@
-"""Compilation of the CPU kernels by numba, into object code.
+"""Compiles the CPU kernels with numba, to object code.
 
-A kernel is a function `kernel(arguments, task)`: the address of its arguments (arguments.py), and which part of the
-work to do. As all kernels have this one signature, the thread team (threads.py) is compiled once, and a
-step can be a list of kernels.
+A kernel is a function `kernel(arguments, task)`: the address of its arguments (arguments.py), and the index of a task.
+As all kernels have this signature, the thread team (threads.py) is compiled once, and a step can be a list of kernels.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from quengine.kernels.cpu.runtime.machine_code import ENTRY
 
 
 def compile_kernel(function: Callable[..., None], arguments: type[Arguments]) -> bytes:
-    """A kernel as object code: function(arguments, task), whose arguments are at an address."""
+    """Compiles function(arguments, task), whose arguments are at an address: object code."""
     code: bytes = _object_code(_lowered(function, types.void, (ArgumentsType(arguments), types.int64)))
     return code
 
 
 def compile_function(function: Callable[..., Any], result: Any, parameters: int) -> bytes:
-    """A function of int64 parameters as object code, whose symbol ENTRY has C's calling convention.
+    """Compiles a function of int64 parameters to object code, whose symbol ENTRY has C's calling convention.
 
-    result: a numba type. The code refers to nothing of Python or numba, so any process of this machine can link it.
+    result: a numba type. The code references neither Python nor numba, so any process of this machine can link it.
     """
     code: bytes = _object_code(_lowered(function, result, (types.int64,) * parameters))
     return code
@@ -38,9 +37,9 @@ def compile_function(function: Callable[..., Any], result: Any, parameters: int)
 
 @global_compiler_lock
 def _lowered(function: Callable[..., Any], result: Any, parameters: tuple[Any, ...]) -> Any:
-    """The code library of a function, with its entry, before optimization."""
+    """The numba code library of a function and its entry, before optimization."""
     flags = Flags()
-    # numba's own entries report exceptions to Python; ours is all that is wanted.
+    # numba's own wrappers report exceptions to Python; only ENTRY is needed.
     flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = True
     compiled = compile_extra(
         cpu_target.typing_context,
@@ -56,7 +55,7 @@ def _lowered(function: Callable[..., Any], result: Any, parameters: tuple[Any, .
 
 
 def _add_entry(library: Any, function: Any) -> None:
-    """ENTRY, which calls the function as numba calls them. No kernel raises; if one did, the process would end."""
+    """Adds ENTRY, which calls the function by numba's convention. Kernels do not raise; one that did would trap."""
     context = cpu_target.target_context
     module = library.create_ir_module("entry")
     convention = context.call_conv
@@ -82,7 +81,7 @@ def _add_entry(library: Any, function: Any) -> None:
 
 @global_compiler_lock
 def _object_code(library: Any) -> bytes:
-    library.enable_object_caching()  # numba's term for: let me have the object file
+    library.enable_object_caching()  # numba's name for keeping the object file
     library.finalize()
     code: bytes = library._get_compiled_object()
     return code

@@ -1,7 +1,7 @@
-"""The kernels by name: each returns, for a variant, the address of one, loaded from disk or compiled on first use.
+"""The kernels by name: each function returns the address of a variant, loaded from disk or compiled on first use.
 
-What a kernel computes, and its variants, stand with the function of the same name in the module that it is compiled
-from. Those modules, and numba with them, are imported only when a kernel has to be compiled.
+What a kernel computes, and its variants, are documented at the function of the same name in the module that compiles
+it. Those modules, and numba with them, are imported only to compile.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _log = logging.getLogger(__name__)
 
 
 KernelName = tuple[str | bool, ...]
-"""Module and function that compile a kernel, and its variant."""
+"""The module and function that compile a kernel, and its variant."""
 
 watcher: Callable[[bool], None] | None = None
-"""Called with True before a kernel is compiled here, and with False behind it."""
+"""Called with True before a kernel is compiled, and with False afterwards."""
 
 _named: ContextVar[list[KernelName] | None] = ContextVar("named", default=None)
 
 
 @contextmanager
 def only_named() -> Iterator[list[KernelName]]:
-    """Within it, in this thread, kernels that are asked for are noted here, and neither loaded nor compiled."""
+    """Within this context, in this thread, requested kernels are listed here instead of loaded or compiled."""
     names: list[KernelName] = []
     token = _named.set(names)
     try:
@@ -42,7 +42,7 @@ def only_named() -> Iterator[list[KernelName]]:
 
 
 def file_name(name: KernelName) -> str:
-    """What a kernel is kept under."""
+    """The file name that a kernel is stored under."""
     return "-".join(map(str, name))
 
 
@@ -78,14 +78,14 @@ def _watched() -> Iterator[None]:
 
 @cache
 def say_once() -> None:
-    """The first kernel of many has to be compiled: tell whoever waits."""
+    """Logs, once, that kernels have to be compiled, so that the user knows what the start waits for."""
     _log.warning(
         "compiling kernels for this processor and the model's types, once; later runs find them on disk"
     )
 
 
 def _compiled_by(module: str, function: str) -> Callable[..., int]:
-    """`kernel` of one function: called with the variant, it returns the address."""
+    """`kernel` of one function: called with a variant, it returns the address, or within `only_named` 0."""
 
     def of_variant(*variant: str | bool) -> int:
         if (names := _named.get()) is not None:

@@ -1,4 +1,4 @@
-"""Object code in memory: its bytes become a function at an address. LLVM's linker does it, without numba."""
+"""Links object code in memory: its bytes become a function at an address, by LLVM's linker, without numba."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from itertools import count
 from typing import Any
 
 ENTRY = "kernel"
-"""The symbol of an object file that is its function."""
+"""The symbol of an object file's function."""
 
 _numbers = count()
 
 
 def link(code: bytes) -> int:
-    """The address of ENTRY in an object file, valid until the process ends.
+    """The address of ENTRY in an object file, valid for the process's lifetime.
 
-    Raises RuntimeError when it is no object file for this machine, or refers to something that this process lacks.
+    Raises RuntimeError for an object file of another machine, a damaged one, or one with unresolved symbols.
     """
     from llvmlite.binding.orcjit import JITLibraryBuilder
 
     library = JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol(ENTRY)
     linked = library.link(_linker(), f"kernel {next(_numbers)}")
     address = int(linked[ENTRY])
-    linked.detach()  # it is never unloaded: threads of the team may be in it to the very end
+    linked.detach()  # never unloaded: the team's threads may run in it until the process ends
     return address
 
 
@@ -33,4 +33,4 @@ def _linker() -> Any:
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    return create_lljit_compiler(suppress_errors=True)  # they are raised as well
+    return create_lljit_compiler(suppress_errors=True)  # errors are raised as well

@@ -1,8 +1,8 @@
-"""Stages: kernels joined so that the threads meet once where they would meet several times.
+"""Stages: kernels fused so that the threads synchronise once instead of several times.
 
-A task of a stage runs several kernels one after another (a matvec, then the residual of the rows it has made). What
-needs all tasks of the stage, and is too little to share among threads (a norm, the rounding of a row), is run by the
-thread that happens to finish the last task: a later stage finds it done.
+A task of a stage runs several kernels one after another (a matvec, then the residual of the rows that it computed).
+Work that needs all tasks of the stage and is too small to split (a norm, the quantization of a row) is run by the
+thread that finishes the last task, before the next stage starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LINE = 8  # int64 in a cache line
 
 @dataclass
 class ChainEntry(Arguments):
-    """A kernel of a chain: its code, the address of its arguments, its tasks."""
+    """A kernel of a chain: its code, the address of its arguments, its number of tasks."""
 
     kernel: int
     arguments: int
@@ -29,9 +29,10 @@ class ChainEntry(Arguments):
 
 @dataclass
 class ChainArguments(Arguments):
-    """counter: address of the number of finished tasks, with how many there are 64 bytes on.
+    """counter: address of the count of finished tasks; the stage's number of tasks is 64 bytes after it.
 
-    entries: address of a `ChainEntry` for each of `parts` kernels of a task, and of `finals` after the last task.
+    entries: address of a `ChainEntry` for each of `parts` kernels of a task, then of `finals` kernels after the last
+    task.
     """
 
     counter: int
@@ -42,7 +43,7 @@ class ChainArguments(Arguments):
 
 @dataclass
 class Stage:
-    """What threads do between two meetings.
+    """The work between two synchronisations of the threads.
 
     parts   independent of each other. A part is kernels with equal numbers of tasks: task i of the first, then task i
             of the second, and so on, on one thread
@@ -51,16 +52,16 @@ class Stage:
 
     parts: list[list[Launch]] = field(default_factory=list)
     finals: list[Launch] = field(default_factory=list)
-    # The counter of finished tasks, and how many there are, on cache lines of their own.
+    # The count of finished tasks, and the number of tasks, on separate cache lines.
     _shared: array[int] = field(default_factory=lambda: array("q", bytes(8 * 3 * _LINE)))
 
     def launches(self) -> list[Launch]:
-        """The stage for `run`, one launch a part; the first waits for what comes before."""
+        """The stage for `run`, one launch per part; the first waits for earlier launches."""
         self.set_tasks(sum(part[0].tasks for part in self.parts))
         return [self._launch(part, i == 0) for i, part in enumerate(self.parts)]
 
     def set_tasks(self, tasks: int) -> None:
-        """From the next run on, all parts together have this many tasks."""
+        """Sets the number of tasks of all parts together, from the next run on."""
         self._shared[_LINE] = tasks
 
     def _launch(self, part: Sequence[Launch], first: bool) -> Launch:

@@ -1,4 +1,4 @@
-"""The kernel that runs others one after another (stage.py)."""
+"""The kernel that chains others (stage.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quengine.kernels.cpu.runtime.stage import ChainArguments, ChainEntry
 
 
 def chain_kernel() -> bytes:
-    """Task i: task i of each of some kernels; the last task to finish runs other kernels as a whole."""
+    """Task i: task i of each of the chained kernels; the last task to finish also runs the final kernels."""
     entry_at, entry_bytes = arguments_at(ChainEntry), size_of(ChainEntry)
 
     def chain(args: ChainArguments, task: int) -> None:

@@ -1,7 +1,7 @@
 """The processor that kernels are compiled for, as LLVM names it.
 
-numba decides it, from the machine and from NUMBA_CPU_NAME and NUMBA_CPU_FEATURES; its answer is kept with the kernels,
-so that it is asked, and imported, only once.
+numba determines it from the machine, NUMBA_CPU_NAME and NUMBA_CPU_FEATURES; the answer is stored with the kernels, so
+that numba need not be imported for it again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quengine.kernels.cpu.runtime.code_store import code_store
 
 
 class Target(NamedTuple):
-    """features: "+avx2,-sse4a,...", all that LLVM knows of, or those that the user named."""
+    """features: "+avx2,-sse4a,...", all features that LLVM lists, or those that the user set."""
 
     triple: str
     cpu: str
@@ -23,7 +23,7 @@ class Target(NamedTuple):
 
 @cache
 def host_target() -> Target:
-    """What kernels are compiled for in this process."""
+    """The target of this process's kernels."""
     kept = code_store().read("target")
     if kept is not None:
         return Target(*kept.decode().split("\n"))

@@ -1,4 +1,4 @@
-"""What the threads of the team do (threads.py): publish a list of kernels, watch for one, work on it, wait."""
+"""The compiled loops of the thread team (threads.py): publish a list of kernels, watch for one, work on it, wait."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ from quengine.kernels.cpu.runtime.threads import (
     TABLE,
 )
 
-_YIELD_AFTER = (
-    2_000  # turns of a waiting loop, microseconds, before each further turn offers the CPU to others
-)
-# Turns after which a thread that waits for a task sleeps: the owner was taken off its CPU, maybe to run the waiting
-# one. A scheduler need not take an offer to yield as a reason to run the other; on a busy machine a token took 3 times
-# as long.
+_YIELD_AFTER = 2_000  # turns of a wait loop, microseconds in all, after which every turn yields the CPU
+# Turns after which a thread that waits for a task sleeps: the task's owner was descheduled, maybe in favour of the
+# waiting thread. A scheduler may ignore sched_yield; without the sleep a token took 3 times as long on a busy machine.
 _NAP_AFTER, _NAP_MICROSECONDS = _YIELD_AFTER + 50, 50
-# Turns of the watching loop before a thread sleeps: some 2 ms, most of it offered. Between two tokens Python takes 0.4.
+# Turns of the watch loop before a thread sleeps: some 2 ms, mostly yielding. Between two tokens Python takes 0.4 ms.
 _WATCH = 10_000
 
 
@@ -46,7 +43,7 @@ def watch_function() -> bytes:
 
 
 def lead(state: int, number: int, table: int, length: int, counters: int) -> None:
-    """Publish a list, work on it, and return when it is finished and no thread reads it any more."""
+    """Publishes a list, works on it, and returns when it is finished and no thread reads it any more."""
     atomic_store(state + TABLE, table)
     atomic_store(state + LENGTH, length)
     atomic_store(state + COUNTERS, counters)
@@ -62,7 +59,7 @@ def lead(state: int, number: int, table: int, length: int, counters: int) -> Non
 
 
 def watch(state: int, seen: int) -> int:
-    """Join every list published after number `seen`; return the last one's number when none comes for a while."""
+    """Joins every list published after number `seen`; returns the last one's number when none comes for a while."""
     turns = 0
     while turns < _WATCH and atomic_load(state + DISMISSED) == 0:
         turns += 1
@@ -70,7 +67,7 @@ def watch(state: int, seen: int) -> int:
             yield_cpu()
         number = atomic_load(state + OPEN)
         if number > seen:
-            # The leader closes the list and then waits for those inside: whoever enters looks again.
+            # The leader closes the list and then waits for the threads inside, so a thread that enters checks again.
             fetch_add(state + INSIDE, 1)
             if atomic_load(state + OPEN) == number:
                 _work(atomic_load(state + TABLE), atomic_load(state + LENGTH), atomic_load(state + COUNTERS))

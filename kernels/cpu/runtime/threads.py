@@ -1,10 +1,10 @@
 """The thread team of the CPU backend: runs lists of kernels, each split into tasks that threads take in turn.
 
-The calling thread works too, and waits only for tasks that another thread has already taken. So a thread that the
-machine slows down or does not start holds nothing up. A task writes its own results only: what is computed does not
-depend on who computes it, nor on how many threads there are.
+The calling thread works too, and waits only for tasks that another thread has already taken, so a thread that is slow
+or not scheduled holds nothing up. A task writes only its own results, which do not depend on the thread that computes
+them or on the number of threads.
 
-Between lists the other threads watch for the next one for a fraction of a millisecond, then sleep.
+Between lists the other threads watch for the next one for about two milliseconds, then sleep.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from quengine.errors import EngineError
 from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import lead_function, watch_function
 
-# The team's state, int64, each on its own cache line: which list is open (0: none), its table, its length, its
-# counters; how many threads are at work on it; whether the team is dismissed.
+# The team's state, int64, each on its own cache line: number of the open list (0: none), its table, its length, its
+# counters; the number of threads working on it; whether the team is dismissed.
 OPEN, TABLE, LENGTH, COUNTERS, INSIDE, DISMISSED = (64 * i for i in range(6))
-# A launch in the table: kernel, where its arguments lie in the table (bytes), tasks, after_previous. Its counters:
+# A launch in the table: kernel, offset of its arguments in the table (bytes), tasks, after_previous. Its counters:
 # tasks taken and tasks done, a cache line each.
 LAUNCH_BYTES, COUNTER_BYTES = 32, 128
 
@@ -34,8 +34,8 @@ LAUNCH_BYTES, COUNTER_BYTES = 32, 128
 class Launch(NamedTuple):
     """One kernel over `tasks` tasks.
 
-    after_previous  it reads what earlier launches of the list write, so it starts when those have finished
-    keep            the tensors that the arguments point into
+    after_previous  it reads what earlier launches of the list write, so it starts when they have finished
+    keep            objects kept alive: the tensors that the arguments point into
     """
 
     kernel: int
@@ -47,7 +47,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class _Team:
-    """Threads beside the calling one."""
+    """A team of `threads` threads, the calling one included."""
 
     threads: int
     state: array[int] = field(default_factory=lambda: array("q", bytes(512)))
@@ -59,7 +59,7 @@ class _Team:
 
     def __post_init__(self) -> None:
         self.address = self.state.buffer_info()[0]
-        # Called so, a function frees the interpreter while it runs.
+        # CFUNCTYPE releases the GIL during the call.
         self.lead = CFUNCTYPE(None, *[c_int64] * 5)(lead_function())
         self.watch = CFUNCTYPE(c_int64, c_int64, c_int64)(watch_function())
         for i in range(self.threads - 1):
@@ -74,7 +74,7 @@ class _Team:
                 self.bell.acquire()
 
     def goes_to_sleep(self, known: int) -> bool:
-        """Whether a thread may wait for the bell: not when a list was announced while it stopped watching."""
+        """Whether a thread may wait for the bell: not if a list was announced after it stopped watching."""
         with self.asleep_lock:
             if self.lists > known:
                 return False
@@ -82,7 +82,7 @@ class _Team:
             return True
 
     def announce(self) -> int:
-        """Ring for who sleeps, and keep awake who is about to: a list is going to be open, whose number is returned."""
+        """Wakes sleeping threads and keeps others awake for a list about to open; returns its number."""
         with self.asleep_lock:
             self.lists += 1
             if self.asleep:
@@ -100,14 +100,14 @@ _team_lock = Lock()
 
 
 def max_threads() -> int:
-    """The most threads that `set_threads` accepts: the CPUs that this process may use."""
+    """The most threads that `set_threads` accepts: the CPUs available to this process."""
     if hasattr(os, "sched_getaffinity"):  # Linux; elsewhere all CPUs
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def set_threads(threads: int) -> None:
-    """Use this many threads in the CPU kernels and in torch. Raises EngineError outside 1 .. max_threads()."""
+    """Sets the threads of the CPU kernels and of torch. Raises EngineError outside 1 .. max_threads()."""
     global _team
     if not 1 <= threads <= max_threads():
         raise EngineError(f"{threads} threads asked for; this machine allows 1 to {max_threads()}")
@@ -120,7 +120,7 @@ def set_threads(threads: int) -> None:
 
 
 def get_threads() -> int:
-    """Threads in use: all that the process may use, until `set_threads` is called."""
+    """The number of threads in use: `max_threads()` until `set_threads` is called."""
     return _the_team().threads
 
 
@@ -132,12 +132,12 @@ def _the_team() -> _Team:
 
 
 def run(launches: Sequence[Launch]) -> None:
-    """Run kernels in order and return when all have finished. The interpreter is free meanwhile."""
+    """Runs kernels in order and returns when all have finished, without the GIL."""
     Program(launches).run()
 
 
 class Program:
-    """A list of kernels in the form that the team reads: made once, run any number of times."""
+    """A list of kernels in the team's format: made once, run any number of times."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
         table, arguments = array("q"), array("q")
@@ -146,17 +146,17 @@ class Program:
             table.extend((launch.kernel, offset, launch.tasks, launch.after_previous))
             arguments.frombytes(launch.arguments.to_bytes())
         table.extend(arguments)
-        self._launches = tuple(launches)  # holds the tensors
+        self._launches = tuple(launches)  # keeps the tensors alive
         self._table = table
         self._counters = array("q", bytes(COUNTER_BYTES * len(launches)))
         self._lock = Lock()
 
     def set_tasks(self, launch: int, tasks: int) -> None:
-        """From the next run on, launch number `launch` has this many tasks."""
+        """Sets the number of tasks of launch number `launch`, from the next run on."""
         self._table[launch * LAUNCH_BYTES // 8 + 2] = tasks
 
     def run(self) -> None:
-        """Run the kernels in order and return when all have finished. The interpreter is free meanwhile."""
+        """Runs the kernels in order and returns when all have finished, without the GIL."""
         team = _the_team()
         table, counters = self._table.buffer_info()[0], self._counters.buffer_info()[0]
         with self._lock, team.lock:

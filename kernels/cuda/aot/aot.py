@@ -2,9 +2,9 @@
 
     python -m quengine.kernels.cuda.aot [--arch 80 89 90] [--only TEXT] [--jobs N] [--list]
 
-Exit status 1 if a variant does not compile, if one that decode runs spills registers, if one needs more shared memory
-than the GPU gives a block, or if a PDL consumer touches too much, or no weights, before it waits. Results are kept in
-Triton's cache, by source: a second run is quick.
+Exit status 1 if a variant does not compile, if one used in decode spills registers, if one needs more shared memory
+than the GPU gives a block, or if a PDL consumer accesses memory that its producer may write, or reads no weights,
+before it waits. Results are kept in Triton's cache, by source: a second run is quick.
 """
 
 import argparse
@@ -39,16 +39,17 @@ UNWRITTEN = frozenset(
     *(f"rotation.{field}" for field in RotationPointers._fields),
     *(f"cache.{field}" for field in CachePointers._fields),
 }
-"""Pointers that no PDL producer writes through: weights and tables, and what an earlier step has written (its position,
-its rows of the cache), or a launch that had ended when the producer let its consumers begin (`known_*`, see
-moe/experts.py). A kernel may read these before it waits."""
+"""Pointers that no PDL producer writes through: weights and tables; what an earlier step has written (its
+position, its cache rows); and what a launch wrote that had ended when the producer let its consumers start
+(`known_*`, see moe/experts.py). A kernel may read these before it waits.
+"""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel to compile: launch number `launch` of case number `case`, for GPUs that take the same PTX.
+    """A kernel to compile: launch number `launch` of case number `case`, for GPUs that share its PTX.
 
-    `decode`: some case that decode runs has the same launch.
+    `decode`: whether the same launch occurs in a case of decode.
     """
 
     case: int
@@ -59,7 +60,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of a variant; stack: bytes of spilled registers a thread."""
+    """The compiler's result for a variant; stack: bytes of spilled registers per thread."""
 
     case: str
     kernel: str
@@ -74,13 +75,13 @@ class Report:
 
 @cache
 def launches(case: int, arch: int) -> list[Launch]:
-    """What a case launches on such a GPU."""
+    """The launches of a case on a GPU of compute capability `arch`."""
     with backend_for(arch) as backend:
         return record(partial(cases()[case].call, backend))
 
 
 def variants(archs: Sequence[int], only: str = "") -> list[Variant]:
-    """Every different launch of the cases whose name holds `only`, once for all GPUs that take the same PTX."""
+    """The distinct launches of the cases whose name contains `only`, one for all GPUs that share its PTX."""
     chosen: dict[str, Variant] = {}
     for number, case in enumerate(cases()):
         for arch in archs:
@@ -95,18 +96,18 @@ def variants(archs: Sequence[int], only: str = "") -> list[Variant]:
 
 
 def compile_variant(variant: Variant) -> list[Report]:
-    """Compile one variant for each of its GPUs; a failure is a line of the report."""
+    """Compiles a variant for each of its GPUs; a failure is reported, not raised."""
     return [_compile_for(variant, arch) for arch in variant.archs]
 
 
 def _compile_for(variant: Variant, arch: int) -> Report:
     began = time.perf_counter()
-    # Numbered as at the first of its GPUs, whose launch is the same.
+    # Launches are numbered as for the first of these GPUs; the others have the same launch.
     launch = launches(variant.case, variant.archs[0])[variant.launch]
     report = partial(Report, cases()[variant.case].name, launch.name, arch, variant.decode)
     try:
         made = compile_launch(launch, arch)
-    except Exception as error:  # the compiler's errors have no common class
+    except Exception as error:  # the compiler's errors have no common base class
         last = (str(error).strip().splitlines() or [""])[-1]
         return report(failure=f"{type(error).__name__}: {last}")
     failures = ["spills"] if made.stack and variant.decode else []
@@ -118,14 +119,14 @@ def _compile_for(variant: Variant, arch: int) -> Report:
 
 
 def overlap_faults(launch: Launch, early: Early) -> list[str]:
-    """What is wrong with a PDL consumer."""
+    """What a PDL consumer does wrong before it waits."""
     if not early.waits:
         return ["does not wait for the kernel in front"]
     pointers = launch.pointers
     read, written = (
         {pointers[at] for at in touched if at in pointers} for touched in (early.reads, early.writes)
     )
-    # Of a grouped matmul, which experts there are is known before the launch in front begins, or else not at all.
+    # A grouped matmul learns which experts have rows before the launch in front begins, or only after its wait.
     known_early = launch.arguments.get("EARLY")
     known = UNWRITTEN | {"of_block_ptr"} if known_early else UNWRITTEN
     found = [f"writes {name} before it waits" for name in sorted(written)]

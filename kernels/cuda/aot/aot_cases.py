@@ -1,6 +1,6 @@
-"""What is compiled ahead of time: the launches of the CUDA backend's operations, on weights without contents.
+"""The cases of ahead-of-time compilation: the launches of the CUDA backend's operations, on weights without data.
 
-The backend itself is called, so that what is compiled is what a model launches.
+The cases call the backend itself, so what is compiled is what a model launches.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,22 +33,22 @@ from quengine.kernels.short_conv import ShortConvSpec
 ARCHS = (80, 89, 90)
 CONTEXT = 4096
 PREFILL_ROWS, ODD_ROWS, LONG_CHUNK = 512, 130, 2048
-"""Rows of prompts. Triton compiles numbers of rows that are no multiple of 16 apart."""
+"""Rows of prompts. Triton specializes on multiples of 16, so one is not."""
 
 FEW_ROWS = (2, 16, 32, 64, 128)
 """One number of rows for each width of the matrix instruction."""
 
 BATCH = 8
-"""Sequences of a batched decode step: more than the q-dot takes, whose attention gives rounded rows."""
+"""Sequences of a batched decode step: too many for q-dot, so attention stores quantized activations."""
 EPS = 1e-5
 
 TABLE_GPU = {90: "NVIDIA H200"}
-"""Whose measured launch geometry is compiled for an architecture; the others take the defaults."""
+"""The GPU whose measured launch geometry is compiled for an architecture; other architectures use the defaults."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Calls of the backend: name for the report, whether decode runs them, the GPUs they are compiled for."""
+    """Calls of the backend: name for the report, whether decode runs them, the architectures to compile for."""
 
     name: str
     decode: bool
@@ -127,22 +127,23 @@ NETS = {
 """Key heads, value heads and elements of a head of gated delta nets."""
 
 COMMON_TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
-"""The types compiled for every GPU. The others leave out sm_89, whose instructions and registers are sm_80's."""
+"""Types that are compiled for every GPU. The others skip sm_89, which has the instructions and registers of sm_80."""
 
 ALL_TYPES_WIDTH, _WIDE = 1024, 4096
-"""Width and depth of the matrices that stand for all types: as many chunks as there is reading ahead for, and as many
-as make two groups of warps worth their while."""
+"""Width and depth of the matrices that stand for all types: enough chunks to fill the prefetch depth, and
+enough for two warp groups.
+"""
 
 
 @contextmanager
 def backend_for(arch: int) -> Iterator[MetaBackend]:
-    """The backend as it is on such a GPU."""
+    """The backend as on a GPU of that architecture."""
     with assuming(Gpu(TABLE_GPU.get(arch, ""), (arch // 10, arch % 10))):
         yield MetaBackend(META)
 
 
 def cases() -> list[Case]:
-    """All cases, those that take longest first."""
+    """All cases, the slowest to compile first."""
     return [
         *_model_cases(), *_gated_delta_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(),
         *_width_cases(), *_sampling_cases(),
@@ -155,8 +156,9 @@ def _rank_steps() -> list[ForwardBatch]:
 
 
 def _model_cases() -> Iterator[Case]:
-    """A Q4_K_M model of 7B: both kinds of its layers, and all numbers of rows; one with biases; one whose width the
-    matrix units of Hopper do not take."""
+    """A Q4_K_M model of 7B, both kinds of its layers, for all numbers of rows; one with biases; one whose
+    width Hopper's matrix units do not support.
+    """
     for name in ("Q4_K", "Q6_K"):
         layer = partial(_layer, "Q4_K", name, name, 4096, 14336, MISTRAL)
         for rows in (1, *FEW_ROWS):
@@ -184,7 +186,7 @@ def _model_cases() -> Iterator[Case]:
 
 
 def _block_cases() -> Iterator[Case]:
-    """Blocks with norms behind them, with and without norms in front; projections with a bias or row scales."""
+    """Blocks with post-norms, with and without pre-norms; projections with a bias or row scales."""
     for rows in (1, 16, 64, ODD_ROWS):
         call = partial(_blocks, "Q4_K", "Q6_K", 2560, 10240, _step(rows))
         yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
@@ -244,7 +246,7 @@ def _attention_cases() -> Iterator[Case]:
             if not can_store(cache_type, heads.head_dim):
                 continue
             case = f"attention {name} {cache_type}"
-            for rows in (1, 32, LONG_CHUNK):  # the token of a prompt of one waits for its position
+            for rows in (1, 32, LONG_CHUNK):  # a single-token prompt waits before it reads its position
                 call = partial(_attention, heads, cache_type, _prefill(rows))
                 yield Case(f"{case}, prompt of {rows}", rows == 1, archs, call)
             call = partial(_product_attention, heads, cache_type, _prefill(LONG_CHUNK))
@@ -253,16 +255,17 @@ def _attention_cases() -> Iterator[Case]:
                 call = partial(_attention, heads, cache_type, _decode(rows))
                 yield Case(f"{case}, decode of {rows}", True, archs, call)
             if name in _EVERYWHERE:
-                # Rows of one sequence, as drafts have them: written by a launch of its own, read by one that waits.
+                # Rows of one sequence, as in speculative verification: one launch writes their keys, the next waits
+                # for it.
                 call = partial(_attention, heads, cache_type, _decode(BATCH, shares_sequences=True))
                 yield Case(f"{case}, rows of one sequence", True, (90,), call)
-    with_sinks = Heads(32, 8, 128, window=1024, sinks=True)  # of a head size that Hopper's kernel takes
+    with_sinks = Heads(32, 8, 128, window=1024, sinks=True)  # of a head size that Hopper's kernel supports
     call = partial(_attention, with_sinks, "f16", _prefill(LONG_CHUNK))
     yield Case(f"attention 32/8x128, sinks, window f16, prompt of {LONG_CHUNK}", False, (90,), call)
 
 
 def _fixed_cases() -> Iterator[Case]:
-    """What only a deterministic run launches: few kernels, for all numbers of rows."""
+    """Kernels that only a deterministic run launches: a few, for all numbers of rows."""
     for name, types in (("Q4_K", ("Q4_K", "Q6_K", "Q6_K")), ("F32", ("F32", "F16", "BF16"))):
         for rows in (1, ODD_ROWS):
             layer = partial(_layer, *types, 1024, 1024, SMALL, _step(rows))
@@ -279,7 +282,7 @@ def _fixed(call: Callable[[MetaBackend], object], backend: MetaBackend) -> None:
 
 
 def _width_cases() -> Iterator[Case]:
-    """Norms of other widths, each in front of a small plain matrix, and alone, as embeddings take them."""
+    """Norms of other widths, each before a small plain matrix, and alone, as for embeddings."""
     for width in (576, 3072, 4096, 5120, 8192):
         for rows in (1, PREFILL_ROWS):
             yield Case(f"norm {width}, {_rows(rows)}", rows == 1, (90,), partial(_norm, width, rows))
@@ -331,17 +334,18 @@ def _layer(
     mixed = backend.attention(batch, products, heads.spec(), heads.layer("f16"))
     x = backend.linear_add(batch, mixed, output, x, norm)
     x = backend.linear_add(batch, backend.norm_glu(batch, x, norm, gate_up), down_weight, x, norm)
-    backend.norm_linear(batch, x, norm, qkv, added)  # as the next layer does, whose norm has been begun
+    backend.norm_linear(batch, x, norm, qkv, added)  # as in the next layer, whose norm has been started
 
 
 def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:
-    """What Gemma 3 launches (a scaled embedding, norms on both sides of a block, GELU), then OLMo 2 (norms behind the
-    blocks alone), without attention."""
+    """The launches of Gemma 3 (a scaled embedding, norms on both sides of a block, GELU), then of OLMo 2
+    (post-norms only), without attention.
+    """
     norm = RMSNorm(empty(hidden), EPS)
     gate_up = backend.gate_up_weight(stored(name, ffn, hidden), stored(name, ffn, hidden))
     down_weight = backend.weight([stored(down, hidden, ffn)])
     x = backend.embed(batch, backend.weight([stored(down, 2 * hidden, hidden)]), hidden**0.5)
-    for _ in range(2):  # of the first layer alone the norm is a launch of its own
+    for _ in range(2):  # in the first layer only, the norm is a separate launch
         gated = backend.norm_glu(batch, x, norm, gate_up, "gelu_tanh")
         x = backend.linear_add(batch, gated, down_weight, x, norm, norm)
     x = empty(len(batch), hidden)
@@ -368,8 +372,9 @@ def _gated_delta(keys: int, values: int, size: int, batch: ForwardBatch, backend
 
 
 def _projections(name: str, hidden: int, width: int, batch: ForwardBatch, backend: MetaBackend) -> None:
-    """What ends a residual branch with a bias (gpt-oss's attention) or row scales (Qwen2-MoE's shared expert), in front
-    of another norm and of none; and a matrix of one type with a bias behind a norm."""
+    """The ends of residual branches with a bias (gpt-oss's attention) or row scales (Qwen2-MoE's shared
+    expert), before another norm and before none; and a matrix of one type with a bias after a norm.
+    """
     norm, weight = RMSNorm(empty(hidden), EPS), backend.weight([stored(name, hidden, width)])
     x, stream = empty(len(batch), width), empty(len(batch), hidden)
     for bias, row_scale in ((empty(hidden), None), (None, empty(len(batch), 1))):
@@ -383,7 +388,7 @@ def _projections(name: str, hidden: int, width: int, batch: ForwardBatch, backen
 
 
 def _ends(name: str, output: str, vocab: int, hidden: int, batch: ForwardBatch, backend: MetaBackend) -> None:
-    """Embedding and logits, of one row and of all."""
+    """Embedding and logits, for one row and for all."""
     x = backend.embed(batch, backend.weight([stored(name, vocab, hidden)]))
     weight = backend.weight([stored(output, vocab, hidden)])
     for rows in (x[:1], x):
@@ -398,9 +403,9 @@ def _attention(heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend
 def _product_attention(
     heads: Heads, cache_type: CacheType, batch: ForwardBatch, backend: MetaBackend
 ) -> None:
-    """Of a chunk whose QKV come as the matmul left them, as they do behind packed weights without biases."""
+    """Attention on a chunk whose QKV are a `ScaledProduct`, as they are from packed weights without biases."""
     products = ScaledProduct(empty(len(batch), heads.width), empty(len(batch)), 1.0)
-    backend.weight([stored("Q8_0", 16, 128)])  # room for a workspace
+    backend.weight([stored("Q8_0", 16, 128)])  # initialises the workspace
     backend.attention(batch, products, heads.spec(), heads.layer(cache_type))
 
 
@@ -427,7 +432,7 @@ def _settle(backend: CudaBackend) -> None:
 
 
 def _step(rows: int) -> ForwardBatch:
-    """A decode step of as many rows as it takes, else a prompt."""
+    """A decode step if it may have `rows` rows, else a prompt."""
     return _prefill(rows) if rows > FEW_ROWS[-1] else _decode(rows)
 
 

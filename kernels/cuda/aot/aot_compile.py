@@ -1,4 +1,4 @@
-"""Compiles kernels for a GPU that need not be there: launches are recorded instead of run, then compiled."""
+"""Compiles kernels for a GPU that need not be present: launches are recorded instead of run, then compiled."""
 
 import re
 import subprocess
@@ -17,11 +17,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quengine.kernels.cuda.launch.kernel import launches_handed_to
 
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
-"""Bytes of shared memory that one block may take, by compute capability."""
+"""Bytes of shared memory available to one block, by compute capability."""
 
 SAME_PTX = {89: 80}
-"""GPUs for which Triton writes the PTX of another, but for its name: what only sm_89 has (fp8), no kernel here uses.
-So only the assembler is run for them, a tenth of the time."""
+"""GPUs for which Triton writes the PTX of another, except for the target's name: no kernel here uses what
+only sm_89 has (fp8). Only the assembler is run for them, in a tenth of the time.
+"""
 
 _TYPES = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
@@ -44,8 +45,7 @@ class Launch:
 
     @property
     def pointers(self) -> dict[int, str]:
-        """The names of those parameters of the machine code that are pointers, by their numbers; `tuple.field` of one
-        in a named tuple."""
+        """The names of the machine code's pointer parameters, by number; `tuple.field` for one in a named tuple."""
         passed: list[tuple[str, str]] = []
         for name, kind in source(self).signature.items():
             if isinstance(kind, tuple):
@@ -57,7 +57,7 @@ class Launch:
 
     @property
     def key(self) -> str:
-        """Equal for launches that run the same machine code."""
+        """A key that is equal for launches of the same machine code."""
         made = source(self)
         parts = (made.signature, made.constants, made.attrs, self.options)
         return f"{self.kernel.fn.__module__}.{self.name} {parts}"
@@ -65,8 +65,9 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel for one GPU. registers, stack (bytes of spilled registers and local arrays): of one thread; shared:
-    bytes of a block."""
+    """A kernel compiled for one GPU. registers and stack (bytes of spilled registers and local arrays) are
+    per thread; shared is bytes per block.
+    """
 
     registers: int
     stack: int
@@ -90,7 +91,7 @@ def record(call: Callable[[], object]) -> list[Launch]:
 
 
 def source(launch: Launch) -> ASTSource:
-    """The launch specialized as Triton's own launcher would: pointers aligned, integers by divisibility."""
+    """The launch specialized as by Triton's launcher: pointers aligned, integers by divisibility."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
@@ -98,7 +99,7 @@ def source(launch: Launch) -> ASTSource:
         value = launch.arguments[parameter.name]
         if parameter.is_constexpr or value is None:
             if parameter.name == "ASM":
-                value = True  # launchers leave inline assembly out where there is no GPU
+                value = True  # launchers pass False where there is no GPU
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
@@ -124,14 +125,14 @@ def source(launch: Launch) -> ASTSource:
 
 
 def compile_launch(launch: Launch, arch: int) -> Compiled:
-    """Compile for compute capability `arch` (90: 9.0). Raises whatever the compiler does.
+    """Compiles for compute capability `arch` (90: 9.0). Raises the compiler's errors.
 
-    What was compiled before is taken from Triton's cache: the other GPU of the same PTX costs the assembler only.
+    Earlier results come from Triton's cache: a GPU that shares another's PTX costs only the assembler.
     """
     first = SAME_PTX.get(arch, arch)
     target = GPUTarget("cuda", first, 32)
     made = triton.compile(source(launch), target=target, options=launch.options)
-    if "ptx" not in made.asm:  # where the engine has compiled it, it keeps the machine code alone
+    if "ptx" not in made.asm:  # compiled by the engine, which keeps only the machine code
         with triton.knobs.compilation.scope():
             triton.knobs.compilation.always_compile = True
             triton.knobs.compilation.store_binary_only = False
@@ -145,7 +146,7 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
 
 
 def _assemble(ptx: str, launch: Launch, arch: int) -> bytes:
-    """As Triton does, with the options of the launch."""
+    """Assembles as Triton does, with the options of the launch."""
     backend: Any = make_backend(GPUTarget("cuda", arch, 32))
     return bytes(backend.make_cubin(ptx, {}, backend.parse_options(launch.options), arch))
 

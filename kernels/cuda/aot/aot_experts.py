@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of a mixture of experts in decode, at the shapes of released models."""
+"""The cases of ahead-of-time compilation for mixture of experts in decode, at the shapes of released models."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class Experts:
-    """One layer's experts: columns, rows of gate and up, how many there are and how a router chooses from them."""
+    """One layer's experts: hidden size, feed-forward length, number of experts, and how a router selects them."""
 
     hidden: int
     ffn: int
@@ -48,12 +48,13 @@ ROUTERS = {
     "deepseek-v3": Experts(7168, 2048, 256, RouterKind(8, "sigmoid", scale=2.5, groups=8, groups_used=4)),
 }
 _TYPES = {"qwen3-30b-a3b": ("Q4_K", "Q6_K"), "gpt-oss-20b": ("MXFP4",)}
-"""What files of these models have; every type is compiled at _TYPES_WIDTH columns. (Mixtral's wide matrices take the
-longest to compile, and fewer registers than these.)"""
+"""The types in files of these models; every type is compiled at _TYPES_WIDTH columns. (Mixtral's wide
+matrices are the slowest to compile and need fewer registers than these.)
+"""
 
 _TYPES_WIDTH = 1024
 _BATCHED = ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")
-"""The routers, of few, of many and of very many experts, that are compiled for more than a row."""
+"""The routers, of few, many and very many experts, that are compiled for more than one row."""
 
 
 def expert_cases() -> Iterator[ExpertCase]:
@@ -75,7 +76,7 @@ def expert_cases() -> Iterator[ExpertCase]:
 
 
 def _layer(experts: Experts, types: tuple[str, str, str], backend: CudaBackend) -> None:
-    """Gate, up and down of one row, whose norm was begun by the launch before, and that begins the next one."""
+    """Gate, up and down of one row, whose norm the launch before has started; the last launch starts the next norm."""
     batch = ForwardBatch("decode", empty(1), empty(1), empty(1, 1, 1))
     hidden, ffn, count = experts.hidden, experts.ffn, experts.count
     gate, up = ([stored(name, ffn, hidden)] * count for name in types[:2])
@@ -91,12 +92,12 @@ def _layer(experts: Experts, types: tuple[str, str, str], backend: CudaBackend) 
     routing = backend.route(batch, x, norm, _router_of(experts))
     gated = backend.experts_glu(batch, x, norm, routing, gate_up, experts.activation)
     backend.experts_add(batch, gated, routing, down, x, norm)
-    if experts.router.used == 6:  # once also without a norm behind it
+    if experts.router.used == 6:  # once also without a norm after it
         backend.experts_add(batch, gated, routing, down, x)
 
 
 def _router(experts: Experts, rows: int, backend: CudaBackend) -> None:
-    """Also with experts that are given."""
+    """The router, and the router with given experts."""
     x, norm, router = empty(rows, experts.hidden), RMSNorm(empty(experts.hidden), _EPS), _router_of(experts)
     routing = route(x, norm, router, pdl=backend.pdl)
     route(x, norm, router, routing.experts, pdl=backend.pdl)

@@ -1,4 +1,4 @@
-"""What is compiled ahead of time of a mixture of experts for more than one row, at the shapes of released models."""
+"""The cases of ahead-of-time compilation for mixture of experts with more than one row, at released models' shapes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,8 +26,9 @@ _TYPES_WIDTH = 1024
 
 @dataclass(frozen=True)
 class Experts:
-    """One layer's experts: columns, rows of gate and up, how many there are and how many a row has; the types of gate,
-    up and down."""
+    """One layer's experts: hidden size, feed-forward length, number of experts, experts per row; the types of
+    gate, up and down.
+    """
 
     hidden: int
     ffn: int
@@ -44,13 +45,13 @@ MODELS = {
     "gpt-oss-20b": Experts(2880, 2880, 32, 4, ("MXFP4", "MXFP4", "MXFP4"), "clamped_swish", True),
 }
 ROWS = {"qwen3-30b-a3b": (8, 128, 512), "mixtral-8x7b": (64, 2048), "gpt-oss-20b": (8, 64, 512, 4096)}
-"""So that blocks have all numbers of rows. Prompts are those of more than 512."""
+"""Rows that cover all block sizes. More than 512 rows are a prompt's."""
 
 _WITHOUT_WGMMA = (("gpt-oss-20b", 8), ("mixtral-8x7b", 2048))
-"""Compiled without Hopper's instruction too: the smallest and the largest blocks."""
+"""Compiled also without Hopper's instruction: the smallest and the largest blocks."""
 
 _MMA_TYPES = ("F16", "Q4_0", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4")
-"""Compiled without it: types whose scales and codes lie differently. The dense matmul is compiled for all."""
+"""Compiled without it: one type for each layout of scales and codes. The dense matmul is compiled for all types."""
 
 
 def grouped_cases() -> Iterator[GroupedCase]:

@@ -1,8 +1,8 @@
-"""What a PDL consumer touches before it waits for its producer, read from its PTX.
+"""The memory that a PDL consumer accesses before it waits for its producer, read from its PTX.
 
-With programmatic dependent launch a kernel starts while its predecessor still runs; up to `griddepcontrol.wait` it may
-read what no kernel writes (weights), and write nothing. Where a kernel has specialized warps, one kind waits, and the
-others begin behind a barrier with it. PTX: NVIDIA's "Parallel Thread Execution ISA", 9.7.13 (griddepcontrol) and 9.7.9
+With programmatic dependent launch a kernel starts while its predecessor still runs; before `griddepcontrol.wait` it
+may read what no kernel writes (weights), and write nothing. In a kernel with specialized warps one kind waits, and the
+others start after a barrier with it. PTX: NVIDIA's "Parallel Thread Execution ISA", 9.7.13 (griddepcontrol) and 9.7.9
 (loads and stores).
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 WAIT = "griddepcontrol.wait"
 _BARRIER = "barrier.sync"
-"""Of all warps, where it names no number of threads; what Triton writes for those of one kind is `bar.sync`."""
+"""A barrier of all warps if it names no number of threads; Triton writes `bar.sync` for the warps of one kind."""
 _REGISTER = re.compile(r"%[a-z]+\d+")
 _PARAMETER = re.compile(r"_param_(\d+)\b")
 _LABEL = re.compile(r"^(\$?\w+):")
@@ -24,8 +24,9 @@ _READS = ("ld.global", "cp.async", "prefetch")
 
 @dataclass(frozen=True)
 class Early:
-    """Numbers of the pointer parameters through which memory is read and written on some path from the kernel's start
-    to its wait; `waits`: whether there is a wait at all."""
+    """The pointer parameters, by number, that memory is read and written through on some path from the
+    kernel's start to its wait; `waits`: whether there is a wait at all.
+    """
 
     waits: bool
     reads: frozenset[int]
@@ -40,7 +41,7 @@ class _Instruction:
 
 
 def before_wait(ptx: str) -> Early:
-    """What the kernel in `ptx` (one entry) does before it waits."""
+    """The accesses of the kernel in `ptx` (one entry) before it waits."""
     body, labels = _body(ptx)
     origins = _origins(body)
     reads: set[int] = set()
@@ -55,7 +56,7 @@ def before_wait(ptx: str) -> Early:
 
 
 def _body(ptx: str) -> tuple[list[_Instruction], dict[str, set[int]]]:
-    """The instructions in order, and where among them a label stands, or the labels of a list of branch targets."""
+    """The instructions in order, and the index among them of each label, or the indices of a list of branch targets."""
     body: list[_Instruction] = []
     labels: dict[str, set[int]] = {}
     lists: dict[str, list[str]] = {}
@@ -78,7 +79,7 @@ def _body(ptx: str) -> tuple[list[_Instruction], dict[str, set[int]]]:
 
 
 def _reachable(body: list[_Instruction], labels: dict[str, set[int]]) -> Iterator[int]:
-    """Instructions that can run before any wait."""
+    """The instructions that can run before any wait."""
     barriers = {at for at, found in enumerate(body) if found.name == _BARRIER and "," not in found.operands}
     if any(body[at].name == WAIT for barrier in barriers for at in _from(barrier, body, labels, set())):
         barriers = set()  # warps that have not waited pass it
@@ -88,7 +89,7 @@ def _reachable(body: list[_Instruction], labels: dict[str, set[int]]) -> Iterato
 
 
 def _from(start: int, body: list[_Instruction], labels: dict[str, set[int]], ends: set[int]) -> Iterator[int]:
-    """Instructions that can run from `start` on, up to a wait and to any of `ends`, with these."""
+    """The instructions that can run from `start` on, up to and including a wait or any of `ends`."""
     seen: set[int] = set()
     waiting = [start]
     while waiting:
@@ -108,7 +109,7 @@ def _from(start: int, body: list[_Instruction], labels: dict[str, set[int]], end
 
 
 def _origins(body: list[_Instruction]) -> dict[str, set[int]]:
-    """For each register the parameters that its value is computed from, other than through memory."""
+    """For each register, the parameters that its value is computed from, other than through memory."""
     origins: dict[str, set[int]] = {}
     changed = True
     while changed:
@@ -127,7 +128,7 @@ def _origins(body: list[_Instruction]) -> dict[str, set[int]]:
 
 
 def _results(operands: str) -> tuple[list[str], str]:
-    """The registers an instruction writes, first of its operands, and the text of the others."""
+    """The registers that an instruction writes, its first operand, and the text of the others."""
     first = operands[: operands.index("}") + 1] if operands.startswith("{") else operands.split(",")[0]
     return _REGISTER.findall(first), operands[len(first) :]
 
@@ -140,7 +141,7 @@ def _mentioned(text: str, origins: dict[str, set[int]]) -> set[int]:
 
 
 def _addressed(instruction: _Instruction, origins: dict[str, set[int]]) -> set[int]:
-    # cp.async has the shared address first and the global one behind it; the first comes from no parameter.
+    # cp.async has the shared address before the global one; the shared one derives from no parameter.
     return set().union(
         *(_mentioned(text, origins) for text in re.findall(r"\[([^]]*)]", instruction.operands))
     )

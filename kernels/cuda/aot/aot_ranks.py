@@ -1,4 +1,4 @@
-"""What ranks that share a model launch beside a single GPU's kernels: sums and logits over peer memory."""
+"""The cases of tensor-parallel ranks: their sums and logits over peer memory, besides a single GPU's kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -68,7 +68,7 @@ def _many(ranks: int) -> two_shot.SharedSums:
 
 
 def rank_cases(steps: Sequence[ForwardBatch]) -> Iterator[Fields]:
-    """The end of a layer's branch and the logits, with 2 to 8 ranks."""
+    """The end of a layer's branch, and the logits, with 2 to 8 ranks."""
     for ranks in (2, 4, 8):
         for batch in steps:
             call = partial(_branch_and_logits, ranks, batch)

@@ -1,4 +1,4 @@
-"""The CUDA backend on weights that have a shape and no contents: it launches what a model launches, on no device."""
+"""The CUDA backend on the meta device: it launches what a model launches, on weights without data."""
 
 from collections.abc import Sequence
 from math import prod
@@ -19,18 +19,18 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor that has a shape and no contents."""
+    """A tensor without data, on the meta device."""
     return torch.empty(shape, dtype=dtype, device=META)
 
 
 def stored(name: str, rows: int, cols: int) -> QuantTensor:
-    """A matrix of a file, of the type of that name."""
+    """A matrix of a file, of the type of that name, without data."""
     fmt = FORMATS[name]
     return QuantTensor(name, fmt, (rows, cols), empty(rows, fmt.row_bytes(cols), dtype=torch.uint8))
 
 
 def packed_part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
-    """The same as it lies on a device."""
+    """The same matrix in the layout of a device."""
     fmt = FORMATS[name]
     if not fmt.is_quantized:
         return FloatPart(empty(rows, cols, dtype=_FLOATS[name]))
@@ -39,7 +39,7 @@ def packed_part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
 
 
 class MetaBackend(CudaBackend):
-    """The CUDA backend on weights that have a shape and no contents."""
+    """The CUDA backend on weights without data."""
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         merged: list[tuple[str, int]] = []
@@ -77,7 +77,7 @@ class MetaBackend(CudaBackend):
 
 
 def _experts(experts: Sequence[QuantTensor], rows: int) -> PackedPart | FloatPart:
-    """A part with `rows` rows of each expert, and those that fill its last tile."""
+    """A part with `rows` rows per expert, plus padding to a whole tile."""
     first = experts[0]
     padded = -(-rows // TILE_ROWS) * TILE_ROWS if first.format.is_quantized else rows
     return packed_part(first.format.name, len(experts) * padded, first.cols)

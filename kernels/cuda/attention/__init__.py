@@ -1,1 +1,1 @@
-"""Attention over the paged cache, rotation and cache write."""
+"""Attention over the paged KV cache, rotary embedding and KV store."""

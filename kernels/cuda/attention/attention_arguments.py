@@ -1,4 +1,4 @@
-"""What a launch of decode attention is given, whichever kernel serves it, and the workspace of its KV splits."""
+"""The arguments of a decode attention launch, for either kernel, and the workspace of its KV splits."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,20 +15,21 @@ from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 _TARGET_PROGRAMS = 128
-"""Programs wanted for one sequence: a constant, not this GPU's count of multiprocessors, so that the KV splits,
-and with them the last bits of a result, are the same on every GPU."""
+"""Programs per sequence to aim for. A constant, not this GPU's number of multiprocessors, so that the KV
+splits, and with them the last bits of a result, are the same on every GPU.
+"""
 
 LOG2_E = 1.4426950408889634
 """Scores are in base 2: exp2 is one instruction."""
 
 
 def split_count(kv_heads: int) -> int:
-    """How many KV splits a sequence has at most: a power of two, 2 to 64."""
+    """The most KV splits of a sequence: a power of two, 2 to 64."""
     return int(min(64, max(2, triton.next_power_of_2(_TARGET_PROGRAMS // kv_heads))))
 
 
 def checked_sinks(spec: AttentionSpec) -> Tensor | None:
-    """A layer's sinks as kernels read them: fp32 [heads], contiguous."""
+    """A layer's sinks in the kernels' format: fp32 [heads], contiguous."""
     sinks = spec.sinks
     assert sinks is None or (sinks.shape == (spec.heads,) and sinks.dtype == torch.float32)
     assert sinks is None or sinks.is_contiguous()
@@ -36,7 +37,7 @@ def checked_sinks(spec: AttentionSpec) -> Tensor | None:
 
 
 class DecodeWorkspace(NamedTuple):
-    """What the KV splits of one launch leave for the one that combines them; reused by every layer.
+    """Partial results of the KV splits of one launch, for the program that combines them; reused by every layer.
 
     acc: fp32 [sequences, heads, splits, head_dim], unnormalized; state: fp32 [sequences, heads, splits, 2], a split's
     row_max (base 2) and row_sum; arrivals: int32 [sequences, kv_heads], counters that are zero between launches.
@@ -59,8 +60,9 @@ class DecodeWorkspace(NamedTuple):
 
 
 class DecodeOutputs(NamedTuple):
-    """Where the result goes: `data` alone, fp32 or an fp16 operand's, or the planes of quantized activations, whose
-    high bytes are `data`. What is not written is `data` again."""
+    """The output buffers: `data` alone, fp32 or the values of an fp16 operand; or the planes of quantized
+    activations, whose high bytes are `data`. Unused fields repeat `data`.
+    """
 
     data: Tensor
     low: Tensor
@@ -84,10 +86,10 @@ class HeadShape(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeArguments:
-    """A launch: arguments as those of `attention_decode.attention_decode`.
+    """One launch: arguments as in `attention_decode.attention_decode`.
 
-    `quantize`: the outputs are planes of quantized activations. `form`, `out_stride`: they are an fp16 operand in
-    that form; None: fp32 rows.
+    `quantize`: the outputs are planes of quantized activations. `form`, `out_stride`: the layout and stride of an fp16
+    operand; None: fp32 rows.
     """
 
     qkv: Tensor
@@ -123,21 +125,23 @@ class DecodeArguments:
         return self.workspace.acc.shape[2]
 
     def grid(self, least: int, more: int = 0) -> tuple[int, int, int]:
-        """Programs: key-value heads, KV splits, sequences. Splits have `least` keys or more, and there may be `more` of
-        them than the longest sequence has such.
+        """Programs: key/value heads, KV splits, sequences. A split has `least` keys or more; `more` are added to the
+        number of such splits in the longest sequence.
 
-        None for splits that no sequence has here: each would take its turn to find that out.
+        Splits that no sequence can have here are left out: each would cost a program that returns at once.
         """
         room = self.block_tables.shape[1] * BLOCK_SIZE
         return self.layer.k.shape[1], min(self.splits, -(-room // least) + more), self.qkv.shape[0]
 
     def inputs(self) -> tuple[object, ...]:
-        """What both kernels read, but for the cache."""
+        """Inputs of both kernels, without the cache."""
         spec = self.spec
         return self.qkv, rotation_pointers(spec), self.positions, self.block_tables, checked_sinks(spec)
 
     def results(self) -> tuple[object, ...]:
-        """What both write, and the numbers: the norms' eps, the scale of scores in base 2, rows and blocks, strides."""
+        """Outputs and numbers of both kernels: eps of the norms, scale of the scores in base 2, rows, blocks,
+        strides.
+        """
         spec = self.spec
         return (
             self.workspace, self.outputs, spec.eps, spec.scale * LOG2_E,
@@ -145,7 +149,7 @@ class DecodeArguments:
         )  # fmt: skip
 
     def constants(self) -> dict[str, object]:
-        """What both are compiled for."""
+        """Compile-time constants of both kernels."""
         return {
             "SHAPE": self.shape,
             "ROPE": rope_variant(self.spec),

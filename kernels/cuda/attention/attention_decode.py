@@ -1,13 +1,13 @@
-"""Decode attention on CUDA: one launch rotates q and k, writes the cache, attends and combines.
+"""Decode attention on CUDA: one launch rotates q and k, writes the cache, attends and combines the KV splits.
 
-A program serves one key-value head and one KV split, so the query heads of a group share each read of K and V. Number
-and size of splits follow from the sequence's length and the model alone, never the batch (`coarse` splits, for batches,
-are a choice of their own), and the program that finishes last combines them in a fixed order, so a result does not
-depend on what runs beside it. Positions are read from device memory: one captured launch serves every length. There is
-no mask: a split begins at the first key that the window leaves visible, and table entries before it are not read.
+A program serves one key/value head and one KV split, so the query heads of a group share each read of K and V. The
+number and size of splits follow from the sequence's length and the model alone, never from the batch (batches choose
+`coarse` splits explicitly), and the program that finishes last combines them in a fixed order, so a result does not
+depend on the other sequences. Positions are read from device memory, so one captured launch serves every length. There
+is no mask: the first split begins at the first key within the window, and table entries before it are not read.
 
-Two kernels: attention_warps.py wins for heads of 64 or 128 and groups of up to 8, on a GPU; attention_tiles.py takes
-every other head.
+There are two kernels: attention_warps.py wins for heads of 64 or 128 and groups of up to 8, on a GPU;
+attention_tiles.py serves all others.
 """
 
 from typing import TypeVar
@@ -41,17 +41,17 @@ def attention_decode(
     coarse: bool = False,
     pdl: bool = False,
 ) -> Out:
-    """One new token of each of B sequences: rotate, write its key and value, attend to all keys up to itself.
+    """One new token of each of B sequences: rotates, stores its key and value, attends to all keys up to itself.
 
     qkv: [B, (heads + 2 * kv_heads) * head_dim] fp32 or fp16, unit inner stride. positions: int32 [B] on the device.
-    block_tables: int32 [B, blocks] on the device, contiguous. `coarse`: in few KV splits, for batches.
+    block_tables: int32 [B, blocks] on the device, contiguous. `coarse`: few KV splits, for batches.
 
-    `out` is [B, heads * head_dim], written and returned: fp32; quantized activations, int16 per group of 32 as the
-    q-dot takes it (a head that is no whole number of groups takes a second launch); or an fp16 operand, whose rows
-    need no scale, being means of what the cache holds: its row scales must be ones.
+    `out` is [B, heads * head_dim], written and returned: fp32; quantized activations, int16 per group of 32 for q-dot
+    (a head that is not a multiple of 32 takes a second launch); or an fp16 operand, whose row scales must be ones, as
+    weighted means of cached values stay in fp16's range.
 
-    With `pdl` (sm_90 and later) the launch overlaps the one before it: then only `qkv` may come from that
-    launch; `positions`, `block_tables` and the rows already in the cache must be complete before the step began.
+    With `pdl` (sm_90 and later) the launch overlaps the one before it: only `qkv` may come from that launch;
+    `positions`, `block_tables` and earlier cache rows must be complete before the step begins.
     Sources: Dao et al. 2023 (Flash-Decoding), Ainslie et al. 2023 (grouped queries).
     """
     shape = (qkv.shape[0], spec.heads * spec.head_dim)

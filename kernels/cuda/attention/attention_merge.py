@@ -1,6 +1,6 @@
-"""Parts of attention in registers combined: the warps of a program, the KV splits of a sequence, and the result stored.
+"""Combines parts of attention in registers, of a program's warps or a sequence's KV splits, and stores the result.
 
-A part of a group's heads is its row_max (base 2), its row_sum and acc, the weighted sum of values.
+A part of a group's heads has row_max (base 2), row_sum, and acc, the weighted sum of values.
 """
 
 from triton.experimental import gluon
@@ -10,13 +10,14 @@ from quengine.kernels.cuda.gemm.fp16_operand import store_operand
 from quengine.kernels.cuda.gemv.activations import quantize_group
 
 LOWEST = gl.constexpr(-1e30)
-"""The score of a masked key: finite, so that differences of two of them are numbers."""
+"""The score of a masked key: finite, so that the difference of two is a number."""
 
 
 @gluon.jit
 def merged(row_max, row_sum, acc, F: gl.constexpr):
-    """Softmax-weighted sum of parts of heads [parts, HEADS], [parts, HEADS], [parts, HEADS, HEAD_DIM]: the first
-    dimension gone."""
+    """Combines parts of heads, [parts, HEADS], [parts, HEADS], [parts, HEADS, HEAD_DIM], by softmax weights;
+    the first dimension is reduced.
+    """
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, F))
     all_max = gl.max(row_max, 0)
     weights = gl.exp2(row_max - gl.expand_dims(all_max, 0))
@@ -30,8 +31,9 @@ def _load_splits(
     acc_ptr, state_ptr, head, first, splits,
     HEADS: gl.constexpr, SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """Splits first, first + 1, ... of a group's heads, which other programs have left: what `merged` takes. Instead of
-    heads and splits that there are none of, the last ones are read again, without weight."""
+    """Loads splits first, first + 1, ... of a group's heads, stored by other programs, as arguments of
+    `merged`. Heads and splits out of range are loads of the last ones, with weight 0.
+    """
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     STATES: gl.constexpr = gl.SliceLayout(2, F)
     PARTS: gl.constexpr = F.size_per_thread[0]
@@ -39,7 +41,7 @@ def _load_splits(
     member = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(0, STATES)), 0)
     column = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, gl.SliceLayout(0, F)))
     at = (head + gl.minimum(member, SHAPE.group - 1)) * SPLITS + gl.minimum(s, splits - 1)
-    # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
+    # .cg: other multiprocessors wrote these during this launch, so L1 must be bypassed
     state = gl.load(state_ptr.to(gl.pointer_type(gl.int64)) + at, cache_modifier=".cg")
     address = acc_ptr + gl.expand_dims(at, 2) * HEAD_DIM + gl.expand_dims(gl.expand_dims(column, 0), 0)
     acc = gl.load(address, cache_modifier=".cg")
@@ -52,7 +54,7 @@ def merged_splits(
     acc_ptr, state_ptr, head, splits,
     PARTS: gl.constexpr, HEADS: gl.constexpr, SHAPE: gl.constexpr, SPLITS: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """All KV splits of a group's heads, PARTS of them at a time: row_sum [HEADS] and acc fp32 [HEADS, HEAD_DIM]."""
+    """Combines all KV splits of a group's heads, PARTS at a time: row_sum [HEADS] and acc fp32 [HEADS, HEAD_DIM]."""
     ROWS: gl.constexpr = gl.SliceLayout(0, F)
     STATE: gl.constexpr = gl.SliceLayout(1, ROWS)
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
@@ -82,8 +84,9 @@ def store_heads(
     out, head, outputs, sequence, stride,
     SHAPE: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
-    """fp32 [HEADS, HEAD_DIM] as heads head, head + 1, ... of a sequence's output: fp32, quantized for the q-dot, or,
-    where FORM is not negative, fp16 in row `sequence` of an operand of that form."""
+    """Stores fp32 [HEADS, HEAD_DIM] as heads head, head + 1, ... of a sequence's output: fp32, quantized for
+    q-dot, or, if FORM is not negative, fp16 in row `sequence` of an operand of that layout.
+    """
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     if QUANTIZE:
         GROUPS: gl.constexpr = HEAD_DIM // 32

@@ -1,11 +1,11 @@
-"""Operands of attention in registers: which elements of the cache a thread loads, and their place in an instruction.
+"""Operands of attention in registers: the cache elements that a thread loads, and their place in a matrix instruction.
 
-The matrix instruction is m16n8k16. Its rows are keys, in the scores, and columns of the head, in the sum of values;
-its 8 columns are 4 query heads, each in two fp16 terms (value and remainder, 22 bits) side by side, so that groups of 4
-heads leave none of it idle; 8 heads are two. Keys and values are loaded as operands, in an order of columns that
-makes every load 16 bytes: a sum over columns is the same in any order that both operands share, and the order of output
-columns is undone when heads are stored. A thread is (warp, r, c), lane 4 r + c; its elements of an operand lie in the
-last dimension of a tensor [threads, n]. `HEADS`: 4 or 8, heads there is room for.
+The matrix instruction is m16n8k16. Its rows are keys in the score product, and columns of the head in the value
+product; its 8 columns are 4 query heads, each in two fp16 terms (value and remainder, 22 bits) side by side, so groups
+of 4 heads fill it; 8 heads take two. Keys and values are loaded directly as operands, with columns permuted so that
+every load is 16 bytes: a sum over columns is the same in any order that both operands share, and the output columns
+are put in order when heads are stored. A thread is (warp, r, c), lane 4 r + c; its elements of an operand are the last
+dimension of a tensor [threads, n]. `HEADS`: 4 or 8, the padded group size.
 """
 
 import triton.language as tl
@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def threads(N: gl.constexpr, WARPS: gl.constexpr):
-    """(warp, r, c, m): which thread [threads, 1], and which of its N elements [1, N]."""
+    """(warp, r, c, m): the thread's coordinates [threads, 1], and the index of each of its N elements [1, N]."""
     L: gl.constexpr = gl.BlockedLayout([1, N], [32, 1], [WARPS, 1], [1, 0])
     t = gl.expand_dims(gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, L)), 1)
     m = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, L)), 0)
@@ -24,11 +24,11 @@ def threads(N: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def key_words(row, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr, Q8: gl.constexpr):
-    """Where a thread's words (two columns each, of q8_0 four codes) of its warp's KEYS keys lie, and the number of each
-    one's key: fp16 [threads, KEYS * HEAD_DIM / 64]; of q8_0 those of the first 32 columns [threads, KEYS / 4], the next
-    32 being 8 words on.
+    """Offsets of a thread's words (two columns each, four codes for q8_0) of its warp's KEYS keys, and each word's key
+    index: for fp16 [threads, KEYS * HEAD_DIM / 64]; for q8_0 of the first 32 columns, [threads, KEYS / 4], the next 32
+    being 8 words on.
 
-    m = (g, b, e's word): columns 32 b + 8 c + e of key r + 8 g. row: that of the first key [threads, 1].
+    m = (g, b, e's word): columns 32 b + 8 c + e of key r + 8 g. row: the first key's row [threads, 1].
     """
     ROW: gl.constexpr = HEAD_DIM // 4 if Q8 else HEAD_DIM // 2
     PART: gl.constexpr = 8 if Q8 else ROW
@@ -42,8 +42,9 @@ def key_words(row, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constex
 
 @gluon.jit
 def value_words(row, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.constexpr, Q8: gl.constexpr):
-    """As `key_words`, for values: m = (g, e, j, i's word): columns 64 j + 8 r + i, of q8_0 4 r + i, of key
-    8 g + 2 c + e."""
+    """As `key_words`, for values: m = (g, e, j, i's word): columns 64 j + 8 r + i, for q8_0 4 r + i, of key 8
+    g + 2 c + e.
+    """
     ROW: gl.constexpr = HEAD_DIM // 4 if Q8 else HEAD_DIM // 2
     PART: gl.constexpr = 8 if Q8 else ROW
     WORDS: gl.constexpr = 1 if Q8 else 4
@@ -56,8 +57,9 @@ def value_words(row, KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, WARPS: gl.const
 
 @gluon.jit
 def scale_words(row, KEYS: gl.constexpr, WARPS: gl.constexpr):
-    """As `key_words`, for the scales of keys or values in a q8_0 cache, a word of as many bits as a row of them has:
-    [threads, KEYS / 8], that of key r + 8 m."""
+    """As `key_words`, for the scales of keys or values in a q8_0 cache, one word per cache row: [threads,
+    KEYS / 8], of key r + 8 m.
+    """
     _, r, _, m = threads(KEYS // 8, WARPS)
     row = gl.convert_layout(row, r.type.layout, assert_trivial=True)
     return row + (r + 8 * m), r + 8 * m
@@ -65,8 +67,9 @@ def scale_words(row, KEYS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _halves(words):
-    """int32 of two fp16 each: fp16, side by side in a new last dimension. A loop carries words: carried as single
-    fp16, they take more registers."""
+    """int32 words to their two fp16, in a new last dimension. Loops carry words: carried as single fp16 they
+    take more registers.
+    """
     near = words.to(gl.int16).to(gl.float16, bitcast=True)
     far = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True)
     return gl.join(near, far)
@@ -74,8 +77,9 @@ def _halves(words):
 
 @gluon.jit
 def _codes(words):
-    """int32 of four int8 each: fp16, in two new last dimensions of two. 0x6400 is 1024, whose last eight bits count
-    ones, so the byte `code + 128` in its place is 1152 + code."""
+    """int32 words of four int8 to fp16, in two new last dimensions of two. 0x6400 is the fp16 1024, whose
+    last eight bits count ones, so the byte `code + 128` in their place makes 1152 + code.
+    """
     near, far = tl.inline_asm_elementwise(
         """{ .reg .b32 t, m;
         xor.b32 t, $2, 0x80808080;
@@ -95,8 +99,9 @@ def _codes(words):
 
 @gluon.jit
 def key_operand(k, KEYS: gl.constexpr, WARPS: gl.constexpr, Q8: gl.constexpr, A: gl.constexpr):
-    """What `key_words` names as the left operand [WARPS, KEYS, WIDTH], WIDTH being a head's columns or 32: columns in
-    the order (b, s, h, c, e)."""
+    """Words loaded by `key_words` as the left operand [WARPS, KEYS, WIDTH], WIDTH being a head's columns or
+    32: columns in the order (b, s, h, c, e).
+    """
     WIDTH: gl.constexpr = 32 if Q8 else 64 * k.shape[1] // KEYS
     k = _codes(k) if Q8 else _halves(k)
     k = gl.reshape(k, [WARPS, 8, 4, KEYS // 8, WIDTH // 32, 2, 2, 2])  # warp, r, c, g, b, s, h, e
@@ -106,8 +111,9 @@ def key_operand(k, KEYS: gl.constexpr, WARPS: gl.constexpr, Q8: gl.constexpr, A:
 
 @gluon.jit
 def _shared_rows(shared, WARPS: gl.constexpr):
-    """Rows of a head in shared memory, fp16 [8, HEAD_DIM] or one, as [WARPS, 8, columns in the order (b, s, h,
-    c, e)]: thread (r, c) has row r's columns as `key_words` has a key's."""
+    """Rows of a head in shared memory, fp16 [8, HEAD_DIM] or one, as [WARPS, 8, columns in the order (b, s,
+    h, c, e)]: thread (r, c) has the columns of row r that `key_words` gives it of a key.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     HEAD_DIM: gl.constexpr = shared.shape[1]
     x = gl.expand_dims(shared.load(gl.SliceLayout(0, L)), 0) + gl.zeros([WARPS, 8, HEAD_DIM], gl.float16, L)
@@ -117,7 +123,7 @@ def _shared_rows(shared, WARPS: gl.constexpr):
 
 @gluon.jit
 def value_operand(v, KEYS: gl.constexpr, WARPS: gl.constexpr, Q8: gl.constexpr, A: gl.constexpr):
-    """What `value_words` names as the left operand [WARPS, WIDTH, KEYS]: columns in the order (j, i, r)."""
+    """Words loaded by `value_words` as the left operand [WARPS, WIDTH, KEYS]: columns in the order (j, i, r)."""
     WIDTH: gl.constexpr = 32 if Q8 else 64 * v.shape[1] // KEYS
     SIDE: gl.constexpr = 4 if Q8 else 8
     v = _codes(v) if Q8 else _halves(v)
@@ -128,7 +134,7 @@ def value_operand(v, KEYS: gl.constexpr, WARPS: gl.constexpr, Q8: gl.constexpr, 
 
 @gluon.jit
 def two_terms(q):
-    """Heads fp32 [HEADS, HEAD_DIM] as fp16 [2 * HEADS, HEAD_DIM]: each one's value, then its remainder."""
+    """fp32 heads [HEADS, HEAD_DIM] as fp16 [2 * HEADS, HEAD_DIM]: each one's value, then its remainder."""
     value = q.to(gl.float16)
     both = gl.join(value, (q - value.to(gl.float32)).to(gl.float16))
     return gl.reshape(gl.permute(both, [0, 2, 1]), [2 * q.shape[0], q.shape[1]])
@@ -136,7 +142,7 @@ def two_terms(q):
 
 @gluon.jit
 def query_operand(shared, WARPS: gl.constexpr, B: gl.constexpr):
-    """`two_terms` in shared memory as the right operand [WARPS, HEAD_DIM, 2 * HEADS]."""
+    """The result of `two_terms`, in shared memory, as the right operand [WARPS, HEAD_DIM, 2 * HEADS]."""
     q = gl.permute(_shared_rows(shared.slice(0, 8), WARPS), [0, 2, 1])
     if shared.shape[0] == 16:
         far = gl.permute(_shared_rows(shared.slice(8, 8), WARPS), [0, 2, 1])
@@ -146,24 +152,25 @@ def query_operand(shared, WARPS: gl.constexpr, B: gl.constexpr):
 
 @gluon.jit
 def terms_added(x):
-    """[WARPS, N, 2 * HEADS] of the instruction's result -> [WARPS, N, HEADS]."""
+    """Adds the two terms of each head: the instruction's result [WARPS, N, 2 * HEADS] to [WARPS, N, HEADS]."""
     value, remainder = gl.split(gl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 2, 2]))
     return value + remainder
 
 
 @gluon.jit
 def of_both_terms(x, MMA: gl.constexpr):
-    """A number of each head [WARPS, HEADS], for both of its terms: [WARPS, 1, 2 * HEADS]."""
+    """Repeats a number of each head [WARPS, HEADS] for both of its terms: [WARPS, 1, 2 * HEADS]."""
     x = gl.reshape(gl.join(x, x), [x.shape[0], 2 * x.shape[1]])
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, MMA), assert_trivial=True), 1)
 
 
 @gluon.jit
 def weight_operand(p, B: gl.constexpr):
-    """Weights fp32 [WARPS, KEYS, HEADS], as scores lie, as the right operand [WARPS, KEYS, 2 * HEADS] of the values.
+    """Softmax weights fp32 [WARPS, KEYS, HEADS], in the layout of scores, as the right operand [WARPS, KEYS, 2 *
+    HEADS] of the value product.
 
-    Where scores leave a thread (key r, head c), the operand wants (column r, keys 2 c and 2 c + 1): the matrix of both
-    terms, 8 by 8, transposed.
+    Scores give a thread (key r, head c); the operand needs (column r, keys 2 c and 2 c + 1): the 8 by 8 matrix of both
+    terms, transposed.
     """
     WARPS: gl.constexpr = p.shape[0]
     KEYS: gl.constexpr = p.shape[1]
@@ -188,13 +195,13 @@ def weight_operand(p, B: gl.constexpr):
 
 @gluon.jit
 def scale_of(words, b: gl.constexpr):
-    """Scale b of each of `words`, int64 of four fp16 or int32 of two: fp32."""
+    """Scale b of each word, int64 of four fp16 or int32 of two: fp32."""
     return (words >> (16 * b)).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
 def of_keys(x, KEYS: gl.constexpr, S: gl.constexpr, HEADS: gl.constexpr, WARPS: gl.constexpr):
-    """A number of each key, [threads, KEYS / 8], that of key r + 8 g: as scores lie, [WARPS, KEYS, HEADS]."""
+    """A number of each key r + 8 g, [threads, KEYS / 8], in the layout of scores, [WARPS, KEYS, HEADS]."""
     x = gl.permute(gl.reshape(x, [WARPS, 8, 4, KEYS // 8]), [0, 3, 1, 2])  # warp, g, r, c
     x = gl.reshape(x, [WARPS, KEYS, 4])
     if HEADS == 8:
@@ -204,7 +211,7 @@ def of_keys(x, KEYS: gl.constexpr, S: gl.constexpr, HEADS: gl.constexpr, WARPS: 
 
 @gluon.jit
 def columns_in_order(x, Q8: gl.constexpr):
-    """[WARPS, WIDTH in the order (j, i, r), HEADS] -> [WARPS, HEADS, WIDTH]."""
+    """Puts columns in order: [WARPS, WIDTH in the order (j, i, r), HEADS] to [WARPS, HEADS, WIDTH]."""
     WARPS: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     HEADS: gl.constexpr = x.shape[2]

@@ -1,12 +1,13 @@
-"""Prefill attention on CUDA: tiles of query rows, each of one chunk, against the cache up to and including the chunk.
+"""Prefill attention on CUDA: tiles of query rows, each of one chunk, attend to the cache up to and including the
+chunk.
 
-Online softmax over key tiles on the matrix units, fp16 operands and fp32 sums. Positions are compared (causal, window)
-only in the key tiles that the diagonal or the window's edge crosses, and tiles wholly outside are not visited. Where a
-row's bits may not depend on its chunk (`batch_invariant`), all tiles run through one loop: to compilers, a loop with a
-mask and one without are two, with sums in two orders. Rotation and the cache write come before (rope_store.py).
+Online softmax over key tiles on the matrix units, with fp16 operands and fp32 sums. Only key tiles that the diagonal
+or the window's edge crosses are masked (causal, window), and tiles wholly outside are skipped. With `batch_invariant`,
+where a row's bits must not depend on its chunk, all tiles run through one loop: compilers order the sums of a masked
+and an unmasked loop differently. Rotation and the cache write come before (rope_store.py).
 
-Two kernels: attention_prefill_wgmma.py wins on Hopper for fp16 caches, heads of 128 and chunks of more than 128 rows;
-the one here takes every other GPU, head, cache and chunk, and all of them with `batch_invariant`.
+There are two kernels: attention_prefill_wgmma.py wins on Hopper for fp16 caches, heads of 128 and chunks of more than
+128 rows; the one here serves every other GPU, head, cache and chunk, and all of them with `batch_invariant`.
 """
 
 from typing import NamedTuple
@@ -44,12 +45,13 @@ _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 _LOG2_E = tl.constexpr(LOG2_E)
 
 BATCH_INVARIANT_ROWS = 512
-"""The chunk whose tiles all chunks have where a row's bits may not depend on the chunk."""
+"""The chunk length whose tile shape all chunks use with `batch_invariant`."""
 
 
 class PrefillShape(NamedTuple):
-    """Query rows and keys a tile, warps a block, key tiles in flight. `wgmma`: an fp16 cache is read by the kernel for
-    Hopper, unless a row's bits may not depend on its chunk."""
+    """Query rows and keys per tile, warps per block, key tiles in flight. `wgmma`: the Hopper kernel reads an
+    fp16 cache, unless `batch_invariant`.
+    """
 
     block_rows: int
     block_keys: int
@@ -64,12 +66,12 @@ def _attend_tiles(
     HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax (Milakov & Gimelshein 2018) over key tiles begin..end, onto `state`: the rows' row_max, row_sum
-    and acc. `heads`: pointers to a head's k, v and their scales.
+    """Online softmax (Milakov & Gimelshein 2018) over key tiles begin..end, starting from `state`: the rows' row_max,
+    row_sum and acc. `heads`: pointers to a head's k, v and their scales.
 
-    Only MASKED tiles may hold keys that some row at `position` does not see: those from `keys` on, the causal and the
-    window's. In a window the rows of keys before `first_key`, which no row sees, may have been released: they are not
-    read, and a row that is stands in for them.
+    Only with MASKED may tiles hold keys that some row at `position` does not see: keys from `keys` on, after the row,
+    or before its window. With a window, cache rows of keys before `first_key`, which no row sees, may have been
+    released: the row of `first_key` is read instead.
     """
     PADDED: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = heads
@@ -159,7 +161,7 @@ def _attention_prefill_kernel(
         tl.zeros([BLOCK_ROWS], tl.float32),
         tl.zeros([BLOCK_ROWS, PADDED], tl.float32),
     )
-    if sink_ptr is not None:  # the softmax begins with the sink, a logit without a value
+    if sink_ptr is not None:  # the softmax starts from the sink, a logit without a value
         sink = tl.load(sink_ptr + head) * _LOG2_E
         state = (
             tl.zeros([BLOCK_ROWS], tl.float32) + sink,
@@ -209,7 +211,7 @@ def attention_prefill(
 ) -> Tensor:
     """Causal attention of the T query rows of a step's chunks over each sequence's cache up to the row itself.
 
-    q: [T, heads, head_dim] fp16, rotated (`rope_store` makes it and has written the chunks' keys and values).
+    q: [T, heads, head_dim] fp16, rotated, from `rope_store`, which has stored the chunks' keys and values.
     block_tables: int32 [sequences, blocks]. tiles: from `prefill_tiles`. out: [T, heads * head_dim], fp16 or fp32,
     written and returned; fp16 may be q itself, since a program reads the queries whose results it writes, and no
     others. `batch_invariant`: a row's bits are the same whatever chunk it is in: key tiles of one size lie at its
@@ -244,18 +246,18 @@ def attention_prefill(
 
 
 def stores_wgmma_layout(spec: AttentionSpec, layer: KVLayer, tiles: PrefillTiles) -> bool:
-    """Whether `attention_prefill` of these chunks can write the WGMMA layout."""
+    """Whether `attention_prefill` can write the WGMMA layout for these chunks."""
     return _takes_wgmma(_shape_of(tiles.longest, spec.head_dim, layer.k.device), spec, layer)
 
 
 def prefill_tiles(batch: ForwardBatch, head_dim: int, batch_invariant: bool = False) -> PrefillTiles:
-    """What `rope_store` and `attention_prefill` read of the chunks of a step."""
+    """The tiles of a step's chunks, for `rope_store` and `attention_prefill`."""
     rows = tile_rows(head_dim, max(batch.query_lens), batch.device, batch_invariant)
     return cut_tiles(batch, rows)
 
 
 def tile_rows(head_dim: int, rows: int, device: torch.device, batch_invariant: bool = False) -> int:
-    """Rows of a tile of chunks of up to `rows` rows."""
+    """Rows per tile for chunks of up to `rows` rows."""
     return _shape_of(rows, head_dim, device, batch_invariant).block_rows
 
 
@@ -266,19 +268,19 @@ def _shape_of(rows: int, head_dim: int, device: torch.device, batch_invariant: b
 def _takes_wgmma(
     shape: PrefillShape, spec: AttentionSpec, layer: KVLayer, batch_invariant: bool = False
 ) -> bool:
-    # That kernel copies the first visible block in the place of those before it: all of it must have been written, as
-    # that of a window beyond a block is.
+    # That kernel copies the first visible block instead of those before it, so all of that block must have been
+    # written, as is certain only for windows longer than a block.
     narrow = spec.window is not None and spec.window <= BLOCK_SIZE
     return shape.wgmma and not batch_invariant and layer.k_scale is None and not narrow
 
 
 def prefill_shape(head_dim: int, rows: int, hopper: bool) -> PrefillShape:
-    """By head size and rows of the longest chunk, from the sweep of benchmarks/cuda/attention.py on an H200 (heads of
-    128).
+    """The tile shape by head size and rows of the longest chunk, from benchmarks/cuda/attention.py on an H200 (heads
+    of 128).
 
-    Hopper has 227 KiB of shared memory a block and matrix units that want 128 rows; elsewhere all tiles must fit
-    99 KiB (sm_89). On Hopper a tile has as many keys as a head has elements: both products are then laid out
-    alike, and the weights between them stay where they are.
+    Hopper has 227 KiB of shared memory per block and matrix units that need 128 rows to be busy; elsewhere all tiles
+    must fit 99 KiB (sm_89). On Hopper a tile has as many keys as a head has elements: both products then have the same
+    layout, and the weights between them are not moved.
     """
     if head_dim > 128:
         return PrefillShape(64, 32, 4, 2)

@@ -1,12 +1,12 @@
-"""Prefill attention on Hopper's warp-group matrix instruction: fp16 caches, heads of 128.
+"""Prefill attention with Hopper's warp-group matrix instruction (wgmma): fp16 caches, heads of 128.
 
-The same online softmax as attention_prefill.py's, with specialized warps. A producer warp copies tiles of keys and
-values to shared memory by TMA, ahead of two consumer warp groups that take half of a program's rows each. Producer and
-consumers synchronize by mbarriers alone (full and free), so that one group computes weights while the matrix units work
-for the other. Within a group, the scores of a tile and the sum of values of the tile before are issued together, and
-only the scores are waited for. Tiles are visited from the last, which the diagonal crosses, to the first; the mask is a
-comparison of positions. Results may be written in the WGMMA layout (fp16_operand.py): columns which lie side by side
-there are a thread's own, so it writes 16 bytes at a time.
+The online softmax of attention_prefill.py, with specialized warps. A producer warp copies tiles of keys and values to
+shared memory by TMA, ahead of two consumer warp groups that take half of a program's rows each. Producer and consumers
+synchronize by mbarriers alone (full and free), so that one group computes softmax weights while the matrix units work
+for the other. Within a group, the score product of a tile and the value product of the tile before are issued
+together, and only the scores are waited for. Tiles are visited from the last, which the diagonal crosses, to the
+first; the mask compares positions. Results may be written in the WGMMA layout (fp16_operand.py): columns that are
+adjacent there belong to one thread, which writes 16 bytes at a time.
 """
 
 from functools import partial
@@ -45,13 +45,14 @@ _BITS = gl.constexpr(TILE_KEYS.bit_length() - 1)
 _LOG2_E = gl.constexpr(LOG2_E)
 
 STAGED = gl.NVMMASharedLayout(128, 16, 2)
-"""How rows lie in shared memory."""
+"""The shared-memory layout of rows."""
 
 
 @gluon.jit
 def _copy_tile(rows, stage, bar, table_ptr, blocks, first, head_row, tile, WINDOW: gl.constexpr):
-    """Copy key tile `tile` of a head whose rows begin at `head_row`, block by block. Blocks before the one in which
-    position `first` begins to see may have been released: that one is copied in their place."""
+    """Copies key tile `tile` of a head whose rows begin at `head_row`, block by block. Blocks before the one
+    where the window of position `first` begins may have been released: that block is copied instead.
+    """
     mbarrier.expect(bar, _KEYS * _SIZE * 2)
     for part in gl.static_range(_KEYS // BLOCK):
         block = tile * (_KEYS // BLOCK) + part
@@ -67,7 +68,7 @@ def _copy_all(
     q_rows, k_rows, v_rows, shared, table_ptr, blocks, first, head_row, query_row, column, last_tile, count,
     WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp: `count` tiles from `last_tile` down."""
+    """The producer warp: copies the queries, then `count` tiles from `last_tile` down."""
     queries, keys, values, query_ready, keys_ready, values_ready, keys_free, values_free, _ = shared
     mbarrier.expect(query_ready, _GROUPS * _ROWS * _SIZE * 2)
     for group in gl.static_range(_GROUPS):
@@ -98,8 +99,9 @@ def _copy_all(
 
 @gluon.jit
 def _weigh(scores, row_max, row_sum, position, key0, scale, WINDOW: gl.constexpr, MASKED: gl.constexpr):
-    """One step of the online softmax (Milakov & Gimelshein 2018): weights [rows, keys], and the factor `rescale` of the
-    sums so far. Only a MASKED tile may hold keys that some row does not see."""
+    """One step of the online softmax (Milakov & Gimelshein 2018): weights [rows, keys], and the factor
+    `rescale` of the sums so far. Only with MASKED may the tile hold keys that some row does not see.
+    """
     if MASKED:
         MMA: gl.constexpr = scores.type.layout
         key = gl.expand_dims(key0 + gl.arange(0, _KEYS, layout=gl.SliceLayout(0, MMA)), 0)
@@ -123,8 +125,11 @@ def _attend(
     queries, shared, weights, acc, row_max, row_sum, position, last_tile, begin, end, count, scale,
     WINDOW: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles number begin .. end - 1 of this program's `count`, number 0 being `last_tile`, and the values of the tile
-    before each, whose `weights` are computed. The keys of `begin` have arrived."""
+    """Attends to tiles begin .. end - 1 of this program's `count`, number 0 being `last_tile`.
+
+    The score product of a tile overlaps with the value product of the tile before, whose softmax weights are
+    `weights`. The keys of tile `begin` have arrived.
+    """
     _, keys, values, _, keys_ready, values_ready, keys_free, values_free, _ = shared
     MMA: gl.constexpr = acc.type.layout
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -143,7 +148,7 @@ def _attend(
         new, rescale, row_max, row_sum = _weigh(
             scores, row_max, row_sum, position, (last_tile - i) * _KEYS, scale, WINDOW, MASKED
         )
-        # Here, so that there is a loop between the weights and the wait for the sums: the assembler would wait first.
+        # Placed here so that a loop separates the weights from the wait for the sums: the assembler would wait first.
         mbarrier.wait(keys_ready.index(following), ((i + 1) // _STAGES) & 1, pred=i + 1 < count)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(values_free.index(previous), count=1)
@@ -154,8 +159,9 @@ def _attend(
 
 @gluon.jit
 def _clear_from(stage, first):
-    """Rows [keys / 2] of values that have not been written, from `first` on, become 0: a weight of 0 times NaN would be
-    NaN."""
+    """Clears rows [keys / 2] of values from `first` on, which have not been written: a weight of 0 times NaN
+    would be NaN.
+    """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     live = gl.expand_dims(gl.arange(0, _KEYS // _GROUPS, layout=gl.SliceLayout(1, L)) < first, 1)
     values = stage.load(L)
@@ -165,9 +171,9 @@ def _clear_from(stage, first):
 
 @gluon.jit
 def _store(out_ptr, acc, row, width, rows, WGMMA_LAYOUT: gl.constexpr):
-    """Store [rows, columns of a head] from `out_ptr` on, as plain rows or in the WGMMA layout (`operand_offset`)."""
+    """Stores [rows, columns of a head] from `out_ptr` on, as plain rows or in the WGMMA layout (`operand_offset`)."""
     if WGMMA_LAYOUT:
-        # Thread (r, q) of a warp has columns 8 n + 2 q + e: the lowest three bits of an offset lie in one thread.
+        # Thread (r, q) of a warp has columns 8 n + 2 q + e: it holds all values of an offset's lowest three bits.
         L: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
             [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -196,12 +202,12 @@ def _one_group(
     group: gl.constexpr, shared, out_ptr, sink_ptr, scale, start, first_row, rows, last_tile, count,
     width: gl.constexpr, WINDOW: gl.constexpr, WGMMA_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Consumer warp group `group`: its half of the program's rows. sink_ptr: its head's sink, or None."""
+    """Consumer warp group `group`: half of the program's rows. sink_ptr: the head's sink, or None."""
     queries, keys, values, query_ready, keys_ready, values_ready, keys_free, _, cleared = shared
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIZE, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     row = first_row + group * _ROWS
-    # Tiles of keys below number `high`, and in a window those from number `low` on, are seen by some rows only.
+    # Tiles before number `high`, and with a window those from number `low` on, are visible to some rows only.
     first = start + row
     high = gl.minimum(gl.maximum(last_tile - ((first + 1) >> _BITS) + 1, 1), count)
     low = count
@@ -212,7 +218,7 @@ def _one_group(
     position = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
     row_max = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     row_sum = gl.zeros([_ROWS], gl.float32, gl.SliceLayout(1, MMA))
-    if sink_ptr is not None:  # the softmax begins with the sink, a logit without a value
+    if sink_ptr is not None:  # the softmax starts from the sink, a logit without a value
         row_max = row_sum + gl.load(sink_ptr) * _LOG2_E
         row_sum += 1.0
     acc = gl.zeros([_ROWS, _SIZE], gl.float32, MMA)
@@ -258,8 +264,10 @@ def attention_wgmma_kernel(
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, WGMMA_LAYOUT: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Programs (query head, tile of TILE_ROWS rows). q_rows [T, heads * head size], k_rows and v_rows [rows of all
-    heads, head size] are copied in blocks of [GROUP_ROWS or BLOCK, head size]. sink_ptr: [heads], or None."""
+    """Programs: (query head, tile of TILE_ROWS rows). q_rows [T, heads * head size], k_rows and v_rows [rows
+    of all heads, head size] are copied in blocks of [GROUP_ROWS or BLOCK, head size]. sink_ptr: [heads], or
+    None.
+    """
     WIDTH: gl.constexpr = HEADS * _SIZE
     queries = gl.allocate_shared_memory(gl.float16, [_GROUPS, _ROWS, _SIZE], q_rows.layout)
     keys = gl.allocate_shared_memory(gl.float16, [_STAGES, _KEYS, _SIZE], k_rows.layout)
@@ -297,12 +305,12 @@ def attention_wgmma_kernel(
         sink_ptr += head
     # Positions: the program's queries are first .. last.
     first = start + first_row
-    # A program of no rows computes one tile, which is not stored.
+    # A program without rows computes one tile, which is not stored.
     last_tile = (gl.maximum(gl.minimum(first + _GROUPS * _ROWS, start + rows), 1) - 1) >> _BITS
     count = last_tile + 1
     if WINDOW > 0:
         count = last_tile - (gl.maximum(first - (WINDOW - 1), 0) >> _BITS) + 1
-    # Written out: constants in a variable would no longer be constants.
+    # Written out, as values taken from a variable would no longer be constexpr.
     gl.warp_specialize(
         [
             (
@@ -342,7 +350,7 @@ def launch_wgmma(
     wgmma_layout: bool,
     pdl: bool,
 ) -> None:
-    """`attention_prefill` of tiles int32 [tiles, TILE_FIELDS] to `out`, plain rows or the WGMMA layout."""
+    """`attention_prefill` of tiles int32 [tiles, TILE_FIELDS] into `out`, plain rows or the WGMMA layout."""
     tokens, heads, head_dim = q.shape
     cache_rows, kv_heads, _ = layer.k.shape
     cache = cache_pointers(layer)

@@ -1,11 +1,11 @@
-"""Decode attention by tiles in shared memory: the kernel for every kind of head and cache.
+"""Decode attention with tiles in shared memory: the kernel for every head size and cache type.
 
 It serves what attention_warps.py does not: heads of other sizes than 64 and 128 (256, 96, 80), groups of more than 8,
 partial rotation in halves, output gates, and the interpreter. A program serves one key-value head and one KV split.
 Tiles of keys and values pass through shared memory, some of them ahead of the one that is attended to.
 
 Accuracy without fp32 matrix units: an fp32 operand is split into two fp16 terms (value and remainder, 22 bits), which
-share one 16-row matrix instruction, the terms of up to 8 heads above each other.
+share one 16-row matrix instruction, the terms of up to 8 heads stacked.
 """
 
 from typing import NamedTuple
@@ -29,21 +29,22 @@ from quengine.kernels.cuda.gemm.mma import prefetch, uses_assembly
 from quengine.kernels.cuda.gemv.activations import quantize_group, store_quantized
 
 ONE_SPLIT = tl.constexpr(128)
-"""Up to so many keys are one split: reading them takes no longer than combining splits."""
+"""Keys up to which there is one split: reading them takes no longer than combining splits."""
 
 FIRST_KEYS = 32
-"""Keys of the first tile, of which a split has a multiple."""
+"""Keys of the first tile; a split has a multiple of it."""
 
 COARSE = 416
-"""Keys of a coarse split at least: a first tile and whole tiles more. Where other sequences fill the device, splits of
-one only cost."""
+"""Least keys of a coarse split: a first tile and whole tiles. Where other sequences fill the device, more
+splits only cost.
+"""
 
 _FIRST = tl.constexpr(FIRST_KEYS)
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
 class TileShape(NamedTuple):
-    """Keys a tile, warps a block, tiles in flight."""
+    """Keys per tile, warps per block, tiles in flight."""
 
     block_keys: int
     warps: int
@@ -52,7 +53,7 @@ class TileShape(NamedTuple):
 
 @triton.jit
 def _add_halves(x):
-    """[2 * R, N] -> [2 * R, N]: rows r and r + R both become their sum (the two terms of one head)."""
+    """[2 * R, N] to [2 * R, N]: rows r and r + R, the two terms of one head, both become their sum."""
     ROWS: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
     both = tl.sum(tl.reshape(x, [2, ROWS // 2, N]), 0)
@@ -61,7 +62,7 @@ def _add_halves(x):
 
 @triton.jit
 def _two_terms(x, upper):
-    """fp32 [R, N] with equal halves -> fp16: rounded values in the upper half's rows, remainders below."""
+    """fp32 [R, N] with equal halves to fp16: rounded values in the rows of the upper half, remainders in the lower."""
     value = x.to(tl.float16)
     remainder = (x - value.to(tl.float32)).to(tl.float16)
     return tl.where(upper[:, None], value, remainder)
@@ -69,7 +70,7 @@ def _two_terms(x, upper):
 
 @triton.jit
 def _first_rows(x, COUNT: tl.constexpr):
-    """[R, N] -> [COUNT, N]: the first COUNT rows, COUNT a divisor of R."""
+    """[R, N] to [COUNT, N]: the first COUNT rows, COUNT a divisor of R."""
     PARTS: tl.constexpr = x.shape[0] // COUNT
     N: tl.constexpr = x.shape[1]
     first = (tl.arange(0, PARTS) == 0)[:, None, None]
@@ -80,8 +81,8 @@ def _first_rows(x, COUNT: tl.constexpr):
 def _attend_tile(
     q, upper, row_max, row_sum, acc, k, k_scale, v, v_scale, live, scale, Q8: tl.constexpr, ASM: tl.constexpr
 ):
-    """One step of the online softmax (Milakov & Gimelshein 2018): keys and values [N, PADDED] onto 2R rows."""
-    if Q8:  # codes times scale need 19 bits: two fp16 terms as well
+    """One step of the online softmax (Milakov & Gimelshein 2018): adds keys and values [N, PADDED] to 2R rows."""
+    if Q8:  # codes times scale have 19 bits: two fp16 terms as well
         k, k_rest = dequantize_codes(k, k_scale, ASM)
         scores = tl.dot(q, tl.trans(k))
         scores = tl.dot(q, tl.trans(k_rest), scores)
@@ -141,7 +142,7 @@ def _combine(
     acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, splits,
     SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Merge the KV splits of a group's heads in order; write the outputs as `_store_heads` does."""
+    """Combines the KV splits of a group's heads in order; stores the outputs as `_store_heads`."""
     GROUP: tl.constexpr = SHAPE.group
     if HEADS_AT_ONCE == 1 and GROUP > 4:  # unrolled, they spill
         for start in range(GROUP):
@@ -188,16 +189,17 @@ def _finish(
     row_max, row_sum, acc, sink_ptr, workspace, outputs, qkv_ptr, kv_head, part, splits, sequence, out_stride,
     SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store a program's heads, or leave them to the last of the splits, which combines all of them.
+    """Stores a program's heads, or their partial results, which the last split to finish combines.
 
-    acc: [R, PADDED], the two terms of a head in rows r and r + R / 2; row_max, row_sum: [R], equal for both."""
+    acc: [R, PADDED], the two terms of a head in rows r and r + R / 2; row_max, row_sum: [R], equal for both.
+    """
     GROUP: tl.constexpr = SHAPE.group
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     HEADS: tl.constexpr = SHAPE.kv_heads * GROUP
     HEADS_PADDED: tl.constexpr = triton.next_power_of_2(GROUP)
     ROWS: tl.constexpr = acc.shape[0]
     PADDED: tl.constexpr = acc.shape[1]
-    # Of the rows keep the HEADS_PADDED that stand for a head, their two terms added.
+    # Keep HEADS_PADDED rows, one per head, with their two terms added.
     acc = _first_rows(tl.sum(tl.reshape(acc, [2, ROWS // 2, PADDED]), 0), HEADS_PADDED)
     row_sum = tl.reshape(_first_rows(row_sum[:, None], HEADS_PADDED), [HEADS_PADDED])
     row_max = tl.reshape(_first_rows(row_max[:, None], HEADS_PADDED), [HEADS_PADDED])
@@ -206,7 +208,7 @@ def _finish(
     live = member < GROUP
     tile = live[:, None] & (d < HEAD_DIM)[None, :]
     head = kv_head * GROUP + member
-    if sink_ptr is not None:  # split 0 has the sinks, logits without a value
+    if sink_ptr is not None:  # split 0 includes the sinks, logits without a value
         sink = tl.load(sink_ptr + head, mask=live & (part == 0), other=float("-inf")) * _LOG2_E
         new_max = tl.maximum(row_max, sink)
         rescale = tl.exp2(row_max - new_max)
@@ -231,7 +233,7 @@ def _finish(
         tl.store(acc_ptr + at[:, None] * HEAD_DIM + d[None, :], acc, mask=tile)
         tl.store(state_ptr + at * 2, row_max, mask=live)
         tl.store(state_ptr + at * 2 + 1, row_sum, mask=live)
-        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+        tl.debug_barrier()  # all warps' stores come before the atomic that publishes them
         arrivals = workspace.arrivals + sequence * SHAPE.kv_heads + kv_head
         if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(arrivals, 0)
@@ -249,8 +251,9 @@ def _attention_tiles_kernel(
     LEAST: tl.constexpr, TILE: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr,
     FORM: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (key-value head, KV split, sequence). LEAST: keys of a coarse split at least; 0: splits are fine.
-    sink_ptr: [heads], or None."""
+    """Programs: (key/value head, KV split, sequence). LEAST: least keys of a coarse split; 0: splits are
+    fine. sink_ptr: [heads], or None.
+    """
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     PADDED: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     GROUP: tl.constexpr = SHAPE.group
@@ -261,7 +264,7 @@ def _attention_tiles_kernel(
     part = tl.program_id(1)
     sequence = tl.program_id(2).to(tl.int64)
     position = tl.load(position_ptr + sequence)
-    # Visible keys before the new one, cut into `splits` splits of `per_split`.
+    # The visible keys before the new one, cut into `splits` splits of `per_split`.
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position - (WINDOW - 1), 0)
@@ -313,7 +316,7 @@ def _attention_tiles_kernel(
     v_row = k_row + SHAPE.kv_heads * HEAD_DIM
     k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE)
     v_new = load_heads(v_row, one == 0, HEAD_DIM, PADDED)
-    # Split 0 writes the new key and value and starts its state with them; they are not read back in this launch.
+    # Split 0 stores the new key and value and starts its state from them; they are not read back in this launch.
     owner = part == 0
     write = (one == 0) & owner & (position < blocks * BLOCK)
     k_new = store_rows(k_new, new_row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
@@ -337,7 +340,7 @@ def _attention_tiles_kernel(
             q, upper, row_max, row_sum, acc, k, k_scale, v, v_scale, live, scale, Q8, ASM
         )
     if PDL:
-        # Not earlier: consumer blocks beside these would leave the multiprocessors unevenly filled.
+        # Not earlier: early consumer blocks would fill the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
     _finish(
         row_max, row_sum, acc, sink_ptr, workspace, outputs, qkv, kv_head, part, splits, sequence, out_stride,
@@ -346,11 +349,11 @@ def _attention_tiles_kernel(
 
 
 def launch_tiles(given: DecodeArguments) -> None:
-    """The launch, with this kernel's KV splits."""
+    """Launches this kernel, with its own KV split sizes."""
     shape, q8_0 = given.shape, given.layer.k_scale is not None
     tile = tile_shape(shape.head_dim, shape.group, q8_0, given.coarse)
     least = COARSE if given.coarse else 0
-    # ptxas stops at 168 registers by itself, and spills
+    # ptxas would choose 168 registers, and spill
     registers = 255 if shape.head_dim > 128 and tile.warps == 4 else None
     _attention_tiles_kernel[given.grid(max(least, FIRST_KEYS))](
         *given.inputs(), cache_pointers(given.layer), *given.results(), **given.constants(),
@@ -361,12 +364,13 @@ def launch_tiles(given: DecodeArguments) -> None:
 
 
 def combine_heads(group: int, splits: int, padded: int) -> int:
-    """How many heads' splits are merged at a time: as many as 64 registers a thread hold, a power of two."""
+    """Heads whose splits are combined at a time: a power of two that takes 64 registers per thread."""
     return int(max(1, min(triton.next_power_of_2(group), 8192 // (splits * padded))))
 
 
 def tile_shape(head_dim: int, group: int, q8_0: bool, coarse: bool = False) -> TileShape:
-    """By head size, query heads a group, cache type and splits, from benchmarks/cuda/attention.py on an H200.
+    """The tile shape by head size, query heads per group, cache type and splits, from benchmarks/cuda/attention.py on
+    an H200.
 
     The tiles of all stages must fit 99 KiB of shared memory (sm_89), and nothing may spill.
     """

@@ -1,12 +1,12 @@
-"""Decode attention in registers: each warp of a program takes keys of its own, and they are combined at the end.
+"""Decode attention in registers: each warp of a program takes its own keys, and the warps are combined at the end.
 
-The same work as attention_tiles.py's kernel (one KV split of one key-value head a program), for heads of 64 or 128 and
-groups of up to 8, where it is the faster one. There, tiles pass through shared memory between barriers; here a warp
-loads keys and values as the operands of the matrix instruction (attention_operands.py), and scores and weights stay in
-the registers where that leaves them. The new key and value join when the warps' parts are combined.
+It does the work of attention_tiles.py's kernel (one KV split of one key/value head per program), for heads of 64 or
+128 and groups of up to 8, where it is faster. There, tiles pass through shared memory between barriers; here a warp
+loads keys and values as operands of the matrix instruction (attention_operands.py), and scores and weights stay in the
+registers of the result. The new key and value are added when the warps are combined.
 
-Of a q8_0 cache the codes are multiplied, as fp16. A key's scales multiply the scores of its groups of columns, a
-value's the weights of the softmax, a set of weights for each group.
+With a q8_0 cache the codes are multiplied as fp16. A key's scales multiply the scores of its groups of columns; a
+value's scales multiply the softmax weights, which are separate for each group.
 """
 
 from typing import NamedTuple
@@ -41,18 +41,21 @@ from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_po
 from quengine.kernels.cuda.gemm.mma import uses_assembly
 
 _KEYS = gl.constexpr(16)
-"""Keys of a warp at a time: 16 or 32."""
+"""Keys that a warp takes at a time: 16 or 32."""
 
 _LOG2_E = gl.constexpr(LOG2_E)
 
 FEW_PROGRAMS = 264
-"""Programs of which two on each multiprocessor of an H200 are all. More of them should lie four on one, which takes
-half of the registers; fewer should not, since they would fill some multiprocessors and leave others empty."""
+"""Programs up to which an H200 holds all of them, two per multiprocessor. More programs should run four per
+multiprocessor, with half of the registers; fewer should not, as they would fill some multiprocessors and
+leave others empty.
+"""
 
 
 class SplitShape(NamedTuple):
-    """Warps of a program, and how many keys a KV split has at least: a multiple of what the warps read at once. early:
-    the consumer's programs start when these do, and not when they have read their keys."""
+    """Warps per program, and the least keys of a KV split: a multiple of the keys that the warps read at a
+    time. early: the PDL consumer may start along with this launch, not only once its keys have been read.
+    """
 
     warps: int
     least: int
@@ -60,14 +63,16 @@ class SplitShape(NamedTuple):
 
 
 FINE = SplitShape(8, 128, early=True)
-"""Of a single sequence. 4 warps are up to 0.5 us faster below 128 keys, and slower above: 25% at 16384."""
+"""For a single sequence. 4 warps are up to 0.5 us faster below 128 keys, and slower above: 25% at 16384."""
 
 COARSE = SplitShape(4, 512)
-"""In batches, where other sequences fill the device: several programs on a multiprocessor, and less to combine."""
+"""For batches, where other sequences fill the device: several programs per multiprocessor, and fewer splits
+to combine.
+"""
 
 
 def takes(qkv: Tensor, spec: AttentionSpec) -> bool:
-    """Whether this kernel serves such heads, on a GPU: both elements of a rotated pair must lie in one thread."""
+    """Whether this kernel supports such heads, on a GPU: both elements of a rotated pair must be in one thread."""
     rotates = 2 * spec.cos.shape[1] == spec.head_dim or spec.rope_layout == "pairs"
     aligned = qkv.dtype == torch.float32 and qkv.stride(0) % 4 == 0 and qkv.data_ptr() % 16 == 0
     shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128) and not spec.gated
@@ -76,8 +81,9 @@ def takes(qkv: Tensor, spec: AttentionSpec) -> bool:
 
 @gluon.jit
 def _load(ptr, words, key, first, begin, end, PARTS: gl.constexpr = 1):
-    """Words of cache rows, in parts that are 8 words apart, 0 where a key is not in begin .. end - 1; `first`: the
-    warp's first key."""
+    """Loads words of cache rows, in parts 8 words apart; 0 for keys outside begin .. end - 1. `first`: the
+    warp's first key.
+    """
     place = gl.convert_layout(first, key.type.layout, assert_trivial=True) + key
     parts = ()
     for part in gl.static_range(PARTS):
@@ -101,8 +107,7 @@ def _pairs(x, ROPE: gl.constexpr):
 def _turn_at(
     position, rotation, norm_ptr, R: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
 ):
-    """What `_rotated` needs for R heads at a position: cosines, sines and the norm's weights. None of it comes from the
-    PDL producer."""
+    """Inputs of `_rotated` for R heads at a position: cosines, sines, norm weights. The PDL producer writes none."""
     near, _ = _pairs(gl.zeros([R, HEAD_DIM], gl.float32, L), ROPE)
     angle = gl.expand_dims(gl.arange(0, HEAD_DIM // 2, layout=gl.SliceLayout(0, near.type.layout)), 0)
     row = position.to(gl.int64) * (ROPE.dim // 2)
@@ -139,15 +144,16 @@ def _rotated(heads, live, turn, eps, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr,
 
 @gluon.jit
 def _cache_row(table_ptr, blocks, position):
-    """The cache row of a position, a multiple of 16 or the newest one."""
+    """The cache row of a position that is a multiple of 16 or the newest one."""
     entry = gl.load(table_ptr + gl.minimum(position >> BLOCK_BITS, blocks - 1))
     return (entry << BLOCK_BITS) + (position & (BLOCK - 1))
 
 
 @gluon.jit
 def _store_new_rows(rows, cache_ptrs, scale_ptrs, row, inside, WARPS: gl.constexpr, Q8: gl.constexpr):
-    """Write a new key and value, fp32 [2, HEAD_DIM] in shared memory, to their cache row if `inside`; the shared ones
-    become what the cache gives back."""
+    """Stores a new key and value, fp32 [2, HEAD_DIM] in shared memory, to their cache row if `inside`; the
+    shared values are replaced by what the cache would return.
+    """
     HEAD_DIM: gl.constexpr = rows.shape[1]
     GROUPS: gl.constexpr = HEAD_DIM // 32
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
@@ -174,7 +180,7 @@ def _store_new_rows(rows, cache_ptrs, scale_ptrs, row, inside, WARPS: gl.constex
 
 @gluon.jit
 def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, Q8: gl.constexpr, F: gl.constexpr):
-    """The parts of all warps through shared memory: row_max, row_sum [HEADS], acc fp32 [HEADS, HEAD_DIM]."""
+    """Combines the warps' parts through shared memory: row_max, row_sum [HEADS], acc fp32 [HEADS, HEAD_DIM]."""
     WARPS: gl.constexpr = row_max.shape[0]
     HEADS: gl.constexpr = row_max.shape[1]
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
@@ -198,8 +204,9 @@ def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, Q8: gl.constexpr,
 
 @gluon.jit
 def _with_new_key(row_max, row_sum, out, queries, rows, scale, sink, SINKS: gl.constexpr, F: gl.constexpr):
-    """The heads of split 0 with the new key and value `rows`, as the cache gives them back, and their sinks. queries:
-    fp32 [HEADS, HEAD_DIM] in shared memory, like `rows`."""
+    """Adds the new key and value `rows`, rounded as in the cache, and the sinks to the heads of split 0.
+    queries and rows: fp32 [HEADS, HEAD_DIM] and [2, HEAD_DIM] in shared memory.
+    """
     ROWS: gl.constexpr = gl.SliceLayout(0, F)
     key = rows.slice(0, 1).load(ROWS)
     score = gl.sum(queries.load(ROWS) * key, 1) * scale
@@ -221,7 +228,7 @@ def _finish(
     SHAPE: gl.constexpr, SPLITS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr,
     F: gl.constexpr,
 ):  # fmt: skip
-    """Store a program's heads, or leave them to the last of the splits, which combines all of them."""
+    """Stores a program's heads, or their partial results, which the last split to finish combines."""
     ALL_HEADS: gl.constexpr = SHAPE.kv_heads * SHAPE.group
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     values_ptr = outputs.data
@@ -244,7 +251,7 @@ def _finish(
         gl.store(acc_ptr + gl.expand_dims(at, 1) * HEAD_DIM + column, out, mask=gl.expand_dims(live, 1))
         gl.store(state_ptr + at * 2, row_max, mask=live)
         gl.store(state_ptr + at * 2 + 1, row_sum, mask=live)
-        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+        tl.debug_barrier()  # all warps' stores come before the atomic that publishes them
         arrivals = workspace.arrivals + sequence * SHAPE.kv_heads + kv_head
         last = gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1
         if last:
@@ -263,8 +270,9 @@ def _finish(
 
 @gluon.jit
 def _scores(keys, scales, queries, S: gl.constexpr, KEYS: gl.constexpr, Q8: gl.constexpr, MMA: gl.constexpr):
-    """Products of a warp's keys with the queries, [WARPS, KEYS, HEADS]. queries: operands of the parts of a head's
-    columns; scales: words of a key's scales, [threads, KEYS / 8], of a q8_0 cache."""
+    """Products of a warp's keys with the queries, [WARPS, KEYS, HEADS]. queries: one operand per part of a
+    head's columns; scales: the words of a key's scales, [threads, KEYS / 8], for a q8_0 cache.
+    """
     WARPS: gl.constexpr = queries[0].shape[0]
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     nothing = gl.zeros([WARPS, KEYS, queries[0].shape[2]], gl.float32, MMA)
@@ -280,12 +288,13 @@ def _scores(keys, scales, queries, S: gl.constexpr, KEYS: gl.constexpr, Q8: gl.c
 
 @gluon.jit
 def _headroom(scales, PARTS: gl.constexpr):
-    """Of each of a thread's q8_0 values a power of two, as its exponent, that brings the largest scale to 2^14 or less:
-    taken off the weights' exponents, it keeps weights times scales in the range of fp16."""
+    """For each of a thread's q8_0 values, the exponent of a power of two that brings its largest scale to
+    2^14 or less; subtracted from the weights' exponents, it keeps weights times scales within fp16's range.
+    """
     most = scale_of(scales[0], 0)
     for part in gl.static_range(1, PARTS):
         most = gl.maximum(most, scale_of(scales[0], part))
-    exponent = most.to(gl.int32, bitcast=True) >> 23  # of a smaller power, 127 added
+    exponent = most.to(gl.int32, bitcast=True) >> 23  # of the largest power of two below, plus 127
     return (gl.maximum(exponent, 127 - 24) - (126 + 14)).to(gl.float32)
 
 
@@ -296,8 +305,9 @@ def _attention_warps_kernel(
     SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, Q8: gl.constexpr, SPLITS: gl.constexpr,
     SPLIT: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Programs (key-value head, KV split, sequence). HEADS: 4 or 8, heads there is room for. sink_ptr: [heads], or
-    None."""
+    """Programs: (key/value head, KV split, sequence). HEADS: 4 or 8, the padded group size. sink_ptr:
+    [heads], or None.
+    """
     WARPS: gl.constexpr = SPLIT.warps
     KEYS: gl.constexpr = _KEYS
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
@@ -310,7 +320,7 @@ def _attention_warps_kernel(
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     S: gl.constexpr = terms_added(gl.zeros([WARPS, KEYS, 2 * HEADS], gl.float32, MMA)).type.layout
-    # Where parts are combined a thread has all of them, and a warp one head or a part of one.
+    # Where parts are combined, a thread has all parts of an element, and a warp has one head or a part of one.
     ACROSS: gl.constexpr = WARPS // HEADS if WARPS > HEADS else 1
     ALONG: gl.constexpr = HEAD_DIM // (32 * ACROSS)
     F: gl.constexpr = gl.BlockedLayout([WARPS, 1, ALONG], [1, 1, 32], [1, WARPS // ACROSS, ACROSS], [2, 1, 0])
@@ -321,8 +331,8 @@ def _attention_warps_kernel(
     if PDL and SPLIT.early:
         tl.extra.cuda.gdc_launch_dependents()
     position = gl.load(position_ptr + sequence)
-    # Keys before the new one, cut into `splits` splits of `per_split`. A warp's keys lie in one block of the cache, the
-    # first of them in that of the oldest visible key.
+    # The keys before the new one, cut into `splits` splits of `per_split`. A warp's keys lie in one block of the
+    # cache; the first one's block is that of the oldest visible key.
     oldest = 0
     if WINDOW > 0:
         oldest = gl.maximum(position - (WINDOW - 1), 0)
@@ -361,7 +371,7 @@ def _attention_warps_kernel(
         sink = gl.zeros([HEADS], gl.float32, gl.SliceLayout(1, gl.SliceLayout(0, F)))
         if sink_ptr is not None:
             sink = gl.load(sink_ptr + kv_head * GROUP + member, mask=member < GROUP, other=0.0) * _LOG2_E
-        # Queries and the new key are rotated once, by all threads, and pass to all warps through shared memory.
+        # Queries and the new key are rotated once, by all threads, and reach all warps through shared memory.
         R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
         turn = _turn_at(position, rotation, rotation.q_norm, HEADS, HEAD_DIM, ROPE, R)
         turn_new = _turn_at(position, rotation, rotation.k_norm, 1, HEAD_DIM, ROPE, R)
@@ -373,7 +383,7 @@ def _attention_warps_kernel(
         q = _rotated(
             qkv_ptr + (kv_head * GROUP + h) * HEAD_DIM, h < GROUP, turn, eps, HEAD_DIM, ROPE, R
         )  # fmt: skip
-        # Split 0 writes the new key and value, and attends to them at its end; they are not read back here.
+        # Split 0 stores the new key and value, and attends to them at its end; they are not read back here.
         one = gl.expand_dims(gl.arange(0, 1, layout=gl.SliceLayout(1, R)), 1)
         owner = one + part == 0
         k_new = _rotated(
@@ -446,7 +456,7 @@ def _attention_warps_kernel(
                 v_scales = values
             row = _cache_row(table_ptr, blocks, own + STEP)
         if PDL and not SPLIT.early:
-            # Not earlier: consumer blocks beside these would leave the multiprocessors unevenly filled.
+            # Not earlier: early consumer blocks would fill the multiprocessors unevenly.
             tl.extra.cuda.gdc_launch_dependents()
 
         row_max, row_sum, out = _combine_warps(acc, row_max, row_sum, SHAPE, Q8, F)
@@ -461,10 +471,10 @@ def _attention_warps_kernel(
 
 
 def launch_warps(given: DecodeArguments) -> None:
-    """The launch, with this kernel's KV splits.
+    """Launches this kernel, with its own KV split sizes.
 
-    Numerics: keys and values as they are stored; queries, and the weights of the softmax, in two fp16 terms (22 bits);
-    sums in fp32, in an order that follows from the position alone. Source: Dao et al. 2023 (Flash-Decoding).
+    Numerics: keys and values as stored; queries and softmax weights in two fp16 terms (22 bits); fp32 sums, in an
+    order that follows from the position alone. Source: Dao et al. 2023 (Flash-Decoding).
     """
     q8_0 = given.layer.k_scale is not None
     split = COARSE if given.coarse else FINE
@@ -476,11 +486,12 @@ def launch_warps(given: DecodeArguments) -> None:
 
 
 def _registers(given: DecodeArguments) -> int:
-    """Registers of a thread, at most; left to itself, ptxas may stop at fewer than it needs, and spill.
+    """The most registers per thread; ptxas alone may choose fewer than needed, and spill.
 
-    Which register holds what does not touch the sums: a row has the same bits either way. 128 are enough for a batch on
-    Hopper (where there is PDL), and a few too little before. With 168 for a single sequence's program one of a
-    projection, of 8 warps with 80, fits beside it: of the launch in front, and of the one behind, which starts early.
+    The allocation does not affect the sums: a row has the same bits either way. 128 registers are enough for a batch
+    on Hopper (where there is PDL), and a few too few on earlier GPUs. With 168 for a single sequence's program, a
+    projection's program, 8 warps of 80 registers, fits beside it: the end of the previous launch, and the early start
+    of the next.
     """
     programs = given.qkv.shape[0] * given.shape.kv_heads
     shares = programs > FEW_PROGRAMS if given.coarse else given.layer.k_scale is None

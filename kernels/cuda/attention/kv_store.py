@@ -1,7 +1,7 @@
-"""How a kernel writes and reads rows of the paged key-value cache: fp16, or q8_0 as kernels/kv/kv_q8_0.py defines it.
+"""Reads and writes of the paged KV cache in kernels: fp16, or q8_0 as kernels/kv/kv_q8_0.py defines it.
 
-In memory a layer is [kv_heads, rows, head_dim]: a block of BLOCK_SIZE positions of one head is one contiguous run,
-and a sequence's block table says where each of its blocks lies.
+In memory a layer is [kv_heads, rows, head_dim]: a block of BLOCK_SIZE positions of one head is contiguous, and a
+sequence's block table maps its positions to blocks.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,9 @@ BLOCK_BITS = tl.constexpr(BLOCK_SIZE.bit_length() - 1)
 
 
 class CachePointers(NamedTuple):
-    """One layer's cache as a kernel takes it. In an fp16 cache k and v stand in for the scales, which are not read."""
+    """One layer's cache as a kernel's argument. For an fp16 cache k and v are repeated as the scales, which
+    are not read.
+    """
 
     k: Tensor
     v: Tensor
@@ -28,7 +30,7 @@ class CachePointers(NamedTuple):
 
 
 def cache_pointers(layer: KVLayer) -> CachePointers:
-    """The tensors of a layer whose heads each have their rows together, as `allocate_layer` lays them out."""
+    """The tensors of a layer in the layout of `allocate_layer`, a head's rows contiguous."""
     k, v, k_scale, v_scale = layer.k, layer.v, layer.k_scale, layer.v_scale
     assert k.shape == v.shape and k.dtype == v.dtype
     rows, _, head_dim = k.shape
@@ -43,25 +45,25 @@ def cache_pointers(layer: KVLayer) -> CachePointers:
 
 
 def check_block_tables(block_tables: Tensor) -> None:
-    """Kernels read int32 [sequences, blocks], contiguous."""
+    """Checks that block tables are int32 [sequences, blocks], contiguous."""
     assert block_tables.ndim == 2 and block_tables.dtype == int32 and block_tables.is_contiguous()
 
 
 @triton.jit
 def round_half_even(x):
-    """Nearest integer of fp32 below 2^22, halves to even: adding 1.5 * 2^23 leaves no room for a fraction."""
+    """Nearest integer of fp32 below 2^22, halves to even: adding 1.5 * 2^23 leaves no bits for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def table_rows(table_ptr, blocks, key, ASM: tl.constexpr):
-    """Cache rows of positions `key` [N] of a sequence, from the `blocks` entries of its table at `table_ptr`.
+    """Cache rows of positions `key` [N] of a sequence, from the `blocks` entries of its block table at `table_ptr`.
 
-    Positions past the table get some row of it. ASM: as in mma.py.
+    Positions past the table get the row of some block in it. ASM: as in mma.py.
     """
     entry_ptr = table_ptr + tl.minimum(key >> BLOCK_BITS, blocks - 1)
     if ASM:
-        # A load would become a stage of the software pipeline of its own, and tiles be fetched one stage later.
+        # tl.load would become a stage of the software pipeline, and tiles would be fetched one stage later.
         entry = tl.inline_asm_elementwise(
             "ld.global.nc.b32 $0, [$1];",
             "=r,l",
@@ -77,8 +79,9 @@ def table_rows(table_ptr, blocks, key, ASM: tl.constexpr):
 
 @triton.jit
 def q8_0_codes(groups):
-    """fp32 [R, GROUPS, 32] in q8_0: codes, whole numbers in fp32 [R, GROUPS, 32], and scales fp32 [R, GROUPS], which
-    are stored as fp16."""
+    """Quantizes fp32 [R, GROUPS, 32] to q8_0: codes as integers in fp32 [R, GROUPS, 32], and scales fp32 [R,
+    GROUPS], which are stored as fp16.
+    """
     scale = tl.math.div_rn(tl.max(tl.abs(groups), 2), 127.0)
     divisor = tl.where(scale > 0, scale, 1.0)
     return round_half_even(tl.math.div_rn(groups, divisor[:, :, None])), scale
@@ -88,10 +91,9 @@ def q8_0_codes(groups):
 def store_rows(
     values, row, live, cache_ptr, scale_ptr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, Q8: tl.constexpr
 ):
-    """Write fp32 `values` [R, PADDED] to cache rows `row` [R]: a row is one head at one position.
+    """Stores fp32 `values` [R, PADDED] to cache rows `row` [R]; a row is one head at one position.
 
-    Rows where `live` [R] is false are not written. Returns fp32 [R, PADDED]: the values as the cache gives
-    them back.
+    Rows where `live` [R] is false are not stored. Returns fp32 [R, PADDED]: the values as the cache would return them.
     """
     d = tl.arange(0, PADDED)[None, :]
     mask = live[:, None] & (d < HEAD_DIM)
@@ -117,9 +119,9 @@ def store_rows(
 def load_tile(
     cache_ptr, scale_ptr, row, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, Q8: tl.constexpr
 ):
-    """Cache rows `row` [N] as stored: [N, PADDED] fp16, or int8 codes and their scales fp16 [N, PADDED / 32].
+    """Cache rows `row` [N] as stored: [N, PADDED] fp16, or int8 codes and their fp16 scales [N, PADDED / 32].
 
-    0 outside. An fp16 tile comes with itself in place of the scales.
+    0 where not live. For fp16 the tile is returned in place of the scales, too.
     """
     d = tl.arange(0, PADDED)[None, :]
     mask = live[:, None] if HEAD_DIM == PADDED else live[:, None] & (d < HEAD_DIM)
@@ -137,8 +139,8 @@ def load_tile(
 def dequantize_codes(codes, scale, ASM: tl.constexpr):
     """codes int8 [N, PADDED] times scale fp16 [N, PADDED / 32] as two fp16 terms: the rounded product, the remainder.
 
-    Their sum is exact down to fp16's smallest step, 2^-24. int8 to fp16 without a conversion: 0x6400 is 1024, whose
-    last eight bits count ones, so the byte `code + 128` in its place is 1152 + code.
+    Their sum is exact down to fp16's smallest step, 2^-24. int8 becomes fp16 without a conversion: 0x6400 is 1024,
+    whose last eight bits count ones, so the byte `code + 128` in their place makes 1152 + code.
     """
     N: tl.constexpr = codes.shape[0]
     PADDED: tl.constexpr = codes.shape[1]

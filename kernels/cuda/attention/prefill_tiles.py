@@ -1,4 +1,4 @@
-"""Cuts the rows of a step's chunks into tiles for prefill attention, once a step for all layers."""
+"""Cuts the rows of a step's chunks into tiles for prefill attention, once per step for all layers."""
 
 from collections.abc import Sequence
 
@@ -7,18 +7,18 @@ import torch
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 
 TILE_FIELDS = 5
-"""int32 entries of a tile, see `PrefillTiles`."""
+"""int32 fields of a tile, see `PrefillTiles`."""
 
 _ALIGNED = 4
-"""int32 entries in 16 bytes: Triton compiles kernels apart for addresses that are no multiple of it."""
+"""int32 values in 16 bytes: Triton specializes kernels on addresses that are multiples of 16."""
 
 
 def cut_tiles(batch: ForwardBatch, block_rows: int) -> PrefillTiles:
-    """Tiles of at most `block_rows` rows of the chunks of a prefill step, on its device."""
+    """Tiles of at most `block_rows` rows of a prefill step's chunks, on the step's device."""
     sequences, tiles = tile_entries(batch.starts, batch.query_lens, block_rows)
     rows, first_tile = len(sequences), -(-len(sequences) // _ALIGNED) * _ALIGNED
     held = torch.tensor([*sequences, *[0] * (first_tile - rows), *tiles], dtype=torch.int32)
-    if batch.device.type == "cuda":  # the copy then does not wait for what the step has launched
+    if batch.device.type == "cuda":  # so that the copy does not wait for the step's launches
         held = held.pin_memory()
     held = held.to(batch.device, non_blocking=True)
     return PrefillTiles(
@@ -33,7 +33,7 @@ def cut_tiles(batch: ForwardBatch, block_rows: int) -> PrefillTiles:
 def tile_entries(
     starts: Sequence[int], lengths: Sequence[int], block_rows: int
 ) -> tuple[list[int], list[int]]:
-    """`PrefillTiles.sequences` and the fields of `PrefillTiles.tiles`, one behind the other, of such chunks."""
+    """`PrefillTiles.sequences` and the flattened `PrefillTiles.tiles`, for chunks of these starts and lengths."""
     sequences, tiles = list[int](), list[tuple[int, ...]]()
     first = 0
     for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True)):

@@ -1,7 +1,7 @@
-"""RMSNorm of all query heads of a row together, and of all its key heads, ahead of rotation (OLMo 2).
+"""RMSNorm over all query heads of a row together, and over all its key heads, before rotation (OLMo 2).
 
-The attention kernels normalize single heads while they load them. A norm over a whole row needs all heads of it, which
-no program of theirs has, so it is a launch of its own.
+The attention kernels normalize single heads while they load them. A norm over a whole row needs all of its heads,
+which none of their programs has, so it is a separate launch.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ def _qk_row_norm_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, eps, stride,
     Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (row, 0: queries, 1: keys)."""
+    """Programs: (row, 0 for queries or 1 for keys)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -45,10 +45,10 @@ def has_row_norms(spec: AttentionSpec) -> bool:
 
 
 def qk_row_norm(qkv: Tensor, spec: AttentionSpec, pdl: bool = False) -> AttentionSpec:
-    """Normalize the queries and keys of qkv [T, (heads + 2 * kv_heads) * head_dim], unit inner stride, in place.
+    """Normalizes the queries and keys of qkv [T, (heads + 2 * kv_heads) * head_dim], unit inner stride, in place.
 
-    `spec` has a q_norm of heads * head_dim and a k_norm of kv_heads * head_dim elements. Returns what is left for
-    attention: the spec without norms. With `pdl` the launch may overlap the end of the one before it.
+    `spec` has a q_norm of heads * head_dim and a k_norm of kv_heads * head_dim elements. Returns the spec without
+    norms, for attention. With `pdl` the launch may overlap the end of the one before it.
     """
     assert spec.q_norm is not None and spec.k_norm is not None and qkv.stride(1) == 1
     assert not spec.gated, "norms of whole rows are not computed beside output gates"

@@ -1,7 +1,7 @@
-"""Rotary embedding in CUDA kernels: heads are normalized and rotated while they are loaded.
+"""Rotary embedding in CUDA kernels: heads are normalized and rotated as they are loaded.
 
-Two ways: an element's partner is loaded beside it (from L1), for a decode step, and for heads of which only a part is
-rotated; both elements of a pair are loaded once, several side by side, for prompts, whose time is that of their bytes.
+There are two ways. In a decode step, and for partially rotated heads, each element loads its partner too (from L1). In
+prefill, which is bound by bandwidth, both elements of a pair are loaded once, in wide loads.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from quengine.kernels.backend import AttentionSpec
 class RotationPointers(NamedTuple):
     """cos and sin [context, rope_dim / 2], norm weights of queries and keys [head_dim], query scales [context].
 
-    Where a layer has no norms or scales its cosines stand in, which are not read."""
+    A layer without norms or scales repeats its cosines there, which are not read.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -59,7 +60,7 @@ def rope_variant(spec: AttentionSpec) -> RopeVariant:
 def load_angles(cos_ptr, sin_ptr, PADDED: tl.constexpr, ROPE: tl.constexpr):
     """One position's rotation of a head, from its table rows [rope_dim / 2]: cos, signed sin, partner [PADDED].
 
-    Element d becomes `x[d] * cos[d] + x[partner[d]] * sin[d]`; from rope_dim on it is its own partner and stays.
+    Element d becomes `x[d] * cos[d] + x[partner[d]] * sin[d]`; elements from rope_dim on are unchanged.
     """
     HALF: tl.constexpr = ROPE.dim // 2
     d = tl.arange(0, PADDED)
@@ -118,8 +119,9 @@ def _normalized(near, far, i, norm_ptr, eps, ROPE: tl.constexpr):
 
 @triton.jit
 def load_rotated_pairs(head_ptr, live, cos_ptr, sin_ptr, norm_ptr, eps, ROPE: tl.constexpr):
-    """As `load_rotated`, of heads that are rotated whole, a power of two: fp32 [R, rope_dim]. cos_ptr, sin_ptr: the
-    position's rows of the table."""
+    """`load_rotated` for heads that are fully rotated, of a power-of-two size: fp32 [R, rope_dim]. cos_ptr,
+    sin_ptr: the position's rows of the tables.
+    """
     R: tl.constexpr = head_ptr.shape[0]
     HEAD_DIM: tl.constexpr = ROPE.dim
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -145,6 +147,6 @@ def load_rotated_pairs(head_ptr, live, cos_ptr, sin_ptr, norm_ptr, eps, ROPE: tl
 
 @triton.jit
 def load_heads(head_ptr, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Heads at pointers `head_ptr` [R] as they are: fp32 [R, PADDED], 0 where not live."""
+    """Heads at pointers `head_ptr` [R], unrotated: fp32 [R, PADDED], 0 where not live."""
     d = tl.arange(0, PADDED)[None, :]
     return tl.load(head_ptr[:, None] + d, mask=live[:, None] & (d < HEAD_DIM), other=0.0).to(tl.float32)

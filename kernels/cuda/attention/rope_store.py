@@ -1,4 +1,4 @@
-"""The launch between the QKV matmul and prefill attention: rotates queries and keys, writes keys and values."""
+"""The launch between the QKV matmul and prefill attention: rotates queries and keys, stores keys and values."""
 
 import torch
 import triton
@@ -68,7 +68,7 @@ def _rope_store_kernel(
     scale = 1.0
     if ROW_SCALE:
         scale = tl.load(row_scale_ptr + token) * weight_scale
-        if ROPE.norm:  # a normalized head has no scale, but its eps has
+        if ROPE.norm:  # a normalized head does not depend on the scale, but for eps
             eps /= scale * scale
     if first_head < HEADS:
         q = _load_queries_or_keys(
@@ -108,7 +108,7 @@ def rope_store(
     out: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Rotate queries and keys of T tokens and write their keys and values to the cache.
+    """Rotates queries and keys of T tokens and stores their keys and values to the cache.
 
     qkv: [T, (heads + 2 * kv_heads) * head_dim], where the spec is gated `qkv_width` columns, fp32 or fp16, unit inner
     stride, or products of that shape, which are scaled here; positions: int32 [T] on the device (one past the block
@@ -142,12 +142,12 @@ def rope_store(
 
 
 def rope_warps(elements: int) -> int:
-    """Warps of a block that rotates so many elements: a power of two, as Triton wants, 1 to 4."""
+    """Warps of a block that rotates `elements` elements: a power of two, as Triton requires, 1 to 4."""
     return max(1, min(4, 1 << max(0, (elements // 256).bit_length() - 1)))
 
 
 def heads_per_block(heads: int, kv_heads: int) -> int:
-    """The largest power of two, at most 8, that divides both counts: a block then holds one section."""
+    """The largest power of two, at most 8, that divides both counts, so that a block's heads are of one section."""
     block = 8
     while heads % block or kv_heads % block:
         block //= 2

@@ -1,1 +1,1 @@
-"""Matrices times many rows: mma.sync, and Hopper's warp-group matrix units."""
+"""Matmuls of more than one row: mma.sync, and Hopper's warp-group matrix instruction."""

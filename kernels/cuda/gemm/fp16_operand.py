@@ -1,15 +1,15 @@
-"""fp16 operands of the prefill matmul: rows scaled by powers of two so that fp16's range is no limit.
+"""fp16 operands of matmuls: rows scaled by powers of two, so that they stay within fp16's range.
 
 A row of activations is multiplied by 2^e so that its largest value lies in [2^13, 2^14), a weight by its part's
-`weight_scale`; both are undone in fp32 after the sum. So only the 11 bits of fp16's mantissa round anything.
+`weight_scale`; both are undone in fp32 after the sum. So the only rounding is to fp16's 11-bit mantissa.
 
-`OperandLayout`: row-major, for cuBLAS; or in the order in which a kernel on packed weights multiplies. 8 consecutive
-columns of a row, 16 bytes, are what a lane takes in one step; of column k, q = k // 32 % 4 is the lane's place in its
-quad and j = k // 8 % 4 the step (layout.py).
+`OperandLayout`: row-major, for cuBLAS; or the order in which a kernel on packed weights multiplies. A lane takes 8
+consecutive columns of a row, 16 bytes, in one step; for column k, q = k // 32 % 4 is the lane's place in its quad and
+j = k // 8 % 4 the step (layout.py).
 
-    MMA     [rows / 8, columns / 128, j, row, q, 8 columns]
-    WGMMA   [rows, columns / 128, j, h, p, q, 2 columns]: columns 2p and 2p + 1 (p = 0, 1) of half h of step j of the
-            quad's four lanes meet in one instruction of 16 columns
+   MMA       [rows / 8, columns / 128, j, row, q, 8 columns]
+   WGMMA     [rows, columns / 128, j, h, p, q, 2 columns]: columns 2p and 2p + 1 (p = 0, 1) of half h of step j of the
+             quad's four lanes meet in one instruction of 16 columns
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _TILE_COLUMNS = 128
 
 
 class OperandLayout(IntEnum):
-    """The order of an operand's values in memory, see the module."""
+    """The order of an operand's values in memory, see the module docstring."""
 
     ROW_MAJOR = 0
     MMA = 1
@@ -43,8 +43,8 @@ _WGMMA = tl.constexpr(int(OperandLayout.WGMMA))
 class Fp16Operand:
     """T rows of K activations: x is about values * row_scale.
 
-    values: fp16 of the shape `operand_shape` gives, unit inner stride. Rows that pad it are anything; columns are
-    zeros in the WGMMA layout and anything in the MMA layout.
+    values: fp16 of `operand_shape`'s shape, unit inner stride. Padding rows hold anything; padding columns hold zeros
+    in the WGMMA layout and anything in the MMA layout.
     row_scale: fp32 [T], powers of two.
     """
 
@@ -80,22 +80,22 @@ class Fp16Operand:
 
     @property
     def stride(self) -> int:
-        """fp16 values from a row to the next, in the MMA layout from a tile of rows to the next."""
+        """fp16 values between rows, in the MMA layout between tiles of rows."""
         return self.values.stride(0)
 
     def fits(self, cols: int) -> bool:
-        """Whether these are rows of `cols` columns, padded to 128 where they are not row-major."""
+        """Whether the rows have `cols` columns, padded to 128 unless row-major."""
         if self.is_mma:
             return self.values.shape[1] == -(-cols // _TILE_COLUMNS)
         return self.values.shape[-1] == (padded_cols(cols) if self.is_wgmma else cols)
 
     def clear_padding(self, cols: int) -> None:
-        """Zeros behind the columns, in the WGMMA layout, of whose last 128 only the first are written."""
+        """Zeros the padding columns of the WGMMA layout, if the last 128 columns are only partly used."""
         if self.is_wgmma and cols % _TILE_COLUMNS:
             self.values[:, cols // _TILE_COLUMNS * _TILE_COLUMNS :].zero_()
 
     def as_mma(self) -> "Fp16Operand":
-        """Row-major values copied to the MMA layout."""
+        """Row-major values, copied to the MMA layout."""
         rows, cols = self.values.shape
         tiles, blocks = operand_shape(rows, cols, OperandLayout.MMA)[:2]
         padding = (0, blocks * _TILE_COLUMNS - cols, 0, tiles * _TILE_ROWS - rows)
@@ -103,7 +103,7 @@ class Fp16Operand:
         return Fp16Operand(padded.permute(0, 2, 4, 1, 3, 5).contiguous(), self.row_scale, OperandLayout.MMA)
 
     def as_wgmma(self) -> "Fp16Operand":
-        """Row-major values copied to the WGMMA layout."""
+        """Row-major values, copied to the WGMMA layout."""
         rows, cols = self.values.shape
         ordered = self.values.new_empty(operand_shape(rows, cols, OperandLayout.WGMMA))
         padded = torch.nn.functional.pad(self.values, (0, ordered.shape[1] - cols))
@@ -123,12 +123,12 @@ class Fp16Operand:
         return rows[: self.rows, :cols].contiguous()
 
     def dequantize(self, cols: int | None = None) -> Tensor:
-        """fp32 [T, K]; K must be given where the layout pads it, else it is a multiple of 128."""
+        """fp32 [T, K]. `cols` is needed where the layout pads K, that is, unless K is a multiple of 128."""
         width = self.values.shape[1] * _TILE_COLUMNS if self.is_mma else self.values.shape[-1]
         return self.row_major(width if cols is None else cols).float() * self.row_scale[:, None]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Some rows, fp32 [rows, K]. K must be a multiple of 128 where the layout pads it."""
+        """Selected rows, fp32 [rows, K]. In a padded layout K must be a multiple of 128."""
         if self.is_mma:
             return self.dequantize()[rows]
         return Fp16Operand(self.values[: self.rows][rows], self.row_scale[rows], self.layout).dequantize()
@@ -136,14 +136,14 @@ class Fp16Operand:
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """An fp16 operand times scaled weights: it stands for values fp32 [T, N] * row_scale [T] / weight_scale."""
+    """An fp16 operand times scaled weights: its value is `values` fp32 [T, N] * row_scale [T] / weight_scale."""
 
     values: Tensor
     row_scale: Tensor
     weight_scale: float
 
     def dequantize(self) -> Tensor:
-        """The rows it stands for, fp32 [T, N]."""
+        """The scaled rows, fp32 [T, N]."""
         return self.values * (self.row_scale / self.weight_scale)[:, None]
 
     def finish(self, residual: Tensor | None = None) -> Tensor:
@@ -157,19 +157,20 @@ class ScaledProduct:
 
 
 def padded_rows(rows: int) -> int:
-    """Rows that are allocated in the MMA and WGMMA layouts: kernels take 1, 2, 4 or 8 tiles at a time."""
-    tiles = -(-rows // _TILE_ROWS)  # not triton.cdiv, which takes the host some microseconds
+    """Rows allocated in the MMA and WGMMA layouts: kernels take 1, 2, 4 or 8 tiles at a time."""
+    tiles = -(-rows // _TILE_ROWS)  # not triton.cdiv, which takes some microseconds on the host
     return _TILE_ROWS * (1 << (tiles - 1).bit_length() if tiles <= 8 else -(-tiles // 8) * 8)
 
 
 def padded_cols(cols: int) -> int:
-    """A multiple of 128."""
+    """`cols` rounded up to a multiple of 128."""
     return -(-cols // _TILE_COLUMNS) * _TILE_COLUMNS
 
 
 def operand_shape(rows: int, cols: int, layout: OperandLayout) -> tuple[int, ...]:
-    """The shape of an operand's values: row-major [rows, cols]; MMA, six axes (see the module), rows padded as
-    `padded_rows` says and columns to 128; WGMMA [rows, columns], padded likewise."""
+    """The shape of an operand's values: row-major [rows, cols]; MMA, six axes (see the module docstring),
+    rows padded by `padded_rows` and columns to 128; WGMMA [rows, columns], padded likewise.
+    """
     if layout is OperandLayout.ROW_MAJOR:
         return rows, cols
     if layout is OperandLayout.MMA:
@@ -192,7 +193,7 @@ def operand_offset(row, column, stride, LAYOUT: tl.constexpr):
 
 @triton.jit
 def store_operand(out_ptr, row, column, stride, values, mask, LAYOUT: tl.constexpr):
-    """Store `values` as an operand: fp16, or `out_ptr`'s own type in plain rows."""
+    """Stores `values` in an operand's layout: as fp16, or in plain rows as `out_ptr`'s type."""
     values = values.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + operand_offset(row, column, stride, LAYOUT), values, mask=mask)
 
@@ -201,7 +202,7 @@ def store_operand(out_ptr, row, column, stride, values, mask, LAYOUT: tl.constex
 def fp16_row_scale(peak):
     """(factor, row scale) of rows whose largest |x| has the bits `peak`, int32: 2^(13 - its exponent) and the inverse.
 
-    Kept where neither is denormal.
+    The exponent is clamped so that neither is denormal.
     """
     exponent = tl.minimum(tl.maximum(peak >> 23, 14), 253)
     scale = ((267 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -210,15 +211,17 @@ def fp16_row_scale(peak):
 
 @triton.jit
 def wgmma_order(values):
-    """Columns [N], a multiple of 128, in the WGMMA layout: exchanged between threads, so that they store whole words
-    side by side; `operand_offset` of all columns at once."""
+    """Reorders a row's columns [N], a multiple of 128, to the WGMMA layout, as `operand_offset` does one by one.
+
+    Threads exchange values for it, so that they then store adjacent words.
+    """
     N: tl.constexpr = values.shape[0]
     return tl.reshape(tl.permute(tl.reshape(values, [N // 128, 4, 8, 2, 2]), [0, 2, 3, 1, 4]), [N])
 
 
 @triton.jit
 def store_row(out_ptr, row, column, stride, values, inside, LAYOUT: tl.constexpr):
-    """Store a row's values, zeros where it is padded, at columns [N], a multiple of 128, of an operand."""
+    """Stores a row's values, zeros in its padding, at columns [N], a multiple of 128, of an operand."""
     if LAYOUT == _WGMMA:
         tl.store(out_ptr + row * stride + column, wgmma_order(values.to(tl.float16)), mask=column < stride)
     else:
@@ -246,7 +249,7 @@ def _to_fp16_operand_kernel(
 
 
 def to_fp16_operand(x: Tensor, out: Fp16Operand | None = None, pdl: bool = False) -> Fp16Operand:
-    """Round contiguous fp32 rows [T, K] to scaled fp16, in the layout of `out` (row-major by default)."""
+    """Rounds contiguous fp32 rows [T, K] to scaled fp16, in the layout of `out` (row-major by default)."""
     rows = Fp16Operand.empty(x.shape[0], x.shape[1], x.device) if out is None else out
     block = min(4096, max(_TILE_COLUMNS, int(triton.next_power_of_2(x.shape[1]))))
     _to_fp16_operand_kernel[(x.shape[0],)](
@@ -267,7 +270,7 @@ def _to_wgmma_layout_kernel(x_ptr, out_ptr, K, stride, BLOCK: tl.constexpr, PDL:
 
 
 def to_wgmma_layout(x: Fp16Operand, out: Tensor, pdl: bool = False) -> Fp16Operand:
-    """Contiguous row-major values, copied to `out` in the WGMMA layout."""
+    """Copies contiguous row-major values to `out` in the WGMMA layout."""
     rows, cols = x.values.shape
     assert x.values.is_contiguous() and out.shape == operand_shape(rows, cols, OperandLayout.WGMMA)
     _to_wgmma_layout_kernel[(rows, -(-cols // 1024))](

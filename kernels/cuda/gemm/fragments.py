@@ -1,8 +1,8 @@
-"""Reading packed planes in the order of the matrix instructions: device functions shared by the matmul kernels.
+"""Device functions that read packed planes in the order of the matrix instructions, shared by the matmul kernels.
 
-Every tensor has one element a thread. `FMT` is the PackedLayout of the matrix. The loads of a chunk come as one
-tuple of words, so that a kernel can issue them long before it uses them:
-    low words (int64), high words, then scale words, then the word of super-scales.
+Every tensor has one element per thread. `FMT` is the PackedLayout of the matrix. A chunk is loaded as one tuple of
+words, so that a kernel can issue the loads long before it uses them:
+ low words (int64), high words, then scale words, then the word of super-scales.
 """
 
 import struct
@@ -14,10 +14,10 @@ from quengine.kernels.block_formats import IQ4_TABLE, MXFP4_TABLE
 from quengine.kernels.cuda.gemm.mma import byte_permute, in_register
 from quengine.kernels.cuda.weights import layout
 
-# The sixteen int8 entries of a table, four to an int32.
+# The sixteen int8 entries of a table, four per int32.
 _IQ4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *IQ4_TABLE)))
 _MXFP4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *MXFP4_TABLE)))
-# The same without signs: the first eight entries of a table have one, the last eight the other.
+# Their absolute values: the first eight entries of a table have one sign, the last eight the other.
 _IQ4_SIZES = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *map(abs, IQ4_TABLE))))
 _MXFP4_SIZES = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *map(abs, MXFP4_TABLE))))
 
@@ -35,7 +35,7 @@ LANE_COLUMNS = tl.constexpr(layout.LANE_COLUMNS)
 
 
 UPPER_SIGN = tl.constexpr((0, 1, -1))
-"""The sign of entries 8 to 15 of a table; 0 to 7 have the other."""
+"""The sign of entries 8 to 15 of a table; entries 0 to 7 have the opposite one."""
 
 
 @triton.constexpr_function
@@ -51,13 +51,13 @@ def _pointer(base, dtype: tl.constexpr):
 
 @triton.constexpr_function
 def _powers(count: int) -> tuple[int, ...]:
-    """Powers of two that make up a number, the largest first."""
+    """The powers of two that sum to `count`, the largest first."""
     return tuple(1 << bit for bit in range(count.bit_length() - 1, -1, -1) if count >> bit & 1)
 
 
 @triton.constexpr_function
 def stored_words(FMT: layout.PackedLayout) -> tuple[int, ...]:
-    """How many words of a chunk a lane reads of each of `stored_planes`: powers of two."""
+    """Words that a lane reads per chunk from each of `stored_planes`: powers of two."""
     high = (FMT.steps * FMT.high // 2,) if FMT.high else ()
     six, half_min = FMT.scales == layout.ScaleKind.SIX, FMT.scales == layout.ScaleKind.HALF_MIN
     scales = (1, 1) if six else (FMT.sets if half_min else 1,)
@@ -66,9 +66,10 @@ def stored_words(FMT: layout.PackedLayout) -> tuple[int, ...]:
 
 @triton.jit
 def stored_planes(planes, chunk, ON: tl.constexpr, lane, FMT: tl.constexpr):
-    """Where a lane finds chunk `chunk + ON`, as it is stored: for the low plane (in parts of as many words as
-    `stored_words` says), the high plane, the scales (of SIX their words and their shorts) and the super-scales, where
-    there are any, the pointer of its first word, of 8, 4 or 2 bytes. The next word is 32 words on."""
+    """Pointers to a lane's words of chunk `chunk + ON`, as stored: of the low plane (in parts of
+    `stored_words` words), the high plane, the scales (for SIX an int32 and an int16 part) and the
+    super-scales, if any. Each points to its first word, of 8, 4 or 2 bytes; the next word is 32 words on.
+    """
     firsts = ()
     LOW: tl.constexpr = FMT.low_words * 32
     PARTS: tl.constexpr = _powers(FMT.low_words)
@@ -95,7 +96,7 @@ def stored_planes(planes, chunk, ON: tl.constexpr, lane, FMT: tl.constexpr):
 
 @triton.jit
 def chunk_words(stored, FMT: tl.constexpr):
-    """The words of a chunk, of what a lane reads of `stored_planes`."""
+    """The words of a chunk, from a lane's loads of `stored_planes`."""
     BEFORE: tl.constexpr = FMT.code_words
     SETS: tl.constexpr = FMT.sets
     words = ()
@@ -131,12 +132,11 @@ def _read_words(first, valid, COUNT: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_chunk(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
-    """The words of chunk `chunk + ON` for one lane, counting chunks of the whole matrix, tiles outermost: low words,
-    high words, the scale words of each set, each int32 (of HALF_MIN two a set, of SIX two in all), the super-scale
-    word.
+    """Loads one lane's words of chunk `chunk + ON`, counted over the whole matrix, tiles outermost: low words, high
+    words, the scale words of each set as int32 (two per set for HALF_MIN, two in all for SIX), the super-scale word.
 
-    `planes`: the pointers of the low, high, scale and super-scale planes. ON is apart from `chunk` because a constant
-    distance from a pointer costs no instruction.
+    `planes`: pointers of the low, high, scale and super-scale planes. ON is separate from `chunk` because a constant
+    offset from a pointer costs no instruction.
     """
     firsts = stored_planes(planes, chunk, ON, lane, FMT)
     WORDS: tl.constexpr = stored_words(FMT)
@@ -148,14 +148,15 @@ def load_chunk(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, 
 
 @triton.jit
 def half_bits(word):
-    """fp32 of the fp16 in the low half of an int32."""
+    """The fp16 in the low half of an int32, as fp32."""
     return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def super_scales(words, FMT: tl.constexpr):
-    """(d of rh 0, dmin of rh 0, d of rh 1, dmin of rh 1) of a chunk, for scales as of `set_scales`; ones and zeros
-    where there are none."""
+    """The super-scales of a chunk, (d of rh 0, dmin of rh 0, d of rh 1, dmin of rh 1), to multiply
+    `set_scales`; ones and zeros for formats without.
+    """
     if FMT.super_bytes == 64:
         wide = words[len(words) - 1]
         near = wide.to(tl.int32)
@@ -173,7 +174,7 @@ def super_scales(words, FMT: tl.constexpr):
 
 @triton.jit
 def _e8m0(byte):
-    """2^(byte - 128): the exponent scale of MXFP4, halved because its table is doubled."""
+    """2^(byte - 128): MXFP4's exponent scale, halved because its table is doubled."""
     bits = tl.where(byte < 2, 0x00200000 << tl.minimum(byte, 1), (byte - 1) << 23)
     return bits.to(tl.float32, bitcast=True)
 
@@ -190,7 +191,9 @@ def _unsigned(word, at: tl.constexpr):
 
 @triton.jit
 def _six_bits(words, field: tl.constexpr, BASE: tl.constexpr):
-    """Sub-scale number `field` of ScaleKind.SIX. What is converted where it stands needs no shift."""
+    """Sub-scale number `field` of ScaleKind.SIX. Fields are converted in place, scaled by a power of two
+    instead of shifted.
+    """
     AT: tl.constexpr = 6 * (field % 5) if field < 7 else 0
     if field < 7:
         bits = words[BASE + field // 5] & (63 << AT)
@@ -201,8 +204,9 @@ def _six_bits(words, field: tl.constexpr, BASE: tl.constexpr):
 
 @triton.jit
 def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
-    """(scale of rh 0, minimum of rh 0, scale of rh 1, minimum of rh 1) of set s, without the super-scales. Nibbles are
-    left where they stand, times 1, 16, 256 and 4096, which the super-scales take off."""
+    """(scale of rh 0, minimum of rh 0, scale of rh 1, minimum of rh 1) of set s, without the super-scales.
+    Nibbles are converted in place, which multiplies them by 1, 16, 256 and 4096; the super-scales undo it.
+    """
     BASE: tl.constexpr = FMT.code_words
     if FMT.scales == _HALF_MIN:
         d = words[BASE + 2 * s]
@@ -231,10 +235,10 @@ def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
 
 @triton.jit
 def chunk_scales(words, s: tl.constexpr, weight_scale, FMT: tl.constexpr, UP: tl.constexpr = 1.0):
-    """Scales, times UP, and minimums of set s, super-scales and weight_scale included, for codes as of `step_codes`."""
+    """Scales, times UP, and minimums of set s, with super-scales and weight_scale, for codes as of `step_codes`."""
     d0, dm0, d1, dm1 = super_scales(words, FMT)
     s0, m0, s1, m1 = set_scales(words, s, FMT)
-    # Powers of two round nothing; with the super-scales, which all sets share, they cost little.
+    # Powers of two do not round; multiplied into the super-scales, which all sets share, they cost little.
     near = s0 * (d0 * (weight_scale * (UP / (1 << FMT.near_shift))))
     far = s1 * (d1 * (weight_scale * (UP / (1 << FMT.far_shift))))
     if not FMT.has_min:
@@ -251,14 +255,14 @@ def chunk_scales(words, s: tl.constexpr, weight_scale, FMT: tl.constexpr, UP: tl
 
 @triton.constexpr_function
 def _repeat(byte: int) -> int:
-    """A byte in all four bytes of an int32."""
+    """A byte repeated in all four bytes of an int32."""
     word = (byte & 255) * 0x01010101
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
 @triton.jit
 def _shift(word, by: tl.constexpr):
-    """word << by, to the right where `by` is negative."""
+    """word << by, or a right shift if `by` is negative."""
     if by > 0:
         word = word << by
     elif by < 0:
@@ -268,8 +272,9 @@ def _shift(word, by: tl.constexpr):
 
 @triton.constexpr_function
 def _piece(bits: int, step: int, code: int, number: int, field: int) -> int:
-    """A field of a piece (layout.CODE_PIECES) of code word `code` (of four) of a step; its int32 word is counted from
-    the chunk's first one."""
+    """A field of a piece (layout.CODE_PIECES) of code word `code` (of four) of a step; its int32 word is
+    counted from the chunk's first.
+    """
     pieces = layout.CODE_PIECES[bits]
     steps = len(pieces) // 4
     before = step // steps * (steps * bits // 2) if field == 0 else 0
@@ -284,7 +289,7 @@ def _piece_count(bits: int, step: int, code: int) -> int:
 
 @triton.constexpr_function
 def dot_shift(fmt: layout.PackedLayout, step: int, rh: int) -> int:
-    """How far left the codes of a step stand in their bytes as `dot_codes` gives them, for rows r + 8 * rh."""
+    """The left shift of a step's codes within their bytes, as `dot_codes` returns them, for rows r + 8 * rh."""
     if fmt.low == 2:
         return int(layout.CODE_PIECES[2][step % 4 * 4 + rh][0][1])
     return fmt.far_shift if rh else fmt.near_shift
@@ -306,7 +311,7 @@ def _read_piece(
 
 @triton.jit
 def _from_pieces(words, i: tl.constexpr, j: tl.constexpr, up: tl.constexpr, FMT: tl.constexpr):
-    """Code word j of step i, its codes shifted left by `up`."""
+    """Code word j of step i, with its codes shifted left by `up`."""
     code = _read_piece(words, i, j, 0, up, FMT)
     COUNT: tl.constexpr = _piece_count(FMT.low, i, j)
     for n in tl.static_range(1, COUNT):
@@ -332,14 +337,16 @@ def _table_bytes(nibbles, TABLE: tl.constexpr, ASM: tl.constexpr):
     index = nibbles & 0x7777
     near = byte_permute(zero + WORDS[0], zero + WORDS[1], index, ASM)
     far = byte_permute(zero + WORDS[2], zero + WORDS[3], index, ASM)
-    # A nibble's top bit picks the byte from the upper half of the table.
+    # A nibble's top bit selects the byte from the upper half of the table.
     return byte_permute(near, far, ((nibbles >> 1) & 0x4444) | 0x3210, ASM)
 
 
 @triton.jit
 def table_sizes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
-    """Step i of a table format as two A operands: the sizes of codes 0 to 7 with zeros for the other codes, and those
-    of codes 8 to 15, four instructions a word instead of the seven of `step_codes`. See `UPPER_SIGN`."""
+    """Step i of a table format as two A operands: absolute values of codes 0 to 7 with zeros for the other
+    codes, and those of codes 8 to 15; four instructions per word instead of the seven of `step_codes`. See
+    `UPPER_SIGN`.
+    """
     SIZES: tl.constexpr = _IQ4_SIZES if FMT.table == 1 else _MXFP4_SIZES
     zero = words[i].to(tl.int32) & 0
     first_lower = in_register(zero + SIZES[0], ASM)
@@ -348,7 +355,7 @@ def table_sizes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     upper = ()
     for half in tl.static_range(2):
         codes = (words[i] >> (32 * half)).to(tl.int32)
-        # A nibble with its top bit set picks the sign of a size: 0.
+        # A nibble with its top bit set selects the sign of an absolute value: 0.
         flipped = codes ^ -2004318072
         for rh in tl.static_range(2):
             low = byte_permute(first_lower, zero + SIZES[1], codes >> (16 * rh), ASM)
@@ -362,8 +369,8 @@ def table_sizes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
 def step_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     """The A operand of step i: four int32 of four bytes each, (half, rh) = (0, 0), (0, 1), (1, 0), (1, 1).
 
-    Bytes are signed q for tables and Q8_0; otherwise codes shifted left by FMT.near_shift (rh 0) and FMT.far_shift
-    (rh 1), signed where the format has an offset.
+    Bytes are signed q for tables and Q8_0; else codes shifted left by FMT.near_shift (rh 0) and FMT.far_shift (rh 1),
+    to be treated as signed if the format has an offset.
     """
     UP: tl.constexpr = FMT.near_shift
     FAR: tl.constexpr = FMT.far_shift
@@ -398,8 +405,7 @@ def step_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def dot_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
-    """`step_codes` for integer products, whose codes may stand anywhere in their bytes: those of rh 0 and 1 shifted
-    left as `dot_shift` says."""
+    """`step_codes` for integer products, where codes may stand anywhere in their bytes: shifted left by `dot_shift`."""
     if FMT.low == 2:
         codes = ()
         for j in tl.static_range(4):

@@ -1,12 +1,12 @@
-"""Matrix times more than one row: batched decode and prefill. workspace.py has the table of which kernel takes which.
+"""Matmul of more than one row: batched decode and prefill. workspace.py has the table of kernels by number of rows.
 
-Packed weights are either dequantized to fp16 in the registers of the matmul, read packed and never written, or to a
-buffer that cuBLAS reads, with fp32 sums and an fp32 result. Both round activations and weights to fp16 once, scaled by
-powers of two (fp16_operand.py). Up to 128 rows of a batch, which are not `exact`, have a weight's scale and minimum
-rounded too: a third of the instructions, three times the error.
+Packed weights are dequantized to fp16, either in the registers of the matmul, which reads them packed, or into a
+buffer that cuBLAS reads; sums and result are fp32. Both ways round activations and weights to fp16 once, scaled by
+powers of two (fp16_operand.py). For up to 128 rows of a batch, unless `exact`, a weight's scale and minimum are
+rounded to fp16 too: a third of the instructions, three times the error.
 
-A row's last bits depend on the kernel, and with cuBLAS on the number of rows. Where that must not be, the workspace is
-`batch_invariant`.
+A row's last bits depend on the kernel, and with cuBLAS on the number of rows. A `batch_invariant` workspace avoids
+both.
 """
 
 import torch
@@ -36,7 +36,7 @@ from quengine.kernels.glu import Activation
 from quengine.kernels.rms_norm import RMSNorm
 
 _GLU_PRODUCTS = 1 << 23
-"""Products of rows with gate and up weights held at a time: 32 MiB, which an L2 cache holds."""
+"""Products of rows with gate and up weights held at a time: 32 MiB, which fit an L2 cache."""
 
 
 def matmul_product(
@@ -46,7 +46,9 @@ def matmul_product(
     pdl: bool = False,
     exact: bool = False,
 ) -> ScaledProduct | Tensor:
-    """`matmul`, not yet scaled where that saves a pass. Many rows then lie in the workspace, until the next ones."""
+    """`matmul`, as a `ScaledProduct` where that saves a pass over the result; many rows then stay in the workspace
+    until the next call.
+    """
     operand = _operand(x, weight, workspace, pdl)
     if _dequantizes_at_once(operand, weight, workspace):
         out = workspace.product(operand.rows, weight.rows)
@@ -56,7 +58,7 @@ def matmul_product(
     out = workspace.product(operand.rows, weight.rows)
     y = matmul(operand, weight, workspace, pdl=pdl, exact=exact, out=out)
     if not operand.is_wgmma or workspace.batch_invariant:
-        return y  # attention keeps more bits of these rows than fp16's
+        return y  # attention keeps more bits of these rows than fp16 has
     return ScaledProduct(y, workspace.ones(operand.rows), 1.0)
 
 
@@ -69,11 +71,11 @@ def matmul(
     exact: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, K] times weight [N, K], plus residual fp32 [T, N] or a bias [N]: fp32 [T, N], to `out` where kernels on
-    packed weights take it, which may be the residual where T is more than 128 and the layout is WGMMA.
+    """x [T, K] times weight [N, K], plus residual fp32 [T, N] or a bias [N]: fp32 [T, N].
 
-    x is fp32, or already scaled fp16, which may lie in the workspace. `exact`, `pdl`: see `MatmulMode`. Raises
-    ValueError on other shapes.
+    x is fp32, or an fp16 operand, which may lie in the workspace. out: the result's buffer, used by kernels on packed
+    weights only; it may be the residual if T is above 128 and the layout is WGMMA. `exact`, `pdl`: see `MatmulMode`.
+    Raises ValueError for other shapes.
     """
     operand = _operand(x, weight, workspace, pdl)
     if residual is not None and residual.ndim == 1 and not _adds_bias(operand, weight):
@@ -113,10 +115,9 @@ def matmul_norm(
     pdl: bool = False,
     exact: bool = False,
 ) -> tuple[Tensor, Fp16Operand]:
-    """`matmul` with a residual, and the RMSNorm that reads it: fp32 [T, N], and its rms-normed rows as scaled fp16.
+    """`matmul` with a residual, then RMSNorm: the sum, fp32 [T, N], and its normalised rows as an fp16 operand.
 
-    The former may be written over the residual. The latter lie in the workspace, until the next rows that are made
-    there.
+    The sum may overwrite the residual. The operand lies in the workspace until the next one is made there.
     """
     operand = _operand(x, weight, workspace, pdl)
     rows = operand.rows
@@ -138,13 +139,14 @@ def matmul_glu(
     pdl: bool = False,
     exact: bool = False,
 ) -> Tensor | Fp16Operand:
-    """activation(gate) * up of x [T, K] (as `matmul`'s) times a merged weight [2F, K]: [T, F], fp32 or scaled fp16.
+    """activation(gate) * up of x [T, K] (as in `matmul`) times a merged weight [2F, K]: [T, F], fp32 or an fp16
+    operand.
 
-    The latter lies in the workspace, until the next call.
+    The operand lies in the workspace until the next call.
     """
     operand = _operand(x, gate_up, workspace, pdl)
     rows, width, part = operand.rows, gate_up.rows // 2, gate_up.parts[0]
-    apart = operand.is_wgmma and width % 128 > 0  # what pads the rows of the result is not written
+    apart = operand.is_wgmma and width % 128 > 0  # the result's padding columns would not be written
     if apart or not gate_up.paired or not isinstance(part, PackedPart):
         return glu_rows(matmul(operand, gate_up, workspace, pdl=pdl, exact=exact), activation, pdl)
     mode = MatmulMode(exact, workspace.batch_invariant, pdl)
@@ -162,7 +164,7 @@ def matmul_glu(
 def _operand(
     x: Tensor | Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool
 ) -> Fp16Operand:
-    """The rows as scaled fp16 in the layout of the matmul, checked against the weight."""
+    """The rows as an fp16 operand in the matmul's layout, checked against the weight."""
     if isinstance(x, Tensor):
         if x.ndim != 2 or x.dtype != torch.float32 or not x.is_contiguous():
             raise ValueError(f"matmul takes contiguous fp32 [T, K], not {x.dtype} {list(x.shape)}")
@@ -179,13 +181,13 @@ def _operand(
 
 
 def _adds_bias(x: Fp16Operand, weight: PackedWeight) -> bool:
-    """Whether a bias is added by the kernel that multiplies; two parts, which then are two launches, take longer."""
+    """Whether the matmul kernel adds a bias; with two parts, which then take two launches, it would be slower."""
     whole = len(weight.parts) == 1 and isinstance(weight.parts[0], PackedPart)
     return whole and not weight.paired and x.layout is not OperandLayout.ROW_MAJOR
 
 
 def _dequantizes_at_once(x: Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace) -> bool:
-    """Whether these are rows for cuBLAS, and the whole weight fits the workspace, its rows in their order."""
+    """Whether these rows go to cuBLAS and the whole weight, with rows in order, fits the workspace."""
     if workspace.layout(x.rows) is not OperandLayout.ROW_MAJOR:
         return False
     packed = all(isinstance(part, PackedPart) for part in weight.parts)
@@ -195,7 +197,7 @@ def _dequantizes_at_once(x: Fp16Operand, weight: PackedWeight, workspace: Matmul
 def _multiply_dequantized(
     x: Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace, out: Tensor | None = None
 ) -> ScaledProduct:
-    """Rows times the whole weight, with the smallest of the parts' scales, so that none leaves fp16's range."""
+    """Rows times the whole weight, with the smallest scale of its parts, so that none exceeds fp16's range."""
     dequantized = workspace.dequantized(weight.rows, weight.cols)
     parts = [part for part in weight.parts if isinstance(part, PackedPart)]
     weight_scale, first = min(part.weight_scale for part in parts), 0
@@ -208,7 +210,7 @@ def _multiply_dequantized(
 def _glu_dequantized(
     x: Fp16Operand, part: PackedPart, workspace: MatmulWorkspace, activation: Activation
 ) -> Fp16Operand:
-    """Some gate rows and their up rows at a time, so that neither they nor their products take much memory."""
+    """Takes some gate rows and their up rows at a time, which limits the memory of weights and products."""
     out = Fp16Operand(workspace.wide(x.rows, part.rows // 2), workspace.glu_row_scale(x.rows))
     most = max(16, min(workspace.max_weights // part.cols, _GLU_PRODUCTS // x.rows))
     tiles = -(-part.tiles // -(-part.rows // most))
@@ -230,7 +232,7 @@ def _dequantize_and_multiply(
     out: Tensor,
     first: int,
 ) -> None:
-    """As many weight rows at a time as the workspace holds."""
+    """Takes as many weight rows at a time as fit the workspace."""
     at_a_time = workspace.max_weights // part.cols
     if not paired:
         at_a_time = at_a_time // 16 * 16
@@ -252,7 +254,7 @@ def _dequantize_and_multiply(
 def _multiply(
     x: Fp16Operand, dequantized: Tensor, weight_scale: float, out: Tensor | None = None
 ) -> ScaledProduct:
-    """Rows [T, K] times weight_scale * weights, fp16 [N, K], with fp32 sums, to `out` where that is given."""
+    """Rows [T, K] times weight_scale * weights, fp16 [N, K], with fp32 sums, into `out` if given."""
     rows = x.row_major(dequantized.shape[1])
     if rows.is_cuda:
         values = torch.mm(rows, dequantized.T, out_dtype=torch.float32, out=out)

@@ -1,7 +1,7 @@
-"""Matrix of plain floats times any number of rows, where a row's result may not depend on that number.
+"""Batch-invariant matmul of plain float weights and any number of rows.
 
-Weights are rounded to fp16, rows are scaled fp16 (fp16_operand.py), sums are fp32 and run over the columns from
-first to last: an element of the result has a sum of its own, in one order, however many rows a program takes.
+Weights are rounded to fp16, rows are fp16 operands (fp16_operand.py), sums are fp32 and run over the columns from
+first to last: each element of the result is summed in the same order for any number of rows per program.
 """
 
 import torch
@@ -13,7 +13,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, operand_offset
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.packed import FloatPart
 
-_BLOCK_WEIGHTS = 64  # rows of weights a program: the least that Hopper's matrix instruction takes on its left
+_BLOCK_WEIGHTS = 64  # weight rows per program: the least that wgmma takes as its left operand
 _BLOCK_COLUMNS = 64
 
 
@@ -51,7 +51,9 @@ def launch_float(
     residual: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Rows x, in any layout, times plain floats, into columns first .. of out fp32 [T, N], plus those of `residual`."""
+    """Rows x, in any layout, times plain floats, into columns `first` on of out fp32 [T, N], plus those of
+    `residual`.
+    """
     assert part.weight.is_contiguous() and x.fits(part.cols) and out.dtype == torch.float32
     block = 16 if x.rows <= 16 else 64
     _float_matmul_kernel[(-(-x.rows // block), -(-part.rows // _BLOCK_WEIGHTS))](

@@ -1,14 +1,14 @@
-"""Matrix times 2 to 127 rows, on packed weights, on GPUs without warp-group matrix instructions.
+"""Matmul of 2 to 127 rows with packed weights, on GPUs without warp-group matrix instructions.
 
-Weights are dequantized to fp16 in registers, in the order of the matrix instruction (m16n8k16) in which they are
-stored: read packed, never written. Rows come in the MMA layout (fp16_operand.py), so that what a lane multiplies in one
-step is one 16-byte load, which the warps of a program share through the L1 cache. A warp takes several tiles of
-weights, so that one such load feeds several products. The columns of a tile are split over warps, and over programs
-where there are few tiles (split-K): the last program to arrive adds up what all have left, in the order of the columns.
+Weights are read packed, in the order of the matrix instruction (m16n8k16) in which they are stored, and dequantized to
+fp16 in registers. Rows are in the MMA layout (fp16_operand.py), so that a lane's operand of one step is one 16-byte
+load, which the warps of a program share through the L1 cache. A warp takes several tiles of weights, so that one such
+load feeds several products. The columns of a tile are split over warps and, where there are few tiles, over programs
+(split-K): the last program to arrive adds up the partial sums in the order of the columns.
 
-The order of a sum follows from the weight's shape and from the launch geometry, whose splits of the columns (`k_warps`,
-`splits`) may follow from the number of rows (launch_table.py): a row's result does not depend on what the other rows
-hold, only on that number, and, where kernels are batch-invariant, not on that either.
+The order of a sum follows from the weight's shape and from the launch geometry, whose column splits (`k_warps`,
+`splits`) may depend on the number of rows (launch_table.py): a row's result does not depend on the other rows' values,
+only on their number, and, in batch-invariant mode, not on that either.
 """
 
 from dataclasses import dataclass
@@ -44,9 +44,9 @@ from quengine.kernels.glu import Activation
 class MatmulMode(NamedTuple):
     """How a matmul is launched.
 
-    exact: weights are rounded to fp16 once, not their scales and minimums before. batch_invariant: exact, with sums in
-    an order that no number of rows changes. pdl: before the launch in front has ended (sm_90 and later), which must not
-    write the weights.
+    exact: weights are rounded to fp16 once, without rounding their scales and minimums first. batch_invariant: exact,
+    with an order of sums that does not depend on the number of rows. pdl: start before the previous launch has ended
+    (sm_90 and later); that launch must not write the weights.
     """
 
     exact: bool = False
@@ -56,9 +56,10 @@ class MatmulMode(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedProgram:
-    """The compile-time constant of the kernel: a program takes `n_warps` * `tiles` tiles of a weight of `cols` columns,
-    each shared by `k_warps` warps, times 8 * `token_tiles` rows. The rest: launch_table.FusedGeometry; epilogue:
-    glu.py."""
+    """The kernel's compile-time constants: a program takes `n_warps` * `tiles` tiles of a weight of `cols`
+    columns, each shared by `k_warps` warps, times 8 * `token_tiles` rows. The rest:
+    launch_table.FusedGeometry; epilogue: glu.py.
+    """
 
     layout: PackedLayout
     cols: int
@@ -84,7 +85,7 @@ class FusedProgram:
 
     @property
     def rounds(self) -> int:
-        """Chunks of a warp."""
+        """Chunks per warp."""
         return -(-self.split_chunks // self.k_warps)
 
     @property
@@ -98,8 +99,7 @@ class FusedProgram:
 
 
 class Output(NamedTuple):
-    """Where results go: pointers, rows of the weight, the first column that is written, the distance of rows, rows of
-    x, and the scale of the weights."""
+    """Output pointers, rows of the weight, first output column, row stride, rows of x, scale of the weights."""
 
     row_scale_ptr: Any
     residual_ptr: Any
@@ -115,12 +115,12 @@ class Output(NamedTuple):
 def _step_rows(x_at, column, step: tl.constexpr, P: tl.constexpr):
     """This lane's 8 columns of a step, for its row of every token tile: two int64 of four fp16 each.
 
-    Zeros past the last column: the weights there are zero too, but what lies in memory need not be finite.
+    Zeros past the last column: the weights there are zero too, but values in memory may not be finite.
     """
     TOKEN_TILES: tl.constexpr = P.token_tiles
     words = ()
     for n in tl.static_range(TOKEN_TILES):
-        # Units of 4 columns of a row: a step of a token tile is 8 columns of 8 rows for each lane of a quad.
+        # In units of 4 columns of a row: a step of a token tile has 8 columns of 8 rows for each lane of a quad.
         at = x_at + (step * 64 + n * P.padded * 2)
         if P.cols % P.layout.chunk == 0:
             both = tl.load(at)
@@ -142,7 +142,7 @@ def _scaled(codes, scale, minimum, P: tl.constexpr):
 
 @triton.jit
 def _step_operands(codes, scales, P: tl.constexpr):
-    """The A operands of both products of a step, fp16: codes as `step_codes`, scales as `chunk_scales` gives them."""
+    """The fp16 A operands of both products of a step, from the results of `step_codes` and `chunk_scales`."""
     a0, a2 = _scaled(codes[0], scales[0], scales[1], P)
     a1, a3 = _scaled(codes[1], scales[2], scales[3], P)
     b0, b2 = _scaled(codes[2], scales[0], scales[1], P)
@@ -157,7 +157,7 @@ def _four(acc, i: tl.constexpr):
 
 @triton.jit
 def _join_pairs(values, COUNT: tl.constexpr):
-    """Each of the first COUNT / 2 tensors beside the one COUNT / 2 further on."""
+    """Joins each of the first COUNT / 2 tensors with the one COUNT / 2 further on."""
     pairs = ()
     for i in tl.static_range(COUNT // 2):
         pairs = pairs + (tl.join(values[i], values[i + COUNT // 2]),)
@@ -168,8 +168,8 @@ def _join_pairs(values, COUNT: tl.constexpr):
 def _multiply_chunk(acc, words, x_at, column, weight_scale, P: tl.constexpr):
     """acc + a chunk of P.tiles tiles of weights times P.token_tiles tiles of rows.
 
-    acc: four a (tile, token tile), tiles outermost. words: the chunk of each tile. x_at: this lane's columns of the
-    chunk's first step, [thread, 2]. Rows are read one step before they are multiplied.
+    acc: four tensors per (tile, token tile), tiles outermost. words: the chunk of each tile. x_at: this lane's columns
+    of the chunk's first step, [thread, 2]. Rows are loaded one step ahead.
     """
     FMT: tl.constexpr = P.layout
     SETS: tl.constexpr = P.layout.sets
@@ -200,7 +200,7 @@ def _multiply_chunk(acc, words, x_at, column, weight_scale, P: tl.constexpr):
 
 @triton.jit
 def _load_tiles(planes, chunk, tile, tiles, inside, lane, P: tl.constexpr):
-    """Start reading chunk number `chunk` of the matrix and the same one of the P.tiles - 1 tiles after it."""
+    """Starts loading chunk number `chunk` of the matrix, and the same chunk of the next P.tiles - 1 tiles."""
     FMT: tl.constexpr = P.layout
     TILES: tl.constexpr = P.tiles
     words = ()
@@ -212,13 +212,14 @@ def _load_tiles(planes, chunk, tile, tiles, inside, lane, P: tl.constexpr):
 
 @triton.jit
 def add_warps(acc, w: tl.constexpr, P: tl.constexpr):
-    """The sums of tile w of each warp over the warps that share its columns: fp32 [n_warps, r, q, token tile, rh,
-    column], weight row 8*rh + r of the tile, row 8*(token tile) + 2*q + column of x."""
+    """Adds the sums of tile w of each warp over the warps that share its columns: fp32 [n_warps, r, q, token
+    tile, rh, column], weight row 8*rh + r of the tile, row 8*(token tile) + 2*q + column of x.
+    """
     COUNT: tl.constexpr = 4 * P.token_tiles
     values = ()
     for i in tl.static_range(COUNT):
         values = values + (acc[COUNT * w + i],)
-    # Joining halves adds the most significant bit of the place first: values stand in their order at the end.
+    # Joining halves adds the most significant bit of the place first, so values end up in order.
     for level in tl.static_range(6):
         if 2 << level <= COUNT:
             values = _join_pairs(values, COUNT >> level)
@@ -227,7 +228,7 @@ def add_warps(acc, w: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _store(y, w: tl.constexpr, tile0, token0, output, P: tl.constexpr):
-    """Finish and store what `add_warps` gave for tile w of each warp."""
+    """Scales and stores the result of `add_warps` for tile w of each warp."""
     rows = output.weight_rows
     tile = tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None, None] * P.tiles + w
     r = tl.arange(0, 8)[None, :, None, None, None, None]
@@ -267,9 +268,9 @@ def _store(y, w: tl.constexpr, tile0, token0, output, P: tl.constexpr):
 
 @triton.jit
 def accumulate(planes, x_ptr, tile, tiles, lane, warp, weight_scale, P: tl.constexpr, token_block=None):
-    """This program's sums, as `_multiply_chunk` has them; weights are read before the launch in front has ended.
+    """This program's sums, as `_multiply_chunk` returns them; weights are read before the previous launch has ended.
 
-    token_block: which block of rows is multiplied; the program's number along the first axis by default.
+    token_block: index of the block of rows; by default the program's index along the first axis.
     """
     first_chunk = tl.program_id(2) * P.split_chunks
     end = tl.minimum(first_chunk + P.split_chunks, P.chunks)
@@ -295,7 +296,7 @@ def accumulate(planes, x_ptr, tile, tiles, lane, warp, weight_scale, P: tl.const
             words = _load_tiles(planes, tile * P.chunks + ahead, tile, tiles, ahead < end, lane, P)
         else:
             now = _load_tiles(planes, tile * P.chunks + c, tile, tiles, c < end, lane, P)
-        # Past the edge codes and scales are zero; the rows read there must still exist.
+        # Past the edge codes and scales are zero, but the rows read there must exist.
         inside = tl.minimum(c, P.chunks - 1)
         x_at = x_base + ((inside * (P.layout.chunk * 2))[:, None] + x_place)
         column = inside * P.layout.chunk + (lane & 3) * LANE_COLUMNS
@@ -324,7 +325,7 @@ def _fused_kernel(
         for w in tl.static_range(TILES):
             _store(add_warps(acc, w, P), w, tile0, token0, output, P)
     else:
-        # Partial sums lie as the threads hold them, a block for each (split, tile block, token block, w).
+        # Partial sums are stored in thread order, one block for each (split, tile block, token block, w).
         SIZE: tl.constexpr = P.n_warps * P.token_tiles * 128
         SPLITS: tl.constexpr = P.splits
         block = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
@@ -334,12 +335,12 @@ def _fused_kernel(
         for w in tl.static_range(TILES):
             y = add_warps(acc, w, P)
             tl.store(partial_ptr + mine + w * SIZE + spread, y)
-        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+        tl.debug_barrier()  # all warps' stores come before the atomic that publishes them
         arrived = tl.atomic_add(arrivals_ptr + block, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
             for v in tl.static_range(TILES):
                 at = partial_ptr + block.to(tl.int64) * (SIZE * TILES) + v * SIZE + spread
-                # Other programs wrote these: not from this multiprocessor's own cache.
+                # Other programs wrote these: bypass this multiprocessor's L1.
                 total = tl.load(at, cache_modifier=".cg")
                 for split in tl.static_range(1, SPLITS):
                     total += tl.load(at + split * (SIZE * TILES) * blocks.to(tl.int64), cache_modifier=".cg")
@@ -351,16 +352,18 @@ _MOST_ARRIVALS = 4096
 
 
 class SplitScratch:
-    """Where programs that share columns (split-K) leave their sums, reusable by every launch of one stream, and an
-    arrival counter, int32, for each block of results. Counters are zero between launches."""
+    """Scratch for the partial sums of split-K programs, reusable by every launch of one stream, and an int32
+    arrival counter for each block of results. Counters are zero between launches.
+    """
 
     def __init__(self, device: torch.device | str) -> None:
         self.arrivals = torch.zeros(_MOST_ARRIVALS, dtype=torch.int32, device=device)
         self._partials = [torch.empty(0, dtype=torch.float32, device=device)]
 
     def take(self, size: int, blocks: int) -> tuple[Tensor, Tensor]:
-        """Room for `size` fp32, and the counters of `blocks` blocks. What the room was before it grew stays allocated:
-        CUDA graphs keep its address."""
+        """Scratch of `size` fp32, and the counters of `blocks` blocks. Smaller scratch stays allocated when
+        it grows, as CUDA graphs keep its address.
+        """
         assert size == 0 or blocks <= _MOST_ARRIVALS
         if self._partials[-1].numel() < size:
             self._partials.append(torch.empty(size, dtype=torch.float32, device=self.arrivals.device))
@@ -378,8 +381,9 @@ def launch_fused(
     residual: Tensor | None = None,
     activation: Activation | None = None,
 ) -> None:
-    """Rows x in the MMA layout times a packed part, into columns first .. of out fp32 [T, N], plus those of `residual`,
-    [T, N] or a bias [N]; or, of a paired part, activation(gate) * up into out [T, N / 2]."""
+    """Rows x in the MMA layout times a packed part, into columns `first` on of out fp32 [T, N], plus those of
+    `residual`, [T, N] or a bias [N]; or, for a paired part, activation(gate) * up into out [T, N / 2].
+    """
     geometry = fused_geometry(part, "swiglu" if activation else "rows", x.rows, mode.batch_invariant)
     block_tiles = geometry.tiles * geometry.n_warps
     grid = (

@@ -1,15 +1,15 @@
-"""Matrix times any number of rows on Hopper's warp-group matrix instruction, on packed weights.
+"""Matmul of any number of rows with packed weights, on Hopper's warp-group matrix instruction (wgmma).
 
-As in matmul_fused.py, weights are read packed and dequantized to fp16 in registers, now as the left operand of wgmma;
-the rows, the right operand, are staged in shared memory by TMA, some sets of 128 or 256 columns ahead, so that all
-warps of a program share them and no register waits for them. The stored order of the weights fixes which columns meet
-in an instruction; rows come in the WGMMA layout (fp16_operand.py).
+As in matmul_fused.py, weights are read packed and dequantized to fp16 in registers, here as wgmma's left operand; the
+rows, the right operand, are staged in shared memory by TMA, a few sets of 128 or 256 columns ahead, so that all warps
+of a program share them and no register waits for them. The stored order of the weights fixes which columns meet in an
+instruction; rows are in the WGMMA layout (fp16_operand.py).
 
-Programs take 16 rows of weights a warp and up to 128 rows of x; where such programs are too few, `splits` of them
-share the columns (split-K, wgmma_program.py). A matrix of two parts is one launch then. More than 128 rows are cut into
-blocks of 128 or 256. A program takes all columns of a block, or several share those of the blocks behind the last whole
-wave (weights/many_rows.py). Where a row's sums must have the bits that they have among few rows, a program takes one
-split after the other, added up in the same order.
+Programs take 16 weight rows per warp and up to 128 rows of x; where there are too few such programs, `splits` of them
+share the columns (split-K, wgmma_program.py), and a matrix of two parts is one launch. More than 128 rows are cut into
+blocks of 128 or 256. A program takes all columns of a block, except that the blocks after the last full wave are
+shared by several programs (weights/many_rows.py). In batch-invariant mode, where sums must match those of few rows, a
+program computes the splits one after another and adds them in the same order.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def _wgmma_two_parts_kernel(
     weight_scale, low_2, high_2, scales_2, supers_2, tiles_2, rows_2, weight_scale_2,
     P: gl.constexpr, P_2: gl.constexpr,
 ):  # fmt: skip
-    """`_wgmma_kernel` for two parts of one matrix, whose types differ: the blocks of one after those of the other."""
+    """`_wgmma_kernel` for two parts of one matrix with different types: the blocks of one after those of the other."""
     if P.flags.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     place = gl.program_id(0)
@@ -96,9 +96,10 @@ def _wgmma_blocks_kernel(
     low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, partial_ptr,
     arrivals_ptr, whole, splits, split_chunks, tiles, rows, first, N, T, weight_scale, bound, P: gl.constexpr,
 ):  # fmt: skip
-    """Grid: a program for each of the first `whole` blocks of weight rows and rows of x, `splits` for each of the
-    others, with `split_chunks` chunks of the columns. Or all blocks are whole, in P.splits splits one after the
-    other."""
+    """Grid: one program for each of the first `whole` blocks of weight rows by rows of x, `splits` programs
+    for each of the others, with `split_chunks` chunks of the columns. Or all blocks are whole, computed in
+    P.splits splits in turn.
+    """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     if P.flags.pdl and not P.flags.producer:
@@ -139,8 +140,9 @@ def _wgmma_groups_kernel(
     low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, partial_ptr,
     arrivals_ptr, whole, splits, split_chunks, tiles, rows, first, N, T, weight_scale, bound, P: gl.constexpr,
 ):  # fmt: skip
-    """`_wgmma_blocks_kernel` for two warp groups of P.warps warps each and a producer warp: one group multiplies while
-    the other dequantizes."""
+    """`_wgmma_blocks_kernel` for two warp groups of P.warps warps each and a producer warp: one group
+    multiplies while the other dequantizes.
+    """
     if P.flags.pdl and not P.flags.producer:
         tl.extra.cuda.gdc_launch_dependents()
     stages, ready = allocate_stages(x_rows, P)
@@ -152,7 +154,7 @@ def _wgmma_groups_kernel(
     share = share_of(gl.program_id(0), whole, splits, split_chunks, tiles, T, 2 * P.warps, P)
     matrix = Matrix((low, high, scales, supers), tiles, rows, weight_scale)
     output = Output(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
-    # Written out: constants in a variable would no longer be constants.
+    # Written out, as values taken from a variable would no longer be constexpr.
     gl.warp_specialize(
         [
             (consumer_group, (0, matrix, output, share, stages, ready, free, partial_ptr, arrivals_ptr, P)),
@@ -165,8 +167,9 @@ def _wgmma_groups_kernel(
 
 
 def subnormal_weight_scale(part: PackedPart) -> float:
-    """The weight scale where codes are read as subnormal fp16: scales must fit fp16 when multiplied by 2^24. It brings
-    the largest weight to 2^-5 or so; fp16 keeps its 11 bits down to 2^-14."""
+    """The weight scale for codes read as subnormal fp16: scales must fit fp16 after multiplication by 2^24.
+    It brings the largest weight to about 2^-5; fp16 keeps its 11 bits down to 2^-14.
+    """
     few = part.layout.bits == 2 and not part.layout.offset
     return part.weight_scale * 2.0 ** (-11 if few else -9)
 
@@ -183,12 +186,12 @@ def launch_wgmma(
     producer: bool = False,
     consumer: bool = False,
 ) -> None:
-    """`launch_fused` in the WGMMA layout; `out` may be the residual where rows are more than `MOST_FEW`.
+    """`launch_fused` in the WGMMA layout; `out` may be the residual for more than `MOST_FEW` rows.
 
-    Where one matrix is several parts, with PDL: the first part's launch is the `producer`, those of the others are its
-    `consumer`s. A consumer needs nothing that the launch in front writes, but the scratch: it waits for its end only
-    before it writes, and runs beside it until then. It may, because the producer lets it begin only when what both
-    read is written.
+    With PDL, the launches of one matrix's parts overlap: the first part's is the `producer`, the others' are
+    `consumer`s. A consumer reads nothing that the producer writes, but shares its scratch: it runs beside the producer
+    and waits for its end only before it writes. This is safe because the producer lets it start only once the inputs
+    of both are written.
     """
     geometry = wgmma_geometry(part, "rows", x.rows, mode.batch_invariant, consumer)
     flags = WgmmaFlags(
@@ -214,16 +217,18 @@ def launch_wgmma_glu(
 
 
 def takes_two_parts(x: Fp16Operand, parts: Sequence[PackedPart], batch_invariant: bool) -> bool:
-    """Whether `launch_wgmma_two_parts` takes these rows and all parts of a matrix. Where kernels are batch-invariant,
-    each part keeps the splits that many rows have, so it is a launch of its own."""
+    """Whether `launch_wgmma_two_parts` supports these rows and parts. In batch-invariant mode each part keeps
+    the splits that it has with many rows, so each is a separate launch.
+    """
     return x.is_wgmma and x.rows <= MOST_FEW and not batch_invariant and len(parts) == 2
 
 
 def launch_wgmma_two_parts(
     x: Fp16Operand, parts: Sequence[PackedPart], out: Tensor, scratch: SplitScratch, mode: MatmulMode
 ) -> None:
-    """Rows times a matrix of two parts, fp32, to `out`, in one launch with the geometry of the first part: two launches
-    beside each other take half as long again."""
+    """Rows times a matrix of two parts, fp32, into `out`, in one launch with the geometry of the first part:
+    two overlapping launches take half as long again.
+    """
     one, two = parts
     geometry = wgmma_geometry(one, "rows", x.rows, beside=two.rows)
     flags = WgmmaFlags(ROWS.value, False, mode.exact, mode.pdl)
@@ -256,8 +261,9 @@ def _launch(
     columns: tuple[int, int],
     scratch: SplitScratch,
 ) -> None:
-    """outputs: residual, result and its row scale, each anything where there is none. columns: the first one that is
-    written, and the distance of rows."""
+    """outputs: residual, result and its row scale, any tensor where unused. columns: the first output column,
+    and the row stride.
+    """
     plan = wgmma_plan(geometry, part.layout, part.rows, x.values.shape[1], x.rows, flags)
     assert x.is_wgmma and x.rows * columns[1] < 2**31, "the kernel counts results in 32 bits"
     weight_scale = part.weight_scale if flags.exact else subnormal_weight_scale(part)

@@ -1,13 +1,13 @@
-"""The machine instructions of the matmul kernels, each with a twin in plain Triton.
+"""The machine instructions of the matmul kernels, each with an equivalent in plain Triton.
 
-A tensor here is one-dimensional with one element a thread (32 * num_warps of them): only then is element i thread
-i, which is what an instruction that works across the lanes of a warp needs. `ASM` picks the NVIDIA instruction
-(sm_80 and later); the twin serves Triton's interpreter, which runs no inline assembly, and other machines.
+Tensors here are one-dimensional with one element per thread (32 * num_warps of them): only then is element i in thread
+i, as instructions that work across the lanes of a warp require. `ASM` selects the NVIDIA instruction (sm_80 and
+later); the equivalent serves Triton's interpreter, which runs no inline assembly, and other vendors' GPUs.
 
-Lane 4r + q of a warp holds, for m16n8k32 (integers): A rows r (a0, a2) and r + 8 (a1, a3), inner indices 4q..4q+3
-(a0, a1) and 16+4q.. (a2, a3); B column r, the same inner indices (b0, b1); D rows r (d0, d1) and r + 8 (d2, d3),
-columns 2q and 2q + 1. m16n8k16 (fp16) is alike with two values a word: inner 2q, 2q+1 and 8+2q, 9+2q.
-Reference: PTX ISA, "Matrix multiply-accumulate operation using mma instruction".
+Lane 4r + q of a warp holds, for m16n8k32 (integers): A rows r (a0, a2) and r + 8 (a1, a3), inner indices 4q..4q+3 (a0,
+a1) and 16+4q.. (a2, a3); B column r, the same inner indices (b0, b1); D rows r (d0, d1) and r + 8 (d2, d3), columns 2q
+and 2q + 1. m16n8k16 (fp16) is alike with two values per word: inner 2q, 2q+1 and 8+2q, 9+2q. Reference: PTX ISA,
+"Matrix multiply-accumulate operation using mma instruction".
 """
 
 import torch
@@ -17,21 +17,20 @@ import triton.language as tl
 from quengine.kernels.cuda.launch.gpu import current_gpu
 
 SUBNORMALS = tl.constexpr(16777216.0)
-"""A byte alone in the bits of an fp16 stands for so many times less."""
+"""A byte b in the low bits of an fp16 has the value b / SUBNORMALS."""
 
 E2M1 = tl.constexpr(16384.0)
-"""A 4-bit float with its exponent in fp16's place stands for so many times less."""
+"""A 4-bit float moved into fp16's exponent and mantissa bits has its value divided by E2M1."""
 
 
 def uses_assembly() -> bool:
-    """Whether kernels may hold NVIDIA instructions: not in the interpreter, not on other makers' GPUs."""
+    """Whether kernels may use NVIDIA instructions: not in the interpreter, not on other vendors' GPUs."""
     return current_gpu() is not None and torch.version.hip is None
 
 
 @triton.jit
 def prefetch(pointers, ASM: tl.constexpr):
-    """Ask the L2 cache for what `pointers` point at: an early start that holds no register. Nothing where there is no
-    such instruction."""
+    """Prefetches what `pointers` point at into the L2 cache, which occupies no registers. Does nothing without ASM."""
     if ASM:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
@@ -57,7 +56,7 @@ def _bytes(words, SIGNED: tl.constexpr):
 
 @triton.jit
 def _mma_int8_twin(a, b0, b1, A_SIGNED: tl.constexpr, B_SIGNED: tl.constexpr):
-    """A*B of m16n8k32 for every warp, spread over the lanes as the instruction does."""
+    """A*B of m16n8k32 for every warp, spread over the lanes as by the instruction."""
     THREADS: tl.constexpr = b0.shape[0]
     WARPS: tl.constexpr = THREADS // 32
     both = tl.join(tl.join(a[0], a[1]), tl.join(a[2], a[3]))  # [thread, rh, half]
@@ -101,8 +100,9 @@ def mma_int8(a, b0, b1, d, A_SIGNED: tl.constexpr, B_SIGNED: tl.constexpr, ASM: 
 
 @triton.jit
 def byte_permute(x, y, selector, ASM: tl.constexpr):
-    """Byte i of the result is byte `selector nibble i` (0..7) of the eight bytes x, y; where the nibble has bit 3 set,
-    that byte's sign in all bits. Words are int32."""
+    """Byte i of the result is byte `nibble i of selector` (0..7) of the eight bytes x, y; if the nibble has
+    bit 3 set, that byte's sign in all bits. Words are int32.
+    """
     if ASM:
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector], dtype=tl.int32, is_pure=True, pack=1
@@ -119,8 +119,10 @@ def byte_permute(x, y, selector, ASM: tl.constexpr):
 
 @triton.jit
 def in_register(constant, ASM: tl.constexpr):
-    """An int32 constant that stays in a register: for instructions that take one literal, of two that they need, the
-    assembler would write the other again and again. It does not see that this product's upper half is 0."""
+    """An int32 constant kept in a register, for instructions that take only one literal: the assembler would
+    reload a second one each time. A product whose upper half is 0, which the assembler cannot see, hides the
+    constant.
+    """
     if ASM:
         constant = tl.inline_asm_elementwise(
             "{ .reg .b32 zero; mov.u32 zero, %laneid; mul.hi.u32 zero, zero, 196611; or.b32 $0, zero, $1; }",
@@ -135,7 +137,7 @@ def in_register(constant, ASM: tl.constexpr):
 
 @triton.constexpr_function
 def _zeros_assembly(count: int) -> str:
-    """`count` zeros that follow from all of as many values, as far as the assembler sees."""
+    """Assembly for `count` zeros that depend on as many values, as far as the assembler can see."""
     lines = ["{ .reg .b32 zero, all; mov.u32 zero, %laneid; mul.hi.u32 zero, zero, 196611; mov.b32 all, 0;"]
     lines += [f"or.b32 all, all, ${count + i};" for i in range(count)]
     lines += ["and.b32 all, all, zero;", *(f"mov.b32 ${i}, all;" for i in range(count)), "}"]
@@ -144,8 +146,10 @@ def _zeros_assembly(count: int) -> str:
 
 @triton.jit
 def zeros_behind(values, ASM: tl.constexpr):
-    """Zeros, fp32, that are there once 16 of a thread's fp32 `values` are. What begins with them waits for all volatile
-    loads up to those of the values; the assembler else has few on their way at a time, to save registers."""
+    """fp32 zeros that depend on each 16 of a thread's fp32 `values`, for work that has to wait for their loads.
+
+    Otherwise the assembler would start that work early and, to save registers, keep few volatile loads in flight.
+    """
     if ASM:
         OPERANDS: tl.constexpr = "=f," * 16 + "f," * 15 + "f"
         zeros = tl.inline_asm_elementwise(
@@ -166,7 +170,7 @@ def _half_pair(word):
 
 @triton.jit
 def _mma_half_twin(a, b0, b1):
-    """A*B of m16n8k16 for every warp, spread over the lanes as the instruction does."""
+    """A*B of m16n8k16 for every warp, spread over the lanes as by the instruction."""
     THREADS: tl.constexpr = b0.shape[0]
     WARPS: tl.constexpr = THREADS // 32
     both = tl.join(tl.join(a[0], a[1]), tl.join(a[2], a[3]))  # [thread, rh, half]
@@ -187,7 +191,7 @@ def _mma_half_twin(a, b0, b1):
 
 @triton.jit
 def mma_half(a, b0, b1, d, ASM: tl.constexpr):
-    """d + A*B, m16n8k16: a four int32 of two fp16 each, b0 and b1 too, d four fp32 tensors."""
+    """d + A*B, m16n8k16: a is four int32 of two fp16 each, b0 and b1 likewise, d four fp32 tensors."""
     if ASM:
         return tl.inline_asm_elementwise(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -205,12 +209,13 @@ def mma_half(a, b0, b1, d, ASM: tl.constexpr):
 
 @triton.jit
 def mma_half_step(first, last, x_first, x_last, d, ASM: tl.constexpr):
-    """d + both m16n8k16 products of a step: A words `first` and `last` as in `mma_half`, each with the four fp16 of B
-    in an int64."""
+    """d + both m16n8k16 products of a step: A words `first` and `last` as in `mma_half`, each with the four
+    fp16 of B in an int64.
+    """
     b0, b1 = x_first.to(tl.int32), (x_first >> 32).to(tl.int32)
     c0, c1 = x_last.to(tl.int32), (x_last >> 32).to(tl.int32)
     if ASM:
-        # One piece of assembly for two instructions: half as much for the compiler to pass through.
+        # Both instructions in one piece of assembly, which halves the compiler's work.
         return tl.inline_asm_elementwise(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
             "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$16,$17,$18,$19};"
@@ -262,14 +267,14 @@ def _byte(word, i: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 def scale_bytes(word, scale, minimum, SIGNED: tl.constexpr, ASM: tl.constexpr):
-    """scale*byte - minimum in fp16 for the four bytes of a word: (bytes 0 and 1, bytes 2 and 3), two fp16 a word.
+    """scale*byte - minimum in fp16 for the four bytes of a word: (bytes 0 and 1, bytes 2 and 3), two fp16 per word.
 
-    `scale` and `minimum` are fp32, rounded to fp16 first; a byte is exact.
+    `scale` and `minimum` are fp32, rounded to fp16 first; bytes are exact.
     """
     if ASM:
         s = pack_halves(scale, scale)
         m = pack_halves(-minimum, -minimum)
-        # 0x64 over a byte b is the fp16 1024 + b; signed bytes are first made unsigned by adding 128.
+        # A byte b below 0x64 is the fp16 1024 + b; signed bytes are first made unsigned by adding 128.
         if SIGNED:
             biased = word ^ -2139062144
             bias = (word & 0) + 0x64806480
@@ -297,10 +302,11 @@ def scale_bytes(word, scale, minimum, SIGNED: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def scale_bytes_once(word, scale, minimum, SIGNED: tl.constexpr, ASM: tl.constexpr):
-    """`scale_bytes`, computed in fp32 and rounded to fp16 at the end: six instructions for two weights, where it takes
-    three. `scale` is times SUBNORMALS; signed bytes have no minimum."""
+    """`scale_bytes`, computed in fp32 and rounded to fp16 once: six instructions for two weights instead of
+    three. `scale` is multiplied by SUBNORMALS; signed bytes have no minimum.
+    """
     if ASM:
-        # A byte alone in 16 bits is a subnormal fp16; signed ones are first made unsigned by adding 128.
+        # A byte alone in 16 bits is a subnormal fp16; signed bytes are first made unsigned by adding 128.
         if SIGNED:
             biased = word ^ -2139062144
             minimum = scale * (128.0 / SUBNORMALS)
@@ -329,8 +335,8 @@ def scale_bytes_once(word, scale, minimum, SIGNED: tl.constexpr, ASM: tl.constex
 def scale_small(word, scale, minimum):
     """scale*byte/SUBNORMALS + minimum in fp16 for the four unsigned bytes of a word: (bytes 0 and 1, bytes 2 and 3).
 
-    `scale`, `minimum`: two equal fp16 a word. A byte alone in 16 bits is a subnormal fp16, which
-    multiplies as any other: nothing has to be taken off first, as in `scale_bytes`. NVIDIA only.
+    `scale`, `minimum`: two equal fp16 per word. A byte alone in 16 bits is a subnormal fp16, which can be multiplied
+    directly: no bias has to be subtracted first, as in `scale_bytes`. NVIDIA only.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .b32 lo, hi; prmt.b32 lo, $2, 0, 0x4140; prmt.b32 hi, $2, 0, 0x4342;"
@@ -345,11 +351,11 @@ def scale_small(word, scale, minimum):
 
 @triton.jit
 def scale_e2m1(word, near, far):
-    """MXFP4 weights in fp16: of a word of eight 4-bit floats, four of row r and above them four of row r + 8, the words
-    (first two of r, first two of r + 8, last two of r, last two of r + 8), two fp16 each.
+    """MXFP4 weights in fp16: from a word of eight 4-bit floats, four of row r in its low half and four of row r + 8
+    above, the words (first two of r, first two of r + 8, last two of r, last two of r + 8), two fp16 each.
 
-    `near`, `far`: two equal fp16 a word, the scales of the rows times E2M1. A float's sign, exponent and mantissa go
-    where fp16 has them, which makes it E2M1 times too small, also where its exponent is 0: nothing is looked up, and
+    `near`, `far`: the scales of the two rows times E2M1, two equal fp16 per word. A float's sign, exponent and
+    mantissa bits are moved to fp16's, which divides its value by E2M1, also for exponent 0: no table is needed, and
     nothing rounds. NVIDIA only.
     """
     return tl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
-"""Packed weights on their way to the matrix instructions through a ring in shared memory.
+"""A ring buffer in shared memory for packed weights on their way to the matrix instructions.
 
-A slot of the ring has a chunk of a tile for each warp. Its words are copied there by cp.async turns before they are
-used, so that what is on its way takes no registers; a thread reads what it copied itself.
+A slot holds one chunk of a tile for each warp. cp.async copies its words a few iterations before they are used, so
+that loads in flight take no registers; a thread reads only what it copied itself.
 """
 
 import triton
@@ -17,13 +17,15 @@ _ROWS = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
 @gluon.jit
 def allocate_ring(planes, SLOTS: gl.constexpr, P: gl.constexpr):
-    """Shared memory for so many chunks: of each stored plane, int64 or int32 [slots, words of a chunk, threads]. Memory
-    of its own for each, since the compiler separates two copies to the same by a barrier."""
+    """Shared memory for SLOTS chunks: for each stored plane, int64 or int32 [slots, words of a chunk,
+    threads]. The planes are allocated separately, as the compiler puts a barrier between two copies to the
+    same memory.
+    """
     WARPS: gl.constexpr = P.warps
     THREADS: gl.constexpr = 32 * WARPS
     FMT: gl.constexpr = P.layout
     WORDS: gl.constexpr = stored_words(FMT)
-    firsts = stored_planes(planes, 0, 0, 0, FMT)  # for their types alone
+    firsts = stored_planes(planes, 0, 0, 0, FMT)  # for their types only
     ring = ()
     for plane in gl.static_range(len(WORDS)):
         if firsts[plane].dtype.element_ty.primitive_bitwidth == 64:
@@ -35,13 +37,13 @@ def allocate_ring(planes, SLOTS: gl.constexpr, P: gl.constexpr):
 
 @triton.constexpr_function
 def _together(count: int, bits: int) -> int:
-    """Neighbouring words that a thread copies: 16 bytes, which pass the L1 cache by, where there are rows enough."""
+    """Adjacent words per copy of a thread: 16 bytes, which bypass the L1 cache, if there are enough words."""
     return 128 // bits if count >= 128 // bits else 1
 
 
 @gluon.jit
 def _copy_plane(memory, planes, tiles, block, c, plane: gl.constexpr, BITS: gl.constexpr, P: gl.constexpr):
-    """Start copying chunk c of a block of tiles, of one stored plane, to memory [words of a chunk, threads]."""
+    """Starts copying chunk c of a block of tiles, of one stored plane, to memory [words of a chunk, threads]."""
     FMT: gl.constexpr = P.layout
     WORDS: gl.constexpr = stored_words(FMT)
     COUNT: gl.constexpr = WORDS[plane]
@@ -49,11 +51,11 @@ def _copy_plane(memory, planes, tiles, block, c, plane: gl.constexpr, BITS: gl.c
     V: gl.constexpr = _together(COUNT, BITS)
     L: gl.constexpr = gl.BlockedLayout([1, V], [V, 32 // V], [1, WARPS], [1, 0])
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(0, L))
-    tile = gl.minimum(tile_of(block, thread // 32, P), tiles - 1)  # what is beyond is not stored
+    tile = gl.minimum(tile_of(block, thread // 32, P), tiles - 1)  # tiles past the end are not stored
     lane = thread % 32
     first = stored_planes(planes, tile * P.chunks + c, 0, lane, FMT)[plane]
     step = 32
-    if BITS == 16:  # no copy is of less than 4 bytes: those of two lanes
+    if BITS == 16:  # copies are at least 4 bytes: the words of two lanes
         first = (first - (lane & 1)).to(gl.pointer_type(gl.int32), bitcast=True)
         step = 16
     number = gl.expand_dims(gl.arange(0, COUNT, layout=gl.SliceLayout(1, L)), 1)
@@ -65,10 +67,10 @@ def _copy_plane(memory, planes, tiles, block, c, plane: gl.constexpr, BITS: gl.c
 
 @gluon.jit
 def copy_chunk(ring, slot, planes, tiles, block, c, P: gl.constexpr):
-    """Start copying chunk c of a block of tiles to a slot."""
+    """Starts copying chunk c of a block of tiles to a slot."""
     FMT: gl.constexpr = P.layout
     WORDS: gl.constexpr = stored_words(FMT)
-    firsts = stored_planes(planes, 0, 0, 0, FMT)  # for their types alone
+    firsts = stored_planes(planes, 0, 0, 0, FMT)  # for their types only
     for plane in gl.static_range(len(WORDS)):
         _copy_plane(
             ring[plane].index(slot), planes, tiles, block, c, plane,
@@ -78,7 +80,7 @@ def copy_chunk(ring, slot, planes, tiles, block, c, P: gl.constexpr):
 
 @gluon.jit
 def _read_words(slot, lane, COUNT: gl.constexpr, BITS: gl.constexpr, WARPS: gl.constexpr):
-    """The words of a lane in a slot [COUNT, threads], of BITS bits where they are copied."""
+    """A lane's words in a slot [COUNT, threads]; BITS: their size in global memory."""
     L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
     words = ()
     for i in gl.static_range(COUNT):
@@ -92,11 +94,11 @@ def _read_words(slot, lane, COUNT: gl.constexpr, BITS: gl.constexpr, WARPS: gl.c
 
 @gluon.jit
 def read_chunk(ring, slot, planes, lane, P: gl.constexpr):
-    """The words of the chunk in a slot, as `load_chunk` gives them."""
+    """The words of the chunk in a slot, in the form of `load_chunk`."""
     WARPS: gl.constexpr = P.warps
     FMT: gl.constexpr = P.layout
     WORDS: gl.constexpr = stored_words(FMT)
-    firsts = stored_planes(planes, 0, 0, 0, FMT)  # for their types alone
+    firsts = stored_planes(planes, 0, 0, 0, FMT)  # for their types only
     stored = ()
     for plane in gl.static_range(len(WORDS)):
         stored = stored + _read_words(

@@ -1,5 +1,6 @@
-"""The inner loop of the matmuls on Hopper's warp-group matrix instruction: weights are dequantized while the matrix
-units multiply the ones before, and TMA brings the rows of x some sets of columns ahead."""
+"""The inner loop of the wgmma matmuls: weights are dequantized while the matrix units multiply the previous
+ones, and TMA copies the rows of x a few sets of columns ahead.
+"""
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -12,8 +13,9 @@ from quengine.kernels.cuda.gemm.wgmma_operand import weights_operand
 
 @gluon.jit
 def copy_set(x_rows, stages, ready, n, slot, begin, count, token0, P: gl.constexpr):
-    """Start copying set number n of this program's `count` to its slot, n modulo the stages; the first set is number
-    `begin` of the rows from token0."""
+    """Starts copying set number n of this program's `count` to its slot, n modulo the stages; set 0 is number
+    `begin` of the rows from token0 on.
+    """
     on = n < count
     bar = ready.index(slot)
     mbarrier.expect(bar, P.block * P.columns * 2, pred=on)
@@ -24,8 +26,9 @@ def copy_set(x_rows, stages, ready, n, slot, begin, count, token0, P: gl.constex
 
 @gluon.jit
 def load_turn(planes, tile, chunk, end, lane, P: gl.constexpr):
-    """The words of the chunks of a turn, from number `chunk` of a tile on; past the last one, that one again: as cheap
-    as a mask is not, whose zeros are an instruction a word."""
+    """The words of one iteration's chunks, from number `chunk` of a tile on. Past the end the last chunk is
+    loaded again: unlike a mask, whose zeros take an instruction per word, it is free.
+    """
     FMT: gl.constexpr = P.layout
     TOGETHER: gl.constexpr = P.together
     words = ()
@@ -37,7 +40,7 @@ def load_turn(planes, tile, chunk, end, lane, P: gl.constexpr):
 
 @gluon.jit
 def _of_chunk(words, i: gl.constexpr, P: gl.constexpr):
-    """The words of chunk i of a turn."""
+    """The words of chunk i of an iteration."""
     COUNT: gl.constexpr = len(words) // P.together
     one = ()
     for number in gl.static_range(COUNT):
@@ -50,11 +53,12 @@ def multiply(
     planes, words, x_rows, stages, ready, tile, lane, begin, first, last, end, token0, weight_scale,
     P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """Chunks first .. last - 1 of a program's begin .. end - 1: fp32 [16*P.warps, P.block], and the words of the turn
-    that follows.
+    """The sums of chunks first .. last - 1 of a program's begin .. end - 1: fp32 [16*P.warps, P.block], and the words
+    of the next iteration.
 
-    `words`: those of the turn from chunk `first` on. All splits of a program are one queue of copied sets. In a turn of
-    two chunks the second may be past the last one: it counts as zeros, times the set before, and copies nothing.
+    `words`: those of the iteration that begins at chunk `first`. The splits of a program share one queue of copied
+    sets. In an iteration of two chunks the second may be past the end: its scale is zero, it is multiplied with the
+    previous set, and it copies nothing.
     """
     SETS: gl.constexpr = P.sets
     HALVES: gl.constexpr = P.columns // 128
@@ -89,7 +93,8 @@ def multiply(
                 if P.overlap:
                     acc = warpgroup_mma_wait(1, deps=[acc])
                     if half == 0:
-                        tl.debug_barrier()  # all warps have read the set before this, which the next is copied over
+                        # all warps have read the previous set, which the next copy overwrites
+                        tl.debug_barrier()
                         if n > 0:
                             copy_set(
                                 x_rows, stages, ready, n - 1 + P.stages, before, first_set, copied, token0, P
@@ -112,7 +117,7 @@ def multiply(
 
 @gluon.jit
 def copy_sets(x_rows, stages, ready, free, begin, end, token0, P: gl.constexpr):
-    """The producer warp of `multiply_alone`: all sets of chunks begin .. end - 1, each when its slot is free."""
+    """The producer warp of `multiply_alone`: copies all sets of chunks begin .. end - 1, each when its slot is free."""
     for n in range((end - begin) * P.sets):
         slot = n % P.stages
         mbarrier.wait(free.index(slot), ((n // P.stages) & 1) ^ 1)
@@ -124,8 +129,10 @@ def multiply_alone(
     planes, words, stages, ready, free, tile, lane, begin, end, weight_scale,
     P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """Chunks begin .. end - 1 of a warp group's weights: fp32 [16*P.warps, P.block]. It does not multiply while it
-    dequantizes: another warp group of the program does, which shares the sets of x."""
+    """The sums of chunks begin .. end - 1 of a warp group's weights: fp32 [16*P.warps, P.block]. It does not
+    overlap products with its own dequantization: the program's other warp group, which shares the sets of x,
+    fills the gap.
+    """
     SETS: gl.constexpr = P.sets
     HALVES: gl.constexpr = P.columns // 128
     WARPS: gl.constexpr = P.warps

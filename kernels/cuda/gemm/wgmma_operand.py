@@ -1,7 +1,7 @@
-"""Packed weights as the left operand of Hopper's warp-group matrix instruction: dequantized in registers.
+"""Packed weights as wgmma's left operand: dequantized in registers.
 
 Every warp takes a tile of 16 rows. The stored order of the weights fixes which columns meet in an instruction
-(fp16_operand.py, WGMMA), so that what a thread reads is what it must hold.
+(fp16_operand.py, WGMMA), so that a thread reads exactly the weights that it must hold.
 """
 
 import triton.language as tl
@@ -21,7 +21,7 @@ from quengine.kernels.cuda.gemm.mma import (
 
 @gluon.jit
 def _fp16_pairs(words, COUNT: gl.constexpr):
-    """COUNT int32 tensors [thread] of two fp16: fp16 [thread, COUNT, 2]."""
+    """COUNT int32 tensors [thread] of two fp16, as fp16 [thread, COUNT, 2]."""
     for level in gl.static_range(8):
         if 1 << level < COUNT:
             pairs = ()
@@ -36,7 +36,7 @@ def _fp16_pairs(words, COUNT: gl.constexpr):
 
 @gluon.jit
 def _twice(x):
-    """fp32 rounded to fp16, twice in an int32: one instruction where `pack_halves` takes two and a slow conversion."""
+    """fp32 rounded to fp16, twice in an int32: one instruction, where `pack_halves` takes two and a slow conversion."""
     return tl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -44,7 +44,7 @@ def _twice(x):
 
 @gluon.jit
 def _below_128(scales):
-    """-128 / SUBNORMALS times two fp16 in an int32, rounded to fp16."""
+    """-128 / SUBNORMALS times each fp16 of an int32, rounded to fp16."""
     factors = -2139062144 + 0 * scales  # twice the fp16 -2^-17
     return tl.inline_asm_elementwise(
         "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [scales, factors], dtype=gl.int32, is_pure=True, pack=1
@@ -53,13 +53,14 @@ def _below_128(scales):
 
 @gluon.jit
 def _fp16_scales(scale, minimum, SIGNED: gl.constexpr, OVERLAP: gl.constexpr):
-    """What `scale_small` takes. Signed bytes become unsigned by adding 128, which the minimum takes off: exactly, since
-    it follows from the rounded scale."""
+    """Scale and minimum for `scale_small`. Signed bytes become unsigned by adding 128, which the minimum
+    subtracts again: exactly, since it is computed from the rounded scale.
+    """
     if SIGNED and not OVERLAP:
         scale = _twice(scale)
         return scale, _below_128(scale)
     elif SIGNED:
-        # Not `_twice`: with it, kernels of Q6_K take 20 registers more, and those of 128 rows overlap nothing.
+        # Not `_twice`: with it, Q6_K kernels take 20 registers more, and those of 128 rows do not overlap.
         rounded = scale.to(gl.float16).to(gl.float32)
         minimum = rounded * (128.0 / SUBNORMALS)
         return pack_halves(rounded, rounded), pack_halves(-minimum, -minimum)
@@ -73,8 +74,8 @@ def weights_operand(
 ):  # fmt: skip
     """128 columns of this program's weights, half `half` of a chunk: fp16 [16*P.warps, 128] as wgmma's left operand.
 
-    exact: rounded to fp16 once; else scales and minimums are too, which takes a third of the instructions, and gives
-    three times the error.
+    exact: rounded to fp16 once; else scales and minimums are rounded too, which takes a third of the instructions and
+    has three times the error.
     """
     FMT: gl.constexpr = P.layout
     EXACT: gl.constexpr = P.flags.exact
@@ -85,7 +86,7 @@ def weights_operand(
     SIGNED: gl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
     operand = ()
     for s in gl.static_range(SETS):
-        # The table of MXFP4's values is doubled, and its scales are halved.
+        # MXFP4's table is doubled, and its scales are halved.
         scales = chunk_scales(
             words, half * SETS + s, weight_scale, FMT, 2 * E2M1 if E2M1_CODES else SUBNORMALS
         )

@@ -1,5 +1,6 @@
-"""How a launch of the matmul on Hopper's warp-group matrix instruction is made up: constants of its programs, grid and
-scratch, all of which follow from shapes (kept per shape: working them out takes the host longer than the launch)."""
+"""The plan of a wgmma matmul launch: its programs' constants, grid and scratch, which follow from shapes.
+Plans are cached per shape, as computing one takes the host longer than the launch.
+"""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,9 +14,9 @@ from quengine.kernels.cuda.weights.many_rows import MOST_SHARES
 
 
 class WgmmaFlags(NamedTuple):
-    """What a launch does, beside its shapes.
+    """The options of a launch, besides its shapes.
 
-    exact: weights are rounded to fp16 once, not their scales and minimums before. producer, consumer: see
+    exact: weights are rounded to fp16 once, without rounding their scales and minimums first. producer, consumer: see
     `launch_wgmma`. epilogue: see glu.py.
     """
 
@@ -29,13 +30,13 @@ class WgmmaFlags(NamedTuple):
 
 @dataclass(frozen=True)
 class WgmmaProgram:
-    """A program: the one compile-time constant of the kernels.
+    """The compile-time constants of the kernels.
 
-    It takes 16 * `warps` rows of a weight of `cols` columns and `block` rows of x, of which `stages` sets of `columns`
-    columns are in shared memory. `splits` programs share the columns; of many rows, so many splits are one program's,
-    one after the other, and how many programs share the columns of a block is an argument. `at_once` of their sums are
-    read at a time. `overlap`: the matrix units multiply while weights are dequantized. `groups`: see WgmmaGeometry,
-    and `warps` are those of one group.
+    A program takes 16 * `warps` rows of a weight of `cols` columns and `block` rows of x, and keeps `stages` sets of
+    `columns` columns in shared memory. With few rows, `splits` programs share the columns; with many, one program
+    computes `splits` splits in turn, and the number of programs that share a block's columns is an argument. `at_once`
+    partial sums are read at a time. `overlap`: the matrix units multiply while weights are dequantized. `groups`: see
+    WgmmaGeometry; `warps` are then those of one group.
     """
 
     layout: PackedLayout
@@ -60,21 +61,24 @@ class WgmmaProgram:
 
     @property
     def sets(self) -> int:
-        """Sets of columns a chunk."""
+        """Sets of columns per chunk."""
         return self.layout.chunk // self.columns
 
     @property
     def together(self) -> int:
-        """Chunks of a turn of the loop. A turn that overlaps has two matrix instructions or more: the operand of one is
-        in registers until the next one has begun, and one alone would be written over by the next turn's."""
+        """Chunks per iteration of the loop. An iteration that overlaps needs two matrix instructions or more:
+        the operand of one stays in registers until the next has started, and a single one would be
+        overwritten by the next iteration's.
+        """
         return 2 if self.layout.chunk == 128 and self.split_chunks > 2 and not self.groups else 1
 
 
 @dataclass(frozen=True)
 class WgmmaPlan:
-    """grid; tma_block: rows and columns of x that are copied at once; partial: fp32 of scratch; constants; blocks: how
-    many have several programs; sharing: of many rows, the blocks that have one program, the programs of each of the
-    others, and their chunks."""
+    """grid; tma_block: rows and columns of x per copy; partial: fp32 of scratch; constants; blocks: number of
+    blocks with several programs; sharing: for many rows, the number of blocks with one program, the programs
+    of each other block, and their chunks.
+    """
 
     grid: tuple[int, ...]
     tma_block: tuple[int, int]
@@ -88,7 +92,7 @@ class WgmmaPlan:
 def wgmma_plan(
     geometry: WgmmaGeometry, layout: PackedLayout, weight_rows: int, cols: int, rows: int, flags: WgmmaFlags
 ) -> WgmmaPlan:
-    """One part of a weight times `rows` rows."""
+    """The plan of one part of a weight times `rows` rows."""
     blocks = -(-weight_rows // (16 * geometry.warps))
     if rows <= MOST_FEW:
         program = _program(geometry, layout, cols, rows, flags)
@@ -110,7 +114,7 @@ def wgmma_plan_two_parts(
     rows: int,
     flags: WgmmaFlags,
 ) -> WgmmaPlan:
-    """Both parts of a weight in one launch, with the geometry of the first."""
+    """The plan of both parts of a weight in one launch, with the geometry of the first."""
     program = _program(geometry, layouts[0], cols, rows, flags)
     blocks = sum(-(-count // (16 * geometry.warps)) for count in weight_rows)
     second = replace(program, layout=layouts[1])
@@ -126,8 +130,9 @@ def wgmma_plan_grouped(
     flags: WgmmaFlags,
     early: bool,
 ) -> WgmmaPlan:
-    """Blocks of rows, of geometry.block each, times the matrices of their experts: see moe/grouped_wgmma.py. cols:
-    those of the rows, a multiple of 128."""
+    """The plan of blocks of geometry.block rows times their experts' matrices, see moe/grouped_wgmma.py.
+    cols: columns of the rows, a multiple of 128.
+    """
     program = _program(geometry, layout, cols, geometry.block, flags)
     if not geometry.ring:
         return _plan(geometry, program, grid, 0, more={"EARLY": early})
@@ -138,8 +143,9 @@ def wgmma_plan_grouped(
 
 
 def _plan_many(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> WgmmaPlan:
-    """Of `blocks` blocks of many rows the first `geometry.whole` have one program, the others `geometry.splits`. One
-    compiled kernel, `program`, takes any number of both."""
+    """The plan of `blocks` blocks of many rows: the first `geometry.whole` have one program each, the others
+    `geometry.splits`. One compiled kernel, `program`, serves any number of both.
+    """
     splits, split_chunks = _cut(program.chunks, geometry.splits)
     assert geometry.in_turn or splits <= MOST_SHARES
     whole = blocks if geometry.in_turn or splits == 1 else min(geometry.whole, blocks)
@@ -160,26 +166,27 @@ def _program(
         layout, cols, block, geometry.warps, splits, _sums_at_once(splits, block, geometry), geometry.stages,
         min(geometry.columns, layout.chunk), geometry.overlap, flags,
     )  # fmt: skip
-    # Where the loop has one turn at most, the compiler may copy sums in front of the wait that is behind it.
+    # If the loop has at most one iteration, the compiler may move the copy of the sums before the wait for them.
     columns = program.together * layout.chunk
     return replace(program, overlap=geometry.overlap and split_chunks > program.together and columns > 128)
 
 
 def _cut(chunks: int, splits: int) -> tuple[int, int]:
-    """Up to so many splits of the chunks, each of which has some, and how many chunks all but the last have."""
+    """The number of non-empty splits, at most `splits`, and the chunks of each but the last."""
     split_chunks = -(-chunks // splits)
     return -(-chunks // split_chunks), split_chunks
 
 
 def _sums_at_once(splits: int, block: int, geometry: WgmmaGeometry) -> int:
-    """How many splits' sums are read at once: a divisor of `splits`, for whose registers, block / 2 each, there is room
-    when all else has ended."""
+    """Splits whose sums are read at a time: a divisor of `splits` whose registers, block / 2 each, are free
+    at the end.
+    """
     registers = max(64 if geometry.registers or block > 64 else 128, block // 2)
     return max(n for n in range(1, splits + 1) if splits % n == 0 and n * (block // 2) <= registers)
 
 
 def _partial(program: WgmmaProgram, blocks: int) -> int:
-    """fp32 that programs leave for each other."""
+    """fp32 of scratch for partial sums."""
     return program.splits * blocks * 16 * program.warps * program.block if program.splits > 1 else 0
 
 

@@ -1,8 +1,8 @@
-"""A program of the matmul on Hopper's warp-group matrix instruction: a block of weight rows times a block of rows of x,
-over all columns or a split of them (split-K).
+"""A program of the wgmma matmul: a block of weight rows times a block of rows of x, over all columns or a split of
+them (split-K).
 
-Where several programs share the columns of a block, each leaves its sums for the others, and the last to arrive adds
-them up in the order of the columns.
+Where several programs share a block's columns, each stores its partial sums, and the last to arrive adds them up in
+the order of the columns.
 """
 
 from typing import Any, NamedTuple
@@ -31,8 +31,9 @@ class Matrix(NamedTuple):
 
 @gluon.jit
 def _partial_offsets(MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr):
-    """Offsets of fp32 [16*WARPS, TB] that programs leave for each other: as the threads hold it, two values of each
-    side by side, so that a warp writes 256 bytes in a row. Sums of fewer rows of x are the first so many of these."""
+    """Offsets of partial sums fp32 [16*WARPS, TB] in scratch: in thread order, two values of each thread
+    adjacent, so that a warp writes 256 contiguous bytes. Offsets of fewer rows of x are a prefix of these.
+    """
     row = gl.arange(0, 16 * WARPS, layout=gl.SliceLayout(1, MMA))
     token = gl.arange(0, TB, layout=gl.SliceLayout(0, MMA))
     of_row = ((row // 8) % 2) * (64 * WARPS) + (row // 16) * 64 + (row % 8) * 8
@@ -41,7 +42,7 @@ def _partial_offsets(MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr):
 
 @gluon.jit
 def allocate_stages(x_rows, P: gl.constexpr):
-    """Shared memory for the sets of columns of x that are on their way, and the barriers that say which are there."""
+    """Shared memory for the sets of columns of x in flight, and the barriers that signal their arrival."""
     stages = gl.allocate_shared_memory(gl.float16, [P.stages, P.block, P.columns], x_rows.layout)
     ready = gl.allocate_shared_memory(gl.int64, [P.stages, 1], mbarrier.MBarrierLayout())
     STAGES: gl.constexpr = P.stages
@@ -53,12 +54,13 @@ def allocate_stages(x_rows, P: gl.constexpr):
 
 @gluon.jit
 def begin_block(matrix, x_rows, block, begin, end, token0, P: gl.constexpr):
-    """What a program does before its first product, for chunks begin .. end - 1 of a block of weight rows and rows of x
-    from token0 on: its weights' first words are on their way, and, once the launch in front has ended, the first sets
-    of x. The words, shared memory and barriers of the sets, this thread's tile and lane."""
+    """A program's start, for chunks begin .. end - 1 of a block of weight rows and rows of x from token0 on:
+    starts loading the first words of the weights, and, once the previous launch has ended, the first sets of
+    x. Returns the words, the shared memory and barriers of the sets, this thread's tile and lane.
+    """
     thread = gl.arange(0, 32 * P.warps, layout=gl.BlockedLayout([1], [32], [P.warps], [0]))
     lane = thread & 31
-    tile = gl.minimum(tile_of(block, thread >> 5, P), matrix.tiles - 1)  # what is beyond is not stored
+    tile = gl.minimum(tile_of(block, thread >> 5, P), matrix.tiles - 1)  # tiles past the end are not stored
     words = load_turn(matrix.planes, tile, begin, end, lane, P)
     stages, ready = allocate_stages(x_rows, P)
     if P.flags.pdl and not P.flags.consumer:
@@ -73,17 +75,20 @@ def begin_block(matrix, x_rows, block, begin, end, token0, P: gl.constexpr):
 
 @gluon.jit
 def _leave(acc, at, arrival_ptr, splits):
-    """Store the sums of a split, of `splits`, at pointers `at`. Whether all others have stored theirs."""
+    """Stores the partial sums of one of `splits` splits at pointers `at`; returns whether all others have
+    stored theirs.
+    """
     gl.store(at, acc)
-    tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+    tl.debug_barrier()  # all warps' stores come before the atomic that publishes them
     arrived = gl.atomic_add(arrival_ptr, 1, sem="acq_rel", scope="gpu")
     return arrived == splits - 1
 
 
 @gluon.jit
 def _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA: gl.constexpr, P: gl.constexpr):
-    """Leave the sums of a split at place `place` of `places`: for the program that arrives last, all splits added up,
-    and True."""
+    """Stores the partial sums of a split at place `place` of `places`; the program that arrives last gets the
+    sum of all splits, and True.
+    """
     SIZE: gl.constexpr = 16 * P.warps * P.block
     AT_ONCE: gl.constexpr = P.at_once
     spread = _partial_offsets(MMA, P.warps, P.block)
@@ -91,8 +96,8 @@ def _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA: gl.co
     last = _leave(acc, own + spread, arrivals_ptr + place, P.splits)
     if last:
         gl.store(arrivals_ptr + place, 0)
-        # Other programs wrote these: not from this multiprocessor's own cache. All at once would take more
-        # registers than all that comes before; one after the other, a way to the L2 cache each.
+        # Other programs wrote these: bypass this multiprocessor's L1. Reading all at once would take more registers
+        # than the rest of the kernel; reading one by one would cost an L2 latency each.
         at = partial_ptr + place * SIZE + spread
         step = places * SIZE
         acc = gl.load(at, cache_modifier=".cg")
@@ -108,7 +113,9 @@ def _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA: gl.co
 def few_rows_program(
     matrix, x_rows, output, partial_ptr, arrivals_ptr, block, split, place, places, P: gl.constexpr
 ):  # fmt: skip
-    """Block `block` of a part, split `split` of the columns; `place` of `places` among all blocks of the launch."""
+    """Computes block `block` of a part, split `split` of the columns; `place` of `places` among all blocks of
+    the launch.
+    """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     begin = split * P.split_chunks
@@ -128,9 +135,10 @@ def few_rows_program(
 
 
 class Share(NamedTuple):
-    """What a program of many rows takes: block number `block` of weight rows, rows of x from token0 on, chunks begin ..
-    end - 1. Where `splits` programs share the columns (`shared`), this is number `split`; `place` of `places` is that
-    of the block among those that are shared."""
+    """The work of a program of many rows: block number `block` of weight rows, rows of x from token0 on,
+    chunks begin .. end - 1. If `splits` programs share the columns (`shared`), it is number `split`, and the
+    block is `place` of `places` among the shared blocks.
+    """
 
     block: Any
     token0: Any
@@ -145,8 +153,9 @@ class Share(NamedTuple):
 
 @gluon.jit
 def share_of(program, whole, splits, split_chunks, tiles, tokens, TILES: gl.constexpr, P: gl.constexpr):
-    """What program number `program` takes: each of the first `whole` blocks, of TILES tiles by P.block rows of x, is a
-    program's, each of those that follow is shared by `splits` programs of `split_chunks` chunks."""
+    """The share of program number `program`: each of the first `whole` blocks, of TILES tiles by P.block rows
+    of x, is one program's; each following block is shared by `splits` programs of `split_chunks` chunks.
+    """
     beyond = gl.maximum(program - whole, 0)
     split = beyond % splits
     place = gl.minimum(program, whole) + beyond // splits
@@ -164,9 +173,10 @@ def finish_share(
     acc, share, block, place, places, output, rows, weight_scale, partial_ptr, arrivals_ptr,
     MMA: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Store the sums of a program's own block; of a shared one, leave them for the program that arrives last, which
-    adds up those of all splits, from memory, some rows of x at a time: all at once, beside the sums that it has, would
-    be twice the instructions."""
+    """Stores the sums of an unshared block; for a shared one, stores partial sums, which the last program to
+    arrive adds up from memory, a few rows of x at a time: all at once, besides the sums in registers, would
+    be twice the instructions.
+    """
     WARPS: gl.constexpr = P.warps
     TB: gl.constexpr = P.block
     SIZE: gl.constexpr = 16 * WARPS * TB
@@ -194,13 +204,13 @@ def finish_share(
 def consumer_group(
     group: gl.constexpr, matrix, output, share, stages, ready, free, partial_ptr, arrivals_ptr, P: gl.constexpr
 ):  # fmt: skip
-    """One of two warp groups that share a program's rows of x: every second block of P.warps tiles is its own."""
+    """One of two warp groups that share a program's rows of x; they alternate in blocks of P.warps tiles."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     thread = gl.arange(0, 32 * P.warps, layout=gl.BlockedLayout([1], [32], [P.warps], [0]))
     lane = thread & 31
     block = 2 * share.block + group
-    tile = gl.minimum(tile_of(block, thread >> 5, P), matrix.tiles - 1)  # what is beyond is not stored
+    tile = gl.minimum(tile_of(block, thread >> 5, P), matrix.tiles - 1)  # tiles past the end are not stored
     words = load_turn(matrix.planes, tile, share.begin, share.end, lane, P)
     if P.flags.pdl and not P.flags.consumer:
         tl.extra.cuda.gdc_wait()
@@ -217,7 +227,7 @@ def consumer_group(
 
 @gluon.jit
 def producer_warp(x_rows, share, stages, ready, free, P: gl.constexpr):
-    """Copies the rows of x for both groups, once the launch in front has ended."""
+    """Copies the rows of x for both groups, once the previous launch has ended."""
     if P.flags.pdl and not P.flags.consumer:
         tl.extra.cuda.gdc_wait()
         if P.flags.producer:

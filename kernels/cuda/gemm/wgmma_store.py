@@ -1,10 +1,10 @@
-"""The epilogue of the matmuls on Hopper's warp-group matrix instruction: sums are scaled and stored as rows, as rows
-added to a residual, or as a gated linear unit's rows for the next matmul.
+"""The epilogue of the wgmma matmuls: sums are scaled and stored as rows, as rows added to a residual, or as rows of a
+gated linear unit for the next matmul.
 
-A tensor of sums is fp32 [16 * warps, rows of x], as the instruction leaves it. Few rows of x are stored by the threads
-that have them. Of many rows of x, some at a time are first exchanged between threads, so that a warp stores whole
-lines: all at once would take more registers than the multiplication. Those of a gated unit, a quarter as much, are
-always exchanged.
+Sums are fp32 [16 * warps, rows of x], in the instruction's result layout. Few rows of x are stored by the threads that
+hold them. Many rows are first exchanged between threads, some at a time, so that a warp stores whole cache lines: all
+at once would take more registers than the multiplication. Rows of a gated unit, a quarter of the size, are always
+exchanged.
 """
 
 from typing import Any, NamedTuple
@@ -16,8 +16,9 @@ from quengine.kernels.cuda.glu import BIAS, BIASED_SWISH, CLAMPED_SWISH, RESIDUA
 
 
 class Output(NamedTuple):
-    """Where results go: pointers (row scales of x, residual or bias, result, its row scales), the first column that is
-    written, the distance of rows, rows of x, and a bound on the products (see glu.py)."""
+    """Output pointers (row scales of x, residual or bias, result, its row scales), first output column, row
+    stride, rows of x, and a bound on the products (see glu.py).
+    """
 
     row_scale_ptr: Any
     residual_ptr: Any
@@ -31,18 +32,19 @@ class Output(NamedTuple):
 
 @gluon.jit
 def _pair(values, WARPS: gl.constexpr, TB: gl.constexpr):
-    """The values [16*WARPS, TB] of rows r and of rows r + 8 of the tiles, which lie in the same threads."""
+    """The values [16*WARPS, TB] of rows r and of rows r + 8 of the tiles, which are in the same threads."""
     return gl.split(gl.permute(gl.reshape(values, [WARPS, 2, 8, TB]), [0, 2, 3, 1]))
 
 
 @gluon.jit
 def tile_of(block, warp, P: gl.constexpr):
-    """Which tile of weights a warp of block number `block` takes: one after the other. For a gated unit, of whose
-    result a tile is 8 columns, those that stand side by side in the WGMMA layout: a block is 8*P.warps places in a
-    row."""
+    """The tile of weights of a warp in block number `block`: consecutive ones. For a gated unit, whose tile
+    is 8 columns of the result, tiles whose columns are adjacent in the WGMMA layout: a block is 8*P.warps
+    consecutive places.
+    """
     if P.flags.epilogue >= SILU:
-        # Of a place the lowest bits are 0, 5, 6, 1, 2, 3 and 4 of the column. A tile has bits 0 to 2; 5 and 6 are a
-        # warp's own number, and so is 3 of 8 warps; the others are the block's.
+        # From the lowest, a place's bits are bits 0, 5, 6, 1, 2, 3 and 4 of the column. A tile has bits 0 to 2; bits 5
+        # and 6, and with 8 warps bit 3, are the warp's index; the others are the block's.
         HIGH: gl.constexpr = P.warps // 4
         NEAR: gl.constexpr = 4 // HIGH
         return block // NEAR * 16 + warp // HIGH * 4 + block % NEAR * HIGH + warp % HIGH
@@ -52,8 +54,9 @@ def tile_of(block, warp, P: gl.constexpr):
 
 @gluon.jit
 def _store_wgmma_layout(values, first, token0, output, WARPS: gl.constexpr, TB: gl.constexpr):
-    """Store fp16 [WARPS, 8, TB], 8 columns of each of a block's tiles (`tile_of`), in the WGMMA layout, from place
-    `first` and from row token0 on."""
+    """Stores fp16 [WARPS, 8, TB], 8 columns of each of a block's tiles (`tile_of`), in the WGMMA layout, from
+    place `first` and from row token0 on.
+    """
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // WARPS, WARPS], [WARPS, 1], [1, 0])
     bits = gl.permute(gl.reshape(values, [4, WARPS // 4, 4, 2, TB]), [4, 1, 2, 0, 3])
     values = gl.convert_layout(gl.reshape(bits, [TB, 8 * WARPS]), LINES)
@@ -78,7 +81,7 @@ def _pair_bias(block_row, output, rows, P: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def load_row_scales(output, token0, MMA: gl.constexpr, P: gl.constexpr):
-    """The row scales that `store_sums` needs of rows of x from row token0 on: read early, they are not waited for."""
+    """The row scales for `store_sums` of rows of x from token0 on, loaded early to hide the latency."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [P.warps], [0])
     L: gl.constexpr = LINE if P.flags.epilogue >= SILU else gl.SliceLayout(0, MMA)
     token = token0 + gl.arange(0, P.block, layout=L)
@@ -89,7 +92,7 @@ def load_row_scales(output, token0, MMA: gl.constexpr, P: gl.constexpr):
 def _store_gated(
     y, block_row, token0, output, rows, weight_scale, P: gl.constexpr, TB: gl.constexpr, scale=None
 ):  # fmt: skip
-    """Store activation(gate) * up of sums [16*P.warps, TB] as scaled fp16 in the WGMMA layout, and its row scales."""
+    """Stores activation(gate) * up of sums [16*P.warps, TB] as scaled fp16 in the WGMMA layout, and its row scales."""
     WARPS: gl.constexpr = P.warps
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     token = token0 + gl.arange(0, TB, layout=LINE)
@@ -107,7 +110,7 @@ def _store_gated(
         of_up = gl.convert_layout(near * out_scale, OF_TOKEN)
     gate = gate * gl.expand_dims(gl.expand_dims(of_gate, 0), 0)
     up = up * gl.expand_dims(gl.expand_dims(of_up, 0), 0)
-    if P.flags.epilogue == BIASED_SWISH:  # of other activations the bound says nothing of biases
+    if P.flags.epilogue == BIASED_SWISH:  # the bounds of other activations do not include biases
         OF_GATE: gl.constexpr = gate.type.layout
         gate_bias, up_bias = _pair_bias(block_row, output, rows, P, OF_GATE)
         gate += gate_bias
@@ -121,8 +124,9 @@ def _store_gated(
 
 @gluon.jit
 def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr, scale=None):
-    """Scale sums [16*P.warps, tokens] and store them as rows, or added to a residual or to a bias, which is at the
-    residual's pointer then. row, token: of the packed matrix and of x, along their axes."""
+    """Scales sums [16*P.warps, tokens] and stores them as rows, plus a residual, or plus a bias (at the
+    residual's pointer). row, token: indices in the packed matrix and in x, along their axes.
+    """
     if scale is None:
         scale = gl.load(output.row_scale_ptr + token, mask=token < output.rows, other=0.0)
     y = y * gl.expand_dims(scale / weight_scale, 0)
@@ -147,8 +151,9 @@ def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr, scal
 def store_sums(
     y, block_row, output, rows, weight_scale, MMA: gl.constexpr, P: gl.constexpr, token0=0, scale=None
 ):  # fmt: skip
-    """Finish and store sums of few rows of x, from row token0 on; the first row is row `block_row` of the packed
-    matrix. scale: of `load_row_scales`."""
+    """Scales and stores sums of few rows of x, from row token0 on; the first row is row `block_row` of the
+    packed matrix. scale: from `load_row_scales`.
+    """
     if P.flags.epilogue >= SILU:
         _store_gated(y, block_row, token0, output, rows, weight_scale, P, P.block, scale)
     else:
@@ -161,8 +166,9 @@ def store_sums(
 def store_block(
     y, block_row, token0, output, rows, weight_scale, P: gl.constexpr, TB: gl.constexpr, PART: gl.constexpr
 ):  # fmt: skip
-    """Finish and store sums [16*P.warps, TB], whose first row is row `block_row` of the packed matrix, whose first
-    column is row `token0` of x, PART columns at a time."""
+    """Scales and stores sums [16*P.warps, TB], PART columns at a time. The first row is row `block_row` of
+    the packed matrix, the first column is row `token0` of x.
+    """
     WARPS: gl.constexpr = P.warps
     if TB > PART:
         near, far = gl.split(gl.permute(gl.reshape(y, [16 * WARPS, 2, TB // 2]), [0, 2, 1]))

@@ -38,13 +38,15 @@ _MOST_VIEWS = 64
 
 
 class MatmulWorkspace:
-    """Buffers of rows, which grow with the longest chunk, and of up to `max_weights` fp16 weights, allocated when some
-    are first dequantized. Up to FEW_ROWS rows have buffers of their own: CUDA graphs of batched decode keep their
-    addresses, whatever chunk comes between them. Graphs of prompts are of use until `rooms_left`, how often a buffer of
-    many rows was released for a larger one, changes.
+    """Buffers of rows, which grow with the longest chunk, and of up to `max_weights` fp16 weights, allocated at first
+    use.
 
-    `batch_invariant`: a row's result is the same, to the last bit, for any number of rows; nothing is dequantized.
-    `packed`: some weights are; where all are plain floats, many rows stay row-major for cuBLAS.
+    Up to FEW_ROWS rows have separate buffers: CUDA graphs of batched decode keep their addresses, whatever chunks run
+    in between. Graphs of prompts are valid until `rooms_left`, the number of times that a buffer of many rows was
+    replaced by a larger one, changes.
+
+    `batch_invariant`: a row's result is bit-identical for any number of rows; nothing is dequantized to a buffer.
+    `packed`: whether some weights are packed; if all are plain floats, many rows stay row-major for cuBLAS.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class MatmulWorkspace:
         self._ones = self._few_ones
 
     def layout(self, rows: int) -> OperandLayout:
-        """In which layout rows are multiplied by weights; row-major: by cuBLAS."""
+        """The layout of rows for a matmul; row-major means cuBLAS."""
         wgmma = is_hopper(self.device)
         limit = fused_limit(wgmma) if self.packed else min(fused_limit(wgmma), FEW_ROWS)
         if not self.batch_invariant and rows > limit:
@@ -75,7 +77,7 @@ class MatmulWorkspace:
         return OperandLayout.WGMMA if wgmma else OperandLayout.MMA
 
     def fp16_operand(self, rows: int, cols: int) -> Fp16Operand:
-        """The input of a matmul, in its layout; one is in use at a time."""
+        """The input of a matmul, in its layout; only one is in use at a time."""
         layout = self.layout(rows)
         values = self._take("rows", torch.float16, rows, *operand_shape(rows, cols, layout))
         return Fp16Operand(values, self._take("row_scale", torch.float32, rows, rows), layout)
@@ -94,8 +96,9 @@ class MatmulWorkspace:
         return self._take("gated row_scale", torch.float32, rows, rows)
 
     def wide(self, rows: int, width: int) -> Tensor:
-        """fp16 [rows, width], contiguous: queries and what attention makes of them; later in a layer, rows of a gated
-        linear unit. None of them outlives the matmul that reads it."""
+        """fp16 [rows, width], contiguous: queries and attention's result; later in a layer, rows of a gated
+        linear unit. Each is valid until the matmul that reads it.
+        """
         return self._take("wide", torch.float16, rows, rows, width)
 
     def product(self, rows: int, width: int) -> Tensor:
@@ -105,8 +108,9 @@ class MatmulWorkspace:
     def of_experts(
         self, name: str, dtype: torch.dtype, tokens: int, shape: tuple[int, ...], least: int
     ) -> Tensor:
-        """A buffer, of `least` bytes or more, of what `tokens` rows become when they are grouped by expert. It outlives
-        the other matmuls of a layer; buffers of one name share their memory."""
+        """A buffer of at least `least` bytes for results of `tokens` rows grouped by expert. It is valid
+        across a layer's other matmuls; buffers of one name share their memory.
+        """
         few = tokens <= FEW_ROWS
         key = f"few experts' {name}" if few else f"experts' {name}"
         view = self._views.get((f"{key} {dtype}", shape))
@@ -119,18 +123,18 @@ class MatmulWorkspace:
     def without_row_scales(
         self, values: Tensor, rows: int, layout: OperandLayout = OperandLayout.ROW_MAJOR
     ) -> Fp16Operand:
-        """`rows` fp16 rows that need no scale."""
+        """`rows` fp16 rows as an operand whose row scales are ones."""
         return Fp16Operand(values, self.ones(rows), layout)
 
     def ones(self, rows: int) -> Tensor:
-        """The scales of rows that have none."""
+        """fp32 [rows] of ones, as row scales."""
         if self._ones.shape[0] < rows:
             self.rooms_left += 1
             self._ones = torch.ones(rows, dtype=torch.float32, device=self.device)
         return (self._few_ones if rows <= FEW_ROWS else self._ones)[:rows]
 
     def dequantized(self, rows: int, cols: int) -> Tensor:
-        """Where weights are dequantized to: fp16 [rows, cols]."""
+        """The buffer of dequantized weights: fp16 [rows, cols]."""
         view = self._views.get(("weights", (rows, cols)))
         if view is not None:
             return view
@@ -140,7 +144,7 @@ class MatmulWorkspace:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is held for rows and weights."""
+        """Bytes of the buffers of rows and weights."""
         held = [*self._buffers.values(), *([] if self._weights is None else [self._weights])]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -157,7 +161,7 @@ class MatmulWorkspace:
         return self._view(name, held, shape)
 
     def _hold(self, key: str, dtype: torch.dtype, size: int, few: bool) -> Tensor:
-        """A buffer of so many elements or more."""
+        """A buffer of at least `size` elements."""
         held = self._buffers.get(key)
         if held is None or held.numel() < size:
             self._views.clear()
@@ -165,12 +169,13 @@ class MatmulWorkspace:
             self._buffers.pop(key, None)  # free the smaller one first
             del held
             if self.device.type == "cuda" and not few:
-                torch.cuda.empty_cache()  # nothing else is of its size: kept, it would only take memory
+                # no other allocation has its size: cached, it would only take memory
+                torch.cuda.empty_cache()
             held = self._buffers[key] = torch.empty(size, dtype=dtype, device=self.device)
         return held
 
     def _view(self, name: str, held: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The beginning of a buffer in a shape, made once for all layers: it takes the host some microseconds."""
+        """The start of a buffer in a shape, cached for all layers: making a view takes the host some microseconds."""
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
         view = self._views[name, shape] = held[: math.prod(shape)].view(shape)

@@ -1,1 +1,1 @@
-"""Matrices times one to eight rows: the q-dot on integer matrix units."""
+"""Matvecs of decode: q-dot of one row on integer matrix units."""

@@ -1,8 +1,7 @@
-"""Activations quantized for the q-dot, on the device: int16 per group of 32, kept as a high and a low byte plane.
+"""Quantized activations for q-dot on the device: int16 per group of 32, as a high and a low byte plane.
 
-The definition is kernels/activations.py's. The planes are what the matrix instructions take: `256*high + low`
-is the int16. `quantize_group` is for other kernels that produce a row and can quantize it while it is in
-registers.
+Defined in kernels/activations.py. The matrix instructions take the planes; `256*high + low` is the int16. Other
+kernels use `quantize_group` to quantize a row that they compute while it is in registers.
 """
 
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ _GROUPS_PER_BLOCK = 32
 
 @dataclass(frozen=True)
 class RmsPartials:
-    """The last step of an RMSNorm (Zhang & Sennrich 2019), left to whoever reads the rows: multiply row r by
-    1 / sqrt(sum(squares[r]) / K + eps). It commutes with the quantization, whose scales are relative to the row.
+    """The last step of an RMSNorm (Zhang & Sennrich 2019), left to the reader of the rows: multiply row r by 1 /
+    sqrt(sum(squares[r]) / K + eps). It commutes with the quantization, whose scales are relative to the row.
 
     squares: fp32 [T, P], sums of squares over P pieces of the row before the norm's weights.
     """
@@ -30,20 +29,19 @@ class RmsPartials:
     eps: float
 
     def factors(self, width: int) -> Tensor:
-        """fp32 [T, 1] for rows of `width` values."""
+        """The factors 1 / sqrt(sum(squares) / width + eps) of rows of `width` values: fp32 [T, 1]."""
         return torch.rsqrt(self.squares.sum(1, keepdim=True) / width + self.eps)
 
 
 @dataclass(frozen=True)
 class QuantizedActivations:
-    """T rows of K activations, a multiple of 32: x is about scale * (256*high + low). Rows are contiguous. With `rms`
+    """T rows of K activations, a multiple of 32: x is about scale * (256*high + low). Rows are contiguous. With `rms`,
     the rows still have to be multiplied by its factors.
 
     high   int8  [T, K]
     low    int8  [T, K]
     scale  fp32  [T, K/32]  max|x| / 32639 of each group; 0 for a group of zeros
-    sums   int32 [T, K/16]  of the integers, 16 at a time (some formats have a minimum every 16
-    weights)
+    sums   int32 [T, K/16]  sums of 16 integers (some formats have a minimum per 16 weights)
     """
 
     high: Tensor
@@ -62,7 +60,7 @@ class QuantizedActivations:
 
     @classmethod
     def empty(cls, rows: int, cols: int, device: torch.device | str) -> "QuantizedActivations":
-        """Room for `rows` by `cols`, not filled. Raises ValueError if cols is no multiple of 32."""
+        """Uninitialised activations of `rows` by `cols`. Raises ValueError if cols is not a multiple of 32."""
         if cols % GROUP:
             raise ValueError(f"activations are rounded in groups of {GROUP}; {cols} is not a multiple")
         return cls(
@@ -77,22 +75,24 @@ class QuantizedActivations:
         return self.high.to(torch.int16) * 256 + self.low.to(torch.int16)
 
     def dequantize(self) -> Tensor:
-        """fp32 [T, K]."""
+        """The values: fp32 [T, K]."""
         x = (self.ints().view(self.rows, -1, GROUP).float() * self.scale.unsqueeze(-1)).view(self.rows, -1)
         return x * self.rms.factors(self.cols) if self.rms else x
 
 
 @triton.jit
 def quantize_group(x):
-    """Quantize x fp32 [G, 32], one group a row: (high int8, low int8, both [G, 32], scale [G], sums int32 [G, 2])."""
-    # The order of the bits of |x| is that of the values, with NaN on top: a NaN reaches the scale.
+    """Quantizes x fp32 [G, 32], one group per row: (high int8, low int8, both [G, 32], scale [G], sums int32
+    [G, 2]).
+    """
+    # The bits of |x| order like the values, with NaN the largest: a NaN reaches the scale.
     peak = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1).to(tl.float32, bitcast=True)
     scale = tl.math.div_rn(peak, 32639.0)
     live = (scale > 0)[:, None]
     ratio = tl.math.div_rn(x, tl.where(live, scale[:, None], 1.0))
     ratio = tl.where(live & (ratio == ratio), ratio, 0.0)
     ratio = tl.minimum(tl.maximum(ratio, -32639.0), 32639.0)
-    # Adding 1.5 * 2^23 leaves no bits behind the point: rounds to nearest even, and |ratio| < 2^22.
+    # Adding 1.5 * 2^23 leaves no fraction bits: rounds to nearest even, as |ratio| < 2^22.
     value = ((ratio + 12582912.0) - 12582912.0).to(tl.int32)
     sums = tl.sum(tl.reshape(value, [value.shape[0], 2, 16]), axis=2)
     high = (value + 128) >> 8
@@ -101,7 +101,7 @@ def quantize_group(x):
 
 @triton.jit
 def store_quantized(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums):
-    """Store `quantize_group`'s results as groups `group` [G] of planes taken as flat, where `inside` [G]."""
+    """Stores the results of `quantize_group` as groups `group` [G] of flat planes, where `inside` [G]."""
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(high_ptr + at, high, mask=inside[:, None])
     tl.store(low_ptr + at, low, mask=inside[:, None])
@@ -125,9 +125,9 @@ def _quantize_kernel(
 def quantize_activations(
     x: Tensor, out: QuantizedActivations | None = None, pdl: bool = False
 ) -> QuantizedActivations:
-    """Quantize x [T, K] of any float type, contiguous, K a multiple of 32. `out` avoids the allocation.
+    """Quantizes x [T, K] of any float type, contiguous, K a multiple of 32. `out` avoids the allocation.
 
-    Raises ValueError on other shapes. `pdl`: launched before its predecessor ends (sm_90 and later).
+    Raises ValueError for other shapes. `pdl`: the launch may start before its predecessor ends (sm_90 and later).
     """
     if x.ndim != 2 or not x.is_contiguous():
         raise ValueError(f"rounding takes contiguous rows [T, K], not {list(x.shape)} {list(x.stride())}")

@@ -1,8 +1,8 @@
 """Matrix times one row, on packed weights: decode's matmul.
 
-Gives an fp32 row, with the residual added if there is one. Activations may come with the last step of their RMSNorm
-left to do (activations.py). Everything can be captured in a CUDA graph: no host synchronisation, and no allocation when
-`out` is given. Definition: kernels/q_dot.py.
+Computes an fp32 row, plus a residual if given. Activations may come with a pending RMSNorm (activations.py). A CUDA
+graph can capture it: it does not synchronise with the host, nor allocate when `out` is given. Defined in
+kernels/q_dot.py.
 """
 
 import torch
@@ -28,7 +28,7 @@ from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWe
 
 @triton.jit
 def _columns(tile0, first, rows, TILES: tl.constexpr, PAIRED: tl.constexpr):
-    """The columns of the result of tiles from `tile0` on, [TILES, 8, 2, 1], and which of them exist."""
+    """The result's columns for the tiles from `tile0` on, [TILES, 8, 2, 1], and whether each exists."""
     tile = tile0 + tl.arange(0, TILES)[:, None, None, None]
     r = tl.arange(0, 8)[None, :, None, None]
     rh = tl.arange(0, 2)[None, None, :, None]
@@ -47,7 +47,7 @@ def _part(
     matrix, x, out_ptr, residual_ptr, tile0, rows, first,
     PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """P.tiles tiles of one part of a matrix."""
+    """Computes P.tiles tiles of one part of a matrix."""
     queue = begin_rows(matrix, tile0, P)
     at, inside = _columns(tile0, first, rows, P.tiles, PAIRED)
     if P.pdl:
@@ -68,7 +68,7 @@ def _matvec_kernel(
     low_b, high_b, scales_b, supers_b, tiles_b, rows_b, first,
     PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """One or two parts (B None: one) of a matrix."""
+    """One or two parts of a matrix (B is None: one)."""
     if A.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * A.tiles
@@ -124,9 +124,9 @@ def matvec(
 ) -> Tensor:
     """x [1, K] times weight [N, K], plus residual fp32 [1, N]: fp32 [1, N].
 
-    `out` avoids the allocation; it may be the residual itself. `pdl`: launched before its predecessor in the stream
-    ends, and reading weights meanwhile (sm_90 and later; the predecessor must not write the weights). Raises
-    ValueError on other shapes.
+    `out` avoids the allocation; it may be the residual. `pdl`: the launch may start before its predecessor in the
+    stream ends, and read weights meanwhile (sm_90 and later; the predecessor must not write the weights). Raises
+    ValueError for other shapes.
     """
     check_row(x, weight)
     y = torch.empty(x.rows, weight.rows, dtype=torch.float32, device=x.high.device) if out is None else out

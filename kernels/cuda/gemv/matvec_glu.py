@@ -1,6 +1,6 @@
-"""The gate and up projection of decode, its activation and the quantization of the result, in one launch.
+"""The gate and up projections of decode, their activation and the quantization of the result, in one launch.
 
-Definition: kernels/q_dot.py, kernels/glu.py, kernels/activations.py.
+Defined in kernels/q_dot.py, kernels/glu.py, kernels/activations.py.
 """
 
 import triton
@@ -37,8 +37,9 @@ def _glu_kernel(
     words_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
     low, high, scales, supers, tiles, width, ACTIVATION: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate) * up of a paired matrix, quantized. A tile gives 8 outputs and a group has 32: with fewer than 4
-    tiles to a program, the last one of its programs quantizes it."""
+    """activation(gate) * up of a paired matrix, quantized. A tile gives 8 outputs, a group has 32: with fewer
+    than 4 tiles per program, the last program of a group quantizes it.
+    """
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * P.tiles
@@ -74,8 +75,8 @@ def matvec_glu(
 ) -> QuantizedActivations:
     """activation(gate) * up of x [1, K] times a merged weight [2F, K], quantized: [1, F], F a multiple of 32.
 
-    Takes one launch for a paired weight. Otherwise three: the matmul, the activation, quantization. `scratch` and `out`
-    avoid the allocations. Raises ValueError on other shapes.
+    A paired weight takes one launch, any other three: the matmul, the activation, quantization. `scratch` and `out`
+    avoid the allocations. Raises ValueError for other shapes.
     """
     check_row(x, gate_up)
     width = gate_up.rows // 2

@@ -1,8 +1,8 @@
-"""A projection of decode that ends a residual branch and begins the next RMSNorm, in one launch on packed weights.
+"""The projection that ends a residual branch in decode and starts the next RMSNorm, in one launch on packed weights.
 
-Gives the new residual stream, and the same times the norm's weights, quantized for the next matmul; the row's root mean
-square is left to that matmul, as partial sums of squares (activations.py). So no launch is spent on the norm.
-Definition: kernels/q_dot.py, kernels/rms_norm.py.
+It computes the new residual stream, and the stream times the norm's weights, quantized for the next matmul; the
+division by the root mean square is left to that matmul, as partial sums of squares (activations.py). So the norm needs
+no launch. Defined in kernels/q_dot.py, kernels/rms_norm.py.
 """
 
 from dataclasses import replace
@@ -42,8 +42,10 @@ def _norm_kernel(
     x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, peers, tiles, N,
     RANKS: tl.constexpr, CAPACITY: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """P.tiles is an even number, so that a program has whole groups of 32 outputs, or one, and two programs share a
-    group. bias_ptr: [N], or None. RANKS: of which `peers` has the product; 0: of none but this one."""
+    """P.tiles is even, so that a program has whole groups of 32 outputs, or one, so that two programs share a
+    group. bias_ptr: [N], or None. RANKS: the number of ranks in `peers` that share the product; 0: the
+    product is this rank's alone.
+    """
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * P.tiles
@@ -51,7 +53,7 @@ def _norm_kernel(
     queue = begin_rows(matrix, tile0, P)
     column = tile0 * 16 + tl.arange(0, 16 * P.tiles)[None, :]
     inside = column < N
-    # Held in registers from here on, the norm's weights would make others spill.
+    # Prefetched, as loading the norm's weights into registers this early would spill others.
     prefetch(norm_ptr + tl.minimum(column, N - 1), P.asm)
     if bias_ptr is not None:
         prefetch(bias_ptr + tl.minimum(column, N - 1), P.asm)
@@ -88,7 +90,7 @@ def _norm_kernel(
 
 
 def can_begin_norm(weight: PackedWeight) -> bool:
-    """Whether `matvec_norm` takes this weight: one packed part, outputs in whole groups of 32."""
+    """Whether `matvec_norm` supports this weight: one packed part, outputs in whole groups of 32."""
     return (
         len(weight.parts) == 1
         and not weight.paired
@@ -108,12 +110,12 @@ def matvec_norm(
     bias: Tensor | None = None,
     peers: PeerBuffers | None = None,
 ) -> RmsNormed:
-    """x [1, K] times weight [D, K], plus bias fp32 [D] and residual fp32 [1, D], and its RMSNorm with weights `norm`
-    fp32 [D] begun.
+    """x [1, K] times weight [D, K], plus bias fp32 [D] and residual fp32 [1, D]; starts its RMSNorm with weights
+    `norm` fp32 [D].
 
-    `x` must have its own norm done. `scratch` avoids an allocation; `pdl`: see `matvec`.
-    `peers`, of at least D values: the product is the sum over the ranks, which all launch this with their own x and
-    weight. Raises ValueError on other shapes.
+    `x` must not have a pending norm. `scratch` avoids an allocation; `pdl`: see `matvec`. With `peers`, of capacity at
+    least D, the product is the sum over the ranks, which all launch this with their own x and weight. Raises
+    ValueError for other shapes.
     """
     check_row(x, weight)
     part = weight.parts[0]

@@ -1,7 +1,7 @@
-"""What the programs of the matvec kernels share: a few tiles of a packed matrix times one quantized row.
+"""Device functions and constants shared by the matvec kernels: a few tiles of a packed matrix times one quantized row.
 
-A program starts reading its weights, waits for the launch in front (dependent launch), multiplies, and adds up what
-its warps hold.
+A program starts reading its weights, waits for the previous launch (programmatic dependent launch), multiplies, and
+adds up its warps' sums.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Matrix(NamedTuple):
 
 
 class QuantizedRow(NamedTuple):
-    """Pointers of a QuantizedActivations of one row in a kernel; squares: of RmsPartials, where there are any."""
+    """Pointers of a QuantizedActivations of one row in a kernel; squares: those of RmsPartials, if any."""
 
     high: Any
     low: Any
@@ -40,9 +40,10 @@ class QuantizedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class MatvecProgram:
-    """A compile-time constant of the kernels: `tiles` tiles of a weight of `cols` columns, each shared by `k_warps`
-    warps; ahead, early: launch_table.Geometry. even: no tile and no chunk lies past the edge. partials: sums of squares
-    of the row's pending RMSNorm, 0 where its norm is done."""
+    """Compile-time constants of the kernels: `tiles` tiles of a weight of `cols` columns, each shared by
+    `k_warps` warps; ahead, early: launch_table.Geometry. even: no tile or chunk exceeds the matrix. partials:
+    sums of squares of the row's pending RMSNorm, 0 if there is none.
+    """
 
     layout: PackedLayout
     cols: int
@@ -70,7 +71,7 @@ class MatvecProgram:
 
     @property
     def rounds(self) -> int:
-        """Chunks of a warp."""
+        """Chunks per warp."""
         return -(-self.chunks // self.k_warps)
 
     @property
@@ -80,7 +81,7 @@ class MatvecProgram:
 
 @triton.jit
 def begin_rows(matrix, tile0, P: tl.constexpr):
-    """Start reading P.tiles tiles from `tile0` on, each shared by P.k_warps warps."""
+    """Starts reading P.tiles tiles from `tile0` on, each shared by P.k_warps warps."""
     thread = tl.arange(0, 32 * P.tiles * P.k_warps)
     warp = thread >> 5
     return start_tile(matrix, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P)
@@ -88,7 +89,7 @@ def begin_rows(matrix, tile0, P: tl.constexpr):
 
 @triton.jit
 def load_squares(squares_ptr, PARTIALS: tl.constexpr):
-    """The partial sums of squares of the row; a zero where there are none."""
+    """The row's partial sums of squares, or a zero."""
     if PARTIALS == 0:
         return 0.0
     else:
@@ -98,7 +99,7 @@ def load_squares(squares_ptr, PARTIALS: tl.constexpr):
 
 @triton.jit
 def finish_rows(queue, squares, matrix, x, tile0, P: tl.constexpr):
-    """The product, fp32 [tiles, 8, 2, 1]; with P.partials also divided by the row's root mean square."""
+    """The product, fp32 [tiles, 8, 2, 1]; with P.partials divided by the row's root mean square."""
     thread = tl.arange(0, 32 * P.tiles * P.k_warps)
     warp = thread >> 5
     acc = tile_dots(queue, matrix, x, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P)
@@ -119,9 +120,10 @@ def _await_words(pointers):
 
 @triton.jit
 def leave_for_last(value, words_ptr, first):
-    """Of a group of 32 outputs that programs side by side share, this one has `value` [COUNT], outputs `first` and on.
-    All but the last leave theirs as words for `quantize_as_last`: a word is written whole, so that there is nothing to
-    fence or to count."""
+    """Stores this program's outputs of a group of 32 that adjacent programs share: `value` [COUNT], outputs
+    `first` on. All but the last program store theirs as words for `quantize_as_last`: a word is written
+    atomically, so no fence or counter is needed.
+    """
     COUNT: tl.constexpr = value.shape[0]
     if first % 32 < 32 - COUNT:
         tl.store(words_ptr + first + tl.arange(0, COUNT), value.to(tl.int32, bitcast=True))
@@ -129,8 +131,10 @@ def leave_for_last(value, words_ptr, first):
 
 @triton.jit
 def quantize_as_last(value, words_ptr, out, first):
-    """The last program of a group awaits what `leave_for_last` leaves and quantizes all 32 outputs. It puts back -1, a
-    NaN that no arithmetic gives. It waits for programs of lower numbers alone, which have begun before it."""
+    """The last program of a group waits for the words of `leave_for_last` and quantizes all 32 outputs. It
+    resets the words to -1, a NaN that arithmetic does not produce. It waits only for programs of lower
+    numbers, which have started before it.
+    """
     COUNT: tl.constexpr = value.shape[0]
     OTHERS: tl.constexpr = 32 - COUNT
     if first % 32 >= OTHERS:
@@ -142,15 +146,16 @@ def quantize_as_last(value, words_ptr, out, first):
         high, low, scale, sums = quantize_group(values[None, :])
         row = tl.arange(0, 1)
         store_quantized(out.high, out.low, out.scale, out.sums, row + group, row < 1, high, low, scale, sums)
-        tl.debug_barrier()  # each warp has seen all words
+        tl.debug_barrier()  # all warps have read the words
         tl.store(words_ptr + group * 32 + i, -1, mask=i < OTHERS)
 
 
 @dataclass(frozen=True)
 class QuantizationScratch:
-    """Memory of launches that quantize what they compute, reusable by every call of one stream: values fp32, and words
-    of `leave_for_last`, int32, for each output; an arrival counter, int32, for 32 of them. Between launches counters
-    are zero, and words -1."""
+    """Memory for launches that quantize their results, reusable by every call of one stream: for each output
+    an fp32 value and an int32 word of `leave_for_last`; an int32 arrival counter for each 32. Between
+    launches counters are zero, and words -1.
+    """
 
     values: Tensor
     arrivals: Tensor
@@ -158,7 +163,7 @@ class QuantizationScratch:
 
     @classmethod
     def empty(cls, width: int, device: torch.device | str) -> "QuantizationScratch":
-        """For up to `width` values."""
+        """Scratch for up to `width` values."""
         return cls(
             torch.empty(width, dtype=torch.float32, device=device),
             torch.zeros(-(-width // 32), dtype=torch.int32, device=device),
@@ -169,7 +174,7 @@ class QuantizationScratch:
     def of(
         cls, given: "QuantizationScratch | None", width: int, device: torch.device
     ) -> "QuantizationScratch":
-        """What is given, or else one for `width` values. Raises ValueError where that has no room for them."""
+        """The given scratch, or a new one for `width` values. Raises ValueError if the given one is too small."""
         if given is None:
             return cls.empty(width, device)
         if given.values.numel() < width or given.arrivals.numel() * 32 < width:
@@ -178,7 +183,7 @@ class QuantizationScratch:
 
 
 def check_row(x: QuantizedActivations, weight: PackedWeight) -> None:
-    """Raises ValueError where the shapes do not fit."""
+    """Raises ValueError if x is not one row of the weight's width."""
     if x.cols != weight.cols:
         raise ValueError(f"activations of width {x.cols} for weights of width {weight.cols}")
     if x.rows != 1:
@@ -186,6 +191,6 @@ def check_row(x: QuantizedActivations, weight: PackedWeight) -> None:
 
 
 def row_arguments(x: QuantizedActivations) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
-    """What a kernel takes for `QuantizedRow`; without a pending norm the squares are anything."""
+    """The arguments of a kernel for `QuantizedRow`; without a pending norm any tensor stands for the squares."""
     squares, eps = (x.scale, 0.0) if x.rms is None else (x.rms.squares, x.rms.eps)
     return x.high, x.low, x.scale, x.sums, squares, eps

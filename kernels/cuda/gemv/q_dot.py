@@ -1,9 +1,10 @@
-"""The q-dot of one tile on the device: what `kernels/q_dot.py` defines, for one row of activations.
+"""The q-dot of one tile on the device, as `kernels/q_dot.py` defines it, for one row of activations.
 
-A warp multiplies tiles of 16 weight rows with the integer matrix units. Activations are int16 in two planes of signed
-bytes, and one product takes both: column 2q of the B operand holds high bytes and column 2q + 1 low bytes, for the
-inner indices of quad lane q alone (block-diagonal). So four groups (one a quad lane, see layout.py) are multiplied at
-once without being mixed, and D's columns 2q, 2q + 1 land in lane q, which holds the scales of that group. Exact.
+A warp multiplies tiles of 16 weight rows on the integer matrix units. Activations are int16 in two planes of signed
+bytes, and one product takes both: column 2q of the B operand holds high bytes and column 2q + 1 low bytes, nonzero
+only at the inner indices of quad lane q (block-diagonal). So four groups (one per quad lane, see layout.py) are
+multiplied at a time without mixing, and D's columns 2q and 2q + 1 arrive in lane q, which holds that group's scales.
+The products are exact.
 
 The fp32 order follows from the weight's shape alone: sets within a chunk, a warp's chunks, the quad's lanes, the K
 warps.
@@ -26,18 +27,18 @@ from quengine.kernels.cuda.gemm.fragments import (
 from quengine.kernels.cuda.gemm.mma import mma_int8
 
 MOST_UNROLLED = tl.constexpr(8)
-"""Chunks a warp up to which the loop may be unrolled: each takes some seconds to compile."""
+"""Chunks per warp up to which the loop may be unrolled: each takes some seconds to compile."""
 
 _FEW = tl.constexpr(4)
-"""More are read one ahead in a loop, which is as fast."""
+"""With more chunks, a loop that reads one chunk ahead is as fast."""
 
 
 @triton.jit
 def _activation_words(plane, column, ON: tl.constexpr, lane, P: tl.constexpr):
     """Two words of 8 bytes, from `column + ON` on, for the lanes that hold this quad's part of B; zeros elsewhere.
 
-    One load saves instructions and registers. In table formats and those of 8 bits it cost time, measured: they are
-    short of registers, and two words need four neighbouring ones.
+    One load for both saves instructions and registers, except in table and 8-bit formats, where it measured slower:
+    they are short of registers, and two words need four adjacent ones.
     """
     valid = (lane >> 3) == (lane & 3)
     if P.padded:
@@ -53,7 +54,7 @@ def _activation_words(plane, column, ON: tl.constexpr, lane, P: tl.constexpr):
 
 @triton.jit
 def _group_value(pointer, group, ON: tl.constexpr, P: tl.constexpr):
-    """pointer[group + ON], a value of each group of 32."""
+    """pointer[group + ON], a value per group of 32."""
     if P.padded:
         value = tl.load(pointer + group + ON, mask=group < P.cols // 32 - ON, other=0)
     else:
@@ -63,7 +64,7 @@ def _group_value(pointer, group, ON: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _sum_value(sums_ptr, group, ON: tl.constexpr, s: tl.constexpr, P: tl.constexpr):
-    """The sum of the integers of a group of 32, or of set s's half of it, as fp32: exact in int32, rounded once."""
+    """The sum of a group's 32 integers, or of set s's half of them, as fp32: exact in int32, rounded once."""
     pairs = sums_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     both = _group_value(pairs, group, ON, P)
     if P.layout.group == 32:
@@ -77,8 +78,9 @@ def _sum_value(sums_ptr, group, ON: tl.constexpr, s: tl.constexpr, P: tl.constex
 
 @triton.jit
 def _load_set(plane, x, c, ON: tl.constexpr, lane, s: tl.constexpr, P: tl.constexpr):
-    """Everything that set s of chunk c + ON needs of the activations, read before any of it is used: a word a step, of
-    high or low bytes by lane; then t, t * sum (0 without minimums)."""
+    """All activation data for set s of chunk c + ON, loaded before any is used: a word per step, of high or
+    low bytes by lane; then t, and t * sum (0 without minimums).
+    """
     FMT: tl.constexpr = P.layout
     STEPS: tl.constexpr = FMT.steps_per_set
     quad = lane & 3
@@ -99,7 +101,7 @@ def _load_set(plane, x, c, ON: tl.constexpr, lane, s: tl.constexpr, P: tl.conste
 
 @triton.jit
 def _products(codes, x, SIGNED: tl.constexpr, P: tl.constexpr):
-    """Integer dots of a set's codes with the activations: weight rows r, r + 8."""
+    """Integer dot products of a set's codes with the activations: weight rows r, r + 8."""
     STEPS: tl.constexpr = P.layout.steps_per_set
     zero = codes[0][0] & 0
     d = (zero, zero, zero, zero)
@@ -110,11 +112,13 @@ def _products(codes, x, SIGNED: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _set_dots(words, x, s: tl.constexpr, P: tl.constexpr):
-    """Integer dots of set s with the activations, as fp32: weight rows r, r + 8, times 2 to the power `dot_shift`."""
+    """Integer dot products of set s with the activations: fp32, weight rows r, r + 8, times 2 to the power
+    `dot_shift`.
+    """
     FMT: tl.constexpr = P.layout
     STEPS: tl.constexpr = FMT.steps_per_set
     if FMT.table > 0:
-        # The matrix units add up both halves of the table, which costs less than to merge them byte by byte.
+        # The matrix units add up both halves of the table, which is cheaper than merging them byte by byte.
         lower = ()
         upper = ()
         for j in tl.static_range(STEPS):
@@ -138,11 +142,11 @@ def _set_dots(words, x, s: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _add_set(sums, words, x, s: tl.constexpr, P: tl.constexpr):
-    """Add set s to `sums`: scaled dots of rows r, r + 8, minimums of r, r + 8."""
+    """Adds set s to `sums`: scaled dot products of rows r and r + 8, then minimums of r and r + 8."""
     FMT: tl.constexpr = P.layout
     STEPS: tl.constexpr = FMT.steps_per_set
     s0, m0, s1, m1 = set_scales(words, s, FMT)
-    # The codes stand further left in their bytes; powers of two round nothing.
+    # The codes are shifted left in their bytes; powers of two do not round.
     NEAR: tl.constexpr = 1.0 / (1 << dot_shift(FMT, s * STEPS, 0))
     FAR: tl.constexpr = 1.0 / (1 << dot_shift(FMT, s * STEPS, 1))
     near_dot, far_dot = _set_dots(words, x, s, P)
@@ -165,7 +169,7 @@ def _load_activations(plane, x, k_warp, lane, i: tl.constexpr, P: tl.constexpr):
         if (i + 1) * P.k_warps <= P.chunks:
             loaded = loaded + (_load_set(plane, x, k_warp, i * P.k_warps, lane, s, P),)
         else:
-            # Past the edge the codes are zero; the activations read there must still exist.
+            # Past the edge codes are zero, but the activations read there must exist.
             c = tl.minimum(k_warp + i * P.k_warps, P.chunks - 1)
             loaded = loaded + (_load_set(plane, x, c, 0, lane, s, P),)
     return loaded
@@ -173,7 +177,7 @@ def _load_activations(plane, x, k_warp, lane, i: tl.constexpr, P: tl.constexpr):
 
 @triton.jit
 def _add_chunk(acc, words, x, P: tl.constexpr):
-    """Add a chunk to `acc`: rows r and r + 8."""
+    """Adds a chunk to `acc`: rows r and r + 8."""
     FMT: tl.constexpr = P.layout
     SETS: tl.constexpr = FMT.sets
     nothing = tl.zeros_like(acc[0])
@@ -195,7 +199,7 @@ def _add_chunk(acc, words, x, P: tl.constexpr):
 
 @triton.jit
 def _tile_chunk(matrix, tile, c, ON: tl.constexpr, lane, EVEN: tl.constexpr, P: tl.constexpr):
-    """Start reading chunk c + ON of `tile`. Past the edge: zeros, whose scales are zero too."""
+    """Starts reading chunk c + ON of `tile`. Past the edge: zeros, whose scales are zero too."""
     valid = (c < P.chunks - ON) & (tile < matrix.tiles)
     FMT: tl.constexpr = P.layout
     return load_chunk(matrix.planes, tile * P.chunks + c, ON, lane, valid, FMT, not EVEN)
@@ -203,8 +207,9 @@ def _tile_chunk(matrix, tile, c, ON: tl.constexpr, lane, EVEN: tl.constexpr, P: 
 
 @triton.jit
 def start_tile(matrix, tile, k_warp, lane, P: tl.constexpr):
-    """Start reading the first P.ahead chunks of this thread: what a launch can do before it waits for its activations.
-    Parameters: see `tile_dots`."""
+    """Starts reading this thread's first P.ahead chunks, before a launch waits for its activations.
+    Parameters: see `tile_dots`.
+    """
     COUNT: tl.constexpr = min(P.ahead, P.rounds)
     queue = ()
     for i in tl.static_range(COUNT):
@@ -214,14 +219,15 @@ def start_tile(matrix, tile, k_warp, lane, P: tl.constexpr):
 
 @triton.jit
 def tile_dots(queue, matrix, x, tile, k_warp, lane, P: tl.constexpr):
-    """Sums of this thread's part of the columns for weight rows r and r + 8 of its tile, fp32.
+    """Sums over this thread's part of the columns for weight rows r and r + 8 of its tile, fp32.
 
-    Warp `k_warp` of P.k_warps takes chunks k_warp, k_warp + P.k_warps, ...; P.ahead of them are read before they are
-    used, the first ones by `start_tile`, whose result is `queue`.
-    P.early: the activations of the next chunk are loaded before the weights after them. Loads come back in order, so
-    near ones issued after far ones wait; but they take 20 registers, which can cost more.
-    More than MOST_UNROLLED chunks a warp, or than four of which one is read ahead, run as a loop, one chunk ahead,
-    whatever P.early says.
+    Warp `k_warp` of P.k_warps takes chunks k_warp, k_warp + P.k_warps, ...; P.ahead of them are loaded ahead, the
+    first ones by `start_tile`, whose result is `queue`.
+    P.early: the next chunk's activations are loaded before the weights after them. Loads complete in order, so
+    activations, which are near, would wait behind weights; but loading them early takes 20 registers, which can cost
+    more.
+    With more than MOST_UNROLLED chunks per warp, or more than four when P.ahead is 1, a loop reads one chunk ahead,
+    whatever P.early is.
     """
     ROUNDS: tl.constexpr = P.rounds
     plane = tl.where((lane & 4) == 0, x.high.to(tl.int64), x.low.to(tl.int64)).to(tl.pointer_type(tl.int64))
@@ -246,16 +252,16 @@ def tile_dots(queue, matrix, x, tile, k_warp, lane, P: tl.constexpr):
 
 @triton.jit
 def _in_a_loop(acc, words, matrix, plane, x, tile, k_warp, lane, P: tl.constexpr):
-    """`tile_dots` as a loop, one chunk ahead, its first one being `words`: unrolled, ten chunks compile for minutes."""
+    """`tile_dots` as a loop, one chunk ahead, starting from `words`: unrolled, ten chunks take minutes to compile."""
     c = k_warp
     for _ in range(P.rounds - 1):
-        # Before the weights, which come later: loads come back in order.
+        # Before the weights, which arrive later: loads complete in order.
         loaded = _chunk_activations(plane, x, c, lane, P)
         later = _tile_chunk(matrix, tile, c + P.k_warps, 0, lane, P.even, P)
         acc = _add_chunk(acc, words, loaded, P)
         words = later
         c += P.k_warps
-    # Past the edge the codes are zero; the activations read there must still exist.
+    # Past the edge codes are zero, but the activations read there must exist.
     loaded = _chunk_activations(plane, x, tl.minimum(c, P.chunks - 1), lane, P)
     return _add_chunk(acc, words, loaded, P)
 
@@ -272,6 +278,6 @@ def _chunk_activations(plane, x, c, lane, P: tl.constexpr):
 
 @triton.jit
 def reduce_tile(acc, P: tl.constexpr):
-    """Add up what a program's threads hold: fp32 [tiles, 8, 2, 1], weight row 8*rh + r of a tile at [r, rh]."""
+    """Adds up a program's threads: fp32 [tiles, 8, 2, 1], weight row 8*rh + r of a tile at [r, rh]."""
     split = tl.reshape(tl.join(acc[0], acc[1]), [P.tiles, P.k_warps, 8, 4, 2, 1])
     return tl.sum(tl.sum(split, axis=3), axis=1)

@@ -1,1 +1,1 @@
-"""How Triton kernels are launched (kernel.py), compiled ahead of a first request, and where they are cached."""
+"""Launching Triton kernels (kernel.py), compiling them ahead of the first request, and caching them."""

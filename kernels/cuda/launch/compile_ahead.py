@@ -1,7 +1,8 @@
-"""Compiling kernels ahead, in processes of their own, while a model's weights are read.
+"""Compiles kernels ahead of their launch, in separate processes, while a model's weights are read.
 
 Half of Triton's work is Python, so threads of one process keep two or three cores busy, and processes all of them
-(compile_processes.py). Whoever launches a kernel that is on its way waits for it, and it is compiled next.
+(compile_processes.py). A launch of a kernel that is being compiled waits for it, and moves it to the front of the
+queue.
 """
 
 import logging
@@ -25,25 +26,25 @@ _log = logging.getLogger(__name__)
 
 MOST_PROCESSES = 32
 _SHOWN_AFTER = 1.0
-"""Seconds of waiting before the user is told how far the kernels are."""
+"""Seconds of waiting before progress is shown."""
 _MOST_SILENCE = 60.0
-"""Seconds without a report after which the processes are given up; no kernel takes half as long."""
+"""Seconds without a report after which the processes are abandoned; no kernel takes half as long."""
 
 
 class CompilePool:
-    """Processes that compile what the computations of `task` launch on `gpu`, those of the first one first.
+    """Processes that compile the kernels that `task`'s computations launch on `gpu`, the first computation's first.
 
     Args:
-        task: gives the computations, on the meta device (`record_kernels`); it is pickled, and called in a process of
-            its own.
-        processes: that compile at once.
-        progress: called with a line for the user while one waits for kernels; "": no more.
-        every: also pass kernels that are in the cache already; `finish` returns what has been passed.
-        marker: a file to make when all are there.
-        prelude: Python statements that the process begins with, before it imports torch.
+        task: returns the computations, on the meta device (`record_kernels`); it is pickled, and called in another
+            process.
+        processes: the number of processes that compile at a time.
+        progress: called with a line for the user while a launch waits for kernels; "" ends it.
+        every: also process kernels that are in the cache already; `finish` returns them all.
+        marker: a file to create when all kernels are in the cache.
+        prelude: Python statements that the process runs before it imports torch.
 
     Attributes:
-        complete: every kernel has been passed.
+        complete: every kernel has been compiled.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class CompilePool:
         triton_cache.when_missing.append(self.wait)
 
     def wait(self, key: str) -> None:
-        """Return when a kernel is in the cache, or nobody compiles it."""
+        """Waits until a kernel is in the cache, or is known not to be compiled here."""
         with self._lock, compiling():
             self._receive_until(lambda: self._recorded or key in self._pending)
             if key in self._pending:
@@ -87,13 +88,13 @@ class CompilePool:
                 self._receive_until(lambda: key not in self._pending)
 
     def finish(self) -> list[Built]:
-        """Return when all are there, or the processes have ended."""
+        """Waits until all kernels are compiled, or the processes have ended; returns the kernels."""
         with self._lock:
             self._receive_until(lambda: False)
         return self._built
 
     def _receive_until(self, done: Callable[[], bool]) -> None:
-        """Take reports until `done`, or the last one."""
+        """Receives reports until `done`, or the last one."""
         shown, heard = False, time.monotonic()
         while not self._ended and not done():
             began = time.monotonic()
@@ -145,7 +146,7 @@ class CompilePool:
 
 
 def finish_compiling() -> None:
-    """Return when no pool of this process compiles any more."""
+    """Waits until no pool of this process compiles any more."""
     for call in tuple(triton_cache.when_missing):
         pool = getattr(call, "__self__", None)
         if isinstance(pool, CompilePool):
@@ -153,9 +154,9 @@ def finish_compiling() -> None:
 
 
 def marker(*what: object) -> Path:
-    """The file in Triton's cache that says: this version of the kernels was compiled for `what` (GPU, model, ...).
+    """The marker file in Triton's cache: this version of the kernels has been compiled for `what` (GPU, model, ...).
 
-    It goes with the cache it speaks of. A wrong one does no harm: a kernel that is missing is compiled at its launch.
+    It is deleted with the cache. A stale marker does no harm: a missing kernel is compiled when it is launched.
     """
     digest = sha256(repr((triton.__version__, *what)).encode())
     digest.update(source_stamp())
@@ -163,7 +164,7 @@ def marker(*what: object) -> Path:
 
 
 def source_stamp() -> bytes:
-    """Names this version of the modules that kernels are in."""
+    """A digest of the modules that contain kernels."""
     digest = sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())

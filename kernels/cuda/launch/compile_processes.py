@@ -1,8 +1,8 @@
-"""The processes that compile kernels for another one (compile_ahead.py).
+"""The processes that compile kernels for another process (compile_ahead.py).
 
-The first is started, and not forked: a fork of a process that uses a GPU may wait for ever for a lock of its other
-threads. It records which kernels a model launches, and forks processes, each with the kernels in its memory, which
-compile those that are not in Triton's cache. It ends when the other process does, and they when it does.
+The first is started, not forked: a fork of a process that uses a GPU may deadlock on a lock of one of its other
+threads. It records the kernels that a model launches, and forks processes, each with the kernels in its memory, which
+compile those missing from Triton's cache. It ends with the process that started it, and its forks end with it.
 """
 
 import gc
@@ -30,7 +30,7 @@ from quengine.kernels.cuda.launch.launcher import LauncherSpec, build_launcher, 
 from quengine.kernels.cuda.launch.record_kernels import Kernel, record_kernels
 
 Stages = Sequence[Callable[[], object]]
-"""Computations, one after the other."""
+"""Computations, in order."""
 
 _SLOW = (
     "wgmma_groups_kernel",
@@ -46,9 +46,9 @@ _SLOW = (
     "wgmma_blocks_kernel",
     "experts_glu_kernel",
 )
-"""Kernels that may take half a second or more to compile, the longest first; the others take less."""
+"""Kernels that may take half a second or more to compile, the slowest first; the others take less."""
 _NICENESS = 5
-"""Reading the weights comes first."""
+"""Reading the weights has priority."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -88,9 +88,9 @@ def lead(channel: Channel[ToLeader]) -> None:
     """What the first process does. It gets an Order, then keys of kernels that are wanted next; from it come the keys
     of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
     os.nice(_NICENESS)
-    torch.set_num_threads(1)  # it is forked
+    torch.set_num_threads(1)  # the process will be forked
     triton_cache.use_private_cache()
-    # Triton hashes its compiler library of some 400 MB, while the order's modules are imported.
+    # Triton hashes its compiler library of some 400 MB; do so while the order's modules are imported.
     hashing = Thread(target=triton_key)
     hashing.start()
     try:
@@ -109,7 +109,7 @@ def lead(channel: Channel[ToLeader]) -> None:
 
 
 class _Leader:
-    """Hands out the kernels of an order to forked processes, those of each computation while the next is recorded."""
+    """Hands out an order's kernels to forked processes, those of each computation while the next one is recorded."""
 
     def __init__(self, channel: Channel[ToLeader], order: Order) -> None:
         self._channel, self._order = channel, order
@@ -120,7 +120,9 @@ class _Leader:
         self._busy: list[Channel[Built]] = []
 
     def run(self) -> bool:
-        """Whether all are in the cache. Raises EOFError where nobody is there any more who asked."""
+        """Runs until all kernels are done; returns whether all are in the cache. Raises EOFError if the
+        requester has ended.
+        """
         processes = [_fork(lambda _: build_utilities())[0]]
         try:
             task: Callable[[], Stages] = pickle.loads(self._order.task)
@@ -145,7 +147,7 @@ class _Leader:
                 os.waitpid(process, 0)
 
     def _hand_out(self) -> None:
-        """Give kernels to idle processes that know them."""
+        """Gives kernels to idle processes that have them in memory."""
         numbers = {key: number for number, key in enumerate(self._kernels)}
         for kernel in tuple(self._waiting):
             able = [end for end in self._idle if numbers[kernel.key] < self._workers[end]]
@@ -159,7 +161,7 @@ class _Leader:
             able[0].send(kernel.key)
 
     def _finish(self) -> bool:
-        """Until all are done, or no process is left for them. Whether none has failed."""
+        """Runs until all are done, or no process is left; returns whether none has failed."""
         whole = True
         while self._busy:
             channels: list[Channel[Any]] = [self._channel, *self._busy]
@@ -197,7 +199,8 @@ def _work(channel: Channel[str], kernels: dict[str, Kernel], tells_launchers: bo
             spec = launcher_of(kernel.compile())
             if spec is not None:
                 build_launcher(spec)
-        except Exception as failure:  # the compiler's errors have no common class; a launch raises it again
+        # the compiler's errors have no common base class; a launch raises it again
+        except Exception as failure:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         channel.send(Built(key, kernel.name, spec if tells_launchers else None, error))
 
@@ -220,10 +223,10 @@ def _fork(run: Callable[[Channel[str]], object]) -> tuple[int, Channel[Built]]:
         return process, Channel(ours, _FROM_WORKER)
     status = 1
     try:
-        gc.disable()  # compiling makes many objects, and a process compiles few kernels
+        gc.disable()  # compiling creates many objects, and a process compiles few kernels
         for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
             if number > 2 and number != theirs.fileno():
-                with suppress(OSError):  # the folder's own
+                with suppress(OSError):  # the folder's own descriptor
                     os.close(number)
         run(Channel(theirs, _TO_WORKER))
         status = 0

@@ -1,6 +1,6 @@
-"""Which GPU kernels are chosen and compiled for: the one that is there, or one that is assumed, which need not be.
+"""The GPU that kernels are selected and compiled for: the one present, or an assumed one, which need not be present.
 
-Kernels follow from a GPU's name, by its measured launch geometry, and from its compute capability.
+Kernels depend on a GPU's name, through its measured launch geometry, and on its compute capability.
 """
 
 from collections.abc import Iterator
@@ -13,14 +13,16 @@ import torch
 
 @dataclass(frozen=True)
 class Gpu:
-    """name: as torch has it; "" for any of this capability without launch geometry of its own. capability: (9, 0)."""
+    """name: as in torch; "" for any GPU of this capability without launch geometry of its own. capability: as
+    (9, 0).
+    """
 
     name: str
     capability: tuple[int, int]
 
     @property
     def arch(self) -> int:
-        """90 of compute capability 9.0."""
+        """The architecture number, 90 for compute capability 9.0."""
         return 10 * self.capability[0] + self.capability[1]
 
 
@@ -29,7 +31,7 @@ _assumed: Gpu | None = None
 
 @contextmanager
 def assuming(gpu: Gpu) -> Iterator[None]:
-    """Within it, kernels are chosen for `gpu`, on whatever device their arguments are."""
+    """Within this context, kernels are selected for `gpu`, whatever device their arguments are on."""
     global _assumed
     before, _assumed = _assumed, gpu
     try:
@@ -39,12 +41,12 @@ def assuming(gpu: Gpu) -> Iterator[None]:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """The GPU that kernels with arguments on `device` are chosen for; None for another device."""
+    """The GPU that kernels with arguments on `device` are selected for; None for another device type."""
     return _assumed or (_present(device) if device.type == "cuda" else None)
 
 
 def current_gpu() -> Gpu | None:
-    """The GPU that is assumed, or torch's current one; None without one."""
+    """The assumed GPU, or torch's current one; None without one."""
     return _assumed or _current()
 
 

@@ -1,13 +1,13 @@
-"""How Triton kernels are launched: the one place that goes past Triton's launcher, or takes launches away from it.
+"""Launches of Triton kernels: the one place that bypasses Triton's launcher, or intercepts launches.
 
-A launch by Triton takes 14 to 30 us of the host's time: it binds and classifies each argument, looks its settings up
-in the environment and compares every constant that the kernel's source names. What a CUDA graph replays pays none of
-it: decode steps, and prompts of up to 1024 tokens. Eager steps do, some ten launches a layer: longer prompts, whose GPU
-time hides it for a large model, but not for a small one or on a slow host. So `DirectLaunch` keeps a compiled kernel by
-what Triton would specialize it on, and launches it directly: about 10 us.
+A launch through Triton takes 14 to 30 us on the host: it binds and classifies each argument, reads settings from the
+environment and compares every global constant that the kernel's source names. CUDA graph replays, that is, decode
+steps and prompts of up to 1024 tokens, pay none of it. Eager steps do, some ten launches a layer: on longer prompts
+the GPU time hides it for a large model, but not for a small one or on a slow host. So `DirectLaunch` caches a compiled
+kernel by what Triton would specialize it on, and launches it directly, in about 10 us.
 
-Of a tensor that TMA reads (`Copied`), a kernel is given a tensor map: 128 bytes that follow from address, shape and
-block alone. Triton encodes one anew at every launch; here they are kept.
+A kernel reads a tensor by TMA (`Copied`) through a tensor map, 128 bytes that depend on address, shape and block
+alone. Triton encodes one at every launch; here they are cached.
 """
 
 import copy
@@ -26,12 +26,12 @@ _TRITON_LAUNCH = JITFunction.run
 _MOST_MAPS = 1024
 
 Handler = Callable[[Any, object, tuple[Any, ...], dict[str, Any]], None]
-"""Takes a launch: the Triton function, its grid, arguments by position, constants and options by name."""
+"""Handles a launch: the Triton function, its grid, arguments by position, constants and options by name."""
 
 
 @contextmanager
 def launches_handed_to(handler: Handler) -> Iterator[None]:
-    """Within it, launches of all Triton kernels of this process go to `handler` and do not run."""
+    """Within this context, launches of all Triton kernels of this process go to `handler` instead of running."""
 
     def run(self: Any, *args: Any, grid: object, warmup: bool, **named: Any) -> None:
         del warmup
@@ -46,7 +46,7 @@ def launches_handed_to(handler: Handler) -> Iterator[None]:
 
 
 class Copied(NamedTuple):
-    """A contiguous tensor [rows, columns] of which a kernel copies blocks [rows, columns] to shared memory by TMA."""
+    """A contiguous tensor [rows, columns] from which a kernel copies blocks [rows, columns] to shared memory by TMA."""
 
     tensor: Tensor
     block: tuple[int, int]
@@ -54,19 +54,19 @@ class Copied(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """Constants and options of a kernel that its caller keeps: compared by identity, so that none of them is looked at
-    again."""
+    """Constants and options of a kernel that its caller keeps: compared by identity, so that they are not
+    examined at every launch.
+    """
 
     named: dict[str, Any]
 
 
 class DirectLaunch:
-    """A Triton kernel, launched as any other: `kernel[grid](*arguments, **constants_and_options)`.
+    """A Triton kernel, launched like any other: `kernel[grid](*arguments, **constants_and_options)`.
 
-    Everything that is no constant must be given by position, a tensor first, every constant by name. Arguments are
-    tensors, numbers, (named) tuples of tensors, and None for a tensor that is absent. Under the interpreter, and while
-    launches are handed to a handler, Triton's own launch is taken. `layout`: how what is `Copied` lies in shared
-    memory.
+    Non-constants must be passed by position, a tensor first, constants by name. Arguments are tensors, numbers,
+    (named) tuples of tensors, and None for an absent tensor. Under the interpreter, and while launches go to a
+    handler, Triton's own launch is used. `layout`: the shared-memory layout of `Copied` tensors.
     """
 
     def __init__(self, kernel: Any, layout: Any = None) -> None:
@@ -87,7 +87,7 @@ class DirectLaunch:
         if JITFunction.run is not _TRITON_LAUNCH:
             self.kernel[grid](*self._described(arguments), **named)
             return
-        # Written out: a call for each argument would take as long as all the rest.
+        # Inlined: a function call per argument would take as long as all the rest.
         kinds = [
             (argument.dtype, argument.data_ptr() & 15 == 0)
             if isinstance(argument, Tensor)
@@ -106,7 +106,7 @@ class DirectLaunch:
         described = self._described(arguments)
         made = self.kernel[grid](*described, **named)
         if isinstance(made, CompiledKernel):
-            # A compiled kernel takes its constants too, and passes over them.
+            # A compiled kernel takes its constants too, and ignores them.
             constants = tuple(named[name] for name in self.kernel.arg_names[len(arguments) :])
             maps = None
             if self.layout is not None:
@@ -114,15 +114,16 @@ class DirectLaunch:
             self._compiled[key] = made, constants, maps
 
     def _described(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments as Triton takes them."""
+        """The arguments in Triton's form."""
         if self.layout is None:
             return arguments
         return tuple(_descriptor(a, self.layout) if isinstance(a, Copied) else a for a in arguments)
 
 
 class TensorMaps:
-    """Arguments with what is `Copied` replaced: by descriptors, which Triton turns into tensor maps at every launch,
-    or, where `encode` is given, by what it makes of number i of them: the map, its shape and its strides."""
+    """Replaces `Copied` arguments: by descriptors, which Triton turns into tensor maps at every launch, or,
+    with `encode`, by cached results of it for descriptor number i: the map, its shape and its strides.
+    """
 
     def __init__(self, layout: Any, encode: Callable[[int, TensorDescriptor], list[Any]] | None) -> None:
         self.layout = layout
@@ -155,10 +156,10 @@ class TensorMaps:
 def _with_maps(
     made: CompiledKernel, described: tuple[Any, ...], layout: Any
 ) -> tuple[CompiledKernel, TensorMaps]:
-    """A compiled kernel that takes tensor maps themselves, and how to give it them.
+    """A compiled kernel that takes tensor maps directly, and the `TensorMaps` that provide them.
 
-    Triton's launcher wraps the function that launches in one that makes the maps; it is taken out. Where this version
-    of Triton keeps it in some other way, the kernel stays as it is and takes descriptors.
+    Triton's launcher wraps the launching function in one that encodes the maps; the wrapper is removed. If this
+    version of Triton stores it in another way, the kernel is unchanged and takes descriptors.
     """
     try:
         launcher: Any = made.run
@@ -184,7 +185,7 @@ def _descriptor(copied: Copied, layout: Any) -> TensorDescriptor:
 
 
 def _kind(argument: object) -> object:
-    """What Triton specializes on in an argument that is neither a constant nor a tensor nor a whole number."""
+    """What Triton specializes on in an argument that is neither a constant nor a tensor nor an integer."""
     if argument is None:
         return None
     if isinstance(argument, float):

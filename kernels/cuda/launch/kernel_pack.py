@@ -1,13 +1,14 @@
-"""Packs of compiled kernels: a zip file with entries of Triton's cache, for machines that would compile them.
+"""Packs of compiled kernels: a zip file with entries of Triton's cache, for machines that would otherwise compile
+them.
 
-    manifest.json            what follows, as JSON
-    KEY/NAME.cubin           the machine code of one kernel for one GPU
-    KEY/NAME.json            what Triton says of it
+    manifest.json           what follows, as JSON
+    KEY/NAME.cubin          the machine code of one kernel for one GPU
+    KEY/NAME.json           Triton's metadata of it
 
 KEY is the kernel's folder in Triton's cache: a digest of its source, constants, options, the GPU's capability and
-Triton's own files, so Triton looks up no other. The manifest has the SHA-256 of each file, what the whole is for
-(Triton, by its files; the modules with the kernels, by theirs), and the types that launchers are built from
-(launcher.py). A pack is a program: whoever installs one runs its kernels.
+Triton's own files, so Triton looks up no other. The manifest has the SHA-256 of each file; what the pack is for,
+Triton and the kernels' modules, each by a digest of its files; and the types that launchers are built from
+(launcher.py). A pack is a program: installing one means running its kernels.
 """
 
 import base64
@@ -36,15 +37,17 @@ _MANIFEST = "manifest.json"
 _KEY = re.compile(r"[A-Z2-7]{52}")
 _FILE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,149}\.(cubin|json)")
 _MOST_KERNELS, _MOST_BYTES = 50_000, 32 << 20
-"""Kernels of a pack, and bytes of one file of it; and of the manifest, twice that."""
+"""Limits: kernels per pack, and bytes per file; twice that for the manifest."""
 _RECORD = "quengine-pack-"
 _DATE = (1980, 1, 1, 0, 0, 0)
-"""Of every file in a pack: the same kernels make the same bytes."""
+"""The date of every file in a pack: the same kernels make the same bytes."""
 
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack's manifest. kernels: by key the SHA-256 of each file. triton, source: what the kernels were built with."""
+    """A pack's manifest. kernels: the SHA-256 of each file, by kernel key. triton, source: what the kernels
+    were built with.
+    """
 
     triton_version: str
     triton: str
@@ -55,7 +58,7 @@ class Pack:
     launchers: tuple[LauncherSpec, ...]
 
     def check_is_for_this_engine(self, name: str) -> None:
-        """Raises EngineError where no kernel of it would be looked up: it is of another Triton, or other kernels."""
+        """Raises EngineError if the pack is for another Triton or other kernels, so that none would be looked up."""
         if self.triton != _triton():
             raise EngineError(
                 f"{name} is for Triton {self.triton_version}, and this is Triton {triton.__version__}"
@@ -69,7 +72,7 @@ class Pack:
 
 
 class _Manifest(msgspec.Struct):
-    """As a pack has it: `Pack` in JSON."""
+    """`Pack` as JSON."""
 
     format: int
     triton_version: str
@@ -83,7 +86,7 @@ class _Manifest(msgspec.Struct):
 
 @dataclass(frozen=True)
 class InstalledPack:
-    """What the cache has of a pack that was installed: its kernels that are whole, and their bytes."""
+    """An installed pack: the number of its kernels that are intact in the cache, and their bytes."""
 
     name: str
     pack: Pack
@@ -93,9 +96,9 @@ class InstalledPack:
 
 
 def write_pack(path: Path, built: Sequence[Built], targets: Sequence[str], models: Sequence[str]) -> Pack:
-    """Write kernels that are in Triton's cache to a pack, beside `path` first.
+    """Writes kernels that are in Triton's cache to a pack, through a temporary file beside `path`.
 
-    Raises EngineError where a kernel is not there.
+    Raises EngineError if a kernel is missing.
     """
     contents = {kernel.key: _entry(kernel) for kernel in built}
     launchers = dict.fromkeys(kernel.launcher for kernel in built if kernel.launcher is not None)
@@ -118,15 +121,15 @@ def write_pack(path: Path, built: Sequence[Built], targets: Sequence[str], model
 
 
 def install_pack(path: Path) -> Pack:
-    """Put the kernels of a pack into Triton's cache, all or none.
+    """Installs the kernels of a pack in Triton's cache, all or none.
 
-    Raises EngineError where it is no pack, is damaged, or is for another Triton or other kernels.
+    Raises EngineError for a file that is no pack, is damaged, or is for another Triton or other kernels.
     """
     try:
         with zipfile.ZipFile(path) as file:
             pack = _manifest(file, path.name)
             pack.check_is_for_this_engine(path.name)
-            for _ in _files(file, pack, path.name):  # before any of them is written
+            for _ in _files(file, pack, path.name):  # check all files before any is written
                 pass
             for key, files in _files(file, pack, path.name):
                 manager = CheckedCache(key)
@@ -141,7 +144,7 @@ def install_pack(path: Path) -> Pack:
 
 
 def installed_packs() -> list[InstalledPack]:
-    """The packs that were installed in Triton's cache."""
+    """The packs installed in Triton's cache."""
     found = []
     for path in sorted(_folder().glob(f"{_RECORD}*")):
         try:
@@ -158,7 +161,7 @@ def installed_packs() -> list[InstalledPack]:
 
 @dataclass(frozen=True)
 class CacheSummary:
-    """What this engine has put into Triton's cache."""
+    """The engine's share of Triton's cache."""
 
     folder: Path
     kernels: int
@@ -166,14 +169,14 @@ class CacheSummary:
 
 
 def cache_summary() -> CacheSummary:
-    """Kernels, and bytes with what launches them."""
+    """The number of kernels, and the bytes of kernels and launchers."""
     folders = _own_folders()
     kernels = sum(any(folder.glob("*.cubin")) for folder in folders)
     return CacheSummary(_folder(), kernels, sum(map(_nbytes, folders)))
 
 
 def clear_kernels() -> None:
-    """Remove what this engine has put into Triton's cache."""
+    """Removes the engine's files from Triton's cache."""
     for folder in _own_folders():
         shutil.rmtree(folder, ignore_errors=True)
     for path in _folder().glob("quengine-*"):
@@ -181,7 +184,7 @@ def clear_kernels() -> None:
 
 
 def _own_folders() -> list[Path]:
-    """Of kernels and of launchers: those with digests. Other programs' have none."""
+    """Folders of kernels and launchers that have digests; those of other programs have none."""
     folders = (
         [path for path in _folder().iterdir() if _KEY.fullmatch(path.name)] if _folder().is_dir() else []
     )
@@ -201,7 +204,7 @@ def _entry(kernel: Built) -> dict[str, bytes]:
 
 
 def _files(file: zipfile.ZipFile, pack: Pack, name: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """The files of each kernel, as the manifest has their digests; what it does not list is not read."""
+    """The files of each kernel, checked against the manifest's digests; unlisted files are not read."""
     for key, digests in pack.kernels.items():
         files = {each: _read(file, f"{key}/{each}", _MOST_BYTES, name) for each in digests}
         for each, data in files.items():
@@ -231,7 +234,7 @@ def _manifest(file: zipfile.ZipFile, name: str) -> Pack:
 
 
 def _parsed(text: bytes) -> Pack:
-    """Raises ValueError or msgspec.DecodeError where it is no manifest."""
+    """Raises ValueError or msgspec.DecodeError for an invalid manifest."""
     told = msgspec.json.decode(text, type=_Manifest)
     if told.format != FORMAT:
         raise ValueError(f"format {told.format}, not {FORMAT}")
@@ -258,7 +261,7 @@ def _as_json(pack: Pack) -> str:
 
 
 def _triton() -> str:
-    """Names Triton's compiler by its files."""
+    """A digest of Triton's compiler files."""
     return base64.b32encode(sha256(triton_key().encode()).digest()).decode()[:32]
 
 

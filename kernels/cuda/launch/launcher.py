@@ -1,7 +1,7 @@
-"""The C code that launches a kernel, which Triton 3.6 has compiled for each signature; later versions have one for all.
+"""The C code that launches a kernel, which Triton 3.6 compiles for each signature; later versions have one for all.
 
-It follows from the types of a kernel's arguments and its tensor maps alone. It is linked with the driver's library, so
-it is built where a GPU is.
+It depends only on the types of a kernel's arguments and its tensor maps. It is linked with the driver's library, so it
+is built on a machine with a GPU.
 """
 
 import fcntl
@@ -24,8 +24,9 @@ _NAME = "__triton_launcher"
 
 @dataclass(frozen=True)
 class LauncherSpec:
-    """types: of the arguments, as Triton writes them, tuples within; maps: what it says of their tensor maps, as
-    JSON."""
+    """types: the arguments' types in Triton's notation, nested for tuples; maps: Triton's metadata of their
+    tensor maps, as JSON.
+    """
 
     types: tuple[Any, ...]
     maps: str
@@ -35,7 +36,7 @@ class LauncherSpec:
 
 
 def launcher_of(kernel: Any) -> LauncherSpec | None:
-    """What launches a compiled kernel; None where Triton needs nothing for it."""
+    """The launcher of a compiled kernel; None if Triton needs none."""
     if not hasattr(driver, "make_launcher"):
         return None
     maps = json.dumps(getattr(kernel.metadata, "tensordesc_meta", None))
@@ -43,16 +44,17 @@ def launcher_of(kernel: Any) -> LauncherSpec | None:
 
 
 def build_launcher(spec: LauncherSpec) -> bool:
-    """Have Triton compile it, unless it is in its cache. Whether it is there; not on a machine without a GPU's driver
-    or a C compiler."""
+    """Compiles a launcher through Triton, unless it is cached. Returns whether it exists; it cannot be built
+    without a GPU's driver or a C compiler.
+    """
     source = driver.make_launcher({}, dict(enumerate(spec.types)), json.loads(spec.maps))
     lock = Path(triton.knobs.cache.dir) / f"quengine-{sha256(source.encode()).hexdigest()[:32]}.lock"
-    # ldconfig lacking, no driver (an assertion of Triton's), no compiler, or one that fails
+    # ldconfig missing, no driver (an assertion of Triton's), no compiler, or one that fails
     with (
         suppress(OSError, AssertionError, RuntimeError, subprocess.CalledProcessError),
         lock.open("w") as file,
     ):
-        fcntl.flock(file, fcntl.LOCK_EX)  # several kernels have one
+        fcntl.flock(file, fcntl.LOCK_EX)  # several kernels may share a launcher
         try:
             compile_module_from_src(
                 source, _NAME, library_dirs=driver.library_dirs(), include_dirs=driver.include_dirs,
@@ -65,7 +67,7 @@ def build_launcher(spec: LauncherSpec) -> bool:
 
 
 def build_launchers(specs: Sequence[LauncherSpec], threads: int) -> int:
-    """Build all, and what Triton calls the driver with. How many are there."""
+    """Builds all launchers, and Triton's driver module. Returns the number of launchers that exist."""
     if not specs or not build_launcher(specs[0]):
         return 0
     build_utilities()
@@ -74,7 +76,7 @@ def build_launchers(specs: Sequence[LauncherSpec], threads: int) -> int:
 
 
 def build_utilities() -> None:
-    """Have Triton compile its own C module, unless it is in its cache."""
+    """Compiles Triton's own C module, unless it is cached."""
     driver.CudaUtils()
 
 

@@ -1,7 +1,7 @@
-"""Which kernels a computation launches: its launches are noted and none is run, on tensors without contents.
+"""The kernels that a computation launches: launches are recorded, not run, on tensors without data.
 
-Triton itself specializes each launch, for a GPU that need not be here: so a kernel has the name in Triton's cache that
-it has when it is launched on such a GPU. That name follows from the kernel's source, the arguments' types and
+Triton itself specializes each launch for a GPU that need not be present, so a kernel has the same name in Triton's
+cache as when it is launched on such a GPU. The name follows from the kernel's source, the arguments' types and
 alignment, the constants, the options, the GPU's capability, and Triton's own files.
 """
 
@@ -24,7 +24,9 @@ from quengine.kernels.cuda.launch.kernel import launches_handed_to
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel for one GPU. key: its folder in Triton's cache; compile: has Triton compile it, or read it there."""
+    """One kernel for one GPU. key: its folder in Triton's cache; compile: compiles it through Triton, or
+    reads it from the cache.
+    """
 
     key: str
     name: str
@@ -34,7 +36,7 @@ class Kernel:
 def record_kernels(computations: Sequence[Callable[[], object]], gpu: Gpu) -> dict[str, Kernel]:
     """The kernels that these computations launch on `gpu`, by key.
 
-    What torch itself computes in them does run, so their tensors must be on the meta device.
+    torch's own operations do run, so tensors must be on the meta device.
     """
     recorder = _Recorder()
     launch = JITFunction.run
@@ -61,7 +63,7 @@ def record_kernels(computations: Sequence[Callable[[], object]], gpu: Gpu) -> di
 
 
 class _Recorder:
-    """In the place of Triton's AsyncCompileMode, which is given what a launch has to compile."""
+    """Replaces Triton's AsyncCompileMode, which receives what a launch has to compile."""
 
     def __init__(self) -> None:
         self.kernels: dict[str, Kernel] = {}
@@ -74,13 +76,13 @@ class _Recorder:
 
 
 class _AbsentDriver:
-    """Triton's driver for a GPU that need not be here, as far as specializing a launch asks it."""
+    """A Triton driver for a GPU that need not be present, with the methods that specializing a launch calls."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
 
     def get_current_device(self) -> object:
-        return self._gpu  # Triton keeps what it knows of a kernel by device
+        return self._gpu  # Triton caches kernels by device
 
     def get_current_stream(self, _device: object) -> int:
         return 0
@@ -90,7 +92,7 @@ class _AbsentDriver:
 
 
 def _specialized_on(argument: object) -> object:
-    """What machine code may follow from in an argument."""
+    """The properties of an argument that machine code may depend on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     if type(argument) is int:

@@ -1,8 +1,8 @@
-"""Names of kernels in Triton's cache that do not follow from what was launched before.
+"""Kernel names in Triton's cache that do not depend on earlier launches.
 
-Triton's key of a function holds the constants of the functions that it calls, but only of those which have a key
-already: the key depends on the order in which a process launches kernels, so that one process does not find what
-another has compiled (triton.runtime.jit.DependenciesFinder._update_hash, Triton 3.6 and 3.7).
+Triton's key of a function includes the constants of the functions that it calls, but only of those that have a key
+already: the key depends on the order in which a process launches kernels, so one process may not find what another has
+compiled (triton.runtime.jit.DependenciesFinder._update_hash, Triton 3.6 and 3.7).
 """
 
 from functools import cache
@@ -13,7 +13,7 @@ from triton.runtime.jit import DependenciesFinder
 
 @cache
 def use_stable_keys() -> None:
-    """Before the first kernel is compiled or recorded: give a called function its key before its constants are read."""
+    """Gives a called function its key before its constants are read; call before any kernel is compiled or recorded."""
     merge = DependenciesFinder._update_hash
 
     def _update_hash(finder: Any, function: Any) -> None:

@@ -1,8 +1,7 @@
-"""Where Triton keeps compiled kernels: a folder that nobody but this user can write, and files that are checked.
+"""Triton's cache of compiled kernels: a folder that only this user can write, with verified files.
 
-Triton loads what it finds there without looking who wrote it, or whether it is whole. So each file has a digest beside
-it, keyed with the user's secret in the folder (HMAC-SHA-256); a file that does not match counts as none, and is built
-anew.
+Triton loads what it finds there without checking its author or integrity. So each file has a digest beside it, keyed
+with the user's secret in the folder (HMAC-SHA-256); a file that does not match is ignored and rebuilt.
 """
 
 import atexit
@@ -26,18 +25,18 @@ _log = logging.getLogger(__name__)
 
 DIGEST_SUFFIX = ".hmac"
 _GROUP = "__grp__"
-"""What the name of the file begins with that lists the others of a kernel."""
+"""The prefix of the file that lists the other files of a kernel."""
 
 when_missing: list[Callable[[str], None]] = []
-"""Called with the name of the folder of a kernel that is not there: another process may be compiling it."""
+"""Called with the folder name of a kernel that is not cached: another process may be compiling it."""
 
 
 class CheckedCache(FileCacheManager):  # type: ignore[misc]
-    """The folder of one kernel, or of one compiled C file. Triton makes one for each look-up."""
+    """The folder of one kernel, or of one compiled C file. Triton creates one for each look-up."""
 
     def put(self, data: object, filename: str, binary: bool = True) -> str:
         del binary
-        if filename.endswith(".source"):  # as long as the machine code, and of no use here
+        if filename.endswith(".source"):  # as large as the machine code, and not used here
             return str(super().put("", filename))
         content = data if isinstance(data, bytes) else str(data).encode()
         path = super().put(content, filename)
@@ -60,11 +59,11 @@ class CheckedCache(FileCacheManager):  # type: ignore[misc]
         if listed is None:
             return None
         names = [name for name in json.loads(listed)["child_paths"] if not name.endswith(".source")]
-        # The listed paths are those of the folder that it was written in.
+        # The listed paths are in the folder where it was written, which may have moved.
         return {name: self._make_path(name) for name in names} if all(map(self.get_file, names)) else None
 
     def read(self, filename: str) -> bytes | None:
-        """What a file holds, if it is as it was written by this user."""
+        """The content of a file, if it is as this user wrote it, else None."""
         path = Path(self._make_path(filename))
         try:
             content, digest = path.read_bytes(), path.with_name(filename + DIGEST_SUFFIX).read_bytes()
@@ -78,7 +77,7 @@ class CheckedCache(FileCacheManager):  # type: ignore[misc]
 
 
 def kernel_names(folder: Path) -> list[str]:
-    """The kernels whose files in a folder of the cache are all there and as they were written."""
+    """The kernels whose files in a folder of the cache are complete and unchanged."""
     manager = CheckedCache(folder.name)
     listed = [path.name[len(_GROUP) :] for path in folder.glob(f"{_GROUP}*.json")]
     return [Path(name).stem for name in listed if manager.get_group(name)]
@@ -86,7 +85,7 @@ def kernel_names(folder: Path) -> list[str]:
 
 @cache
 def _secret(folder: Path) -> bytes:
-    """This user's secret in a folder; where none can be kept, one of this process."""
+    """This user's secret in a folder; if none can be stored, one for this process."""
     try:
         return folder_key(folder, make=True) or os.urandom(32)
     except OSError as error:
@@ -96,10 +95,10 @@ def _secret(folder: Path) -> bytes:
 
 @cache
 def use_private_cache() -> None:
-    """Before the first kernel is compiled: have Triton keep kernels where only this user can put them, and check them.
+    """Makes Triton cache kernels in a private folder and verify them; call before the first kernel is compiled.
 
-    That is TRITON_CACHE_DIR, or Triton's folder in the home folder, if it is private; else the engine's among the
-    user's caches; else a temporary one of this process. Every process that does so names a kernel alike.
+    The folder is TRITON_CACHE_DIR or Triton's folder in the home folder, if it is private; else the engine's folder
+    among the user's caches; else a temporary one for this process. Every process that calls this names a kernel alike.
     """
     use_stable_keys()
     triton.knobs.cache.manager_class = CheckedCache
@@ -113,8 +112,8 @@ def use_private_cache() -> None:
     own = _other_folder()
     os.environ["TRITON_CACHE_DIR"] = str(
         own
-    )  # Triton reads it whenever it looks, child processes as they start
-    if Path(triton.knobs.cache.dir) != own:  # a program has set the folder, and not the variable
+    )  # Triton reads it at each look-up, child processes when they start
+    if Path(triton.knobs.cache.dir) != own:  # a program has set the folder, not the variable
         triton.knobs.cache.dir = str(own)
     _log.warning(
         "kernels that Triton compiled in %s are not used: %s; they are kept in %s",
@@ -138,7 +137,7 @@ def _other_folder() -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Raises OSError where it is not, and cannot be made."""
+    """Creates a folder of mode 0700. Raises OSError if it is not private or not writable."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     check_private(folder)

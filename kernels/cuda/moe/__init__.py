@@ -1,1 +1,1 @@
-"""A mixture of experts: the router, and the matmuls of each row's experts on packed weights."""
+"""Mixture of experts: the router, and the matmuls of each row's experts on packed weights."""

@@ -1,7 +1,7 @@
-"""What comes before and after the experts' last matmul where no matmul does it: gated linear units of products in
-blocks, and each row's weighted sum over its experts, with the residual and the norm that reads it.
+"""Gated linear units on grouped products, and each row's weighted sum over its experts, with the residual and the next
+norm.
 
-Definitions: kernels/glu.py, kernels/moe/experts.py, kernels/rms_norm.py. A program takes a row, whose bits follow from
+Defined in kernels/glu.py, kernels/moe/experts.py, kernels/rms_norm.py. A program takes one row, whose bits follow from
 its width alone.
 """
 
@@ -62,8 +62,9 @@ def _grouped_glu_rows_kernel(
 def grouped_glu_rows(
     products: Tensor, blocks: Blocks, out: Fp16Operand, activation: Activation, pdl: bool = False
 ) -> None:
-    """activation(gate) * up of products [places, 2F], fp32, to the rows `out`, scaled fp16, with zeros behind column F.
-    Places of `blocks` alone: both begin with those of the first one."""
+    """activation(gate) * up of products [places, 2F], fp32, as rows of the fp16 operand `out`, zeros from
+    column F on. Only places of `blocks` are computed; products and `out` begin with those of the first block.
+    """
     places, width = (blocks.end - blocks.first) * blocks.rows, products.shape[1] // 2
     padded = padded_cols(width)
     _grouped_glu_rows_kernel[(places,)](
@@ -89,7 +90,7 @@ def _combine_kernel(
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     places = ()
     weights = ()
-    # Written before `down` began; not from what this multiprocessor's cache may hold of an earlier layer's.
+    # Written before `down` started; .cg, as L1 may hold values of an earlier layer.
     for slot in tl.static_range(USED):
         place = tl.load(known_positions_ptr + row * USED + slot, cache_modifier=".cg")
         places = places + (place.to(tl.int64),)
@@ -125,8 +126,10 @@ def combine_experts(
     out: Fp16Operand | None = None,
     pdl: bool = False,
 ) -> None:
-    """Add to `residual`, contiguous fp32 [T, N], each row's products [places, N] times its weights, fp32 [T, k], in the
-    order of its slots, first to each other. `out`: where `norm` of the sum goes, as scaled fp16 rows."""
+    """Adds to `residual`, contiguous fp32 [T, N], each row's weighted products: products [places, N] times
+    weights, fp32 [T, k], summed in the order of its slots. `out`: the destination of `norm` of the sum, as an
+    fp16 operand.
+    """
     rows, width = residual.shape
     assert products.shape[1] == width and residual.is_contiguous() and weights.is_contiguous()
     assert (norm is None) == (out is None) and (out is None or out.fits(width))

@@ -1,4 +1,4 @@
-"""The matrices of all experts of a layer, packed one below the other, so that an expert is a distance in tiles."""
+"""The matrices of all experts of a layer, packed one below the other, so that an expert is an offset in tiles."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from quengine.kernels.cuda.weights.packed import (
 from quengine.kernels.quant_tensor import QuantTensor
 
 MOST_WORDS = 2**31 - 1
-"""Words of a plane, of 4 or 8 bytes, one a lane and step: kernels count them in 32 bits."""
+"""Words of a plane, of 4 or 8 bytes, one per lane and step: kernels count them in 32 bits."""
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
     """The matrices [expert_rows, K] of `count` experts that are applied to the same rows.
 
-    parts: one, or two, gate and up, where these cannot be paired. Each has the rows of all experts below each other. In
+    parts: one, or two for gate and up that cannot be paired. Each has the rows of all experts, one below the other. In
     a PackedPart every expert has `expert_tiles` tiles: those of expert e begin at tile e * expert_tiles, and rows of
     zeros fill its last one. In a FloatPart expert e begins at row e * part_rows.
     paired: the expert's rows are gate and up, paired within its tiles (see PackedWeight).
@@ -40,7 +40,7 @@ class ExpertWeights:
 
     @property
     def part_rows(self) -> int:
-        """Rows of an expert in each part, without those that fill a tile."""
+        """Rows of an expert in each part, without padding."""
         return self.expert_rows // len(self.parts)
 
     @property
@@ -67,9 +67,9 @@ class ExpertWeights:
 def pack_experts(
     experts: Sequence[QuantTensor], device: torch.device | str, bias: Tensor | None = None
 ) -> ExpertWeights:
-    """Repack the matrices [N, K] of E experts on `device`. bias: [E, N].
+    """Repacks the matrices [N, K] of E experts on `device`. bias: [E, N].
 
-    Raises ValueError where formats or shapes differ, or where there are more weights than a part can have.
+    Raises ValueError if formats or shapes differ, or for more weights than kernels can count.
     """
     rows = experts[0].rows
     return ExpertWeights((_pack(experts, device),), len(experts), rows, bias=_bias(bias, len(experts), rows))
@@ -81,9 +81,9 @@ def pack_gate_up_experts(
     device: torch.device | str,
     bias: Tensor | None = None,
 ) -> ExpertWeights:
-    """Repack the matrices [F, K] of E experts on `device`, paired where gate and up have one format. bias: [E, 2F].
+    """Repacks the gate and up matrices [F, K] of E experts on `device`, paired if they have one format. bias: [E, 2F].
 
-    Raises ValueError as `pack_experts`, and where gate and up have different shapes.
+    Raises ValueError as `pack_experts`, and if gate and up have different shapes.
     """
     if (gate[0].shape, len(gate)) != (up[0].shape, len(up)):
         raise ValueError(
@@ -125,8 +125,9 @@ def _pack_paired(
 def _blocks(
     experts: Sequence[QuantTensor], multiple: int, at_a_time: int, device: torch.device | str
 ) -> Iterator[Tensor]:
-    """The rows of all experts on `device`, each expert's padded to a multiple with zero bytes, whose weights are zeros
-    in every format: blocks of about `at_a_time` rows, of several experts or a piece of one."""
+    """The rows of all experts on `device`, each expert's padded to a multiple with zero bytes, which are
+    zeros in every format: blocks of about `at_a_time` rows, of several experts or a piece of one.
+    """
     rows, width = experts[0].data.shape
     padded = -(-rows // multiple) * multiple
     together = max(1, at_a_time // padded)
@@ -142,7 +143,7 @@ def _blocks(
 
 
 def _check(experts: Sequence[QuantTensor], padded_rows: int, count: int | None = None) -> None:
-    """Raises ValueError where experts differ or are more than kernels can count."""
+    """Raises ValueError if experts differ or are more than kernels can count."""
     first = experts[0]
     for expert in experts:
         if expert.format != first.format or expert.shape != first.shape:
@@ -163,7 +164,7 @@ def _check(experts: Sequence[QuantTensor], padded_rows: int, count: int | None =
 
 
 def _bias(bias: Tensor | None, count: int, rows: int) -> Tensor | None:
-    """fp32 and contiguous. Raises ValueError on another shape."""
+    """The bias as contiguous fp32. Raises ValueError for another shape."""
     if bias is None:
         return None
     if bias.shape != (count, rows):

@@ -1,7 +1,7 @@
-"""The operations of a mixture of experts on CUDA: few rows on the q-dot, more of them grouped by expert.
+"""The mixture-of-experts operations on CUDA: few rows by q-dot, more rows grouped by expert.
 
-A decode layer's feed-forward is three launches: the router, gate and up, down. Gate and up let the launches behind them
-begin when the router has ended, so that down knows its experts, and reads their weights, before it waits.
+A decode layer's feed-forward is three launches: the router, gate and up, down. Gate and up let their dependents start
+when the router has ended, so that down knows its experts, and reads their weights, before it waits.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.rms_norm import RMSNorm
 
 GatedRows = QuantizedActivations | GroupedRows
-"""activation(gate) * up of each row's experts, in memory that no other operation of the layer writes to."""
+"""activation(gate) * up of each row's experts, in memory that no other operation of the layer writes."""
 
 
 class ExpertOperations:
-    """What a CudaBackend does with experts. `workspace`: gives the memory of its matmuls of many rows.
+    """The expert operations of a CudaBackend. `workspace`: returns the workspace of its matmuls of many rows.
 
-    Results are the same, to the last bit, for any number of rows on the q-dot, and all of the router's.
+    q-dot results, and all of the router's, are bit-identical for any number of rows.
     """
 
     def __init__(self, device: torch.device, workspace: Callable[[], MatmulWorkspace], pdl: bool) -> None:
@@ -41,7 +41,7 @@ class ExpertOperations:
         self._scratch: dict[int, QuantizationScratch] = {}
 
     def route(self, x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None) -> Routing:
-        """The routing of the norm of rows x [T, K], fp32."""
+        """The routing of the norm of rows x fp32 [T, K]."""
         scratch = self._room(scratch_width(x.shape[0], router))
         return route(x, norm, router, experts, scratch, self.pdl)
 
@@ -77,8 +77,9 @@ class ExpertOperations:
         )
 
     def _room(self, width: int) -> QuantizationScratch:
-        """For `width` values. All that was made is kept: a captured graph may write to it. Every launch uses it only
-        after the one before it has ended."""
+        """Scratch for `width` values. All scratch stays allocated: a captured graph may write to it. Each
+        launch uses it only after the one before has ended.
+        """
         capacity = triton.next_power_of_2(width)
         if capacity not in self._scratch:
             self._scratch[capacity] = QuantizationScratch.empty(capacity, self.device)

@@ -1,13 +1,12 @@
-"""The experts of more than one row: the rows grouped by expert, two matmuls over the groups, and their weighted sum.
+"""The experts of more than one row: rows grouped by expert, two grouped matmuls, and the weighted sum.
 
-Four launches: the grouping with the copy of the rows (two where there are many; on Hopper that of few rows norms them
-too), gate and up with their activation, down, and the sum with the residual and the norm that reads it. Where gate and
-up share no tiles (matrices of two formats, plain floats, biases before an activation without a clamp), products are
-written and their unit is a launch more. gemm/workspace.py has the table of which kernel takes what.
+Four launches: the grouping with the copy of the rows (two for many rows; on Hopper the one for few rows also norms
+them), gate and up with their activation, down, and the sum with the residual and the next norm. If gate and up share
+no tiles (matrices of two formats, plain floats, biases before an activation without a clamp), products are stored and
+their gated unit is another launch. gemm/workspace.py has the table of kernels.
 
-Definition: kernels/moe/experts.py. No row's bits depend on the other rows, on the block it is in or on how many there
-are, but that up to FEW_ROWS rows of a batch, which are not `exact`, have a weight's scale and minimum rounded too, as
-in dense matmuls.
+Defined in kernels/moe/experts.py. A row's bits do not depend on the other rows, its block or their number, except that
+up to FEW_ROWS rows of a batch, unless `exact`, round a weight's scale and minimum too, as in dense matmuls.
 """
 
 from dataclasses import dataclass
@@ -43,19 +42,20 @@ from quengine.kernels.moe.router import Routing
 from quengine.kernels.rms_norm import RMSNorm
 
 _MOST_MMA_ROWS = 64
-"""Rows of a block on m16n8k16, whose sums a warp holds in registers."""
+"""Rows per block on m16n8k16, whose sums a warp holds in registers."""
 
 _MOST_NORMED = 256
 """Pairs of a row and an expert up to which norming each pair's row takes less than a launch."""
 
 _MOST_PRODUCTS = 1 << 24
-"""Products of gate and up that are held at a time where no matmul applies their activation: 64 MiB."""
+"""Products of gate and up held at a time if no matmul applies their activation: 64 MiB."""
 
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """activation(gate) * up of `tokens` rows for each of their experts, in blocks of one expert each. All of it lies in
-    buffers of its own, until the next layer's."""
+    """activation(gate) * up of `tokens` rows for each of their experts, in blocks of one expert each. The
+    buffers are valid until the next layer.
+    """
 
     rows: Fp16Operand
     groups: Groups
@@ -78,8 +78,8 @@ def grouped_glu(
 ) -> GroupedRows:
     """activation(gate) * up of rows x [T, K] for each row's k experts.
 
-    x is fp32 or scaled fp16 in any layout, and stays as it is; `norm`: of fp32 rows, where these are not behind it yet
-    and `norms_in_groups`. `exact`, `pdl`: see `MatmulMode`. Raises ValueError on rows of another width.
+    x is fp32, or an fp16 operand in any layout, and is not changed; `norm`: a pending norm of fp32 rows, if
+    `norms_in_groups`. `exact`, `pdl`: see `MatmulMode`. Raises ValueError for rows of another width.
     """
     tokens = routing.experts.shape[0]
     if isinstance(x, Tensor) and norm is None:
@@ -105,7 +105,7 @@ def grouped_glu(
 
 
 def norms_in_groups(rows: int, used: int, device: torch.device) -> bool:
-    """Whether the launch that groups so many rows for `used` experts each norms them too, each row once an expert."""
+    """Whether the launch that groups `rows` rows with `used` experts each also norms them, a row once per expert."""
     return is_hopper(device) and 0 < rows * used <= _MOST_NORMED
 
 
@@ -119,12 +119,14 @@ def grouped_add(
     pdl: bool,
     exact: bool,
 ) -> Tensor | RmsNormed:
-    """Each row's weighted sum over its experts of `down` times `gated`, in ascending order, added to residual [T, N],
-    contiguous fp32, in its place; with `next_norm` also the rms-normed rows, in the workspace."""
+    """Adds to residual [T, N], contiguous fp32, in place, each row's weighted sum over its experts, in
+    ascending order, of `down` times `gated`; with `next_norm` also returns the normalised rows, in the
+    workspace.
+    """
     mode = _mode(gated.tokens, workspace, pdl, exact)
     products = workspace.of_experts(
         "rows", torch.float32, gated.tokens, (gated.groups.rows, down.expert_rows), 0
-    )  # they were read by gate and up
+    )  # their previous content was read by gate and up
     _multiply(gated.rows, down, gated.blocks(early=True), products, mode)
     normed = None if next_norm is None else workspace.fp16_operand(*residual.shape)
     combine_experts(products, gated.groups, routing.weights, residual, next_norm, normed, pdl)
@@ -138,7 +140,7 @@ def _mode(tokens: int, workspace: MatmulWorkspace, pdl: bool, exact: bool) -> Ma
 def _glu_of_products(
     x: Fp16Operand, gate_up: ExpertWeights, gated: GroupedRows, activation: Activation, mode: MatmulMode
 ) -> None:
-    """Some blocks at a time, so that their products take little memory."""
+    """Takes some blocks at a time, which limits the memory of products."""
     groups = gated.groups
     places = max(1, _MOST_PRODUCTS // (gate_up.expert_rows * groups.block))
     for first in range(0, groups.most, places):
@@ -153,7 +155,7 @@ def _glu_of_products(
 def _multiply(
     x: Fp16Operand, weights: ExpertWeights, blocks: Blocks, products: Tensor, mode: MatmulMode
 ) -> None:
-    """Rows in blocks times the matrices of their experts, fp32, with their biases."""
+    """Rows in blocks times their experts' matrices, fp32, with biases."""
     for number, part in enumerate(weights.parts):
         output = GroupedOutput(products, number * weights.part_rows, weights.bias)
         _multiply_part(x, weights, part, blocks, output, mode)
@@ -176,15 +178,16 @@ def _multiply_part(
 
 
 def _from_place(x: Fp16Operand, place: int) -> Fp16Operand:
-    """The rows from a place on, a multiple of 8."""
+    """The part of an operand that begins at row `place`, a multiple of 8."""
     first = place // 8 if x.is_mma else place
     return Fp16Operand(x.values[first:], x.row_scale[place:], x.layout)
 
 
 @dataclass(frozen=True)
 class _Places:
-    """How rows of a step are grouped: in which layout, in blocks of how many, and how many places that makes at most.
-    reserved: places that buffers are made for."""
+    """The grouping of a step's rows: layout, rows per block, and the most places. reserved: places that
+    buffers are allocated for.
+    """
 
     layout: OperandLayout
     block: int
@@ -214,7 +217,7 @@ def _layout_and_block(
 def _buffers(
     tokens: int, used: int, gate_up: ExpertWeights, workspace: MatmulWorkspace
 ) -> tuple[Fp16Operand, GroupedRows]:
-    """Where the grouped rows go, and what gate and up make of them."""
+    """The buffers of the grouped rows, and of gate and up's results."""
     places = _places(tokens, used, gate_up.count, workspace)
     blocks, reserved = places.most // places.block, places.reserved
 
@@ -234,6 +237,6 @@ def _buffers(
         places.block,
         gate_up.count,
     )
-    # The products of `down`, fp32 and as wide, take the place of the rows.
+    # down's products, fp32 of the same width, reuse the rows' memory.
     rows, gated = operand("rows", gate_up.cols, 4), operand("gated", gate_up.expert_rows // 2, 2)
     return rows, GroupedRows(gated, groups, tokens)

@@ -1,7 +1,7 @@
-"""Grouped matmul on plain floats: matmul_float.py with an expert for each block of rows.
+"""Grouped matmul of plain float weights: matmul_float.py with an expert for each block of rows.
 
-Weights are rounded to fp16, sums are fp32 and run over the columns from first to last, so that a row's bits depend on
-nothing but the row and its expert.
+Weights are rounded to fp16, sums are fp32 and run over the columns from first to last, so a row's bits depend only on
+the row and its expert.
 """
 
 import triton
@@ -26,9 +26,9 @@ def _grouped_float_kernel(
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of x, or BLOCK_T of them, times a block of its expert's weight rows."""
+    """A block of rows of x, or BLOCK_T rows of it, times a block of its expert's weight rows."""
     PARTS: tl.constexpr = (BLOCK + BLOCK_T - 1) // BLOCK_T
-    wait_then_launch(PDL)  # so that the next launch begins when the blocks are known (Blocks.early)
+    wait_then_launch(PDL)  # so that the next launch starts when the blocks are known (Blocks.early)
     block, weight_block = scheduled(tl.program_id(0), weight_blocks * PARTS)
     expert = expert_of(of_block_ptr, first_block + block, end_block)
     if expert >= 0:

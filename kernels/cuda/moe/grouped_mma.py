@@ -1,8 +1,8 @@
-"""Grouped matmul on packed weights with the matrix instruction m16n8k16: matmul_fused.py with an expert for each block
+"""Grouped matmul of packed weights on the matrix instruction m16n8k16: matmul_fused.py with an expert for each block
 of rows.
 
-The columns of a tile are split over warps as the weight's shape alone says, and over no programs: there are as many of
-them as experts and blocks, and a row's bits depend on nothing but the row and its expert.
+A tile's columns are split over warps, by the weight's shape alone, and not over programs, as experts and blocks make
+enough of them; a row's bits depend only on the row and its expert.
 """
 
 import triton
@@ -30,7 +30,7 @@ _MMA = tl.constexpr(int(OperandLayout.MMA))
 
 @triton.jit
 def _places(token0, P: tl.constexpr):
-    """The places of `add_warps`' products: [1, 1, 4, token tile, 1, 2]."""
+    """The places of the results of `add_warps`: [1, 1, 4, token tile, 1, 2]."""
     return token0 + (
         tl.arange(0, P.token_tiles)[None, None, None, :, None, None] * 8
         + tl.arange(0, 4)[None, None, :, None, None, None] * 2
@@ -42,7 +42,9 @@ def _places(token0, P: tl.constexpr):
 def _store_rows(
     y, w: tl.constexpr, tile0, token0, rows, bias_ptr, out_ptr, first, stride, P: tl.constexpr
 ):  # fmt: skip
-    """Store products fp32, as `add_warps` gives those of tile w of each warp, in columns first .. of their rows."""
+    """Stores products fp32, the results of `add_warps` for tile w of each warp, into columns `first` on of
+    their rows.
+    """
     tile = tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None, None] * P.tiles + w
     r = tl.arange(0, 8)[None, :, None, None, None, None]
     rh = tl.arange(0, 2)[None, None, None, None, :, None]
@@ -62,7 +64,7 @@ def _store_rows(
 def _store_gated(
     y, w: tl.constexpr, tile0, place, rows, bias_ptr, out_ptr, stride, factor, P: tl.constexpr
 ):  # fmt: skip
-    """Store activation(gate) * up of products as scaled fp16 in the MMA layout. place: [1, 1, 4, token tile, 2]."""
+    """Stores activation(gate) * up of products as scaled fp16 in the MMA layout. place: [1, 1, 4, token tile, 2]."""
     gate, up = tl.split(tl.permute(y, [0, 1, 2, 3, 5, 4]))
     column = (tile0 + tl.arange(0, P.n_warps)[:, None, None, None, None] * P.tiles + w) * 8 + (
         tl.arange(0, 8)[None, :, None, None, None]
@@ -82,7 +84,7 @@ def _grouped_mma_kernel(
     tiles, rows, weight_blocks, first_block, end_block, first, outputs, stride, weight_scale, bound,
     P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of x times a block of its expert's weight rows. outputs: of an expert, in all parts."""
+    """A block of rows of x times a block of its expert's weight rows. outputs: outputs per expert, over all parts."""
     TILES: tl.constexpr = P.tiles
     if P.pdl:
         if not EARLY:

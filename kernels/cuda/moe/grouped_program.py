@@ -1,7 +1,7 @@
-"""What the programs of the grouped matmuls share: which block of rows and which weights a program takes.
+"""Device functions shared by the grouped matmuls: the block of rows and the weights of a program.
 
-Rows of x are in blocks of one expert each (groups.py). Weights are those of all experts, an expert's tiles side by side
-(expert_weights.py), so that a block's weights are a part's planes from the expert's first tile on.
+Rows of x are in blocks of one expert each (groups.py). Weights are those of all experts, an expert's tiles adjacent
+(expert_weights.py), so a block's weights are a part's planes from the expert's first tile on.
 """
 
 from typing import NamedTuple
@@ -14,20 +14,22 @@ from quengine.kernels.cuda.glu import BIAS, BIASED_SWISH, EPILOGUES, ROWS
 from quengine.kernels.glu import Activation
 
 SIDE = tl.constexpr(8)
-"""Blocks of rows that run side by side over all weights: of one expert, they read the same weights from the L2 cache,
-and those of different experts read rows that it holds."""
+"""Blocks of rows scheduled together over all weights: those of one expert share weights in the L2 cache,
+those of different experts share it for their rows.
+"""
 
 
 UNBOUNDED = 2.0**126
-"""A bound on products that bounds nothing (glu.product_scales): with biases, a clamped activation has its clamp
-alone."""
+"""A bound for glu.product_scales that bounds nothing: with biases, a clamped activation is bounded by its
+clamp alone.
+"""
 
 
 class Blocks(NamedTuple):
-    """The blocks of rows that a launch takes: those from number `first` up to `end` of `of_block` (Groups.blocks).
+    """The blocks of rows of a launch: numbers `first` up to `end` in `of_block` (Groups.blocks).
 
-    early: what is in `of_block` was written before the launch in front began, so that programs may read it, and the
-    first weights, before that has ended.
+    early: `of_block` was written before the previous launch started, so programs may read it, and the first weights,
+    before that launch has ended.
     """
 
     of_block: Tensor
@@ -41,8 +43,9 @@ class Blocks(NamedTuple):
 
 
 class GroupedOutput(NamedTuple):
-    """Where products go, fp32 [places, N]: into columns first .. of `out`, with those of bias [E, N] added. With an
-    `activation` the values of gated units, fp16 in the layout of the rows that are multiplied, and their scales."""
+    """The destination of products, fp32 [places, N]: columns `first` on of `out`, plus bias [E, N]. With an
+    `activation`, gated units instead, fp16 in the layout of the input rows, and their row scales.
+    """
 
     out: Tensor
     first: int
@@ -52,12 +55,12 @@ class GroupedOutput(NamedTuple):
 
     @property
     def results(self) -> tuple[Tensor, Tensor]:
-        """`out` and the row scales, or a pointer in their place that is not used."""
+        """`out` and the row scales, or an unused pointer in their place."""
         return self.out, self.out if self.row_scale is None else self.row_scale
 
     @property
     def epilogue(self) -> int:
-        """Of products, or of a gated unit, which takes a bias where it clamps: a number of glu.py."""
+        """The epilogue (a number of glu.py): products, or a gated unit, which may have a bias if it clamps."""
         if self.activation is None:
             return int((ROWS if self.bias is None else BIAS).value)
         assert self.bias is None or self.activation == "clamped_swish"
@@ -74,15 +77,15 @@ def scheduled(number, weight_blocks):
 
 @triton.jit
 def expert_of(blocks_ptr, block, end):
-    """The expert of a block of rows, -1 where there is no such block or it is not below `end`."""
-    # Blocks.early: not from what this multiprocessor's cache may hold of an earlier layer's. One load beside the other.
+    """The expert of a block of rows; -1 if the block does not exist or is not below `end`."""
+    # .cg for Blocks.early: L1 may hold values of an earlier layer. The two loads are independent.
     expert = tl.load(blocks_ptr + 1 + block, mask=block < end, other=-1, cache_modifier=".cg")
     return tl.where(block < tl.load(blocks_ptr, cache_modifier=".cg"), expert, -1)
 
 
 @triton.jit
 def expert_planes(low, high, scales, supers, expert, tiles, P: tl.constexpr):
-    """The planes of an expert with so many tiles, from those of all experts."""
+    """The planes of an expert of `tiles` tiles, from those of all experts."""
     first = expert.to(tl.int64) * (tiles * P.chunks)
     low_bytes: tl.constexpr = P.layout.low_bytes
     high_bytes: tl.constexpr = P.layout.high_bytes

@@ -1,9 +1,8 @@
-"""Grouped matmul on packed weights with Hopper's warp-group matrix instruction: matmul_wgmma.py with an expert for each
-block of rows.
+"""Grouped matmul of packed weights on Hopper's wgmma: matmul_wgmma.py with an expert for each block of rows.
 
-A program takes a block of rows, all of one expert, times 16 weight rows a warp, over all columns in their order: a
-row's bits depend on nothing but the row and its expert. Rows are padded with zeros to whole blocks of 128 columns, as
-the planes of the weights are.
+A program takes a block of rows, all of one expert, times 16 weight rows per warp, over all columns in order: a row's
+bits depend only on the row and its expert. Rows are padded with zeros to whole blocks of 128 columns, as are the
+planes of the weights.
 """
 
 from functools import partial
@@ -45,13 +44,13 @@ def _grouped_wgmma_kernel(
     tiles, rows, weight_blocks, first_block, end_block, first, outputs, stride, places, weight_scale, bound,
     P: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """A block of rows of x times a block of its expert's weight rows. outputs: of an expert, in all parts."""
+    """A block of rows of x times a block of its expert's weight rows. outputs: outputs per expert, over all parts."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     if P.flags.pdl:
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-        else:  # programs that have no block end here, which lets the next launch begin as well
+        else:  # programs without a block end after this, which lets the next launch start as well
             tl.extra.cuda.gdc_wait()
     block, weight_block = scheduled(gl.program_id(0), weight_blocks)
     expert = expert_of(of_block_ptr, first_block + block, end_block)
@@ -78,16 +77,16 @@ def _grouped_wgmma_kernel(
 
 @gluon.jit
 def _copy_turn(rings, slot, planes, tiles, weight_block, turn, P: gl.constexpr):
-    """Start copying the chunks of a turn of a block of weight rows to a slot."""
+    """Starts copying the chunks of iteration `turn` of a block of weight rows to a slot."""
     CHUNKS: gl.constexpr = P.columns // P.layout.chunk
     for i in gl.static_range(CHUNKS):
-        chunk = gl.minimum(turn * CHUNKS + i, P.chunks - 1)  # behind the last one rows are zeros
+        chunk = gl.minimum(turn * CHUNKS + i, P.chunks - 1)  # past the last one, rows are zeros
         copy_chunk(rings[i], slot, planes, tiles, weight_block, chunk, P)
 
 
 @gluon.jit
 def _copy_rows(x_rows, stages, ready, stage, token0, turn, on, P: gl.constexpr):
-    """Start copying the rows' columns of a turn, zeros where there are none, to a stage."""
+    """Starts copying the rows' columns of iteration `turn` to a stage, zeros past the end."""
     bar = ready.index(stage)
     mbarrier.expect(bar, P.block * P.columns * 2, pred=on)
     tma.async_copy_global_to_shared(x_rows, [token0, turn * P.columns], bar, stages.index(stage), pred=on)
@@ -98,8 +97,10 @@ def _multiply_few(
     planes, rings, x_rows, stages, ready, tiles, weight_block, token0, weight_scale,
     SLOTS: gl.constexpr, P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
-    """Few rows of x from row token0 on times a block of weight rows, over all columns: fp32 [16*P.warps, P.block]. The
-    first SLOTS - 1 turns of weights and the first P.stages - 1 of rows are on their way."""
+    """Few rows of x, from row token0 on, times a block of weight rows, over all columns: fp32 [16*P.warps,
+    P.block]. Copies of the first SLOTS - 1 iterations' weights and of the first P.stages - 1 iterations' rows
+    are in flight.
+    """
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [P.warps], [0])
     CHUNK: gl.constexpr = P.layout.chunk
     CHUNKS: gl.constexpr = P.columns // CHUNK
@@ -113,7 +114,7 @@ def _multiply_few(
     acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
     for turn in range(TURNS):
         async_copy.wait_group(SLOTS - 2)
-        tl.debug_barrier()  # all warps have used the slot and the stage of the turn before
+        tl.debug_barrier()  # all warps have used the previous iteration's slot and stage
         words = ()
         for i in gl.static_range(CHUNKS):
             words = words + (read_chunk(rings[i], slot, planes, lane, P),)
@@ -143,8 +144,9 @@ def _grouped_few_kernel(
     tiles, rows, weight_blocks, first_block, end_block, first, outputs, stride, places, weight_scale, bound,
     P: gl.constexpr, EARLY: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """`_grouped_wgmma_kernel` for blocks of few rows: weights come through a ring of SLOTS slots in shared memory, some
-    turns of P.columns columns ahead."""
+    """`_grouped_wgmma_kernel` for blocks of few rows: weights pass through a ring buffer of SLOTS slots in
+    shared memory, a few iterations of P.columns columns ahead.
+    """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     CHUNKS: gl.constexpr = P.columns // P.layout.chunk
@@ -155,7 +157,7 @@ def _grouped_few_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     block, weight_block = scheduled(gl.program_id(0), weight_blocks)
     expert = expert_of(of_block_ptr, first_block + block, end_block)
-    stages, ready = allocate_stages(x_rows, P)  # in front: its fence waits for what is on its way
+    stages, ready = allocate_stages(x_rows, P)  # first, as its fence waits for copies in flight
     if expert >= 0:
         token0 = block * P.block
         planes = expert_planes(low, high, scales, supers, expert, tiles, P)
@@ -187,12 +189,13 @@ def launch_grouped_wgmma(
     output: GroupedOutput,
     mode: MatmulMode,
 ) -> None:
-    """Rows x in the WGMMA layout, in blocks, times a part of their experts' matrices. What is behind the last
-    column of a gated unit is finite where the row is."""
+    """Rows x in the WGMMA layout, in blocks, times a part of their experts' matrices. The padding columns of
+    a gated unit are finite if the row is.
+    """
     results, bias, exact = output.results, output.bias, mode.exact or mode.batch_invariant
     geometry = grouped_wgmma_geometry(part, x.values.shape[1], blocks.rows, exact)
     flags = WgmmaFlags(output.epilogue, weights.paired, exact, mode.pdl, producer=not blocks.early)
-    # Of a gated unit a tile is 8 columns of the result, whose padding is written too.
+    # A tile of a gated unit is 8 columns of the result, whose padding is written too.
     tiles = results[0].shape[1] // 8 if output.activation else weights.expert_tiles
     weight_blocks = -(-tiles // geometry.warps)
     kernel = _grouped_few_kernel if geometry.ring else _grouped_wgmma_kernel

@@ -1,10 +1,10 @@
-"""Rows of a step grouped by expert: which block of rows is which expert's, and the rows copied there.
+"""Groups a step's rows by expert: assigns blocks of rows to experts, and copies the rows there.
 
-The P = T * k pairs (row, slot) of a routing are counted by expert and numbered in the order of the rows, so that each
-has a position of its own: the blocks of expert 0 first, then those of expert 1, the last block of each being filled up.
-Blocks and positions follow from the routing alone, so they are the same in every run; the host knows a bound on them
-(kernels/moe/grouping.py), the device how many there are. Few pairs are one launch, in which every program counts them;
-many are two.
+The P = T * k pairs (row, slot) of a routing are counted by expert and numbered in the order of the rows, which gives
+each a unique position: first the blocks of expert 0, then those of expert 1, and so on; each expert's last block is
+padded. Blocks and positions follow from the routing alone, so they are the same in every run; the host has a bound on
+their number (kernels/moe/grouping.py), the device the exact one. Few pairs take one launch, in which every program
+counts them; many take two.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.moe.grouping import most_blocks
 
 _MOST_COUNTED = 1024
-"""Pairs that every program of the copy counts for itself; it costs about 1 us, a launch more than 2."""
+"""Pairs that every program of the copy counts itself: it costs about 1 us, a launch more than 2."""
 
 _COUNTED = tl.constexpr(1024)
 _NUMBERED = 4096
@@ -37,8 +37,8 @@ _WGMMA = tl.constexpr(int(OperandLayout.WGMMA))
 class Groups:
     """The blocks of a step's pairs.
 
-    blocks: int32 [1 + `most`]: the number of blocks, then the expert of each; what follows is anything. positions:
-    int32 [P], of pair t * k + s: the place of row t for its slot s, `block` places a block.
+    blocks: int32 [1 + `most`]: the number of blocks, then the expert of each; the rest is undefined. positions: int32
+    [P], for pair t * k + s the place of row t for its slot s, `block` places per block.
     """
 
     blocks: Tensor
@@ -48,12 +48,12 @@ class Groups:
 
     @property
     def most(self) -> int:
-        """Blocks at most."""
+        """The most blocks."""
         return most_blocks(self.positions.shape[0], self.experts, self.block)
 
     @property
     def rows(self) -> int:
-        """Places at most."""
+        """The most places."""
         return self.most * self.block
 
 
@@ -61,7 +61,7 @@ class Groups:
 def _blocks_of_experts(
     experts_ptr, pairs, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr
 ):  # fmt: skip
-    """How many blocks each expert has: int32 [BINS], zeros from E on. COUNTED: pairs that are counted at a time."""
+    """The number of blocks of each expert: int32 [BINS], zeros from E on. COUNTED: pairs counted at a time."""
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, COUNTED):
         pair = start + tl.arange(0, COUNTED)
@@ -72,7 +72,7 @@ def _blocks_of_experts(
 
 @triton.jit
 def _blocks_before(blocks, expert):
-    """Where the blocks of `expert` begin."""
+    """The number of the first block of `expert`."""
     return tl.sum(tl.where(tl.arange(0, blocks.shape[0]) < expert, blocks, 0), 0)
 
 
@@ -82,7 +82,7 @@ def _number_pairs_kernel(
     experts_ptr, blocks_ptr, positions_ptr, pairs,
     E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program an expert: its blocks, and the positions of its pairs."""
+    """One program per expert: its blocks, and the positions of its pairs."""
     launch_then_wait(PDL)
     mine = tl.program_id(0)
     blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK, _COUNTED)
@@ -107,7 +107,7 @@ def _number_pair(
     experts_ptr, blocks_ptr, positions_ptr, mine, pairs,
     E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """The position of pair number `mine`, of at most COUNTED; whoever begins a block says whose it is."""
+    """The position of pair number `mine`, of at most COUNTED; the first pair of a block stores the block's expert."""
     pair = tl.arange(0, COUNTED)
     others = tl.load(experts_ptr + pair, mask=pair < pairs, other=E)
     expert = tl.load(experts_ptr + mine)
@@ -127,8 +127,8 @@ def _number_pair(
 def _row_part(
     x_ptr, row, column, stride, K, PADDED: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Columns of a row, zeros from K on; as they lie where both operands are in the WGMMA layout."""
-    if FROM == LAYOUT and FROM == _WGMMA:  # their columns are whole blocks
+    """Columns of a row, zeros from K on; in stored order if both operands have the WGMMA layout."""
+    if FROM == LAYOUT and FROM == _WGMMA:  # its columns are whole blocks
         return tl.load(x_ptr + row * stride + column, mask=column < PADDED, other=0.0)
     else:
         return tl.load(x_ptr + operand_offset(row, column, stride, FROM), mask=column < K, other=0.0)
@@ -138,7 +138,7 @@ def _row_part(
 def _store_part(
     out_ptr, row, column, stride, values, PADDED: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Store what `_row_part` gave."""
+    """Stores the result of `_row_part`."""
     if LAYOUT == _WGMMA:
         if FROM != _WGMMA:
             values = wgmma_order(values)
@@ -155,9 +155,9 @@ def _group_rows_kernel(
     E: tl.constexpr, USED: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a pair: its row, copied from an operand to its position in another, with zeros behind column K.
+    """One program per pair: copies its row from an operand to its position in another, with zeros from column K on.
 
-    COUNTED: pairs at most, whose positions are not yet known; 0: they are.
+    COUNTED: at most this many pairs, whose positions are computed here; 0: positions are known.
     """
     launch_then_wait(PDL)
     pair = tl.program_id(0)
@@ -178,7 +178,7 @@ def _group_rows_kernel(
 
 
 def number_pairs(experts: Tensor, groups: Groups, pdl: bool = False) -> None:
-    """Fill in `groups` for a routing's experts, int32 [T, k]."""
+    """Fills in `groups` for a routing's experts, int32 [T, k]."""
     pairs = experts.numel()
     chunk = min(_NUMBERED, max(_COUNTED.value, int(triton.next_power_of_2(pairs))))
     _number_pairs_kernel[(groups.experts,)](
@@ -191,8 +191,9 @@ def number_pairs(experts: Tensor, groups: Groups, pdl: bool = False) -> None:
 def group_rows(
     x: Fp16Operand, cols: int, experts: Tensor, groups: Groups, out: Fp16Operand, pdl: bool = False
 ) -> None:
-    """Fill in `groups` for a routing's experts, int32 [T, k], and copy rows x [T, cols] to their places in `out`, whose
-    columns are padded to 128 with zeros, its rows with anything."""
+    """Fills in `groups` for a routing's experts, int32 [T, k], and copies rows x [T, cols] to their places in
+    `out`. Columns are padded to 128 with zeros; padding rows are undefined.
+    """
     assert experts.is_contiguous() and experts.dtype == torch.int32 and x.fits(cols)
     pairs, used = experts.numel(), experts.shape[1]
     most = counted(pairs)
@@ -209,10 +210,10 @@ def group_rows(
 
 
 def counted(pairs: int) -> int:
-    """How many pairs every program of the copy counts at most, 0: none."""
+    """Pairs that every program of the copy counts, at most; 0: none."""
     return 0 if pairs > _MOST_COUNTED else next(size for size in (128, 512, 1024) if pairs <= size)
 
 
 def bins(experts: int) -> int:
-    """One for every expert and one for what is past the last pair; a power of two."""
+    """Histogram bins: one per expert and one for what is past the last pair; a power of two."""
     return max(64, int(triton.next_power_of_2(experts + 1)))

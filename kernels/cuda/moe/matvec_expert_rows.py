@@ -1,7 +1,7 @@
-"""Matrices of each row's experts in decode: what the kernels share, and their products as plain fp32 rows, for gate and
-up that are not paired and for plain floats.
+"""Expert matrices in decode: functions that the kernels share, and products as plain fp32 rows, for gate and up that
+are not paired and for plain floats.
 
-Definition: kernels/moe/experts.py, kernels/q_dot.py.
+Defined in kernels/moe/experts.py, kernels/q_dot.py.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ _FLOAT_ROWS = 8
 
 @triton.jit
 def row_at(x, index, squares, COLS: tl.constexpr):
-    """Row `index` of quantized activations [n, COLS] whose first row is `x`; squares: of the row."""
+    """Row `index` of quantized activations [n, COLS] whose first row is `x`; squares: the row's."""
     return QuantizedRow(
         x.high + index * COLS,
         x.low + index * COLS,
@@ -47,19 +47,19 @@ def row_at(x, index, squares, COLS: tl.constexpr):
 def expert_program(
     part: PackedPart, tiles: int, geometry: Geometry, x: QuantizedActivations, pdl: bool
 ) -> MatvecProgram:
-    """The program of one expert's `tiles` tiles in a part."""
+    """The program constants for one expert's `tiles` tiles in a part."""
     program = MatvecProgram.of(part, geometry, x, pdl)
     return replace(program, even=tiles % geometry.tiles == 0 and part.chunks % geometry.k_warps == 0)
 
 
 def check_rows(x: QuantizedActivations, weights: ExpertWeights, rows: int) -> None:
-    """Raises ValueError where x is not `rows` rows of the weights' width."""
+    """Raises ValueError if x is not `rows` rows of the weights' width."""
     if (x.rows, x.cols) != (rows, weights.cols):
         raise ValueError(f"activations are {[x.rows, x.cols]}, for these experts {[rows, weights.cols]}")
 
 
 def check_routing(routing: Routing, weights: ExpertWeights) -> None:
-    """Raises ValueError where the routing is not contiguous int32 and fp32 [T, k], k no more than the experts."""
+    """Raises ValueError unless the routing is contiguous int32 and fp32 [T, k], k no more than the experts."""
     experts, factors = routing.experts, routing.weights
     fits = experts.ndim == 2 and experts.shape == factors.shape and experts.shape[1] <= weights.count
     kinds = (experts.dtype, factors.dtype) == (torch.int32, torch.float32)
@@ -76,7 +76,7 @@ def _expert_rows_kernel(
     expert_low, expert_high, expert_scales, expert_supers, expert_tiles, rows, first, stride,
     X_OF_PAIR: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of tiles, slot, row): outputs first .. first + rows of the `stride` of an expert."""
+    """Program (block of tiles, slot, row): outputs first .. first + rows of an expert's `stride` outputs."""
     wait_then_launch(P.pdl)
     pair = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     row = pair if X_OF_PAIR else tl.program_id(2)
@@ -104,7 +104,7 @@ def _expert_floats_kernel(
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTIALS: tl.constexpr,
     X_OF_PAIR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same of plain floats, all in fp32."""
+    """`_expert_rows_kernel` for plain floats, all in fp32."""
     wait_then_launch(PDL)
     pair = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     row = pair if X_OF_PAIR else tl.program_id(2)
@@ -134,7 +134,7 @@ def matvec_expert_rows(
 ) -> Tensor:
     """Products with bias of each row's k experts, not paired: fp32 [T * k, expert_rows].
 
-    x: [T, K], or, with a row for each expert of a row, [T * k, K].
+    x: [T, K], or [T * k, K] with a row for each expert of a row.
     """
     rows, used = routing.experts.shape
     assert not weights.paired and x.cols == weights.cols and x.rows in (rows, rows * used)

@@ -1,7 +1,7 @@
-"""Down of each row's experts in decode, their weighted sum with the residual, and the beginning of the norm that reads
-it, in one launch.
+"""The down projection of each row's experts in decode, their weighted sum with the residual, and the start of the next
+norm, in one launch.
 
-The warps of a program share the experts of a row, and the columns of each. Definition: kernels/moe/experts.py,
+The warps of a program share the experts of a row, and the columns of each. Defined in kernels/moe/experts.py,
 kernels/q_dot.py, kernels/rms_norm.py.
 """
 
@@ -54,11 +54,11 @@ def _experts_from(
     SLOTS: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Where this thread's part of slots first .. first + SLOTS of a row lies: matrix, tile, and the row of x."""
+    """Where this thread reads slots first .. first + SLOTS of a row: expert matrix, tile, and row of x."""
     warp = tl.arange(0, 32 * P.tiles * SLOTS * P.k_warps) >> 5
     slot = first + warp // P.k_warps % SLOTS
     pair = row * USED + tl.minimum(slot, USED - 1)
-    # Written two launches before: not from what this multiprocessor's cache may hold of it.
+    # Written two launches before; .cg, as L1 may hold older values.
     expert = tl.load(known_experts_ptr + pair, cache_modifier=".cg")
     begin = expert * expert_tiles
     tile = begin + tl.program_id(0) * P.tiles + warp // (P.k_warps * SLOTS)
@@ -70,7 +70,7 @@ def _experts_from(
 def _weighted_sums(
     queue, matrix, tile, pair, first, row, x, weights_ptr, USED: tl.constexpr, SLOTS: tl.constexpr, P: tl.constexpr
 ):  # fmt: skip
-    """The sum over slots first .. first + SLOTS of their weights times their products, fp32 [tiles, 8, 2]."""
+    """The weighted sum of products over slots first .. first + SLOTS, fp32 [tiles, 8, 2]."""
     thread = tl.arange(0, 32 * P.tiles * SLOTS * P.k_warps)
     warp = thread >> 5
     of_pair = row_at(x, pair, x.squares, P.cols)
@@ -95,7 +95,7 @@ def _bias_sum(row, column, inside, experts_ptr, weights_ptr, bias_ptr, N, USED: 
 
 @triton.jit
 def _begin_norm(hidden, row, column, inside, norm_ptr, out, words_ptr, N, TILES: tl.constexpr):
-    """Store the sum of squares of a program's part of a row, and its part times the norm's weights, quantized."""
+    """Stores the sum of squares of a program's part of a row, and that part times the norm's weights, quantized."""
     value = hidden * tl.load(norm_ptr + column, mask=inside, other=0.0)
     first = row * N + tl.program_id(0) * (16 * TILES)
     if TILES == 1:
@@ -122,8 +122,9 @@ def _experts_add_kernel(
     x_high, x_low, t_ptr, sums_ptr, known_experts_ptr, weights_ptr, bias_ptr, low, high, scales, supers,
     expert_tiles, N, USED: tl.constexpr, SLOTS: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of P.tiles tiles, row); the tiles are one or an even number. The launch before let this one begin
-    when the router had ended, so that which experts to read is known before it waits."""
+    """Program (block of P.tiles tiles, row); the tiles are one or an even number. The previous launch let
+    this one start after the router had ended, so the experts to read are known before it waits.
+    """
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1)
@@ -185,9 +186,9 @@ def matvec_experts_add(
 ) -> Tensor | RmsNormed:
     """The weighted sum of `down` [N, F] of each row's experts of gated [T * k, F], plus residual fp32 [T, N].
 
-    `gated` is what `matvec_experts_glu` has made by the same routing. With `next_norm`, and outputs in whole groups of
-    32 of a packed weight, the result is begun to be normed. A row's bits follow from its own values. `scratch`, for
-    T * N values, avoids an allocation. Raises ValueError on other shapes.
+    `gated` is the result of `matvec_experts_glu` for the same routing. With `next_norm`, a packed weight and outputs
+    in whole groups of 32, the result's norm is started. A row's bits follow from its own values. `scratch`, for T * N
+    values, avoids an allocation. Raises ValueError for other shapes.
     """
     check_routing(routing, down)
     rows, used = routing.experts.shape
@@ -220,7 +221,7 @@ def _launch(
     begun: tuple[RMSNorm, QuantizationScratch] | None,
     pdl: bool,
 ) -> Tensor | RmsNormed:
-    """Into `hidden`; `begun`: the norm that begins, and its memory."""
+    """Launches the sum into `hidden`; `begun`: the norm to start, and its scratch."""
     rows, used = routing.experts.shape
     tiles, width, device = down.expert_tiles, down.expert_rows, residual.device
     geometry, slots = experts_add_geometry(part, tiles, used)

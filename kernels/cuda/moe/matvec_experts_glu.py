@@ -1,6 +1,7 @@
-"""Gate and up of each row's experts in decode, their activation and the quantization of the result, in one launch.
+"""The gate and up projections of each row's experts in decode, their activation and the quantization of the result, in
+one launch.
 
-A program takes some tiles of one expert, whose number it reads on the device. Definition: kernels/moe/experts.py,
+A program takes some tiles of one expert, whose index it reads on the device. Defined in kernels/moe/experts.py,
 kernels/q_dot.py, kernels/glu.py, kernels/activations.py.
 """
 
@@ -46,8 +47,10 @@ def _experts_glu_kernel(
     chosen_ptr, bias_ptr, expert_low, expert_high, expert_scales, expert_supers, expert_tiles, width,
     ACTIVATION: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of tiles, slot, row). A tile gives 8 outputs and a group has 32: see `_glu_kernel` in
-    matvec_glu.py. Launches its dependents when the router has ended: they may read its choice before they wait."""
+    """Program (block of tiles, slot, row). A tile gives 8 outputs, a group has 32: see `_glu_kernel` in
+    matvec_glu.py. Launches its dependents when the router has ended, so that they may read its result before
+    they wait.
+    """
     wait_then_launch(P.pdl)
     row = tl.program_id(2)
     pair = row * tl.num_programs(1) + tl.program_id(1)
@@ -97,9 +100,8 @@ def matvec_experts_glu(
 ) -> QuantizedActivations:
     """activation(gate) * up of each row x [T, K] by its k experts [2F, K], quantized: [T * k, F], F a multiple of 32.
 
-    Takes one launch for paired weights; otherwise three or four: the matmuls, the activation, quantization. `scratch`,
-    for T * k * F values, avoids an allocation. A row's bits follow from its own values. Raises ValueError on other
-    shapes.
+    Paired weights take one launch, others three or four: the matmuls, the activation, quantization. `scratch`, for T *
+    k * F values, avoids an allocation. A row's bits follow from its own values. Raises ValueError for other shapes.
     """
     check_rows(x, gate_up, routing.experts.shape[0])
     check_routing(routing, gate_up)

@@ -1,10 +1,10 @@
-"""The router of a mixture of experts: norm, router matmul, choice and weights, all fp32, for few rows in one launch.
+"""The router of a mixture of experts: norm, router matmul, selection and weights, in fp32, for few rows in one launch.
 
-Programs share the experts of some rows: each gives the logits of a few experts, row after row. Where rows are few, the
-last one of a row to arrive chooses; where they are many, that is a launch of its own, in which all rows are chosen for
-at once. A logit is added up over 512 lanes, lane j taking columns j, j + 512, ..., then over the lanes: in an order
-that the width alone decides, so that a row's bits are the same among any number of rows.
-Definition: kernels/moe/router.py, kernels/rms_norm.py.
+Programs share the experts of some rows: each computes the logits of a few experts, row after row. With few rows, the
+last program of a row to arrive selects its experts; with many, a second launch selects for all rows. A logit is summed
+over 512 lanes, lane j taking columns j, j + 512, ..., then over the lanes: the order follows from the width alone, so
+that a row's bits are the same for any number of rows.
+Defined in kernels/moe/router.py, kernels/rms_norm.py.
 """
 
 from dataclasses import dataclass
@@ -25,30 +25,32 @@ _LANES = tl.constexpr(512)
 _WARPS = 4
 
 _AHEAD = 16
-"""Steps of 512 columns whose weights the program of one logit holds before it waits: 4 registers each, and as many for
-the row."""
+"""Steps of 512 columns whose weights the program of one logit loads before it waits: 4 registers each, and as
+many for the row.
+"""
 
 _HELD = 16384
-"""Weights that a program of many rows holds, 128 registers a thread."""
+"""Weights that a program of many rows holds, 128 registers per thread."""
 
 _MANY_EXPERTS = 64
-"""More of them than this are shared by fewer programs."""
+"""Number of experts above which fewer programs share them."""
 
 _FEW_LOGITS = 1024
-"""Up to here programs of 4 logits all run at a time, whatever registers they take."""
+"""Logits up to which all programs of 4 logits run at a time, whatever registers they take."""
 
 _AT_A_TIME = 256
-"""Programs of a row each that are not too many. Of more rows a program takes several, and reads its weights once."""
+"""The most programs of one row each. With more rows a program takes several, and reads its weights once."""
 
 _MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
 class RouterProgram:
-    """A compile-time constant of the kernel: logits of `rows` rows by `experts` experts of `cols` columns a program.
-    gate: there is a shared expert's gate, whose logit stands behind those of the `count` experts. chooses: the last
-    program of a row does, of which there is one then. ahead: steps of 512 columns of the weights that are held before
-    the rows come; all of them, where there are several rows."""
+    """Compile-time constants of the kernel: a program computes the logits of `rows` rows by `experts` experts
+    of `cols` columns. gate: whether there is a shared expert's gate, whose logit follows those of the `count`
+    experts. chooses: the last program of a row selects its experts; rows is then 1. ahead: steps of 512
+    columns of weights held before the rows arrive; all of them with several rows.
+    """
 
     rows: int
     experts: int
@@ -65,12 +67,12 @@ class RouterProgram:
 
     @property
     def logits(self) -> int:
-        """Logits of a row."""
+        """Logits per row."""
         return self.count + self.gate
 
     @property
     def blocks(self) -> int:
-        """Programs of a block of rows: the gate has one of its own."""
+        """Programs per block of rows: the gate has its own."""
         return -(-self.count // self.experts) + self.gate
 
 
@@ -82,7 +84,7 @@ def _columns(step, P: tl.constexpr):
 
 @triton.jit
 def _weight_step(w_ptr, norm_ptr, line, live, step, P: tl.constexpr):
-    """Weights times the norm's, [experts, 512], columns of number `step`."""
+    """Weights times the norm's, [experts, 512], for the columns of step `step`."""
     column, inside = _columns(step, P)
     norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     return tl.load(w_ptr + line * P.cols + column, mask=live & inside, other=0.0) * norm
@@ -96,7 +98,7 @@ def _row_step(x_ptr, row, live, step, P: tl.constexpr):
 
 @triton.jit
 def _row_steps(x_ptr, row, rows, P: tl.constexpr):
-    """The first columns of a row, those whose weights are held."""
+    """The first columns of a row, whose weights are held."""
     HELD: tl.constexpr = min(P.steps, P.ahead)
     x = ()
     for step in tl.static_range(HELD):
@@ -106,7 +108,7 @@ def _row_steps(x_ptr, row, rows, P: tl.constexpr):
 
 @triton.jit
 def _logits(x_ptr, w_ptr, norm_ptr, line, live, weights, x, row, eps, P: tl.constexpr):
-    """Logits [experts] of a row, normed, by lines `line` [experts, 1] of w. weights, x: what is held of them."""
+    """Logits [experts] of a row, normalised, by lines `line` [experts, 1] of w. weights, x: the parts already held."""
     HELD: tl.constexpr = min(P.steps, P.ahead)
     STEPS: tl.constexpr = P.steps
     acc = x[0] * weights[0]
@@ -161,7 +163,7 @@ def _route_kernel(
         tl.store(logits_ptr + row * LOGITS + column, y, mask=number < end)
         x = later
     if P.chooses:
-        tl.debug_barrier()  # all warps' stores come before the one atomic that publishes them
+        tl.debug_barrier()  # all warps' stores come before the atomic that publishes them
         arrived = tl.atomic_add(arrivals_ptr + row0, 1, sem="acq_rel", scope="gpu")
         if arrived == P.blocks - 1:
             choose(
@@ -177,7 +179,7 @@ def _choose_kernel(
     logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr,
     P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """A program a row."""
+    """One program per row."""
     launch_then_wait(P.pdl)
     choose(
         logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr, tl.program_id(0),
@@ -193,10 +195,11 @@ def route(
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
 ) -> Routing:
-    """The routing of the norm of fp32 rows x [T, K]; see kernels/moe/router.py. Takes one launch, two of many rows.
+    """The routing of the norm of fp32 rows x [T, K], see kernels/moe/router.py. Takes one launch, or two for many
+    rows.
 
-    The router's tensors are fp32. `experts`, int32 [T, k], ascending: weighted without a choice. `scratch`, for
-    `scratch_width` values, avoids an allocation. Raises ValueError on other shapes.
+    The router's tensors are fp32. `experts`, int32 [T, k], ascending: use these, without selection. `scratch`, for
+    `scratch_width` values, avoids an allocation. Raises ValueError for other shapes.
     """
     count, rows, used = router.weight.shape[0], x.shape[0], router.kind.used
     _check(x, norm, router, experts)
@@ -222,7 +225,7 @@ def route(
 
 
 def scratch_width(rows: int, router: Router) -> int:
-    """Values of the scratch for so many rows: logits, and a counter for every 32 of them."""
+    """Values of the scratch for `rows` rows: logits, and a counter for every 32 of them."""
     return rows * max(32, router.weight.shape[0] + 1)
 
 
@@ -243,7 +246,7 @@ def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:
 
 
 def _check(x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None) -> None:
-    """Raises ValueError where a tensor is not contiguous and of its shape and dtype."""
+    """Raises ValueError for a tensor that is not contiguous or has another shape or dtype."""
     count, cols = router.weight.shape
     rows, vector = (
         x.shape[0],

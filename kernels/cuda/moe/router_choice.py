@@ -1,7 +1,7 @@
-"""The choice of a row's experts by its logits, and their weights: what the router's last program does.
+"""The selection of a row's experts by their logits, and their weights: the last step of the router.
 
-Definition: kernels/moe/router.py. Of a score and its expert an int64 is made that orders as the definition does: the
-higher score first, of equal scores the lower expert, NaN below all others.
+Defined in kernels/moe/router.py. A score and its expert make an int64 key in the definition's order: the higher score
+first, ties to the lower expert, NaN below all others.
 """
 
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ SCORES: dict[Scores, int] = {
 _SUM_EPS = tl.constexpr(SUM_EPS)
 _LOWEST = tl.constexpr(-(2**63))
 _NOTHING = tl.constexpr(-(2**31))
-"""Below the order of every score."""
+"""Below the key of every score."""
 
 _MOST_COMPARED = tl.constexpr(128)
-"""Experts up to which each is compared with each; of more, the highest is taken again and again."""
+"""Experts up to which all pairs are compared; for more, the highest is extracted repeatedly."""
 
 
 @dataclass(frozen=True)
 class RouterConstants:
-    """A RouterKind and the number of experts, as a compile-time constant of the kernel; scores: see SCORES."""
+    """A RouterKind and the number of experts, as compile-time constants of the kernel; scores: see SCORES."""
 
     count: int
     used: int
@@ -51,7 +51,7 @@ class RouterConstants:
 
     @property
     def padded_size(self) -> int:
-        """Places of a group, a power of two."""
+        """Places per group, a power of two."""
         return int(triton.next_power_of_2(self.group_size))
 
     @property
@@ -61,7 +61,7 @@ class RouterConstants:
 
 @triton.jit
 def _order(score):
-    """int32 that order as the scores do, NaN as -inf, both zeros alike."""
+    """int32 keys in the order of the scores, with NaN as -inf, and both zeros equal."""
     score = tl.where(score == score, score, float("-inf"))
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -69,9 +69,10 @@ def _order(score):
 
 @triton.jit
 def _highest(keys, COUNT: tl.constexpr):
-    """Which are the COUNT highest of distinct int64 keys [N]."""
+    """Marks the COUNT highest of distinct int64 keys [N]."""
     if keys.shape[0] <= _MOST_COMPARED:
-        # Added up down the columns, which a thread has to itself but for the warps; along rows all lanes would meet.
+        # Summed along columns, which a thread holds alone within its warp; along rows all lanes would have to
+        # exchange.
         above = (keys[:, None] > keys[None, :]).to(tl.int32)
         return tl.sum(above, axis=0) < COUNT
     else:
@@ -83,7 +84,7 @@ def _highest(keys, COUNT: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(selection, real, C: tl.constexpr):
-    """Which places are of the groups that are chosen from; selection: [groups * size], scores where experts are."""
+    """Marks the places of the selected groups; selection: [groups * size], scores where there are experts."""
     GROUPS: tl.constexpr = C.padded_groups
     SIZE: tl.constexpr = C.padded_size
     by_group = tl.reshape(tl.where(real, selection, float("-inf")), [GROUPS, SIZE])
@@ -102,7 +103,7 @@ def _in_best_groups(selection, real, C: tl.constexpr):
 @triton.jit
 def _scores(logits, real, C: tl.constexpr):
     if C.scores == _SOFTMAX:
-        # What is not finite makes all scores NaN, as in the definition.
+        # A non-finite logit makes all scores NaN, as in the definition.
         powers = tl.exp(logits - tl.max(tl.where(real, logits, float("-inf")), axis=0))
         return powers / tl.sum(tl.where(real, powers, 0.0), axis=0)
     elif C.scores == _SIGMOID:
@@ -113,7 +114,7 @@ def _scores(logits, real, C: tl.constexpr):
 
 @triton.jit
 def _chosen(scores, expert, real, selection_ptr, C: tl.constexpr):
-    """Which experts are chosen, by their scores."""
+    """Marks the selected experts, by their scores."""
     selection = tl.where(scores == scores, scores, float("-inf"))
     if selection_ptr is not None:
         selection += tl.load(selection_ptr + expert, mask=real, other=0.0)
@@ -127,7 +128,7 @@ def _chosen(scores, expert, real, selection_ptr, C: tl.constexpr):
 
 @triton.jit
 def _weights(scores, chosen, C: tl.constexpr):
-    """The weights of the chosen experts; of the others anything."""
+    """The weights of the selected experts; undefined for the others."""
     weights = scores
     if C.scores == _SOFTMAX_OF_CHOSEN:
         powers = tl.exp(scores - tl.max(tl.where(chosen, scores, float("-inf")), axis=0))
@@ -142,15 +143,16 @@ def choose(
     logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr, row, stride,
     GATE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Store the routing of row `row` of logits [T, stride]: its experts, unless they are `forced`, in ascending order,
-    their weights, and with GATE the weight of the shared expert."""
+    """Stores the routing of row `row` of logits [T, stride]: its experts, unless `forced`, in ascending
+    order, their weights, and with GATE the weight of the shared expert.
+    """
     SIZE: tl.constexpr = C.padded_size
     PLACES: tl.constexpr = C.padded_groups * C.padded_size
     USED: tl.constexpr = C.used
     place = tl.arange(0, PLACES)
     expert = place // SIZE * C.group_size + place % SIZE
     real = (place % SIZE < C.group_size) & (expert < C.count)
-    # Other programs wrote these: not from this multiprocessor's own cache.
+    # Other programs wrote these: bypass this multiprocessor's L1.
     logits = tl.load(logits_ptr + row * stride + expert, mask=real, other=float("-inf"), cache_modifier=".cg")
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + expert, mask=real, other=0.0)

@@ -1,1 +1,1 @@
-"""Sums and logits of several GPUs: pushed over peer memory in small kernels, which CUDA graphs capture."""
+"""Sums and logits over several GPUs: pushed over peer memory by small kernels, which CUDA graphs capture."""

@@ -1,16 +1,16 @@
-"""Sums over ranks inside a kernel: values are pushed to all ranks over peer memory, the flag with the data.
+"""Sums over ranks inside a kernel: values are pushed to all ranks over peer memory, each with its flag.
 
-Each rank writes its fp32 values into a buffer of every rank, its own among them, as 8-byte words `sequence << 32 |
-value`, and waits until its own buffer has the words of all ranks. A word is written whole, so that no barrier is
-needed; and sums are taken in the order of the ranks, so that all have the same bits. Each 16 values have a sequence
-number, kept on the device: a CUDA graph can be replayed, and kernels that take the values in programs of any number of
-them share a buffer. Three parts of it are used in turn: who writes one again has had words of a later launch from all
-ranks, which have thus read what was there.
+Each rank writes its fp32 values into a buffer of every rank, its own included, as 8-byte words `sequence << 32 |
+value`, and waits until its own buffer has the words of all ranks. A word is written atomically, so no barrier is
+needed, and sums are taken in the order of the ranks, so all ranks get the same bits. Each 16 values have a sequence
+number, kept on the device: a CUDA graph can be replayed, and kernels that divide the values differently among programs
+share a buffer. Three parts of a buffer are used in turn: a rank that writes a part again has received words of a later
+launch from all ranks, which have therefore read its old content.
 
-A program waits only for the programs of the other ranks that have the same values, and programs start in their order,
-so that a launch of more programs than fit on a device at once ends, too.
+A program waits only for the programs of other ranks that have the same values, and programs start in order, so a
+launch of more programs than fit on a device terminates, too.
 
-The protocol with a flag in each word is that of NCCL ("LL", https://github.com/NVIDIA/nccl). Definition:
+The protocol with a flag in each word is NCCL's "LL" (https://github.com/NVIDIA/nccl). Defined in
 kernels/ranks/communicator.py.
 """
 
@@ -27,18 +27,18 @@ TURNS = 3
 """Parts of a buffer that are used in turn."""
 
 UNIT = 16
-"""Values that share a sequence number: programs of a launch take whole units, and each unit once."""
+"""Values that share a sequence number: a launch's programs take whole units, and each unit once."""
 
 _UNIT = tl.constexpr(UNIT)
 
 
 @dataclass(frozen=True)
 class PeerBuffers:
-    """What a rank needs to exchange up to `capacity` values.
+    """Buffers of a rank to exchange up to `capacity` values.
 
-    received: int64 [TURNS, ranks, capacity], into which all ranks write. targets: int64 [ranks], the address of the
-    place in each rank's `received` where this rank's words of the first turn go. launches: int32 [capacity / UNIT], how
-    often each unit was exchanged. All zero at first, on all ranks, before any launches.
+    received: int64 [TURNS, ranks, capacity], which all ranks write. targets: int64 [ranks], in each rank's `received`
+    the address of this rank's words of the first turn. launches: int32 [capacity / UNIT], the number of exchanges of
+    each unit. All are zero on all ranks before the first launch.
     """
 
     received: Tensor
@@ -54,7 +54,7 @@ class PeerBuffers:
         return self.received.shape[2]
 
     def for_rows(self, rows: int, width: int) -> "PeerBuffers | None":
-        """These, where they take so many values, and a row is whole units."""
+        """These buffers, if they have enough capacity and a row is whole units, else None."""
         return self if rows * width <= self.capacity and width % UNIT == 0 else None
 
     @property
@@ -71,12 +71,12 @@ class Peers(NamedTuple):
 
 
 def received_buffer_shape(ranks: int, capacity: int) -> tuple[int, int, int]:
-    """Of `PeerBuffers.received`."""
+    """The shape of `PeerBuffers.received`."""
     return TURNS, ranks, capacity
 
 
 def peer_buffers(received: Tensor, addresses: Sequence[int], rank: int) -> PeerBuffers:
-    """The buffers of a rank, given its own and the addresses of those of all ranks in its address space."""
+    """The buffers of a rank, from its own and the addresses of all ranks' in its address space."""
     _, _, capacity = received.shape
     places = [address + 8 * rank * capacity for address in addresses]
     targets = torch.tensor(places, dtype=torch.int64, device=received.device)
@@ -86,19 +86,19 @@ def peer_buffers(received: Tensor, addresses: Sequence[int], rank: int) -> PeerB
 
 @triton.jit
 def next_sequence(peers, at):
-    """The sequence number of this exchange, of each value."""
+    """The sequence number of this exchange, for each value."""
     return tl.load(peers.launches + at // _UNIT) + 1
 
 
 @triton.jit
 def turn(sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
-    """Where the part of the buffers begins whose turn it is."""
+    """The offset of the part of the buffers that is used in this exchange."""
     return (sequence % 3).to(tl.int64) * (RANKS * CAPACITY)
 
 
 @triton.jit
 def push(peers, value, at, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
-    """Write the words of values to all ranks."""
+    """Writes the words of values to all ranks."""
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     word = (sequence.to(tl.int64) << 32) | bits
     place = turn(sequence, RANKS, CAPACITY) + at
@@ -109,8 +109,9 @@ def push(peers, value, at, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.c
 
 @triton.jit
 def receive(words_ptr, inside, sequence):
-    """The values of words [N] that carry the sequence number, once all of them do. A thread must not hold a value that
-    another holds as well: the other may see it later."""
+    """The values of words [N] that carry the sequence number, once all do. Each word must be read by one
+    thread only: another may see it later.
+    """
     word = tl.load(words_ptr, mask=inside, other=0, volatile=True)
     late = tl.max(tl.where(inside, ((word >> 32).to(tl.int32) != sequence).to(tl.int32), 0), 0)
     while late != 0:
@@ -121,7 +122,7 @@ def receive(words_ptr, inside, sequence):
 
 @triton.jit
 def receive_sum(words_ptr, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
-    """The sum over the ranks of what `receive` gives, words_ptr [N]: those of the first rank."""
+    """The sum over the ranks of `receive`; words_ptr [N]: the words of the first rank."""
     total = receive(words_ptr, inside, sequence)
     for peer in tl.static_range(1, RANKS):
         total += receive(words_ptr + peer * CAPACITY, inside, sequence)
@@ -130,8 +131,9 @@ def receive_sum(words_ptr, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.c
 
 @triton.constexpr_function
 def _thread_sum_text(ranks, capacity):
-    """Instructions of a thread that waits for the words of all ranks at once: $0 the sum of their values in order, $1
-    the address of the first rank's word, $2 the sequence number."""
+    """PTX for a thread that waits for one word of all ranks: $0 is the sum of their values in order, $1 the
+    address of the first rank's word, $2 the sequence number.
+    """
     numbers = range(ranks)
     words, values, flags = ([f"{name}{n}" for n in numbers] for name in ("word", "value", "flag"))
     loads = [f"ld.volatile.global.u64 word{n}, [$1 + {8 * n * capacity}];" for n in numbers]
@@ -159,11 +161,11 @@ def _thread_sum_text(ranks, capacity):
 def exchange_sum(
     peers, value, at, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr, ASM: tl.constexpr
 ):
-    """The sum over the ranks of values [1, N], at `at` of the buffers, zero where not `inside`; sequence:
-    `next_sequence` of these.
+    """The sum over the ranks of values [1, N], at offsets `at` of the buffers, zero where not `inside`; sequence:
+    their `next_sequence`.
 
-    Where not `inside`, `at` is a place of another value of this program. With ASM each thread waits for its own values:
-    several threads may hold the same ones, and should not hold many.
+    Where not `inside`, `at` is the offset of another value of this program. With ASM each thread waits for its own
+    values: several threads may hold the same ones, but should not hold many.
     """
     push(peers, value, at, inside, sequence, RANKS, CAPACITY)
     words = peers.received + turn(sequence, RANKS, CAPACITY) + at
@@ -184,6 +186,6 @@ def exchange_sum(
 
 @triton.jit
 def finish_exchange(peers, at, inside, sequence):
-    """Keep the sequence numbers, once all threads have read those before."""
+    """Stores the sequence numbers, once all threads have read the previous ones."""
     tl.debug_barrier()
     tl.store(peers.launches + at // _UNIT, sequence, mask=inside & (at % _UNIT == 0))

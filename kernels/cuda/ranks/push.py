@@ -1,10 +1,10 @@
 """All-reduce and all-gather of few rows over peer memory, one launch each.
 
-    out = ((x_0 + x_1) + x_2) + ...          out = x_0 | x_1 | x_2 | ...
+    out = ((x_0 + x_1) + x_2) + ...                out = x_0 | x_1 | x_2 | ...
 
-How ranks exchange values: peers.py. Definition: kernels/ranks/communicator.py. On 2 H200s (torch 2.11, Triton 3.6), in
-a graph, 1 x 4096 values take 2.3 us, 8 x 8192 3.8, 16 x 8192 5.3, where NCCL takes 22, 24 and 27; on 4 of them 1 x 8192
-takes 4.4 us and 8 x 8192 9.6.
+The exchange is described in peers.py. Defined in kernels/ranks/communicator.py. On 2 H200s (torch 2.11, Triton 3.6),
+in a graph, 1 x 4096 values take 2.3 us, 8 x 8192 3.8, 16 x 8192 5.3, where NCCL takes 22, 24 and 27; on 4 of them 1 x
+8192 takes 4.4 us and 8 x 8192 9.6.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,18 @@ from quengine.kernels.cuda.ranks.peers import (
 )
 
 BLOCK = 256
-"""Values of a program."""
+"""Values per program."""
 
 WARPS = 2
 
 GATHERED_VALUES = 1 << 19
-"""Values of one rank that an all-gather pushes, at most: 8 rows of 64K logits."""
+"""The most values of one rank that an all-gather pushes: 8 rows of 64K logits."""
 
 
 def pushed_values(ranks: int) -> int:
-    """Values that an all-reduce pushes, at most: 64 rows of 8192 with 2 ranks, 16 with 8, as each writes to all. Beyond
-    it NCCL moves fewer bytes."""
+    """The most values that an all-reduce pushes: 64 rows of 8192 with 2 ranks, 16 with 8, as each writes to
+    all. Beyond it NCCL moves fewer bytes.
+    """
     return (1 << 20) // ranks
 
 
@@ -64,8 +65,9 @@ def _all_gather_kernel(
     x_ptr, out_ptr, peers, starts_ptr, rows, own, widest, width,
     RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, own], in the buffers [rows, widest]; starts [RANKS + 1]: the first column of each rank in out [rows,
-    width], and the width."""
+    """x [rows, own], in the buffers [rows, widest]; starts [RANKS + 1]: each rank's first column in out
+    [rows, width], then the width.
+    """
     launch_then_wait(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, column = at // widest, at % widest
@@ -86,7 +88,7 @@ def _all_gather_kernel(
 def push_all_reduce(x: Tensor, buffers: PeerBuffers, pdl: bool = False) -> Tensor:
     """The sum of x over the ranks, which all launch this: fp32, contiguous, at most `buffers.capacity` values.
 
-    `pdl` (sm_90 and later): may be launched before its predecessor has ended, which may produce x.
+    `pdl` (sm_90 and later): the launch may start before its predecessor has ended, which may produce x.
     """
     assert x.dtype == torch.float32 and x.is_contiguous() and x.numel() <= buffers.capacity
     out = torch.empty_like(x)
@@ -100,8 +102,10 @@ def push_all_reduce(x: Tensor, buffers: PeerBuffers, pdl: bool = False) -> Tenso
 def push_all_gather(
     x: Tensor, widths: Sequence[int], starts: Tensor, buffers: PeerBuffers, pdl: bool = False
 ) -> Tensor:
-    """The columns of all ranks side by side: x fp32 [rows, own], contiguous; `widths` of all ranks, whose largest takes
-    rows * max(widths) values of `buffers.capacity`; starts: int32 [ranks + 1], their sums. `pdl`: see above.
+    """The columns of all ranks side by side: x fp32 [rows, own], contiguous.
+
+    `widths`: columns of each rank; rows * max(widths) values must fit `buffers.capacity`. starts: int32 [ranks + 1],
+    the cumulative sums of widths. `pdl`: as for `push_all_reduce`.
     """
     rows, own = x.shape
     assert x.dtype == torch.float32 and x.is_contiguous() and rows * max(widths) <= buffers.capacity

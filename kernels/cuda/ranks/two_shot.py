@@ -2,19 +2,19 @@
 
     out = ((x_0 + x_1) + x_2) + ...
 
-Values are taken in blocks, of which each rank owns every N-th. First every rank writes its values of a block into its
-owner's memory; the owner adds them up in the order of the ranks, and writes the sum into the memory of all. So a rank
-sends 2 (N - 1) / N of its values, where a single shot sends N - 1 times all. Data is followed by a flag of its program:
-written with release, read with acquire, at the scope of the system. A flag is the number of the launch, which is kept
-on the device: a CUDA graph can be replayed.
+Values are cut into blocks, and each of N ranks owns every N-th. First every rank writes its values of a block to its
+owner's memory; the owner adds them up in the order of the ranks, and writes the sum to the memory of all. So a rank
+sends 2 (N - 1) / N of its values, where a single shot sends N - 1 times all. Data is followed by a flag of its
+program: written with release, read with acquire, at system scope. A flag is the number of the launch, kept on the
+device, so that a CUDA graph can be replayed.
 
-A program takes N blocks, one of each owner, and waits for the programs of its own number on the other ranks alone;
-programs start in their order, so that a launch of more programs than fit on a device at once ends, too. No part of the
-memory is written again too early: who writes values for launch n + 1 has the sums of launch n, hence their owners have
-read the values; and who writes sums of launch n + 1 has had values for it from all ranks, whose launches before had
+A program takes N blocks, one of each owner, and waits only for the programs of the same number on the other ranks;
+programs start in order, so a launch of more programs than fit on a device terminates, too. No memory is overwritten
+too early: a rank that writes values for launch n + 1 has the sums of launch n, so their owners have read its values;
+and a rank that writes sums of launch n + 1 has received values for it from all ranks, whose earlier launches have
 ended.
 
-Definition: kernels/ranks/communicator.py. Memory order: PTX ISA, "Memory consistency model".
+Defined in kernels/ranks/communicator.py. Memory order: PTX ISA, "Memory consistency model".
 """
 
 from collections.abc import Sequence
@@ -29,21 +29,21 @@ from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import launch_then_wait
 
 BLOCK = 2048
-"""Values of a block."""
+"""Values per block."""
 
 WARPS = 4
 
 SUMMED_VALUES = 1 << 24
-"""Values that are summed at once, at most: 2048 rows of 8192."""
+"""The most values summed at a time: 2048 rows of 8192."""
 
 
 @dataclass(frozen=True)
 class SharedSums:
-    """What a rank needs for sums of up to `capacity` values over `ranks` ranks.
+    """Buffers of a rank for sums of up to `capacity` values over `ranks` ranks.
 
-    shared: fp32 words that all ranks write into: sums [capacity]; values [ranks, programs, BLOCK] for the blocks that
-    this rank owns; flags int32 [2, ranks, programs], of values and of sums. targets: int64 [ranks], the addresses of
-    all ranks' `shared`. launches: int32 [programs]. Flags and launches are zero at first, on all ranks.
+    shared: fp32 words that all ranks write: sums [capacity]; values [ranks, programs, BLOCK] of the blocks that this
+    rank owns; flags int32 [2, ranks, programs], of values and of sums. targets: int64 [ranks], the addresses of all
+    ranks' `shared`. launches: int32 [programs]. Flags and launches are zero on all ranks at first.
     """
 
     shared: Tensor
@@ -65,17 +65,17 @@ class SharedSums:
 
 
 def programs_for(values: int, ranks: int) -> int:
-    """Programs that take so many values."""
+    """Programs for `values` values."""
     return -(-values // (ranks * BLOCK))
 
 
 def shared_words(ranks: int, values: int) -> int:
-    """Words of `SharedSums.shared` for sums of so many values."""
+    """Words of `SharedSums.shared` for sums of `values` values."""
     return 2 * programs_for(values, ranks) * ranks * (BLOCK + 1)
 
 
 def shared_sums(shared: Tensor, addresses: Sequence[int], rank: int, values: int) -> SharedSums:
-    """Those of a rank, given its own words, of value zero, and the addresses of those of all ranks."""
+    """The buffers of a rank, from its own words, all zero, and the addresses of all ranks' words."""
     targets = torch.tensor(list(addresses), dtype=torch.int64, device=shared.device)
     launches = torch.zeros(programs_for(values, len(addresses)), dtype=torch.int32, device=shared.device)
     return SharedSums(shared, targets, launches, rank)
@@ -83,7 +83,7 @@ def shared_sums(shared: Tensor, addresses: Sequence[int], rank: int, values: int
 
 @triton.jit
 def _raise_flag(flags, at, launch):
-    """What all threads of the program have written is there for who finds the flag."""
+    """Publishes all that the program's threads have written to readers of the flag."""
     tl.debug_barrier()
     tl.atomic_xchg(flags + at, launch, sem="release", scope="sys")
 
@@ -106,7 +106,7 @@ def _two_shot_kernel(
     program = tl.program_id(0)
     launch = tl.load(launches_ptr + program) + 1
     n = tl.arange(0, BLOCK)
-    VALUES: tl.constexpr = RANKS * PROGRAMS * BLOCK  # behind the sums, which are as many
+    VALUES: tl.constexpr = RANKS * PROGRAMS * BLOCK  # after the sums, which take as much
     FLAGS: tl.constexpr = 2 * VALUES
     first = program.to(tl.int64) * RANKS * BLOCK
     for step in tl.static_range(1, RANKS):  # each rank begins with another owner
@@ -126,7 +126,7 @@ def _two_shot_kernel(
     total = mine
     for peer in tl.static_range(RANKS):
         place = VALUES + (peer * PROGRAMS + program).to(tl.int64) * BLOCK
-        # Written by others: not from this multiprocessor's own cache.
+        # Other ranks wrote these: bypass this multiprocessor's L1.
         value = tl.load(
             shared_ptr + place + n, mask=(at < count) & (peer != rank), other=0.0, cache_modifier=".cg"
         )
@@ -145,10 +145,10 @@ def _two_shot_kernel(
 
 
 def two_shot_all_reduce(x: Tensor, sums: SharedSums, pdl: bool = False) -> Tensor:
-    """The sum of x over the ranks, which all launch this: fp32, contiguous, at most `sums.capacity` values. It lies in
-    `sums`, until the next launch.
+    """The sum of x over the ranks, which all launch this: fp32, contiguous, at most `sums.capacity` values. The result
+    lies in `sums` and is valid until the next launch.
 
-    `pdl` (sm_90 and later): may be launched before its predecessor has ended, which may produce x.
+    `pdl` (sm_90 and later): the launch may start before its predecessor has ended, which may produce x.
     """
     assert x.dtype == torch.float32 and x.is_contiguous() and x.numel() <= sums.capacity
     _two_shot_kernel[(programs_for(x.numel(), sums.ranks),)](

@@ -1,1 +1,1 @@
-"""Tokens chosen on the device."""
+"""Sampling on the device."""

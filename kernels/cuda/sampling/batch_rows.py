@@ -1,6 +1,6 @@
-"""What ends a decode step on CUDA: the chosen tokens are left for the host, and the next step's input is made safe.
+"""The end of a decode step on CUDA: stores the sampled tokens for the host, and makes the next step's input valid.
 
-Sampling has moved every row on, those without a sequence too.
+Sampling has advanced every row, those without a sequence too.
 """
 
 from typing import NamedTuple
@@ -12,12 +12,13 @@ import triton.language as tl
 from quengine.kernels.cuda.pdl import wait_then_launch
 
 _BLOCK = 512
-"""Rows at a time, whatever their number: one kernel for all steps."""
+"""Rows per iteration, for any number of rows: one kernel for all steps."""
 
 
 class ChosenTokens(NamedTuple):
-    """Where steps leave their tokens, in turns. tokens: int64 [turns, rows], which may be pinned memory of the host: a
-    step then needs no copy behind it. turn: int32 [1] on the device, the turn of the next step."""
+    """A ring of the tokens of the latest steps. tokens: int64 [turns, rows], pinned host memory on CUDA, so
+    that a step needs no copy after it. turn: int32 [1] on the device, the turn of the next step.
+    """
 
     tokens: torch.Tensor
     turn: torch.Tensor
@@ -55,11 +56,11 @@ def settle_rows(
     chosen: ChosenTokens,
     pdl: bool = False,
 ) -> None:
-    """Copy `tokens` int64 [B] to the turn of `chosen`, whose next one it then is; make rows where `live` int32 [B] is 0
-    token 0 at position 0 again.
+    """Copies `tokens` int64 [B] to the current turn of `chosen`, and advances the turn; resets rows where `live` int32
+    [B] is 0 to token 0 at position 0.
 
-    positions: int32 [B]. A live row for which no token could be chosen goes on with token 0. `pdl`: may be launched
-    before its predecessor has ended (sm_90 and later).
+    positions: int32 [B]. A live row without a valid token continues with token 0. `pdl`: the launch may start before
+    its predecessor has ended (sm_90 and later).
     """
     rows = tokens.shape[0]
     turns, width = chosen.tokens.shape

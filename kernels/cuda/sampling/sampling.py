@@ -1,10 +1,10 @@
-"""From logits to the next token on CUDA, in launches that a graph can hold: token and position stay there.
+"""From logits to the next token on CUDA, in launches that a graph can capture: token and position stay on the device.
 
-The same samplers in the same order, masses and random numbers as `quengine.kernels.sampling`, whose tokens these are.
-Where every row is greedy or has a small top-k it takes two launches. First: bias and penalties, then the best
-`capacity` of every block of the vocabulary. Second: the best of those, the samplers on them, the draw, and the
-bookkeeping of the next step. A logit and its token id make one 64-bit key, so ties need no care. All other settings:
-`sampling_full`.
+Samplers, their order, masses and random numbers are those of `quengine.kernels.sampling`, and so are the tokens. If
+every row is greedy or has a small top-k, sampling takes two launches. The first applies bias and penalties and selects
+the best `capacity` of every block of the vocabulary; the second selects the best of those, applies the samplers to
+them, draws, and prepares the next step. A logit and its token id form one 64-bit key, so ties need no special
+treatment. All other settings: `sampling_full`.
 """
 
 import torch
@@ -38,7 +38,7 @@ from quengine.kernels.cuda.sampling.sampling_state import (
 __all__ = ["MAX_CAPACITY", "NO_TOKEN", "DecodeState", "SamplingBuffers", "Settings", "sample_step"]
 
 NO_TOKEN = -1
-"""What is written where every token is banned or a logit is not a number."""
+"""Stored if every token is banned or a logit is NaN."""
 
 
 @triton.jit
@@ -63,14 +63,14 @@ def _candidates_kernel(
 
 @triton.jit
 def _kept_by_typical(logit, kept, typical):
-    """The candidates of most typical surprise whose probability together exceeds `typical`."""
+    """The candidates of most typical surprise, up to where their probability exceeds `typical`."""
     i = tl.arange(0, logit.shape[0])
     gap = tl.where(kept, tl.max(logit, 0) - logit, 0.0)
     weight = tl.where(kept, mass(gap, LOG2_E), 0)
     total = tl.sum(weight, 0)
     mean = tl.sum(moment(weight, gap), 0).to(tl.float64) / total.to(tl.float64)
     distance = tl.where(kept, tl.abs(gap - mean), float("inf"))
-    # by[j, i]: j's place is not after i's.
+    # by[j, i]: j is not after i in the order.
     nearer = distance[:, None] < distance[None, :]
     by = nearer | ((distance[:, None] == distance[None, :]) & (i[:, None] <= i[None, :]))
     reached = tl.sum(tl.where(by, weight[:, None], 0), 0)
@@ -80,7 +80,7 @@ def _kept_by_typical(logit, kept, typical):
 
 @triton.jit
 def _draw(logit, kept, sharp, typical, top_p, least, uniform):
-    """Index of the drawn candidate; `logit` fp64 [C] falls, `kept` marks those in play."""
+    """The index of the drawn candidate; `logit` fp64 [C] is descending, `kept` marks the candidates in play."""
     if typical < 1.0:
         kept = _kept_by_typical(logit, kept, typical)
     best = tl.max(tl.where(kept, logit, float("-inf")), 0)
@@ -135,11 +135,10 @@ def _choose_kernel(
 def sample_step(
     logits: torch.Tensor, state: DecodeState, buffers: SamplingBuffers, pdl: bool = False
 ) -> torch.Tensor:
-    """Choose the token after each of B sequences' current one and move `state` on to it.
+    """Samples the token after each of B sequences' current one and advances `state` to it.
 
-    logits: fp32 [B, V]. The random number is that of the chosen token's position. Returns `state.tokens`, where
-    NO_TOKEN stands if every token is banned or a logit is not a number. Two or three launches, no copy to or from the
-    host.
+    logits: fp32 [B, V]. The random number is that of the new token's position. Returns `state.tokens`, with NO_TOKEN
+    where every token is banned or a logit is NaN. Two or three launches, no copy to or from the host.
     """
     if buffers.full is not None:
         return sample_from_all(logits, state, buffers, buffers.full, pdl)

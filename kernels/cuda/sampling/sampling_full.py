@@ -1,12 +1,13 @@
-"""Sampling with every token a candidate, on CUDA: no top-k, or a large one, in three launches that a graph can hold.
+"""Sampling with every token a candidate, on CUDA: no top-k, or a large one, in three launches that a graph can
+capture.
 
 1. survey: bias and penalties; the best and the worst key of each block.
-2. tally: every token's masses are added to the sums of its bucket, one of BINS between the best and the worst logit.
-3. choose, one program a row: the samplers' selections from these sums (`sampling_select`), nothing is sorted; and the
-   bookkeeping of the next step.
+2. tally: adds every token's masses to the sums of its bucket, one of BINS between the best and the worst logit.
+3. choose, one program per row: the samplers' selections from these sums (`sampling_select`), without a sort; and the
+next step's state.
 
-Masses are integers, so that atomic additions in any order give the same sums. Buckets are only the way: which tokens
-share one changes the time and not the token.
+Masses are integers, so atomic additions give the same sums in any order. The assignment of tokens to buckets affects
+the time, not the token.
 """
 
 import torch
@@ -47,10 +48,10 @@ from quengine.kernels.cuda.sampling.sampling_state import (
 )
 
 LIST, TILE = 256, 32
-"""Tokens that are compared each with each, TILE at a time."""
+"""Tokens that are compared pairwise, TILE at a time."""
 
 CHUNK, PART, WARPS = 4096, 1024, 8
-"""Of the third launch: logits that are searched at a time, logits whose masses are computed at a time, warps."""
+"""For the third launch: logits searched at a time, logits whose masses are computed at a time, warps."""
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def _choose_from_all_kernel(
 def sample_from_all(
     logits: torch.Tensor, state: DecodeState, buffers: SamplingBuffers, room: FullRoom, pdl: bool
 ) -> torch.Tensor:
-    """`quengine.kernels.cuda.sampling.sampling.sample_step` where every token is a candidate: three launches."""
+    """`sampling.sample_step` for every token a candidate: three launches."""
     buffers.check(logits, state)
     x = logits if room.adjusted is None else room.adjusted
     _survey(logits, x, buffers, room, pdl)

@@ -1,7 +1,7 @@
 """Device functions of sampling: a logit's key and mass, bias and penalties, the random number, the next step's state.
 
-Each is the twin of a function of `quengine.kernels.sampling`, bit for bit, where kernels are launched without fused
-products (`enable_fp_fusion=False`).
+Each equals a function of `quengine.kernels.sampling`, bit for bit, if kernels are launched without fused multiply-adds
+(`enable_fp_fusion=False`).
 """
 
 import triton
@@ -35,20 +35,20 @@ def mass(gap, sharp):
 
 @triton.jit
 def moment(mass, gap):
-    """The share of one token in the sum of gaps weighted by mass, int64."""
+    """One token's term of the sum of gaps weighted by mass, int64."""
     return (mass.to(tl.float64) * gap + 0.5).to(tl.int64)
 
 
 @triton.jit
 def ceiling(value):
-    """fp64 >= 0 -> int64."""
+    """The ceiling of fp64 >= 0, int64."""
     whole = value.to(tl.int64)
     return whole + (whole.to(tl.float64) < value).to(tl.int64)
 
 
 @triton.jit
 def _bounded(value):
-    """fp64 -> fp32, too large becomes the largest number and too small -inf, as the definition's `_replaced`."""
+    """fp64 to fp32, clamped to the largest number above and to -inf below, as in the definition's `_replaced`."""
     limit = 3.4028234663852886e38
     value = tl.where(value > limit, limit, value)
     return tl.where(value < -limit, float("-inf"), value).to(tl.float32)
@@ -58,7 +58,7 @@ def _bounded(value):
 def adjusted(
     x, id, inside, row, bias_ptr, count_ptr, float_ptr, vocab, BIAS: tl.constexpr, COUNTS: tl.constexpr
 ):
-    """Logits fp32 with bias, then with the penalties of tokens that were seen."""
+    """Logits fp32 with bias, then with the penalties of seen tokens."""
     if BIAS:
         bias = tl.load(bias_ptr + row * vocab + id, mask=inside, other=0.0)
         x = tl.where(bias != 0, _bounded(x.to(tl.float64) + bias), x)
@@ -75,7 +75,7 @@ def adjusted(
 
 @triton.jit
 def key_of(x, id):
-    """int64 that sorts as the logit does, equal logits by falling id; NaN is above all."""
+    """An int64 key in the order of the logits, ties by descending id; NaN is above all."""
     x = x + 0.0  # -0.0 becomes 0.0, which it equals
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -107,7 +107,7 @@ def uniform_of(int_ptr, position_ptr):
 def advance(
     token, row, token_ptr, position_ptr, history_ptr, count_ptr, int_ptr, vocab, context, COUNTS: tl.constexpr
 ):
-    """Append the token: it is the next step's input, at the next position, and enters the penalties' window."""
+    """Appends the token: it becomes the next step's input, at the next position, and enters the penalties' window."""
     position = tl.load(position_ptr + row) + 1
     tl.store(token_ptr + row, token)
     tl.store(position_ptr + row, position)

@@ -1,10 +1,10 @@
-"""One row's selections on CUDA, by one program: which token the row's samplers draw from the sums of its buckets.
+"""One row's selections on CUDA, by one program: the token that the row's samplers draw, from the sums of its buckets.
 
-A selection is "the first token, best first, with which the mass reaches `need`": top-k's last token (mass 1 each),
-typical-p's and top-p's last, and, of what those have left, the token that is drawn. Each finds its bucket in the sums,
-lists the bucket's tokens, and narrows the list by buckets of its own until few enough are left to be compared with each
-other. Typical-p selects by another order (surprise against its mean); what it leaves is added up anew.
-Knows one row; not the launches around it, nor what becomes of the token.
+A selection is "the first token, best first, where the cumulative mass reaches `need`": the last token of top-k (mass 1
+each), of typical-p and of top-p, and, among the remaining tokens, the drawn one. Each selection finds its bucket by
+the sums, lists the bucket's tokens, and narrows the list by finer buckets until few enough remain for pairwise
+comparison. Typical-p selects in another order (distance of the surprise from its mean); the sums of the tokens that it
+keeps are then recomputed.
 """
 
 import triton
@@ -28,27 +28,27 @@ COUNT, TYPICAL, NUCLEUS, DRAW = (tl.constexpr(stage) for stage in range(4))
 COUNT_PLANE, NUCLEUS_PLANE, DRAW_PLANE, MOMENT_PLANE, SCRATCH_PLANE = (
     tl.constexpr(plane) for plane in range(PLANES)
 )
-"""Sums of a bucket; typical-p shares top-p's."""
+"""Sums of a bucket; typical-p uses top-p's."""
 
 _CURSOR, _FLOOR, _CUT, _CUT_KEY, _MEAN = (tl.constexpr(note) for note in range(NOTES))
 
 
 @triton.jit
 def half_gap_limit(best, worst, sharp):
-    """Half the distance from the best logit, fp32, beyond which tokens have no mass or are not there."""
+    """Half the gap from the best logit, fp32, beyond which tokens have no mass or do not exist."""
     far = tl.minimum(tl.maximum(23.0 / sharp, 16.0), 3.0e38).to(tl.float32)
     return tl.maximum(tl.minimum(best * 0.5 - worst * 0.5, far), 1e-30)
 
 
 @triton.jit
 def half_gap(x, best):
-    """Half of what each logit lacks to the best, fp32: a whole gap may be above fp32's largest number."""
+    """Half of each logit's gap to the best, fp32: a whole gap may exceed fp32's largest number."""
     return best * 0.5 - x * 0.5
 
 
 @triton.jit
 def _distance(x, best, notes):
-    """How far each logit's gap is from the mean gap, fp64: the order of typical-p."""
+    """The distance of each logit's gap from the mean gap, fp64: the order of typical-p."""
     mean = tl.load(notes + _MEAN).to(tl.float64, bitcast=True)
     return tl.abs((best.to(tl.float64) - x.to(tl.float64)) - mean)
 
@@ -60,7 +60,7 @@ def bucket_of(half, inside, gap_limit, BINS: tl.constexpr):
 
 @triton.jit
 def add_masses(planes, x, bucket, inside, top, settings, BINS: tl.constexpr):
-    """Add the masses that top-p and the draw go by to the sums of the buckets."""
+    """Adds the masses of top-p and of the draw to the sums of the buckets."""
     wide = x.to(tl.float64)
     gap = tl.where(inside, top - wide, 0.0)
     if tl.load(settings + 2) < 1.0:
@@ -85,7 +85,7 @@ def _worth(x, stage, top, settings):
 
 @triton.jit
 def _in_play(x, key, best, notes):
-    """Whether a token is left by top-k (keys from the floor) and by typical-p (up to the cut in its order)."""
+    """Whether top-k (keys from the floor on) and typical-p (up to the cut in its order) keep a token."""
     distance = _distance(x, best, notes)
     cut = tl.load(notes + _CUT).to(tl.float64, bitcast=True)
     near = (distance < cut) | ((distance == cut) & (key >= tl.load(notes + _CUT_KEY)))
@@ -94,14 +94,14 @@ def _in_play(x, key, best, notes):
 
 @triton.jit
 def _reached(plane_ptr, limit, BINS: tl.constexpr):
-    """The sums of a plane's buckets below `limit`, added up from the first on."""
+    """The cumulative sums of a plane's buckets below `limit`."""
     b = tl.arange(0, BINS)
     return tl.cumsum(tl.load(plane_ptr + b, mask=b < limit, other=0), 0)
 
 
 @triton.jit
 def _crossing(reached, limit, need, BINS: tl.constexpr):
-    """The bucket below `limit` in which the sum reaches `need` (`limit` if none), and the sum before it."""
+    """The bucket below `limit` where the sum reaches `need` (`limit` if none), and the sum before it."""
     short = (tl.arange(0, BINS) < limit) & (reached < need)
     return tl.sum(short.to(tl.int32), 0), tl.max(tl.where(short, reached, 0), 0)
 
@@ -115,7 +115,7 @@ def _clear(plane_ptr, BINS: tl.constexpr):
 
 @triton.jit
 def _append(id_ptr, notes, id, found):
-    """Write the tokens that were found behind those in the list, in no order."""
+    """Appends the found tokens to the list, in any order."""
     cursor = notes + _CURSOR + id * 0
     slot = tl.atomic_add(cursor, tl.full(id.shape, 1, tl.int64), mask=found, sem="relaxed")
     tl.store(id_ptr + slot, id, mask=found)
@@ -139,7 +139,7 @@ def _gather(
     x_ptr, id_ptr, notes, vocab, wanted, by_distance, narrowed, best, gap_limit,
     CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens of bucket `wanted` that are in play; how many there are."""
+    """Lists the tokens of bucket `wanted` that are in play; returns their number."""
     _restart(notes)
     id = tl.arange(0, CHUNK)
     ahead = tl.load(x_ptr + id, mask=id < vocab, other=float("-inf"))
@@ -163,7 +163,7 @@ def _retally(
     x_ptr, planes, notes, vocab, by_distance, best, gap_limit, top, settings,
     PART: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """The sums anew, of tokens in play: by distance into the scratch plane, else as the second launch does."""
+    """Recomputes the bucket sums over tokens in play: typical-p's, by distance, in the scratch plane, or masses."""
     for start in range(0, vocab, PART):
         id = start + tl.arange(0, PART)
         x = tl.load(x_ptr + id, mask=id < vocab, other=float("-inf"))
@@ -195,7 +195,7 @@ def _best_in_play(x_ptr, notes, vocab, best, PART: tl.constexpr):
 
 @triton.jit
 def _listed_worth(x_ptr, id_ptr, n, floor, stage, top, settings, LIST: tl.constexpr):
-    """The masses of the listed tokens from key `floor` on, and their moments, added up."""
+    """The sums of the masses and moments of the listed tokens from key `floor` on."""
     weights, moments = tl.zeros((LIST,), tl.int64), tl.zeros((LIST,), tl.int64)
     for start in range(0, n, LIST):
         at = start + tl.arange(0, LIST)
@@ -210,14 +210,14 @@ def _listed_worth(x_ptr, id_ptr, n, floor, stage, top, settings, LIST: tl.conste
 
 @triton.jit
 def _place(x, id, by_key, best, notes):
-    """int64 that rises in the order of a selection."""
+    """An int64 that ascends in the order of a selection."""
     distance = _distance(x, best, notes).to(tl.int64, bitcast=True)
     return tl.where(by_key, ~key_of(x, id), distance)
 
 
 @triton.jit
 def _shift(width):
-    """How far to shift a number up to `width` (uint64, not 0) so that it is below 2048 and the largest is not 0."""
+    """The right shift after which a number up to `width` (uint64, not 0) is below 2048, and `width` itself above 0."""
     exponent = (width.to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1023
     return tl.maximum(exponent - 10, 0)
 
@@ -227,10 +227,10 @@ def _narrow(
     x_ptr, id_ptr, notes, plane_ptr, n, need, by_key, stage, best, top, settings,
     PART: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Cut the list to the tokens of the bucket in which the mass reaches `need`: one round of a radix selection.
+    """Cuts the list to the tokens of the bucket where the mass reaches `need`: one round of a radix selection.
 
-    Returns the new length, what is still needed, and the order to go on with: where all distances are the same,
-    nothing is cut, and keys decide next.
+    Returns the new length, the remaining need, and the order to continue with: if all distances are equal, nothing is
+    cut, and keys decide next.
     """
     first, last = tl.full((PART,), HIGHEST, tl.int64), tl.full((PART,), LOWEST, tl.int64)
     for start in range(0, n, PART):
@@ -260,7 +260,7 @@ def _narrow(
             id = tl.load(id_ptr + at, mask=at < n, other=0)
             place = _place(tl.load(x_ptr + id), id, by_key, best, notes)
             found = (at < n) & (((place - origin).to(tl.uint64) >> shift).to(tl.int32) == wanted)
-            tl.debug_barrier()  # all have read this part before some of it is written over
+            tl.debug_barrier()  # all have read this part before it is partly overwritten
             _append(id_ptr, notes, id, found)
         n = _length(notes)
     else:
@@ -273,7 +273,7 @@ def _first_to_reach(
     x_ptr, id_ptr, notes, scratch, n, need, by_distance, stage, best, top, settings,
     LIST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Key and distance (its bits) of the listed token (n <= LIST) with which the mass reaches `need`."""
+    """Key and distance (its bits) of the listed token (n <= LIST) where the mass reaches `need`."""
     at = tl.arange(0, LIST)
     id = tl.load(id_ptr + at, mask=at < n, other=0)
     x = tl.load(x_ptr + id)
@@ -281,7 +281,7 @@ def _first_to_reach(
     distance = _distance(x, best, notes).to(tl.int64, bitcast=True)
     order = tl.where(by_distance, distance, 0)
     weight = tl.where(at < n, _worth(x, stage, top, settings), 0)
-    tl.debug_barrier()  # all have read what the scratch held
+    tl.debug_barrier()  # all have read the scratch
     tl.store(scratch + at, key)
     tl.store(scratch + LIST + at, order)
     tl.store(scratch + 2 * LIST + at, weight)
@@ -300,7 +300,7 @@ def _first_to_reach(
 
 @triton.jit
 def _is_active(stage, settings, int_ptr, vocab):
-    """Whether the row's settings ask for this selection; it always draws."""
+    """Whether the row's settings require this selection; the draw always is."""
     top_k = tl.load(int_ptr)
     counts = (stage == COUNT) & (top_k > 0) & (top_k < vocab)
     typical = (stage == TYPICAL) & (tl.load(settings + 1) < 1.0)
@@ -331,14 +331,15 @@ def drawn_key(
     x_ptr, planes, id_ptr, notes, settings, int_ptr, position_ptr, best, worst, vocab,
     LIST: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """The key of the token that the row's samplers draw; `best` and `worst` are its finite logits' fp32 ends.
+    """The key of the token that the row's samplers draw; `best` and `worst` are its largest and smallest finite
+    logits, fp32.
 
-    Settings, and what typical-p has left, are read where they are used: kept in registers, they would be spilled.
+    Settings, and the bounds of typical-p, are loaded where they are used: held in registers, they would spill.
     """
     scratch = planes + SCRATCH_PLANE * BINS
     gap_limit = half_gap_limit(best, worst, tl.load(settings))
     top = best.to(tl.float64)
-    # Where the last selection ended: no later token counts. The list holds that bucket's tokens, or part of them.
+    # The last selection's end: no later token counts. The list holds the tokens of that bucket, or some of them.
     end_key, end_bucket = tl.full((), LOWEST, tl.int64), vocab * 0 + BINS
     n, whole = vocab * 0, vocab == vocab
     for stage in range(4):
@@ -394,7 +395,9 @@ def drawn_key(
 
 @triton.jit
 def _note(notes, floor, cut, cut_key, mean):
-    """Keep what is in play: all from `floor` on, up to `cut` in the order of typical-p. A barrier has to follow."""
+    """Stores the bounds of the tokens in play: from `floor` on, and up to `cut` in the order of typical-p. A
+    barrier must follow.
+    """
     tl.store(notes + _FLOOR, floor)
     tl.store(notes + _CUT, (mean * 0 + cut).to(tl.int64, bitcast=True))
     tl.store(notes + _CUT_KEY, cut_key)

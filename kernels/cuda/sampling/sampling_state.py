@@ -1,4 +1,4 @@
-"""What sampling on CUDA keeps on the device: the sequences' tokens, their settings, and room to work in."""
+"""The state of sampling on the device: the sequences' tokens, their settings, and workspace."""
 
 import math
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ MAX_CAPACITY = 128
 """Largest top-k of the two-launch path; above it, or without top-k, every token is a candidate."""
 
 FULL_BLOCK = 1024
-"""Logits that a block of the first two of the three launches reads."""
+"""Logits per block in the first two of the three launches."""
 
 BINS = 2048
 """Buckets into which one pass sorts the candidates of a row."""
 
 NOTES = 5
-"""Numbers that the third launch keeps of a row: the length of its list, and the four ends of what is in play."""
+"""Numbers that the third launch keeps per row: the length of its list, and the four bounds of the tokens in play."""
 
 PLANES = 5
-"""Sums kept for each bucket: tokens, masses at temperature 1, masses at the row's temperature, moments, and scratch."""
+"""Sums per bucket: tokens, masses at temperature 1, masses at the row's temperature, moments, and scratch."""
 
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What a decode step of B sequences reads and the sampling of its result moves on.
+    """The inputs of a decode step of B sequences, which sampling advances.
 
     tokens: int64 [B], the token to process; positions: int32 [B], its position; history: int32 [B, context], the
     tokens by position.
@@ -48,7 +48,7 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class Settings:
-    """How one sequence samples; the names and ranges of `quengine.kernels.sampling.sample`."""
+    """The sampling settings of one sequence; names and ranges as in `quengine.kernels.sampling.sample`."""
 
     temperature: float = 0.8
     top_k: int = 40
@@ -81,11 +81,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class FullRoom:
-    """Where B rows are sampled with every token a candidate.
+    """Workspace to sample B rows with every token a candidate.
 
     edges: int64 [B, 2, blocks], the best and the worst key of each block; planes: int64 [B, PLANES, BINS]; ids: int32
-    [B, V], a bucket's tokens; notes: int64 [B, NOTES], how many, and what typical-p has left; adjusted: fp32 [B, V],
-    the logits after bias and penalties, or None without them.
+    [B, V], a bucket's tokens; notes: int64 [B, NOTES], their number, and the bounds of the tokens in play; adjusted:
+    fp32 [B, V], the logits after bias and penalties, or None without them.
     """
 
     edges: torch.Tensor
@@ -108,12 +108,12 @@ class FullRoom:
 
 @dataclass(frozen=True)
 class SamplingBuffers:
-    """Settings of B sequences on the device, with the room that sampling needs.
+    """Settings of B sequences on the device, and workspace for sampling.
 
     floats: fp64 [B, 7] (sharpness or 0 for greedy, typical_p, top_p, log of min_p, repeat, presence, frequency); ints:
-    int64 [B, 4] (top_k or 0, seed, stream, repeat_last_n); bias: fp64 [B, V] or None; counts: int32 [B, V], how often
-    each token is in the window of the penalties, or None without penalties. `capacity` is 1 where all are greedy, else
-    the power of two that holds the largest top-k, with keys: int64 [B, blocks, capacity]; or 0, with `full`, where
+    int64 [B, 4] (top_k or 0, seed, stream, repeat_last_n); bias: fp64 [B, V] or None; counts: int32 [B, V],
+    occurrences of each token in the penalties' window, or None without penalties. `capacity` is 1 if all are greedy,
+    else the power of two that holds the largest top-k, with keys: int64 [B, blocks, capacity]; or 0, with `full`, if
     some row has no top-k or one above MAX_CAPACITY.
     """
 
@@ -128,7 +128,7 @@ class SamplingBuffers:
 
     @property
     def bias_plane(self) -> torch.Tensor:
-        """What a kernel is given for `bias`; without one, a tensor that it does not read."""
+        """The kernel's argument for `bias`; without one, a tensor that is not read."""
         return self.floats if self.bias is None else self.bias
 
     @property
@@ -137,7 +137,7 @@ class SamplingBuffers:
         return self.ints if self.counts is None else self.counts
 
     def check(self, logits: torch.Tensor, state: DecodeState) -> None:
-        """Assert that rows of logits [B, V] with `state` can be sampled with these."""
+        """Asserts that these buffers can sample logits [B, V] with `state`."""
         batch, vocab = logits.shape
         assert logits.dtype == torch.float32 and logits.is_contiguous() and vocab == self.vocab
         assert state.tokens.shape == (batch,) and self.floats.shape[0] >= batch
@@ -146,7 +146,9 @@ class SamplingBuffers:
     def allocate(
         cls, batch: int, vocab: int, top_k: int, device: torch.device, bias: bool, penalties: bool
     ) -> "SamplingBuffers":
-        """`top_k`: the largest that any sequence uses; 1 means greedy, 0 (or above MAX_CAPACITY) any setting at all."""
+        """Buffers for settings up to `top_k`, the largest of any sequence; 1: greedy, 0 or above
+        MAX_CAPACITY: any settings.
+        """
         if not 1 <= top_k <= MAX_CAPACITY:
             capacity = 0
         else:
@@ -164,9 +166,10 @@ class SamplingBuffers:
         )
 
     def set(self, row: int, settings: Settings, history: list[int], bias: dict[int, float]) -> None:
-        """Give sequence `row` its settings; `history` is its tokens so far, of which the window is counted.
+        """Sets the settings of sequence `row`; `history` is its tokens so far, of which the penalties' window is
+        counted.
 
-        Raises EngineError where the buffers were allocated without room for what the settings ask.
+        Raises EngineError if the buffers were allocated without room for these settings.
         """
         s = settings
         if s.temperature > 0 and self.capacity and not 1 <= s.top_k <= self.capacity:
@@ -188,5 +191,5 @@ class SamplingBuffers:
 
 
 def block_size(vocab: int) -> int:
-    """Logits a block of the first launch reads: more for a large vocabulary, so that later ones have few to merge."""
+    """Logits per block in the first launch: more for a large vocabulary, so that the second has few to merge."""
     return 1024 if vocab <= 65536 else 4096

@@ -1,4 +1,4 @@
-"""Packed weights written out as fp16, for cuBLAS to multiply: the matmul of many rows."""
+"""Packed weights dequantized to fp16 in memory, for cuBLAS to multiply: the matmul of many rows."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ from quengine.kernels.cuda.weights.packed import PackedPart
 
 @triton.jit
 def _byte_values(word, scale, minimum, SIGNED: tl.constexpr):
-    """scale*byte - minimum for the four bytes of a word, fp32, then rounded to four fp16 in an int64."""
+    """scale*byte - minimum for the four bytes of a word, in fp32, rounded to four fp16 in an int64."""
     values = ()
     for i in tl.static_range(4):
         if SIGNED:
@@ -26,7 +26,7 @@ def _byte_values(word, scale, minimum, SIGNED: tl.constexpr):
 
 @triton.jit
 def _store_run(pointer, values, inside):
-    """Store 32 columns of a row, 8 words of fp16, from every thread: words side by side, so that they coalesce."""
+    """Stores 32 columns of a row, 8 words of fp16, from every thread, with adjacent words, so that stores coalesce."""
     first = tl.join(tl.join(values[0], values[1]), tl.join(values[2], values[3]))
     last = tl.join(tl.join(values[4], values[5]), tl.join(values[6], values[7]))
     run = tl.reshape(tl.permute(tl.join(first, last), [0, 3, 2, 1]), [values[0].shape[0], 8])
@@ -39,7 +39,7 @@ def _dequantize_kernel(
     low, high, scales, supers, out_ptr, chunk_count, first_tile, rows, weight_scale,
     FMT: tl.constexpr, K: tl.constexpr, WARPS: tl.constexpr, PAIRED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """fp16 [rows, K] of a part, from tile first_tile on; one warp a chunk. Row 0 of `out` is that tile's first."""
+    """fp16 [rows, K] of a part, from tile first_tile on; one warp per chunk. Row 0 of `out` is that tile's first."""
     CHUNKS: tl.constexpr = (K + FMT.chunk - 1) // FMT.chunk
     BLOCKS: tl.constexpr = FMT.blocks
     SETS: tl.constexpr = FMT.sets_per_block
@@ -90,10 +90,10 @@ def dequantize_part(
     tiles: int | None = None,
     weight_scale: float | None = None,
 ) -> Tensor:
-    """Write weight_scale * weights (the part's own scale by default) as fp16 to out [rows, K]: all rows, or those of
+    """Writes weight_scale * weights (by default the part's own scale) as fp16 to out [rows, K]: all rows, or those of
     some tiles.
 
-    Of a paired part, the gate rows of these tiles come first, then their up rows.
+    For a paired part, the gate rows of these tiles come first, then their up rows.
     """
     count = part.tiles - first_tile if tiles is None else tiles
     chunk_count, warps = count * part.chunks, 4

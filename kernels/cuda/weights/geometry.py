@@ -1,4 +1,4 @@
-"""How programs of the matmul kernels cut a matrix: warps, rows of weights and of x, splits of the columns."""
+"""Launch geometry of the matmul kernels: warps, rows of weights and of x per program, splits of the columns."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Geometry:
-    """A program of the matvec kernels: `tiles` tiles of 16 weight rows, each shared by `k_warps` warps (powers of
-    two) that split its columns; `ahead` chunks are read before they are needed; `registers` is a limit per thread
-    (0: none) that leaves room on a multiprocessor for more programs, also for those of the next kernel;
-    `early`: see q_dot.py.
+    """A program of the matvec kernels: `tiles` tiles of 16 weight rows, each shared by `k_warps` warps (powers of two)
+    that split its columns; `ahead` chunks are loaded before they are needed; `registers` limits registers per thread
+    (0: no limit), so that more programs, also of the next kernel, fit on a multiprocessor; `early`: see q_dot.py.
 
     `k_warps` fixes the order in which a row is summed, so it may follow from the weight alone, never from the batch.
     """
@@ -27,9 +26,9 @@ class Geometry:
 
 @dataclass(frozen=True)
 class FusedGeometry:
-    """A program of the fused matmul: 8 * `token_tiles` rows by `n_warps` * `tiles` tiles of 16 weight rows, `tiles` a
-    warp, each shared by `k_warps` warps; `splits` programs share the columns. All are powers of two but `splits`.
-    `ahead`: a chunk of weights is read ahead of the one that is multiplied.
+    """A program of the fused matmul: 8 * `token_tiles` rows by `n_warps` * `tiles` tiles of 16 weight rows, `tiles`
+    per warp, each shared by `k_warps` warps; `splits` programs share the columns. All are powers of two but `splits`.
+    `ahead`: one chunk of weights is loaded ahead.
 
     `k_warps` and `splits` fix the order in which a row is summed.
     """
@@ -45,15 +44,17 @@ class FusedGeometry:
 
 @dataclass(frozen=True)
 class WgmmaGeometry:
-    """A program of the fused matmul on Hopper: `warps` (a multiple of 4) tiles of 16 weight rows by `block` rows of x,
-    up to 256 (0: see `wgmma_block`). `stages` sets of `columns` columns (128 or 256, no more than a chunk) of the rows
-    are in shared memory; `overlap`: the matrix units work on 128 columns while the next ones are dequantized.
-    `registers` is a limit per thread (0: none). `ring`: weights come through so many slots in shared memory, each of
-    `columns` columns (0: through registers). `groups`: of 8 warps, two groups of 4 dequantize and multiply without
-    waiting for each other.
+    """A program of the wgmma matmul: `warps` (a multiple of 4) tiles of 16 weight rows by `block` rows of x, up to 256
+    (0: see `wgmma_block`).
 
-    `splits` programs share the columns of every block but the first `whole`, or, `in_turn`, each program takes one
-    split after the other: this fixes the order in which a row is summed.
+    `stages` sets of `columns` columns of the rows (128 or 256, at most a chunk) are in shared memory; `overlap`: the
+    matrix units work on 128 columns while the next are dequantized. `registers` limits registers per thread (0: no
+    limit). `ring`: slots of a shared-memory ring buffer for weights, each of `columns` columns (0: weights pass
+    through registers). `groups`: 8 warps form two groups of 4 that dequantize and multiply without waiting for each
+    other.
+
+    `splits` programs share the columns of every block but the first `whole`, or, with `in_turn`, each program takes
+    one split after another: this fixes the order in which a row is summed.
     """
 
     warps: int
@@ -70,7 +71,7 @@ class WgmmaGeometry:
 
 
 class Shape(NamedTuple):
-    """What the geometry of a matmul follows from in a matrix, beside what is done with its products."""
+    """The properties of a matrix that a matmul's geometry depends on."""
 
     format: str
     rows: int

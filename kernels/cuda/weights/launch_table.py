@@ -1,7 +1,7 @@
-"""Launch geometry of the matmul kernels by (device, format, shape): measured, kept in launch_table.json.
+"""Launch geometry of the matmul kernels by (device, format, shape): measured, stored in launch_table.json.
 
-matvec_types.py, tune_matvec_chain.py and tune_matmul.py in benchmarks/cuda/ write it. A shape or GPU that is not in it
-gets a default that is right everywhere and not far off; nothing is tuned at run time.
+benchmarks/cuda/ writes it: matvec_types.py, tune_matvec_chain.py and tune_matmul.py. Shapes and GPUs without an entry
+get a default that works everywhere and is not far off; nothing is tuned at run time.
 """
 
 import json
@@ -23,16 +23,16 @@ _MOST_ROUNDS = 16
 _MANY_TILES = 1024
 
 _REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 
 _SHARED_BYTES, _RESERVED_BYTES = 228 << 10, 1 << 10
-"""Shared memory of one, and what each program takes of it beside its own."""
+"""Shared memory of a multiprocessor, and what each program reserves of it besides its own."""
 
 _LIMITS, _LONG_LIMITS = (80, 72, 64), (128, 80)
-"""Registers of a thread that programs of the matvecs may be limited to; of long columns, which 64 make slower."""
+"""Limits on registers per thread for the matvecs; and for long columns, which 64 registers make slower."""
 
 MOST_FEW = 128
-"""Rows up to which a program of the fused matmul on Hopper takes them all."""
+"""Rows up to which a program of the wgmma matmul takes all of them."""
 
 
 @cache
@@ -59,26 +59,29 @@ def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
 
 
 def experts_key(part: PackedPart, kind: str, tiles: int, used: int) -> str:
-    """Format, rows of an expert, columns and experts of a row, e.g. "add Q6_K 2048 x 768 of 8"."""
+    """Format, rows per expert, columns and experts per row, e.g. "add Q6_K 2048 x 768 of 8"."""
     return f"{kind} {part.layout.format} {16 * tiles} x {part.cols} of {used}"
 
 
 def experts_glu_geometry(part: PackedPart, tiles: int, used: int) -> Geometry:
-    """Geometry for `used` experts, of `tiles` tiles each, on one row; programs have tiles of one expert."""
+    """Geometry for `used` experts of `tiles` tiles each, on one row; a program's tiles belong to one expert."""
     entry = _table().get(device_name(), {}).get("experts", {}).get(experts_key(part, "glu", tiles, used))
     return Geometry(*entry) if entry else _one_tile(part, 4, (72,))
 
 
 def experts_add_geometry(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
-    """Geometry (one tile or an even number) for the sum of `used` experts, of `tiles` tiles each, on one row, and how
-    many experts the warps of a program take at a time, a power of two: each tile has so many times `k_warps` warps."""
+    """Geometry (one tile or an even number) for the sum of `used` experts of `tiles` tiles each, on one row,
+    and the number of experts, a power of two, that a program's warps take at a time: each tile has that many
+    times `k_warps` warps.
+    """
     entry = _table().get(device_name(), {}).get("experts", {}).get(experts_key(part, "add", tiles, used))
     return (Geometry(*entry[1:]), entry[0]) if entry else _default_experts_add(part, tiles, used)
 
 
 def fused_limit(wgmma: bool) -> int:
-    """Up to how many rows the fused matmul is faster than dequantizing for cuBLAS, on the current device; `wgmma`: the
-    one on Hopper's warp-group instruction, which was faster at every number of rows that was tried."""
+    """Rows up to which the fused matmul beats dequantizing for cuBLAS, on the current device; `wgmma`: for
+    the wgmma matmul, which was faster at every number of rows that was measured.
+    """
     return _fused_limit(device_name(), wgmma)
 
 
@@ -91,7 +94,7 @@ def _fused_limit(device: str, wgmma: bool) -> int:
 def fused_geometry(part: PackedPart, kind: str, rows: int, batch_invariant: bool = False) -> FusedGeometry:
     """Geometry of the fused matmul for `rows` rows; kind "rows" or "swiglu".
 
-    `batch_invariant`: one whose splits of the columns, and so the order of a row's sums, follows from the weight alone.
+    `batch_invariant`: column splits, and so the order of a row's sums, follow from the weight alone.
     """
     token_tiles = 1
     while token_tiles < 8 and 8 * token_tiles < rows:
@@ -104,13 +107,13 @@ def fused_geometry(part: PackedPart, kind: str, rows: int, batch_invariant: bool
 
 
 def grouped_block(pairs: int, experts: int) -> int:
-    """Rows of a block of the grouped matmuls on packed weights, for so many pairs of a row and an expert."""
+    """Rows per block of the grouped matmuls on packed weights, for `pairs` pairs of a row and an expert."""
     return _grouped_block(device_name(), -(-pairs // experts)) or default_block(pairs, experts)
 
 
 @lru_cache(1024)
 def _grouped_block(device: str, mean: int) -> int:
-    """From `grouped_blocks` of the table: pairs of an expert on average, up to, and the block; 0 where it has none."""
+    """The block size by the table's `grouped_blocks`, which map mean pairs per expert to blocks, or 0."""
     for most, block in _table().get(device, {}).get("grouped_blocks", ()):
         if mean <= most:
             return int(block)
@@ -118,14 +121,16 @@ def _grouped_block(device: str, mean: int) -> int:
 
 
 def grouped_fused_geometry(part: PackedPart, expert_tiles: int, block: int) -> FusedGeometry:
-    """Geometry of the grouped matmul on m16n8k16 for blocks of 8 to 64 rows; its `k_warps`, the order of a row's sums,
-    follow from the weight alone."""
+    """Geometry of the grouped matmul on m16n8k16 for blocks of 8 to 64 rows; `k_warps`, and so the order of a
+    row's sums, follow from the weight alone.
+    """
     return replace(default_fused(replace(part, rows=16 * expert_tiles), block // 8), ahead=block < 64)
 
 
 def grouped_wgmma_geometry(part: PackedPart, cols: int, block: int, exact: bool) -> WgmmaGeometry:
-    """Geometry of the grouped matmul on Hopper for blocks of 8 to 256 rows of `cols` columns. No columns are split:
-    experts and blocks make programs enough. exact: see WgmmaFlags."""
+    """Geometry of the grouped wgmma matmul for blocks of 8 to 256 rows of `cols` columns. Columns are not
+    split: experts and blocks make enough programs. exact: see WgmmaFlags.
+    """
     entry = _table().get(device_name(), {}).get("grouped_wgmma", {}).get(str(block))
     if entry:
         geometry = WgmmaGeometry(*entry, block=block)
@@ -137,9 +142,12 @@ def grouped_wgmma_geometry(part: PackedPart, cols: int, block: int, exact: bool)
 
 @lru_cache(1024)
 def _grouped_few(layout: PackedLayout, cols: int, block: int, exact: bool) -> WgmmaGeometry:
-    """Weights come through a ring where four programs with one, and two sets of rows, fit a multiprocessor; where five
-    fit, a limit on registers lets them share it (signed codes of 4 bits spill with it). MXFP4 gains by neither: its
-    instructions are what takes time."""
+    """Geometry for blocks of few rows: with a ring buffer for the weights if that pays.
+
+    A ring buffer is used if four programs with one, and two sets of rows, fit a multiprocessor; if five fit, a
+    register limit lets them (4-bit signed codes would spill with it). MXFP4 gains by neither: it is bound by
+    instructions.
+    """
     few = WgmmaGeometry(4, 1, 2, False, 128, 256, block=block)
     if layout.format == "MXFP4":
         return replace(few, registers=0)
@@ -153,7 +161,7 @@ def _grouped_few(layout: PackedLayout, cols: int, block: int, exact: bool) -> Wg
 
 
 def wgmma_block(rows: int) -> int:
-    """How many rows the matrix instruction takes at a time: a power of two from 8 to 128."""
+    """Rows that the matrix instruction takes at a time: a power of two from 8 to 128."""
     block = 8
     while block < min(rows, 128):
         block *= 2
@@ -168,16 +176,18 @@ def wgmma_geometry(
     consumer: bool = False,
     beside: int = 0,
 ) -> WgmmaGeometry:
-    """Geometry of the fused matmul on Hopper; kind "rows" or "swiglu". `splits` is the same for every number of rows up
-    to 64, and, with `batch_invariant`, for all. `consumer`: see `launch_wgmma`. beside: weight rows of another part in
-    the same launch."""
+    """Geometry of the wgmma matmul; kind "rows" or "swiglu". `splits` is the same for every number of rows up
+    to 64, and, with `batch_invariant`, for all. `consumer`: see `launch_wgmma`. beside: weight rows of
+    another part in the same launch.
+    """
     shape = Shape(part.layout.format, part.rows, part.cols, part.chunks)
     return _wgmma_geometry(device_name(), shape, kind, rows, batch_invariant, consumer, beside)
 
 
 def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
-    """What the table has for "kind format rows x columns" on a device: `splits`, and for each number of rows the rest
-    of a WgmmaGeometry."""
+    """The table's entry for "kind format rows x columns" on a device: `splits`, and for each number of rows
+    the rest of a WgmmaGeometry.
+    """
     entry: dict[str, Any] | None = _table().get(device, {}).get("wgmma", {}).get(key)
     return entry
 
@@ -207,13 +217,15 @@ def _default_wgmma(splits: int, block: int) -> WgmmaGeometry:
 
 
 def _splits(shape: Shape, programs: int) -> int:
-    """As many as make so many programs of 4 warps for each multiprocessor, or a few less, with two chunks each or more.
-    Of up to 64 rows four run at a time, of 128 two, and a second wave takes as long as the first."""
+    """Splits that make about `programs` programs of 4 warps per multiprocessor, or slightly fewer, of two
+    chunks or more each. With up to 64 rows four programs run at a time, with 128 two, and a second wave takes
+    as long as the first.
+    """
     return max(1, min(shape.chunks // 2, programs * MULTIPROCESSORS // -(-shape.tiles // 4)))
 
 
 def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
-    """Programs of up to 8 warps whose warps share the columns of a few tiles."""
+    """Programs of up to 8 warps, which share the columns of a few tiles."""
     tiles = 2 if part.tiles >= 512 else 1
     k_warps = 1
     while k_warps < 8 and part.chunks > 2 * k_warps:
@@ -222,9 +234,10 @@ def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
 
 
 def default_geometry(part: PackedPart, kind: str) -> Geometry:
-    """One tile a program, by up to 8 warps with a chunk or two each; long columns, which these go through in a loop,
-    may have more registers. Gate and up have 4 warps or fewer with more chunks each: 2 where codes take long to unpack,
-    whose programs are one wave then. So have many rows whose chunks are no multiple of 8."""
+    """One tile per program, with up to 8 warps of a chunk or two each; long columns, which take a loop, may
+    use more registers. Gate and up use 4 warps or fewer with more chunks each: 2 if codes take long to
+    unpack, so that programs form one wave. The same holds for many rows whose chunks are not a multiple of 8.
+    """
     if kind == "swiglu":
         return _one_tile(part, 2 if part.layout.table or part.layout.bits < 4 else 4)
     if kind == "norm" or part.tiles < _MANY_TILES or part.chunks % 8 == 0:
@@ -236,8 +249,10 @@ def default_geometry(part: PackedPart, kind: str) -> Geometry:
 
 
 def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS) -> Geometry:
-    """A tile by up to so many warps, each of which has a chunk or more, and the largest limit on the registers with
-    which programs take the fewest waves. Warps that check for the edge of a few chunks take more than such a limit."""
+    """One tile by up to `most_warps` warps, each with a chunk or more, and the largest register limit with
+    which programs take the fewest waves. Warps that check bounds over a few chunks need more than such a
+    limit.
+    """
     k_warps = 1
     while k_warps < most_warps and 2 * k_warps <= part.chunks:
         k_warps *= 2
@@ -254,8 +269,9 @@ def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS
 
 
 def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
-    """Up to 16 warps a program, experts first, then columns. Where a warp has few chunks, it reads them all at once;
-    where it has many, two programs share a multiprocessor."""
+    """Up to 16 warps per program, experts first, then columns. A warp with few chunks loads them all at once;
+    with many, two programs share a multiprocessor.
+    """
     slots = 1
     while slots < 8 and 2 * slots <= used:
         slots *= 2

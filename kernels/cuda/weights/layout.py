@@ -1,25 +1,24 @@
-"""How each block format lies in packed planes: the constants that packing, kernels and tests share.
+"""The layout of block formats in packed planes: constants shared by packing, kernels and tests.
 
-A packed matrix is cut in tiles of 16 rows, a tile in chunks of 256 columns (128 where the columns are no
-multiple of 256), a chunk in blocks of 128. Lane 4r + q of a warp holds the neighbouring columns 32q .. 32q+31 of
-each block, of rows r and r + 8, whatever the format: 8 in each of four steps. One step is what one integer matrix
-instruction (m16n8k32) of the warp consumes. Step i of a chunk covers columns 8j .. 8j+7 (j = i % 4) of a lane's 32
-in block i // 4.
+A packed matrix is cut into tiles of 16 rows, a tile into chunks of 256 columns (128 if the columns are not a multiple
+of 256), a chunk into blocks of 128. Lane 4r + q of a warp holds the adjacent columns 32q .. 32q+31 of each block, of
+rows r and r + 8, in every format: 8 in each of four steps. One step feeds one integer matrix instruction (m16n8k32) of
+the warp. Step i of a chunk covers columns 8j .. 8j+7 (j = i % 4) of a lane's 32 in block i // 4.
 
-So the four lanes of a quad (q = 0..3) hold columns of four *different* groups, and a lane meets one group at a
-time, whose scales are the only ones it needs: all 32 columns of a block, or the first and then the last 16. The
-steps that have such a group, and the groups of the quad, are a "set": with J = group/8 steps, set s is steps s*J ..
-s*J + J-1. In groups of 32 these are groups 4s + q of the chunk, in groups of 16 groups 8*(s // 2) + 2q + s % 2.
+So the four lanes of a quad (q = 0..3) hold columns of four *different* groups, and a lane handles one group at a time,
+whose scales are all it needs: all 32 columns of a block, or the first and then the last 16. The steps of such a group,
+with the quad's four groups, are a "set": with J = group/8 steps, set s is steps s*J .. s*J + J-1. In groups of 32
+these are groups 4s + q of the chunk, in groups of 16 groups 8*(s // 2) + 2q + s % 2.
 
-Plane     per lane         content (rh: 0 for row r, 1 for row r + 8; half: first or last 4 of the 8 columns)
-low       4 bits: 8 B/step byte b of word `half`: code of rh 0 in the low nibble, of rh 1 in the high one
-          4 bits, table    word `half`: 16 bits of rh 0, 16 bits of rh 1, one nibble a column
-          2, 3, 6 bits     see `CODE_PIECES`
-          8 bits: 16 B/step two planes of 8 B: rh 0, then rh 1
-high      1 bit: 4 B a pair of steps: byte b: bits 0..3 (half 0 rh 0, half 0 rh 1, half 1 rh 0, half 1 rh 1) for the
-          even step, bits 4..7 for the odd one
-scales    per chunk        see `ScaleKind`
-supers    per chunk        fp16 d (and dmin) of row r, then of row r + 8, for r = 0..7
+Plane  per lane         content (rh: 0 for row r, 1 for row r + 8; half: first or last 4 of the 8 columns)
+low    4 bits: 8 B/step byte b of word `half`: code of rh 0 in the low nibble, of rh 1 in the high one
+       4 bits, table    word `half`: 16 bits of rh 0, 16 bits of rh 1, one nibble per column
+       2, 3, 6 bits     see `CODE_PIECES`
+       8 bits: 16 B/step two planes of 8 B: rh 0, then rh 1
+high   1 bit: 4 B a pair of steps: byte b: bits 0..3 (half 0 rh 0, half 0 rh 1, half 1 rh 0, half 1 rh 1) for the
+       even step, bits 4..7 for the odd one
+scales per chunk        see `ScaleKind`
+supers per chunk        fp16 d (and dmin) of row r, then of row r + 8, for r = 0..7
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ TILE_ROWS = 16
 LANES = 32
 BLOCK_COLUMNS = 128
 LANE_COLUMNS = 32
-"""Neighbouring columns of a block that a lane holds."""
+"""Adjacent columns of a block in one lane."""
 
 
 CODE_PIECES: dict[int, tuple[tuple[tuple[int, int, int, int], ...], ...]] = {
@@ -48,14 +47,16 @@ CODE_PIECES: dict[int, tuple[tuple[tuple[int, int, int, int], ...], ...]] = {
     ),
     6: (*(((word, 2, 6, 0),) for word in range(3)), ((0, 0, 2, 0), (1, 0, 2, 2), (2, 0, 2, 4))),
 }
-"""Where codes of so many bits lie in the low plane. The codes of some steps (4 of 2 bits, 2 of 3, 1 of 6) share int32
-words of a lane, four columns in the same bits of the four bytes. Code words in the order step, half, rh; each is made
-of pieces (int32 word, first bit in its bytes, bits, their place in the code). For most of them one mask is enough: a
-code at the top of a byte is a signed byte times a power of two, and codes of 2 bits are multiplied where they stand."""
+"""The place of 2-, 3- and 6-bit codes in the low plane. The codes of some steps (4 steps of 2 bits, 2 of 3, 1
+of 6) share int32 words of a lane, four columns in the same bits of the four bytes. Code words are in the
+order step, half, rh; each is made of pieces (int32 word, first bit in its bytes, bits, their place in the
+code). Most take one mask: a code at the top of a byte is a signed byte times a power of two, and 2-bit codes
+are multiplied in place.
+"""
 
 
 class ScaleKind(IntEnum):
-    """What a lane reads per chunk, for the sets s of its group column q."""
+    """The words that a lane reads per chunk, for the sets s of its group column q."""
 
     HALF = 0  # fp16 d of rh 0, rh 1 for each set
     HALF_MIN = 1  # fp16 d of rh 0, rh 1, dmin of rh 0, rh 1; 8 B a set, set-major
@@ -87,7 +88,9 @@ class PackedLayout:
 
     @property
     def near_shift(self) -> int:
-        """How far left the codes of rows r stand in their bytes when they are multiplied: signed ones at the top."""
+        """The left shift, within their bytes, of codes of rows r when they are multiplied: signed codes are
+        at the top.
+        """
         return 8 - self.bits if self.offset else 0
 
     @property
@@ -97,7 +100,7 @@ class PackedLayout:
 
     @property
     def blocks(self) -> int:
-        """Blocks a chunk."""
+        """Blocks per chunk."""
         return self.chunk // BLOCK_COLUMNS
 
     @property
@@ -118,7 +121,7 @@ class PackedLayout:
 
     @property
     def low_words(self) -> int:
-        """Int64 words of a lane in the low plane of one chunk."""
+        """int64 words per lane in the low plane of one chunk."""
         return self.steps * self.low // 4
 
     @property
@@ -148,7 +151,7 @@ class PackedLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """All bytes of one chunk of one tile (16 rows)."""
+        """Bytes of one chunk of one tile (16 rows)."""
         return self.low_bytes + self.high_bytes + self.scale_bytes + self.super_bytes
 
 

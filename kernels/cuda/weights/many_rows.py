@@ -1,7 +1,7 @@
-"""How more than 128 rows are cut for the matmul on Hopper: the programs, and how many of them share the columns of a
-block, that by these times take least.
+"""The cut of more than 128 rows for the wgmma matmul: the kind of program, and the number of programs that share a
+block's columns, with the least predicted time.
 
-Times are of Q4_K on one H200 (`python -m benchmarks.cuda.many_rows`); only their ratios matter, which other types
+Times are for Q4_K on one H200 (`python -m benchmarks.cuda.many_rows`); only their ratios matter, which other types
 share.
 """
 
@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 from quengine.kernels.cuda.weights.geometry import Shape, WgmmaGeometry
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
+"""Multiprocessors of an H100 or H200."""
 
 MOST_SHARES = 4
-"""How many programs may share the columns of a block."""
+"""The most programs that may share a block's columns."""
 
 _TIMED_COLUMNS = 256
 
 
 @dataclass(frozen=True)
 class _Program:
-    """A program, `places` of which run at a time.
+    """A kind of program, `places` of which run at a time.
 
-    few, full: microseconds in which each takes 256 columns, where half of the places or fewer are taken and where all
-    are. sharing, each: those that shared columns add to a launch, and for each program that shares.
+    few, full: microseconds per 256 columns if at most half of the places are taken, and if all are. sharing, each:
+    microseconds that sharing columns adds to a launch, and for each program that shares.
     """
 
     geometry: WgmmaGeometry
@@ -38,13 +38,14 @@ class _Program:
         return -(-shape.tiles // self.geometry.warps) * -(-rows // self.geometry.block)
 
     def rate(self, programs: int) -> float:
-        """Microseconds of 256 columns where so many programs run at a time."""
+        """Microseconds per 256 columns with `programs` programs running at a time."""
         beyond = min(1.0, max(0.0, 2 * programs / self.places - 1))
         return self.few + beyond * (self.full - self.few)
 
     def time(self, blocks: int, chunks: int, columns: float, whole: int, splits: int) -> float:
-        """Of a launch: the first `whole` of so many blocks are a program's each, `splits` share each of the others.
-        columns: those of a chunk, in units of 256."""
+        """Predicted microseconds of a launch: the first `whole` of `blocks` blocks have one program each,
+        `splits` share each of the others. columns: columns per chunk, in units of 256.
+        """
         waves, rest = divmod(whole, self.places)
         time = waves * chunks * self.full + (chunks * self.rate(rest) if rest else 0)
         if whole == blocks:
@@ -62,10 +63,11 @@ _PROGRAMS = (
 
 
 def many_rows_geometry(shape: Shape, rows: int, splits: int, consumer: bool) -> WgmmaGeometry:
-    """Geometry for `rows` rows. `splits`: so many are summed in order, as those of few rows are (0: the columns may be
-    shared in any way). A PDL `consumer` fills the multiprocessors that its producer leaves, so that half of its own
-    time, and how long it keeps all of them busy, count."""
-    if splits > 1:  # added up in order, they need the registers of a second sum: no blocks of 256 rows
+    """Geometry for `rows` rows. `splits`: the number summed in order, as with few rows (0: columns may be
+    shared in any way). A PDL `consumer` fills the multiprocessors that its producer leaves, so half of its
+    own time counts, plus the time that it keeps all of them busy.
+    """
+    if splits > 1:  # in-order sums need the registers of a second sum: no blocks of 256 rows
         blocks = -(-shape.tiles // 8) * -(-rows // 128)
         return WgmmaGeometry(8 if blocks >= MULTIPROCESSORS else 4, splits, 3, block=128, in_turn=True)
     choices = _choices(shape, rows, MOST_SHARES if splits == 0 else 1, consumer)
@@ -73,7 +75,7 @@ def many_rows_geometry(shape: Shape, rows: int, splits: int, consumer: bool) -> 
 
 
 def _choices(shape: Shape, rows: int, most: int, consumer: bool) -> Iterator[tuple[float, WgmmaGeometry]]:
-    """Ways to cut with up to `most` programs that share, each with its time."""
+    """Ways to cut, with up to `most` programs that share, each with its predicted time."""
     columns = shape.cols / shape.chunks / _TIMED_COLUMNS
     for program in _PROGRAMS:
         blocks = program.blocks(shape, rows)

@@ -1,7 +1,7 @@
 """Weights on a CUDA device: the blocks of a GGUF tensor repacked once, at load, into the planes of layout.py.
 
-Nothing is lost and nothing is dequantized: the planes hold the stored integers and scales, and take no more than 3%
-over the file (plus the padding: rows to 16, columns to 128). Plain floats stay as they are.
+Repacking is lossless: the planes hold the stored integers and scales, and take at most 3% more than the file (plus
+padding: rows to 16, columns to 128). Plain floats are stored unchanged.
 """
 
 import math
@@ -23,16 +23,20 @@ from quengine.kernels.cuda.weights.layout import (
 from quengine.kernels.quant_tensor import QuantTensor
 
 _WEIGHTS_AT_A_TIME = 1 << 25
-"""Repacked in one go, a hundred operations of torch: more takes fewer of them, and four bytes a weight while it
-lasts."""
+"""Weights repacked at a time, by a hundred torch operations: more weights take fewer of them, and four
+temporary bytes each.
+"""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """N rows of K weights of one format. Planes are uint8, tiles outermost, as layout.py describes; the ones that a
-    format does not have are empty. weight_scale: a power of two; weight_scale * weights use fp16's range well (for
-    prefill, fp16_operand.py). norm: a bound on the length (2-norm) of every row."""
+    """N rows of K weights of one format. Planes are uint8, tiles outermost, as in layout.py; planes that a format
+    lacks are empty.
+
+    weight_scale: a power of two; weight_scale * weights use fp16's range well (for prefill, fp16_operand.py). norm: a
+    bound on the 2-norm of every row.
+    """
 
     layout: PackedLayout
     rows: int
@@ -84,8 +88,8 @@ class FloatPart:
 class PackedWeight:
     """A matrix [rows, cols] applied to one input: parts side by side along the rows, in order.
 
-    `paired`: rows r and r + 8 of a tile are row i of the first half and row i of the second half of the matrix
-    (gate and up), so that one thread meets both. Outputs are in the original order all the same.
+    `paired`: rows r and r + 8 of a tile are row i of the first half and row i of the second half of the matrix (gate
+    and up), so that one thread holds both. Outputs are in the original order.
     """
 
     parts: tuple[PackedPart | FloatPart, ...]
@@ -108,11 +112,10 @@ class PackedWeight:
 def pack(
     weights: QuantTensor | Sequence[QuantTensor], device: torch.device | str, paired: bool = False
 ) -> PackedWeight:
-    """Repack matrices [N_i, K], applied to the same input, on `device`.
+    """Repacks matrices [N_i, K], applied to the same input, on `device`.
 
-    Neighbours of one format become one part. `paired` (see PackedWeight) wants two tensors of one format and shape,
-    F a multiple of 8; where that does not hold, the result is unpaired.
-    Raises ValueError if the K differ.
+    Neighbours of one format become one part. `paired` (see PackedWeight) requires two tensors of one format and shape,
+    with a multiple of 8 rows; otherwise the result is unpaired. Raises ValueError if the K differ.
     """
     tensors = [weights] if isinstance(weights, QuantTensor) else list(weights)
     if len({tensor.cols for tensor in tensors}) != 1:
@@ -164,8 +167,9 @@ def pair_rows(gate: Tensor, up: Tensor) -> Tensor:
 def pack_blocks(
     like: QuantTensor, rows: int, blocks: Iterable[Tensor], device: torch.device | str
 ) -> PackedPart:
-    """`rows` rows in the format and width of `like`, which come in blocks [n, bytes], n a multiple of 16 but for the
-    last. About `rows_at_a_time` rows a block take little memory beside the result."""
+    """Packs `rows` rows in the format and width of `like`, given in blocks [n, bytes], n a multiple of 16
+    except in the last. Blocks of about `rows_at_a_time` rows take little memory besides the result.
+    """
     planes = _Planes(like, rows, device)
     for block in blocks:
         planes.append(block)
@@ -173,12 +177,12 @@ def pack_blocks(
 
 
 def rows_at_a_time(cols: int) -> int:
-    """Rows repacked in one go, a multiple of 16."""
+    """Rows repacked at a time, a multiple of 16."""
     return max(1, _WEIGHTS_AT_A_TIME // (cols * TILE_ROWS)) * TILE_ROWS
 
 
 def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
-    """Blocks of `count` rows, a multiple of 16, from tensors that lie one below the other; the last may be short."""
+    """Blocks of `count` rows, a multiple of 16, from tensors concatenated by rows; the last may be short."""
     together = sum(map(len, data)) <= count
     if len(data) > 1 and (together or any(len(block) % TILE_ROWS for block in data[:-1])):
         data = [torch.cat(list(data))]
@@ -186,7 +190,7 @@ def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
 
 
 class _Planes:
-    """The planes of one part, filled some rows at a time so that little memory is needed beside them."""
+    """The planes of one part, filled some rows at a time to limit temporary memory."""
 
     def __init__(self, like: QuantTensor, rows: int, device: torch.device | str) -> None:
         self.format, self.rows, self.cols, self.device = like.format, rows, like.cols, device
@@ -264,7 +268,7 @@ def _weight_scale(peak: float) -> float:
 
 
 def _padded(values: Tensor, width: int) -> Tensor:
-    """Zeros below to whole tiles and to the right to a multiple of `width`: [16*tiles, n*width]."""
+    """Pads with zeros below to whole tiles and on the right to a multiple of `width`: [16*tiles, n*width]."""
     rows, cols = values.shape
     if cols % width == 0 and rows % TILE_ROWS == 0:
         return values
@@ -272,7 +276,7 @@ def _padded(values: Tensor, width: int) -> Tensor:
 
 
 def _to_fragments(codes: Tensor, layout: PackedLayout) -> Tensor:
-    """uint8 [rows, cols] -> [tiles, chunks, steps, 32 lanes, 2 halves, 2 rh, 4 columns]."""
+    """Reorders uint8 [rows, cols] to [tiles, chunks, steps, 32 lanes, 2 halves, 2 rh, 4 columns]."""
     columns = codes.contiguous().view(torch.int32)  # four at a time
     shape = (-1, 2, 8, codes.shape[1] // layout.chunk, layout.blocks, 4, 4, 2)
     order = (0, 3, 4, 6, 2, 5, 7, 1)  # tile, chunk, block, step, r, q, half, rh
@@ -293,7 +297,9 @@ def _low_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def _pieces_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
-    """[tiles, chunks, steps, 32 lanes, 2, 2, 4] -> int64 words as bytes, [tiles, chunks, words, 32 lanes, 2, 4]."""
+    """Packs [tiles, chunks, steps, 32 lanes, 2, 2, 4] into int64 words as bytes, [tiles, chunks, words, 32
+    lanes, 2, 4].
+    """
     pieces = CODE_PIECES[layout.low]
     tiles, chunks = codes.shape[:2]
     split = codes.view(tiles, chunks, -1, len(pieces) // 4, LANES, 4, 4).transpose(4, 5)
@@ -313,7 +319,7 @@ def _high_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def _by_lane(values: Tensor, layout: PackedLayout) -> Tensor:
-    """One value a group, [rows, cols/group] -> [tiles, chunks, 32 lanes, sets, 2 rh]."""
+    """One value per group, [rows, cols/group], reordered to [tiles, chunks, 32 lanes, sets, 2 rh]."""
     padded = _padded(values, layout.chunk // layout.group)
     chunks = padded.shape[1] * layout.group // layout.chunk
     shape = (-1, 2, 8, chunks, layout.blocks, 4, layout.sets_per_block)
@@ -342,7 +348,7 @@ def _scale_plane(groups: Groups, layout: PackedLayout) -> Tensor:
 
 
 def _six_bit_plane(fields: Tensor) -> Tensor:
-    """Eight 6-bit fields a lane, [tiles, chunks, 32, 8] -> [tiles, chunks, 192]: words, then shorts."""
+    """Packs eight 6-bit fields per lane, [tiles, chunks, 32, 8], to [tiles, chunks, 192]: words, then shorts."""
     wide = fields.to(torch.int32)
     at = torch.arange(0, 30, 6, dtype=torch.int32, device=fields.device)
     words = (wide[..., :5] << at).sum(-1, dtype=torch.int32) | (wide[..., 7] << 30)
