@@ -15,6 +15,7 @@ from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
 from quengine.llm import LLM
 from quengine.loading import placement
+from quengine.models.blocks.attention import Attention
 from quengine.models.config import CacheGroup, ModelConfig
 from quengine.models.layer_tables import LayerTables
 from quengine.request.output import Completion
@@ -45,8 +46,8 @@ def load(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.MonkeyP
 
     made = LayerTables.attention
 
-    def attention(self: LayerTables, layer: int, heads: int, kv_heads: int, head_dim: int) -> AttentionSpec:
-        shared = made(self, layer, heads, kv_heads, head_dim)
+    def attention(self: LayerTables, layer: int, declared: Attention, eps: float) -> AttentionSpec:
+        shared = made(self, layer, declared, eps)
         if layer % 2:
             band = causal_mask_band(CHUNK, CTX, WINDOW)
             shared = replace(shared, window=WINDOW, mask_band=band, cache_group=1)
