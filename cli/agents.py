@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quengine.errors import CannotRunError
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -115,12 +117,15 @@ def _aider(endpoint: Endpoint, folder: Path) -> Start:
 
 
 def _cline(endpoint: Endpoint, folder: Path) -> Start:
-    """It has its settings from a folder alone, which its own command writes."""
+    """It has its settings from a folder alone, which its own command writes. Raises CannotRunError where that fails."""
     where = ("--data-dir", str(folder))
     given = ("-p", "openai", "-k", endpoint.key, "-m", endpoint.model, "-b", endpoint.openai)
-    subprocess.run(
-        ["cline", "auth", *given, *where], check=False, capture_output=True, stdin=subprocess.DEVNULL
+    made = subprocess.run(
+        ["cline", "auth", *given, *where], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
+    if made.returncode:
+        said = " ".join((made.stderr or made.stdout).split())[-200:]
+        raise CannotRunError(f"cline auth has ended ({made.returncode}): {said or 'it printed nothing'}")
     return Start({}, (*where, "-P", "openai", "-m", endpoint.model))
 
 

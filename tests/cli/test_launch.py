@@ -14,6 +14,7 @@ import pytest
 from quengine import LLM
 from quengine.cli.agents import AGENTS, Endpoint
 from quengine.cli.main import run
+from quengine.errors import CannotRunError
 from quengine.serve.processes.engine_llm import LLMEngine
 from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
@@ -30,7 +31,7 @@ if url:
     print("answered", answer["usage"]["output_tokens"])
 with open(os.environ["STARTED"], "w") as file:
     json.dump([sys.argv[1:], dict(os.environ)], file)
-sys.exit(7)
+sys.exit(int(os.environ.get("AUTH", 0)) if sys.argv[1:2] == ["auth"] else 7)
 """
 
 
@@ -116,6 +117,15 @@ def test_an_agent_that_is_not_there_says_how_to_get_it(
 def test_a_short_context_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["launch", "claude", "-m", str(tiny(tmp_path, context=512))]) == 1
     assert "context of 512 tokens, and claude needs 32768: serve it with -c 32768" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("started")
+def test_an_agent_that_cannot_be_set_up_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTH", "3")
+    with pytest.raises(CannotRunError, match=r"cline auth has ended \(3\): it printed nothing"):
+        AGENTS["cline"].start(Endpoint("http://127.0.0.1:1", "a-key", "a-model", 40000), tmp_path)
 
 
 @pytest.mark.parametrize("name", AGENTS)
