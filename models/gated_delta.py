@@ -4,29 +4,24 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
-from torch import Tensor
-
 from quengine.kernels.backend import Hidden, SlotLayer
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.gated_delta import GatedDelta
 from quengine.models.config import GatedDeltaSizes
 from quengine.models.layer_tables import LayerTables
 from quengine.models.layers import LayerTensors
+from quengine.models.slot_mixer import SlotMixerLayer
 
 
-class GatedDeltaLayer:
+class GatedDeltaLayer(SlotMixerLayer):
     """`norm`, the projections to qkv, z, b and a, the gated delta net, the projection back, the residual."""
 
     def __init__(self, declared: GatedDelta, tensors: LayerTensors, tables: LayerTables) -> None:
         sizes = declared.sizes
-        self.backend = tensors.backend
-        self.partial = declared.partial
-        self.norm = tensors.norm("attn_norm")
-        self.entry = self.backend.weight([*_qkvz(sizes, tensors), *_gates(sizes, tensors)])
-        self.output = tensors.weight("ssm_out")
+        entry = tensors.backend.weight([*_qkvz(sizes, tensors), *_gates(sizes, tensors)])
+        super().__init__(tensors, entry, "ssm_out", declared.partial)
         conv = tensors.vector("ssm_conv1d").view(sizes.channels, sizes.taps)
         self.spec = GatedDeltaSpec(
             conv=conv.T.contiguous(),
@@ -42,24 +37,8 @@ class GatedDeltaLayer:
         )
         self.backend.check_gated_delta(self.spec)
 
-    def __call__(
-        self,
-        batch: ForwardBatch,
-        x: Hidden,
-        state: SlotLayer,
-        next_norm: RMSNorm | None,
-        rows: Tensor | None = None,
-    ) -> Hidden:
-        """`next_norm`: the norm that reads the result. `rows`: those gathered after the net; None: all."""
-        entry = self.backend.norm_linear(batch, x, self.norm, self.entry)
-        y = self.backend.gated_delta(batch, entry, self.spec, state)
-        if rows is not None:
-            y, x = self.backend.gather_rows(y, rows), self.backend.gather_rows(x, rows)
-        return self.backend.linear_add(batch, y, self.output, x, next_norm, partial=self.partial)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.entry.nbytes + self.output.nbytes)
+    def mix(self, batch: ForwardBatch, x: Hidden, state: SlotLayer) -> Hidden:
+        return self.backend.gated_delta(batch, x, self.spec, state)
 
 
 def _qkvz(sizes: GatedDeltaSizes, tensors: LayerTensors) -> list[QuantTensor]:
