@@ -10,9 +10,9 @@ So d = (1 + L)^-1 r with L_ij = beta_i exp(G_i - G_j) (k_i k_j) below the diagon
 S^T k_i). `solve` is (1 + L)^-1, `reach` the matrix of the second sum; neither depends on S. Source: Yang et al. 2024
 (the WY form of the gated delta rule); Bischof & Van Loan 1987.
 
-The inverse is that of blocks of 16 on the diagonal, row by row, from which larger blocks follow: of [[A, 0], [B, D]] it
-is [[A', 0], [-D' B A', D']]. Both are as stable as substitution; a series of powers of L is not, whose entries grow
-like binomials where keys are alike.
+The inverse follows from that of smaller blocks on the diagonal, from 1 row to C: of [[A, 0], [B, D]] it is
+[[A', 0], [-D' B A', D']]. That is as stable as substitution; a series of powers of L is not, whose entries grow like
+binomials where keys are alike.
 """
 
 import torch
@@ -32,49 +32,12 @@ alone has fp16's 11 bits, which a state that sums for thousands of positions, an
 exact, and leaves the matrix units idle."""
 
 _FIELDS = tl.constexpr(TILE_FIELDS)
-_BASE = tl.constexpr(16)
 
 
 def chunk_rows(head_dim: int) -> int:
     """Rows of a chunk, of which tiles have a multiple. With heads of 256, 64 of them need more shared memory than
     sm_89 has."""
     return 64 if head_dim <= 128 else 32
-
-
-@triton.jit
-def _of_diagonal(matrix, C: tl.constexpr):
-    """The blocks [C / 16, 16, 16] on the diagonal of a matrix [C, C]."""
-    N: tl.constexpr = C // _BASE
-    block = tl.arange(0, N)
-    own = block[:, None, None, None] == block[None, None, :, None]
-    return tl.sum(tl.where(own, tl.reshape(matrix, [N, _BASE, N, _BASE]), 0.0), 2)
-
-
-@triton.jit
-def _on_diagonal(blocks, C: tl.constexpr):
-    """The matrix [C, C] with these blocks [C / 16, 16, 16] on its diagonal."""
-    N: tl.constexpr = C // _BASE
-    block = tl.arange(0, N)
-    own = block[:, None, None, None] == block[None, None, :, None]
-    wide = tl.broadcast_to(tl.expand_dims(blocks, 2), [N, _BASE, N, _BASE])
-    return tl.reshape(tl.where(own, wide, 0.0), [C, C])
-
-
-@triton.jit
-def _diagonal_inverse(lower, C: tl.constexpr):
-    """The inverses of blocks of 16 on the diagonal of 1 + lower, row by row: [C, C]."""
-    N: tl.constexpr = C // _BASE
-    blocks = _of_diagonal(lower, C)
-    i = tl.arange(0, _BASE)[None, :, None]
-    j = tl.arange(0, _BASE)[None, None, :]
-    inverse = tl.where(i == j, 1.0, 0.0) + tl.zeros([N, _BASE, _BASE], tl.float32)
-    for n in tl.static_range(
-        1, _BASE
-    ):  # row n of the inverse is e_n less row n of the block times the rows before
-        row = tl.sum(tl.where(i == n, blocks, 0.0), 1)
-        less = tl.sum(row[:, :, None] * inverse, 1)
-        inverse = tl.where((i == n) & (j < n), -less[:, None, :], inverse)
-    return _on_diagonal(inverse, C)
 
 
 @triton.jit
@@ -85,6 +48,22 @@ def _with_blocks_below(inverse, lower, C: tl.constexpr, SIZE: tl.constexpr):
     below = tl.where((row % 2 == 1) & (column == row - 1), lower, 0.0)
     part = tl.dot(inverse, below, input_precision=PRECISION)
     return inverse - tl.dot(part, inverse, input_precision=PRECISION)
+
+
+@triton.jit
+def _unit_inverse(lower, C: tl.constexpr):
+    """(1 + lower)^-1 of a matrix [C, C] with nothing on and above its diagonal."""
+    i = tl.arange(0, C)
+    pair = (i[:, None] % 2 == 1) & (i[None, :] == i[:, None] - 1)
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, tl.where(pair, -lower, 0.0))
+    inverse = _with_blocks_below(inverse, lower, C, 2)
+    inverse = _with_blocks_below(inverse, lower, C, 4)
+    inverse = _with_blocks_below(inverse, lower, C, 8)
+    if C > 16:
+        inverse = _with_blocks_below(inverse, lower, C, 16)
+    if C > 32:
+        inverse = _with_blocks_below(inverse, lower, C, 32)
+    return inverse
 
 
 @DirectLaunch
@@ -125,16 +104,7 @@ def _chunks_kernel(
         lower = tl.where(i[:, None] > i[None, :], beta[:, None] * decay * like, 0.0)
         at = (row[:, None] * NET.value_heads + head) * C + i[None, :]
         tl.store(reach_ptr + at, decay * near, mask=live[:, None])
-        tl.store(solve_ptr + at, _diagonal_inverse(lower, C), mask=live[:, None])
-        if C > 16:
-            # Through memory: kept in registers, the blocks lie as they were computed, and spill in the products.
-            tl.debug_barrier()
-            inverse = tl.load(solve_ptr + at, mask=live[:, None], other=0.0)
-            inverse = _with_blocks_below(inverse, lower, C, 16)
-            if C > 32:
-                inverse = _with_blocks_below(inverse, lower, C, 32)
-            tl.debug_barrier()
-            tl.store(solve_ptr + at, inverse, mask=live[:, None])
+        tl.store(solve_ptr + at, _unit_inverse(lower, C), mask=live[:, None])
 
 
 def chunk_matrices(
@@ -149,6 +119,6 @@ def chunk_matrices(
     solve, reach = (torch.empty(shape, dtype=torch.float32, device=qkv.device) for _ in range(2))
     _chunks_kernel[(tiles.tiles.shape[0] * parts, net.value_heads)](
         qkv, gates, tiles.tiles, solve, reach,
-        NET=net, C=size, PARTS=parts, PDL=pdl, num_warps=8, launch_pdl=pdl,
+        NET=net, C=size, PARTS=parts, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return solve, reach

@@ -19,6 +19,7 @@ from quengine.kernels.cuda.gated_delta.chunks import PRECISION, chunk_rows
 from quengine.kernels.cuda.gated_delta.rows import StepRows, chunk_of, keep_history, row_at, run_of
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import wait_then_launch
+from quengine.kernels.cuda.weights.many_rows import MULTIPROCESSORS
 
 _PRECISION = tl.constexpr(PRECISION.value)
 
@@ -35,12 +36,16 @@ class ChunkShape(NamedTuple):
     stages: int
 
 
-def chunk_shape(head_dim: int, hopper: bool) -> ChunkShape:
-    """With 32 columns there are 128 programs for 32 value heads of 128. Hopper's matrix instruction takes 64 rows of S,
-    and its shared memory holds the next chunk beside the one at hand. Not measured; what compiles without spills."""
-    if hopper:
-        return ChunkShape(min(head_dim, 32), min(head_dim, 64), 4, 2 if head_dim <= 128 else 1)
-    return ChunkShape(min(head_dim, 32), min(head_dim, 32), 8, 1)
+def chunk_shape(net: Net, sequences: int, hopper: bool) -> ChunkShape:
+    """Hopper's matrix instruction takes 64 rows of S. Its shared memory holds the next chunk beside the one at hand, or
+    the chunks of two programs: the latter where there are more programs than multiprocessors. One H200, 32 value heads
+    of 128: 688 us of 2048 rows, 827 the other way; 48 heads: 988 us, 1,127 the other way."""
+    columns = min(net.head_dim, 32)
+    if not hopper:
+        return ChunkShape(columns, columns, 8, 1)
+    programs = net.head_dim // columns * net.value_heads * sequences
+    alone = programs <= MULTIPROCESSORS and net.head_dim <= 128
+    return ChunkShape(columns, min(net.head_dim, 64), 4, 2 if alone else 1)
 
 
 @triton.jit
@@ -190,8 +195,9 @@ def carry_by_chunks(
 ) -> None:  # fmt: skip
     """o over the columns of v, and the states of a prompt's sequences. matrices: of `chunk_matrices`."""
     assert step.tiles is not None
-    shape = chunk_shape(net.head_dim, is_hopper(qkv.device))
-    _by_chunks_kernel[(net.head_dim // shape.columns, net.value_heads, step.block_tables.shape[0])](
+    sequences = step.block_tables.shape[0]
+    shape = chunk_shape(net, sequences, is_hopper(qkv.device))
+    _by_chunks_kernel[(net.head_dim // shape.columns, net.value_heads, sequences)](
         qkv, gates, *matrices, step.tiles.tiles, step.block_tables, step.x, step.row_scale, history, memory,
         step.tiles.tiles.shape[0], step.block_tables.stride(0), step.x.stride(0), step.weight_scale,
         NET=net, C=chunk_rows(net.head_dim), SHAPE=shape, PDL=pdl,
