@@ -30,9 +30,12 @@ _HOME = {
 
 def __getattr__(name: str) -> "Any":
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("quengine")
+        try:
+            return version("quengine")
+        except PackageNotFoundError:  # run from its sources, as on a machine without a registry
+            return "unknown"
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'quengine' has no attribute {name!r}")
