@@ -85,7 +85,7 @@ def _number_pairs_kernel(
     """One program per expert: its blocks, and the positions of its pairs."""
     launch_then_wait(PDL)
     mine = tl.program_id(0)
-    blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK, _COUNTED)
+    blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK, CHUNK)
     first = _blocks_before(blocks, mine)
     if mine == 0:
         tl.store(blocks_ptr, tl.sum(blocks, 0))
