@@ -120,9 +120,12 @@ def _iq3_xxs(e: Emitter, fmt: BlockFormat, block: ir.Value, i: int) -> ir.Value:
 
 
 def _iq3_s(e: Emitter, fmt: BlockFormat, block: ir.Value, i: int) -> ir.Value:
-    low = _word(e, I64, block, fmt.layout["index"][0] + 8 * i)
-    high = _word(e, I8, block, fmt.layout["high"][0] + i)
-    indices = [e.b.or_(_field(e, low, 8 * k, 8), e.shift_left(_field(e, high, k, 1), 8)) for k in range(8)]
+    # The eight indices as 16-bit lanes, which takes fewer instructions than one by one.
+    low = e.widen(e.load(vec(I8, 8), block, fmt.layout["index"][0] + 8 * i), I16, False)
+    high = e.splat(e.b.zext(e.load(I8, block, fmt.layout["high"][0] + i), I16), 8)
+    upper = e.and_(e.b.mul(high, e.const(low.type, [256 >> k for k in range(8)])), 256)
+    words = e.b.bitcast(e.b.or_(low, upper), vec(I64, 2))
+    indices = [_field(e, e.lane(words, k // 4), 16 * (k % 4), 16) for k in range(8)]
     return _negated(e, _book(e, fmt, indices), bit_mask(e, block, fmt.layout["signs"][0] + 4 * i))
 
 
