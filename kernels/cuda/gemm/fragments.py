@@ -14,7 +14,7 @@ import triton.language as tl
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.codebooks import IQ1_TABLE, IQ2_TABLE
-from quengine.kernels.cuda.gemm.mma import byte_permute, in_register
+from quengine.kernels.cuda.gemm.mma import byte_permute, in_register, load_entry
 from quengine.kernels.cuda.weights import layout
 
 
@@ -41,7 +41,7 @@ _HALF = tl.constexpr(0)
 _HALF_MIN = tl.constexpr(1)
 _E8M0 = tl.constexpr(2)
 _E4M3 = tl.constexpr(7)
-_TOP = tl.constexpr(8)
+_FREE = tl.constexpr(8)
 _NIBBLE = tl.constexpr(9)
 _NIBBLE_HIGH = tl.constexpr(10)
 _HIGH_NIBBLE = tl.constexpr(11)
@@ -86,7 +86,7 @@ def stored_words(FMT: layout.PackedLayout) -> tuple[int, ...]:
     scales: tuple[int, ...] = (FMT.sets if kind == kinds.HALF_MIN else 1,)
     if kind in (kinds.SIX, kinds.HIGH_NIBBLE, kinds.THREE):
         scales = (1, 1)
-    elif kind in (kinds.TOP, kinds.IN_CODES):
+    elif kind in (kinds.FREE, kinds.IN_CODES):
         scales = ()
     return *_powers(FMT.low_words), *high, *scales, *((1,) if FMT.super_bytes else ())
 
@@ -248,12 +248,6 @@ def _e4m3(byte):
 
 
 @triton.jit
-def _odd(field):
-    """The sub-scale 2n + 1 of a stored n."""
-    return (2 * field + 1).to(tl.float32)
-
-
-@triton.jit
 def _run_bits(words, run: tl.constexpr, FMT: tl.constexpr):
     """The signs of a run of 32 columns as stored, 16 bits of IQ1: int32. See `layout.Book`."""
     if FMT.book == _IQ2:
@@ -268,16 +262,19 @@ def _run_bits(words, run: tl.constexpr, FMT: tl.constexpr):
 @triton.jit
 def _book_scale(words, s: tl.constexpr, rh: tl.constexpr, FMT: tl.constexpr):
     """The sub-scale of set s of a codebook format, for rows r + 8 * rh."""
-    if FMT.scales == _TOP:
-        field = _run_bits(words, 2 * s + rh, FMT) >> 28
+    BITS: tl.constexpr = 3 if FMT.book == _IQ1 else 4
+    if FMT.scales == _FREE:
+        AT: tl.constexpr = 0
+        word = _run_bits(words, 2 * s + rh, FMT)
     elif FMT.scales == _IN_CODES:
-        field = _run_bits(words, 2 * s + rh, FMT) >> 12
-    elif FMT.scales == _THREE:
-        field = words[FMT.code_words] >> (3 * (2 * s + rh))
+        AT: tl.constexpr = 12
+        word = _run_bits(words, 2 * s + rh, FMT)
     else:
-        field = words[FMT.code_words] >> (4 * (2 * s + rh))
-    MASK: tl.constexpr = 7 if FMT.book == _IQ1 else 15
-    return _odd(field & MASK)
+        AT: tl.constexpr = BITS * (2 * s + rh)
+        word = words[FMT.code_words]
+    # Converted in place, as an unsigned number times a power of two.
+    field = word.to(tl.uint32, bitcast=True) & (((1 << BITS) - 1) << AT)
+    return tl.fma(field.to(tl.float32), 2.0 / (1 << AT), 1.0)
 
 
 @triton.jit
@@ -452,10 +449,9 @@ def _entry_index(words, run: tl.constexpr, entry: tl.constexpr, FMT: tl.constexp
         else:
             index |= ((bits >> (4 * entry)) & 15) << 8
     elif FMT.book == _IQ2:
-        index = (words[run].to(tl.int32) >> (8 * entry)) & 255
-        if FMT.index_bits > 0:
-            index |= _shift(bits, 8 - 28 - entry) & 256
-        elif FMT.scales == _NIBBLE_HIGH:
+        BITS: tl.constexpr = FMT.index_bits
+        index = (words[run] >> (BITS * entry)).to(tl.int32) & ((1 << BITS) - 1)
+        if FMT.scales == _NIBBLE_HIGH:
             index |= _shift(words[FMT.code_words + 1], 8 - (8 * run + 2 * entry)) & 768
     else:
         index = (words[run] >> (8 * entry)).to(tl.int32) & 255
@@ -469,16 +465,12 @@ def _run_signs(words, run: tl.constexpr, FMT: tl.constexpr):
     """The signs of a run of 32 columns: bit 4k + j is that of column k of step j."""
     signs = _run_bits(words, run, FMT)
     if FMT.even_signs:
-        seven = signs & 0x0FFFFFFF
-        parity = seven ^ (seven >> 16)
-        parity ^= parity >> 8
-        parity ^= parity >> 4
-        signs = seven | (parity << 28)
+        signs = (signs & -16) ^ (signs.to(tl.uint32, bitcast=True) >> 4).to(tl.int32, bitcast=True)
     return signs
 
 
 @triton.jit
-def _selectors(words, i: tl.constexpr, rh: tl.constexpr, FMT: tl.constexpr):
+def _selectors(words, i: tl.constexpr, rh: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     """The nibbles of the eight codes of step i of rows r + 8 * rh, in column order, as (first four, last four): the
     lower 16 bits of each int32. The sign is the nibble's bit 3 (IQ3) or 2.
     """
@@ -487,11 +479,11 @@ def _selectors(words, i: tl.constexpr, rh: tl.constexpr, FMT: tl.constexpr):
     book = words[len(words) - 1]
     if FMT.book == _IQ3:
         signs = _shift(_run_signs(words, RUN, FMT), 3 - STEP) & _repeat(0x88)
-        first = tl.load(book + _entry_index(words, RUN, 2 * STEP, FMT)).to(tl.int32)
-        last = tl.load(book + _entry_index(words, RUN, 2 * STEP + 1, FMT)).to(tl.int32)
+        first = load_entry(book, _entry_index(words, RUN, 2 * STEP, FMT), ASM)
+        last = load_entry(book, _entry_index(words, RUN, 2 * STEP + 1, FMT), ASM)
         return first | signs, last | (signs >> 16)
     else:
-        nibbles = tl.load(book + _entry_index(words, RUN, STEP, FMT))
+        nibbles = load_entry(book, _entry_index(words, RUN, STEP, FMT), ASM)
         if FMT.book == _IQ2:
             nibbles |= _shift(_run_signs(words, RUN, FMT), 2 - STEP) & _repeat(0x44)
         return nibbles, nibbles >> 16
@@ -501,22 +493,22 @@ def _selectors(words, i: tl.constexpr, rh: tl.constexpr, FMT: tl.constexpr):
 def _book_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     """`step_codes` of a codebook of few magnitudes: its integers and their negatives are eight bytes."""
     WORDS: tl.constexpr = _BOOK_WORDS[FMT.book]
-    near = _selectors(words, i, 0, FMT)
-    far = _selectors(words, i, 1, FMT)
+    near = _selectors(words, i, 0, FMT, ASM)
+    far = _selectors(words, i, 1, FMT, ASM)
     zero = near[0] & 0
     codes = ()
     for half in tl.static_range(2):
-        codes = codes + (byte_permute(zero + WORDS[0], zero + WORDS[1], near[half] & 0x7777, ASM),)
-        codes = codes + (byte_permute(zero + WORDS[0], zero + WORDS[1], far[half] & 0x7777, ASM),)
+        codes = codes + (byte_permute(zero + WORDS[0], zero + WORDS[1], near[half], ASM),)
+        codes = codes + (byte_permute(zero + WORDS[0], zero + WORDS[1], far[half], ASM),)
     return codes
 
 
 @triton.jit
-def table_nibbles(words, i: tl.constexpr, FMT: tl.constexpr):
+def table_nibbles(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     """Step i of a table format: four int32 of four nibbles in their lower halves, in the order of `step_codes`."""
     if FMT.book > 0:
-        near = _selectors(words, i, 0, FMT)
-        far = _selectors(words, i, 1, FMT)
+        near = _selectors(words, i, 0, FMT, ASM)
+        far = _selectors(words, i, 1, FMT, ASM)
         return near[0], far[0], near[1], far[1]
     else:
         first = words[i].to(tl.int32)
@@ -543,7 +535,7 @@ def table_sizes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     `UPPER_SIGN`.
     """
     SIZES: tl.constexpr = _TABLE_SIZES[FMT.table]
-    nibbles = table_nibbles(words, i, FMT)
+    nibbles = table_nibbles(words, i, FMT, ASM)
     zero = nibbles[0] & 0
     first_lower = in_register(zero + SIZES[0], ASM)
     first_upper = in_register(zero + SIZES[2], ASM)
@@ -570,7 +562,7 @@ def step_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     if FMT.book > 0 and FMT.table == 0:
         return _book_codes(words, i, FMT, ASM)
     elif FMT.book > 0:
-        nibbles = table_nibbles(words, i, FMT)
+        nibbles = table_nibbles(words, i, FMT, ASM)
         return (
             _table_bytes(nibbles[0], FMT.table, ASM),
             _table_bytes(nibbles[1], FMT.table, ASM),

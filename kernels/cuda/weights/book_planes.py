@@ -30,9 +30,10 @@ def book_plane(groups: Groups, layout: PackedLayout) -> Tensor:
         pairs = _word(low.unflatten(-1, (2, 2)), 32)
         words = torch.cat([pairs, _iq1_bits(groups, index, layout).unsqueeze(-1)], -1)
     elif layout.book == Book.IQ2:
-        words = low | (_signs(groups, index, layout) << 32)
+        low = _word(index & ((1 << layout.index_bits) - 1), layout.index_bits)
+        words = low | (_signs(groups, layout) << 32)
     else:
-        signs = _signs(groups, index, layout).unflatten(-1, (2, 2))
+        signs = _signs(groups, layout).unflatten(-1, (2, 2))
         words = torch.cat([low, _word(signs, 32)], -1)
     return words.movedim(-1, 2).contiguous().view(torch.uint8)
 
@@ -40,7 +41,7 @@ def book_plane(groups: Groups, layout: PackedLayout) -> Tensor:
 def book_scale_plane(groups: Groups, layout: PackedLayout) -> Tensor | None:
     """The scale plane, [tiles, chunks, bytes], or None."""
     kind = layout.scales
-    if kind in (ScaleKind.TOP, ScaleKind.IN_CODES):
+    if kind in (ScaleKind.FREE, ScaleKind.IN_CODES):
         return None
     assert groups.sc is not None
     fields = by_lane(groups.sc, layout).flatten(-2) >> 1
@@ -73,19 +74,24 @@ def _bytes(words: Tensor, count: int) -> Tensor:
     return words.unsqueeze(-1).view(torch.uint8)[..., :count].flatten(-2)
 
 
-def _signs(groups: Groups, index: Tensor, layout: PackedLayout) -> Tensor:
-    """The 32 bits of signs of each run, with what takes the place of the last nibble: int64 [.., runs]."""
+def _signs(groups: Groups, layout: PackedLayout) -> Tensor:
+    """The 32 bits of signs of each run, with sub-scales in the free nibble: int64 [.., runs]."""
     assert groups.signs is not None and groups.sc is not None
     steps = by_run(groups.signs, 8, layout)
+    if layout.even_signs:
+        steps = _sums_before(steps)
     columns = torch.arange(8, dtype=torch.uint8, device=steps.device).view(8, 1)
     words = _word(((steps.unsqueeze(-2) >> columns) & 1).flatten(-2), 1)
-    if not layout.even_signs:
-        return words
-    if layout.scales == ScaleKind.TOP:
-        top = by_run(groups.sc, 32, layout).squeeze(-1).long() >> 1
-    else:
-        top = _word(index >> 8, 1)
-    return (words & 0x0FFFFFFF) | (top << 28)
+    if layout.scales == ScaleKind.FREE:
+        words = words | (by_run(groups.sc, 32, layout).squeeze(-1).long() >> 1)
+    return words
+
+
+def _sums_before(bits: Tensor) -> Tensor:
+    """Bit k: the sum modulo 2 of bits 0 .. k-1 of a byte."""
+    sums = bits ^ (bits << 1)
+    sums = sums ^ (sums << 2)
+    return (sums ^ (sums << 4)) << 1
 
 
 def _iq1_bits(groups: Groups, index: Tensor, layout: PackedLayout) -> Tensor:

@@ -63,13 +63,13 @@ are multiplied in place.
 class Book(IntEnum):
     """How indices and signs of a codebook's entries lie in the low plane: int64 words of a lane in a chunk, for its
     four runs of 32 columns, run 2 * block + rh. Step j of a run has index byte j. Bit 4k + j of a run's 32 bits of
-    signs belongs to column k of step j; where signs are even, the last nibble has other bits, and column 7's follow
-    from the seven others.
+    signs belongs to column k of step j. Where signs are even, it is the sum modulo 2 of those of columns 0 .. k-1, so
+    that one shift gives the signs back, and the first nibble, of zeros, is free for other bits.
     """
 
     NONE = 0
     IQ1 = 1  # words 0, 1: index bytes of two runs; word 2: 16 bits of each run as stored, upper index bits and eighths
-    IQ2 = 2  # word `run`: index bytes, then signs
+    IQ2 = 2  # word `run`: index bytes, or indices of 9 bits that end in the free nibble, then signs
     IQ3 = 3  # word `run`: eight index bytes, 2j + half; words 4, 5: signs of two runs
 
 
@@ -86,7 +86,7 @@ class ScaleKind(IntEnum):
     #          shorts of fields 5, 6 and the rest of 7
     E4M3 = 7  # byte of rh 0, rh 1 for each set; supers of NVFP4_SCALED hold the tensor's scale in fp32
     # Codebook formats: n of sub-scales 2n + 1, field 2s + rh; supers hold d.
-    TOP = 8  # the last nibble of a run's signs
+    FREE = 8  # the free nibble of a run's signs
     NIBBLE = 9  # a word of nibbles
     NIBBLE_HIGH = 10  # int64: nibbles, then the upper index bits of the four runs, two bits a step
     HIGH_NIBBLE = (
@@ -111,7 +111,7 @@ class PackedLayout:
     chunk: int  # columns per chunk
     book: int = 0  # a Book
     even_signs: bool = False
-    index_bits: int = 0  # of the codebook's indices beyond eight, where signs are even
+    index_bits: int = 8  # of indices that follow each other in the low plane
     unit: float = 1.0  # scales of BlockFormat are unit * d
     share: int = 0  # 2^share lanes of a quad share a scale
     one_scale: bool = False  # all sets of a chunk share a scale
@@ -220,10 +220,10 @@ _SCALE_KINDS = {
     "MXFP4": ScaleKind.E8M0,
     "NVFP4": ScaleKind.E4M3,
     NVFP4_SCALED: ScaleKind.E4M3,
-    "IQ2_XXS": ScaleKind.TOP,
+    "IQ2_XXS": ScaleKind.FREE,
     "IQ2_XS": ScaleKind.NIBBLE,
     "IQ2_S": ScaleKind.NIBBLE_HIGH,
-    "IQ3_XXS": ScaleKind.TOP,
+    "IQ3_XXS": ScaleKind.FREE,
     "IQ3_S": ScaleKind.HIGH_NIBBLE,
     "IQ1_S": ScaleKind.IN_CODES,
     "IQ1_M": ScaleKind.THREE,
@@ -247,9 +247,9 @@ def packed_layout(fmt: BlockFormat, cols: int) -> PackedLayout:
     if fmt.book:
         book = Book[fmt.book.split("_")[0]]
         even = fmt.name in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")
-        more = int(fmt.name == "IQ2_XS")
+        index_bits = 9 if fmt.name == "IQ2_XS" else 8
         return PackedLayout(
-            fmt.name, fmt.group, 0, 0, 0, table, kind, False, chunk, int(book), even, more, fmt.unit
+            fmt.name, fmt.group, 0, 0, 0, table, kind, False, chunk, int(book), even, index_bits, fmt.unit
         )  # fmt: skip
     if fmt.bits < 3 and not fmt.sub_scale_bits:
         # w = unit * d * code - d: the codes of a format without minimum begin at -1.

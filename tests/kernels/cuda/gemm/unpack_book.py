@@ -30,7 +30,8 @@ def unpack_book(part: PackedPart) -> Groups:
         for step in range(4):
             found = [bits >> (4 * k + step) & 1 for k in range(8)]
             if layout.even_signs:
-                found[7] = sum(found[:7]) % 2
+                sums = [0, *found[1:], 0]
+                found = [sums[k] ^ sums[k + 1] for k in range(8)]
             signs[row, first // 8 + step] = sum(bit << k for k, bit in enumerate(found))
         d[row, chunk] = halves[tile, chunk].reshape(8, 2)[lane // 4, run % 2]
     stored = torch.from_numpy(index[: part.rows]), torch.from_numpy(signs[: part.rows])
@@ -58,8 +59,8 @@ def _run(
     else:
         low = [words[run] >> (8 * k) & 255 for k in range(8)]
         bits = words[4 + run // 2] >> (32 * (run % 2)) & 0xFFFFFFFF
-    if kind == ScaleKind.TOP:
-        return low, bits, [bits >> 28]
+    if kind == ScaleKind.FREE:
+        return low, bits, [bits & 15]
     if kind == ScaleKind.HIGH_NIBBLE:
         high, nibbles = int(scales[:128].view(np.uint32)[lane]), int(scales[128:].view(np.uint16)[lane])
         entries = [a | (high >> (8 * run + k) & 1) << 8 for k, a in enumerate(low)]
@@ -68,5 +69,5 @@ def _run(
     nibbles = int(both[lane])
     fields = [nibbles >> (4 * (2 * s + run % 2)) & 15 for s in (run // 2 * 2, run // 2 * 2 + 1)]
     if kind == ScaleKind.NIBBLE:
-        return [a | (bits >> (28 + k) & 1) << 8 for k, a in enumerate(low)], bits, fields
+        return [words[run] >> (9 * k) & 511 for k in range(4)], bits, fields
     return [a | (nibbles >> (32 + 8 * run + 2 * k) & 3) << 8 for k, a in enumerate(low)], bits, fields
