@@ -4,10 +4,11 @@ A row of K weights is K / `block` blocks of `nbytes` bytes. Groups of `group` we
 
     w = s*q - m      s = d*sc (d where the format has no sub-scales),  m = dmin*mn (dmin without sub-minimums)
 
-q is `code - offset`, or `table[code]` for the 4-bit formats with a non-uniform grid. `Groups` keeps the stored
-integers (codes, sc, mn) and 16-bit scales (d, dmin) unchanged: any packed layout can be made from it. References: the
-`gguf` package (`gguf.quants`, to which `dequantize` is bit-exact) and ggml's `ggml-common.h`; MXFP4 is the OCP
-Microscaling Formats specification 1.0.
+q is `code - offset`, or `table[code]` for formats with a non-uniform grid. Codebook formats (IQ1 to IQ3) store indices
+of entries of several codes (codebooks.py), and signs. `Groups` keeps the stored integers (codes, sc, mn) and 16-bit
+scales (d, dmin) unchanged: any packed layout can be made from it. References: the `gguf` package (`gguf.quants`, to
+which `dequantize` is bit-exact) and ggml's `ggml-common.h`; MXFP4 is the OCP Microscaling Formats specification 1.0,
+NVFP4 NVIDIA's E2M1 with a scale in unsigned E4M3 for each 16 weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Entries are integers; MXFP4's are E2M1 values times two, and its scale is halved.
+from quengine.kernels.codebooks import (
+    IQ1_ENTRIES,
+    IQ1_TABLE,
+    IQ2_TABLE,
+    IQ3_S_TABLE,
+    IQ3_XXS_TABLE,
+    codebook_on,
+    even_signs,
+)
+
+# Entries are integers; MXFP4's and NVFP4's are E2M1 values times two, and their scales are halved.
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -37,6 +48,9 @@ class BlockFormat:
     table: tuple[int, ...] | None = None  # q = table[code]
     sub_scale_bits: int = 0  # of sc (and mn); 0: the scale is d itself
     has_min: bool = False
+    book: str = ""  # the codebook (codebooks.py) that the block's indices are of
+    width: int = 0  # weights of an entry of the codebook
+    unit: float = 1.0  # the super-scale is unit * d; a power of two
 
     @property
     def is_quantized(self) -> bool:
@@ -68,6 +82,11 @@ def _format(name: str, block: int, group: int, bits: int, fields: str, **more: A
     return BlockFormat(name, block, start, MappingProxyType(layout), group, bits, has_min=has_min, **more)
 
 
+NVFP4_SCALED = "NVFP4_SCALED"
+"""No type of GGUF: NVFP4 whose blocks of 256 begin with the scale that files have once for a tensor, in fp32."""
+_IQ1: Mapping[str, Any] = {"table": IQ1_TABLE, "book": "IQ1", "width": 8, "unit": 0.125}
+_IQ2: Mapping[str, Any] = {"table": IQ2_TABLE, "width": 8, "unit": 0.125}
+
 _TABLE = (
     _format("F32", 1, 0, 0, "codes 4"),
     _format("F16", 1, 0, 0, "codes 2"),
@@ -87,7 +106,28 @@ _TABLE = (
         "IQ4_XS", 256, 32, 4, "d 2, scales_high 2, scales 4, codes 128", table=IQ4_TABLE, sub_scale_bits=6
     ),
     _format("MXFP4", 32, 32, 4, "d 1, codes 16", table=MXFP4_TABLE),
-)
+    _format("NVFP4", 64, 16, 4, "d 4, codes 32", table=MXFP4_TABLE),
+    _format(NVFP4_SCALED, 256, 16, 4, "top 4, d 16, codes 128", table=MXFP4_TABLE),
+    _format("IQ2_XXS", 256, 32, 3, "d 2, index 64", sub_scale_bits=4, **_IQ2, book="IQ2_XXS"),
+    _format("IQ2_XS", 256, 16, 3, "d 2, index 64, scales 8", sub_scale_bits=4, **_IQ2, book="IQ2_XS"),
+    _format(
+        "IQ2_S", 256, 16, 3, "d 2, index 32, signs 32, high 8, scales 8", sub_scale_bits=4, **_IQ2, book="IQ2_S"
+    ),
+    _format(
+        "IQ3_XXS", 256, 32, 4, "d 2, index 64, signs 32", table=IQ3_XXS_TABLE, sub_scale_bits=4,
+        book="IQ3_XXS", width=4, unit=0.25,
+    ),
+    _format(
+        "IQ3_S", 256, 32, 4, "d 2, index 64, high 8, signs 32, scales 4", table=IQ3_S_TABLE, sub_scale_bits=4,
+        book="IQ3_S", width=4,
+    ),
+    _format("IQ1_S", 256, 32, 3, "d 2, index 32, high 16", sub_scale_bits=3, **_IQ1),
+    _format("IQ1_M", 256, 16, 3, "index 32, high 16, scales 8", sub_scale_bits=3, **_IQ1),
+    _format("TQ1_0", 256, 32, 2, "codes 48, high 4, d 2", offset=1),
+    _format("TQ2_0", 256, 32, 2, "codes 64, d 2", offset=1),
+    _format("Q1_0", 128, 32, 1, "d 2, codes 16", table=(-1, 1)),
+    _format("Q2_0", 64, 32, 2, "d 2, codes 16", offset=1),
+)  # fmt: skip
 FORMATS: Mapping[str, BlockFormat] = MappingProxyType({fmt.name: fmt for fmt in _TABLE})
 
 
@@ -96,11 +136,15 @@ class Groups:
     """The stored integers and scales of R rows of K weights, on the device of the bytes they were read from.
 
     codes  uint8 [R, K] in weight order (Q8_0: int8), see `BlockFormat.offset` and `.table`
-    d      fp16 [R, K/block]; for MXFP4 uint8, the E8M0 exponent e of the scale 2^(e-128)
-    sc     [R, K/group] sub-scales or None: uint8 (Q2_K 4 bits, Q4_K and Q5_K 6 bits), int8 where signed
-           (Q3_K and IQ4_XS -32..31, Q6_K 8 bits)
+    d      fp16 [R, K/block]; uint8 for MXFP4, the E8M0 exponent e of the scale 2^(e-128), and for NVFP4
+           [R, K/group], an E4M3 number
+    sc     [R, K/group] sub-scales or None: uint8 (Q2_K 4 bits, Q4_K and Q5_K 6 bits; codebook formats 2n + 1 of
+           n in 3 or 4 bits), int8 where signed (Q3_K and IQ4_XS -32..31, Q6_K 8 bits)
     dmin   fp16 [R, K/block] or None; Q4_1 and Q5_1 store an added minimum: negated here, so w = d*q - dmin
     mn     uint8 [R, K/group] sub-minimums or None (same bits as sc)
+    top    fp32 [R, K/block] of NVFP4_SCALED, by which scales are multiplied, else None
+    index  int16 [R, K/width] of codebook formats: entries of the codebook, from which `codes` follow with
+    signs  uint8 [R, K/8], a bit for each weight; None for IQ1
     """
 
     format: BlockFormat
@@ -109,18 +153,28 @@ class Groups:
     sc: Tensor | None = None
     dmin: Tensor | None = None
     mn: Tensor | None = None
+    top: Tensor | None = None
+    index: Tensor | None = None
+    signs: Tensor | None = None
 
     @property
     def group(self) -> int:
         return self.format.group
 
     def super_scales(self) -> Tensor:
-        """d as fp32 [R, K/block], exact."""
-        return _e8m0_half(self.d) if self.d.dtype == torch.uint8 else self.d.float()
+        """d, times the format's unit, as fp32 of the shape of d: exact but for one product with `top`."""
+        if self.top is not None:
+            return self.top.repeat_interleave(self.format.block // self.group, 1) * _e4m3_half(self.d)
+        if self.d.dtype == torch.uint8:
+            return _e8m0_half(self.d) if self.format.block == self.group else _e4m3_half(self.d)
+        return self.d.float() * self.format.unit
 
     def scales(self) -> Tensor:
         """s of w = s*q - m: fp32 [R, K/group]; exact, a product of 11 by at most 8 bits."""
-        return _times(self.super_scales(), self.sc)
+        supers, groups = self.super_scales(), self.codes.shape[1] // self.group
+        if self.sc is None and supers.shape[1] != groups:
+            return supers.repeat_interleave(groups // supers.shape[1], dim=1)
+        return _times(supers, self.sc)
 
     def mins(self) -> Tensor | None:
         """m of w = s*q - m: fp32 [R, K/group], exact; None for formats without minimums."""
@@ -164,6 +218,19 @@ def dequantize(fmt: BlockFormat, data: Tensor) -> Tensor:
     return _aligned(data).view(dtype).float()
 
 
+def with_tensor_scale(data: Tensor, scales: Tensor) -> Tensor:
+    """Rows of NVFP4, uint8 [R, row_bytes], with the scale of each row's tensor, fp32 [R], as rows of NVFP4_SCALED.
+
+    Raises ValueError for rows that are not whole blocks of 256 weights.
+    """
+    rows, cols = data.shape[0], FORMATS["NVFP4"].cols(data.shape[1])
+    FORMATS[NVFP4_SCALED].row_bytes(cols)
+    fours = data.view(rows, cols // 256, 4, 36)
+    top = scales.float().view(rows, 1, 1).expand(rows, cols // 256, 1).contiguous().view(torch.uint8)
+    d, codes = fours[..., :4].flatten(-2), fours[..., 4:].flatten(-2)
+    return torch.cat([top, d, codes], -1).view(rows, -1)
+
+
 def _aligned(data: Tensor) -> Tensor:
     """A copy if the bytes do not start or step at a multiple of 4, as a wider view requires."""
     aligned = data.is_contiguous() and data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0
@@ -187,6 +254,13 @@ def _e8m0_half(e: Tensor) -> Tensor:
     """2^(e-128) as fp32; e = 0 and 1 are fp32 denormals, so the bits are written, not computed."""
     e = e.int()
     return torch.where(e < 2, 0x00200000 << e.clamp(max=1), (e - 1) << 23).view(torch.float32)
+
+
+def _e4m3_half(byte: Tensor) -> Tensor:
+    """Half of a number in unsigned E4M3 as fp32, exact; the code of NaN, 0x7F, is 0, and bit 7 means nothing, as in
+    ggml. Moved into the bits of an fp16 the number is 2^-8 times its value."""
+    half = ((byte & 127).to(torch.int16) << 7).view(torch.float16).float() * 128.0
+    return torch.where(byte == 127, 0.0, half)
 
 
 def _bit_planes(field: Tensor, run: int, width: int) -> Tensor:
@@ -279,6 +353,123 @@ def _unpack_iq4_xs(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
     return Groups(fmt, _join(_bit_planes(f["codes"], 16, 4)), _half(f["d"]), _join(sc))
 
 
+def _unpack_nvfp4(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+    # Of each 16 weights, 8 are the low nibbles of 8 bytes, and 8 the high ones.
+    top = _join(_words(f["top"], torch.float32)) if "top" in f else None
+    return Groups(fmt, _join(_bit_planes(f["codes"], 8, 4)), _join(f["d"]), top=top)
+
+
+def _unpack_tq1_0(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+    """Codes 0, 1, 2: digits in base 3 of a fraction byte/256; digit n of a run of bytes is a run of weights."""
+    runs = (f["codes"][..., :32], 5), (f["codes"][..., 32:], 5), (f["high"], 4)
+    codes = [_digits(field, count) for field, count in runs]
+    return Groups(fmt, _join(torch.cat(codes, -1)), _half(f["d"]))
+
+
+def _digits(field: Tensor, count: int) -> Tensor:
+    """The first `count` digits in base 3 of bytes [R, B, n]: [R, B, count*n], digit by digit."""
+    powers = torch.tensor([3**i for i in range(count)], dtype=torch.int16, device=field.device).view(-1, 1)
+    rest = (field.to(torch.int16).unsqueeze(-2) * powers) & 255
+    return ((rest * 3) >> 8).to(torch.uint8).flatten(-2)
+
+
+def _unpack_plane(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+    # TQ2_0: planes of 32 bytes; Q1_0 and Q2_0: neighbours share a byte.
+    run = 32 if fmt.name == "TQ2_0" else 1
+    return Groups(fmt, _join(_bit_planes(f["codes"], run, fmt.bits)), _half(f["d"]))
+
+
+def _words(field: Tensor, dtype: torch.dtype) -> Tensor:
+    """A field's bytes as little-endian words: [R, B, words]."""
+    return field.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+def _fields(words: Tensor, width: int, count: int) -> Tensor:
+    """`count` fields of `width` bits of each word [R, B, n], the lowest first: [R, B, n*count]."""
+    shifts = torch.arange(0, width * count, width, dtype=words.dtype, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & ((1 << width) - 1)).flatten(-2)
+
+
+def _odd(sub: Tensor) -> Tensor:
+    """Sub-scales 2n + 1 of stored n: uint8 [R, groups]."""
+    return _join((2 * sub + 1).to(torch.uint8))
+
+
+def from_book(fmt: BlockFormat, index: Tensor, signs: Tensor | None, d: Tensor, sub: Tensor) -> Groups:
+    """Groups of a codebook format. index [R, B, n]; signs [R, B, 32] or None; sub: stored sub-scales."""
+    index = _join(index).to(torch.int16)
+    codes = _join(codebook_on(fmt.book, index.device)[index.int()])
+    if signs is not None:
+        signs = _join(signs).to(torch.uint8)
+        bits = torch.arange(8, dtype=torch.uint8, device=signs.device)
+        each = _join((signs.unsqueeze(-1) >> bits) & 1)
+        codes = codes | (each << (fmt.bits - 1))
+    return Groups(fmt, codes, d, _odd(sub), index=index, signs=signs)
+
+
+def _unpack_iq2_xxs(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+    # 32 weights have 8 bytes: four indices, then 7 bits of signs for each 8 weights and 4 of the sub-scale.
+    pairs = f["index"].reshape(*f["index"].shape[:2], 8, 2, 4)
+    index, word = pairs[..., 0, :].flatten(-2), _words(pairs[..., 1, :].flatten(-2), torch.int32)
+    return from_book(fmt, index, _seven_signs(word), _half(f["d"]), _fields(word >> 28, 4, 1))
+
+
+def _seven_signs(word: Tensor) -> Tensor:
+    return even_signs(_fields(word, 7, 4).to(torch.uint8))
+
+
+def _unpack_iq2_xs(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+    word = _words(f["index"], torch.int16).int()
+    signs = even_signs(((word >> 9) & 127).to(torch.uint8))
+    return from_book(fmt, word & 511, signs, _half(f["d"]), _fields(f["scales"], 4, 2))
+
+
+def _unpack_iq2_s(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+    index = f["index"].int() | (_fields(f["high"], 2, 4).int() << 8)
+    return from_book(fmt, index, f["signs"], _half(f["d"]), _fields(f["scales"], 4, 2))
+
+
+def _unpack_iq3_xxs(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+    word = _words(f["signs"], torch.int32)
+    return from_book(fmt, f["index"], _seven_signs(word), _half(f["d"]), _fields(word >> 28, 4, 1))
+
+
+def _unpack_iq3_s(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+    index = f["index"].int() | (_fields(f["high"], 1, 8).int() << 8)
+    return from_book(fmt, index, f["signs"], _half(f["d"]), _fields(f["scales"], 4, 2))
+
+
+def _unpack_iq1_s(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+    # 16 bits for each 32 weights: four times the upper 3 bits of an index, 3 of the sub-scale, the sign of the eighth.
+    high = _words(f["high"], torch.int16).int()
+    index = f["index"].int() | (_fields(high, 3, 4) << 8)
+    index += _fields(high >> 15, 1, 1).repeat_interleave(4, -1) * IQ1_ENTRIES
+    return from_book(fmt, index, None, _half(f["d"]), _fields(high >> 12, 3, 1))
+
+
+def put_split_half(blocks: Tensor, d: Tensor) -> None:
+    """Writes d [R, B] to IQ1_M blocks, uint8 [R, B, 56]: four bits of the fp16 on top of each word of the scales."""
+    bits = d.half().view(torch.int16).int().unsqueeze(-1) >> torch.arange(0, 16, 4, device=d.device)
+    start, stop = FORMATS["IQ1_M"].layout["scales"]
+    upper = blocks[..., start + 1 : stop : 2]
+    blocks[..., start + 1 : stop : 2] = (upper & 15) | ((bits & 15) << 4).to(torch.uint8)
+
+
+def _unpack_iq1_m(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+    # A nibble for each 8 weights: the upper 3 bits of an index, and the sign of the eighth. Each of four 16-bit words
+    # has four sub-scales of 3 bits and, on top, 4 bits of d.
+    index = f["index"].int() + _fields(f["high"], 4, 2).int() * (IQ1_ENTRIES // 8)
+    word = _words(f["scales"], torch.int16).int()
+    at = torch.arange(0, 16, 4, dtype=torch.int32, device=word.device)
+    d = (
+        (((word >> 12) & 15) << at)
+        .sum(-1, keepdim=True, dtype=torch.int32)
+        .to(torch.int16)
+        .view(torch.float16)
+    )
+    return from_book(fmt, index, None, d.squeeze(-1), _fields(word, 3, 4))
+
+
 _UNPACK: Mapping[str, Callable[[BlockFormat, Mapping[str, Tensor]], Groups]] = MappingProxyType(
     {
         "Q4_0": _unpack_q4,
@@ -294,5 +485,18 @@ _UNPACK: Mapping[str, Callable[[BlockFormat, Mapping[str, Tensor]], Groups]] = M
         "IQ4_NL": _unpack_q4,
         "IQ4_XS": _unpack_iq4_xs,
         "MXFP4": _unpack_q4,
+        "NVFP4": _unpack_nvfp4,
+        NVFP4_SCALED: _unpack_nvfp4,
+        "IQ2_XXS": _unpack_iq2_xxs,
+        "IQ2_XS": _unpack_iq2_xs,
+        "IQ2_S": _unpack_iq2_s,
+        "IQ3_XXS": _unpack_iq3_xxs,
+        "IQ3_S": _unpack_iq3_s,
+        "IQ1_S": _unpack_iq1_s,
+        "IQ1_M": _unpack_iq1_m,
+        "TQ1_0": _unpack_tq1_0,
+        "TQ2_0": _unpack_plane,
+        "Q1_0": _unpack_plane,
+        "Q2_0": _unpack_plane,
     }
 )

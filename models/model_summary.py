@@ -20,7 +20,7 @@ from quengine.models.gguf.errors import shown
 from quengine.models.gguf.vocab_checks import CHAT_TEMPLATE, MERGES, TOKENS, check_vocabulary
 from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.parameter_counts import ParameterCounts, count_parameters
-from quengine.models.tensor_table import DEQUANTIZED_TYPES, check_tensors, draft_tensors
+from quengine.models.tensor_table import check_tensors, draft_tensors
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, or of an expert
 _OF_ONE_EXPERT = re.compile(r"\.(?:experts|ffn_gate|ffn_up|ffn_down)\.\d+\.")
@@ -86,12 +86,8 @@ class ModelSummary:
 
     @cached_property
     def counts(self) -> ParameterCounts:
-        """The parameter counts, with bytes in memory: as stored, or as F32 for types that have no packed kernel."""
-        rows = (
-            (row.name, row.shape, 4 * prod(row.shape) if row.type in DEQUANTIZED_TYPES else row.nbytes)
-            for row in self.computed
-        )
-        return count_parameters(rows, self.config)
+        """The parameter counts, with bytes as stored."""
+        return count_parameters(((row.name, row.shape, row.nbytes) for row in self.computed), self.config)
 
     @property
     def parameters(self) -> int:

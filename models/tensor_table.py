@@ -19,13 +19,10 @@ FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
 QUANT_TYPES = frozenset(
     {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
     | {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
-    | {"IQ4_NL", "IQ4_XS", "MXFP4"}
+    | {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"}
+    | {"MXFP4", "NVFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0"}
 )
-# Dequantized at load.
-DEQUANTIZED_TYPES = frozenset(
-    {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"} | {"TQ1_0", "TQ2_0"}
-)
-MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES | DEQUANTIZED_TYPES
+MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES
 
 LOGIT_STD = 4.0
 """Of synthetic models: enough that greedy choices are clear, as a trained model's are."""
@@ -117,7 +114,33 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
             )
         _check_tensor(file, tensor, shape)
     unused = draft_tensors(config, file.tensors)
-    _check_extra(file, config, [name for name in file.tensors if name not in required and name not in unused])
+    scales = tensor_scales(file.tensors)
+    for name, scale in scales.items():
+        _check_scale(file, file.tensors[name], file.tensors[scale])
+    known = {*required, *unused, *scales.values()}
+    _check_extra(file, config, [name for name in file.tensors if name not in known])
+
+
+def tensor_scales(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
+    """NVFP4 matrices that have a scale for the whole tensor, or one for each expert: names of both."""
+    scales = {}
+    for name, tensor in tensors.items():
+        scale = name.removesuffix(".weight") + ".scale"
+        if tensor.type_name == "NVFP4" and scale in tensors:
+            scales[name] = scale
+    return scales
+
+
+def _check_scale(file: GGUFFile, tensor: GGUFTensor, scale: GGUFTensor) -> None:
+    count = tensor.shape[0] if len(tensor.shape) == 3 else 1
+    if scale.shape != (count,) or scale.type_name != "F32":
+        problem = (
+            f"{scale.type_name} {list(scale.shape)} is no scale of {tensor.name}, which needs F32 [{count}]"
+        )
+        raise file.tensor_error(scale.name, problem)
+    if tensor.shape[-1] % 256:
+        problem = f"NVFP4 with a scale of the tensor needs rows of a multiple of 256, not {tensor.shape[-1]}"
+        raise file.tensor_error(tensor.name, problem)
 
 
 def _check_extra(file: GGUFFile, config: ModelConfig, extra: list[str]) -> None:

@@ -11,7 +11,8 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
 from quengine.kernels.cuda.gemm.matmul_wgmma import launch_wgmma, launch_wgmma_glu
-from quengine.kernels.cuda.weights.layout import packed_layout
+from quengine.kernels.cuda.weights.book_planes import device_book
+from quengine.kernels.cuda.weights.layout import ScaleKind, packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 L2_BYTES = 64 << 20
@@ -86,9 +87,15 @@ def random_part(name: str, rows: int, cols: int, device: str = "cuda") -> Packed
     for plane, halves in ((scales, layout.scales in (0, 1)), (supers, True)):
         if halves and plane.numel():
             plane.view(torch.float16).uniform_(1e-4, 1e-3)
-    if layout.scales == 2:
+    if layout.scales == ScaleKind.E8M0:
         scales.random_(112, 120)
-    planes = (random_bytes(layout.low_bytes), random_bytes(layout.high_bytes), scales, supers)
+    if layout.scales == ScaleKind.E4M3:
+        scales.random_(16, 64)
+        if supers.numel():
+            supers.view(torch.float32).fill_(1.0)
+    book = FORMATS[name].book
+    high = device_book(book, device) if book else random_bytes(layout.high_bytes)
+    planes = (random_bytes(layout.low_bytes), high, scales, supers)
     return PackedPart(layout, rows, cols, *planes, weight_scale=1.0, norm=float(cols))
 
 

@@ -54,7 +54,7 @@ def _embedding_kernel(
     planes = (low_ptr, high_ptr, scale_ptr, super_ptr)
     words = load_chunk(planes, tile * chunks + chunk, 0, lane, valid, FMT, True)
     d0, dmin0, d1, dmin1 = super_scales(words, FMT)
-    SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
+    SIGNED: tl.constexpr = FMT.signed
     NEAR: tl.constexpr = 1.0 / (1 << FMT.near_shift)
     FAR: tl.constexpr = 1.0 / (1 << FMT.far_shift)
     STEPS: tl.constexpr = FMT.steps

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
-from quengine.models.tensor_table import check_tensors, draft_note, draft_tensors
+from quengine.models.tensor_table import check_tensors, draft_note, draft_tensors, tensor_scales
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class GGUFCheckpoint:
     def tensors(self) -> "dict[str, QuantTensor]":
         from quengine.models.gguf.gguf_tensors import quant_tensor
 
-        return {name: quant_tensor(tensor) for name, tensor in self._stored.items()}
+        scales = {name: self._stored[scale] for name, scale in tensor_scales(self._stored).items()}
+        return {name: quant_tensor(tensor, scales.get(name)) for name, tensor in self._stored.items()}
 
     @property
     def nbytes(self) -> int:
@@ -55,18 +56,11 @@ class GGUFCheckpoint:
 
     @property
     def notes(self) -> list[str]:
-        from quengine.kernels.block_formats import FORMATS
-
-        notes = draft_note(self._drafts)
-        unpacked = [t for t in self._stored.values() if t.type_name not in FORMATS]
-        if not unpacked:
-            return notes
-        types = ", ".join(sorted({t.type_name for t in unpacked}))
-        gib = sum(4 * prod(t.shape) for t in unpacked) / 2**30
-        return [
-            *notes,
-            f"{len(unpacked)} tensors of type {types} have no packed kernel: dequantized to F32, {gib:.2f} GiB",
-        ]
+        notes, scaled = draft_note(self._drafts), tensor_scales(self._stored)
+        if scaled:
+            gib = sum(self._stored[name].nbytes for name in scaled) * 37 / 36 / 2**30
+            notes.append(f"{len(scaled)} tensors of NVFP4 are copied with their scales: {gib:.2f} GiB")
+        return notes
 
     def release_pages(self) -> None:
         self.file.release_pages()

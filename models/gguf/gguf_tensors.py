@@ -1,30 +1,27 @@
-"""Tensors of a GGUF file as views on the mapped file.
-
-Types of the block format table stay as stored. The few others (IQ1 to IQ3, TQ) are expanded to F32 here, through the
-gguf package; the checkpoint's notes say so with the memory that it takes.
-"""
+"""Tensors of a GGUF file as views on the mapped file; NVFP4 with a scale of the tensor as a copy that has it."""
 
 import warnings
 
-import numpy as np
 import torch
 
-from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.block_formats import FORMATS, NVFP4_SCALED, with_tensor_scale
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.gguf import GGUFTensor
 
 
-def quant_tensor(tensor: GGUFTensor) -> QuantTensor:
-    """The tensor as a backend takes it."""
-    if tensor.type_name in FORMATS:
-        with warnings.catch_warnings():
-            # The mapping is read-only on purpose; nothing here writes through the tensor.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            data = torch.from_numpy(tensor.data)
-        return QuantTensor(tensor.name, FORMATS[tensor.type_name], tensor.shape, data)
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
+def quant_tensor(tensor: GGUFTensor, scale: GGUFTensor | None = None) -> QuantTensor:
+    """The tensor as a backend takes it. scale: fp32 [1] that multiplies all of it, or [E] its matrices (NVFP4 only):
+    the result is a copy, 3% larger, with the scale in each block."""
+    stored = _mapped(tensor)
+    if scale is None:
+        return QuantTensor(tensor.name, FORMATS[tensor.type_name], tensor.shape, stored)
+    values = _mapped(scale).flatten().clone().view(torch.float32)
+    rows = values.repeat_interleave(stored.shape[0] // len(values))
+    return QuantTensor(tensor.name, FORMATS[NVFP4_SCALED], tensor.shape, with_tensor_scale(stored, rows))
 
-    values = dequantize(tensor.data, GGMLQuantizationType[tensor.type_name]).astype(np.float32, copy=False)
-    rows = torch.from_numpy(np.ascontiguousarray(values)).reshape(-1, tensor.shape[-1])
-    return QuantTensor(tensor.name, FORMATS["F32"], tensor.shape, rows.view(torch.uint8))
+
+def _mapped(tensor: GGUFTensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # The mapping is read-only on purpose; nothing here writes through the tensor.
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(tensor.data)

@@ -62,6 +62,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
             (39, "MXFP4", 32, 17),
             (40, "NVFP4", 64, 36),
             (41, "Q1_0", 128, 18),
+            (42, "Q2_0", 64, 18),
         )
     }
 )

@@ -5,9 +5,11 @@ pool of random rows: drawing each anew would take minutes.
 """
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.block_formats import FORMATS, NVFP4_SCALED, BlockFormat, put_split_half
+from quengine.kernels.codebooks import codebook
 from quengine.models.blocks.block import Shape
 
 Bytes = NDArray[np.uint8]
@@ -47,7 +49,9 @@ def _random_floats(
 
 
 def _random_blocks(fmt: BlockFormat, count: int, std: float, rng: np.random.Generator) -> Bytes:
-    """`count` blocks, uint8 [count, nbytes]. Any bits are valid codes, so those are plain noise."""
+    """`count` blocks, uint8 [count, nbytes]. Any bits are valid codes, so those are plain noise, but for codes of two
+    bits that stand for -1, 0 and 1.
+    """
     words = rng.integers(0, 1 << 64, -(-count * fmt.nbytes // 8), np.uint64)
     blocks = words.view(np.uint8)[: count * fmt.nbytes].reshape(count, fmt.nbytes)
     grid = _code_values(fmt)
@@ -57,6 +61,21 @@ def _random_blocks(fmt: BlockFormat, count: int, std: float, rng: np.random.Gene
         _put(blocks, fmt, "d", np.floor(exponent + rng.random((count, 1))).astype(np.uint8))
         return blocks
     jitter = rng.uniform(0.75, 1.25, (count, 1))
+    if fmt.name in ("NVFP4", NVFP4_SCALED):
+        # With a tensor's scale blocks have scales of about 32; else of whatever size they come to.
+        size = 2 * std / np.sqrt(np.mean(grid**2))
+        top = size / 32 if "top" in fmt.layout else 1.0
+        if "top" in fmt.layout:
+            _put(blocks, fmt, "top", np.full((count, 1), top, "<f4").view(np.uint8))
+        start, stop = fmt.layout["d"]
+        _put(blocks, fmt, "d", _e4m3(size / top * rng.uniform(0.75, 1.25, (count, stop - start))))
+        return blocks
+    if fmt.book:
+        _put_d(blocks, fmt, std * jitter / (fmt.unit * _odd_size(fmt) * np.sqrt(np.mean(grid**2))))
+        return blocks
+    if fmt.name in ("TQ2_0", "Q2_0"):
+        start, stop = fmt.layout["codes"]
+        _put(blocks, fmt, "codes", rng.choice(_TERNARY_BYTES, (count, stop - start)))
     if not fmt.sub_scale_bits:
         centre = grid.mean() if fmt.has_min else 0.0
         d = std / np.sqrt(np.mean((grid - centre) ** 2)) * jitter
@@ -72,10 +91,43 @@ def _random_blocks(fmt: BlockFormat, count: int, std: float, rng: np.random.Gene
 
 def _code_values(fmt: BlockFormat) -> NDArray[np.float64]:
     """The integers that uniformly drawn codes stand for."""
+    if fmt.book:
+        values: NDArray[np.float64] = np.array(fmt.table, np.float64)[codebook(fmt.book).numpy().ravel()]
+        return values
     if fmt.table is not None:
         return np.array(fmt.table, np.float64)
+    if fmt.bits == 2 and fmt.offset:
+        return np.array([-1.0, 0.0, 1.0])
     low = -128 if fmt.bits == 8 else -fmt.offset
     return np.arange(low, low + (1 << fmt.bits), dtype=np.float64)
+
+
+_TERNARY_BYTES = np.array(
+    [byte for byte in range(256) if all(byte >> at & 3 < 3 for at in (0, 2, 4, 6))], np.uint8
+)
+"""Bytes of four codes of two bits, none of them 3."""
+
+
+def _odd_size(fmt: BlockFormat) -> float:
+    """The root mean square of sub-scales 2n + 1."""
+    return float(np.sqrt(np.mean((2.0 * np.arange(1 << fmt.sub_scale_bits) + 1) ** 2)))
+
+
+def _put_d(blocks: Bytes, fmt: BlockFormat, d: NDArray[np.float64]) -> None:
+    """Super-scales [count, 1]; of IQ1_M in the upper four bits of four words."""
+    if fmt.name != "IQ1_M":
+        _put(blocks, fmt, "d", _half(d))
+    else:
+        put_split_half(torch.from_numpy(blocks).unsqueeze(0), torch.from_numpy(d).view(1, -1))
+
+
+def _e4m3(values: NDArray[np.float64]) -> Bytes:
+    """Positive numbers in unsigned E4M3, rounded, at most 448."""
+    clipped = np.clip(values, 2.0**-9, 448.0)
+    exponent = np.maximum(np.floor(np.log2(clipped)), -6)
+    code = (exponent + 6) * 8 + np.round(clipped / 2.0 ** (exponent - 3))
+    codes: Bytes = np.minimum(code, 126).astype(np.uint8)
+    return codes
 
 
 def _put(blocks: Bytes, fmt: BlockFormat, field: str, values: Bytes) -> None:

@@ -120,7 +120,7 @@ def _write(
     seed: int,
     progress: Progress | None,
 ) -> None:
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import GGUFWriter
 
     writer = GGUFWriter(path, spec.architecture)
     for key, value in _metadata(spec, config).items():
@@ -136,11 +136,9 @@ def _write(
             writer.add_array(key, value)
     for name, shape in shapes.items():
         kind = TYPE_BY_NAME[types[name]]
-        # The writer takes byte shapes for a given type, rows first, and derives the weights' shape.
-        stored = (*shape[:-1], kind.row_bytes(shape[-1]))
-        writer.add_tensor_info(
-            name, stored, np.dtype(np.uint8), _nbytes(shape, kind.name), GGMLQuantizationType(kind.number)
-        )
+        # A number in place of the package's enumeration, which lacks the newest types; of any numpy dtype but uint8 the
+        # writer takes the weights' shape as it is.
+        writer.add_tensor_info(name, shape, np.dtype(np.int8), _nbytes(shape, kind.name), kind.number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import Backend, Hidden
-from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.block_formats import FORMATS, BlockFormat, put_split_half
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
@@ -105,10 +105,17 @@ def random_tensor(fmt: BlockFormat, rows: int, cols: int, random: torch.Generato
         start, stop = fmt.layout.get(name, (0, 0))
         if stop - start == 2:
             blocks[..., start:stop] = size.half().view(torch.uint8)
+        elif stop - start > 2:  # NVFP4: E4M3 numbers, 2^-6 to 2^-4
+            blocks[..., start:stop] = torch.randint(8, 24, blocks[..., start:stop].shape, generator=random)
         elif stop - start == 1:  # MXFP4: a power of two, 2^-8 to 2^-4
             blocks[..., start] = torch.randint(
                 120, 125, blocks.shape[:2], generator=random, dtype=torch.uint8
             )
+    if "top" in fmt.layout:
+        start, stop = fmt.layout["top"]
+        blocks[..., start:stop] = (scale * 100).view(torch.uint8)
+    if fmt.name == "IQ1_M":
+        put_split_half(blocks, scale.squeeze(-1))
     return QuantTensor(fmt.name, fmt, (rows, cols), blocks.view(rows, fmt.row_bytes(cols)))
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from llvmlite import ir
 
-from quengine.kernels.block_formats import BlockFormat
-from quengine.kernels.cpu.ir.vector_ir import F32, I1, I8, I16, I32, Emitter, vec
+from quengine.kernels.block_formats import NVFP4_SCALED, BlockFormat
+from quengine.kernels.cpu.ir.codebook_ir import bit_mask, codebook_slices, codebook_sub_scales, split_half
+from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Slices:
     integer
                  plus `offset`
     scales       fp32 lanes, one per group in order: w = scale * int - min. Groups of 16 have two vectors, for slices
-                 0..3 and 4..7, two lanes a slice
+                 0..3 and 4..7, two lanes a slice; of fewer slices the last lanes are zeros
     mins         the minimums to subtract, in the same form, or None
     """
 
@@ -43,8 +44,12 @@ def emit_blocks(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> 
 
     count is 1 for formats with blocks of 256, whose 8 slices fill the lanes already.
     """
+    if fmt.book:
+        return _emit_codebook(e, fmt, address)
     if fmt.block == 256:
         return _EMIT_256[fmt.name](e, fmt, address)
+    if fmt.block > 32:
+        return _EMIT_LONG[fmt.name](e, fmt, address, count)
     emit_codes, scales_and_mins = _EMIT_32[fmt.name]
     scales, mins = scales_and_mins(e, fmt, address, count)
 
@@ -149,8 +154,8 @@ def _q4(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
 def _q5(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
     low = _nibbles_16(e, blocks, fmt.layout["codes"][0])
     # Bit j of the field is the fifth bit of weight j.
-    masks = [e.b.bitcast(e.load(I32, block, fmt.layout["high"][0]), vec(I1, 32)) for block in blocks]
-    return e.b.or_(low, e.b.select(_row(e, masks), e.const(low.type, 16), e.const(low.type, 0)))
+    masks = [bit_mask(e, block, fmt.layout["high"][0]) for block in blocks]
+    return e.b.or_(low, e.and_(_row(e, masks), 16))
 
 
 def _q8(e: Emitter, fmt: BlockFormat, blocks: list[ir.Value]) -> ir.Value:
@@ -291,6 +296,122 @@ def _emit_iq4_xs(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     return Slices(codes, (scales,), offset=_code_offset(fmt))
 
 
+def _emit_codebook(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
+    if "d" in fmt.layout:
+        d = _splat_half(e, fmt, block, "d")
+    else:
+        d = e.splat_lane(e.half_to_float(e.splat(split_half(e, fmt, block), 1)), 0, 8)
+    if fmt.unit != 1.0:
+        d = e.b.fmul(d, e.const(d.type, fmt.unit))
+    sub = codebook_sub_scales(e, fmt, block)
+    scales = (_to_scales(e, sub, False, d),) if fmt.group == 32 else _scales_16(e, sub, False, d)
+    return Slices(codebook_slices(e, fmt, block, TABLE_OFFSET), scales, offset=TABLE_OFFSET)
+
+
+def _emit_tq2_0(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
+    scales = _splat_half(e, fmt, block, "d")
+    return Slices(lambda i, n: _two_bits(e, fmt, block, i, n), (scales,), offset=fmt.offset)
+
+
+def _emit_tq1_0(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
+    def codes(i: int, n: int) -> ir.Value:
+        return _row(e, [_ternary_slice(e, fmt, block, i + k) for k in range(n)])
+
+    return Slices(codes, (_splat_half(e, fmt, block, "d"),), offset=fmt.offset)
+
+
+def _ternary_slice(e: Emitter, fmt: BlockFormat, block: ir.Value, i: int) -> ir.Value:
+    """Slice i of TQ1_0: digit i of the first 32 bytes, or two runs of 16, see `block_formats`."""
+    if i < 5:
+        return _digit(e, e.load(vec(I8, 32), block, 0), [i] * 32)
+    raw = e.load(vec(I8, 16), block, 32)
+    if i < 7:
+        return _digit(e, e.join(raw, raw), [2 * (i - 5) + k // 16 for k in range(32)])
+    last = e.load(vec(I8, 4), block, fmt.layout["high"][0])
+    both = e.join(raw, e.pick(last, [k % 4 for k in range(16)]))
+    return _digit(e, both, [4] * 16 + [k // 4 for k in range(16)])
+
+
+def _digit(e: Emitter, raw: ir.Value, digits: list[int]) -> ir.Value:
+    """A digit in base 3 of each byte, as a fraction of 256: uint8 lanes."""
+    wide = e.widen(raw, I16, False)
+    rest = e.and_(e.b.mul(wide, e.const(wide.type, [3**digit for digit in digits])), 255)
+    return e.b.trunc(e.shift_left(e.b.mul(rest, e.const(wide.type, 3)), -8), raw.type)
+
+
+def _long_halves(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> ir.Value:
+    """d of blocks of several slices, a lane for each slice."""
+    each = fmt.block // 32
+    return e.pick(_d(e, fmt, address, count)[0], [i // each for i in range(count * each)])
+
+
+def _slice_at(e: Emitter, fmt: BlockFormat, address: ir.Value, i: int) -> ir.Value:
+    """The address of slice i's codes in a run of blocks of several slices."""
+    each = fmt.block // 32
+    return e.at(address, i // each * fmt.nbytes + fmt.layout["codes"][0] + i % each * 4 * fmt.bits)
+
+
+def _emit_q1_0(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> Slices:
+    def codes(i: int, n: int) -> ir.Value:
+        return e.and_(_row(e, [bit_mask(e, _slice_at(e, fmt, address, i + k)) for k in range(n)]), 2)
+
+    return Slices(codes, (_long_halves(e, fmt, address, count),), offset=1)
+
+
+def _emit_q2_0(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> Slices:
+    def codes(i: int, n: int) -> ir.Value:
+        # Each byte has four neighbours: copies of it shifted by 6 bits have one in the low bits of each byte.
+        raw = _row(e, [e.load(vec(I8, 8), _slice_at(e, fmt, address, i + k)) for k in range(n)])
+        word = e.widen(raw, I32, False)
+        twice = e.b.or_(word, e.shift_left(word, 6))
+        four = e.and_(e.b.or_(twice, e.shift_left(twice, 12)), 0x03030303)
+        return e.b.bitcast(four, vec(I8, 32 * n))
+
+    return Slices(codes, (_long_halves(e, fmt, address, count),), offset=fmt.offset)
+
+
+def _emit_nvfp4(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> Slices:
+    scale_bytes = e.b.bitcast(_gather(e, fmt, address, count, I32), vec(I8, 4 * count))
+    lanes = [min(lane, 4 * count) for lane in range(16)]
+    low, high = e.halves(_e4m3(e, e.pick(scale_bytes, lanes, e.const(scale_bytes.type, 0))))
+    return Slices(_nvfp4_codes(e, fmt, address), (low, high), offset=TABLE_OFFSET)
+
+
+def _nvfp4_codes(e: Emitter, fmt: BlockFormat, address: ir.Value) -> Callable[[int, int], ir.Value]:
+    table = fmt.table or ()
+    return lambda i, n: lookup(
+        e, table, _row(e, [_sixteen_nibbles(e, fmt, address, i + k) for k in range(n)])
+    )
+
+
+def _emit_nvfp4_scaled(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
+    top = e.splat(e.load(F32, block, fmt.layout["top"][0]), 16)
+    scales = e.b.fmul(_e4m3(e, e.load(vec(I8, 16), block, fmt.layout["d"][0])), top)
+    return Slices(_nvfp4_codes(e, fmt, block), e.halves(scales), offset=TABLE_OFFSET)
+
+
+def _sixteen_nibbles(e: Emitter, fmt: BlockFormat, address: ir.Value, i: int) -> ir.Value:
+    """Slice i of NVFP4: of each 16 weights, the low nibbles of 8 bytes, then the high ones."""
+    start = _slice_at(e, fmt, address, i)
+    eights = [e.load(vec(I8, 8), start, at) for at in (0, 8)]
+    return _nibbles(e, e.join(*(e.join(eight, eight) for eight in eights)), 8)
+
+
+def _e4m3(e: Emitter, codes: ir.Value) -> ir.Value:
+    """Half of unsigned E4M3 numbers, as `block_formats`: fp32 lanes."""
+    low = e.and_(codes, 127)
+    value = e.half_to_float(e.shift_left(e.widen(low, I16, False), 7))
+    value = e.b.fmul(value, e.const(value.type, 128.0))
+    return e.b.select(
+        e.b.icmp_unsigned("==", codes, e.const(codes.type, 127)), e.const(value.type, 0.0), value
+    )
+
+
+_EMIT_LONG: Mapping[str, Callable[[Emitter, BlockFormat, ir.Value, int], Slices]] = {
+    "NVFP4": _emit_nvfp4,
+    "Q1_0": _emit_q1_0,
+    "Q2_0": _emit_q2_0,
+}
 _EMIT_32: Mapping[str, tuple[Callable[..., ir.Value], Callable[..., tuple[ir.Value, Any]]]] = {
     "Q4_0": (_q4, _d),
     "Q4_1": (_q4, _d_min),
@@ -307,4 +428,7 @@ _EMIT_256: Mapping[str, Callable[[Emitter, BlockFormat, ir.Value], Slices]] = {
     "Q5_K": _emit_q5_k,
     "Q6_K": _emit_q6_k,
     "IQ4_XS": _emit_iq4_xs,
+    NVFP4_SCALED: _emit_nvfp4_scaled,
+    "TQ1_0": _emit_tq1_0,
+    "TQ2_0": _emit_tq2_0,
 }

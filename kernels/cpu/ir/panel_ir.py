@@ -42,10 +42,13 @@ def unpack_row(
         target = e.at(codes, e.b.mul(i, e.i64(fmt.block)))
         for j in range(fmt.block // 32):
             e.store(content.ints(e, j, 1), target, 32 * j)
-        first = e.b.mul(i, e.i64(4 * fmt.block // fmt.group))
+        groups = fmt.block // fmt.group
+        first = e.b.mul(i, e.i64(4 * groups))
         for out, vectors in ((scales, content.scales), (mins, content.mins or ())):
             for k, vector in enumerate(vectors):
-                e.store(vector, e.at(out, first), 32 * k)
+                lanes = min(vector.type.count, groups - 8 * k)
+                if lanes > 0:
+                    e.store(e.pick(vector, range(lanes)), e.at(out, first), 32 * k)
 
     e.each(e.i64(0), blocks, 1, turn)
 

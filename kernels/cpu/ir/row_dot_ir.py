@@ -91,9 +91,9 @@ def dot_rows_with_many(
 class _RowDot:
     """Emits the code of one weight row's dot products.
 
-    One iteration takes 8 slices of 32 weights: a block of 256, or 8 blocks of 32; the remaining blocks of 32 are
-    taken by two, a last one alone. An activation row has three sums: both accumulators as one of 16 lanes, the
-    minimums of full iterations (8 lanes), and those of the remainder (one lane).
+    One iteration takes 8 slices of 32 weights: a block of 256, or 8 blocks of 32; the remaining blocks are taken by
+    two, a last one alone, of 32 weights with half of the accumulators. An activation row has three sums: both
+    accumulators as one of 16 lanes, the minimums of full iterations (8 lanes), and those of the remainder (one lane).
     """
 
     def __init__(self, e: Emitter, fmt: BlockFormat, w: ir.Value, blocks: ir.Value) -> None:
@@ -111,8 +111,10 @@ class _RowDot:
         state = e.loop(e.i64(0), whole, run, state, lambda i, s: turn(i, run, s))
         if run > 1:
             even = e.b.and_(self.blocks, e.i64(-2))
-            state = e.loop(whole, even, 2, state, lambda i, s: turn(i, 2, s))
-            state = e.loop(even, self.blocks, 1, state, single)
+            if run > 2:
+                state = e.loop(whole, even, 2, state, lambda i, s: turn(i, 2, s))
+            last = single if self.fmt.block == 32 else lambda i, s: turn(i, 1, s)
+            state = e.loop(even, self.blocks, 1, state, last)
         return state
 
     def zeros(self) -> list[ir.Value]:

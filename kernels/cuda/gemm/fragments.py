@@ -2,24 +2,35 @@
 
 Every tensor has one element per thread. `FMT` is the PackedLayout of the matrix. A chunk is loaded as one tuple of
 words, so that a kernel can issue the loads long before it uses them:
- low words (int64), high words, then scale words, then the word of super-scales.
+ low words (int64), high words, then scale words, then the word of super-scales; at the end of a codebook format's words
+ stands the address of the codebook.
 """
 
 import struct
+from collections.abc import Iterable
 
 import triton
 import triton.language as tl
 
-from quengine.kernels.block_formats import IQ4_TABLE, MXFP4_TABLE
-from quengine.kernels.cuda.gemm.mma import byte_permute, in_register
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.codebooks import IQ1_TABLE, IQ2_TABLE
+from quengine.kernels.cuda.gemm.mma import byte_permute, in_register, load_entry
 from quengine.kernels.cuda.weights import layout
 
-# The sixteen int8 entries of a table, four per int32.
-_IQ4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *IQ4_TABLE)))
-_MXFP4_WORDS = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *MXFP4_TABLE)))
-# Their absolute values: the first eight entries of a table have one sign, the last eight the other.
-_IQ4_SIZES = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *map(abs, IQ4_TABLE))))
-_MXFP4_SIZES = tl.constexpr(struct.unpack("<4i", struct.pack("16b", *map(abs, MXFP4_TABLE))))
+
+def _int32s(values: Iterable[int]) -> tuple[int, ...]:
+    """int8 values, four to an int32."""
+    content = bytes(value & 255 for value in values)
+    return struct.unpack(f"<{len(content) // 4}i", content)
+
+
+_TABLES = [FORMATS[name].table or () for name in layout.TABLE_NAMES[1:]]
+_TABLE_WORDS = tl.constexpr(((), *map(_int32s, _TABLES)))
+"""The sixteen int8 entries of each table, four per int32."""
+_TABLE_SIZES = tl.constexpr(((), *(_int32s(map(abs, table)) for table in _TABLES)))
+"""Their absolute values: the first eight entries of a table have one sign, the last eight the other."""
+_BOOK_WORDS = tl.constexpr(((), _int32s(IQ1_TABLE), _int32s(IQ2_TABLE)))
+"""The integers of codebooks of few magnitudes: both signs fit a byte permutation."""
 
 # layout.ScaleKind, as compile-time constants.
 _BYTE = tl.constexpr(3)
@@ -29,12 +40,24 @@ _SIX = tl.constexpr(6)
 _HALF = tl.constexpr(0)
 _HALF_MIN = tl.constexpr(1)
 _E8M0 = tl.constexpr(2)
+_E4M3 = tl.constexpr(7)
+_FREE = tl.constexpr(8)
+_NIBBLE = tl.constexpr(9)
+_NIBBLE_HIGH = tl.constexpr(10)
+_HIGH_NIBBLE = tl.constexpr(11)
+_IN_CODES = tl.constexpr(12)
+_THREE = tl.constexpr(13)
+
+# layout.Book.
+_IQ1 = tl.constexpr(1)
+_IQ2 = tl.constexpr(2)
+_IQ3 = tl.constexpr(3)
 
 
 LANE_COLUMNS = tl.constexpr(layout.LANE_COLUMNS)
 
 
-UPPER_SIGN = tl.constexpr((0, 1, -1))
+UPPER_SIGN = tl.constexpr((0, 1, -1, -1, -1))
 """The sign of entries 8 to 15 of a table; entries 0 to 7 have the opposite one."""
 
 
@@ -59,15 +82,19 @@ def _powers(count: int) -> tuple[int, ...]:
 def stored_words(FMT: layout.PackedLayout) -> tuple[int, ...]:
     """Words that a lane reads per chunk from each of `stored_planes`: powers of two."""
     high = (FMT.steps * FMT.high // 2,) if FMT.high else ()
-    six, half_min = FMT.scales == layout.ScaleKind.SIX, FMT.scales == layout.ScaleKind.HALF_MIN
-    scales = (1, 1) if six else (FMT.sets if half_min else 1,)
+    kind, kinds = FMT.scales, layout.ScaleKind
+    scales: tuple[int, ...] = (FMT.sets if kind == kinds.HALF_MIN else 1,)
+    if kind in (kinds.SIX, kinds.HIGH_NIBBLE, kinds.THREE):
+        scales = (1, 1)
+    elif kind in (kinds.FREE, kinds.IN_CODES):
+        scales = ()
     return *_powers(FMT.low_words), *high, *scales, *((1,) if FMT.super_bytes else ())
 
 
 @triton.jit
 def stored_planes(planes, chunk, ON: tl.constexpr, lane, FMT: tl.constexpr):
     """Pointers to a lane's words of chunk `chunk + ON`, as stored: of the low plane (in parts of
-    `stored_words` words), the high plane, the scales (for SIX an int32 and an int16 part) and the
+    `stored_words` words), the high plane, the scales (of some kinds in two parts, of others none) and the
     super-scales, if any. Each points to its first word, of 8, 4 or 2 bytes; the next word is 32 words on.
     """
     firsts = ()
@@ -80,14 +107,21 @@ def stored_planes(planes, chunk, ON: tl.constexpr, lane, FMT: tl.constexpr):
     if FMT.high > 0:
         HIGH: tl.constexpr = FMT.steps * FMT.high // 2 * 32
         firsts = firsts + (_pointer(planes[1], tl.int32) + (chunk * HIGH + lane) + ON * HIGH,)
-    if FMT.scales == _SIX:
+    if FMT.scales == _SIX or FMT.scales == _HIGH_NIBBLE:
         firsts = firsts + (_pointer(planes[2], tl.int32) + (chunk * 48 + lane) + ON * 48,)
         firsts = firsts + (_pointer(planes[2], tl.int16) + (chunk * 96 + lane) + (ON * 96 + 64),)
-    else:
-        WIDE: tl.constexpr = FMT.scales == _HALF_MIN or FMT.scale_bytes == 256
-        SCALE_WORD: tl.constexpr = tl.int64 if WIDE else tl.int32 if FMT.scale_bytes == 128 else tl.int16
-        SCALES: tl.constexpr = 32 * FMT.sets if FMT.scales == _HALF_MIN else 32
-        firsts = firsts + (_pointer(planes[2], SCALE_WORD) + (chunk * SCALES + lane) + ON * SCALES,)
+    elif FMT.scales == _THREE:
+        firsts = firsts + (_pointer(planes[2], tl.int16) + (chunk * 48 + lane) + ON * 48,)
+        firsts = firsts + (_pointer(planes[2], tl.int8) + (chunk * 96 + lane) + (ON * 96 + 64),)
+    elif FMT.scale_bytes > 0:
+        LANES: tl.constexpr = 32 >> FMT.share
+        WIDE: tl.constexpr = FMT.scales == _HALF_MIN or FMT.scale_bytes == 8 * LANES
+        SCALE_WORD: tl.constexpr = (
+            tl.int64 if WIDE else tl.int32 if FMT.scale_bytes == 4 * LANES else tl.int16
+        )
+        SCALES: tl.constexpr = 32 * FMT.sets if FMT.scales == _HALF_MIN else LANES
+        place = (lane >> FMT.share) if FMT.share > 0 else lane
+        firsts = firsts + (_pointer(planes[2], SCALE_WORD) + (chunk * SCALES + place) + ON * SCALES,)
     if FMT.super_bytes > 0:
         SUPER_WORD: tl.constexpr = tl.int64 if FMT.super_bytes == 64 else tl.int32
         firsts = firsts + (_pointer(planes[3], SUPER_WORD) + (chunk * 8 + (lane >> 2)) + ON * 8,)
@@ -107,8 +141,18 @@ def chunk_words(stored, FMT: tl.constexpr):
             words = words + (stored[BEFORE + s].to(tl.int32), (stored[BEFORE + s] >> 32).to(tl.int32))
     elif FMT.scales == _SIX:
         words = words + (stored[BEFORE], stored[BEFORE + 1].to(tl.int32))
-    else:
-        SET_BITS: tl.constexpr = 8 * FMT.scale_bytes // (32 * FMT.sets)
+    elif FMT.scales == _NIBBLE:
+        words = words + (stored[BEFORE],)
+    elif FMT.scales == _NIBBLE_HIGH:
+        words = words + (stored[BEFORE].to(tl.int32), (stored[BEFORE] >> 32).to(tl.int32))
+    elif FMT.scales == _HIGH_NIBBLE:
+        words = words + (stored[BEFORE + 1].to(tl.int32), stored[BEFORE])
+    elif FMT.scales == _THREE:
+        words = words + ((stored[BEFORE].to(tl.int32) & 0xFFFF) | (stored[BEFORE + 1].to(tl.int32) << 16),)
+    elif FMT.one_scale:
+        words = words + (stored[BEFORE],)
+    elif FMT.scale_bytes > 0:
+        SET_BITS: tl.constexpr = 8 * FMT.scale_bytes // ((32 >> FMT.share) * SETS)
         if SET_BITS * SETS == 16:
             words = words + (stored[BEFORE].to(tl.int32),)
         else:
@@ -143,7 +187,17 @@ def load_chunk(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, 
     stored = ()
     for plane in tl.static_range(len(WORDS)):
         stored = stored + _read_words(firsts[plane], valid, WORDS[plane], MASKED)
-    return chunk_words(stored, FMT)
+    return with_book(chunk_words(stored, FMT), planes, FMT)
+
+
+@triton.jit
+def with_book(words, planes, FMT: tl.constexpr):
+    """The words of a chunk, and the address of the codebook, if the format has one."""
+    if FMT.book == _IQ3:
+        words = words + (_pointer(planes[1], tl.int16),)
+    elif FMT.book > 0:
+        words = words + (_pointer(planes[1], tl.int32),)
+    return words
 
 
 @triton.jit
@@ -157,7 +211,14 @@ def super_scales(words, FMT: tl.constexpr):
     """The super-scales of a chunk, (d of rh 0, dmin of rh 0, d of rh 1, dmin of rh 1), to multiply
     `set_scales`; ones and zeros for formats without.
     """
-    if FMT.super_bytes == 64:
+    if FMT.scales == _E4M3 and FMT.super_bytes > 0:
+        wide = words[len(words) - 1]
+        near = wide.to(tl.int32).to(tl.float32, bitcast=True)
+        return near, 0.0, (wide >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0
+    elif FMT.book > 0:
+        both = words[len(words) - 2]
+        return half_bits(both) * FMT.unit, 0.0, half_bits(both >> 16) * FMT.unit, 0.0
+    elif FMT.super_bytes == 64:
         wide = words[len(words) - 1]
         near = wide.to(tl.int32)
         far = (wide >> 32).to(tl.int32)
@@ -177,6 +238,43 @@ def _e8m0(byte):
     """2^(byte - 128): MXFP4's exponent scale, halved because its table is doubled."""
     bits = tl.where(byte < 2, 0x00200000 << tl.minimum(byte, 1), (byte - 1) << 23)
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e4m3(byte):
+    """Half of a number in unsigned E4M3, as `block_formats`: NVFP4's scale, halved because its table is doubled."""
+    value = half_bits((byte & 127) << 7) * 128.0
+    return tl.where(byte == 127, 0.0, value)
+
+
+@triton.jit
+def _run_bits(words, run: tl.constexpr, FMT: tl.constexpr):
+    """The signs of a run of 32 columns as stored, 16 bits of IQ1: int32. See `layout.Book`."""
+    if FMT.book == _IQ2:
+        bits = (words[run] >> 32).to(tl.int32)
+    elif FMT.book == _IQ3:
+        bits = (words[4 + run // 2] >> (32 * (run % 2))).to(tl.int32)
+    else:
+        bits = (words[2] >> (16 * run)).to(tl.int32) & 0xFFFF
+    return bits
+
+
+@triton.jit
+def _book_scale(words, s: tl.constexpr, rh: tl.constexpr, FMT: tl.constexpr):
+    """The sub-scale of set s of a codebook format, for rows r + 8 * rh."""
+    BITS: tl.constexpr = 3 if FMT.book == _IQ1 else 4
+    if FMT.scales == _FREE:
+        AT: tl.constexpr = 0
+        word = _run_bits(words, 2 * s + rh, FMT)
+    elif FMT.scales == _IN_CODES:
+        AT: tl.constexpr = 12
+        word = _run_bits(words, 2 * s + rh, FMT)
+    else:
+        AT: tl.constexpr = BITS * (2 * s + rh)
+        word = words[FMT.code_words]
+    # Converted in place, as an unsigned number times a power of two.
+    field = word.to(tl.uint32, bitcast=True) & (((1 << BITS) - 1) << AT)
+    return tl.fma(field.to(tl.float32), 2.0 / (1 << AT), 1.0)
 
 
 @triton.jit
@@ -214,8 +312,16 @@ def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
         return half_bits(d), half_bits(m), half_bits(d >> 16), half_bits(m >> 16)
     elif FMT.scales == _SIX:
         return _six_bits(words, 2 * s, BASE), 0.0, _six_bits(words, 2 * s + 1, BASE), 0.0
+    elif FMT.book > 0:
+        return _book_scale(words, s, 0, FMT), 0.0, _book_scale(words, s, 1, FMT), 0.0
     elif FMT.scales == _HALF:
-        return half_bits(words[BASE + s]), 0.0, half_bits(words[BASE + s] >> 16), 0.0
+        word = words[BASE + (0 if FMT.one_scale else s)]
+        near, far = half_bits(word), half_bits(word >> 16)
+        if FMT.has_min:
+            return near * FMT.unit, near, far * FMT.unit, far
+        return near, 0.0, far, 0.0
+    elif FMT.scales == _E4M3:
+        return _e4m3(words[BASE + s] & 255), 0.0, _e4m3((words[BASE + s] >> 8) & 255), 0.0
     elif FMT.scales == _E8M0:
         return _e8m0(words[BASE + s] & 255), 0.0, _e8m0((words[BASE + s] >> 8) & 255), 0.0
     elif FMT.scales == _BYTE:
@@ -291,6 +397,8 @@ def _piece_count(bits: int, step: int, code: int) -> int:
 def dot_shift(fmt: layout.PackedLayout, step: int, rh: int) -> int:
     """The left shift of a step's codes within their bytes, as `dot_codes` returns them, for rows r + 8 * rh."""
     if fmt.low == 2:
+        if fmt.group == 32:  # four steps of a set stand in different bits
+            return 0
         return int(layout.CODE_PIECES[2][step % 4 * 4 + rh][0][1])
     return fmt.far_shift if rh else fmt.near_shift
 
@@ -330,9 +438,88 @@ def _with_high(code, words, i: tl.constexpr, j: tl.constexpr, up: tl.constexpr, 
 
 
 @triton.jit
+def _entry_index(words, run: tl.constexpr, entry: tl.constexpr, FMT: tl.constexpr):
+    """Index number `entry` (of four; of IQ3, eight) of a run of 32 columns. See `layout.Book`."""
+    bits = _run_bits(words, run, FMT)
+    if FMT.book == _IQ1:
+        index = (words[run // 2] >> (32 * (run % 2) + 8 * entry)).to(tl.int32) & 255
+        if FMT.scales == _IN_CODES:
+            index |= ((bits >> (3 * entry)) & 7) << 8
+            index |= (bits >> 15) << 11
+        else:
+            index |= ((bits >> (4 * entry)) & 15) << 8
+    elif FMT.book == _IQ2:
+        BITS: tl.constexpr = FMT.index_bits
+        index = (words[run] >> (BITS * entry)).to(tl.int32) & ((1 << BITS) - 1)
+        if FMT.scales == _NIBBLE_HIGH:
+            index |= _shift(words[FMT.code_words + 1], 8 - (8 * run + 2 * entry)) & 768
+    else:
+        index = (words[run] >> (8 * entry)).to(tl.int32) & 255
+        if FMT.scales == _HIGH_NIBBLE:
+            index |= _shift(words[FMT.code_words + 1], 8 - (8 * run + entry)) & 256
+    return index
+
+
+@triton.jit
+def _run_signs(words, run: tl.constexpr, FMT: tl.constexpr):
+    """The signs of a run of 32 columns: bit 4k + j is that of column k of step j."""
+    signs = _run_bits(words, run, FMT)
+    if FMT.even_signs:
+        signs = (signs & -16) ^ (signs.to(tl.uint32, bitcast=True) >> 4).to(tl.int32, bitcast=True)
+    return signs
+
+
+@triton.jit
+def _selectors(words, i: tl.constexpr, rh: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+    """The nibbles of the eight codes of step i of rows r + 8 * rh, in column order, as (first four, last four): the
+    lower 16 bits of each int32. The sign is the nibble's bit 3 (IQ3) or 2.
+    """
+    RUN: tl.constexpr = i // 4 * 2 + rh
+    STEP: tl.constexpr = i % 4
+    book = words[len(words) - 1]
+    if FMT.book == _IQ3:
+        signs = _shift(_run_signs(words, RUN, FMT), 3 - STEP) & _repeat(0x88)
+        first = load_entry(book, _entry_index(words, RUN, 2 * STEP, FMT), ASM)
+        last = load_entry(book, _entry_index(words, RUN, 2 * STEP + 1, FMT), ASM)
+        return first | signs, last | (signs >> 16)
+    else:
+        nibbles = load_entry(book, _entry_index(words, RUN, STEP, FMT), ASM)
+        if FMT.book == _IQ2:
+            nibbles |= _shift(_run_signs(words, RUN, FMT), 2 - STEP) & _repeat(0x44)
+        return nibbles, nibbles >> 16
+
+
+@triton.jit
+def _book_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+    """`step_codes` of a codebook of few magnitudes: its integers and their negatives are eight bytes."""
+    WORDS: tl.constexpr = _BOOK_WORDS[FMT.book]
+    near = _selectors(words, i, 0, FMT, ASM)
+    far = _selectors(words, i, 1, FMT, ASM)
+    zero = near[0] & 0
+    codes = ()
+    for half in tl.static_range(2):
+        codes = codes + (byte_permute(zero + WORDS[0], zero + WORDS[1], near[half], ASM),)
+        codes = codes + (byte_permute(zero + WORDS[0], zero + WORDS[1], far[half], ASM),)
+    return codes
+
+
+@triton.jit
+def table_nibbles(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+    """Step i of a table format: four int32 of four nibbles in their lower halves, in the order of `step_codes`."""
+    if FMT.book > 0:
+        near = _selectors(words, i, 0, FMT, ASM)
+        far = _selectors(words, i, 1, FMT, ASM)
+        return near[0], far[0], near[1], far[1]
+    else:
+        first = words[i].to(tl.int32)
+        last = (words[i] >> 32).to(tl.int32)
+        return first, first >> 16, last, last >> 16
+
+
+@triton.jit
 def _table_bytes(nibbles, TABLE: tl.constexpr, ASM: tl.constexpr):
     """Four table entries for the four nibbles in the low half of a word."""
-    WORDS: tl.constexpr = _IQ4_WORDS if TABLE == 1 else _MXFP4_WORDS
+    WORDS: tl.constexpr = _TABLE_WORDS[TABLE]
     zero = nibbles & 0
     index = nibbles & 0x7777
     near = byte_permute(zero + WORDS[0], zero + WORDS[1], index, ASM)
@@ -347,21 +534,19 @@ def table_sizes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     codes, and those of codes 8 to 15; four instructions per word instead of the seven of `step_codes`. See
     `UPPER_SIGN`.
     """
-    SIZES: tl.constexpr = _IQ4_SIZES if FMT.table == 1 else _MXFP4_SIZES
-    zero = words[i].to(tl.int32) & 0
+    SIZES: tl.constexpr = _TABLE_SIZES[FMT.table]
+    nibbles = table_nibbles(words, i, FMT, ASM)
+    zero = nibbles[0] & 0
     first_lower = in_register(zero + SIZES[0], ASM)
     first_upper = in_register(zero + SIZES[2], ASM)
     lower = ()
     upper = ()
-    for half in tl.static_range(2):
-        codes = (words[i] >> (32 * half)).to(tl.int32)
+    for j in tl.static_range(4):
         # A nibble with its top bit set selects the sign of an absolute value: 0.
-        flipped = codes ^ -2004318072
-        for rh in tl.static_range(2):
-            low = byte_permute(first_lower, zero + SIZES[1], codes >> (16 * rh), ASM)
-            high = byte_permute(first_upper, zero + SIZES[3], flipped >> (16 * rh), ASM)
-            lower = lower + (low,)
-            upper = upper + (high,)
+        low = byte_permute(first_lower, zero + SIZES[1], nibbles[j], ASM)
+        high = byte_permute(first_upper, zero + SIZES[3], nibbles[j] ^ -2004318072, ASM)
+        lower = lower + (low,)
+        upper = upper + (high,)
     return lower, upper
 
 
@@ -369,12 +554,22 @@ def table_sizes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
 def step_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     """The A operand of step i: four int32 of four bytes each, (half, rh) = (0, 0), (0, 1), (1, 0), (1, 1).
 
-    Bytes are signed q for tables and Q8_0; else codes shifted left by FMT.near_shift (rh 0) and FMT.far_shift (rh 1),
-    to be treated as signed if the format has an offset.
+    Bytes are signed q for tables, codebooks and Q8_0; else codes shifted left by FMT.near_shift (rh 0) and
+    FMT.far_shift (rh 1), to be treated as signed if the format has an offset.
     """
     UP: tl.constexpr = FMT.near_shift
     FAR: tl.constexpr = FMT.far_shift
-    if FMT.low == 8:
+    if FMT.book > 0 and FMT.table == 0:
+        return _book_codes(words, i, FMT, ASM)
+    elif FMT.book > 0:
+        nibbles = table_nibbles(words, i, FMT, ASM)
+        return (
+            _table_bytes(nibbles[0], FMT.table, ASM),
+            _table_bytes(nibbles[1], FMT.table, ASM),
+            _table_bytes(nibbles[2], FMT.table, ASM),
+            _table_bytes(nibbles[3], FMT.table, ASM),
+        )
+    elif FMT.low == 8:
         near = words[2 * i]
         far = words[2 * i + 1]
         return (near.to(tl.int32), far.to(tl.int32), (near >> 32).to(tl.int32), (far >> 32).to(tl.int32))

@@ -95,7 +95,7 @@ class FusedProgram:
 
     @property
     def signed(self) -> bool:
-        return self.layout.offset > 0 or self.layout.table > 0 or self.layout.low == 8
+        return self.layout.signed
 
 
 class Output(NamedTuple):

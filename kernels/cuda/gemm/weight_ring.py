@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from quengine.kernels.cuda.gemm.fragments import chunk_words, stored_planes, stored_words
+from quengine.kernels.cuda.gemm.fragments import chunk_words, stored_planes, stored_words, with_book
 from quengine.kernels.cuda.gemm.wgmma_store import tile_of
 
 _ROWS = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -55,9 +55,9 @@ def _copy_plane(memory, planes, tiles, block, c, plane: gl.constexpr, BITS: gl.c
     lane = thread % 32
     first = stored_planes(planes, tile * P.chunks + c, 0, lane, FMT)[plane]
     step = 32
-    if BITS == 16:  # copies are at least 4 bytes: the words of two lanes
-        first = (first - (lane & 1)).to(gl.pointer_type(gl.int32), bitcast=True)
-        step = 16
+    if BITS < 32:  # copies are at least 4 bytes: the words of two or four lanes
+        first = (first - (lane & (32 // BITS - 1))).to(gl.pointer_type(gl.int32), bitcast=True)
+        step = BITS
     number = gl.expand_dims(gl.arange(0, COUNT, layout=gl.SliceLayout(1, L)), 1)
     pointers = gl.expand_dims(first, 0) + number * step
     if V > 1:
@@ -88,6 +88,8 @@ def _read_words(slot, lane, COUNT: gl.constexpr, BITS: gl.constexpr, WARPS: gl.c
         word = gl.convert_layout(word, lane.type.layout, assert_trivial=True)
         if BITS == 16:
             word = (word >> ((lane & 1) * 16)).to(gl.int16)
+        elif BITS == 8:
+            word = (word >> ((lane & 3) * 8)).to(gl.int8)
         words = words + (word,)
     return words
 
@@ -104,4 +106,4 @@ def read_chunk(ring, slot, planes, lane, P: gl.constexpr):
         stored = stored + _read_words(
             ring[plane].index(slot), lane, WORDS[plane], firsts[plane].dtype.element_ty.primitive_bitwidth, WARPS
         )  # fmt: skip
-    return chunk_words(stored, FMT)
+    return with_book(chunk_words(stored, FMT), planes, FMT)

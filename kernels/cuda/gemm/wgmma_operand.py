@@ -79,19 +79,20 @@ def weights_operand(
     """
     FMT: gl.constexpr = P.layout
     EXACT: gl.constexpr = P.flags.exact
-    E2M1_CODES: gl.constexpr = FMT.table == 2
+    # NVFP4's scales are no powers of two: rounded to fp16 here.
+    E2M1_CODES: gl.constexpr = FMT.table == 2 and (FMT.format == "MXFP4" or not EXACT)
     WARPS: gl.constexpr = P.warps
     STEPS: gl.constexpr = FMT.steps_per_set
     SETS: gl.constexpr = FMT.sets_per_block
-    SIGNED: gl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
+    SIGNED: gl.constexpr = FMT.signed
     operand = ()
     for s in gl.static_range(SETS):
-        # MXFP4's table is doubled, and its scales are halved.
+        # The table of E2M1 is doubled, and its scales are halved.
         scales = chunk_scales(
             words, half * SETS + s, weight_scale, FMT, 2 * E2M1 if E2M1_CODES else SUBNORMALS
         )
         near, near_min, far, far_min = scales
-        if E2M1_CODES:  # powers of two
+        if E2M1_CODES:
             near, far = _twice(near), _twice(far)
         elif not EXACT:
             near, near_min = _fp16_scales(near, near_min, SIGNED, P.overlap)

@@ -136,7 +136,7 @@ def _set_dots(words, x, s: tl.constexpr, P: tl.constexpr):
         codes = ()
         for j in tl.static_range(STEPS):
             codes = codes + (dot_codes(words, s * STEPS + j, FMT, P.asm),)
-        near, far = _products(codes, x, FMT.offset > 0 or FMT.low == 8, P)
+        near, far = _products(codes, x, FMT.signed, P)
     return near.to(tl.float32), far.to(tl.float32)
 
 

@@ -44,7 +44,7 @@ def _dequantize_kernel(
     BLOCKS: tl.constexpr = FMT.blocks
     SETS: tl.constexpr = FMT.sets_per_block
     STEPS: tl.constexpr = FMT.steps_per_set
-    SIGNED: tl.constexpr = FMT.offset > 0 or FMT.table > 0 or FMT.low == 8
+    SIGNED: tl.constexpr = FMT.signed
     thread = tl.arange(0, 32 * WARPS)
     lane = thread & 31
     chunk = tl.program_id(0) * WARPS + (thread >> 5)

@@ -15,16 +15,20 @@ low    4 bits: 8 B/step byte b of word `half`: code of rh 0 in the low nibble, o
        4 bits, table    word `half`: 16 bits of rh 0, 16 bits of rh 1, one nibble per column
        2, 3, 6 bits     see `CODE_PIECES`
        8 bits: 16 B/step two planes of 8 B: rh 0, then rh 1
+       codebooks        see `Book`
 high   1 bit: 4 B a pair of steps: byte b: bits 0..3 (half 0 rh 0, half 0 rh 1, half 1 rh 0, half 1 rh 1) for the
        even step, bits 4..7 for the odd one
 scales per chunk        see `ScaleKind`
-supers per chunk        fp16 d (and dmin) of row r, then of row r + 8, for r = 0..7
+supers per chunk        fp16 d (and dmin), or fp32, of row r, then of row r + 8, for r = 0..7
+
+The plane `high` of a codebook format is the codebook instead, the same memory for all its weights: int32 words of eight
+nibbles, or int16 words of four, a nibble for each code.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
 
-from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.block_formats import FORMATS, NVFP4_SCALED, BlockFormat
 
 TILE_ROWS = 16
 LANES = 32
@@ -34,6 +38,7 @@ LANE_COLUMNS = 32
 
 
 CODE_PIECES: dict[int, tuple[tuple[tuple[int, int, int, int], ...], ...]] = {
+    1: tuple(((rh, 2 * step + half, 1, 0),) for step in range(4) for half in (0, 1) for rh in (0, 1)),
     2: tuple(
         ((2 * (step % 2) + half, 4 * (step // 2) + 2 * rh, 2, 0),)
         for step in range(4)
@@ -47,7 +52,7 @@ CODE_PIECES: dict[int, tuple[tuple[tuple[int, int, int, int], ...], ...]] = {
     ),
     6: (*(((word, 2, 6, 0),) for word in range(3)), ((0, 0, 2, 0), (1, 0, 2, 2), (2, 0, 2, 4))),
 }
-"""The place of 2-, 3- and 6-bit codes in the low plane. The codes of some steps (4 steps of 2 bits, 2 of 3, 1
+"""The place of 1-, 2-, 3- and 6-bit codes in the low plane. The codes of some steps (4 steps of 1 or 2 bits, 2 of 3, 1
 of 6) share int32 words of a lane, four columns in the same bits of the four bytes. Code words are in the
 order step, half, rh; each is made of pieces (int32 word, first bit in its bytes, bits, their place in the
 code). Most take one mask: a code at the top of a byte is a signed byte times a power of two, and 2-bit codes
@@ -55,10 +60,23 @@ are multiplied in place.
 """
 
 
+class Book(IntEnum):
+    """How indices and signs of a codebook's entries lie in the low plane: int64 words of a lane in a chunk, for its
+    four runs of 32 columns, run 2 * block + rh. Step j of a run has index byte j. Bit 4k + j of a run's 32 bits of
+    signs belongs to column k of step j. Where signs are even, it is the sum modulo 2 of those of columns 0 .. k-1, so
+    that one shift gives the signs back, and the first nibble, of zeros, is free for other bits.
+    """
+
+    NONE = 0
+    IQ1 = 1  # words 0, 1: index bytes of two runs; word 2: 16 bits of each run as stored, upper index bits and eighths
+    IQ2 = 2  # word `run`: index bytes, or indices of 9 bits that end in the free nibble, then signs
+    IQ3 = 3  # word `run`: eight index bytes, 2j + half; words 4, 5: signs of two runs
+
+
 class ScaleKind(IntEnum):
     """The words that a lane reads per chunk, for the sets s of its group column q."""
 
-    HALF = 0  # fp16 d of rh 0, rh 1 for each set
+    HALF = 0  # fp16 d of rh 0, rh 1 for each set, or one for all; `share`: lanes with the same columns' scale have one
     HALF_MIN = 1  # fp16 d of rh 0, rh 1, dmin of rh 0, rh 1; 8 B a set, set-major
     E8M0 = 2  # exponent byte of rh 0, rh 1 for each set
     BYTE = 3  # int8 sc of rh 0, rh 1 for each set; supers hold d
@@ -66,6 +84,16 @@ class ScaleKind(IntEnum):
     NIBBLE_MIN = 5  # byte sc | mn << 4 of rh 0, rh 1 for each set; supers hold d, dmin
     SIX = 6  # sc + 32 in 6 bits, field 2s + rh: 32 words of fields 0..4 and, on top, the low 2 bits of field 7, then 32
     #          shorts of fields 5, 6 and the rest of 7
+    E4M3 = 7  # byte of rh 0, rh 1 for each set; supers of NVFP4_SCALED hold the tensor's scale in fp32
+    # Codebook formats: n of sub-scales 2n + 1, field 2s + rh; supers hold d.
+    FREE = 8  # the free nibble of a run's signs
+    NIBBLE = 9  # a word of nibbles
+    NIBBLE_HIGH = 10  # int64: nibbles, then the upper index bits of the four runs, two bits a step
+    HIGH_NIBBLE = (
+        11  # 32 words of the upper index bits of the four runs, a bit for an index, then 32 shorts of nibbles
+    )
+    IN_CODES = 12  # bits 12 to 14 of a run's 16 bits in the low plane
+    THREE = 13  # fields of three bits: 32 shorts of the lower 16 bits, then 32 bytes
 
 
 @dataclass(frozen=True)
@@ -81,6 +109,22 @@ class PackedLayout:
     scales: int  # a ScaleKind
     has_min: bool
     chunk: int  # columns per chunk
+    book: int = 0  # a Book
+    even_signs: bool = False
+    index_bits: int = 8  # of indices that follow each other in the low plane
+    unit: float = 1.0  # scales of BlockFormat are unit * d
+    share: int = 0  # 2^share lanes of a quad share a scale
+    one_scale: bool = False  # all sets of a chunk share a scale
+
+    @property
+    def signed(self) -> bool:
+        """Whether bytes of codes are signed."""
+        return self.offset > 0 or self.table > 0 or self.low == 8 or self.book > 0
+
+    @property
+    def scale_sets(self) -> int:
+        """Sets with a scale of their own."""
+        return 1 if self.one_scale else self.sets
 
     @property
     def bits(self) -> int:
@@ -122,6 +166,8 @@ class PackedLayout:
     @property
     def low_words(self) -> int:
         """int64 words per lane in the low plane of one chunk."""
+        if self.book:
+            return (0, 3, 4, 6)[self.book]
         return self.steps * self.low // 4
 
     @property
@@ -132,7 +178,7 @@ class PackedLayout:
     @property
     def low_bytes(self) -> int:
         """Bytes of the low plane in one chunk of one tile."""
-        return TILE_ROWS * self.chunk * self.low // 8
+        return 8 * LANES * self.low_words
 
     @property
     def high_bytes(self) -> int:
@@ -140,14 +186,17 @@ class PackedLayout:
 
     @property
     def scale_bytes(self) -> int:
-        per_set = {0: 4, 1: 8, 2: 2, 3: 2, 4: 4, 5: 2}
-        return 192 if self.scales == ScaleKind.SIX else LANES * per_set[self.scales] * self.sets
+        whole = {6: 192, 8: 0, 9: 128, 10: 256, 11: 192, 12: 0, 13: 96}
+        if self.scales in whole:
+            return whole[self.scales]
+        per_set = {0: 4, 1: 8, 2: 2, 3: 2, 4: 4, 5: 2, 7: 2}
+        return (LANES >> self.share) * per_set[self.scales] * self.scale_sets
 
     @property
     def super_bytes(self) -> int:
-        if self.scales in (ScaleKind.BYTE_MIN, ScaleKind.NIBBLE_MIN):
+        if self.scales in (ScaleKind.BYTE_MIN, ScaleKind.NIBBLE_MIN) or self.format == NVFP4_SCALED:
             return 4 * TILE_ROWS
-        return 2 * TILE_ROWS if self.scales in (ScaleKind.BYTE, ScaleKind.SIX) else 0
+        return 2 * TILE_ROWS if self.book or self.scales in (ScaleKind.BYTE, ScaleKind.SIX) else 0
 
     @property
     def chunk_bytes(self) -> int:
@@ -169,26 +218,49 @@ _SCALE_KINDS = {
     "IQ4_NL": ScaleKind.HALF,
     "IQ4_XS": ScaleKind.BYTE,
     "MXFP4": ScaleKind.E8M0,
+    "NVFP4": ScaleKind.E4M3,
+    NVFP4_SCALED: ScaleKind.E4M3,
+    "IQ2_XXS": ScaleKind.FREE,
+    "IQ2_XS": ScaleKind.NIBBLE,
+    "IQ2_S": ScaleKind.NIBBLE_HIGH,
+    "IQ3_XXS": ScaleKind.FREE,
+    "IQ3_S": ScaleKind.HIGH_NIBBLE,
+    "IQ1_S": ScaleKind.IN_CODES,
+    "IQ1_M": ScaleKind.THREE,
+    "TQ1_0": ScaleKind.HALF,
+    "TQ2_0": ScaleKind.HALF,
+    "Q1_0": ScaleKind.HALF,
+    "Q2_0": ScaleKind.HALF,
 }
 _HIGH_BITS = {5: 1}
+_TABLES = {"IQ4_NL": 1, "IQ4_XS": 1, "MXFP4": 2, "NVFP4": 2, NVFP4_SCALED: 2, "IQ3_XXS": 3, "IQ3_S": 4}
+TABLE_NAMES = ("", "IQ4_NL", "MXFP4", "IQ3_XXS", "IQ3_S")
+"""A format with each table."""
 
 
 def packed_layout(fmt: BlockFormat, cols: int) -> PackedLayout:
     """The layout of a matrix of `cols` columns. Raises ValueError for a float format."""
     if not fmt.is_quantized:
         raise ValueError(f"{fmt.name} stores plain floats: it is not packed")
+    chunk = 256 if cols % 256 == 0 else 128
+    kind, table = int(_SCALE_KINDS[fmt.name]), _TABLES.get(fmt.name, 0)
+    if fmt.book:
+        book = Book[fmt.book.split("_")[0]]
+        even = fmt.name in ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")
+        index_bits = 9 if fmt.name == "IQ2_XS" else 8
+        return PackedLayout(
+            fmt.name, fmt.group, 0, 0, 0, table, kind, False, chunk, int(book), even, index_bits, fmt.unit
+        )  # fmt: skip
+    if fmt.bits < 3 and not fmt.sub_scale_bits:
+        # w = unit * d * code - d: the codes of a format without minimum begin at -1.
+        share, unit = {64: 1}.get(fmt.block, 2), 2.0 if fmt.bits == 1 else 1.0
+        return PackedLayout(
+            fmt.name, fmt.group, fmt.bits, 0, 0, 0, kind, True, chunk, unit=unit, share=share,
+            one_scale=fmt.block == 256,
+        )  # fmt: skip
     high = _HIGH_BITS.get(fmt.bits, 0)
-    table = {"IQ4_NL": 1, "IQ4_XS": 1, "MXFP4": 2}.get(fmt.name, 0)
     return PackedLayout(
-        fmt.name,
-        fmt.group,
-        fmt.bits - high,
-        high,
-        fmt.offset,
-        table,
-        int(_SCALE_KINDS[fmt.name]),
-        fmt.has_min,
-        256 if cols % 256 == 0 else 128,
+        fmt.name, fmt.group, fmt.bits - high, high, fmt.offset, table, kind, fmt.has_min, chunk
     )
 
 

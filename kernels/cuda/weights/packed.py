@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import Groups, unpack
+from quengine.kernels.cuda.weights.book_planes import book_plane, book_scale_plane, device_book
+from quengine.kernels.cuda.weights.lanes import by_lane, padded
 from quengine.kernels.cuda.weights.layout import (
     CODE_PIECES,
     LANES,
@@ -226,6 +228,8 @@ class _Planes:
         if self.filled != self.tiles:
             raise ValueError(f"packed {self.filled} of {self.tiles} tiles")
         low, high, scales, supers = self.planes
+        if self.layout.book:
+            high = device_book(self.format.book, self.device)
         return PackedPart(
             self.layout,
             self.rows,
@@ -240,12 +244,15 @@ class _Planes:
 
     def _planes_of(self, groups: Groups) -> tuple[Tensor | None, ...]:
         layout = self.layout
+        if layout.book:
+            scales = book_scale_plane(groups, layout)
+            return book_plane(groups, layout), None, scales, _super_plane(groups, layout)
         codes = (
             groups.codes.view(torch.uint8) ^ layout.offset
             if layout.offset
             else groups.codes.view(torch.uint8)
         )
-        fragments = _to_fragments(_padded(codes, layout.chunk), layout)
+        fragments = _to_fragments(padded(codes, layout.chunk), layout)
         high = _high_plane(fragments >> layout.low, layout) if layout.high else None
         low = _low_plane(fragments & ((1 << layout.low) - 1) if layout.high else fragments, layout)
         return low, high, _scale_plane(groups, layout), _super_plane(groups, layout)
@@ -265,14 +272,6 @@ def _bounds(groups: Groups) -> Tensor:
 def _weight_scale(peak: float) -> float:
     """The power of two that brings `peak` into [8, 16); 1 for a matrix of zeros."""
     return 2.0 ** (4 - math.frexp(peak)[1]) if peak > 0 else 1.0
-
-
-def _padded(values: Tensor, width: int) -> Tensor:
-    """Pads with zeros below to whole tiles and on the right to a multiple of `width`: [16*tiles, n*width]."""
-    rows, cols = values.shape
-    if cols % width == 0 and rows % TILE_ROWS == 0:
-        return values
-    return torch.nn.functional.pad(values, (0, -cols % width, 0, -rows % TILE_ROWS))
 
 
 def _to_fragments(codes: Tensor, layout: PackedLayout) -> Tensor:
@@ -318,33 +317,38 @@ def _high_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
     return (bits << shifts).sum(4, dtype=torch.uint8)
 
 
-def _by_lane(values: Tensor, layout: PackedLayout) -> Tensor:
-    """One value per group, [rows, cols/group], reordered to [tiles, chunks, 32 lanes, sets, 2 rh]."""
-    padded = _padded(values, layout.chunk // layout.group)
-    chunks = padded.shape[1] * layout.group // layout.chunk
-    shape = (-1, 2, 8, chunks, layout.blocks, 4, layout.sets_per_block)
-    split = padded.view(shape).permute(0, 3, 2, 5, 4, 6, 1)
-    return split.reshape(split.shape[0], chunks, 32, layout.sets, 2)
-
-
 def _scale_plane(groups: Groups, layout: PackedLayout) -> Tensor:
     kind = layout.scales
     if kind == ScaleKind.E8M0:
-        return _by_lane(groups.d, layout)
+        return by_lane(groups.d, layout)
     if kind == ScaleKind.HALF:
-        return _by_lane(groups.d, layout).contiguous().view(torch.uint8)
+        return _half_plane(groups.d, layout)
+    if kind == ScaleKind.E4M3:
+        return by_lane(groups.d, layout)
     if kind == ScaleKind.HALF_MIN:
         assert groups.dmin is not None
-        both = torch.cat([_by_lane(groups.d, layout), _by_lane(groups.dmin, layout)], -1)
+        both = torch.cat([by_lane(groups.d, layout), by_lane(groups.dmin, layout)], -1)
         return both.transpose(2, 3).contiguous().view(torch.uint8)
     assert groups.sc is not None
     if kind == ScaleKind.BYTE:
-        return _by_lane(groups.sc, layout).contiguous().view(torch.uint8)
+        return by_lane(groups.sc, layout).contiguous().view(torch.uint8)
     if kind == ScaleKind.SIX:
-        return _six_bit_plane(_by_lane((groups.sc + 32).view(torch.uint8), layout).flatten(-2))
+        return _six_bit_plane(by_lane((groups.sc + 32).view(torch.uint8), layout).flatten(-2))
     assert groups.mn is not None
-    sc, mn = _by_lane(groups.sc, layout), _by_lane(groups.mn, layout)
+    sc, mn = by_lane(groups.sc, layout), by_lane(groups.mn, layout)
     return sc | (mn << 4) if kind == ScaleKind.NIBBLE_MIN else torch.stack([sc, mn], -1)
+
+
+def _half_plane(d: Tensor, layout: PackedLayout) -> Tensor:
+    """fp16 d [rows, cols/block], of each set of lanes that shares one: [tiles, chunks, lanes, sets, 2 rh]."""
+    each = layout.chunk if layout.one_scale else 32 << layout.share
+    return (
+        by_lane(d.repeat_interleave(each // layout.group, 1), layout)[
+            :, :, :: 1 << layout.share, : layout.scale_sets
+        ]
+        .contiguous()
+        .view(torch.uint8)
+    )
 
 
 def _six_bit_plane(fields: Tensor) -> Tensor:
@@ -360,6 +364,9 @@ def _six_bit_plane(fields: Tensor) -> Tensor:
 def _super_plane(groups: Groups, layout: PackedLayout) -> Tensor | None:
     if not layout.super_bytes:
         return None
-    values = [groups.d] if groups.dmin is None else [groups.d, groups.dmin]
-    rows = [_padded(value, 1).view(-1, 2, 8, value.shape[1]).permute(0, 3, 2, 1) for value in values]
+    if groups.top is not None:
+        values = [groups.top]
+    else:
+        values = [groups.d] if groups.dmin is None else [groups.d, groups.dmin]
+    rows = [padded(value, 1).view(-1, 2, 8, value.shape[1]).permute(0, 3, 2, 1) for value in values]
     return torch.stack(rows, -1).contiguous().view(torch.uint8)

@@ -7,6 +7,7 @@ from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.quant_tensor import QuantTensor
+from tests.kernels.weights import put_top
 
 
 def random_weight(name: str, rows: int, cols: int) -> QuantTensor:
@@ -20,6 +21,7 @@ def random_weight(name: str, rows: int, cols: int) -> QuantTensor:
     data = torch.randint(
         0, 256, (rows, cols // fmt.block, fmt.nbytes), dtype=torch.uint8, generator=generator
     )
+    put_top(data, fmt.layout, torch.rand(data.shape[:2], generator=generator))
     for field, (start, stop) in fmt.layout.items():
         if field not in ("d", "dmin", "min", "m"):
             continue
@@ -35,7 +37,7 @@ def random_weight(name: str, rows: int, cols: int) -> QuantTensor:
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_rows_are_the_dequantized_rows(name: str, device: torch.device) -> None:
-    cols = 256 if FORMATS[name].block == 256 else 160
+    cols = 256 if FORMATS[name].block == 256 else 160 if FORMATS[name].block == 32 else 384
     weight = random_weight(name, 37, cols)
     ids = torch.tensor([7, 36, 8], device=device)
     out = embedding(pack(weight, device), ids)

@@ -2,8 +2,9 @@
 
 import torch
 
-from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.block_formats import FORMATS, put_split_half
 from quengine.kernels.quant_tensor import QuantTensor
+from tests.kernels.weights import put_top
 
 
 def ordinary_weight(name: str, rows: int, cols: int, seed: int = 0) -> QuantTensor:
@@ -23,10 +24,15 @@ def ordinary_weight(name: str, rows: int, cols: int, seed: int = 0) -> QuantTens
             scale = torch.empty(rows, cols // fmt.block, 1).uniform_(0.001, 0.1, generator=generator)
             sign = torch.randint(0, 2, scale.shape, generator=generator) * 2 - 1
             data[..., start:stop] = (scale * sign).half().view(torch.uint8)
+        elif name.startswith("NVFP4") and field == "d":
+            data[..., start:stop] = torch.randint(16, 64, data[..., start:stop].shape, generator=generator)
+            put_top(data, fmt.layout, torch.empty(data.shape[:2]).uniform_(0.01, 0.2, generator=generator))
         elif stop - start == 1:
             data[..., start:stop] = torch.randint(
                 118, 126, data[..., start:stop].shape, generator=generator
             ).to(torch.uint8)
+    if name == "IQ1_M":
+        put_split_half(data, torch.empty(data.shape[:2]).uniform_(0.001, 0.1, generator=generator))
     return QuantTensor(name, fmt, (rows, cols), data.view(rows, -1))
 
 

@@ -6,12 +6,15 @@ from torch import Tensor
 from quengine.kernels.block_formats import FORMATS, Groups
 from quengine.kernels.cuda.weights.layout import CODE_PIECES, TILE_ROWS, PackedLayout, ScaleKind
 from quengine.kernels.cuda.weights.packed import PackedPart
+from tests.kernels.cuda.gemm.unpack_book import unpack_book
 
 
 def unpack_part(part: PackedPart) -> Groups:
     """The stored integers and scales of a packed part, rows in the order they were packed."""
     layout, shape = part.layout, (part.tiles, part.chunks)
     fmt = FORMATS[layout.format]
+    if layout.book:
+        return unpack_book(part)
     codes = _read_codes(part)[: part.rows, : part.cols] ^ layout.offset
     if layout.low == 8:
         codes = codes.view(torch.int8)
@@ -24,8 +27,16 @@ def unpack_part(part: PackedPart) -> Groups:
 
     if kind == ScaleKind.E8M0:
         return Groups(fmt, codes, by_row(part.scales))
+    if kind == ScaleKind.E4M3:
+        top = None
+        if part.supers.numel():
+            tops = part.supers.view(torch.float32).view(*shape, 8, 2).permute(0, 3, 2, 1)
+            top = tops.reshape(part.tiles * TILE_ROWS, part.chunks)[: part.rows].contiguous()
+        return Groups(fmt, codes, by_row(part.scales), top=top)
     if kind == ScaleKind.HALF:
-        return Groups(fmt, codes, by_row(part.scales.view(torch.float16)))
+        lanes = part.scales.view(torch.float16).view(*shape, 32 >> layout.share, layout.scale_sets, 2)
+        lanes = lanes.repeat_interleave(1 << layout.share, 2).expand(*shape, 32, layout.sets, 2)
+        return Groups(fmt, codes, by_row(lanes)[:, :: fmt.block // fmt.group].contiguous())
     if kind == ScaleKind.HALF_MIN:
         halves = part.scales.view(torch.float16).view(*shape, layout.sets, 32, 4).transpose(2, 3)
         return Groups(fmt, codes, by_row(halves[..., :2]), dmin=by_row(halves[..., 2:]))
