@@ -182,6 +182,16 @@ COMMANDS = {
     ),
     "cp": Entry("copy", MODELS, ("engine cp pirate corsair", "engine cp qwen3-4b-q4k small")),
     "rm": Entry("remove", MODELS, ("engine rm qwen3-4b-q4k", "engine rm -y pirate")),
+    "quantize": Entry(
+        "quantize",
+        MODELS,
+        (
+            "engine quantize model-f16.gguf -o model-q4_k_m.gguf --type Q4_K_M",
+            "engine quantize model-f16.gguf -o model-q4.gguf --type Q4_K_M --imatrix imatrix.gguf "
+            "--tensor-type ffn_down=q6_k",
+            "engine quantize model-f16.gguf --type IQ4_XS --dry-run",
+        ),
+    ),
     "bench": Entry(
         "bench",
         MEASURE,

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
     from quengine.errors import CannotRunError, EngineError
     from quengine.llm import LLM
+    from quengine.models.quantize.quantize_file import quantize
     from quengine.request.output import Completion
     from quengine.request.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CannotRunError", "Completion", "EngineError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CannotRunError", "Completion", "EngineError", "SamplingParams", "__version__", "quantize"]
 
 _HOME = {
     "LLM": "quengine.llm",
@@ -25,6 +26,7 @@ _HOME = {
     "Completion": "quengine.request.output",
     "EngineError": "quengine.errors",
     "CannotRunError": "quengine.errors",
+    "quantize": "quengine.models.quantize.quantize_file",
 }
 
 

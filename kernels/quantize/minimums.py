@@ -1,0 +1,184 @@
+"""The search for scales and minimums: w = d*sc*q - dmin*mn, or d*q - dmin where a block is one group.
+
+Each group: a scale and a minimum by least squares for several ranges, the best of them kept. Then the block: d and dmin
+from the largest of them, integers near, and both by least squares again, while the error falls.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import BlockFormat, Groups
+from quengine.kernels.quantize.layout import by_row, divided, total
+
+ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What is to be approximated: x and the weights of its squared errors, fp32 [group, groups, blocks].
+
+    `top` is the largest code; `sum_w` and `sum_x` are the sums of the weights and of weighted x over groups.
+    """
+
+    top: int
+    x: Tensor
+    weights: Tensor
+    weighted: Tensor
+    sum_w: Tensor
+    sum_x: Tensor
+
+    def values(self, scale: Tensor, low: Tensor) -> Tensor:
+        """The codes as fp32 under a scale and a minimum [groups, blocks]; x is near scale*q - low."""
+        ratio = (self.x + low).mul_(divided(torch.ones_like(scale), scale))
+        return ratio.round_().clamp_(0, self.top)
+
+    def error(self, scale: Tensor, low: Tensor) -> Tensor:
+        """The weighted squared error of each group, [groups, blocks]."""
+        difference = self.values(scale, low).mul_(scale).sub_(low).sub_(self.x)
+        return total(difference.mul_(difference).mul_(self.weights))
+
+    def moments(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted sums of q, q*q and q*x over groups."""
+        first = self.weights * q
+        sum_q = total(first)
+        return sum_q, total(first.mul_(q)), total(self.weighted * q)
+
+
+def fit_of(top: int, x: Tensor, weights: Tensor) -> Fit:
+    weighted = weights * x
+    return Fit(top, x, weights, weighted, total(weights), total(weighted))
+
+
+def search_minimums(fmt: BlockFormat, rows: Tensor, x: Tensor, weights: Tensor) -> Groups:
+    """fp32 rows [R, K], with `x` = by_group(rows) and the weights of its errors, as a type with minimums."""
+    fit = fit_of((1 << fmt.bits) - 1, x, weights)
+    scale, low = _group_fits(fit, _widenings(fmt))
+    count = rows.shape[0]
+    if not fmt.sub_scale_bits:
+        d, dmin = _refined(fit, scale, low)
+        codes = _codes(fit, d.float(), dmin.float(), count)
+        return Groups(fmt, codes, by_row(d[0], count), dmin=by_row(dmin[0], count))
+    d, dmin, sc, mn = _block_fits(fit, scale, low, (1 << fmt.sub_scale_bits) - 1)
+    codes = _codes(fit, d.float() * sc, dmin.float() * mn, count)
+    sub, sub_min = (by_row(each.to(torch.uint8), count) for each in (sc, mn))
+    return Groups(fmt, codes, by_row(d, count), sub, by_row(dmin, count), sub_min)
+
+
+def _codes(fit: Fit, scale: Tensor, low: Tensor, count: int) -> Tensor:
+    return by_row(fit.values(scale, low).to(torch.uint8), count)
+
+
+def _widenings(fmt: BlockFormat) -> list[float]:
+    """By how much the codes of a group's range may exceed the largest code, or fall short of it."""
+    if not fmt.sub_scale_bits:
+        return [i * 0.05 for i in range(-20, 21)]
+    return [i * 0.1 for i in range(-9, 10)] if fmt.bits == 2 else [i * 0.2 for i in range(-5, 6)]
+
+
+def _group_fits(fit: Fit, widenings: list[float]) -> tuple[Tensor, Tensor]:
+    """Scale and negated minimum, neither negative, of least squares for the best range: [groups, blocks] each."""
+    least = fit.x.amin(0).clamp_(max=0)
+    span = fit.x.amax(0) - least
+    inverse = divided(torch.ones_like(span), span)
+    shifted = fit.x - least
+    best = torch.full_like(span, -torch.inf)
+    scale, low = span / fit.top, -least
+    for widening in widenings:
+        q = (shifted * (inverse * (fit.top + widening))).round_().clamp_(0, fit.top)
+        here, there = _solved(fit, *(moments := fit.moments(q)))
+        gain = here * moments[2] - there * fit.sum_x
+        better = (gain > best) & (span > 0)
+        best = torch.where(better, gain, best)
+        scale, low = torch.where(better, here, scale), torch.where(better, there, low)
+    return scale, low
+
+
+def _solved(fit: Fit, sum_q: Tensor, sum_qq: Tensor, sum_qx: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and negated minimum of least squares; a minimum above 0 becomes 0."""
+    determinant = fit.sum_w * sum_qq - sum_q * sum_q
+    low = divided(sum_q * sum_qx - sum_qq * fit.sum_x, determinant)
+    scale = divided(fit.sum_w * sum_qx - sum_q * fit.sum_x, determinant)
+    alone = (low < 0) | (determinant <= 0)
+    return torch.where(alone, divided(sum_qx, sum_qq), scale), torch.where(alone, 0.0, low)
+
+
+def _refined(fit: Fit, scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+    """d and dmin of blocks of one group, fp16 [1, blocks]."""
+    d, dmin = scale.half(), low.half()
+    error = fit.error(d.float(), dmin.float())
+    for _ in range(ROUNDS):
+        q = fit.values(d.float(), dmin.float())
+        scale, low = _solved(fit, *fit.moments(q))
+        here, there = scale.half(), low.half()
+        moved = fit.error(here.float(), there.float())
+        better = moved < error
+        d, dmin = torch.where(better, here, d), torch.where(better, there, dmin)
+        error = torch.minimum(error, moved)
+    return d, dmin
+
+
+def _block_fits(fit: Fit, scale: Tensor, low: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """d and dmin fp16 [blocks], and the integers sc and mn as fp32 [groups, blocks], from 0 to limit."""
+    d, dmin = common_unit(scale, fit.sum_w, limit), common_unit(low, fit.sum_w, limit)
+    sc, mn = _integers(scale, d, limit), _integers(low, dmin, limit)
+    error = fit.error(d.float() * sc, dmin.float() * mn)
+    for _ in range(ROUNDS):
+        sc, mn, error = _better_integers(fit, d.float(), dmin.float(), (sc, mn, error), limit)
+        other, other_min = _solved_block(fit, sc, mn, d.float(), dmin.float())
+        there = fit.error(other.float() * sc, other_min.float() * mn)
+        better = total(there) < total(error)
+        d, dmin = torch.where(better, other, d), torch.where(better, other_min, dmin)
+        error = torch.where(better, there, error)
+    return d, dmin, sc, mn
+
+
+def common_unit(values: Tensor, weights: Tensor, limit: int) -> Tensor:
+    """fp16 [blocks] u: multiples of u from 0 to limit are near the values [groups, blocks], in weighted squares."""
+    largest = values.amax(0)
+    unit, best = (largest / limit).half(), torch.full_like(largest, torch.inf)
+    for top in (limit - 0.4, limit - 0.2, limit, limit + 0.2, limit + 0.4, limit + 0.6):
+        here = (largest / top).half()
+        steps = _integers(values, here, limit)
+        here = divided(total(steps * values * weights), total(steps * steps * weights)).half()
+        difference = here.float() * steps - values
+        error = total(difference * difference * weights)
+        unit, best = torch.where(error < best, here, unit), torch.minimum(error, best)
+    return unit
+
+
+def _integers(values: Tensor, unit: Tensor, limit: int) -> Tensor:
+    return (values * divided(torch.ones_like(values[0]), unit.float())).round_().clamp_(0, limit)
+
+
+def _better_integers(
+    fit: Fit, d: Tensor, dmin: Tensor, found: tuple[Tensor, Tensor, Tensor], limit: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the scales beside a group's, each with the minimum of least squares for its codes, the best."""
+    sc, mn, error = found
+    first, first_min = sc, mn
+    for step in (0, -1, 1):
+        other = (first + step).clamp_(0, limit)
+        scale = d * other
+        sum_q = total(fit.values(scale, dmin * first_min).mul_(fit.weights))
+        minimum = divided(scale * sum_q - fit.sum_x, fit.sum_w)
+        other_min = _integers(minimum, dmin, limit)
+        there = fit.error(scale, dmin * other_min)
+        better = there < error
+        sc, mn = torch.where(better, other, sc), torch.where(better, other_min, mn)
+        error = torch.minimum(error, there)
+    return sc, mn, error
+
+
+def _solved_block(fit: Fit, sc: Tensor, mn: Tensor, d: Tensor, dmin: Tensor) -> tuple[Tensor, Tensor]:
+    """d and dmin of least squares for the codes that these give, fp16 [blocks]; unchanged where they are none."""
+    sum_q, sum_qq, sum_qx = fit.moments(fit.values(d * sc, dmin * mn))
+    qq, qm = total(sc * sc * sum_qq), total(sc * mn * sum_q)
+    mm, qx, mx = total(mn * mn * fit.sum_w), total(sc * sum_qx), total(mn * fit.sum_x)
+    determinant = qq * mm - qm * qm
+    both = determinant > 0
+    other = torch.where(both, divided(mm * qx - qm * mx, determinant), divided(qx, qq))
+    other_min = torch.where(both, divided(qm * qx - qq * mx, determinant), 0.0)
+    good = (other > 0) & (other_min >= 0)
+    return torch.where(good, other, d).half(), torch.where(good, other_min, dmin).half()

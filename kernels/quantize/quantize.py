@@ -1,0 +1,61 @@
+"""Rows of floats as rows of blocks: the definition of every quantizer, on the CPU and on CUDA.
+
+Types whose scale is a formula have the bytes of ggml's reference quantizers. The others are searched: the result
+depends on the row and its importance alone, bit for bit, whatever the device and the number of threads.
+"""
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.quantize.importance import error_weights
+from quengine.kernels.quantize.layout import by_group
+from quengine.kernels.quantize.minimums import search_minimums
+from quengine.kernels.quantize.pack import pack
+from quengine.kernels.quantize.plain import quantize_plain
+from quengine.kernels.quantize.scales import search_scales
+
+PLAIN = frozenset(("Q8_0", "MXFP4"))
+"""Types that no importance changes."""
+_PLAIN_WITHOUT_IMPORTANCE = PLAIN | {"Q4_0", "Q4_1", "Q5_0", "Q5_1"}
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""Weights at a time: what a core's cache holds, or what fills a GPU."""
+
+
+def quantize(fmt: BlockFormat, rows: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Blocks of `fmt` for fp32 rows [R, K]: uint8 [R, row_bytes], on the rows' device.
+
+    importance  fp32 [K], or [R, K] of rows that differ in it: what the squared error of a column counts, not negative
+                (an imatrix). Without it: llama.cpp's weights for each type, functions of the row.
+
+    Raises ValueError if K is not a whole number of blocks.
+    """
+    width = fmt.row_bytes(rows.shape[1])
+    if not fmt.is_quantized:
+        return _as_floats(fmt, rows)
+    if importance is not None and importance.dim() == 1:
+        importance = importance.unsqueeze(0)
+    out = torch.empty((rows.shape[0], width), dtype=torch.uint8, device=rows.device)
+    step = max(1, _CHUNK.get(rows.device.type, 1 << 24) // rows.shape[1])
+    for start in range(0, rows.shape[0], step):
+        part = slice(start, start + step)
+        mine = importance if importance is None or len(importance) == 1 else importance[part]
+        out[part] = _quantized(fmt, rows[part], mine)
+    return out
+
+
+def _as_floats(fmt: BlockFormat, rows: Tensor) -> Tensor:
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[fmt.name]
+    return rows.to(dtype).contiguous().view(torch.uint8)
+
+
+def _quantized(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> Tensor:
+    if fmt.name in (_PLAIN_WITHOUT_IMPORTANCE if importance is None else PLAIN):
+        return pack(quantize_plain(fmt, rows))
+    x = by_group(rows, fmt)
+    weights = error_weights(fmt, rows, x, importance)
+    search = search_minimums if fmt.has_min else search_scales
+    return pack(search(fmt, rows, x, weights))
+
+
+QUANTIZED_TYPES = tuple(name for name, fmt in FORMATS.items() if fmt.is_quantized)

@@ -1,0 +1,51 @@
+"""A file that appears at its place when it is complete: written beside it, then renamed."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from quengine.errors import CannotRunError, EngineError
+
+_SPARE = 1 << 26
+"""Bytes of the disk that are left to others."""
+
+
+@contextmanager
+def whole_file(path: Path, nbytes: int) -> Iterator[BinaryIO]:
+    """A file of `nbytes` bytes to be written; at the end of the block it takes `path`, after an error nothing is left.
+
+    Raises:
+        EngineError: there is no such folder, or it cannot be written to.
+        CannotRunError: too little free disk, before or while it is written.
+    """
+    check_disk(path, nbytes)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as failure:
+        if failure.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CannotRunError(f"{path}: the disk is full, {nbytes / 1e9:.2f} GB are needed") from None
+        if failure.filename == str(partial):
+            raise EngineError(f"{path}: cannot be written: {failure.strerror}") from None
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_disk(path: Path, nbytes: int) -> None:
+    """Raises as `whole_file` for a folder that is missing, or a disk that is too full."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise EngineError(
+            f"{path}: {'is a folder' if path.is_dir() else 'no such folder as ' + str(path.parent)}"
+        )
+    free = shutil.disk_usage(path.parent).free
+    if free < nbytes + _SPARE:
+        raise CannotRunError(f"{path}: needs {nbytes / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free")

@@ -1,0 +1,267 @@
+"""A GGUF file quantized into another, tensor by tensor: `quengine.quantize` and `engine quantize`."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+
+from quengine.errors import EngineError
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.quantize.quantize import PLAIN
+from quengine.models.gguf import GGUFFile, GGUFTensor, open_gguf
+from quengine.models.gguf.gguf_tensors import quant_tensor
+from quengine.models.gguf.whole_file import whole_file
+from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, write_padding
+from quengine.models.quantize.imatrix import Imatrix, read_imatrix
+from quengine.models.quantize.mixes import (
+    Mix,
+    ModelTraits,
+    Overrides,
+    choose_types,
+    file_order,
+    mix_of,
+    tensor_type,
+)
+from quengine.models.quantize.quantizer import Quantizer
+
+QUANTIZATION_VERSION = 2
+"""Of the block formats (ggml.h, GGML_QNT_VERSION)."""
+_SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
+_WITHOUT_IMATRIX_UNUSABLE = frozenset(("Q2_K_S",))
+"""Mixes whose matrices need an imatrix (llama-quantize refuses them without)."""
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A tensor of the result: its type and bytes before and after."""
+
+    name: str
+    shape: tuple[int, ...]
+    source_type: str
+    type_name: str
+    source_bytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The result: `tensors` in the file's order, and the sizes of both files in bytes.
+
+    without_imatrix: searched tensors for which the imatrix has no values.
+    """
+
+    path: Path | None
+    mix: str
+    tensors: tuple[QuantizedTensor, ...]
+    source_bytes: int
+    nbytes: int
+    without_imatrix: tuple[str, ...] = ()
+
+    @property
+    def bits_per_weight(self) -> float:
+        weights = sum(int(np.prod(tensor.shape)) for tensor in self.tensors)
+        return 8 * sum(tensor.nbytes for tensor in self.tensors) / weights
+
+
+Progress = Callable[[QuantizedTensor, int, int], None]
+"""Called before each tensor with its place, from 0, and the number of tensors."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is written."""
+
+    source: GGUFFile
+    order: list[GGUFTensor]
+    types: Mapping[str, str]
+    imatrix: Imatrix | None
+    fields: Mapping[str, Field]
+    alignment: int
+
+    @property
+    def infos(self) -> list[TensorInfo]:
+        return [TensorInfo(tensor.name, tensor.shape, self.types[tensor.name]) for tensor in self.order]
+
+
+def quantize(
+    source: str | Path,
+    target: str | Path | None,
+    type: str,
+    *,
+    imatrix: str | Path | None = None,
+    tensor_types: Sequence[str] = (),
+    output_type: str | None = None,
+    token_embd_type: str | None = None,
+    pure: bool = False,
+    allow_requantize: bool = False,
+    device: str = "cpu",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Quantization:
+    """Quantizes the GGUF file `source` (of a split, any of its files) to the file `target`.
+
+    The result does not depend on the device or the number of threads. Metadata stay, with the keys of quantization set.
+    Memory: some MB for each thread, on a GPU some GB; the tensors stay in the file.
+
+    Args:
+        target: where the file goes, complete or not at all; None: only the plan, with its sizes.
+        type: a mix (`mixes.MIXES`), such as "Q4_K_M".
+        imatrix: importances of columns, a file of llama-imatrix in either format.
+        tensor_types: "PATTERN=TYPE": tensors in whose name the regular expression is found; the first one decides.
+        output_type, token_embd_type: tensor types of output.weight and of the token embedding.
+        pure: the mix's type for every matrix.
+        allow_requantize: take tensors that are quantized already, whose errors add up.
+        device: "cpu", "cuda" or "cuda:N".
+        threads: of the CPU; None: one for each processor.
+
+    Raises:
+        EngineError: a file, type or pattern that cannot be used; weights that are not finite.
+        CannotRunError: too little free disk.
+    """
+    mix = mix_of(type)
+    overrides = Overrides(
+        output_type and tensor_type(output_type),
+        token_embd_type and tensor_type(token_embd_type),
+        [_override(each) for each in tensor_types],
+        pure,
+    )
+    importance = None if imatrix is None else read_imatrix(Path(imatrix))
+    with open_gguf(source) as file:
+        plan = _plan(file, mix, overrides, importance)
+        _check(plan, mix, allow_requantize, target)
+        result = _result(plan, mix, None if target is None else Path(target))
+        if target is not None:
+            with Quantizer(torch.device(device), threads) as quantizer:
+                _write(plan, result, Path(target), quantizer, progress)
+    return result
+
+
+def _override(text: str) -> tuple[re.Pattern[str], str]:
+    pattern, equals, kind = text.rpartition("=")
+    if not equals or not pattern:
+        raise EngineError(f"--tensor-type {text}: must be PATTERN=TYPE, as ffn_down=q6_k")
+    try:
+        return re.compile(pattern.lower()), tensor_type(kind)
+    except re.error as error:
+        raise EngineError(f"--tensor-type {text}: {pattern!r} is not a regular expression: {error}") from None
+
+
+def _plan(file: GGUFFile, mix: Mix, overrides: Overrides, imatrix: Imatrix | None) -> _Plan:
+    order = sorted(file.tensors.values(), key=lambda tensor: file_order(tensor.name))
+    types = choose_types(order, mix, _traits(file), overrides, imatrix is not None)
+    alignment = file.get_int("general.alignment") or 32
+    return _Plan(file, order, types, imatrix, _fields(file, mix, imatrix), alignment)
+
+
+def _traits(file: GGUFFile) -> ModelTraits:
+    name = file.require_str("general.architecture")
+    return ModelTraits(
+        name,
+        file.get_int(f"{name}.block_count") or 0,
+        file.get_int(f"{name}.expert_count") or 0,
+        _first(file, f"{name}.attention.head_count"),
+        _first(file, f"{name}.attention.head_count_kv") or _first(file, f"{name}.attention.head_count"),
+    )
+
+
+def _first(file: GGUFFile, key: str) -> int:
+    """An integer, or the first layer's of an array."""
+    value = file.metadata.get(key)
+    if isinstance(value, np.ndarray) and value.size:
+        return int(value[0])
+    return value if isinstance(value, int) else 0
+
+
+def _fields(file: GGUFFile, mix: Mix, imatrix: Imatrix | None) -> dict[str, Field]:
+    """The file's metadata, and behind them the keys that llama-quantize sets."""
+    own: dict[str, Field] = {
+        "general.quantization_version": Field("uint32", QUANTIZATION_VERSION),
+        "general.file_type": Field("uint32", mix.number),
+    }
+    if imatrix is not None:
+        own["quantize.imatrix.file"] = Field("string", imatrix.path.name)
+        if imatrix.datasets:
+            own["quantize.imatrix.dataset"] = Field("string", imatrix.datasets[0])
+        own["quantize.imatrix.entries_count"] = Field("uint32", len(imatrix.values))
+        if imatrix.chunks > 0:
+            own["quantize.imatrix.chunks_count"] = Field("uint32", imatrix.chunks)
+    kept = {key: Field(entry.type_name, entry.value) for key, entry in file.entries.items()}
+    return {key: field for key, field in kept.items() if key not in own and key not in _SPLIT_KEYS} | own
+
+
+def _check(plan: _Plan, mix: Mix, allow_requantize: bool, target: str | Path | None) -> None:
+    file = plan.source
+    if target is not None and any(_is_same(Path(target), path) for path in file.shards):
+        raise EngineError(f"{target}: that is the file to be quantized; give the result another name")
+    if target is not None and mix.name in _WITHOUT_IMATRIX_UNUSABLE and plan.imatrix is None:
+        raise EngineError(f"{mix.name} needs an imatrix: --imatrix FILE")
+    for tensor in plan.order:
+        changed = plan.types[tensor.name] != tensor.type_name
+        if changed and not allow_requantize and tensor.type_name not in ("F32", "F16", "BF16"):
+            kinds = f"{tensor.type_name}, to be {plan.types[tensor.name]}"
+            raise file.tensor_error(
+                tensor.name, f"is quantized already ({kinds}): start from F16, or add --allow-requantize"
+            )
+
+
+def _is_same(target: Path, source: Path) -> bool:
+    return target.exists() and target.samefile(source)
+
+
+def _result(plan: _Plan, mix: Mix, target: Path | None) -> Quantization:
+    infos = plan.infos
+    tensors = tuple(
+        QuantizedTensor(info.name, info.shape, tensor.type_name, info.type_name, tensor.nbytes, info.nbytes)
+        for tensor, info in zip(plan.order, infos, strict=True)
+    )
+    return Quantization(
+        target,
+        mix.name,
+        tensors,
+        plan.source.nbytes,
+        file_bytes(plan.fields, infos, plan.alignment),
+        tuple(each.name for each in tensors if _misses_importance(plan, each)),
+    )
+
+
+def _misses_importance(plan: _Plan, tensor: QuantizedTensor) -> bool:
+    if plan.imatrix is None or tensor.type_name == tensor.source_type:
+        return False
+    searched = FORMATS[tensor.type_name].is_quantized and tensor.type_name not in PLAIN
+    return searched and plan.imatrix.of(tensor.name, tensor.shape) is None
+
+
+def _write(
+    plan: _Plan, result: Quantization, target: Path, quantizer: Quantizer, progress: Progress | None
+) -> None:
+    infos = plan.infos
+    with whole_file(target, result.nbytes) as file:
+        file.write(header_bytes(plan.fields, infos, plan.alignment))
+        for place, (tensor, info) in enumerate(zip(plan.order, infos, strict=True)):
+            if progress is not None:
+                progress(result.tensors[place], place, len(infos))
+            _write_tensor(file, plan, tensor, info, quantizer)
+            write_padding(file, info.nbytes, plan.alignment)
+            plan.source.release_pages()
+
+
+def _write_tensor(
+    file: BinaryIO, plan: _Plan, tensor: GGUFTensor, info: TensorInfo, quantizer: Quantizer
+) -> None:
+    if info.type_name == tensor.type_name:
+        file.write(tensor.data.data)
+        return
+    importance = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
+    stored = quant_tensor(tensor)
+    experts = 1 if importance is None else len(importance)
+    for expert, part in enumerate(stored.data.chunk(experts)):
+        values = None if importance is None else torch.from_numpy(importance[expert].copy())
+        for blocks in quantizer.blocks(stored.format, part, FORMATS[info.type_name], values):
+            if blocks is None:
+                problem = "has weights that are not finite: nothing to quantize"
+                raise plan.source.tensor_error(tensor.name, problem)
+            file.write(blocks.numpy().data)

@@ -1,0 +1,60 @@
+"""Quantizes rows piece by piece: on the CPU by threads, each with a piece that its cache holds; on a GPU large ones."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import BlockFormat, dequantize
+from quengine.kernels.quantize.quantize import quantize
+
+_PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Weights of a piece."""
+_PIECES_AHEAD = 4
+"""Pieces of each thread that are quantized before the first of them is written."""
+
+
+class Quantizer:
+    """Within `with`, torch computes an operation in one thread: the threads here have pieces of their own."""
+
+    def __init__(self, device: torch.device, threads: int | None) -> None:
+        self._device = device
+        self._threads = 1 if device.type == "cuda" else threads or len(os.sched_getaffinity(0))
+        self._pool = ThreadPoolExecutor(self._threads)
+
+    def __enter__(self) -> "Quantizer":
+        self._torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._torch_threads)
+
+    def blocks(
+        self, stored: BlockFormat, data: Tensor, fmt: BlockFormat, importance: Tensor | None
+    ) -> Iterator[Tensor | None]:
+        """The rows `data`, uint8 [R, row_bytes] of format `stored`, as blocks of `fmt` on the CPU, in order.
+
+        importance: of their columns, fp32 [K], or None. None is yielded for rows with weights that are not finite.
+        """
+        values = None if importance is None else importance.to(self._device)
+        step = max(1, _PIECE.get(self._device.type, 1 << 26) // stored.cols(data.shape[1]))
+        pieces = [data[start : start + step] for start in range(0, len(data), step)]
+        group = self._threads * _PIECES_AHEAD
+        for first in range(0, len(pieces), group):
+            part = pieces[first : first + group]
+            yield from self._pool.map(lambda rows: self._piece(stored, rows, fmt, values), part)
+
+    def _piece(
+        self, stored: BlockFormat, data: Tensor, fmt: BlockFormat, values: Tensor | None
+    ) -> Tensor | None:
+        rows = dequantize(stored, data.to(self._device))
+        if not bool(rows.isfinite().all()):
+            return None
+        return quantize(fmt, rows, values).cpu()

@@ -1,0 +1,22 @@
+"""Packing, the inverse of unpacking."""
+
+import pytest
+import torch
+
+from quengine.kernels.block_formats import FORMATS, unpack
+from quengine.kernels.quantize.pack import pack
+
+QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.is_quantized]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_what_was_unpacked_is_packed_to_the_same_bytes(name: str) -> None:
+    fmt = FORMATS[name]
+    data = torch.randint(
+        0, 256, (5, 3 * fmt.nbytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    for field in ("d", "min", "dmin"):
+        start, stop = fmt.layout.get(field, (0, 0))
+        if stop - start == 2:  # finite: which NaN it is, no quantizer decides
+            data.view(5, 3, -1)[..., stop - 1] &= 0x7B
+    assert torch.equal(pack(unpack(fmt, data)), data)

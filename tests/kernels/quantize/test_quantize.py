@@ -1,0 +1,167 @@
+"""Quantizers against ggml's: the same bytes where the scale is a formula, never a larger error where it is searched."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from quengine.kernels.block_formats import FORMATS, dequantize
+from quengine.kernels.quantize.quantize import quantize
+from tests.llama_cpp_quantize import Floats, ggml_quantize
+
+PLAIN = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+SEARCHED = (*K_QUANTS, "IQ4_NL", "IQ4_XS")
+COLUMNS = 512
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other after each of many small operations are slow on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def drawn(kind: str, rows: int = 48) -> Floats:
+    """Weights as fp16 files have them: normal, with heavy tails, or of blocks and columns of unlike spread."""
+    rng = np.random.default_rng(7)
+    values = rng.standard_normal((rows, COLUMNS))
+    if kind == "tails":
+        values = rng.standard_t(4, (rows, COLUMNS))
+    elif kind == "uneven":
+        blocks = np.exp(rng.standard_normal((rows, COLUMNS // 256))).repeat(256, 1)
+        values *= blocks * np.exp(0.5 * rng.standard_normal(COLUMNS))
+    return (values * 0.02).astype(np.float16).astype(np.float32)
+
+
+def drawn_importance() -> Floats:
+    return np.exp(1.5 * np.random.default_rng(8).standard_normal(COLUMNS)).astype(np.float32)
+
+
+def peculiar() -> Floats:
+    """Rows of zeros of both signs, ties of the largest magnitude, constants, powers of two, huge and tiny weights."""
+    rows = drawn("tails", 12)
+    rows[0], rows[1] = 0, -0.0
+    rows[2, ::2] = -rows[2, 1::2]
+    rows[3], rows[4] = 0.25, -0.25
+    rows[5] = 2.0 ** np.random.default_rng(9).integers(-20, 10, COLUMNS)
+    rows[6] = rows[5] * np.float32(1 - 2**-24)
+    rows[7], rows[8], rows[9] = -rows[5], rows[8] * 2**16, rows[9] * 2**-20
+    rows[10, 3:] = 0
+    return rows
+
+
+def ours(name: str, rows: Floats, importance: Floats | None = None) -> np.ndarray:
+    given = None if importance is None else torch.from_numpy(importance)
+    return quantize(FORMATS[name], torch.from_numpy(rows), given).numpy()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("kind", ["normal", "tails", "uneven", "peculiar"])
+def test_formulas_give_ggmls_bytes(name: str, kind: str) -> None:
+    rows = peculiar() if kind == "peculiar" else drawn(kind)
+    assert np.array_equal(ours(name, rows), ggml_quantize(name, rows))
+
+
+def test_no_importance_changes_types_without_a_search() -> None:
+    rows = drawn("tails")
+    for name in ("Q8_0", "MXFP4"):
+        assert np.array_equal(ours(name, rows, drawn_importance()), ours(name, rows))
+
+
+def squares(name: str, blocks: np.ndarray, rows: Floats) -> np.ndarray:
+    return (dequantize(FORMATS[name], torch.from_numpy(blocks)).numpy() - rows).astype(np.float64) ** 2
+
+
+def ggml_weights(name: str, rows: Floats, importance: Floats | None) -> np.ndarray:
+    """What ggml's search counts an error by (ggml-quants.c), written for one type after the other."""
+    if importance is None:
+        if name in ("Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS"):
+            return rows**2
+        if name == "Q2_K":
+            return abs(rows)
+        groups = rows.reshape(len(rows), -1, 32)
+        return (abs(groups) + np.sqrt((groups**2).mean(2, keepdims=True))).reshape(rows.shape)
+    if name == "Q6_K":
+        return np.broadcast_to(importance, rows.shape)
+    block = {"IQ4_NL": 32, "Q4_0": COLUMNS, "Q4_1": COLUMNS, "Q5_0": COLUMNS, "Q5_1": COLUMNS}.get(name, 256)
+    blocks = rows.reshape(len(rows), -1, block)
+    mean = (blocks**2).mean(2, keepdims=True) * (2 if name in SEARCHED and name != "Q2_K" else 1)
+    return importance * np.sqrt(mean + blocks**2).reshape(rows.shape)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "imatrix"])
+@pytest.mark.parametrize("kind", ["normal", "tails", "uneven"])
+@pytest.mark.parametrize("name", SEARCHED)
+def test_errors_are_no_larger_than_ggmls(name: str, kind: str, weighted: bool) -> None:
+    """Neither the error that ggml's search makes small, nor the plain one, or with an imatrix that of the outputs."""
+    rows, importance = drawn(kind), drawn_importance() if weighted else None
+    mine = squares(name, ours(name, rows, importance), rows)
+    theirs = squares(name, ggml_quantize(name, rows, importance), rows)
+    for weights in (ggml_weights(name, rows, importance), 1 if importance is None else importance):
+        assert (mine * weights).sum() <= (theirs * weights).sum()
+
+
+@pytest.mark.parametrize("kind", ["normal", "tails", "uneven"])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_nor_are_those_of_the_older_types_with_an_imatrix(name: str, kind: str) -> None:
+    rows, importance = drawn(kind), drawn_importance()
+    weights = ggml_weights(name, rows, importance)
+    mine = squares(name, ours(name, rows, importance), rows)
+    theirs = squares(name, ggml_quantize(name, rows, importance), rows)
+    assert (mine * weights).sum() <= (theirs * weights).sum()
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *SEARCHED])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "imatrix"])
+def test_peculiar_rows_stay_finite_and_near(name: str, weighted: bool) -> None:
+    rows, importance = peculiar(), drawn_importance() if weighted else None
+    if importance is not None:
+        importance[:100] = 0
+    values = dequantize(FORMATS[name], torch.from_numpy(ours(name, rows, importance))).numpy()
+    assert np.isfinite(values).all()
+    least = {"Q2_K": 0.4, "Q3_K": 0.3, "MXFP4": 0.3}.get(name, 0.15)
+    peak = abs(rows).max(1, keepdims=True)
+    assert (abs(values - rows) <= least * peak + 1e-7).mean() > 0.995
+    assert not values[:2].any()
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *SEARCHED])
+def test_a_row_has_the_same_bytes_alone_and_among_others(name: str) -> None:
+    rows, importance = drawn("uneven", 600), drawn_importance()
+    whole = ours(name, rows, importance)
+    for row in (0, 255, 256, 599):
+        assert np.array_equal(ours(name, rows[row : row + 1], importance), whole[row : row + 1])
+
+
+def test_each_row_may_have_its_own_importance() -> None:
+    rows, importance = drawn("normal", 4), drawn_importance()
+    each = torch.from_numpy(np.stack([importance * (row + 1) ** 2 for row in range(4)]))
+    both = quantize(FORMATS["Q4_K"], torch.from_numpy(rows), each)
+    assert np.array_equal(both[2:3].numpy(), ours("Q4_K", rows[2:3], each[2].numpy()))
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16", "F32"])
+def test_floats_are_rounded_once(name: str) -> None:
+    rows = np.random.default_rng(3).standard_normal((3, 64)).astype(np.float32)
+    dtype = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[name]
+    assert torch.equal(torch.from_numpy(ours(name, rows)).view(dtype), torch.from_numpy(rows).to(dtype))
+
+
+def test_rows_must_be_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="whole blocks of 256"):
+        quantize(FORMATS["Q4_K"], torch.zeros(1, 300))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*PLAIN, *SEARCHED])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "imatrix"])
+def test_a_gpu_gives_the_same_bytes(name: str, weighted: bool) -> None:
+    for rows in (drawn("uneven", 300), peculiar()):
+        importance = torch.from_numpy(drawn_importance()) if weighted else None
+        on_cpu = quantize(FORMATS[name], torch.from_numpy(rows), importance)
+        there = None if importance is None else importance.cuda()
+        assert torch.equal(quantize(FORMATS[name], torch.from_numpy(rows).cuda(), there).cpu(), on_cpu)
