@@ -46,14 +46,16 @@ def attention(
     mask: torch.Tensor | None,
     scale: float,
     sinks: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """`softmax(q k^T * scale) v` of each head; query heads share key/value heads in consecutive groups.
 
     q: [T, H, head_dim]; k, v: [S, H_kv, head_dim] with H a multiple of H_kv; mask: bool [T, S], True is visible, or
     None: every key is visible to every query (decode). Every row must see at least one key. sinks: [H], a learned
-    logit per head without a key or value: it is not scaled, and is in the softmax's denominator only. Returns [T, H,
-    head_dim] in q's dtype. fp32 and fp64 queries are computed in their dtype, fp16 and bf16 in fp32. Sources: Vaswani
-    et al. 2017; Ainslie et al. 2023 (grouped queries); OpenAI 2025 (gpt-oss, sinks).
+    logit per head without a key or value: it is not scaled, and is in the softmax's denominator only. cap: scaled
+    scores are soft-capped (`softcap`) before the mask; 0: they are not. Returns [T, H, head_dim] in q's dtype. fp32
+    and fp64 queries are computed in their dtype, fp16 and bf16 in fp32. Sources: Vaswani et al. 2017; Ainslie et al.
+    2023 (grouped queries); OpenAI 2025 (gpt-oss, sinks); Gemma Team 2024, "Gemma 2" (soft caps).
     """
     compute = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
     tokens, heads, head_dim = q.shape
@@ -64,7 +66,7 @@ def attention(
     out = torch.empty(tokens, heads, head_dim, dtype=compute, device=q.device)
     for h in range(kv_heads):  # one group of heads at a time bounds the scores to [group, T, S]
         queries = q[:, h * group : (h + 1) * group].to(compute).transpose(0, 1)
-        scores = queries @ k[:, h].to(compute).T * scale
+        scores = softcap(queries @ k[:, h].to(compute).T * scale, cap)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if sinks is not None:
@@ -74,6 +76,11 @@ def attention(
         acc = weights @ v[:, h].to(compute)
         out[:, h * group : (h + 1) * group] = acc.transpose(0, 1)
     return out.to(q.dtype)
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """`cap * tanh(x / cap)`, between -cap and cap; cap 0: x itself. Of attention's scores, and of logits."""
+    return cap * torch.tanh(x / cap) if cap else x
 
 
 def split_gates(qkv: torch.Tensor, heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

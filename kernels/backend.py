@@ -91,6 +91,9 @@ class AttentionSpec:
     `cache_group` is the group of layers whose block tables this layer uses (ForwardBatch.block_tables_of).
     `sinks` [heads] fp32 are logits, one per query head, in the softmax's denominator (see kernels/attention.py).
     `gated`: each query head's columns are followed by head_dim gates (`gate_output` of kernels/attention.py).
+    `v_norm`: each value head is divided by its root mean square before it is cached.
+    `softcap`: scores s become `softcap * tanh(s / softcap)`; 0: they stay as they are.
+    `widest_head`: the largest head_dim of the model's attentions, which share a step's tiles; 0: this one's.
     """
 
     heads: int
@@ -110,6 +113,21 @@ class AttentionSpec:
     cache_group: int = 0
     sinks: Tensor | None = None
     gated: bool = False
+    v_norm: bool = False
+    softcap: float = 0.0
+    widest_head: int = 0
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A second branch of a feed-forward: `rows` [T, N], its `norm`, and the norm of the first branch.
+
+    Source: `Gemma4TextDecoderLayer` in the `transformers` library.
+    """
+
+    rows: Hidden
+    norm: RMSNorm
+    first_norm: RMSNorm
 
 
 class Weight(Protocol):
@@ -188,12 +206,15 @@ class Backend(Protocol[WeightT]):
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Hidden | None = None,
+        branch: Branch | None = None,
         *,
         partial: bool = False,
     ) -> Hidden:
         """`post_norm(row_scale * (x @ weight.T + bias)) + residual`: x [T, K], weight [N, K], residual [T, N].
 
-        post_norm, bias [N] and row_scale, fp32 [T] or [T, 1], are optional. `partial`: x and weight have this rank's
+        post_norm, bias [N] and row_scale, fp32 [T] or [T, 1], are optional. The residual is multiplied by the
+        post_norm's `residual_scale`. `branch`, only with a post_norm: what that reads is
+        `branch.first_norm(...) + branch.norm(branch.rows)`. `partial`: x and weight have this rank's
         columns, and `x @ weight.T` is summed over the ranks. `next_norm`: the norm that reads the result, for a
         backend that computes a part of it here; the next operation takes the same norm anyway. The result may
         overwrite the residual.
@@ -243,13 +264,14 @@ class Backend(Protocol[WeightT]):
         gated: Hidden,
         routing: Routing,
         down: WeightT,
-        residual: Hidden,
+        residual: Hidden | None,
         next_norm: RMSNorm | None = None,
         *,
         partial: bool = False,
     ) -> Hidden:
         """The weighted sum of each row's experts, `down` of gated [T, k, F], in ascending order, plus residual [T, N].
 
+        Without a residual the result is the sum alone, in memory that no other operation of the layer writes.
         `next_norm` and the result's memory: see `linear_add`. `partial`: the experts' sum, biases included, is summed
         over the ranks.
         """
@@ -302,6 +324,8 @@ class Backend(Protocol[WeightT]):
         """`norm` of x [T, K] as plain rows, which embeddings pool: [T, K] in the backend's dtype."""
         ...
 
-    def logits(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: WeightT) -> Tensor:
-        """Final norm and output matmul of x [n, K]: [n, V]."""
+    def logits(
+        self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: WeightT, softcap: float = 0.0
+    ) -> Tensor:
+        """Final norm and output matmul of x [n, K]: [n, V]; with a `softcap` c, each logit y is `c tanh(y / c)`."""
         ...

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quengine.kernels.attention import attention, gate_output, mask_slice, split_gates
-from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
+from quengine.kernels.attention import attention, gate_output, mask_slice, softcap, split_gates
+from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
@@ -128,6 +128,7 @@ class ReferenceBackend:
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Tensor | None = None,
+        branch: Branch | None = None,
         *,
         partial: bool = False,
     ) -> Tensor:
@@ -135,7 +136,9 @@ class ReferenceBackend:
         y = self.communicator.all_reduce(y) if partial else y
         y = y if bias is None else y + bias
         y = y if row_scale is None else y * row_scale.view(-1, 1)
-        return _normed(y, post_norm) + residual
+        if branch is not None:
+            y = _normed(y, branch.first_norm) + _normed(branch.rows, branch.norm)
+        return _normed(y, post_norm) + residual * (1.0 if post_norm is None else post_norm.residual_scale)
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -172,12 +175,14 @@ class ReferenceBackend:
         gated: Tensor,
         routing: Routing,
         down: ReferenceExperts,
-        residual: Tensor,
+        residual: Tensor | None,
         next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
         *,
         partial: bool = False,
     ) -> Tensor:
         linear = functools.partial(self._expert, down)
+        if residual is None:
+            residual = gated.new_zeros(len(gated), down.experts[0].rows)
         if partial:
             y = experts_add(gated, routing, linear, torch.zeros_like(residual))
             return self.communicator.all_reduce(y) + residual
@@ -208,7 +213,8 @@ class ReferenceBackend:
         first = first_visible(spec, end) if tokens == 1 else 0
         rows = slot_mapping(torch.arange(first, end), table)
         keys, values = (t.to(self.dtype) for t in read_rows(layer, rows))
-        return attention(q, keys, values, mask, spec.scale, spec.sinks).reshape(tokens, -1)
+        y = attention(q, keys, values, mask, spec.scale, spec.sinks, spec.softcap)
+        return y.reshape(tokens, -1)
 
     def short_conv(self, batch: ForwardBatch, x: Tensor, spec: ShortConvSpec, state: SlotLayer) -> Tensor:
         return short_conv(batch, x, spec, state.parts[0])
@@ -231,8 +237,10 @@ class ReferenceBackend:
     def rms_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return _normed(x, norm)
 
-    def logits(self, _batch: ForwardBatch, x: Tensor, norm: RMSNorm, weight: ReferenceWeight) -> Tensor:
-        return self._matmul(_normed(x, norm), weight)
+    def logits(
+        self, _batch: ForwardBatch, x: Tensor, norm: RMSNorm, weight: ReferenceWeight, cap: float = 0.0
+    ) -> Tensor:
+        return softcap(self._matmul(_normed(x, norm), weight), cap)
 
     def _dense(self, part: QuantTensor) -> Tensor:
         return dequantize(part.format, part.data).reshape(part.shape).to(self.dtype)

@@ -10,12 +10,13 @@ class RMSNorm:
     """The weights of a norm, [D] on the device, and its epsilon, which is added to the mean square.
 
     experts: the number of experts per row that read the result, if only they and their router do; 0: others read it
-    too.
+    too. residual_scale: of a norm of what is added to a residual, multiplies that residual.
     """
 
     weight: torch.Tensor
     eps: float
     experts: int = 0
+    residual_scale: float = 1.0
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -30,6 +30,8 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
     q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
     if spec.norms_rotated:
         q, k = _qk_norms(q, k, spec)
+    if spec.v_norm:
+        v = rms_norm(v, v.new_ones(spec.head_dim), spec.eps)
     if spec.query_scale is not None:
         q = q * spec.query_scale[positions, None, None].to(qkv.dtype)
     write_rows(layer, slot_mapping(positions, row_tables(batch, spec.cache_group)), k, v)

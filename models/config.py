@@ -131,6 +131,9 @@ class BlockKind:
     gated: the attention's result is multiplied by gates, whose rows follow each query head's (kernels/attention.py).
     merged: one tensor `attn_qkv` holds query, key and value rows.
     merged_gate: one tensor `ffn_up` holds the rows of gate and up.
+    v_norm: value heads are divided by their root mean square.
+    layer_scale: the residual stream is multiplied by a number of each layer, `layer_output_scale`, at its end.
+    dense_beside_experts: layers with experts have a dense feed-forward, too (blocks/dense_and_experts.py).
     """
 
     rope_layout: RopeLayout = "halves"
@@ -147,6 +150,9 @@ class BlockKind:
     gated: bool = False
     merged: bool = False
     merged_gate: bool = False
+    v_norm: bool = False
+    layer_scale: bool = False
+    dense_beside_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,11 +182,12 @@ class ExpertConfig:
 
 
 class LayerSizes(NamedTuple):
-    """Of one layer, as ModelConfig has them of all."""
+    """Of one layer, as ModelConfig has them of all. head_dim: 0: the model's."""
 
     head_count: int
     head_count_kv: int
     feed_forward_length: int
+    head_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -281,9 +288,11 @@ class ModelConfig:
     `head_dim` share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated.
     `layer_sizes`: of each layer, where they differ; the fields of these names are then the largest.
     `sliding_window` W lets position i see i-W+1 .. i in all layers but `full_attention_layers`; None is full
-    attention everywhere. Layers with a window rotate by `rope_freq_base_swa`, without scaling, where it is given.
-    `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding,
-    `logit_scale` the logits.
+    attention everywhere. Layers with a window rotate by `rope_freq_base_swa`, without scaling, where it is given, and
+    `rope_dim_swa` elements of a head where that is. `keys_as_values`: layers whose values are their keys before norm
+    and rotation. `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the
+    embedding, `logit_scale` the logits. `attention_softcap` c, where not 0, makes of scaled scores s `c tanh(s / c)`,
+    `logit_softcap` the same of logits.
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
     `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
     embedding. `experts`: the mixture of experts, None in a dense model.
@@ -315,6 +324,10 @@ class ModelConfig:
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] = ()
     rope_freq_base_swa: float | None = None
+    rope_dim_swa: int | None = None
+    keys_as_values: tuple[int, ...] = ()
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
     tied_output: bool = False
     attention_scale: float | None = None
     embedding_scale: float = 1.0
@@ -338,6 +351,10 @@ class ModelConfig:
         """Those of a layer."""
         same = LayerSizes(self.head_count, self.head_count_kv, self.feed_forward_length)
         return self.layer_sizes[layer] if self.layer_sizes else same
+
+    def head_size(self, layer: int) -> int:
+        """Elements of a head of a layer."""
+        return self.sizes(layer).head_dim or self.head_dim
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -382,7 +399,8 @@ class ModelConfig:
         """The rotary embedding of a layer."""
         layout, turns = self.block.rope_layout, layer not in self.unrotated_layers
         if self.layer_windows[layer] is not None and self.rope_freq_base_swa is not None:
-            return Rotation(self.rope_dim, self.rope_freq_base_swa, layout, turns=turns)
+            dim = self.rope_dim if self.rope_dim_swa is None else self.rope_dim_swa
+            return Rotation(dim, self.rope_freq_base_swa, layout, turns=turns)
         return Rotation(self.rope_dim, self.rope_freq_base, layout, self.rope_scaling, turns)
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -397,6 +415,11 @@ class ModelConfig:
             yield "rope_dim", f"{self.rope_dim} is more than the head size, {self.head_dim}"
         if self.rope_dim % 2:
             yield "rope_dim", f"{self.rope_dim} is odd, rotary dimensions come in pairs"
+        yield from self._problems_of_windows()
+        for field_name in ("attention_softcap", "logit_softcap"):
+            cap = getattr(self, field_name)
+            if not (isfinite(cap) and cap >= 0.0):
+                yield field_name, f"{cap} is not a finite number from 0"
         if not (isfinite(self.rms_eps) and 0.0 < self.rms_eps < 1.0):
             yield "rms_eps", f"{self.rms_eps} is not a number between 0 and 1"
         for field_name in ("rope_freq_base", "rope_freq_base_swa"):
@@ -411,9 +434,22 @@ class ModelConfig:
         if self.gated_delta is not None:
             yield from _gated_delta_problems(self.gated_delta)
 
+    def _problems_of_windows(self) -> Iterator[tuple[str, str]]:
+        """Of heads in layers with a window that have other sizes."""
+        if self.rope_dim_swa is None:
+            return
+        sizes = [
+            self.head_size(layer) for layer, window in enumerate(self.layer_windows) if window is not None
+        ]
+        if self.rope_dim_swa < 2 or self.rope_dim_swa % 2 or self.rope_dim_swa > min(sizes, default=1 << 30):
+            yield (
+                "rope_dim_swa",
+                f"{self.rope_dim_swa} is not an even part of heads of {min(sizes, default=0)}",
+            )
+
     def _head_problems(self) -> Iterator[tuple[str, str]]:
         for layer in range(len(self.layer_sizes) or 1):
-            heads, kv_heads, _ = self.sizes(layer)
+            heads, kv_heads, *_ = self.sizes(layer)
             if kv_heads > 0 and heads % kv_heads:
                 where = f" of layer {layer}" if self.layer_sizes else ""
                 yield "head_count", f"{heads} is not a multiple of the {kv_heads} key/value heads{where}"

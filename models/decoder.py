@@ -102,7 +102,8 @@ class Decoder:
     def _logits(self, batch: ForwardBatch, x: Hidden, rows: int) -> Tensor:
         if self.output_norm is None:
             return self._of_last_stage(None, rows, self.config.vocab_size)
-        logits = self.backend.logits(batch, x, self.output_norm, self.output)
+        cap = (self.config.logit_softcap,) if self.config.logit_softcap else ()
+        logits = self.backend.logits(batch, x, self.output_norm, self.output, *cap)
         if self.config.stage is not None:
             return self._of_last_stage(logits, *logits.shape)
         return self.backend.communicator.all_gather(logits, self._output_rows)

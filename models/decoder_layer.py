@@ -12,10 +12,12 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block, ChannelMixer, Mixer
+from quengine.models.blocks.dense_and_experts import DenseAndExperts
 from quengine.models.blocks.experts import Experts
 from quengine.models.blocks.feed_forward import FeedForward
 from quengine.models.blocks.gated_delta import GatedDelta
 from quengine.models.blocks.short_conv import ShortConv
+from quengine.models.dense_and_experts import DenseAndExpertsLayer
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.gated_delta import GatedDeltaLayer
 from quengine.models.layer_tables import LayerTables
@@ -65,6 +67,8 @@ def feed_forward_layer(
     match declared:
         case FeedForward():
             return FeedForwardLayer(declared, tensors)
+        case DenseAndExperts():
+            return DenseAndExpertsLayer(declared, tensors, tables.host_experts(tensors.layer))
         case Experts():
             return MixtureOfExperts(declared, tensors, tables.host_experts(tensors.layer))
     raise TypeError(f"no layer computes {declared}")

@@ -1,6 +1,7 @@
 """The feed-forward of a mixture of experts: a router, experts that compute the rows routed to them, a shared expert."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.moe.host_experts import HostExperts
-from quengine.kernels.moe.router import Router
+from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.experts import Experts
@@ -35,7 +36,9 @@ class MixtureOfExperts:
         self.activation = form.activation
         self.experts = experts
         alone = host is None and not experts.shared_feed_forward_length
-        self.norm = RMSNorm(tensors.vector(form.ffn_norm), tensors.eps, experts.router.used if alone else 0)
+        norm = RMSNorm(tensors.vector(declared.norm), tensors.eps, experts.router.used if alone else 0)
+        self.norm: RMSNorm | None = norm
+        self.expert_norm = self.router_norm = norm
         self.router = _router(declared, tensors)
         bias, count, held = form.expert_bias, experts.count, experts.held
         self.local = None if held is None else _local_numbers(held, count).to(self.backend.device)
@@ -55,12 +58,7 @@ class MixtureOfExperts:
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
         backend, norm = self.backend, self.norm
-        given = () if self.chosen is None else (self.chosen,)
-        routing = backend.route(batch, x, norm, self.router, *given)
-        if self.local is not None:
-            numbers = self.local.index_select(0, routing.experts.flatten())
-            routing = replace(routing, experts=numbers.view_as(routing.experts))
-        gated = self.expert_backend.experts_glu(batch, x, norm, routing, self.gate_up, self.activation)
+        gated, routing = self.routed(batch, x)
         if self.shared_gate_up is not None:
             shared = backend.norm_glu(batch, x, norm, self.shared_gate_up, self.activation)
             x = backend.linear_add(
@@ -69,6 +67,18 @@ class MixtureOfExperts:
         return self.expert_backend.experts_add(
             batch, gated, routing, self.down, x, next_norm, partial=self.partial
         )
+
+    def routed(self, batch: ForwardBatch, x: Hidden) -> tuple[Any, Routing]:
+        """activation(gate) * up of each row's experts, and the routing."""
+        given = () if self.chosen is None else (self.chosen,)
+        routing = self.backend.route(batch, x, self.router_norm, self.router, *given)
+        if self.local is not None:
+            numbers = self.local.index_select(0, routing.experts.flatten())
+            routing = replace(routing, experts=numbers.view_as(routing.experts))
+        rows = self.expert_backend.experts_glu(
+            batch, x, self.expert_norm, routing, self.gate_up, self.activation
+        )
+        return rows, routing
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +110,7 @@ def _router(declared: Experts, tensors: LayerTensors) -> Router:
         bias=tensors.vector("ffn_gate_inp", kind="bias") if block.expert_bias else None,
         selection_bias=tensors.vector("exp_probs_b", kind="bias") if block.selection_bias else None,
         shared_gate=tensors.vector("ffn_gate_inp_shexp") if block.shared_gate else None,
+        expert_scale=tensors.vector("ffn_down_exps", kind="scale") if declared.beside_dense else None,
     )
 
 

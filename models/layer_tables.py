@@ -7,6 +7,7 @@ from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.rope import rope_table
+from quengine.models.architectures import attentions_of
 from quengine.models.blocks.attention import Attention
 from quengine.models.config import ModelConfig, Rotation
 
@@ -33,6 +34,7 @@ class LayerTables:
         self._device, self._ctx_size, self._chunk_size = device, ctx_size, chunk_size
         self._host = host
         self._groups = {layer: n for n, group in enumerate(config.cache_groups) for layer in group.layers}
+        self._widest = max((attention.head_dim for attention in attentions_of(config)), default=0)
         self._masks: dict[int | None, Tensor] = {}
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._query_scales: dict[tuple[float, int], Tensor] = {}
@@ -58,6 +60,9 @@ class LayerTables:
             eps=eps,
             cache_group=self.cache_group(layer),
             window=declared.window,
+            v_norm=declared.form.v_norm,
+            softcap=declared.softcap,
+            widest_head=self._widest,
             mask_band=self._mask(declared.window),
             cos=cos,
             sin=sin,

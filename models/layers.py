@@ -12,6 +12,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.feed_forward import FeedForward
+from quengine.models.config import BlockKind
 from quengine.models.layer_tables import LayerTables
 
 
@@ -46,6 +47,14 @@ class LayerTensors:
         """The norm with weights `name`; None if `there` is false, as the architecture has no such norm."""
         return RMSNorm(self.vector(name), self.eps) if there else None
 
+    def last_norm(self, form: BlockKind) -> RMSNorm | None:
+        """The norm of what a layer's last part adds, with the number that its sum is multiplied by."""
+        norm = self.norm("post_ffw_norm", form.norms != "pre")
+        if norm is None or not form.layer_scale:
+            return norm
+        scale = self.vector("layer_output_scale")
+        return replace(norm, weight=norm.weight * scale, residual_scale=float(scale))
+
 
 class AttentionLayer:
     """Merged query/key/value projection, rotary causal attention over the cache, output projection.
@@ -66,7 +75,7 @@ class AttentionLayer:
         spec = replace(spec, gated=form.gated)
         self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if form.sinks else spec
         self.norm = tensors.norm("attn_norm", form.norms != "post")
-        self.entry = tensors.weight(*_qkv(tensors, "weight"))
+        self.entry = tensors.weight(*_qkv(tensors, "weight", declared.keys_as_values))
         self.entry_bias = tensors.vector(*_qkv(tensors, "bias"), kind="bias") if form.qkv_bias else None
         self.output = tensors.weight("attn_output")
         self.output_bias = tensors.vector("attn_output", kind="bias") if form.output_bias else None
@@ -95,9 +104,12 @@ class AttentionLayer:
         return int(self.entry.nbytes + self.output.nbytes)
 
 
-def _qkv(tensors: LayerTensors, kind: str) -> list[str]:
+def _qkv(tensors: LayerTensors, kind: str, keys_as_values: bool = False) -> list[str]:
     """The names of the query, key and value tensors: one merged tensor if it exists, or three."""
-    return ["attn_qkv"] if tensors.has("attn_qkv", kind) else ["attn_q", "attn_k", "attn_v"]
+    if tensors.has("attn_qkv", kind):
+        return ["attn_qkv"]
+    # The keys' matrix is loaded twice: it is small beside the rest, and no kernel needs another form.
+    return ["attn_q", "attn_k", "attn_k" if keys_as_values else "attn_v"]
 
 
 class FeedForwardLayer:
@@ -116,7 +128,7 @@ class FeedForwardLayer:
             gate, up = tensors.take("ffn_gate", "ffn_up")
         self.ffn_gate_up = self.backend.gate_up_weight(gate, up)
         self.ffn_down = tensors.weight("ffn_down")
-        self.post_norm = tensors.norm("post_ffw_norm", form.norms != "pre")
+        self.post_norm = tensors.last_norm(form)
 
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""

@@ -146,7 +146,7 @@ class ModelSplit:
     def _axis_ranges(self, sizes: LayerSizes) -> dict[Axis, tuple[range, int]]:
         """What the rank has of each axis in a layer of these sizes, and how long the whole is."""
         config, (number, count) = self.whole, (self.rank.number, self.rank.count)
-        size, heads, kv_heads = config.head_dim, sizes.head_count, sizes.head_count_kv
+        size, heads, kv_heads = sizes.head_dim or config.head_dim, sizes.head_count, sizes.head_count_kv
         own = shares(heads, 1, count)[number]
         held = max(1, kv_heads // count)
         first = number * kv_heads // count
@@ -197,11 +197,11 @@ class ModelSplit:
 
     def _rank_sizes(self, sizes: LayerSizes) -> LayerSizes:
         """What a layer of these sizes has on the rank."""
-        count, (heads, kv_heads, length) = self.rank.count, sizes
+        count, (heads, kv_heads, length, size) = self.rank.count, sizes
         if self.whole.splits_heads:
             heads, kv_heads = heads // count, max(1, kv_heads // count)
         inner = self._of_sizes[sizes].get("inner")
-        return LayerSizes(heads, kv_heads, length if inner is None else len(inner[0]))
+        return LayerSizes(heads, kv_heads, length if inner is None else len(inner[0]), size)
 
     def _problem(self, count: int, tensors: Mapping[str, QuantTensor]) -> str | None:
         """Why `count` ranks cannot share the model; None if they can."""
@@ -227,7 +227,7 @@ class ModelSplit:
             if kv_heads % count and count % kv_heads:
                 found = f"blk.{layer}.attn_k has {kv_heads} heads"
                 return f"{found}, which neither divide {count} ranks nor are a multiple"
-            columns = heads // count * config.head_dim
+            columns = heads // count * (sizes.head_dim or config.head_dim)
             for name in _named(tensors, "attn_output.weight", config, sizes):
                 block = lcm(tensors[name].format.block, _GROUP)
                 if count > 1 and columns % block:
@@ -291,7 +291,7 @@ def _lengths(config: ModelConfig, sizes: LayerSizes) -> dict[Axis, int]:
     """How long each axis is that is cut by columns, of feed-forwards and convolutions, in layers of these sizes."""
     lengths: dict[Axis, int] = {}
     experts = config.experts
-    if experts is None or experts.dense_layers:
+    if experts is None or experts.dense_layers or config.block.dense_beside_experts:
         lengths["inner"] = sizes.feed_forward_length
     if experts is not None:
         lengths["expert_inner"] = experts.feed_forward_length

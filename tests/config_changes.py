@@ -111,6 +111,23 @@ _DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+_GEMMA4 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 64,
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
 _TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -142,6 +159,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "minimax_m2": {**_EXPERTS, "partial_rotary_factor": 0.5},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "gemma2": {"num_hidden_layers": 3, "sliding_window": 5, "attn_logit_softcapping": 2.0},
     "seed_oss": {"attention_out_bias": True},
     "lfm2": {**_LFM, "block_multiple_of": 32},
     "lfm2_moe": {**_LFM, **_QWEN_EXPERTS, "num_dense_layers": 1},
@@ -176,6 +194,8 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
             yield "gemma3", Seed(name, base, vision=True)
         for kind, rope in KINDS.items():
             yield f"{name}, {kind}", Seed(name, {**base, "rope_parameters": _of_kinds(rope)}, rotary=True)
+    yield "gemma4_text", Seed("gemma4_text", _GEMMA4)
+    yield "gemma4_text, experts", Seed("gemma4_text", {**_GEMMA4, **_GEMMA4_EXPERTS})
     yield "phi3", Seed("phi3", {"sliding_window": 8})
     yield (
         "phi3, longrope",

@@ -304,6 +304,14 @@ CHANGES = {
         "post_attention_norm.weight": "d",
         "post_ffw_norm.weight": "d",
     },
+    "gemma2": {"post_attention_norm.weight": "d", "post_ffw_norm.weight": "d"},
+    "gemma4": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+        "layer_output_scale.weight": "1",
+    },
     "gemma3": {
         "attn_q_norm.weight": "h",
         "attn_k_norm.weight": "h",
@@ -456,6 +464,21 @@ CONVOLVED = ("lfm2", "lfm2moe")
 GROWING = ("openelm",)
 """Architectures whose odd layers have twice as many heads, and feed-forwards of twice the length."""
 
+WIDENING = ("gemma4",)
+"""Architectures whose even layers have a window, and whose odd ones have heads of twice the elements, and no values."""
+
+DENSE_BESIDE = {
+    "ffn_gate.weight": "f d",
+    "ffn_up.weight": "f d",
+    "ffn_down.weight": "d f",
+    "post_ffw_norm_1.weight": "d",
+    "pre_ffw_norm_2.weight": "d",
+    "post_ffw_norm_2.weight": "d",
+    "ffn_gate_inp.scale": "d",
+    "ffn_down_exps.scale": "e",
+}
+"""What layers of such architectures have besides or otherwise where they have experts."""
+
 MIXTURES = {
     "qwen2moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "qwen3moe": ("expert_feed_forward_length",),
@@ -526,6 +549,7 @@ class ModelSizes:
             f"{a}.rope.dimension_count": self.head_dim,
             f"{a}.rope.freq_base": 10000.0,
             **({f"{a}.shortconv.l_cache": TAPS} if a in CONVOLVED else {}),
+            **self._windows(),
             **self._gated_delta(),
             **self._mixture(),
         }
@@ -545,6 +569,26 @@ class ModelSizes:
         counts = [len(range(position, self.head_dim // 2, 3)) for position in range(3)]
         sections = {} if a == "qwen3next" else {"rope.dimension_sections": [*counts, 0]}
         return {f"{a}.{key}": value for key, value in {**sizes, **sections}.items()}
+
+    def _windows(self) -> dict[str, Any]:
+        a = self.architecture
+        if a not in WIDENING:
+            return {}
+        keys = {
+            "attention.key_length": 2 * self.head_dim,
+            "attention.value_length": 2 * self.head_dim,
+            "attention.key_length_swa": self.head_dim,
+            "attention.value_length_swa": self.head_dim,
+            "attention.sliding_window": 8,
+            "attention.sliding_window_pattern": [layer % 2 == 0 for layer in range(self.blocks)],
+            "rope.dimension_count": 2 * self.head_dim,
+            "rope.dimension_count_swa": self.head_dim,
+            "rope.freq_base_swa": 10000.0,
+            "final_logit_softcapping": 30.0,
+        }
+        if self.experts:
+            keys["expert_feed_forward_length"] = self.expert_feed_forward
+        return {f"{a}.{key}": value for key, value in keys.items()}
 
     def _kv_heads(self) -> int | list[int]:
         """Of all layers, or of each."""
@@ -575,8 +619,11 @@ class ModelSizes:
         """Every tensor of the model and its torch-order shape."""
         shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
         for i in range(self.blocks):
-            sizes = self._letters(self._times(i))
+            wider = self.architecture in WIDENING and i % 2 == 1
+            sizes = self._letters(self._times(i), 1 + wider)
             block = BLOCK | (MIXTURE if self.experts else {}) | CHANGES.get(self.architecture, {})
+            block |= DENSE_BESIDE if self.experts and self.architecture in WIDENING else {}
+            block |= {"attn_v.weight": ""} if wider else {}
             block |= GATE_UP if self.gate_up else {}
             if i % 2 == 0:
                 block |= CONVOLUTION if self.architecture in CONVOLVED else {}
@@ -594,13 +641,14 @@ class ModelSizes:
             shapes["output.weight"] = (vocab, self.embedding)
         return shapes
 
-    def _letters(self, times: int) -> dict[str, int]:
-        """What the letters of a layer's shapes stand for; `times` as many heads and columns as `self` has."""
+    def _letters(self, times: int, wider: int = 1) -> dict[str, int]:
+        """What the letters of a layer's shapes stand for; `times` as many heads and columns as `self` has, of `wider`
+        times as many elements."""
+        head_dim = wider * self.head_dim
         q, kv, f = (
-            times * size
-            for size in (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.feed_forward)
+            times * size for size in (self.heads * head_dim, self.kv_heads * head_dim, self.feed_forward)
         )
-        sizes = {"d": self.embedding, "f": f, "2f": 2 * f, "h": self.head_dim}
+        sizes = {"d": self.embedding, "f": f, "2f": 2 * f, "h": head_dim, "1": 1}
         sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv, "n": times * self.heads}
         sizes |= {"e": self.experts or 0, "x": self.expert_feed_forward, "s": self.shared_feed_forward}
         sizes |= {"2x": 2 * self.expert_feed_forward, "3d": 3 * self.embedding, "t": TAPS}

@@ -138,6 +138,8 @@ OTHERS: dict[str, dict[str, object]] = {
         "gemma3.attention.sliding_window_pattern": 2,
         "gemma3.rope.freq_base_swa": 2e4,
     },
+    "gemma2": {"gemma2.attention.sliding_window": 4, "gemma2.attn_logit_softcapping": 20.0},
+    "gemma4": {"gemma4.attention.shared_kv_layers": 0, "gemma4.embedding_length_per_layer_input": 0},
     "granite": {
         "granite.attention.scale": 0.25,
         "granite.embedding_scale": 12.0,

@@ -191,6 +191,20 @@ OTHERS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 4,
         "sliding_window_pattern": 2,
     },
+    "gemma2": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 4,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 20.0,
+    },
+    "gemma4": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 4,
+        "layer_types": ["full_attention"],
+        "final_logit_softcapping": 20.0,
+    },
     "granite": {
         "attention_multiplier": 0.25,
         "embedding_multiplier": 12,

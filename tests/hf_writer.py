@@ -46,6 +46,7 @@ MODEL_TYPES = {
     "qwen35": "qwen3_5_text",
     "hunyuan-dense": "hunyuan_v1_dense",
     "hunyuan-moe": "hunyuan_v1_moe",
+    "gemma4": "gemma4_text",
 }
 """Architecture -> model type, where they differ."""
 
@@ -100,6 +101,16 @@ OTHER_MODULES = {
     },
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gemma2": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "gemma4": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
     "gemma3": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
@@ -195,6 +206,8 @@ def within_others(weights: dict[str, Tensor], architecture: str) -> dict[str, Te
         for name, module in (("ssm_a", "A_log"), ("ssm_dt.bias", "dt_bias")):
             if f"{ours}.{name}" in held:
                 held[f"{theirs}.linear_attn.{module}"] = held.pop(f"{ours}.{name}")
+        if architecture == "gemma4":
+            held[f"{theirs}.layer_scalar"] = held.pop(f"{ours}.layer_output_scale.weight")
         if architecture in ("glm4moe", "dots1"):
             held[f"{theirs}.mlp.gate.e_score_correction_bias"] = held.pop(f"{ours}.exp_probs_b.bias")
         if architecture == "minimax-m2":

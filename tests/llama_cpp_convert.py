@@ -93,8 +93,11 @@ import json, sys
 import convert_hf_to_gguf as converter
 import gguf
 from conversion.base import TextModel
+from conversion.gemma import Gemma2Model, Gemma4Model
 from conversion.hunyuan import HunYuanMoEModel
 
+Gemma2Model.set_vocab = TextModel._set_vocab_gpt2  # theirs want other tokenizers than the tests'
+Gemma4Model.set_vocab = TextModel._set_vocab_gpt2
 HunYuanMoEModel.set_vocab = TextModel._set_vocab_gpt2  # its own wants the tokenizer's code
 for pre, arguments in json.loads(sys.argv[1]):
     TextModel.get_vocab_base_pre = lambda self, tokenizer, pre=pre: pre

@@ -101,6 +101,7 @@ ROUNDED = "YaRN's limits are not rounded, as the model was trained: with rounded
 """Why gpt-oss is other with YaRN, which `compare` makes sure of."""
 
 MORE: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": {"attention.sliding_window": 5},
     "gemma3": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
     "olmo2": {"attention.sliding_window": 5},
     "gpt-oss": {"attention.sliding_window": 5},

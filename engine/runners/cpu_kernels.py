@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from quengine.kernels.child_process import import_path
 from quengine.kernels.cpu.gemm.tile_matmul import tile_kind
+from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.ops.gated_delta import COLUMNS
 from quengine.kernels.cpu.runtime import kernel_table as table
 from quengine.kernels.cpu.runtime.code_store import code_store
@@ -97,7 +98,9 @@ def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
 
 def _name_operations(config: ModelConfig) -> None:
     """All but the matrices', with either type of cache."""
-    table.scores_kernel(), table.softmax_kernel(), table.sums_kernel(), table.choose_kernel()
+    table.choose_kernel()
+    if config.logit_softcap:
+        table.softcap_kernel()
     for attention in attentions_of(config):
         _name_attention(attention)
     if config.conv_channels:
@@ -121,13 +124,15 @@ def _name_operations(config: ModelConfig) -> None:
 
 def _name_attention(attention: Attention) -> None:
     """Those of a layer."""
-    sinks = (True,) if attention.form.sinks else ()
-    table.block_kernel(*sinks), table.combine_kernel(*sinks)
+    sinks, wide = (True,) if attention.form.sinks else (), (True,) if attention.head_dim > DEPTH else ()
+    table.block_kernel(attention.form.sinks, True) if wide else table.block_kernel(*sinks)
+    table.combine_kernel(*sinks)
+    table.scores_kernel(*wide), table.softmax_kernel(*wide), table.sums_kernel(*wide)
     if attention.form.gated:
         table.output_gate_kernel()
     for cache_type in CACHE_TYPES:
         if can_store(cache_type, attention.head_dim):
-            table.key_panel_kernel(cache_type), table.value_panel_kernel(cache_type)
+            table.key_panel_kernel(cache_type, *wide), table.value_panel_kernel(cache_type)
             table.rope_store_kernel(attention.rotation.layout, cache_type != "f16")
             table.kv_split_kernel(cache_type != "f16")
 

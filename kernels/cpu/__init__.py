@@ -8,6 +8,7 @@
     short_conv(batch, bcx, spec, layer)                             gated short convolution [T, C]; also to the state
     gated_delta(batch, x, spec, layer)                              gated delta net [T, H * hd]; also to the state
     output_gate(y, qkv, spec)                                       an attention's result times its gates, in place
+    softcap(y, cap)                                                 cap * tanh(y / cap), in place [T, N]
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
     batch_attention(q, layer, batch, scale, window)                 decode, one token of B sequences: q [B, H, hd]
     prefill_attention(q, layer, start, scale, window, block_table)  T tokens of one sequence: q [T, H, hd]
@@ -34,6 +35,7 @@ from quengine.kernels.cpu.ops.output_gate import output_gate
 from quengine.kernels.cpu.ops.rms_norm import rms_norm
 from quengine.kernels.cpu.ops.rope_store import rope_store
 from quengine.kernels.cpu.ops.short_conv import short_conv
+from quengine.kernels.cpu.ops.softcap import softcap
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, max_threads, run, set_threads
 
 __all__ = [
@@ -53,4 +55,5 @@ __all__ = [
     "run",
     "set_threads",
     "short_conv",
+    "softcap",
 ]

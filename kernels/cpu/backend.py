@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cpu
-from quengine.kernels.backend import AttentionSpec, Hidden, KVLayer, SlotLayer
+from quengine.kernels.backend import AttentionSpec, Branch, Hidden, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.moe.experts import CpuExperts
 from quengine.kernels.cpu.moe.operations import down_experts, experts_add, experts_glu, gate_up_experts
@@ -113,11 +113,12 @@ class CpuBackend:
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Hidden | None = None,
+        branch: Branch | None = None,
         *,
         partial: bool = False,
     ) -> Hidden:
         if self._recorder is not None:
-            return self._recorder.linear_add(x, weight, residual, post_norm, bias, row_scale)
+            return self._recorder.linear_add(x, weight, residual, post_norm, bias, row_scale, branch)
         addend = None if bias is None else bias.unsqueeze(0)
         y = _linear(batch, x, weight, None if partial else addend)
         if partial:
@@ -125,7 +126,10 @@ class CpuBackend:
             y = y if addend is None else y.add_(addend)
         y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
         # The residual is added last: beside its large values, partial sums of the product would lose bits.
-        return _normed(y, post_norm).add_(residual)
+        if branch is not None:
+            y = _normed(y, branch.first_norm).add_(_normed(branch.rows, branch.norm))
+        scale = 1.0 if post_norm is None else post_norm.residual_scale
+        return _normed(y, post_norm).add_(residual if scale == 1.0 else residual * scale)
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -166,7 +170,7 @@ class CpuBackend:
         gated: Hidden,
         routing: Routing,
         down: CpuExperts,
-        residual: Hidden,
+        residual: Hidden | None,
         next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
         *,
         partial: bool = False,
@@ -174,8 +178,8 @@ class CpuBackend:
         if self._recorder is not None:
             return self._recorder.experts_add(gated, routing, down, residual)
         if partial:
-            y = experts_add(gated, routing, down, torch.zeros_like(residual), batch.phase)
-            return self.communicator.all_reduce(y).add_(residual)
+            y = self.communicator.all_reduce(experts_add(gated, routing, down, None, batch.phase))
+            return y if residual is None else y.add_(residual)
         return experts_add(gated, routing, down, residual, batch.phase)
 
     def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
@@ -184,10 +188,14 @@ class CpuBackend:
         q = cpu.rope_store(qkv, spec, layer, batch)
         if batch.phase == "decode":
             group = spec.cache_group
-            out = cpu.batch_attention(q, layer, batch, spec.scale, spec.window, group, spec.sinks)
+            out = cpu.batch_attention(
+                q, layer, batch, spec.scale, spec.window, group, spec.sinks, spec.softcap
+            )
         else:
             chunks = [
-                cpu.prefill_attention(q[rows], layer, start, spec.scale, spec.window, table, spec.sinks)
+                cpu.prefill_attention(
+                    q[rows], layer, start, spec.scale, spec.window, table, spec.sinks, spec.softcap
+                )
                 for rows, start, table in batch.chunks(spec.cache_group)
             ]
             out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
@@ -219,13 +227,16 @@ class CpuBackend:
     def rms_norm(self, x: Hidden, norm: RMSNorm) -> Tensor:
         return _normed(x, norm)
 
-    def logits(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: CpuWeight) -> Tensor:
+    def logits(
+        self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: CpuWeight, softcap: float = 0.0
+    ) -> Tensor:
         if self._recorder is not None:
-            return self._recorder.logits(x, norm, weight)
+            return self._recorder.logits(x, norm, weight, softcap)
         x = _normed(x, norm)
         # A single last row takes the decode kernel.
         decodes = len(x) == 1 or batch.phase == "decode"
-        return cpu.decode_linear(x, weight.parts) if decodes else cpu.prompt_linear(x, weight.parts)
+        y = cpu.decode_linear(x, weight.parts) if decodes else cpu.prompt_linear(x, weight.parts)
+        return cpu.softcap(y, softcap)
 
 
 def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
+from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, quantize_launch, task_rows
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
@@ -29,6 +29,7 @@ from quengine.kernels.cpu.ops.output_gate import output_gate_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.ops.short_conv import short_conv_launch
+from quengine.kernels.cpu.ops.softcap import softcap_launch
 from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.forward_batch import ForwardBatch
@@ -108,6 +109,7 @@ class StepRecorder:
     stages: list[Stage] = field(default_factory=list)
     attentions: list[RecordedAttention] = field(default_factory=list)
     _visible: dict[tuple[int, int | None, int], Visible] = field(default_factory=dict)
+    _cleared: set[int] = field(default_factory=set)
     _row_stage: Stage | None = None  # the newest stage with one task per row
     # The last normalised hidden state: input, norm, result. Router and experts read the same.
     _latest: tuple[Rows, RMSNorm, Rows] | None = None
@@ -156,6 +158,7 @@ class StepRecorder:
         post_norm: RMSNorm | None,
         bias: Tensor | None,
         row_scale: Rows | Tensor | None,
+        branch: Branch | None,
     ) -> Rows:
         y = self._hidden(weight.rows, residual)
         scales = row_scale.values if isinstance(row_scale, Rows) else row_scale
@@ -163,11 +166,18 @@ class StepRecorder:
             return Rows(y, self._matvecs(x, weight, y, bias, scales, residual.values))
         product = self._fp32("product", weight.rows)
         stage = self._matvecs(x, weight, product, bias, scales)
+        if branch is not None:
+            stage = self._add_branch(stage, product, branch)
         stage = self._after(stage, rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
-        # Viewed as one long row, so that a task is a row.
-        flat = y.view(1, -1)
-        add = add_launch(flat, residual.values.view(1, -1), 0, flat.shape[1], y.shape[1])
-        return Rows(y, self._after(stage, add))
+        return Rows(y, self._after(stage, _add_rows(y, residual.values, post_norm.residual_scale)))
+
+    def _add_branch(self, stage: Stage, product: Tensor, branch: Branch) -> Stage:
+        """product = branch.first_norm(product) + branch.norm(branch.rows), after `stage`."""
+        own, norm = branch.first_norm, branch.norm
+        other = self._fp32("normed branch", product.shape[1])
+        stage = self._after(stage, rms_norm_launch(product, own.weight, own.eps, product))
+        stage = self._after(stage, rms_norm_launch(branch.rows.values, norm.weight, norm.eps, other))
+        return self._after(stage, _add_rows(product, other))
 
     def route(self, x: Rows, norm: RMSNorm, router: Router, experts: Tensor | None) -> Routing:
         source, used = self._normed(x, norm), router.kind.used
@@ -198,15 +208,18 @@ class StepRecorder:
         self._stage([gate_up_launch(gate_up, groups, inputs, between, out, records, activation)])
         return ExpertRows(out, groups, records)
 
-    def experts_add(self, gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Rows) -> Rows:
+    def experts_add(
+        self, gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Rows | None
+    ) -> Rows:
         w, groups = down.parts[0].first, gated.groups
         if w.cols != gated.values.shape[1]:
             raise ValueError(f"{w.name} has width {w.cols}; the activations have {gated.values.shape[1]}")
-        y = self._hidden(w.rows, residual)
+        y = self._fp32("branch", w.rows) if residual is None else self._hidden(w.rows, residual)
+        added = self._zeros(w.rows) if residual is None else residual.values
         source = gated.records if w.format.is_quantized else gated.values
         assert source is not None
         products = self._by_place("experts' products", w.rows, groups)
-        product, *sums = down_launches(down, groups, source, products, routing.weights, residual.values, y)
+        product, *sums = down_launches(down, groups, source, products, routing.weights, added, y)
         stage = self._stage([product])
         for launch in sums:
             stage = self._after(stage, launch)
@@ -246,7 +259,9 @@ class StepRecorder:
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         out = self._fp32("attended", width)
-        splits, combine = attention_launches(queries, layer, visible, spec.scale, out, parts, spec.sinks)
+        splits, combine = attention_launches(
+            queries, layer, visible, spec.scale, out, parts, spec.sinks, spec.softcap
+        )
         stage = self._stage([splits])
         self.attentions.append(RecordedAttention(stage, spec.kv_heads, spec.window, visible))
         stage = self._after(stage, combine)
@@ -270,9 +285,9 @@ class StepRecorder:
         self._stage([convolution])
         return Rows(out, self._after(self._stage([memory]), output))
 
-    def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
+    def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight, softcap: float) -> Tensor:
         y = self._fp32("logits", weight.rows)
-        self._matvecs(self._normed(x, norm), weight, y)
+        self._matvecs(self._normed(x, norm), weight, y, cap=softcap)
         return y
 
     def _stage(self, *parts: list[Launch]) -> Stage:
@@ -287,8 +302,9 @@ class StepRecorder:
         bias: Tensor | None = None,
         row_scale: Tensor | None = None,
         residual: Tensor | None = None,
+        cap: float = 0.0,
     ) -> Stage:
-        """The stage of row_scale * (products + bias) + residual."""
+        """The stage of row_scale * (products + bias) + residual, soft-capped by `cap` if that is not 0."""
         parts, column = [], 0
         fair = _fair_rows(weight.rows)
         for w in weight.parts:
@@ -300,6 +316,8 @@ class StepRecorder:
                 part.append(scale_launch(y, row_scale, column, w.rows, step))
             if residual is not None:
                 part.append(add_launch(y, residual, column, w.rows, step))
+            if cap:
+                part.append(softcap_launch(y, cap, column, w.rows, step))
             parts.append(part)
             column += w.rows
         return self._stage(*parts)
@@ -310,7 +328,9 @@ class StepRecorder:
         if self._latest is not None and self._latest[0] is x and self._latest[1] is norm:
             return self._latest[2]
         out = self._fp32("normed", x.values.shape[1])
-        stage = self._after(x.stage, rms_norm_launch(x.values, norm.weight, norm.eps, out))
+        # Another norm of the same rows takes the first one's place once what read that has ended.
+        before = self.stages[-1] if self._latest is not None and self._latest[0] is x else x.stage
+        stage = self._after(before, rms_norm_launch(x.values, norm.weight, norm.eps, out))
         self._latest = x, norm, Rows(out, stage)
         return self._latest[2]
 
@@ -349,6 +369,12 @@ class StepRecorder:
         y = self._fp32("hidden 0", width)
         return self._fp32("hidden 1", width) if y.data_ptr() == residual.values.data_ptr() else y
 
+    def _zeros(self, width: int) -> Tensor:
+        """fp32 zeros [rows, width], which nothing writes."""
+        if self._buffer("zeros", width, torch.float32).data_ptr() not in self._cleared:
+            self._cleared.add(self.buffers["zeros", width].zero_().data_ptr())
+        return self._buffer("zeros", width, torch.float32)
+
     def _fp32(self, role: str, width: int) -> Tensor:
         return self._buffer(role, width, torch.float32)
 
@@ -362,6 +388,12 @@ class StepRecorder:
             room = 1 << (self.rows - 1).bit_length()
             held = self.buffers[role, width] = torch.empty(room, width, dtype=dtype)
         return held[: self.rows]
+
+
+def _add_rows(y: Tensor, addend: Tensor, scale: float = 1.0) -> Launch:
+    """y += scale * addend, both fp32 [rows, width], contiguous: as one long row, so that a task is a row."""
+    flat = y.view(1, -1)
+    return add_launch(flat, addend.view(1, -1), 0, flat.shape[1], y.shape[1], scale)
 
 
 def _fair_rows(rows: int) -> int:

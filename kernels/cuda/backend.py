@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
+from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
@@ -62,6 +62,7 @@ from quengine.kernels.cuda.ranks.peers import PeerBuffers
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.short_conv import short_conv
+from quengine.kernels.cuda.softcap import softcap_logits
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
@@ -177,17 +178,20 @@ class CudaBackend:
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Tensor | None = None,
+        branch: Branch | None = None,
         *,
         partial: bool = False,
     ) -> Residual:
         rows = self._rounded(x)
         if partial:
-            return self._add_partial(batch, rows, weight, residual, next_norm, post_norm, bias, row_scale)
+            return self._add_partial(
+                batch, rows, weight, residual, next_norm, post_norm, bias, row_scale, branch
+            )
         stream = _stream(residual)
         begins = next_norm is not None and isinstance(rows, QuantizedActivations) and can_begin_norm(weight)
         if post_norm is not None or row_scale is not None or (bias is not None and not begins):
             product = self._product(batch, rows, weight)
-            return self._add_product(product, stream, post_norm, next_norm, bias, row_scale)
+            return self._add_product(product, stream, post_norm, next_norm, bias, row_scale, branch)
         if next_norm is None or (isinstance(rows, QuantizedActivations) and not begins):
             return self._matmul(batch, rows, weight, stream)
         if self._norms_in_groups(next_norm, len(stream)):
@@ -228,16 +232,18 @@ class CudaBackend:
         gated: GatedRows,
         routing: Routing,
         down: ExpertWeights,
-        residual: Residual,
+        residual: Residual | None,
         next_norm: RMSNorm | None = None,
         *,
         partial: bool = False,
     ) -> Residual:
+        if residual is None:
+            residual = torch.zeros(len(routing.experts), down.expert_rows, device=self.device)
         if partial:
             stream = _stream(residual)
             added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, _exact(batch))
             peers = self.communicator.peers(*stream.shape)
-            return self._add_sum(_stream(added), stream, peers, None, next_norm, None, None)
+            return self._add_sum(_stream(added), stream, peers, None, next_norm, None, None, None)
         return self._experts.add(gated, routing, down, _stream(residual), next_norm, _exact(batch))
 
     def attention(
@@ -302,8 +308,11 @@ class CudaBackend:
     def rms_norm(self, x: Residual, norm: RMSNorm) -> Tensor:
         return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
 
-    def logits(self, batch: ForwardBatch, x: Residual, norm: RMSNorm, weight: PackedWeight) -> Tensor:
-        return self._matmul(batch, self._normed(x, norm), weight, None)
+    def logits(
+        self, batch: ForwardBatch, x: Residual, norm: RMSNorm, weight: PackedWeight, softcap: float = 0.0
+    ) -> Tensor:
+        logits = self._matmul(batch, self._normed(x, norm), weight, None)
+        return softcap_logits(logits, softcap, self.pdl) if softcap else logits
 
     def _product(self, batch: ForwardBatch, x: Rows, weight: PackedWeight) -> Tensor | ScaledProduct:
         if isinstance(x, QuantizedActivations):
@@ -320,6 +329,7 @@ class CudaBackend:
         post_norm: RMSNorm | None,
         bias: Tensor | None,
         row_scale: Tensor | None,
+        branch: Branch | None,
     ) -> Residual:
         """`linear_add` of this rank's part of the columns, summed over the ranks."""
         shape, own = _stream(residual).shape, post_norm is None and row_scale is None
@@ -331,7 +341,7 @@ class CudaBackend:
         part = (
             self._matmul(batch, rows, weight, None) if peers is None else self._product(batch, rows, weight)
         )
-        return self._add_sum(part, stream, peers, post_norm, next_norm, bias, row_scale)
+        return self._add_sum(part, stream, peers, post_norm, next_norm, bias, row_scale, branch)
 
     def _matvec_norm(
         self,
@@ -362,6 +372,7 @@ class CudaBackend:
         next_norm: RMSNorm | None,
         bias: Tensor | None,
         row_scale: Tensor | None,
+        branch: Branch | None,
         peers: PeerBuffers | None = None,
     ) -> Residual:
         """Adds a product to the residual with what the matmul does not do (norm, bias, scales), and norms the
@@ -372,7 +383,9 @@ class CudaBackend:
             normed = QuantizedActivations.empty(1, residual.shape[1], self.device)
         elif next_norm is not None:
             normed = self._room().fp16_operand(*residual.shape)
-        post_norm_add(product, residual, post_norm, next_norm, normed, self.pdl, bias, row_scale, peers)
+        post_norm_add(
+            product, residual, post_norm, next_norm, normed, self.pdl, bias, row_scale, peers, branch
+        )
         return residual if normed is None else RmsNormed(residual, normed)
 
     def _prefill(
@@ -407,7 +420,8 @@ class CudaBackend:
         if batch.tiles is not None:
             return batch.tiles
         if self._tiles is None or self._tiles[0] is not batch:
-            self._tiles = (batch, prefill_tiles(batch, spec.head_dim, self.batch_invariant))
+            widest = spec.widest_head or spec.head_dim
+            self._tiles = (batch, prefill_tiles(batch, widest, self.batch_invariant))
         return self._tiles[1]
 
     def _state_tiles_of(self, batch: ForwardBatch) -> PrefillTiles:

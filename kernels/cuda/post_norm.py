@@ -1,9 +1,11 @@
 """Adds a matmul's product to the residual stream, and computes the next RMSNorm, in one launch.
 
-    residual += rms_norm(row_scale * (product + bias), post_norm);  out = rms_norm(residual, next_norm)
+    residual = residual_scale * residual + rms_norm(row_scale * (product + bias), post_norm)
+    out = rms_norm(residual, next_norm)
 
 For products with a post-norm, a bias or row scales, each optional; a plain product is added to the residual by the
-matmul. Where ranks share a model, few rows of products are summed over them in the same launch (ranks/peers.py).
+matmul. With a branch the post-norm reads the sum of two norms, of the product and of the branch's rows. Where ranks
+share a model, few rows of products are summed over them in the same launch (ranks/peers.py).
 Defined in kernels/rms_norm.py. A program takes one row, which stays in fp32 registers, so a row's bits follow from its
 width alone.
 """
@@ -12,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quengine.kernels.backend import Branch
 from quengine.kernels.cuda.gemm.fp16_operand import (
     Fp16Operand,
     OperandLayout,
@@ -40,12 +43,14 @@ _SUM, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 @triton.jit
 def _post_norm_add_kernel(
     product_ptr, row_scale_ptr, residual_ptr, weight_ptr, norm_ptr, out_ptr, low_ptr, scale_ptr, sums_ptr,
-    bias_ptr, factor_ptr, peers, out_stride, inverse_weight_scale, eps, next_eps,
+    bias_ptr, factor_ptr, branch_ptr, first_weight_ptr, branch_weight_ptr, peers,
+    out_stride, inverse_weight_scale, residual_scale, eps, branch_eps, next_eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr, LAYOUT: tl.constexpr,
     RANKS: tl.constexpr, CAPACITY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """row_scale_ptr: row scales of a `ScaledProduct`. weight_ptr, bias_ptr [WIDTH], factor_ptr [rows]:
-    weights of the post-norm, bias and row scales, each None if absent. RANKS: the ranks in `peers` that share
+    weights of the post-norm, bias and row scales, each None if absent. branch_ptr: rows of a branch, or None, with
+    weights of the norm of the product and of that of the branch. RANKS: the ranks in `peers` that share
     the product; 0: none.
     """
     if PDL:
@@ -74,6 +79,13 @@ def _post_norm_add_kernel(
         y += bias
     if factor_ptr is not None:
         y *= tl.load(factor_ptr + row)
+    if branch_ptr is not None:
+        other = tl.load(branch_ptr + row * WIDTH + column, mask=inside, other=0.0)
+        first_weight = tl.load(first_weight_ptr + column, mask=inside, other=0.0)
+        branch_weight = tl.load(branch_weight_ptr + column, mask=inside, other=0.0)
+        y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + branch_eps) * first_weight
+        y += other * tl.rsqrt(tl.sum(other * other, 0) / WIDTH + branch_eps) * branch_weight
+    x *= residual_scale
     if weight_ptr is not None:
         x += y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps) * weight
     else:
@@ -105,9 +117,11 @@ def post_norm_add(
     bias: torch.Tensor | None = None,
     row_scale: torch.Tensor | None = None,
     peers: PeerBuffers | None = None,
+    branch: Branch | None = None,
 ) -> None:
     """Adds `post_norm(row_scale * (product + bias))` to `residual` in place: product and residual contiguous fp32 [T,
-    D], bias fp32 [D], row_scale fp32 [T] or [T, 1].
+    D], bias fp32 [D], row_scale fp32 [T] or [T, 1]. The residual is first multiplied by the post-norm's
+    `residual_scale`; `branch`, whose rows are contiguous fp32 [T, D]: see `Backend.linear_add`.
 
     `out`: the destination of `next_norm` of the sum. `pdl` (sm_90 and later): the launch may start before its
     predecessor has ended, which may produce the product, the residual and row_scale. `product` and `out` may share
@@ -130,10 +144,18 @@ def post_norm_add(
         kind, outputs, stride, layout = _FP16, (out.values, y, out.row_scale, y), out.stride, out.layout
     post_weight, post_eps = (None, 0.0) if post_norm is None else (post_norm.weight, post_norm.eps)
     next_weight, next_eps = (residual, 0.0) if next_norm is None else (next_norm.weight, next_norm.eps)
+    residual_scale = 1.0 if post_norm is None else post_norm.residual_scale
+    if branch is not None:
+        rows, first, second = branch.rows, branch.first_norm, branch.norm
+        assert rows.shape == y.shape and rows.is_contiguous() and first.eps == second.eps
+        branches, branch_eps = (rows, first.weight, second.weight), first.eps
+    else:
+        branches, branch_eps = (None, None, None), 0.0
     shape = geometry(1, y.shape[1])
     _post_norm_add_kernel[(y.shape[0],)](
         y, product_scale, residual, post_weight, next_weight, *outputs,
-        bias, row_scale, None if peers is None else peers.pointers, stride, 1.0 / weight_scale, post_eps, next_eps,
+        bias, row_scale, *branches, None if peers is None else peers.pointers,
+        stride, 1.0 / weight_scale, residual_scale, post_eps, branch_eps, next_eps,
         WIDTH=y.shape[1], BLOCK=max(shape.head, 128), SCALED=scaled, KIND=kind.value, LAYOUT=int(layout),
         RANKS=0 if peers is None else peers.ranks, CAPACITY=0 if peers is None else peers.capacity, PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,

@@ -67,17 +67,18 @@ class HostExperts:
         gated: HostRows,
         routing: Routing,  # noqa: ARG002 (`gated` has it on the host)
         down: Any,
-        residual: Hidden,
+        residual: Hidden | None,
         next_norm: RMSNorm | None = None,  # noqa: ARG002 (the operation that reads the sum begins it)
         *,
         partial: bool = False,
     ) -> Hidden:
         tokens = gated.routing.experts.shape[0]
-        stream = self.device.gather_rows(residual, torch.arange(tokens, device=self.device.device))
-        nothing = torch.zeros(stream.shape, dtype=self.host.dtype)
-        sums = self.host.experts_add(batch, gated.gated, gated.routing, down, nothing)
-        added = sums.to(stream.device, stream.dtype)
-        return stream + (self.device.communicator.all_reduce(added) if partial else added)
+        sums = self.host.experts_add(batch, gated.gated, gated.routing, down, None)
+        added = sums.to(self.device.device, self.device.dtype)
+        added = self.device.communicator.all_reduce(added) if partial else added
+        if residual is None:
+            return added
+        return self.device.gather_rows(residual, torch.arange(tokens, device=self.device.device)) + added
 
     def _routing(self, routing: Routing) -> Routing:
         """The routing on the host, without the shared expert, which is computed on the device."""

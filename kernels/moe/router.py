@@ -23,6 +23,7 @@ class Router:
     bias: [E], added to the logits (gpt-oss).
     selection_bias: [E], added to the scores for the selection of experts, not for their weights.
     shared_gate: [K]; the sigmoid of its product with the row weights the shared expert (Qwen2-MoE).
+    expert_scale: [E]; multiplies the weights of the selected experts, after all else (Gemma 4).
     """
 
     kind: RouterKind
@@ -30,6 +31,7 @@ class Router:
     bias: Tensor | None = None
     selection_bias: Tensor | None = None
     shared_gate: Tensor | None = None
+    expert_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +64,10 @@ def route(x: Tensor, router: Router, experts: Tensor | None = None) -> Routing:
     if kind.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + SUM_EPS)
     shared = None if router.shared_gate is None else (x @ router.shared_gate).sigmoid()
-    return Routing(experts, weights * kind.scale, shared)
+    weights = weights * kind.scale
+    if router.expert_scale is not None:
+        weights = weights * router.expert_scale[experts.long()]
+    return Routing(experts, weights, shared)
 
 
 def chosen(scores: Tensor, router: Router) -> Tensor:

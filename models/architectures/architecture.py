@@ -64,6 +64,7 @@ class ModelType:
     reads_partial_rotary_factor: only that share of each head is rotated; other types pass the key over.
     expert_keys: of a mixture of experts, ExpertConfig or RouterKind field -> key of config.json: `count`, `used` and
         `feed_forward_length` at least; `shared_count` counts shared experts of that length. Empty: a dense model.
+    experts_flag: the key that says whether a model of this type has experts; "": all of them have.
     dense_layers: the layers that have no experts.
     quantization: the `quant_method` of folders that are read packed; those of others are refused.
     common_keys: gives config.json in the keys that `hf.config_hf` reads, where it has others.
@@ -78,6 +79,7 @@ class ModelType:
     reads_layer_types: bool = False
     reads_partial_rotary_factor: bool = False
     expert_keys: Mapping[str, str] = field(default_factory=dict)
+    experts_flag: str = ""
     dense_layers: Callable[[Keys, int], Sequence[int]] = no_layers
     quantization: str | None = None
     common_keys: Callable[[Keys], Keys] = lambda keys: keys
@@ -135,4 +137,5 @@ class Architecture:
     @property
     def may_be_dense(self) -> bool:
         """Whether there are models of this architecture without experts."""
-        return self.router is None or not all(t.expert_keys for t in self.model_types.values())
+        types = self.model_types.values()
+        return self.router is None or not all(t.expert_keys and not t.experts_flag for t in types)

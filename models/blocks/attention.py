@@ -20,6 +20,7 @@ class Attention:
     form: what it has beside the projections. width: of the residual stream. scale: multiplies the scores. window:
     positions that a token sees, its own among them; None: all before it. temperature: (scale, length), by which queries
     grow with the position (`ModelConfig.attention_temperature_scale`), or None. partial: a rank has some of the heads.
+    keys_as_values: values are keys before their norm and rotation, without a projection. softcap: of the scores, or 0.
     """
 
     form: BlockKind
@@ -32,24 +33,29 @@ class Attention:
     window: int | None = None
     temperature: tuple[float, int] | None = None
     partial: bool = False
+    keys_as_values: bool = False
+    softcap: float = 0.0
     kind = "attention"
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> "Attention":
         """The attention of a layer as the model's configuration has it."""
         scale, length = config.attention_temperature_scale, config.attention_temperature_length
-        heads, kv_heads, _ = config.sizes(layer)
+        heads, kv_heads, *_ = config.sizes(layer)
+        size = config.head_size(layer)
         return cls(
             form=config.block,
             width=config.embedding_length,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=config.head_dim,
+            head_dim=size,
             rotation=config.rotation(layer),
-            scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            scale=size**-0.5 if config.attention_scale is None else config.attention_scale,
             window=config.layer_windows[layer],
             temperature=(scale, length) if scale else None,
             partial=config.ranks > 1 and config.splits_heads,
+            keys_as_values=layer in config.keys_as_values,
+            softcap=config.attention_softcap,
         )
 
     @property
@@ -60,6 +66,9 @@ class Attention:
             "query/key norms": form.qk_norm is not None,
             "merged projections": form.merged,
             "attention sinks": form.sinks,
+            "value norms": form.v_norm,
+            "keys as values": self.keys_as_values,
+            "soft-capped scores": self.softcap > 0.0,
         }
         return [trait for trait, there in traits.items() if there]
 
@@ -85,6 +94,8 @@ class Attention:
 
     def joined(self) -> Mapping[str, TensorSpec]:
         """The tensors that hold query, key and value rows together, in files that do not have three."""
+        if self.keys_as_values:
+            return {}
         cut, units = self.form.qk_norm != "row", (self._rows_of_queries, 1, 1)
         by_rows, by_columns = (
             (Cut("rows", _ALL, units=units), Cut("columns", _ALL, units=units)) if cut else (None, None)
@@ -124,7 +135,8 @@ class Attention:
         """Of query, key and value projection the letter, what ranks divide of it, its heads, and how many rows it has
         for each of their elements."""
         heads, each = (self.heads, self.kv_heads, self.kv_heads), (self._rows_of_queries, 1, 1)
-        return zip("qkv", _ALL, heads, each, strict=True)
+        three = zip("qkv", _ALL, heads, each, strict=True)
+        return [one for one in three if not (self.keys_as_values and one[0] == "v")]
 
     def _biases(self) -> dict[str, TensorSpec]:
         found: dict[str, TensorSpec] = {}

@@ -25,6 +25,16 @@ class Experts:
     partial: bool = False
 
     @property
+    def beside_dense(self) -> bool:
+        """Whether they are the second branch of a layer (blocks/dense_and_experts.py)."""
+        return self.form.dense_beside_experts
+
+    @property
+    def norm(self) -> str:
+        """The name of the norm that they read."""
+        return "pre_ffw_norm_2" if self.beside_dense else self.form.ffn_norm
+
+    @property
     def traits(self) -> Sequence[str]:
         return ()
 
@@ -37,7 +47,7 @@ class Experts:
         count, inner = self.experts.count, self.experts.feed_forward_length
         each = "mlp.experts.{expert}"
         return {
-            **first_norm(self.form, self.width),
+            **({} if self.beside_dense else first_norm(self.form, self.width)),
             "ffn_gate_inp.weight": TensorSpec((count, self.width), hf="mlp.gate.weight"),
             "ffn_gate_exps.weight": TensorSpec(
                 (count, inner, self.width), _ROWS, hf_each=f"{each}.gate_proj.weight"
@@ -50,7 +60,7 @@ class Experts:
             ),
             **self._biases(),
             **self._shared(),
-            **last_norm(self.form, self.width),
+            **({} if self.beside_dense else last_norm(self.form, self.width)),
         }
 
     def joined(self) -> Mapping[str, TensorSpec]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import NORM, Cut, TensorSpec
+from quengine.models.blocks.block import NORM, Cut, TensorSpec, Uniform
 from quengine.models.config import BlockKind
 
 _ROWS, _COLUMNS = Cut("rows", ("inner",)), Cut("columns", ("inner",))
@@ -16,9 +16,12 @@ def first_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
 
 
 def last_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
-    """The norm of their result, where there is one."""
+    """The norm of their result, where there is one, and the number that the layer's sum is multiplied by."""
     norm = TensorSpec((width,), hf="post_feedforward_layernorm.weight", draw=NORM)
-    return {} if form.norms == "pre" else {"post_ffw_norm.weight": norm}
+    found = {} if form.norms == "pre" else {"post_ffw_norm.weight": norm}
+    if form.layer_scale:
+        found["layer_output_scale.weight"] = TensorSpec((1,), hf="layer_scalar", draw=Uniform(0.5, 1.0))
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block, ChannelMixer
+from quengine.models.blocks.dense_and_experts import DenseAndExperts
 from quengine.models.blocks.experts import Experts
 from quengine.models.blocks.feed_forward import FeedForward
 from quengine.models.config import ModelConfig
@@ -17,7 +18,9 @@ def uniform_layers(config: ModelConfig) -> Sequence[Block]:
 def channel_mixer(config: ModelConfig, layer: int) -> ChannelMixer:
     """The feed-forward of a layer, or its mixture of experts."""
     form, width, partial = config.block, config.embedding_length, config.ranks > 1
+    dense = FeedForward(form, width, config.sizes(layer).feed_forward_length, partial)
     if config.has_experts(layer):
         assert config.experts is not None
-        return Experts(form, width, config.experts, partial)
-    return FeedForward(form, width, config.sizes(layer).feed_forward_length, partial)
+        experts = Experts(form, width, config.experts, partial)
+        return DenseAndExperts(dense, experts) if form.dense_beside_experts else experts
+    return dense

@@ -42,6 +42,9 @@ KEYS: Mapping[str, str] = {
     "rope_dim": "rope.dimension_count",
     "rope_freq_base": "rope.freq_base",
     "rope_freq_base_swa": "rope.freq_base_swa",
+    "rope_dim_swa": "rope.dimension_count_swa",
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
     "rms_eps": "attention.layer_norm_rms_epsilon",
     "sliding_window": "attention.sliding_window",
     "rope_scaling.factor": "rope.scaling.factor",
@@ -120,7 +123,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     _refuse_unimplemented(file, declared)
     check_chat_templates(file)
     blocks = _uniform_int(file, architecture, "block_count")
-    (heads, heads_kv, feed_forward), of_layers = _sizes(file, declared, blocks)
+    (heads, heads_kv, feed_forward, _), of_layers = _sizes(file, declared, blocks)
     embedding = _uniform_int(file, architecture, "embedding_length")
     context = _uniform_int(file, architecture, "context_length")
     head_dim = _head_dim(file, architecture, embedding, heads, bool(of_layers))
@@ -203,19 +206,20 @@ def _refuse_unimplemented(file: GGUFFile, declared: Architecture) -> None:
 
 
 def _refuse_sizes_of_windows(file: GGUFFile, config: ModelConfig) -> None:
-    """Refuse other sizes of heads in layers with a window.
+    """Refuse other sizes of heads in layers with a window than those that the configuration has for them.
 
-    Released files of these architectures have none (llama.cpp's converter writes them for Gemma 4 and others), and
-    llama.cpp would rotate or cut heads by them.
+    Released files have none but Gemma 4's, whose declaration reads them; llama.cpp would rotate or cut heads by them.
     """
     if config.sliding_window is None:
         return
-    sizes = {"rope.dimension_count_swa": config.rope_dim}
-    sizes |= dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), config.head_dim)
+    windows = enumerate(config.layer_windows)
+    size = next((config.head_size(layer) for layer, window in windows if window), config.head_dim)
+    sizes = {"rope.dimension_count_swa": config.rope_dim_swa or config.rope_dim}
+    sizes |= dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), size)
     for suffix, size in sizes.items():
         key = f"{config.architecture}.{suffix}"
         if file.get_int(key) not in (None, size):
-            problem = f"{file.get_int(key)}: the decoder has the same heads in all layers, here {size}"
+            problem = f"{file.get_int(key)}: heads of layers with a window have {size} elements here"
             raise file.error(key, problem)
 
 

@@ -31,6 +31,8 @@ def read_experts(
     names = expert_keys(keys, model_type)
     if not names or declared.router is None:
         return None
+    if model_type.experts_flag and not flag(keys, model_type.experts_flag):
+        return None
     count = integer(keys, names["count"], 1, MOST_EXPERTS)
     most = LIMITS["feed_forward_length"][1]
     length = integer(keys, names["feed_forward_length"], 1, most)

@@ -81,6 +81,7 @@ class SyntheticModel:
         declared = ARCHITECTURES[self.architecture]
         same = LayerSizes(self.head_count, self.head_count_kv, self.feed_forward_length)
         largest = LayerSizes(*map(max, zip(*(self.layer_sizes or (same,)), strict=True)))
+        head_dim = largest.head_dim or self.head_dim
         config = ModelConfig(
             architecture=self.architecture,
             name=self.name,
@@ -92,8 +93,8 @@ class SyntheticModel:
             feed_forward_length=largest.feed_forward_length,
             head_count=largest.head_count,
             head_count_kv=largest.head_count_kv,
-            head_dim=self.head_dim,
-            rope_dim=self.rope_dim or self.head_dim,
+            head_dim=head_dim,
+            rope_dim=self.rope_dim or head_dim,
             rope_freq_base=self.rope_freq_base,
             rope_scaling=self._rope_scaling(),
             rms_eps=float(np.float32(1e-5)),

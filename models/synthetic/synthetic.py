@@ -187,6 +187,12 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
     }
     if config.sliding_window is not None:
         sizes[f"{a}.attention.sliding_window"] = config.sliding_window
+    if config.rope_dim_swa is not None:
+        sizes |= {f"{a}.{key}": value for key, value in _window_metadata(config).items()}
+    if config.logit_softcap:
+        sizes[f"{a}.final_logit_softcapping"] = config.logit_softcap
+    if config.attention_softcap:
+        sizes[f"{a}.attn_logit_softcapping"] = config.attention_softcap
     if config.rope_scaling.kind == "yarn":
         sizes[f"{a}.rope.scaling.type"] = "yarn"
         sizes[f"{a}.rope.scaling.factor"] = config.rope_scaling.factor
@@ -207,13 +213,27 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
 def _sizes(config: ModelConfig) -> Metadata:
     """Of all layers, or where they differ of each."""
     a, layers = config.architecture, [config.sizes(layer) for layer in range(config.block_count)]
-    heads, kv_heads, lengths = map(list, zip(*layers, strict=True))
+    heads, kv_heads, lengths, _ = map(list, zip(*layers, strict=True))
     if ARCHITECTURES[a].has_recurrent_layers:
         kv_heads = [0 if i in config.recurrent_layers else count for i, count in enumerate(kv_heads)]
     keys = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
     return {
         f"{a}.{key}": values if len(set(values)) > 1 else values[0]
         for key, values in zip(keys, (lengths, heads, kv_heads), strict=True)
+    }
+
+
+def _window_metadata(config: ModelConfig) -> Metadata:
+    """Of layers with a window whose heads have sizes of their own."""
+    windowed = [window is not None for window in config.layer_windows]
+    size, dim = config.head_size(windowed.index(True)), config.rope_dim_swa
+    assert dim is not None and config.rope_freq_base_swa is not None
+    return {
+        "attention.key_length_swa": size,
+        "attention.value_length_swa": size,
+        "rope.dimension_count_swa": dim,
+        "rope.freq_base_swa": config.rope_freq_base_swa,
+        "attention.sliding_window_pattern": windowed,
     }
 
 

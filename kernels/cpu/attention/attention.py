@@ -35,12 +35,13 @@ def batch_attention(
     window: int | None,
     group: int = 0,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """softmax(scale * q k^T) v of each of B sequences' newest token, over the positions it sees: fp32 [B, H, hd].
 
     q: fp32 [B, H, hd]. `group`: the cache group whose block tables are read. Positions and block tables must lie
-    within the cache; they are not checked. `sinks`: fp32 [H], extra logits in the softmax's denominator. Raises
-    ValueError for other shapes or types.
+    within the cache; they are not checked. `sinks`: fp32 [H], extra logits in the softmax's denominator. `cap`: of
+    soft-capped scores (kernels/attention.py), or 0. Raises ValueError for other shapes or types.
     """
     check_caches(q, layer)
     lengths, tables = (batch.positions + 1).tolist(), batch.block_tables_of(group).long()
@@ -48,7 +49,7 @@ def batch_attention(
     visible.set(lengths, window)
     out = torch.empty(q.shape)
     parts = torch.empty(part_bytes(visible, *q.shape[1:]), dtype=torch.uint8)
-    run(attention_launches(q, layer, visible, scale, out, parts, sinks))
+    run(attention_launches(q, layer, visible, scale, out, parts, sinks, cap))
     return out
 
 
@@ -152,7 +153,7 @@ class Visible:
 
 @dataclass
 class SplitArguments(Arguments):
-    """q: fp32 [tokens, heads, width]; group: query heads per key/value head.
+    """q: fp32 [tokens, heads, width]; group: query heads per key/value head; cap: of soft-capped scores, or 0.
 
     visible: a `VisibleRow` per token; owners: int64, the token of each KV split; parts: one partial result per KV
     split and query head.
@@ -164,6 +165,7 @@ class SplitArguments(Arguments):
     group: int
     kv_heads: int
     scale: Fp32
+    cap: Fp32
     k: CacheArguments
     v: CacheArguments
     visible: int
@@ -193,6 +195,7 @@ def attention_launches(
     out: Tensor,
     parts: Tensor,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> list[Launch]:
     """The kernels of `batch_attention`, over the positions that `visible` holds when they run.
 
@@ -210,6 +213,7 @@ def attention_launches(
         group=heads // kv_heads,
         kv_heads=kv_heads,
         scale=scale,
+        cap=cap,
         k=CacheArguments.of(layer.k, layer.k_scale),
         v=CacheArguments.of(layer.v, layer.v_scale),
         visible=rows,

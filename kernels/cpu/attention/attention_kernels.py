@@ -18,6 +18,7 @@ from quengine.kernels.cpu.ir.attention_ir import (
     dot_codes,
     softmax_weights,
 )
+from quengine.kernels.cpu.ir.gate_ir import cap_floats
 from quengine.kernels.cpu.ir.row_ir import dot_float_row, float_at, int64_at, store_f32
 from quengine.kernels.cpu.ir.tile_ir import clear_floats, stack_floats
 from quengine.kernels.cpu.runtime.argument_types import arguments_at
@@ -57,6 +58,8 @@ def kv_split_kernel(q8_0: bool) -> bytes:
                         dot = dot_float_row(name, access, key, width, q)
                     store_f32(dot * args.scale, scores + 4 * (done + position))
                 done += run
+            if args.cap > 0:
+                cap_floats(scores, 0, count, args.cap)
             softmax_weights(scores, count, part)
             out = part + PART_HEAD_BYTES
             clear_floats(out, width)

@@ -33,6 +33,12 @@ from quengine.kernels.cpu.runtime.threads import Launch, run
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
 
 TILES = 8  # of query rows per task
+WIDEST_HEAD = 512
+
+
+def row_room(wide: bool) -> int:
+    """Elements from one query row, or row of sums, of a task to the next; `wide`: of heads of more than DEPTH."""
+    return WIDEST_HEAD if wide else DEPTH
 
 
 @dataclass
@@ -40,8 +46,8 @@ class PrefillArguments(Arguments):
     """fp32 queries [tokens, heads, width] and output: addresses, strides in bytes between tokens and between heads.
 
     group: query heads per key/value head; head_tasks: tasks per key/value head; start: position of the first token;
-    window: most positions that a token sees; table: int64 block table. `*_kernel`: addresses of the kernels that a
-    task calls. sinks: fp32 [heads], or 0 without sinks.
+    window: most positions that a token sees; cap: of soft-capped scores, or 0; table: int64 block table. `*_kernel`:
+    addresses of the kernels that a task calls. sinks: fp32 [heads], or 0 without sinks.
     """
 
     q: int
@@ -57,6 +63,7 @@ class PrefillArguments(Arguments):
     start: int
     window: int
     scale: Fp32
+    cap: Fp32
     k: CacheArguments
     v: CacheArguments
     table: int
@@ -85,8 +92,8 @@ class CachePanelArguments(Arguments):
 class WorkArguments(Arguments):
     """State shared by a task's kernels: query rows from first_row on of a key/value head, positions from `first` on.
 
-    queries, scores, sums: fp32 [rows, DEPTH]; state: the online softmax's maximum and sum, fp32 [rows, 2]; panel and
-    panel_arguments: the panel and the arguments of the kernel that writes it.
+    queries, sums: fp32 [rows, row_room]; scores: fp32 [rows, DEPTH]; state: the online softmax's maximum and sum, fp32
+    [rows, 2]; panel and panel_arguments: the panel and the arguments of the kernel that writes it.
     """
 
     call: int
@@ -111,18 +118,21 @@ def prefill_attention(
     window: int | None,
     block_table: Tensor,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """softmax(scale * q k^T) v of the tokens at positions start .. start + T - 1, causal: fp32 [T, H, hd].
 
     q: fp32 [T, H, hd] with adjacent elements, any other strides. window: most positions that a token sees, or None.
-    block_table: int [blocks], within the cache. sinks: fp32 [H], extra logits in the softmax's denominator. Raises
-    ValueError for shapes or types that do not fit, CannotRunError for heads wider than DEPTH.
+    block_table: int [blocks], within the cache. sinks: fp32 [H], extra logits in the softmax's denominator. cap: of
+    soft-capped scores (kernels/attention.py), or 0. Raises ValueError for shapes or types that do not fit,
+    CannotRunError for heads wider than WIDEST_HEAD.
     """
     tokens, heads, width = q.shape
     kv_heads = layer.k.shape[1]
     table = block_table.long().contiguous()
     _check(q, layer, start, table.shape[0] * BLOCK_SIZE)
     cache_type: CacheType = "f16" if layer.k_scale is None else "q8_0"
+    wide = (True,) if width > DEPTH else ()
     out = torch.empty(q.shape)
     arguments = PrefillArguments(
         *(q.data_ptr(), 4 * q.stride(0), 4 * q.stride(1)),
@@ -134,17 +144,20 @@ def prefill_attention(
         start=start,
         window=window or start + tokens,
         scale=scale,
+        cap=cap,
         k=CacheArguments.of(layer.k, layer.k_scale),
         v=CacheArguments.of(layer.v, layer.v_scale),
         table=table.data_ptr(),
-        scores_kernel=scores_kernel(),
-        softmax_kernel=softmax_kernel(),
-        sums_kernel=sums_kernel(),
-        key_panel_kernel=key_panel_kernel(cache_type),
+        scores_kernel=scores_kernel(*wide),
+        softmax_kernel=softmax_kernel(*wide),
+        sums_kernel=sums_kernel(*wide),
+        key_panel_kernel=key_panel_kernel(cache_type, *wide),
         value_panel_kernel=value_panel_kernel(cache_type),
         sinks=sink_address(sinks, heads),
     )
-    kernel = block_kernel() if sinks is None else block_kernel(True)
+    kernel = (
+        block_kernel(sinks is not None, True) if wide else block_kernel(*([] if sinks is None else [True]))
+    )
     keep = (q, layer, out, table, sinks)
     run([Launch(kernel, arguments, kv_heads * arguments.head_tasks, keep=keep)])
     return out
@@ -153,8 +166,10 @@ def prefill_attention(
 def _check(q: Tensor, layer: KVLayer, start: int, context: int) -> None:
     tokens, heads, width = q.shape
     check_types(layer)
-    if width > DEPTH:
-        raise CannotRunError(f"attention heads of {width} are not supported on the CPU, only up to {DEPTH}")
+    if width > WIDEST_HEAD:
+        raise CannotRunError(
+            f"attention heads of {width} are not supported on the CPU, only up to {WIDEST_HEAD}"
+        )
     if layer.k.shape[2] != width or heads % layer.k.shape[1]:
         raise ValueError(f"{heads} query heads of {width} do not fit a cache {list(layer.k.shape)}")
     if q.dtype != torch.float32 or q.stride(2) != 1 or any(t.stride(2) != 1 for t in layer.tensors):

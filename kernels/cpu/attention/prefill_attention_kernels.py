@@ -9,9 +9,11 @@ from quengine.kernels.cpu.attention.prefill_attention import (
     CachePanelArguments,
     PrefillArguments,
     WorkArguments,
+    row_room,
 )
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.ir.attention_ir import block_run
+from quengine.kernels.cpu.ir.gate_ir import cap_floats
 from quengine.kernels.cpu.ir.prefill_attention_ir import (
     cache_row,
     divide_row,
@@ -28,10 +30,10 @@ from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.kv.cache_types import CacheType
 
 
-def key_panel_kernel(cache_type: CacheType) -> bytes:
+def key_panel_kernel(cache_type: CacheType, wide: bool = False) -> bytes:
     """Unpacks keys into a panel [head_dim, positions]; task g writes its g-th vector of columns."""
-    lanes = host_tile().lanes
-    floats = lanes * DEPTH
+    lanes, room = host_tile().lanes, row_room(wide)
+    floats = lanes * room
 
     def key_panel(args: CachePanelArguments, task: int) -> None:
         rows = stack_floats(floats)
@@ -39,8 +41,8 @@ def key_panel_kernel(cache_type: CacheType) -> bytes:
             position = min(task * lanes + i, args.positions - 1)
             row = args.rows + position * args.row_stride
             scales = args.scales + position * args.scale_row_stride
-            cache_row(cache_type, row, scales, 0, args.width, rows + 4 * DEPTH * i)
-        transpose_rows(rows, 4 * DEPTH, args.width, args.panel + 4 * lanes * task)
+            cache_row(cache_type, row, scales, 0, args.width, rows + 4 * room * i)
+        transpose_rows(rows, 4 * room, args.width, args.panel + 4 * lanes * task)
 
     return compile_kernel(key_panel, CachePanelArguments)
 
@@ -59,11 +61,12 @@ def value_panel_kernel(cache_type: CacheType) -> bytes:
     return compile_kernel(value_panel, CachePanelArguments)
 
 
-def block_kernel(sinks: bool = False) -> bytes:
+def block_kernel(sinks: bool = False, wide: bool = False) -> bytes:
     """Task h * head_tasks + b: tile b of the query rows of key/value head h; its sinks, if any, start the softmax."""
-    tile = host_tile()
-    columns, most_rows, row_bytes = tile.columns, TILES * tile.rows, 4 * DEPTH
-    block_floats, panel_floats, state_floats = most_rows * DEPTH, columns * DEPTH, 2 * most_rows
+    tile, room = host_tile(), row_room(wide)
+    columns, most_rows, row_bytes = tile.columns, TILES * tile.rows, 4 * room
+    block_floats, wide_floats = most_rows * DEPTH, most_rows * room
+    panel_floats, state_floats = columns * room, 2 * most_rows
     work_at, work_floats = arguments_at(WorkArguments), size_of(WorkArguments) // 4
     panel_at, panel_argument_floats = arguments_at(CachePanelArguments), size_of(CachePanelArguments) // 4
     zero, one, least = np.float32(0), np.float32(1), np.float32(-np.inf)
@@ -72,8 +75,8 @@ def block_kernel(sinks: bool = False) -> bytes:
         group, width = args.group, args.width
         head, first_row = task // args.head_tasks, task % args.head_tasks * most_rows
         rows = min(most_rows, args.tokens * group - first_row)
-        queries, scores = stack_floats(block_floats), stack_floats(block_floats)
-        sums, state = stack_floats(block_floats), stack_floats(state_floats)
+        queries, scores = stack_floats(wide_floats), stack_floats(block_floats)
+        sums, state = stack_floats(wide_floats), stack_floats(state_floats)
         work = work_at(stack_floats(work_floats))
         work.call = address_of(args)
         work.head = head
@@ -113,10 +116,11 @@ def block_kernel(sinks: bool = False) -> bytes:
     return compile_kernel(attend_block, PrefillArguments)
 
 
-def scores_kernel() -> bytes:
+def scores_kernel(wide: bool = False) -> bytes:
     """Scores of a task's rows and positions; tiles whose rows all precede the strip's positions are skipped."""
     tile = host_tile()
-    columns, tile_rows, vectors, row_bytes = tile.columns, tile.rows, tile.vectors, 4 * DEPTH
+    columns, tile_rows, vectors, row_bytes = tile.columns, tile.rows, tile.vectors, 4 * row_room(wide)
+    score_bytes = 4 * DEPTH
     args_at, panel_at = arguments_at(PrefillArguments), arguments_at(CachePanelArguments)
     zero = np.float32(0)
 
@@ -143,15 +147,15 @@ def scores_kernel() -> bytes:
             for t in range(0, work.rows, tile_rows):
                 row = work.first_row + min(t + tile_rows, work.rows) - 1
                 if args.start + row // args.group >= position:
-                    x, y = work.queries + t * row_bytes, work.scores + t * row_bytes + 4 * strip
-                    multiply_tile(work.panel, args.width, x, row_bytes, zeros, 0, y, row_bytes)
+                    x, y = work.queries + t * row_bytes, work.scores + t * score_bytes + 4 * strip
+                    multiply_tile(work.panel, args.width, x, row_bytes, zeros, 0, y, score_bytes)
 
     return compile_kernel(score_block, WorkArguments)
 
 
-def softmax_kernel() -> bytes:
+def softmax_kernel(wide: bool = False) -> bytes:
     """Turns a task's scores into softmax weights, zero where a row does not see a position."""
-    lanes, row_bytes = host_tile().lanes, 4 * DEPTH
+    lanes, row_bytes, sum_bytes = host_tile().lanes, 4 * DEPTH, 4 * row_room(wide)
     args_at = arguments_at(PrefillArguments)
     zero, least = np.float32(0), np.float32(-np.inf)
 
@@ -165,17 +169,19 @@ def softmax_kernel() -> bytes:
             if first >= last:
                 fill_row(scores, 0, whole, zero)
                 continue
+            if args.cap > 0:
+                cap_floats(scores, first, last, args.cap)
             fill_row(scores, 0, first, least)
             fill_row(scores, last, whole, least)
-            softmax_block(scores, whole, work.state + 8 * r, work.sums + r * row_bytes, args.width)
+            softmax_block(scores, whole, work.state + 8 * r, work.sums + r * sum_bytes, args.width)
 
     return compile_kernel(weigh_block, WorkArguments)
 
 
-def sums_kernel() -> bytes:
+def sums_kernel(wide: bool = False) -> bytes:
     """Adds the weighted values of a task's positions to its sums."""
     tile = host_tile()
-    columns, tile_rows, row_bytes = tile.columns, tile.rows, 4 * DEPTH
+    columns, tile_rows, row_bytes, sum_bytes = tile.columns, tile.rows, 4 * DEPTH, 4 * row_room(wide)
     args_at, panel_at = arguments_at(PrefillArguments), arguments_at(CachePanelArguments)
 
     def add_values(work: WorkArguments, _task: int) -> None:
@@ -203,8 +209,8 @@ def sums_kernel() -> bytes:
             for t in range(0, work.rows, tile_rows):
                 row = work.first_row + min(t + tile_rows, work.rows) - 1
                 seen = min(work.positions, args.start + row // args.group + 1 - base)
-                x, y = work.scores + t * row_bytes + 4 * unseen, work.sums + t * row_bytes + 4 * strip
+                x, y = work.scores + t * row_bytes + 4 * unseen, work.sums + t * sum_bytes + 4 * strip
                 first = work.panel + unseen * 4 * columns
-                multiply_tile(first, seen - unseen, x, row_bytes, y, row_bytes, y, row_bytes)
+                multiply_tile(first, seen - unseen, x, row_bytes, y, sum_bytes, y, sum_bytes)
 
     return compile_kernel(add_values, WorkArguments)

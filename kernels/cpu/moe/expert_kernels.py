@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
 from numba import njit
 
@@ -30,7 +31,7 @@ _add_at = arguments_at(AddArguments)
 _glu_at = arguments_at(GLUArguments)
 # Scratch for the arguments of any of the three.
 _REQUEST_FLOATS = max(size_of(kind) for kind in (MatvecArguments, AddArguments, GLUArguments)) // 4
-_LANES = 16
+_LANES, _ONE = 16, np.float32(1)
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -72,6 +73,7 @@ def _multiply(
         added.rows = places
         added.cols = matrices.rows
         added.task_cols = step
+        added.scale = _ONE
         call_kernel(matrices.add_kernel, added, block)
 
 

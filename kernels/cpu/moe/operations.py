@@ -91,14 +91,16 @@ def experts_glu(
 
 
 def experts_add(
-    gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Tensor, phase: Phase
+    gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Tensor | None, phase: Phase
 ) -> Tensor:
-    """The weighted sum of each row's experts plus residual: fp32 [T, N].
+    """The weighted sum of each row's experts plus residual, if any: fp32 [T, N].
 
     Raises ValueError if the gated values are not as wide as the weights.
     """
     _check_width(gated.values, down)
     (part,) = down.parts
+    if residual is None:
+        residual = torch.zeros(len(routing.experts), part.first.rows)
     residual, groups = residual.contiguous(), gated.groups
     y, products = torch.empty_like(residual), torch.empty(groups.slots, part.first.rows)
     if phase == "prefill":

@@ -27,8 +27,8 @@ _TASKS = 4  # per thread
 class RouterArguments(Arguments):
     """logits: fp32 rows of `count` values, followed by the logit of the shared expert's gate if there is one.
 
-    bias, selection_bias: fp32 [count], or 0. forced: int32 [T, used], or 0. experts: int32 [T, used]; weights: fp32
-    [T, used]; shared: fp32 [T], or 0. All are addresses.
+    bias, selection_bias, expert_scale: fp32 [count], or 0. forced: int32 [T, used], or 0. experts: int32 [T, used];
+    weights: fp32 [T, used]; shared: fp32 [T], or 0. All are addresses.
     """
 
     logits: int
@@ -45,6 +45,7 @@ class RouterArguments(Arguments):
     experts: int
     weights: int
     shared: int
+    expert_scale: int
 
 
 def logits_width(router: Router) -> int:
@@ -82,6 +83,7 @@ def router_launch(logits: Tensor, router: Router, routing: Routing, forced: Tens
         experts=routing.experts.data_ptr(),
         weights=routing.weights.data_ptr(),
         shared=_address(routing.shared),
+        expert_scale=_address(router.expert_scale),
     )
     keep = (logits, router, routing, forced)
     return Launch(router_kernel(kind.scores), arguments, logits.shape[0], keep=keep)

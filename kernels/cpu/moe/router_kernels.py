@@ -62,6 +62,9 @@ def router_kernel(scores_kind: Scores) -> bytes:
                 total += float_at(weights, i)
         for i in range(used):
             put_float(weights, i, float_at(weights, i) / total * args.scale)
+            if args.expert_scale:
+                scale = float_at(args.expert_scale, int32_at(experts, i))
+                put_float(weights, i, float_at(weights, i) * scale)
         if args.shared:
             copy_floats(logits + 4 * count, args.shared + 4 * task, 1)
             sigmoid_floats(args.shared + 4 * task, 1)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quengine.kernels.cpu.runtime.arguments import Arguments
+from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import add_kernel, scale_kernel
 from quengine.kernels.cpu.runtime.threads import Launch
 
 
 @dataclass
 class AddArguments(Arguments):
-    """fp32 arrays at addresses; strides in bytes."""
+    """fp32 arrays at addresses; strides in bytes. scale: multiplies the addend."""
 
     y: int
     y_stride: int
@@ -23,10 +23,11 @@ class AddArguments(Arguments):
     rows: int
     cols: int
     task_cols: int
+    scale: Fp32
 
 
-def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int) -> Launch:
-    """y[:, column : column + count] += the same columns of addend; a task takes `step` columns of all rows.
+def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int, scale: float = 1.0) -> Launch:
+    """y[:, column : column + count] += scale * the same columns of addend; a task takes `step` columns of all rows.
 
     y is fp32 [T, N]; addend is fp32 [T, N], or N elements added to every row. Both are contiguous.
     """
@@ -34,7 +35,8 @@ def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int) ->
     assert addend.numel() in (width, rows * width)
     stride = 4 * width if addend.numel() == rows * width else 0
     arguments = AddArguments(
-        y.data_ptr() + 4 * column, 4 * width, addend.data_ptr() + 4 * column, stride, rows, count, step
+        *(y.data_ptr() + 4 * column, 4 * width, addend.data_ptr() + 4 * column, stride),
+        *(rows, count, step, scale),
     )
     return Launch(add_kernel(), arguments, -(-count // step), keep=(y, addend))
 

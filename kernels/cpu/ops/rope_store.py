@@ -28,8 +28,8 @@ class RopeStoreArguments(Arguments):
     """qkv: fp32 rows of heads. positions, slots: int64, one per row. cos, sin: fp32 tables, `pairs` per position.
 
     queries: fp32 [rows, heads, width], where those of qkv are moved that lie between gates; 0: there are no gates.
-    q_norm, k_norm: fp32 [width], or 0. norms_rotated: 1 where they are of the rotated heads. query_scale: fp32 by
-    position, or 0.
+    q_norm, k_norm, v_norm: fp32 [width], or 0. norms_rotated: 1 where the first two are of the rotated heads.
+    query_scale: fp32 by position, or 0.
     """
 
     qkv: int
@@ -44,6 +44,7 @@ class RopeStoreArguments(Arguments):
     pairs: int
     q_norm: int
     k_norm: int
+    v_norm: int
     norms_rotated: int
     eps: Fp32
     query_scale: int
@@ -68,6 +69,7 @@ def rope_store_launches(
     """
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous() and (queries is not None) == spec.gated
     norms, launches, column = [0, 0], [], 0
+    ones = torch.ones(spec.head_dim) if spec.v_norm else None
     for i, (norm, heads) in enumerate(((spec.q_norm, spec.heads), (spec.k_norm, spec.kv_heads))):
         width = heads * spec.head_dim
         if norm is not None and norm.numel() == spec.head_dim:
@@ -91,6 +93,7 @@ def rope_store_launches(
         pairs=spec.cos.shape[1],
         q_norm=norms[0],
         k_norm=norms[1],
+        v_norm=0 if ones is None else ones.data_ptr(),
         norms_rotated=int(spec.norms_rotated),
         eps=spec.eps,
         query_scale=0 if spec.query_scale is None else spec.query_scale.data_ptr(),
@@ -99,7 +102,9 @@ def rope_store_launches(
     )
     kernel = rope_store_kernel(spec.rope_layout, layer.k_scale is not None)
     tasks = qkv.shape[0] * (spec.heads + 2 * spec.kv_heads)
-    launches.append(Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots, queries)))
+    launches.append(
+        Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots, queries, ones))
+    )
     return launches
 
 

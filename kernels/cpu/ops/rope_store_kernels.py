@@ -40,6 +40,8 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
                 scale_row(head, float_at(args.query_scale, position), width, head)
             return
         value = h >= heads + kv_heads
+        if value and args.v_norm:
+            norm_row(head, args.v_norm, width, args.eps, head)
         held = args.v if value else args.k
         h -= heads + kv_heads if value else heads
         row = held.rows + slot * held.row_stride + h * held.head_stride

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
+from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_experts import expert_cases
 from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
@@ -60,7 +60,8 @@ class Case:
 class Heads:
     """One layer's attention: query heads / key heads x head size, rotation, window, norms of heads, of these once
     they are rotated, or of a whole row, queries scaled by their position, elements of a head that are rotated (None:
-    all), a sink for each query head, output gates."""
+    all), a sink for each query head, output gates, normalized values, soft-capped scores, heads of the model's widest
+    layer."""
 
     heads: int
     kv_heads: int
@@ -72,6 +73,9 @@ class Heads:
     rope_dim: int | None = None
     sinks: bool = False
     gated: bool = False
+    v_norm: bool = False
+    softcap: float = 0.0
+    widest: int = 0
 
     @property
     def width(self) -> int:
@@ -88,6 +92,7 @@ class Heads:
             query_scale=empty(CONTEXT) if self.scaled else None,
             sinks=empty(self.heads) if self.sinks else None,
             mask_band=empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool), gated=self.gated,
+            v_norm=self.v_norm, softcap=self.softcap, widest_head=self.widest,
         )  # fmt: skip
 
     def layer(self, cache_type: CacheType) -> KVLayer:
@@ -114,9 +119,16 @@ HEADS = {
     "gpt-oss 64/8x64, sinks": Heads(64, 8, 64, "halves", sinks=True),
     "gpt-oss 64/8x64, sinks, window": Heads(64, 8, 64, "halves", 128, sinks=True),
     "qwen3.6-35b-a3b 16/2x256, gated": Heads(16, 2, 256, "halves", norm="head", rope_dim=64, gated=True),
+    "gemma4 16/8x256, window": Heads(16, 8, 256, "halves", 1024, "head", v_norm=True, widest=512),
+    "gemma4 16/2x512": Heads(16, 2, 512, "halves", norm="head", v_norm=True),
+    "gemma4 32/4x512": Heads(32, 4, 512, "halves", norm="head", v_norm=True),
+    "gemma2 16/8x256, capped, window": Heads(16, 8, 256, "halves", 4096, softcap=50.0),
     "32/8x128, gated": Heads(32, 8, 128, "halves", gated=True),
 }
-_EVERYWHERE = ("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256", "qwen3.6-35b-a3b 16/2x256, gated")
+_EVERYWHERE = (
+    *("mistral-7b 32/8x128", "smollm2 9/3x64", "gemma 8/4x256", "qwen3.6-35b-a3b 16/2x256, gated"),
+    *("gemma4 16/8x256, window", "gemma4 16/2x512"),
+)
 """The attentions that are compiled for every GPU; the others for the newest only."""
 
 NETS = {
@@ -190,6 +202,8 @@ def _block_cases() -> Iterator[Case]:
     for rows in (1, 16, 64, ODD_ROWS):
         call = partial(_blocks, "Q4_K", "Q6_K", 2560, 10240, _step(rows))
         yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
+        call = partial(_branches, "Q4_0", 2816, 2112, _step(rows))
+        yield Case(f"gemma4-26b-a4b, two branches, {_rows(rows)}", rows == 1, ARCHS, call)
         call = partial(_projections, "Q8_0", 2880, 4096, _step(rows))
         yield Case(f"gpt-oss output bias, qwen2moe row scales, {_rows(rows)}", rows == 1, (90,), call)
     for name, step in (
@@ -352,6 +366,17 @@ def _blocks(name: str, down: str, hidden: int, ffn: int, batch: ForwardBatch, ba
     backend.norm_linear(batch, x, None, backend.weight([stored(name, hidden, hidden)]))
     gated = backend.norm_glu(batch, x, None, gate_up)
     backend.linear_add(batch, gated, down_weight, x, None, norm)
+
+
+def _branches(name: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """The end of Gemma 4's feed-forward beside experts, before another norm; capped logits."""
+    norm, x = RMSNorm(empty(hidden), EPS, residual_scale=0.5), empty(len(batch), hidden)
+    gate_up = backend.gate_up_weight(stored(name, ffn, hidden), stored(name, ffn, hidden))
+    down = backend.weight([stored(name, hidden, ffn)])
+    gated = backend.norm_glu(batch, x, norm, gate_up, "gelu_tanh")
+    branch = Branch(empty(len(batch), hidden), norm, norm)
+    backend.linear_add(batch, gated, down, x, norm, norm, branch=branch)
+    backend.logits(batch, empty(len(batch), hidden), norm, down, 30.0)
 
 
 def _short_conv(channels: int, taps: int, batch: ForwardBatch, backend: MetaBackend) -> None:

@@ -34,6 +34,7 @@ class Experts:
     activation: Activation = "silu"
     bias: bool = False
     shared_gate: bool = False
+    expert_scale: bool = False
 
 
 MODELS = {
@@ -45,6 +46,7 @@ ROUTERS = {
     **MODELS,
     "qwen2-57b": Experts(3584, 2560, 64, RouterKind(8, normalized=False), shared_gate=True),
     "glm-4.5": Experts(5120, 1536, 160, RouterKind(8, "sigmoid", scale=2.5)),
+    "gemma-4-26b-a4b": Experts(2816, 704, 128, RouterKind(8), "gelu_tanh", expert_scale=True),
     "deepseek-v3": Experts(7168, 2048, 256, RouterKind(8, "sigmoid", scale=2.5, groups=8, groups_used=4)),
 }
 _TYPES = {"qwen3-30b-a3b": ("Q4_K", "Q6_K"), "gpt-oss-20b": ("MXFP4",)}
@@ -107,4 +109,5 @@ def _router_of(experts: Experts) -> Router:
     bias = empty(experts.count) if experts.bias else None
     selection = empty(experts.count) if experts.router.scores == "sigmoid" else None
     gate = empty(experts.hidden) if experts.shared_gate else None
-    return Router(experts.router, empty(experts.count, experts.hidden), bias, selection, gate)
+    scale = empty(experts.count) if experts.expert_scale else None
+    return Router(experts.router, empty(experts.count, experts.hidden), bias, selection, gate, scale)

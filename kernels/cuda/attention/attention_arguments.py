@@ -139,12 +139,13 @@ class DecodeArguments:
         return self.qkv, rotation_pointers(spec), self.positions, self.block_tables, checked_sinks(spec)
 
     def results(self) -> tuple[object, ...]:
-        """Outputs and numbers of both kernels: eps of the norms, scale of the scores in base 2, rows, blocks,
-        strides.
+        """Outputs and numbers of both kernels: eps of the norms, scale of the scores, in base 2 unless they are
+        soft-capped, rows, blocks, strides.
         """
         spec = self.spec
+        scale = spec.scale if spec.softcap else spec.scale * LOG2_E
         return (
-            self.workspace, self.outputs, spec.eps, spec.scale * LOG2_E,
+            self.workspace, self.outputs, spec.eps, scale,
             self.layer.k.shape[0], self.block_tables.shape[1], self.qkv.stride(0), self.out_stride,
         )  # fmt: skip
 

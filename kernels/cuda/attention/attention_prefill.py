@@ -38,6 +38,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.mma import uses_assembly
 from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.softcap import soft_capped
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
@@ -63,8 +64,8 @@ class PrefillShape(NamedTuple):
 @triton.jit
 def _attend_tiles(
     q, state, heads, table_ptr, blocks, position, begin, end, first_key, keys, scale,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
-    ASM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, Q8: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (Milakov & Gimelshein 2018) over key tiles begin..end, starting from `state`: the rows' row_max,
     row_sum and acc. `heads`: pointers to a head's k, v and their scales.
@@ -87,18 +88,23 @@ def _attend_tiles(
         if Q8:
             k, _ = dequantize_codes(k, k_scale, ASM)
         scores = tl.dot(q, tl.trans(k))
+        if CAP > 0.0:  # in base 2 from here on
+            scores = soft_capped(scores * scale, CAP) * _LOG2_E
+            factor = 1.0
+        else:
+            factor = scale
         if MASKED:
             visible = live[None, :] & (key[None, :] <= position[:, None])
             if WINDOW > 0:
                 visible = visible & (key[None, :] > position[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
         else:
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
             base = new_max
         rescale = tl.exp2(row_max - base)
-        weights = tl.exp2(scores * scale - base[:, None])
+        weights = tl.exp2(scores * factor - base[:, None])
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         v, v_scale = load_tile(v_ptr, v_scale_ptr, at, live, HEAD_DIM, PADDED, Q8)
         if Q8:
@@ -113,8 +119,8 @@ def _attend_tiles(
 def _attention_prefill_kernel(
     q_ptr, cache, table_ptr, tile_ptr, out_ptr, sink_ptr, gate_ptr, gate_scale_ptr,
     scale, cache_rows, blocks, gate_stride, gate_scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr,
-    TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    Q8: tl.constexpr, TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (query head, tile of rows). sink_ptr: [heads], or None. gate_ptr: rows of qkv with gates, or None; they
     are scaled by rows, gate_scale_ptr or None, and by gate_scale."""
@@ -178,15 +184,15 @@ def _attention_prefill_kernel(
             full_high = tl.maximum(full_low, full_high)
             state = _attend_tiles(
                 q, state, heads, table_ptr, blocks, position, low, full_low, first_key, keys, scale,
-                HEAD_DIM, WINDOW, Q8, TILE, True, ASM,
+                HEAD_DIM, WINDOW, CAP, Q8, TILE, True, ASM,
             )  # fmt: skip
         state = _attend_tiles(
             q, state, heads, table_ptr, blocks, position, full_low, full_high, first_key, keys, scale,
-            HEAD_DIM, WINDOW, Q8, TILE, False, ASM,
+            HEAD_DIM, WINDOW, CAP, Q8, TILE, False, ASM,
         )  # fmt: skip
     _, row_sum, acc = _attend_tiles(
         q, state, heads, table_ptr, blocks, position, full_high, last + 1, first_key, keys, scale,
-        HEAD_DIM, WINDOW, Q8, TILE, True, ASM,
+        HEAD_DIM, WINDOW, CAP, Q8, TILE, True, ASM,
     )  # fmt: skip
     out = acc / row_sum[:, None]
     if gate_ptr is not None:
@@ -225,7 +231,7 @@ def attention_prefill(
     assert q.is_contiguous() and q.dtype == torch.float16 and heads == spec.heads and heads % kv_heads == 0
     assert tiles.sequences.shape == (tokens,) and tiles.deepest <= block_tables.shape[1] * BLOCK_SIZE
     check_block_tables(block_tables)
-    shape = _shape_of(tiles.longest, head_dim, q.device, batch_invariant)
+    shape = _shape_of(tiles.longest, head_dim, q.device, batch_invariant, spec.widest_head)
     assert tiles.block_rows == shape.block_rows
     gate_ptr, gate_scale_ptr, gate_stride, gate_scale = gate_arguments(gates, spec)
     if _takes_wgmma(shape, spec, layer, batch_invariant):
@@ -237,9 +243,10 @@ def attention_prefill(
     assert not wgmma_layout
     _attention_prefill_kernel[(heads, tiles.tiles.shape[0])](
         q, cache_pointers(layer), block_tables, tiles.tiles, out, checked_sinks(spec), gate_ptr, gate_scale_ptr,
-        spec.scale * LOG2_E, layer.k.shape[0], block_tables.shape[1], gate_stride, gate_scale,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WINDOW=spec.window or 0, Q8=layer.k_scale is not None,
-        TILE=shape, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(), PDL=pdl,
+        spec.scale if spec.softcap else spec.scale * LOG2_E, layer.k.shape[0], block_tables.shape[1],
+        gate_stride, gate_scale,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WINDOW=spec.window or 0, CAP=spec.softcap,
+        Q8=layer.k_scale is not None, TILE=shape, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(), PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -247,7 +254,8 @@ def attention_prefill(
 
 def stores_wgmma_layout(spec: AttentionSpec, layer: KVLayer, tiles: PrefillTiles) -> bool:
     """Whether `attention_prefill` can write the WGMMA layout for these chunks."""
-    return _takes_wgmma(_shape_of(tiles.longest, spec.head_dim, layer.k.device), spec, layer)
+    shape = _shape_of(tiles.longest, spec.head_dim, layer.k.device, widest=spec.widest_head)
+    return _takes_wgmma(shape, spec, layer)
 
 
 def prefill_tiles(batch: ForwardBatch, head_dim: int, batch_invariant: bool = False) -> PrefillTiles:
@@ -261,8 +269,13 @@ def tile_rows(head_dim: int, rows: int, device: torch.device, batch_invariant: b
     return _shape_of(rows, head_dim, device, batch_invariant).block_rows
 
 
-def _shape_of(rows: int, head_dim: int, device: torch.device, batch_invariant: bool = False) -> PrefillShape:
-    return prefill_shape(head_dim, BATCH_INVARIANT_ROWS if batch_invariant else rows, is_hopper(device))
+def _shape_of(
+    rows: int, head_dim: int, device: torch.device, batch_invariant: bool = False, widest: int = 0
+) -> PrefillShape:
+    rows, hopper = BATCH_INVARIANT_ROWS if batch_invariant else rows, is_hopper(device)
+    shape = prefill_shape(head_dim, rows, hopper)
+    tile = prefill_shape(max(head_dim, widest), rows, hopper).block_rows
+    return shape if shape.block_rows == tile else shape._replace(block_rows=tile, wgmma=False)
 
 
 def _takes_wgmma(
@@ -271,7 +284,7 @@ def _takes_wgmma(
     # That kernel copies the first visible block instead of those before it, so all of that block must have been
     # written, as is certain only for windows longer than a block.
     narrow = spec.window is not None and spec.window <= BLOCK_SIZE
-    return shape.wgmma and not batch_invariant and layer.k_scale is None and not narrow
+    return shape.wgmma and not batch_invariant and layer.k_scale is None and not narrow and not spec.softcap
 
 
 def prefill_shape(head_dim: int, rows: int, hopper: bool) -> PrefillShape:
@@ -280,8 +293,10 @@ def prefill_shape(head_dim: int, rows: int, hopper: bool) -> PrefillShape:
 
     Hopper has 227 KiB of shared memory per block and matrix units that need 128 rows to be busy; elsewhere all tiles
     must fit 99 KiB (sm_89). On Hopper a tile has as many keys as a head has elements: both products then have the same
-    layout, and the weights between them are not moved.
+    layout, and the weights between them are not moved. All layers of a model have the tile rows of its widest heads.
     """
+    if head_dim > 256:
+        return PrefillShape(64, 32, 8, 2) if hopper else PrefillShape(32, 16, 8, 2)
     if head_dim > 128:
         return PrefillShape(64, 32, 4, 2)
     if not hopper:

@@ -1,8 +1,9 @@
 """Decode attention with tiles in shared memory: the kernel for every head size and cache type.
 
-It serves what attention_warps.py does not: heads of other sizes than 64 and 128 (256, 96, 80), groups of more than 8,
-partial rotation in halves, output gates, and the interpreter. A program serves one key-value head and one KV split.
-Tiles of keys and values pass through shared memory, some of them ahead of the one that is attended to.
+It serves what attention_warps.py does not: heads of other sizes than 64 and 128 (512, 256, 96, 80), groups of more than
+8, partial rotation in halves, output gates, normalized values, soft-capped scores, and the interpreter. A program
+serves one key-value head and one KV split. Tiles of keys and values pass through shared memory, some of them ahead of
+the one that is attended to.
 
 Accuracy without fp32 matrix units: an fp32 operand is split into two fp16 terms (value and remainder, 22 bits), which
 share one 16-row matrix instruction, the terms of up to 8 heads stacked.
@@ -23,10 +24,11 @@ from quengine.kernels.cuda.attention.kv_store import (
     table_rows,
 )
 from quengine.kernels.cuda.attention.output_gate import load_gates
-from quengine.kernels.cuda.attention.rope import load_angles, load_heads, load_rotated
+from quengine.kernels.cuda.attention.rope import load_angles, load_rotated, load_values
 from quengine.kernels.cuda.gemm.fp16_operand import store_operand
 from quengine.kernels.cuda.gemm.mma import prefetch, uses_assembly
 from quengine.kernels.cuda.gemv.activations import quantize_group, store_quantized
+from quengine.kernels.cuda.softcap import soft_capped
 
 ONE_SPLIT = tl.constexpr(128)
 """Keys up to which there is one split: reading them takes no longer than combining splits."""
@@ -78,9 +80,20 @@ def _first_rows(x, COUNT: tl.constexpr):
 
 
 @triton.jit
+def _scaled(scores, scale, CAP: tl.constexpr):
+    """Scores in base 2. With a soft cap `scale` is that of the scores, without one also of the base."""
+    if CAP > 0.0:
+        scores = soft_capped(scores * scale, CAP) * _LOG2_E
+    else:
+        scores = scores * scale
+    return scores
+
+
+@triton.jit
 def _attend_tile(
-    q, upper, row_max, row_sum, acc, k, k_scale, v, v_scale, live, scale, Q8: tl.constexpr, ASM: tl.constexpr
-):
+    q, upper, row_max, row_sum, acc, k, k_scale, v, v_scale, live, scale,
+    CAP: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax (Milakov & Gimelshein 2018): adds keys and values [N, PADDED] to 2R rows."""
     if Q8:  # codes times scale have 19 bits: two fp16 terms as well
         k, k_rest = dequantize_codes(k, k_scale, ASM)
@@ -88,7 +101,7 @@ def _attend_tile(
         scores = tl.dot(q, tl.trans(k_rest), scores)
     else:
         scores = tl.dot(q, tl.trans(k))
-    scores = tl.where(live[None, :], _add_halves(scores) * scale, float("-inf"))
+    scores = tl.where(live[None, :], _scaled(_add_halves(scores), scale, CAP), float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     rescale = tl.exp2(row_max - new_max)
     weights = tl.exp2(scores - new_max[:, None])
@@ -248,7 +261,7 @@ def _attention_tiles_kernel(
     qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, cache, workspace, outputs,
     eps, scale, cache_rows, blocks, qkv_stride, out_stride,
     SHAPE: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, TILE: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr,
+    CAP: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr,
     FORM: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs: (key/value head, KV split, sequence). LEAST: least keys of a coarse split; 0: splits are
@@ -315,20 +328,21 @@ def _attention_tiles_kernel(
     k_row = qkv + (QUERIES * HEADS + kv_head + one) * HEAD_DIM
     v_row = k_row + SHAPE.kv_heads * HEAD_DIM
     k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE)
-    v_new = load_heads(v_row, one == 0, HEAD_DIM, PADDED)
+    v_new = load_values(v_row, one == 0, 1.0, eps, HEAD_DIM, PADDED, ROPE)
     # Split 0 stores the new key and value and starts its state from them; they are not read back in this launch.
     owner = part == 0
     write = (one == 0) & owner & (position < blocks * BLOCK)
     k_new = store_rows(k_new, new_row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
     v_new = store_rows(v_new, new_row, write, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
-    new_score = tl.sum(q * k_new, 1) * scale
+    new_score = _scaled(tl.sum(q * k_new, 1), scale, CAP)
     row_max = tl.where(owner, new_score, float("-inf"))
     row_sum = tl.where(owner & (r >= 0), 1.0, 0.0)
     acc = tl.where(owner & upper[:, None], v_new, 0.0)
 
     q = _two_terms(q, upper)
     row_max, row_sum, acc = _attend_tile(
-        q, upper, row_max, row_sum, acc, first_k, first_k_scale, first_v, first_v_scale, first_live, scale, Q8, ASM
+        q, upper, row_max, row_sum, acc, first_k, first_k_scale, first_v, first_v_scale, first_live, scale,
+        CAP, Q8, ASM,
     )  # fmt: skip
     for start in tl.range(begin + _FIRST, end, TILE.block_keys, num_stages=TILE.stages):
         key = start + tl.arange(0, TILE.block_keys)
@@ -337,7 +351,7 @@ def _attention_tiles_kernel(
         k, k_scale = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
         v, v_scale = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
         row_max, row_sum, acc = _attend_tile(
-            q, upper, row_max, row_sum, acc, k, k_scale, v, v_scale, live, scale, Q8, ASM
+            q, upper, row_max, row_sum, acc, k, k_scale, v, v_scale, live, scale, CAP, Q8, ASM
         )
     if PDL:
         # Not earlier: early consumer blocks would fill the multiprocessors unevenly.
@@ -357,7 +371,7 @@ def launch_tiles(given: DecodeArguments) -> None:
     registers = 255 if shape.head_dim > 128 and tile.warps == 4 else None
     _attention_tiles_kernel[given.grid(max(least, FIRST_KEYS))](
         *given.inputs(), cache_pointers(given.layer), *given.results(), **given.constants(),
-        Q8=q8_0, LEAST=least, TILE=tile, ASM=uses_assembly(),
+        Q8=q8_0, CAP=given.spec.softcap, LEAST=least, TILE=tile, ASM=uses_assembly(),
         HEADS_AT_ONCE=combine_heads(shape.group, given.splits, triton.next_power_of_2(shape.head_dim)),
         num_warps=tile.warps, maxnreg=registers, launch_pdl=given.pdl,
     )  # fmt: skip
@@ -374,6 +388,8 @@ def tile_shape(head_dim: int, group: int, q8_0: bool, coarse: bool = False) -> T
 
     The tiles of all stages must fit 99 KiB of shared memory (sm_89), and nothing may spill.
     """
+    if head_dim > 256:
+        return TileShape(16, 8, 2)
     if head_dim > 128:
         return TileShape(32, 8 if q8_0 or coarse else 4, 2)
     if coarse and group <= 8:

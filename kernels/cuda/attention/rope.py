@@ -28,13 +28,15 @@ class RotationPointers(NamedTuple):
 
 class RopeVariant(NamedTuple):
     """What a kernel that rotates is compiled for: rotated elements of a head, whether a pair is an element of each half
-    (else neighbours), per-head norms, whether they are of the rotated heads, and queries scaled by their position."""
+    (else neighbours), per-head norms, whether they are of the rotated heads, queries scaled by their position, and
+    value heads divided by their root mean square."""
 
     dim: int
     halves: bool
     norm: bool
     norm_rotated: bool
     query_scale: bool
+    v_norm: bool = False
 
 
 def rotation_pointers(spec: AttentionSpec) -> RotationPointers:
@@ -53,6 +55,7 @@ def rope_variant(spec: AttentionSpec) -> RopeVariant:
         norm=spec.q_norm is not None,
         norm_rotated=spec.q_norm is not None and spec.norms_rotated,
         query_scale=spec.query_scale is not None,
+        v_norm=spec.v_norm,
     )
 
 
@@ -143,6 +146,15 @@ def load_rotated_pairs(head_ptr, live, cos_ptr, sin_ptr, norm_ptr, eps, ROPE: tl
     if ROPE.halves:
         turned = tl.permute(turned, [0, 2, 1])
     return tl.reshape(turned, [R, HEAD_DIM])
+
+
+@triton.jit
+def load_values(head_ptr, live, scale, eps, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROPE: tl.constexpr):
+    """Value heads at pointers `head_ptr` [R], times scale, then normalized where ROPE says so: fp32 [R, PADDED]."""
+    v = load_heads(head_ptr, live, HEAD_DIM, PADDED) * scale
+    if ROPE.v_norm:
+        v *= tl.rsqrt(tl.sum(v * v, 1) / HEAD_DIM + eps)[:, None]
+    return v
 
 
 @triton.jit

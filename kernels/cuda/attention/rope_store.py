@@ -16,9 +16,9 @@ from quengine.kernels.cuda.attention.kv_store import (
 from quengine.kernels.cuda.attention.output_gate import qkv_width
 from quengine.kernels.cuda.attention.rope import (
     load_angles,
-    load_heads,
     load_rotated,
     load_rotated_pairs,
+    load_values,
     rope_variant,
     rotation_pointers,
 )
@@ -66,6 +66,7 @@ def _rope_store_kernel(
     cos_ptr = rotation.cos + offset
     sin_ptr = rotation.sin + offset
     scale = 1.0
+    v_eps = eps
     if ROW_SCALE:
         scale = tl.load(row_scale_ptr + token) * weight_scale
         if ROPE.norm:  # a normalized head does not depend on the scale, but for eps
@@ -93,7 +94,7 @@ def _rope_store_kernel(
                 k *= scale
             store_rows(k, row, live & inside, cache.k, cache.k_scale, HEAD_DIM, PADDED, Q8)
         else:
-            v = load_heads(head_ptr, live, HEAD_DIM, PADDED) * scale
+            v = load_values(head_ptr, live, scale, v_eps, HEAD_DIM, PADDED, ROPE)
             row -= cache_rows * KV_HEADS
             store_rows(v, row, live & inside, cache.v, cache.v_scale, HEAD_DIM, PADDED, Q8)
 

@@ -127,7 +127,7 @@ def _logits(x_ptr, w_ptr, norm_ptr, line, live, weights, x, row, eps, P: tl.cons
 @DirectLaunch
 @triton.jit
 def _route_kernel(
-    x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, logits_ptr, arrivals_ptr,
+    x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, logits_ptr, arrivals_ptr,
     experts_ptr, weights_ptr, shared_ptr, rows, eps, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Program (block of rows, block of experts)."""
@@ -167,8 +167,8 @@ def _route_kernel(
         arrived = tl.atomic_add(arrivals_ptr + row0, 1, sem="acq_rel", scope="gpu")
         if arrived == P.blocks - 1:
             choose(
-                logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr, row0, LOGITS,
-                P.gate, C,
+                logits_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr,
+                row0, LOGITS, P.gate, C,
             )  # fmt: skip
             tl.store(arrivals_ptr + row0, 0)
 
@@ -176,14 +176,14 @@ def _route_kernel(
 @DirectLaunch
 @triton.jit
 def _choose_kernel(
-    logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr,
+    logits_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr,
     P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
     launch_then_wait(P.pdl)
     choose(
-        logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr, tl.program_id(0),
-        P.logits, P.gate, C,
+        logits_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr,
+        tl.program_id(0), P.logits, P.gate, C,
     )  # fmt: skip
 
 
@@ -212,14 +212,15 @@ def route(
     )
     constants = RouterConstants.of(router.kind, count)
     _route_kernel[(triton.cdiv(rows, program.rows), program.blocks)](
-        x, norm.weight, router.weight, router.shared_gate, router.bias, router.selection_bias, experts, room.values,
-        room.arrivals, routing.experts, routing.weights, routing.shared, rows, norm.eps, P=program, C=constants,
+        x, norm.weight, router.weight, router.shared_gate, router.bias, router.selection_bias, experts,
+        router.expert_scale, room.values, room.arrivals, routing.experts, routing.weights, routing.shared, rows,
+        norm.eps, P=program, C=constants,
         num_warps=_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     if not program.chooses:
         _choose_kernel[(rows,)](
-            room.values, router.bias, router.selection_bias, experts, routing.experts, routing.weights,
-            routing.shared, P=program, C=constants, num_warps=_WARPS, launch_pdl=pdl,
+            room.values, router.bias, router.selection_bias, experts, router.expert_scale, routing.experts,
+            routing.weights, routing.shared, P=program, C=constants, num_warps=_WARPS, launch_pdl=pdl,
         )  # fmt: skip
     return routing
 
@@ -250,7 +251,10 @@ def _check(x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None) -> 
     count, cols = router.weight.shape
     rows, vector = (
         x.shape[0],
-        {(count,): (router.bias, router.selection_bias), (cols,): (router.shared_gate,)},
+        {
+            (count,): (router.bias, router.selection_bias, router.expert_scale),
+            (cols,): (router.shared_gate,),
+        },
     )
     wanted = [(x, (rows, cols)), (norm.weight, (cols,)), (router.weight, (count, cols))]
     wanted += [(given, shape) for shape, some in vector.items() for given in some if given is not None]

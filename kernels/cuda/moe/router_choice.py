@@ -140,11 +140,11 @@ def _weights(scores, chosen, C: tl.constexpr):
 
 @triton.jit
 def choose(
-    logits_ptr, bias_ptr, selection_ptr, forced_ptr, experts_ptr, weights_ptr, shared_ptr, row, stride,
+    logits_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr, row, stride,
     GATE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Stores the routing of row `row` of logits [T, stride]: its experts, unless `forced`, in ascending
-    order, their weights, and with GATE the weight of the shared expert.
+    order, their weights, times those at scale_ptr [experts], if any, and with GATE the weight of the shared expert.
     """
     SIZE: tl.constexpr = C.padded_size
     PLACES: tl.constexpr = C.padded_groups * C.padded_size
@@ -168,7 +168,10 @@ def choose(
     at = row * USED + slot
     if forced_ptr is None:
         tl.store(experts_ptr + at, expert, mask=chosen)
-    tl.store(weights_ptr + at, _weights(scores, chosen, C), mask=chosen)
+    weights = _weights(scores, chosen, C)
+    if scale_ptr is not None:
+        weights *= tl.load(scale_ptr + expert, mask=chosen, other=0.0)
+    tl.store(weights_ptr + at, weights, mask=chosen)
     if GATE:
         logit = tl.load(logits_ptr + row * stride + C.count, cache_modifier=".cg")
         tl.store(shared_ptr + row, 1.0 / (1.0 + tl.exp(-logit)))

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from quengine.kernels.attention import attention
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cpu import set_threads
+from quengine.kernels.cpu import batch_attention, set_threads
 from quengine.kernels.cpu.runtime.threads import max_threads
+from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
 from tests.kernels.cpu.cpu_runs import attend_token
@@ -23,6 +24,7 @@ SHAPES = [  # heads, kv_heads, head_dim, length, first
     (2, 1, 7, 300, 0),
     (4, 2, 96, 300, 0),
     (4, 1, 256, 300, 33),
+    (4, 1, 512, 270, 3),
 ]
 
 
@@ -53,6 +55,16 @@ def test_decode(heads: int, kv_heads: int, width: int, length: int, first: int) 
         results.append(attend_token(q, KVLayer(k, v), length, width**-0.5, first))
     assert nmse(results[0], expected) <= 1e-11
     assert torch.equal(results[0], results[1])
+
+
+def test_soft_capped_scores() -> None:
+    k, v = random_cache(300, 2, 64)
+    q = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(1)) * 2
+    batch = decode_batch([0], [299], [[list(range(10))]], torch.device("cpu"))
+    padded = [torch.cat([c, torch.zeros(20, 2, 64).half()]) for c in (k, v)]
+    out = batch_attention(q, KVLayer(*padded), batch, 0.5, None, cap=4.0)
+    expected = attention(q.double(), k.double(), v.double(), None, 0.5, cap=4.0)
+    assert nmse(out, expected) <= 1e-11
 
 
 def test_decode_reads_a_cache_with_heads_first() -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from quengine.errors import CannotRunError
 from quengine.kernels.attention import attention
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cpu import set_threads
+from quengine.kernels.cpu import prefill_attention, set_threads
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
@@ -46,6 +46,8 @@ def expected(q: Tensor, layer: KVLayer, start: int, window: int | None) -> Tenso
         (6, 2, 96, 250, 269, 100),
         (4, 4, 32, 3, 255, 7),
         (5, 1, 256, 511, 2, 256),
+        (4, 2, 512, 250, 70, None),
+        (3, 1, 288, 0, 9, 5),
     ],
 )
 def test_it_is_the_definition_on_any_number_of_threads(
@@ -59,6 +61,16 @@ def test_it_is_the_definition_on_any_number_of_threads(
         results.append(attend_chunk(q, layer, start, width**-0.5, window))
     assert nmse(results[0], expected(q, layer, start, window)) <= 1e-11
     assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("width", [64, 512])
+def test_soft_capped_scores(width: int) -> None:
+    layer, q = random_layer(330, 2, width), queries(70, 4, width)
+    out = prefill_attention(q, layer, 260, 0.5, 100, torch.arange(11), cap=4.0)
+    k, v = (rows.double() for rows in read_rows(layer, slice(0, 330)))
+    distance = torch.arange(260, 330).unsqueeze(1) - torch.arange(330)
+    expected = attention(q.double(), k, v, (distance >= 0) & (distance < 100), 0.5, cap=4.0)
+    assert nmse(out, expected) <= 1e-11
 
 
 @SINKS
@@ -123,5 +135,5 @@ def test_it_refuses_what_it_would_read_wrongly() -> None:
             attend_chunk(*arguments)
     with pytest.raises(ValueError, match="fp16"):
         attend_chunk(q, KVLayer(layer.k.float(), layer.v.float()), 0, 1.0)
-    with pytest.raises(CannotRunError, match="heads of 512"):
-        attend_chunk(queries(2, 1, 512), random_layer(8, 1, 512), 0, 1.0)
+    with pytest.raises(CannotRunError, match="heads of 544"):
+        attend_chunk(queries(2, 1, 544), random_layer(8, 1, 544), 0, 1.0)

@@ -22,7 +22,8 @@ def make_router(kind: RouterKind, experts: int = EXPERTS, width: int = WIDTH, **
 
 
 def in_fp64(router: Router) -> Router:
-    values = {name: getattr(router, name) for name in ("weight", "bias", "selection_bias", "shared_gate")}
+    names = ("weight", "bias", "selection_bias", "shared_gate", "expert_scale")
+    values = {name: getattr(router, name) for name in names}
     return dataclasses.replace(router, **{n: v.double() for n, v in values.items() if v is not None})
 
 
@@ -61,6 +62,8 @@ def test_every_kind_is_its_definition(name: str, extras: str, rows: int) -> None
         parts["selection_bias"] = 0.5 * randn(EXPERTS, seed=3)
     if extras in ("gate", "every"):
         parts["shared_gate"] = randn(WIDTH, seed=4)
+    if extras == "every":
+        parts["expert_scale"] = randn(EXPERTS, seed=6)
     check(randn(rows, WIDTH, seed=5), make_router(KINDS[name], **parts))
 
 

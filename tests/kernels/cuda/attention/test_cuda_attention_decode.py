@@ -65,11 +65,14 @@ def expected_row(
     q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
     if spec.norms_rotated:
         q, k = normed(q, k, spec)
+    if spec.v_norm:
+        v = rms_norm(v, v.new_ones(spec.head_dim), spec.eps)
     k_new, v_new = stored(k, q8_0), stored(v, q8_0)
     first = 0 if spec.window is None else max(0, position + 1 - spec.window)
     keys, values = torch.cat((k_old[first:position], k_new)), torch.cat((v_old[first:position], v_new))
     sinks = None if spec.sinks is None else spec.sinks.double()
-    return attention(q, keys, values, None, spec.scale, sinks).flatten(), k_new[0], v_new[0]
+    y = attention(q, keys, values, None, spec.scale, sinks, spec.softcap)
+    return y.flatten(), k_new[0], v_new[0]
 
 
 def check(
@@ -123,6 +126,18 @@ def test_head_sizes_and_positions(
     heads: int, kv_heads: int, head_dim: int, rope_dim: int, position: int
 ) -> None:
     check(spec_of(heads, kv_heads, head_dim, rope_dim=rope_dim), [position], False)
+
+
+@pytest.mark.parametrize("position", [0, 70])
+@pytest.mark.parametrize("q8_0", [False, True])
+def test_heads_of_512_with_normalized_values(position: int, q8_0: bool) -> None:
+    spec = spec_of(8, 1, 512, "halves", normed=True)
+    check(replace(spec, v_norm=True, scale=512**-0.5), [position], q8_0)
+
+
+@pytest.mark.parametrize("position", [3, 140])
+def test_soft_capped_scores(position: int) -> None:
+    check(replace(spec_of(4, 2, 64, "halves"), scale=1.0, softcap=3.0), [position], False)
 
 
 @pytest.mark.parametrize("position", [128, 129, 200])

@@ -7,7 +7,10 @@ import torch
 
 from quengine.kernels.attention import attention, causal_mask_band, mask_slice
 from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.cuda.attention.attention_prefill import attention_prefill, prefill_tiles
 from quengine.kernels.cuda.attention.rope_store import heads_per_block, rope_store, rope_warps
+from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
+from quengine.kernels.forward_batch import prefill_batch
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
@@ -69,6 +72,46 @@ def test_rope_store_rotates_and_writes(
         assert bool((held[untouched] == 7).all()), "other rows changed"
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_rope_store_normalizes_values(scaled: bool, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ones = torch.ones(64, device=device)
+    spec = replace(make_spec(device, CONTEXT, 2, 2, 64, norms=(ones, ones)), v_norm=True, eps=0.1)
+    qkv = torch.randn(3, 6 * 64, generator=generator).to(device)
+    cache = PagedCache.empty(device, 1, CONTEXT, 2, 64)
+    positions = torch.arange(3, dtype=torch.int32, device=device)
+    given: torch.Tensor | ScaledProduct = qkv
+    if scaled:
+        factors = torch.tensor([0.5, 2.0, 3.0], device=device)
+        given = ScaledProduct(qkv / factors[:, None] * 4.0, factors, 4.0)
+    rope_store(given, spec, cache.layer, positions, cache.tables, torch.zeros_like(positions))
+    values = qkv.double().view(3, 6, 64)[:, 4:]
+    expected = values / (values.square().mean(-1, keepdim=True) + 0.1).sqrt()
+    torch.testing.assert_close(cache.layer.v[:3].double(), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_soft_capped_scores_of_prompts(device: torch.device) -> None:
+    spec = replace(make_spec(device, CONTEXT, 2, 1, 64, 20), scale=1.0, softcap=3.0)
+    qkv = torch.randn(70, 4 * 64, generator=torch.Generator().manual_seed(3)).to(device)
+    cache = PagedCache.empty(device, 1, CONTEXT, 1, 64)
+    out = run_chunks(spec, cache.layer, qkv, [40, 30], cache.tables)
+    expected = expected_rows(spec, cache, qkv)
+    assert (out.double() - expected).norm() / expected.norm() < 6e-4
+
+
+def test_layers_of_a_model_share_the_tiles_of_its_widest_heads(device: torch.device) -> None:
+    spec = make_spec(device, CONTEXT, 2, 1, 64)
+    qkv = torch.randn(40, 4 * 64, generator=torch.Generator().manual_seed(3)).to(device)
+    cache = PagedCache.empty(device, 1, CONTEXT, 1, 64)
+    batch = prefill_batch([[0] * 40], [0], cache.tables[None].tolist(), device)
+    tiles = prefill_tiles(batch, 512)
+    q = rope_store(qkv, spec, cache.layer, batch.positions, cache.tables, tiles.sequences)
+    out = torch.empty(40, 128, device=device)
+    attention_prefill(q, replace(spec, widest_head=512), cache.layer, cache.tables, tiles, out)
+    expected = expected_rows(spec, cache, qkv)
+    assert (out.double() - expected).norm() / expected.norm() < 6e-4
+
+
 def test_a_position_past_the_context_is_not_written(device: torch.device) -> None:
     cos, sin = rope_table(RopeSpec(dim=64), CONTEXT + 4, device)
     spec = replace(make_spec(device, CONTEXT, 2, 2, 64), cos=cos, sin=sin)
@@ -92,7 +135,7 @@ def expected_rows(spec: AttentionSpec, cache: PagedCache, qkv: torch.Tensor) -> 
     k, v = (tensor[0, :tokens] for tensor in cache.read())
     band = causal_mask_band(tokens, 0, spec.window, qkv.device)
     sinks = None if spec.sinks is None else spec.sinks.double()
-    return attention(q, k, v, mask_slice(band, 0, tokens), spec.scale, sinks).flatten(1)
+    return attention(q, k, v, mask_slice(band, 0, tokens), spec.scale, sinks, spec.softcap).flatten(1)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +149,7 @@ def expected_rows(spec: AttentionSpec, cache: PagedCache, qkv: torch.Tensor) -> 
         (2, 1, 128, [40], None, False, 96),
         (1, 1, 256, [40, 30], None, False, None),
         (2, 1, 256, [35, 30], 33, True, None),
+        (2, 1, 512, [35, 2], None, False, None),
         (2, 1, 64, [66, 70], None, True, None),
         (2, 1, 64, [64, 129], 1, False, None),
     ],

@@ -26,7 +26,7 @@ KINDS = {
 
 
 def random_router(kind: RouterKind, count: int, cols: int, device: torch.device, *extras: str) -> Router:
-    """extras: which of bias, selection_bias and shared_gate there are."""
+    """extras: which of bias, selection_bias, shared_gate and expert_scale there are."""
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -38,6 +38,7 @@ def random_router(kind: RouterKind, count: int, cols: int, device: torch.device,
         bias=random(count) if "bias" in extras else None,
         selection_bias=random(count) if "selection_bias" in extras else None,
         shared_gate=random(cols) / cols**0.5 if "shared_gate" in extras else None,
+        expert_scale=random(count) if "expert_scale" in extras else None,
     )
 
 
@@ -53,7 +54,7 @@ def expected(x: torch.Tensor, norm: RMSNorm, router: Router, experts: torch.Tens
     """In fp64."""
     wide = {
         name: getattr(router, name).double().cpu()
-        for name in ("weight", "bias", "selection_bias", "shared_gate")
+        for name in ("weight", "bias", "selection_bias", "shared_gate", "expert_scale")
         if getattr(router, name) is not None
     }
     normed = rms_norm(x.double().cpu(), norm.weight.double().cpu(), norm.eps)
@@ -75,6 +76,7 @@ def test_every_kind_of_router_gives_the_definition(name: str, rows: int, device:
         "gpt-oss": ("bias",),
         "glm4": ("selection_bias",),
         "deepseek": ("selection_bias", "shared_gate"),
+        "qwen3": ("expert_scale",),
         "qwen2": ("shared_gate",),
     }
     router = random_router(KINDS[name], 24, 96, device, *extras.get(name, ()))

@@ -1,0 +1,46 @@
+"""A dense feed-forward and a mixture of experts side by side, on a backend."""
+
+from quengine.kernels.backend import Branch, Hidden
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.moe.host_experts import HostExperts
+from quengine.kernels.rms_norm import RMSNorm
+from quengine.models.blocks.dense_and_experts import DenseAndExperts
+from quengine.models.experts import MixtureOfExperts
+from quengine.models.layers import LayerTensors
+
+
+class DenseAndExpertsLayer(MixtureOfExperts):
+    """See blocks/dense_and_experts.py. `norm` is None: the stream is read through three norms."""
+
+    def __init__(
+        self, declared: DenseAndExperts, tensors: LayerTensors, host: HostExperts | None = None
+    ) -> None:
+        super().__init__(declared.experts, tensors, host)
+        form, width, eps = declared.dense.form, declared.dense.width, tensors.eps
+        self.norm = None
+        scale = tensors.vector("ffn_gate_inp", kind="scale")
+        self.router_norm = RMSNorm(scale * width**-0.5, eps)
+        self.dense_norm = RMSNorm(tensors.vector(form.ffn_norm), eps)
+        self.first_norm = RMSNorm(tensors.vector("post_ffw_norm_1"), eps)
+        self.second_norm = RMSNorm(tensors.vector("post_ffw_norm_2"), eps)
+        self.post_norm = tensors.last_norm(form)
+        self.ffn_gate_up = self.backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
+        self.ffn_down = tensors.weight("ffn_down")
+
+    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
+        """`next_norm`: the norm that reads the result."""
+        routed, routing = self.routed(batch, x)
+        experts = self.expert_backend.experts_add(
+            batch, routed, routing, self.down, None, partial=self.partial
+        )
+        gated = self.backend.norm_glu(batch, x, self.dense_norm, self.ffn_gate_up, self.activation)
+        branch = Branch(experts, self.second_norm, self.first_norm)
+        return self.backend.linear_add(
+            *(batch, gated, self.ffn_down, x, next_norm, self.post_norm),
+            branch=branch,
+            partial=self.partial,
+        )
+
+    def step_bytes(self, rows: int) -> int:
+        """As MixtureOfExperts, with the dense feed-forward."""
+        return super().step_bytes(rows) + int(self.ffn_gate_up.nbytes + self.ffn_down.nbytes)
