@@ -17,6 +17,7 @@ from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import Communicator
 from quengine.kernels.rms_norm import RMSNorm
@@ -176,6 +177,12 @@ class Backend(Protocol[WeightT]):
         activation: Activation = "silu",
     ) -> Hidden:
         """`norm` of x [T, K], or x itself, gate_up [2F, K] (gate rows first), activation(gate) * up: [T, F]."""
+        ...
+
+    def norm_pointwise(
+        self, batch: ForwardBatch, x: Hidden, norm: RMSNorm | None, up: WeightT, activation: Pointwise
+    ) -> Hidden:
+        """`norm` of x [T, K], or x itself, then up [F, K] and its activation, of a feed-forward without a gate: [T, F]."""
         ...
 
     def linear_add(

@@ -21,6 +21,7 @@ from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.moe.experts import experts_add, experts_glu
 from quengine.kernels.moe.router import Router, Routing, route
+from quengine.kernels.pointwise import Pointwise, pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm, rms_norm
@@ -117,6 +118,16 @@ class ReferenceBackend:
         activation: Activation = "silu",
     ) -> Tensor:
         return glu(self._matmul(_normed(x, norm), gate_up), activation)
+
+    def norm_pointwise(
+        self,
+        _batch: ForwardBatch,
+        x: Tensor,
+        norm: RMSNorm | None,
+        up: ReferenceWeight,
+        activation: Pointwise,
+    ) -> Tensor:
+        return pointwise(self._matmul(_normed(x, norm), up), activation)
 
     def linear_add(
         self,

@@ -125,6 +125,7 @@ class BlockKind:
     output_bias: the attention's output projection has a bias.
     sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
     activation: the activation of the feed-forward's gate (kernels/glu.py).
+    pointwise: the activation of a feed-forward without a gate (kernels/pointwise.py); None: it has a gate.
     expert_bias: experts and their router have biases.
     selection_bias: experts are selected by their scores plus a bias per expert.
     shared_gate: the shared expert is weighted by a gate of its own.
@@ -141,6 +142,7 @@ class BlockKind:
     output_bias: bool = False
     sinks: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_swish"] = "silu"
+    pointwise: Literal["relu2"] | None = None
     expert_bias: bool = False
     selection_bias: bool = False
     shared_gate: bool = False

@@ -101,30 +101,36 @@ def _qkv(tensors: LayerTensors, kind: str) -> list[str]:
 
 
 class FeedForwardLayer:
-    """Merged gate and up projection, gated activation, down projection; norms as in AttentionLayer."""
+    """Merged gate and up projection, or up alone, their activation, down projection; norms as in AttentionLayer."""
 
     def __init__(self, declared: FeedForward, tensors: LayerTensors) -> None:
         form = declared.form
         self.backend = tensors.backend
         self.partial = declared.partial
-        self.activation = form.activation
+        self.activation, self.pointwise = form.activation, form.pointwise
         self.norm = tensors.norm(form.ffn_norm, form.norms != "post")
-        if form.merged_gate:
+        if form.pointwise is not None:
+            self.entry = tensors.weight("ffn_up")
+        elif form.merged_gate:
             (merged,) = tensors.take("ffn_up")
-            gate, up = merged.row_slices(declared.length)
+            self.entry = self.backend.gate_up_weight(*merged.row_slices(declared.length))
         else:
-            gate, up = tensors.take("ffn_gate", "ffn_up")
-        self.ffn_gate_up = self.backend.gate_up_weight(gate, up)
+            self.entry = self.backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
         self.ffn_down = tensors.weight("ffn_down")
         self.post_norm = tensors.norm("post_ffw_norm", form.norms != "pre")
 
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
-        gated = self.backend.norm_glu(batch, x, self.norm, self.ffn_gate_up, self.activation)
         return self.backend.linear_add(
-            batch, gated, self.ffn_down, x, next_norm, self.post_norm, partial=self.partial
+            *(batch, self._inner(batch, x), self.ffn_down, x, next_norm, self.post_norm), partial=self.partial
         )
+
+    def _inner(self, batch: ForwardBatch, x: Hidden) -> Hidden:
+        """What the down projection reads."""
+        if self.pointwise is not None:
+            return self.backend.norm_pointwise(batch, x, self.norm, self.entry, self.pointwise)
+        return self.backend.norm_glu(batch, x, self.norm, self.entry, self.activation)
 
     @property
     def nbytes(self) -> int:
-        return int(self.ffn_gate_up.nbytes + self.ffn_down.nbytes)
+        return int(self.entry.nbytes + self.ffn_down.nbytes)

@@ -405,6 +405,7 @@ CHANGES = {
         "ffn_norm.weight": "",
         "post_attention_norm.weight": "d",
     },
+    "arcee": {"ffn_gate.weight": ""},
     "qwen35": GATED_ATTENTION,
     "qwen35moe": {**GATED_ATTENTION, **SHARED_EXPERT},
     "qwen3next": {**GATED_ATTENTION, **SHARED_EXPERT},

@@ -178,6 +178,7 @@ OTHERS: dict[str, dict[str, object]] = {
         "bailingmoe2.expert_group_used_count": 1,
         "bailingmoe2.nextn_predict_layers": 0,
     },
+    "arcee": {"arcee.attention.scale": 0.0},
     "minimax-m2": {"minimax-m2.rope.dimension_count": 2},
     "qwen3vl": {"qwen3vl.rope.dimension_sections": [1, 1, 0, 0]},
     "hunyuan-moe": {"hunyuan-moe.expert_shared_count": 1},

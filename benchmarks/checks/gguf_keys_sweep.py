@@ -44,7 +44,7 @@ _PLAIN = "|".join(
     (
         *("seed_oss", "glm4", "granite", "llama", "qwen2", "qwen3", "ernie4_5", "hunyuan-dense", "openelm"),
         *("qwen2vl", "qwen3vl", "glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe"),
-        *("ernie4_5-moe", "hunyuan-moe", "dots1", "bailingmoe2", "minimax-m2"),
+        *("ernie4_5-moe", "hunyuan-moe", "dots1", "bailingmoe2", "minimax-m2", "arcee"),
     )
 )
 _NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"

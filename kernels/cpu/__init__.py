@@ -9,6 +9,7 @@
     gated_delta(batch, x, spec, layer)                              gated delta net [T, H * hd]; also to the state
     output_gate(y, qkv, spec)                                       an attention's result times its gates, in place
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
+    pointwise(x, activation="relu2")                                an activation without a gate, in place
     batch_attention(q, layer, batch, scale, window)                 decode, one token of B sequences: q [B, H, hd]
     prefill_attention(q, layer, start, scale, window, block_table)  T tokens of one sequence: q [T, H, hd]
 
@@ -31,6 +32,7 @@ from quengine.kernels.cpu.gemv.matmul import (
 from quengine.kernels.cpu.ops.gated_delta import gated_delta
 from quengine.kernels.cpu.ops.glu import glu
 from quengine.kernels.cpu.ops.output_gate import output_gate
+from quengine.kernels.cpu.ops.pointwise import pointwise
 from quengine.kernels.cpu.ops.rms_norm import rms_norm
 from quengine.kernels.cpu.ops.rope_store import rope_store
 from quengine.kernels.cpu.ops.short_conv import short_conv
@@ -46,6 +48,7 @@ __all__ = [
     "glu",
     "max_threads",
     "output_gate",
+    "pointwise",
     "prefill_attention",
     "prompt_linear",
     "rms_norm",

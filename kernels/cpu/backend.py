@@ -22,6 +22,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
@@ -102,6 +103,13 @@ class CpuBackend:
         if self._recorder is not None:
             return self._recorder.norm_glu(x, norm, gate_up, activation)
         return cpu.glu(_linear(batch, _normed(x, norm), gate_up), activation)
+
+    def norm_pointwise(
+        self, batch: ForwardBatch, x: Hidden, norm: RMSNorm | None, up: CpuWeight, activation: Pointwise
+    ) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.norm_pointwise(x, norm, up, activation)
+        return cpu.pointwise(_linear(batch, _normed(x, norm), up), activation)
 
     def linear_add(
         self,

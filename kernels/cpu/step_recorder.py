@@ -26,6 +26,7 @@ from quengine.kernels.cpu.ops.add import add_launch, scale_launch
 from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
 from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.ops.output_gate import output_gate_launch
+from quengine.kernels.cpu.ops.pointwise import pointwise_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.ops.short_conv import short_conv_launch
@@ -36,6 +37,7 @@ from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.short_conv import ShortConvSpec
@@ -144,6 +146,19 @@ class StepRecorder:
                 matvec_launch(self._input(source, gate), gate, between, 0, step=step),
                 matvec_launch(self._input(source, up), up, between, gate.rows, step=step),
                 glu_launch(between, out, records, step, activation),
+            ]
+        )
+        return Rows(out, stage, records)
+
+    def norm_pointwise(self, x: Rows, norm: RMSNorm | None, up: CpuWeight, activation: Pointwise) -> Rows:
+        source, (part,) = self._normed(x, norm), up.parts
+        out = self._fp32("gated", part.rows)
+        records = None if part.rows % 32 else self._records("gated", part.rows)
+        step = max(32, min(task_rows(part), _fair_rows(part.rows)) // 32 * 32)
+        stage = self._stage(
+            [
+                matvec_launch(self._input(source, part), part, out, 0, step=step),
+                pointwise_launch(out, records, step, activation),
             ]
         )
         return Rows(out, stage, records)

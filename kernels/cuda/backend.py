@@ -57,6 +57,7 @@ from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.moe.grouped import norms_in_groups
+from quengine.kernels.cuda.pointwise import pointwise, pointwise_quantize
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.peers import PeerBuffers
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
@@ -67,6 +68,7 @@ from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
@@ -166,6 +168,19 @@ class CudaBackend:
         if isinstance(rows, QuantizedActivations):
             return matvec_glu(rows, gate_up, activation, scratch=self._quantization_scratch(), pdl=self.pdl)
         return matmul_glu(rows, gate_up, self._room(), activation, self.pdl, _exact(batch))
+
+    def norm_pointwise(
+        self,
+        batch: ForwardBatch,
+        x: Residual,
+        norm: RMSNorm | None,
+        up: PackedWeight,
+        activation: Pointwise,
+    ) -> Rows:
+        product = self._product(batch, self._normed(x, norm), up)
+        if isinstance(product, Tensor) and self._takes_q_dot(len(product)):
+            return pointwise_quantize(product, activation, self.pdl)
+        return pointwise(product, activation, self.pdl)
 
     def linear_add(
         self,

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from quengine.errors import EngineError
+from quengine.models.architectures.arcee import ARCEE
 from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.architectures.bailingmoe2 import BAILINGMOE2
 from quengine.models.architectures.dots1 import DOTS1
@@ -37,7 +38,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     for a in (
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
         *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, QWEN2VL, QWEN3VL, HUNYUAN_DENSE, QWEN35),
-        *(OPENELM,),
+        *(OPENELM, ARCEE),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
     )

@@ -1,4 +1,4 @@
-"""The gated feed-forward, declared."""
+"""The feed-forward, declared: with a gate, or without."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,10 @@ def last_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """activation(gate) * up of `length` elements, then down to `width`. partial: a rank has some of the elements."""
+    """activation(gate) * up of `length` elements, or of a form without a gate activation(up), then down to `width`.
+
+    partial: a rank has some of the elements.
+    """
 
     form: BlockKind
     width: int
@@ -47,7 +50,8 @@ class FeedForward:
             )
         else:
             shape = (self.length, self.width)
-            found["ffn_gate.weight"] = TensorSpec(shape, _ROWS, "mlp.gate_proj.weight")
+            if self.form.pointwise is None:
+                found["ffn_gate.weight"] = TensorSpec(shape, _ROWS, "mlp.gate_proj.weight")
             found["ffn_up.weight"] = TensorSpec(shape, _ROWS, "mlp.up_proj.weight")
         down = TensorSpec((self.width, self.length), _COLUMNS, "mlp.down_proj.weight")
         return {**found, "ffn_down.weight": down, **last_norm(self.form, self.width)}

@@ -113,6 +113,7 @@ delta_output_kernel = _compiled_by("ops.gated_delta_kernels", "delta_output_kern
 kv_split_kernel = _compiled_by("attention.attention_kernels", "kv_split_kernel")
 combine_kernel = _compiled_by("attention.attention_kernels", "combine_kernel")
 glu_kernel = _compiled_by("ops.glu_kernels", "glu_kernel")
+pointwise_kernel = _compiled_by("ops.pointwise_kernels", "pointwise_kernel")
 add_kernel = _compiled_by("ops.add_kernels", "add_kernel")
 scale_kernel = _compiled_by("ops.add_kernels", "scale_kernel")
 pack_kernel = _compiled_by("gemm.tile_kernels", "pack_kernel")
