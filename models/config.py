@@ -117,8 +117,10 @@ class BlockKind:
 
     rope_layout: which elements of a head rotate together (kernels/rope.py); GGUF converters permute the query and key
         rows of the llama family so that they are neighbours ("pairs").
+    norm: RMSNorm ("rms"), or LayerNorm ("layer").
     norms: "pre" in front of attention and feed-forward (`attn_norm`, `ffn_norm`), "post" on their results before the
-        residual is added (`post_attention_norm`, `post_ffw_norm`), or "both".
+        residual is added (`post_attention_norm`, `post_ffw_norm`), or "both"; "parallel": attention and feed-forward
+        read the same norm (`attn_norm`) of a layer's input, and both are added to it.
     ffn_norm: what the norm in front of the feed-forward is called.
     qk_norm: a norm of queries and keys, of each "head" by itself, of each once it is rotated, or of a whole "row".
     qkv_bias: query, key and value projections have biases.
@@ -135,7 +137,8 @@ class BlockKind:
     """
 
     rope_layout: RopeLayout = "halves"
-    norms: Literal["pre", "post", "both"] = "pre"
+    norm: Literal["rms", "layer"] = "rms"
+    norms: Literal["pre", "post", "both", "parallel"] = "pre"
     ffn_norm: Literal["ffn_norm", "post_attention_norm"] = "ffn_norm"
     qk_norm: Literal["head", "rotated head", "row"] | None = None
     qkv_bias: bool = False

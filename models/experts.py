@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.moe.router import Router
 from quengine.kernels.quant_tensor import QuantTensor
@@ -52,7 +53,7 @@ class MixtureOfExperts:
             self.shared_gate_up = self.backend.gate_up_weight(*tensors.take("ffn_gate_shexp", "ffn_up_shexp"))
             self.shared_down = tensors.weight("ffn_down_shexp")
 
-    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
+    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Norm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
         backend, norm = self.backend, self.norm
         given = () if self.chosen is None else (self.chosen,)

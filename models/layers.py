@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from quengine.kernels.backend import Backend, Hidden, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.attention import Attention
@@ -16,16 +17,24 @@ from quengine.models.layer_tables import LayerTables
 
 
 class LayerTensors:
-    """The tensors of a layer (`blk.3.`), or of no layer (None), loaded onto a backend by their short names."""
+    """The tensors of a layer (`blk.3.`), or of no layer (None), loaded onto a backend by their short names.
+
+    eps: of its norms, which are of `kind` ("rms" or "layer").
+    """
 
     def __init__(
-        self, tensors: Mapping[str, QuantTensor], layer: int | None, backend: Backend[Any], eps: float
+        self,
+        tensors: Mapping[str, QuantTensor],
+        layer: int | None,
+        backend: Backend[Any],
+        eps: float,
+        kind: Literal["rms", "layer"] = "rms",
     ) -> None:
         self.tensors = tensors
         self.layer = -1 if layer is None else layer
         self.prefix = "" if layer is None else f"blk.{layer}."
         self.backend = backend
-        self.eps = eps
+        self.eps, self.kind = eps, kind
 
     def take(self, *names: str, kind: str = "weight") -> list[QuantTensor]:
         """`kind`: weight, bias, or "" for tensors whose names have none."""
@@ -42,8 +51,20 @@ class LayerTensors:
     def vector(self, *names: str, kind: str = "weight") -> Tensor:
         return self.backend.vector(self.take(*names, kind=kind))
 
-    def norm(self, name: str, there: bool = True) -> RMSNorm | None:
+    def norm(self, name: str, there: bool = True) -> Norm | None:
         """The norm with weights `name`; None if `there` is false, as the architecture has no such norm."""
+        return self.scaled_norm(name, 1.0) if there else None
+
+    def scaled_norm(self, name: str, scale: float) -> Norm:
+        """The norm with weights `name`, whose result is multiplied by `scale`."""
+        weight = self.vector(name) * scale
+        if self.kind == "rms":
+            return RMSNorm(weight, self.eps)
+        bias = self.vector(name, kind="bias") * scale if self.has(name, "bias") else None
+        return LayerNorm(weight, bias, self.eps)
+
+    def rms_norm(self, name: str, there: bool = True) -> RMSNorm | None:
+        """`norm` where it is an RMSNorm in every architecture."""
         return RMSNorm(self.vector(name), self.eps) if there else None
 
 
@@ -70,14 +91,14 @@ class AttentionLayer:
         self.entry_bias = tensors.vector(*_qkv(tensors, "bias"), kind="bias") if form.qkv_bias else None
         self.output = tensors.weight("attn_output")
         self.output_bias = tensors.vector("attn_output", kind="bias") if form.output_bias else None
-        self.post_norm = tensors.norm("post_attention_norm", form.norms != "pre")
+        self.post_norm = tensors.rms_norm("post_attention_norm", form.norms in ("post", "both"))
 
     def __call__(
         self,
         batch: ForwardBatch,
         x: Hidden,
         cache: KVLayer,
-        next_norm: RMSNorm | None,
+        next_norm: Norm | None,
         rows: Tensor | None = None,
     ) -> Hidden:
         """`next_norm`: the norm that reads the result. `rows`: the rows to keep after the attention; None: all."""
@@ -108,7 +129,7 @@ class FeedForwardLayer:
         self.backend = tensors.backend
         self.partial = declared.partial
         self.activation, self.pointwise = form.activation, form.pointwise
-        self.norm = tensors.norm(form.ffn_norm, form.norms != "post")
+        self.norm = tensors.norm(form.ffn_norm, form.norms in ("pre", "both"))
         if form.pointwise is not None:
             self.entry = tensors.weight("ffn_up")
         elif form.merged_gate:
@@ -117,15 +138,19 @@ class FeedForwardLayer:
         else:
             self.entry = self.backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
         self.ffn_down = tensors.weight("ffn_down")
-        self.post_norm = tensors.norm("post_ffw_norm", form.norms != "pre")
+        self.post_norm = tensors.rms_norm("post_ffw_norm", form.norms in ("post", "both"))
 
-    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
+    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Norm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
+        return self.down(batch, self.inner(batch, x), x, next_norm)
+
+    def down(self, batch: ForwardBatch, inner: Hidden, x: Hidden, next_norm: Norm | None) -> Hidden:
+        """The down projection of what `inner` returned, added to `x`."""
         return self.backend.linear_add(
-            *(batch, self._inner(batch, x), self.ffn_down, x, next_norm, self.post_norm), partial=self.partial
+            *(batch, inner, self.ffn_down, x, next_norm, self.post_norm), partial=self.partial
         )
 
-    def _inner(self, batch: ForwardBatch, x: Hidden) -> Hidden:
+    def inner(self, batch: ForwardBatch, x: Hidden) -> Hidden:
         """What the down projection reads."""
         if self.pointwise is not None:
             return self.backend.norm_pointwise(batch, x, self.norm, self.entry, self.pointwise)

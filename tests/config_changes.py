@@ -143,6 +143,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "arcee": {},
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": 8},
     "seed_oss": {"attention_out_bias": True},
     "lfm2": {**_LFM, "block_multiple_of": 32},
     "lfm2_moe": {**_LFM, **_QWEN_EXPERTS, "num_dense_layers": 1},

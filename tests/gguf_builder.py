@@ -406,6 +406,7 @@ CHANGES = {
         "post_attention_norm.weight": "d",
     },
     "arcee": {"ffn_gate.weight": ""},
+    "cohere2": {"ffn_norm.weight": ""},
     "qwen35": GATED_ATTENTION,
     "qwen35moe": {**GATED_ATTENTION, **SHARED_EXPERT},
     "qwen3next": {**GATED_ATTENTION, **SHARED_EXPERT},
@@ -456,6 +457,9 @@ CONVOLVED = ("lfm2", "lfm2moe")
 
 GROWING = ("openelm",)
 """Architectures whose odd layers have twice as many heads, and feed-forwards of twice the length."""
+
+LAYER_NORMED = ("cohere2",)
+"""Architectures whose norms are LayerNorms."""
 
 MIXTURES = {
     "qwen2moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
@@ -523,13 +527,19 @@ class ModelSizes:
             f"{a}.attention.head_count_kv": self._kv_heads(),
             f"{a}.attention.key_length": self.head_dim,
             f"{a}.attention.value_length": self.head_dim,
-            f"{a}.attention.layer_norm_rms_epsilon": 1e-5,
+            f"{a}.attention.{'layer_norm' if a in LAYER_NORMED else 'layer_norm_rms'}_epsilon": 1e-5,
+            **self._of_cohere(),
             f"{a}.rope.dimension_count": self.head_dim,
             f"{a}.rope.freq_base": 10000.0,
             **({f"{a}.shortconv.l_cache": TAPS} if a in CONVOLVED else {}),
             **self._gated_delta(),
             **self._mixture(),
         }
+
+    def _of_cohere(self) -> dict[str, Any]:
+        if self.architecture != "cohere2":
+            return {}
+        return {"cohere2.attention.sliding_window": 4, "cohere2.logit_scale": 0.25}
 
     def _gated_delta(self) -> dict[str, Any]:
         a = self.architecture

@@ -179,6 +179,7 @@ OTHERS: dict[str, dict[str, object]] = {
         "bailingmoe2.nextn_predict_layers": 0,
     },
     "arcee": {"arcee.attention.scale": 0.0},
+    "cohere2": {"cohere2.attention.sliding_window_pattern": 2},
     "minimax-m2": {"minimax-m2.rope.dimension_count": 2},
     "qwen3vl": {"qwen3vl.rope.dimension_sections": [1, 1, 0, 0]},
     "hunyuan-moe": {"hunyuan-moe.expert_shared_count": 1},

@@ -25,6 +25,7 @@ from quengine.kernels.cpu.moe.router import logits_launches, logits_width, route
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
 from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
 from quengine.kernels.cpu.ops.glu import glu_launch
+from quengine.kernels.cpu.ops.layer_norm import norm_launch
 from quengine.kernels.cpu.ops.output_gate import output_gate_launch
 from quengine.kernels.cpu.ops.pointwise import pointwise_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
@@ -36,6 +37,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
@@ -112,7 +114,7 @@ class StepRecorder:
     _visible: dict[tuple[int, int | None, int], Visible] = field(default_factory=dict)
     _row_stage: Stage | None = None  # the newest stage with one task per row
     # The last normalised hidden state: input, norm, result. Router and experts read the same.
-    _latest: tuple[Rows, RMSNorm, Rows] | None = None
+    _latest: tuple[Rows, Norm, Rows] | None = None
 
     def __post_init__(self) -> None:
         self.tokens = torch.zeros(self.rows, dtype=torch.int64)
@@ -129,12 +131,12 @@ class StepRecorder:
         out = self._fp32("hidden 0", part.cols)
         return Rows(out, self._stage([embed_launch(part, ids, out, scale)]))
 
-    def norm_linear(self, x: Rows, norm: RMSNorm | None, weight: CpuWeight, bias: Tensor | None) -> Rows:
+    def norm_linear(self, x: Rows, norm: Norm | None, weight: CpuWeight, bias: Tensor | None) -> Rows:
         source = self._normed(x, norm)
         y = self._fp32("linear", weight.rows)
         return Rows(y, self._matvecs(source, weight, y, bias))
 
-    def norm_glu(self, x: Rows, norm: RMSNorm | None, gate_up: CpuWeight, activation: Activation) -> Rows:
+    def norm_glu(self, x: Rows, norm: Norm | None, gate_up: CpuWeight, activation: Activation) -> Rows:
         source = self._normed(x, norm)
         gate, up = gate_up.parts
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
@@ -150,7 +152,7 @@ class StepRecorder:
         )
         return Rows(out, stage, records)
 
-    def norm_pointwise(self, x: Rows, norm: RMSNorm | None, up: CpuWeight, activation: Pointwise) -> Rows:
+    def norm_pointwise(self, x: Rows, norm: Norm | None, up: CpuWeight, activation: Pointwise) -> Rows:
         source, (part,) = self._normed(x, norm), up.parts
         out = self._fp32("gated", part.rows)
         records = None if part.rows % 32 else self._records("gated", part.rows)
@@ -285,7 +287,7 @@ class StepRecorder:
         self._stage([convolution])
         return Rows(out, self._after(self._stage([memory]), output))
 
-    def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
+    def logits(self, x: Rows, norm: Norm, weight: CpuWeight) -> Tensor:
         y = self._fp32("logits", weight.rows)
         self._matvecs(self._normed(x, norm), weight, y)
         return y
@@ -319,13 +321,13 @@ class StepRecorder:
             column += w.rows
         return self._stage(*parts)
 
-    def _normed(self, x: Rows, norm: RMSNorm | None) -> Rows:
+    def _normed(self, x: Rows, norm: Norm | None) -> Rows:
         if norm is None:
             return Rows(x.values, x.stage)
         if self._latest is not None and self._latest[0] is x and self._latest[1] is norm:
             return self._latest[2]
         out = self._fp32("normed", x.values.shape[1])
-        stage = self._after(x.stage, rms_norm_launch(x.values, norm.weight, norm.eps, out))
+        stage = self._after(x.stage, norm_launch(x.values, norm, out))
         self._latest = x, norm, Rows(out, stage)
         return self._latest[2]
 

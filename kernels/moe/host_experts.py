@@ -14,6 +14,7 @@ from torch import Tensor
 from quengine.kernels.backend import Backend, Hidden
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
+from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -57,7 +58,7 @@ class HostExperts:
         gate_up: Any,
         activation: Activation = "silu",
     ) -> HostRows:
-        rows, on_host = self.device.rms_norm(x, norm).to(_HOST, self.host.dtype), self._routing(routing)
+        rows, on_host = self.device.normed(x, norm).to(_HOST, self.host.dtype), self._routing(routing)
         gated = self.host.experts_glu(batch, rows, None, on_host, gate_up, activation)
         return HostRows(gated, on_host)
 
@@ -68,7 +69,7 @@ class HostExperts:
         routing: Routing,  # noqa: ARG002 (`gated` has it on the host)
         down: Any,
         residual: Hidden,
-        next_norm: RMSNorm | None = None,  # noqa: ARG002 (the operation that reads the sum begins it)
+        next_norm: Norm | None = None,  # noqa: ARG002 (the operation that reads the sum begins it)
         *,
         partial: bool = False,
     ) -> Hidden:

@@ -7,6 +7,7 @@ from quengine.errors import EngineError
 from quengine.models.architectures.arcee import ARCEE
 from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.architectures.bailingmoe2 import BAILINGMOE2
+from quengine.models.architectures.cohere2 import COHERE2
 from quengine.models.architectures.dots1 import DOTS1
 from quengine.models.architectures.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from quengine.models.architectures.exaone4 import EXAONE4
@@ -38,7 +39,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     for a in (
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
         *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, QWEN2VL, QWEN3VL, HUNYUAN_DENSE, QWEN35),
-        *(OPENELM, ARCEE),
+        *(OPENELM, ARCEE, COHERE2),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
     )

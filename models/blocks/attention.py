@@ -72,7 +72,7 @@ class Attention:
         if self.form.norms != "post":
             norm = TensorSpec((self.width,), hf="input_layernorm.weight", draw=NORM)
             found = {"attn_norm.weight": norm, **found}
-        if self.form.norms != "pre":
+        if self.form.norms not in ("pre", "parallel"):
             norm = TensorSpec((self.width,), hf="post_attention_layernorm.weight", draw=NORM)
             found["post_attention_norm.weight"] = norm
         found |= self._biases()

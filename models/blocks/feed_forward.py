@@ -12,13 +12,13 @@ _ROWS, _COLUMNS = Cut("rows", ("inner",)), Cut("columns", ("inner",))
 def first_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
     """The norm in front of a feed-forward or experts, where there is one."""
     norm = TensorSpec((width,), hf="post_attention_layernorm.weight", draw=NORM)
-    return {} if form.norms == "post" else {f"{form.ffn_norm}.weight": norm}
+    return {} if form.norms in ("post", "parallel") else {f"{form.ffn_norm}.weight": norm}
 
 
 def last_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
     """The norm of their result, where there is one."""
     norm = TensorSpec((width,), hf="post_feedforward_layernorm.weight", draw=NORM)
-    return {} if form.norms == "pre" else {"post_ffw_norm.weight": norm}
+    return {} if form.norms in ("pre", "parallel") else {"post_ffw_norm.weight": norm}
 
 
 @dataclass(frozen=True)

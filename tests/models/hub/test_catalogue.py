@@ -41,6 +41,7 @@ FAMILIES = {
     "exaone4": "exaone-4-1.2b-q4k",
     "smollm3": "smollm3-3b-q4k",
     "arcee": "afm-4.5b-q4k",
+    "cohere2": "command-r7b-q4k",
     "openelm": "openelm-3b-q4k",
     "glm4": "glm-4-9b-q4k",
     "ernie4_5": "ernie-4.5-0.3b-q4k",
