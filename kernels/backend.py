@@ -230,6 +230,10 @@ class Backend(Protocol[WeightT]):
         """
         ...
 
+    def weighed(self, x: Hidden, norm: RMSNorm, weights: Tensor) -> Hidden:
+        """`norm` of x [T, K], each row times its weight, [T, 1], of a routing: [T, K]. x is not changed."""
+        ...
+
     def experts_glu(
         self,
         batch: ForwardBatch,

@@ -168,6 +168,9 @@ class ReferenceBackend:
     ) -> Routing:
         return route(_normed(x, norm), router, experts)
 
+    def weighed(self, x: Tensor, norm: RMSNorm, weights: Tensor) -> Tensor:
+        return _normed(x, norm) * weights
+
     def experts_glu(
         self,
         _batch: ForwardBatch,

@@ -132,6 +132,8 @@ class BlockKind:
     selection_bias: experts are selected by their scores plus a bias per expert.
     shared_gate: the shared expert is weighted by a gate of its own.
     gated: the attention's result is multiplied by gates, whose rows follow each query head's (kernels/attention.py).
+    unit_norms: rotated queries and keys are normalized, each head by itself, without weights; those of layers that do
+        not rotate are not.
     merged: one tensor `attn_qkv` holds query, key and value rows.
     merged_gate: one tensor `ffn_up` holds the rows of gate and up.
     """
@@ -150,6 +152,7 @@ class BlockKind:
     selection_bias: bool = False
     shared_gate: bool = False
     gated: bool = False
+    unit_norms: bool = False
     merged: bool = False
     merged_gate: bool = False
 
@@ -290,8 +293,10 @@ class ModelConfig:
     `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding,
     `logit_scale` the logits.
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
-    `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
-    embedding. `experts`: the mixture of experts, None in a dense model.
+    `1 + b ln(1 + floor((p + offset) / attention_temperature_length))` (Ministral 3; `attention_temperature_offset` is 1
+    in Llama 4, in layers that do not rotate). `attention_chunk`: layers that rotate attend within chunks of so many
+    positions, of which the decoder computes the first, `context_length` at most; 0: there are none.
+    `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a dense model.
     `draft_layers`: how many layers the files have behind the `block_count`, which draft tokens further ahead; the
     decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden rows;
     None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers` keep a
@@ -326,6 +331,8 @@ class ModelConfig:
     logit_scale: float = 1.0
     attention_temperature_scale: float = 0.0
     attention_temperature_length: int = 0
+    attention_temperature_offset: int = 0
+    attention_chunk: int = 0
     experts: ExpertConfig | None = None
     draft_layers: int = 0
     pooling: Pooling | None = None
@@ -499,6 +506,11 @@ def _expert_problems(experts: ExpertConfig, blocks: int, shared: bool) -> Iterat
         yield "experts.groups", f"{experts.count} experts do not make {router.groups} equal groups"
     elif router.used > router.groups_used * (experts.count // max(router.groups, 1)):
         yield "experts.groups_used", f"{router.groups_used} groups have fewer than {router.used} experts"
+    if router.weighs_inputs and router.used != 1:
+        yield (
+            "experts.used",
+            f"{router.used} experts for each row whose input they weigh: only 1 is implemented",
+        )
     if not (isfinite(router.scale) and router.scale > 0.0):
         yield "experts.scale", f"{router.scale} is not a positive finite number"
     if outside := set(experts.dense_layers) - set(range(blocks)):

@@ -61,7 +61,12 @@ class MixtureOfExperts:
         if self.local is not None:
             numbers = self.local.index_select(0, routing.experts.flatten())
             routing = replace(routing, experts=numbers.view_as(routing.experts))
-        gated = self.expert_backend.experts_glu(batch, x, norm, routing, self.gate_up, self.activation)
+        of_rows: RMSNorm | None = norm
+        rows = x
+        if self.router.kind.weighs_inputs:
+            rows, of_rows = backend.weighed(x, norm, routing.weights), None
+            routing = replace(routing, weights=torch.ones_like(routing.weights))
+        gated = self.expert_backend.experts_glu(batch, rows, of_rows, routing, self.gate_up, self.activation)
         if self.shared_gate_up is not None:
             shared = backend.norm_glu(batch, x, norm, self.shared_gate_up, self.activation)
             x = backend.linear_add(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from quengine.kernels.backend import Backend, Hidden, KVLayer
@@ -84,6 +85,9 @@ class AttentionLayer:
             q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
             rotated = form.qk_norm == "rotated head"
             spec = replace(spec, q_norm=q_norm, k_norm=k_norm, norms_rotated=rotated)
+        if declared.unit_norms:
+            ones = torch.ones(declared.head_dim, dtype=self.backend.dtype, device=self.backend.device)
+            spec = replace(spec, q_norm=ones, k_norm=ones, norms_rotated=True)
         spec = replace(spec, gated=form.gated)
         self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if form.sinks else spec
         self.norm = tensors.norm("attn_norm", form.norms != "post")

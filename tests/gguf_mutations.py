@@ -180,6 +180,7 @@ OTHERS: dict[str, dict[str, object]] = {
     },
     "arcee": {"arcee.attention.scale": 0.0},
     "cohere2": {"cohere2.attention.sliding_window_pattern": 2},
+    "llama4": {"llama4.interleave_moe_layer_step": 1, "llama4.attention.sliding_window": 8192},
     "minimax-m2": {"minimax-m2.rope.dimension_count": 2},
     "qwen3vl": {"qwen3vl.rope.dimension_sections": [1, 1, 0, 0]},
     "hunyuan-moe": {"hunyuan-moe.expert_shared_count": 1},

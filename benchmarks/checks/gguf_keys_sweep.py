@@ -44,7 +44,7 @@ _PLAIN = "|".join(
     (
         *("seed_oss", "glm4", "granite", "llama", "qwen2", "qwen3", "ernie4_5", "hunyuan-dense", "openelm"),
         *("qwen2vl", "qwen3vl", "glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe"),
-        *("ernie4_5-moe", "hunyuan-moe", "dots1", "bailingmoe2", "minimax-m2", "arcee"),
+        *("ernie4_5-moe", "hunyuan-moe", "dots1", "bailingmoe2", "minimax-m2", "arcee", "llama4"),
     )
 )
 _NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"
@@ -61,7 +61,7 @@ _MIXTURES = "|".join(
             "qwen2moe",
             "qwen3moe",
         ),
-        *("qwen35moe", "qwen3next"),
+        *("qwen35moe", "qwen3next", "llama4"),
     )
 )
 DECIDED: Mapping[str, str] = {

@@ -156,6 +156,11 @@ class CpuBackend:
             return self._recorder.route(x, norm, router, experts)
         return route(cpu.normed(x, norm), router, experts)
 
+    def weighed(self, x: Hidden, norm: RMSNorm, weights: Tensor) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.weighed(x, norm, weights)
+        return cpu.normed(x, norm).mul_(weights)
+
     def experts_glu(
         self,
         batch: ForwardBatch,

@@ -196,6 +196,12 @@ class StepRecorder:
         self._after(stage, router_launch(logits, router, routing, experts))
         return routing
 
+    def weighed(self, x: Rows, norm: RMSNorm, weights: Tensor) -> Rows:
+        width = x.values.shape[1]
+        out = self._fp32("weighed", width)
+        stage = self._after(self.stages[-1], norm_launch(x.values, norm, out))
+        return Rows(out, self._after(stage, scale_launch(out, weights, 0, width, width)))
+
     def experts_glu(
         self, x: Rows, norm: RMSNorm | None, routing: Routing, gate_up: CpuExperts, activation: Activation
     ) -> ExpertRows:
@@ -327,7 +333,8 @@ class StepRecorder:
         if self._latest is not None and self._latest[0] is x and self._latest[1] is norm:
             return self._latest[2]
         out = self._fp32("normed", x.values.shape[1])
-        stage = self._after(x.stage, norm_launch(x.values, norm, out))
+        # After the newest stage: what was normalised before may have been overwritten, and is made again.
+        stage = self._after(self.stages[-1], norm_launch(x.values, norm, out))
         self._latest = x, norm, Rows(out, stage)
         return self._latest[2]
 

@@ -53,12 +53,13 @@ class HostExperts:
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         routing: Routing,
         gate_up: Any,
         activation: Activation = "silu",
     ) -> HostRows:
-        rows, on_host = self.device.normed(x, norm).to(_HOST, self.host.dtype), self._routing(routing)
+        normed, on_host = x if norm is None else self.device.normed(x, norm), self._routing(routing)
+        rows = normed.to(_HOST, self.host.dtype)
         gated = self.host.experts_glu(batch, rows, None, on_host, gate_up, activation)
         return HostRows(gated, on_host)
 

@@ -19,6 +19,7 @@ from quengine.models.architectures.granite import GRANITE, GRANITEMOE
 from quengine.models.architectures.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from quengine.models.architectures.lfm2 import LFM2, LFM2MOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
+from quengine.models.architectures.llama4 import LLAMA4
 from quengine.models.architectures.minimax_m2 import MINIMAX_M2
 from quengine.models.architectures.olmo2 import OLMO2
 from quengine.models.architectures.olmoe import OLMOE
@@ -42,6 +43,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(OPENELM, ARCEE, COHERE2),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
+        *(LLAMA4,),
     )
 }
 """By the name that GGUF has for them."""

@@ -71,9 +71,9 @@ def test_every_architecture_decodes_to_the_bits_of_the_eager_path(
     assert_same(write_tiny(tmp_path / "m.gguf", architecture, kind, tied=tied, seed=3), IDS)
 
 
-@pytest.mark.parametrize("architecture", ["arcee", "cohere2"])
+@pytest.mark.parametrize("architecture", ["arcee", "cohere2", "llama4"])
 def test_other_forms_of_blocks_do_too(tmp_path: Path, architecture: str) -> None:
-    """No gate; LayerNorm, and a feed-forward beside attention."""
+    """No gate; LayerNorm, and a feed-forward beside attention; experts that weigh their input."""
     assert_same(write_tiny(tmp_path / "m.gguf", architecture, "Q8_0", tied=True, seed=3), IDS)
 
 
