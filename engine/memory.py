@@ -192,9 +192,13 @@ def choose_context(
     """
     trained = needs.config.context_length
     if requested is not None and requested > trained:
+        made_for = f"that this {needs.config.architecture} model was made for"
+        if needs.config.attention_chunk == trained:
+            made_for = (
+                f"of a chunk of this {needs.config.architecture} model's attention; more are not implemented"
+            )
         raise EngineError(
-            f"context of {requested} tokens is more than the {trained} that this {needs.config.architecture} "
-            f"model was made for; use -c {trained} or less"
+            f"context of {requested} tokens is more than the {trained} {made_for}; use -c {trained} or less"
         )
     wanted = trained if requested is None else requested
     if needs.nbytes(wanted, cache_type) <= memory.room:

@@ -16,7 +16,9 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import Communicator
 from quengine.kernels.rms_norm import RMSNorm
@@ -178,7 +180,7 @@ class Backend(Protocol[WeightT]):
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         weight: WeightT,
         bias: Tensor | None = None,
     ) -> Hidden:
@@ -189,11 +191,17 @@ class Backend(Protocol[WeightT]):
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         gate_up: WeightT,
         activation: Activation = "silu",
     ) -> Hidden:
         """`norm` of x [T, K], or x itself, gate_up [2F, K] (gate rows first), activation(gate) * up: [T, F]."""
+        ...
+
+    def norm_pointwise(
+        self, batch: ForwardBatch, x: Hidden, norm: Norm | None, up: WeightT, activation: Pointwise
+    ) -> Hidden:
+        """`norm` of x [T, K], or x itself, up [F, K], its activation: a feed-forward without a gate, [T, F]."""
         ...
 
     def linear_add(
@@ -202,7 +210,7 @@ class Backend(Protocol[WeightT]):
         x: Hidden,
         weight: WeightT,
         residual: Hidden,
-        next_norm: RMSNorm | None = None,
+        next_norm: Norm | None = None,
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Hidden | None = None,
@@ -243,6 +251,10 @@ class Backend(Protocol[WeightT]):
         """
         ...
 
+    def weighed(self, x: Hidden, norm: RMSNorm, weights: Tensor) -> Hidden:
+        """`norm` of x [T, K], each row times its weight, [T, 1], of a routing: [T, K]. x is not changed."""
+        ...
+
     def experts_glu(
         self,
         batch: ForwardBatch,
@@ -265,7 +277,7 @@ class Backend(Protocol[WeightT]):
         routing: Routing,
         down: WeightT,
         residual: Hidden | None,
-        next_norm: RMSNorm | None = None,
+        next_norm: Norm | None = None,
         *,
         partial: bool = False,
     ) -> Hidden:
@@ -303,6 +315,10 @@ class Backend(Protocol[WeightT]):
         """Raises EngineError where `gated_delta` does not compute heads of this size: at load, ahead of any step."""
         ...
 
+    def kept(self, x: Hidden) -> Hidden:
+        """What `norm_glu` has returned, which then stays valid while another part of the layer is computed."""
+        ...
+
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         """Rows `rows` (int64 [n], on the device) of x [T, K]: [n, K].
 
@@ -316,16 +332,16 @@ class Backend(Protocol[WeightT]):
         """
         ...
 
-    def hidden_of(self, flat: Tensor, rows: int, norm: RMSNorm | None) -> Hidden:
+    def hidden_of(self, flat: Tensor, rows: int, norm: Norm | None) -> Hidden:
         """Inverts another device's `flat_hidden`. norm: the norm that reads the rows."""
         ...
 
-    def rms_norm(self, x: Hidden, norm: RMSNorm) -> Tensor:
+    def normed(self, x: Hidden, norm: Norm) -> Tensor:
         """`norm` of x [T, K] as plain rows, which embeddings pool: [T, K] in the backend's dtype."""
         ...
 
     def logits(
-        self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: WeightT, softcap: float = 0.0
+        self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: WeightT, softcap: float = 0.0
     ) -> Tensor:
         """Final norm and output matmul of x [n, K]: [n, V]; with a `softcap` c, each logit y is `c tanh(y / c)`."""
         ...

@@ -19,11 +19,14 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
+from quengine.kernels.layer_norm import Norm
+from quengine.kernels.layer_norm import normed as _normed
 from quengine.kernels.moe.experts import experts_add, experts_glu
 from quengine.kernels.moe.router import Router, Routing, route
+from quengine.kernels.pointwise import Pointwise, pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
-from quengine.kernels.rms_norm import RMSNorm, rms_norm
+from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope_store import first_visible, rope_store
 from quengine.kernels.short_conv import ShortConvSpec, short_conv
 
@@ -101,7 +104,7 @@ class ReferenceBackend:
         self,
         _batch: ForwardBatch,
         x: Tensor,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         weight: ReferenceWeight,
         bias: Tensor | None = None,
     ) -> Tensor:
@@ -112,11 +115,21 @@ class ReferenceBackend:
         self,
         _batch: ForwardBatch,
         x: Tensor,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         gate_up: ReferenceWeight,
         activation: Activation = "silu",
     ) -> Tensor:
         return glu(self._matmul(_normed(x, norm), gate_up), activation)
+
+    def norm_pointwise(
+        self,
+        _batch: ForwardBatch,
+        x: Tensor,
+        norm: Norm | None,
+        up: ReferenceWeight,
+        activation: Pointwise,
+    ) -> Tensor:
+        return pointwise(self._matmul(_normed(x, norm), up), activation)
 
     def linear_add(
         self,
@@ -124,7 +137,7 @@ class ReferenceBackend:
         x: Tensor,
         weight: ReferenceWeight,
         residual: Tensor,
-        next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+        next_norm: Norm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Tensor | None = None,
@@ -158,6 +171,9 @@ class ReferenceBackend:
     ) -> Routing:
         return route(_normed(x, norm), router, experts)
 
+    def weighed(self, x: Tensor, norm: RMSNorm, weights: Tensor) -> Tensor:
+        return _normed(x, norm) * weights
+
     def experts_glu(
         self,
         _batch: ForwardBatch,
@@ -176,7 +192,7 @@ class ReferenceBackend:
         routing: Routing,
         down: ReferenceExperts,
         residual: Tensor | None,
-        next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+        next_norm: Norm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
         *,
         partial: bool = False,
     ) -> Tensor:
@@ -225,20 +241,23 @@ class ReferenceBackend:
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
         """Heads of every size are computed."""
 
+    def kept(self, x: Tensor) -> Tensor:
+        return x
+
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
 
     def flat_hidden(self, x: Tensor) -> Tensor:
         return x.flatten()
 
-    def hidden_of(self, flat: Tensor, rows: int, _norm: RMSNorm | None) -> Tensor:
+    def hidden_of(self, flat: Tensor, rows: int, _norm: Norm | None) -> Tensor:
         return flat.view(rows, -1)
 
-    def rms_norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm) -> Tensor:
         return _normed(x, norm)
 
     def logits(
-        self, _batch: ForwardBatch, x: Tensor, norm: RMSNorm, weight: ReferenceWeight, cap: float = 0.0
+        self, _batch: ForwardBatch, x: Tensor, norm: Norm, weight: ReferenceWeight, cap: float = 0.0
     ) -> Tensor:
         return softcap(self._matmul(_normed(x, norm), weight), cap)
 
@@ -254,7 +273,3 @@ class ReferenceBackend:
             for row in range(0, part.shape[0], _ROWS_AT_A_TIME)
         ]
         return torch.cat(tiles, dim=1)
-
-
-def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
-    return x if norm is None else rms_norm(x, norm.weight, norm.eps)

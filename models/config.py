@@ -117,18 +117,23 @@ class BlockKind:
 
     rope_layout: which elements of a head rotate together (kernels/rope.py); GGUF converters permute the query and key
         rows of the llama family so that they are neighbours ("pairs").
+    norm: RMSNorm ("rms"), or LayerNorm ("layer").
     norms: "pre" in front of attention and feed-forward (`attn_norm`, `ffn_norm`), "post" on their results before the
-        residual is added (`post_attention_norm`, `post_ffw_norm`), or "both".
+        residual is added (`post_attention_norm`, `post_ffw_norm`), or "both"; "parallel": attention and feed-forward
+        read the same norm (`attn_norm`) of a layer's input, and both are added to it.
     ffn_norm: what the norm in front of the feed-forward is called.
     qk_norm: a norm of queries and keys, of each "head" by itself, of each once it is rotated, or of a whole "row".
     qkv_bias: query, key and value projections have biases.
     output_bias: the attention's output projection has a bias.
     sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
     activation: the activation of the feed-forward's gate (kernels/glu.py).
+    pointwise: the activation of a feed-forward without a gate (kernels/pointwise.py); None: it has a gate.
     expert_bias: experts and their router have biases.
     selection_bias: experts are selected by their scores plus a bias per expert.
     shared_gate: the shared expert is weighted by a gate of its own.
     gated: the attention's result is multiplied by gates, whose rows follow each query head's (kernels/attention.py).
+    unit_norms: rotated queries and keys are normalized, each head by itself, without weights; those of layers that do
+        not rotate are not.
     merged: one tensor `attn_qkv` holds query, key and value rows.
     merged_gate: one tensor `ffn_up` holds the rows of gate and up.
     v_norm: value heads are divided by their root mean square.
@@ -137,17 +142,20 @@ class BlockKind:
     """
 
     rope_layout: RopeLayout = "halves"
-    norms: Literal["pre", "post", "both"] = "pre"
+    norm: Literal["rms", "layer"] = "rms"
+    norms: Literal["pre", "post", "both", "parallel"] = "pre"
     ffn_norm: Literal["ffn_norm", "post_attention_norm"] = "ffn_norm"
     qk_norm: Literal["head", "rotated head", "row"] | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_swish"] = "silu"
+    pointwise: Literal["relu2"] | None = None
     expert_bias: bool = False
     selection_bias: bool = False
     shared_gate: bool = False
     gated: bool = False
+    unit_norms: bool = False
     merged: bool = False
     merged_gate: bool = False
     v_norm: bool = False
@@ -294,8 +302,10 @@ class ModelConfig:
     embedding, `logit_scale` the logits. `attention_softcap` c, where not 0, makes of scaled scores s `c tanh(s / c)`,
     `logit_softcap` the same of logits.
     `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
-    `1 + b ln(1 + floor(p / attention_temperature_length))` (Ministral 3). `tied_output`: the output matrix is the
-    embedding. `experts`: the mixture of experts, None in a dense model.
+    `1 + b ln(1 + floor((p + offset) / attention_temperature_length))` (Ministral 3; `attention_temperature_offset` is 1
+    in Llama 4, in layers that do not rotate). `attention_chunk`: layers that rotate attend within chunks of so many
+    positions, of which the decoder computes the first, `context_length` at most; 0: there are none.
+    `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a dense model.
     `draft_layers`: how many layers the files have behind the `block_count`, which draft tokens further ahead; the
     decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden rows;
     None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers` keep a
@@ -334,6 +344,8 @@ class ModelConfig:
     logit_scale: float = 1.0
     attention_temperature_scale: float = 0.0
     attention_temperature_length: int = 0
+    attention_temperature_offset: int = 0
+    attention_chunk: int = 0
     experts: ExpertConfig | None = None
     draft_layers: int = 0
     pooling: Pooling | None = None
@@ -530,6 +542,11 @@ def _expert_problems(experts: ExpertConfig, blocks: int, shared: bool) -> Iterat
         yield "experts.groups", f"{experts.count} experts do not make {router.groups} equal groups"
     elif router.used > router.groups_used * (experts.count // max(router.groups, 1)):
         yield "experts.groups_used", f"{router.groups_used} groups have fewer than {router.used} experts"
+    if router.weighs_inputs and router.used != 1:
+        yield (
+            "experts.used",
+            f"{router.used} experts for each row whose input they weigh: only 1 is implemented",
+        )
     if not (isfinite(router.scale) and router.scale > 0.0):
         yield "experts.scale", f"{router.scale} is not a positive finite number"
     if outside := set(experts.dense_layers) - set(range(blocks)):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from quengine.kernels.backend import Backend, Hidden, LayerState
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.architectures import layers_of
 from quengine.models.config import ModelConfig, Stage
 from quengine.models.decoder_layer import DecoderLayer
@@ -50,29 +50,29 @@ class Decoder:
         self.host_experts = host_experts
         self.backend = backend
         self.chunk_size = chunk_size
-        top = LayerTensors(tensors, None, backend, config.rms_eps)
+        top = LayerTensors(tensors, None, backend, config.rms_eps, config.block.norm)
         self._stage = stage = config.stage or Stage(0, (0, config.block_count))
         self.token_embd: Any = top.weight("token_embd") if top.has("token_embd") else None
         self.output: Any = None
-        self.output_norm: RMSNorm | None = None
+        self.output_norm: Norm | None = None
         if stage.is_last:
-            norm = top.vector(config.output_norm)
-            self.output_norm = RMSNorm(norm * config.logit_scale, config.rms_eps)
+            self.output_norm = top.scaled_norm(config.output_norm, config.logit_scale)
             self.output = top.weight("output") if top.has("output") else self.token_embd
         self._output_rows = token_counts(config.vocab_size, config.ranks)
         tables = LayerTables(config, backend.device, ctx_size, chunk_size, host_experts)
         layers = layers_of(config)
-        self.blk = [
-            DecoderLayer(layers[i], LayerTensors(tensors, i, backend, config.rms_eps), tables)
-            for i in config.held_layers
-        ]
+        self.blk = [DecoderLayer(layers[i], self._of_layer(tensors, i), tables) for i in config.held_layers]
         last_norm = self.output_norm
         if not stage.is_last:
-            behind = LayerTensors(tensors, stage.layers.stop, backend, config.rms_eps)
+            behind = self._of_layer(tensors, stage.layers.stop)
             last_norm = behind.norm("attn_norm", config.block.norms != "post")
         self._step_bytes: dict[int, int] = {}
         self._next_norms = [*(block.mixer.norm for block in self.blk[1:]), last_norm]
         self._handed = HandedRows(stage, backend, config.embedding_length)
+
+    def _of_layer(self, tensors: Mapping[str, QuantTensor], layer: int) -> LayerTensors:
+        config = self.config
+        return LayerTensors(tensors, layer, self.backend, config.rms_eps, config.block.norm)
 
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all rows, given the cache before them."""
@@ -96,7 +96,7 @@ class Decoder:
         x = self._layers(batch, cache, None)
         if self.output_norm is None:
             return self._of_last_stage(None, len(batch), self.config.embedding_length)
-        hidden = self.backend.rms_norm(x, self.output_norm) / self.config.logit_scale
+        hidden = self.backend.normed(x, self.output_norm) / self.config.logit_scale
         return hidden if self.config.stage is None else self._of_last_stage(hidden, *hidden.shape)
 
     def _logits(self, batch: ForwardBatch, x: Hidden, rows: int) -> Tensor:

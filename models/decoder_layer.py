@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import Hidden, LayerState
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.rms_norm import RMSNorm
+from quengine.kernels.layer_norm import Norm
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block, ChannelMixer, Mixer
 from quengine.models.blocks.dense_and_experts import DenseAndExperts
@@ -28,7 +28,7 @@ from quengine.models.short_conv import ShortConvLayer
 class MixerLayer(Protocol):
     """A mixer on a backend. `entry` and `output` are the matrices of its projections."""
 
-    norm: RMSNorm | None
+    norm: Norm | None
     entry: Any
     output: Any
 
@@ -42,7 +42,7 @@ class MixerLayer(Protocol):
         batch: ForwardBatch,
         x: Hidden,
         state: Any,
-        next_norm: RMSNorm | None,
+        next_norm: Norm | None,
         rows: Tensor | None = None,
         /,
     ) -> Hidden:
@@ -75,18 +75,22 @@ def feed_forward_layer(
 
 
 class DecoderLayer:
-    """One layer on a backend: a mixer, then a feed-forward."""
+    """One layer on a backend: a mixer, then a feed-forward, or both on the layer's input."""
 
     def __init__(self, block: Block, tensors: LayerTensors, tables: LayerTables) -> None:
         self.mixer = mixer_layer(block.mixer, tensors, tables)
         self.ffn = feed_forward_layer(block.feed_forward, tensors, tables)
+        self._beside: FeedForwardLayer | None = None
+        if block.parallel:
+            assert isinstance(self.ffn, FeedForwardLayer)
+            self.ffn.norm, self._beside = self.mixer.norm, self.ffn
 
     def __call__(
         self,
         batch: ForwardBatch,
         x: Hidden,
         cache: LayerState,
-        next_norm: RMSNorm | None,
+        next_norm: Norm | None,
         rows: Tensor | None = None,
     ) -> Hidden:
         """Computes the layer on `x`, and returns the new residual stream.
@@ -94,5 +98,9 @@ class DecoderLayer:
         `next_norm`: the norm after this layer, the next layer's or the output's. `rows`: the rows to keep after the
         mixer; None: all.
         """
+        if self._beside is not None:  # computed first: the mixer may overwrite x
+            own = x if rows is None else self._beside.backend.gather_rows(x, rows)
+            inner = self._beside.backend.kept(self._beside.inner(batch, own))
+            return self._beside.down(batch, inner, self.mixer(batch, x, cache, None, rows), next_norm)
         x = self.mixer(batch, x, cache, self.ffn.norm, rows)
         return self.ffn(batch, x, next_norm)

@@ -2,6 +2,7 @@
 
 from quengine.kernels.backend import Branch, Hidden
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.dense_and_experts import DenseAndExperts
@@ -27,7 +28,7 @@ class DenseAndExpertsLayer(MixtureOfExperts):
         self.ffn_gate_up = self.backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
         self.ffn_down = tensors.weight("ffn_down")
 
-    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
+    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Norm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
         routed, routing = self.routed(batch, x)
         experts = self.expert_backend.experts_add(

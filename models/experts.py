@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
@@ -55,7 +56,7 @@ class MixtureOfExperts:
             self.shared_gate_up = self.backend.gate_up_weight(*tensors.take("ffn_gate_shexp", "ffn_up_shexp"))
             self.shared_down = tensors.weight("ffn_down_shexp")
 
-    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
+    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Norm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
         backend, norm = self.backend, self.norm
         gated, routing = self.routed(batch, x)
@@ -75,9 +76,11 @@ class MixtureOfExperts:
         if self.local is not None:
             numbers = self.local.index_select(0, routing.experts.flatten())
             routing = replace(routing, experts=numbers.view_as(routing.experts))
-        rows = self.expert_backend.experts_glu(
-            batch, x, self.expert_norm, routing, self.gate_up, self.activation
-        )
+        norm: RMSNorm | None = self.expert_norm
+        if self.router.kind.weighs_inputs:
+            x, norm = self.backend.weighed(x, self.expert_norm, routing.weights), None
+            routing = replace(routing, weights=torch.ones_like(routing.weights))
+        rows = self.expert_backend.experts_glu(batch, x, norm, routing, self.gate_up, self.activation)
         return rows, routing
 
     @property

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from quengine.kernels.backend import Backend, Hidden
-from quengine.kernels.rms_norm import RMSNorm
+from quengine.kernels.layer_norm import Norm
 from quengine.models.config import Stage
 
 
@@ -28,7 +28,7 @@ class HandedRows:
             self._communicator.send(torch.tensor([len(flat)], device=self._backend.device), to)
         self._communicator.send(flat, to)
 
-    def receive(self, rows: int, norm: RMSNorm | None) -> Hidden:
+    def receive(self, rows: int, norm: Norm | None) -> Hidden:
         """Receives `rows` rows from the previous stage. `norm`: the norm that reads them."""
         source, device = self._stage.number - 1, self._backend.device
         if rows == 1 and not self._single:

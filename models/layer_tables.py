@@ -37,7 +37,7 @@ class LayerTables:
         self._widest = max((attention.head_dim for attention in attentions_of(config)), default=0)
         self._masks: dict[int | None, Tensor] = {}
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
-        self._query_scales: dict[tuple[float, int], Tensor] = {}
+        self._query_scales: dict[tuple[float, int, int], Tensor] = {}
 
     def cache_group(self, layer: int) -> int:
         """The index of a layer's cache group (ModelConfig.cache_groups), whose block tables it uses."""
@@ -85,11 +85,11 @@ class LayerTables:
             self._rotations[rotation] = cos, sin
         return self._rotations[rotation]
 
-    def _query_scale(self, temperature: tuple[float, int] | None) -> Tensor | None:
-        """What the query at each position is multiplied with, fp32 [ctx_size] (Ministral 3), or None."""
+    def _query_scale(self, temperature: tuple[float, int, int] | None) -> Tensor | None:
+        """What the query at each position is multiplied with, fp32 [ctx_size] (Ministral 3, Llama 4), or None."""
         if temperature is not None and temperature not in self._query_scales:
-            scale, length = temperature
-            steps = torch.arange(self._ctx_size, dtype=torch.float64) // length
+            scale, length, offset = temperature
+            steps = (torch.arange(self._ctx_size, dtype=torch.float64) + offset) // length
             values = 1.0 + scale * torch.log1p(steps)
             self._query_scales[temperature] = values.to(self._device, torch.float32)
         return None if temperature is None else self._query_scales[temperature]

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from quengine.kernels.backend import Backend, Hidden, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.attention import Attention
@@ -17,16 +19,24 @@ from quengine.models.layer_tables import LayerTables
 
 
 class LayerTensors:
-    """The tensors of a layer (`blk.3.`), or of no layer (None), loaded onto a backend by their short names."""
+    """The tensors of a layer (`blk.3.`), or of no layer (None), loaded onto a backend by their short names.
+
+    eps: of its norms, which are of `kind` ("rms" or "layer").
+    """
 
     def __init__(
-        self, tensors: Mapping[str, QuantTensor], layer: int | None, backend: Backend[Any], eps: float
+        self,
+        tensors: Mapping[str, QuantTensor],
+        layer: int | None,
+        backend: Backend[Any],
+        eps: float,
+        kind: Literal["rms", "layer"] = "rms",
     ) -> None:
         self.tensors = tensors
         self.layer = -1 if layer is None else layer
         self.prefix = "" if layer is None else f"blk.{layer}."
         self.backend = backend
-        self.eps = eps
+        self.eps, self.kind = eps, kind
 
     def take(self, *names: str, kind: str = "weight") -> list[QuantTensor]:
         """`kind`: weight, bias, or "" for tensors whose names have none."""
@@ -43,13 +53,25 @@ class LayerTensors:
     def vector(self, *names: str, kind: str = "weight") -> Tensor:
         return self.backend.vector(self.take(*names, kind=kind))
 
-    def norm(self, name: str, there: bool = True) -> RMSNorm | None:
+    def norm(self, name: str, there: bool = True) -> Norm | None:
         """The norm with weights `name`; None if `there` is false, as the architecture has no such norm."""
+        return self.scaled_norm(name, 1.0) if there else None
+
+    def scaled_norm(self, name: str, scale: float) -> Norm:
+        """The norm with weights `name`, whose result is multiplied by `scale`."""
+        weight = self.vector(name) * scale
+        if self.kind == "rms":
+            return RMSNorm(weight, self.eps)
+        bias = self.vector(name, kind="bias") * scale if self.has(name, "bias") else None
+        return LayerNorm(weight, bias, self.eps)
+
+    def rms_norm(self, name: str, there: bool = True) -> RMSNorm | None:
+        """`norm` where it is an RMSNorm in every architecture."""
         return RMSNorm(self.vector(name), self.eps) if there else None
 
     def last_norm(self, form: BlockKind) -> RMSNorm | None:
         """The norm of what a layer's last part adds, with the number that its sum is multiplied by."""
-        norm = self.norm("post_ffw_norm", form.norms != "pre")
+        norm = self.rms_norm("post_ffw_norm", form.norms in ("post", "both"))
         if norm is None or not form.layer_scale:
             return norm
         scale = self.vector("layer_output_scale")
@@ -72,6 +94,9 @@ class AttentionLayer:
             q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
             rotated = form.qk_norm == "rotated head"
             spec = replace(spec, q_norm=q_norm, k_norm=k_norm, norms_rotated=rotated)
+        if declared.unit_norms:
+            ones = torch.ones(declared.head_dim, dtype=self.backend.dtype, device=self.backend.device)
+            spec = replace(spec, q_norm=ones, k_norm=ones, norms_rotated=True)
         spec = replace(spec, gated=form.gated)
         self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if form.sinks else spec
         self.norm = tensors.norm("attn_norm", form.norms != "post")
@@ -79,14 +104,14 @@ class AttentionLayer:
         self.entry_bias = tensors.vector(*_qkv(tensors, "bias"), kind="bias") if form.qkv_bias else None
         self.output = tensors.weight("attn_output")
         self.output_bias = tensors.vector("attn_output", kind="bias") if form.output_bias else None
-        self.post_norm = tensors.norm("post_attention_norm", form.norms != "pre")
+        self.post_norm = tensors.rms_norm("post_attention_norm", form.norms in ("post", "both"))
 
     def __call__(
         self,
         batch: ForwardBatch,
         x: Hidden,
         cache: KVLayer,
-        next_norm: RMSNorm | None,
+        next_norm: Norm | None,
         rows: Tensor | None = None,
     ) -> Hidden:
         """`next_norm`: the norm that reads the result. `rows`: the rows to keep after the attention; None: all."""
@@ -113,30 +138,40 @@ def _qkv(tensors: LayerTensors, kind: str, keys_as_values: bool = False) -> list
 
 
 class FeedForwardLayer:
-    """Merged gate and up projection, gated activation, down projection; norms as in AttentionLayer."""
+    """Merged gate and up projection, or up alone, their activation, down projection; norms as in AttentionLayer."""
 
     def __init__(self, declared: FeedForward, tensors: LayerTensors) -> None:
         form = declared.form
         self.backend = tensors.backend
         self.partial = declared.partial
-        self.activation = form.activation
-        self.norm = tensors.norm(form.ffn_norm, form.norms != "post")
-        if form.merged_gate:
+        self.activation, self.pointwise = form.activation, form.pointwise
+        self.norm = tensors.norm(form.ffn_norm, form.norms in ("pre", "both"))
+        if form.pointwise is not None:
+            self.entry = tensors.weight("ffn_up")
+        elif form.merged_gate:
             (merged,) = tensors.take("ffn_up")
-            gate, up = merged.row_slices(declared.length)
+            self.entry = self.backend.gate_up_weight(*merged.row_slices(declared.length))
         else:
-            gate, up = tensors.take("ffn_gate", "ffn_up")
-        self.ffn_gate_up = self.backend.gate_up_weight(gate, up)
+            self.entry = self.backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
         self.ffn_down = tensors.weight("ffn_down")
         self.post_norm = tensors.last_norm(form)
 
-    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
+    def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Norm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
-        gated = self.backend.norm_glu(batch, x, self.norm, self.ffn_gate_up, self.activation)
+        return self.down(batch, self.inner(batch, x), x, next_norm)
+
+    def down(self, batch: ForwardBatch, inner: Hidden, x: Hidden, next_norm: Norm | None) -> Hidden:
+        """The down projection of what `inner` returned, added to `x`."""
         return self.backend.linear_add(
-            batch, gated, self.ffn_down, x, next_norm, self.post_norm, partial=self.partial
+            *(batch, inner, self.ffn_down, x, next_norm, self.post_norm), partial=self.partial
         )
+
+    def inner(self, batch: ForwardBatch, x: Hidden) -> Hidden:
+        """What the down projection reads."""
+        if self.pointwise is not None:
+            return self.backend.norm_pointwise(batch, x, self.norm, self.entry, self.pointwise)
+        return self.backend.norm_glu(batch, x, self.norm, self.entry, self.activation)
 
     @property
     def nbytes(self) -> int:
-        return int(self.ffn_gate_up.nbytes + self.ffn_down.nbytes)
+        return int(self.entry.nbytes + self.ffn_down.nbytes)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import Hidden, SlotLayer
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.rms_norm import RMSNorm
+from quengine.kernels.layer_norm import Norm
 from quengine.models.layers import LayerTensors
 
 
@@ -32,7 +32,7 @@ class SlotMixerLayer:
         batch: ForwardBatch,
         x: Hidden,
         state: SlotLayer,
-        next_norm: RMSNorm | None,
+        next_norm: Norm | None,
         rows: Tensor | None = None,
     ) -> Hidden:
         """`next_norm`: the norm that reads the result. `rows`: the rows to keep once they are mixed; None: all."""

@@ -413,6 +413,13 @@ CHANGES = {
         "ffn_norm.weight": "",
         "post_attention_norm.weight": "d",
     },
+    "arcee": {"ffn_gate.weight": ""},
+    "cohere2": {"ffn_norm.weight": ""},
+    "llama4": {
+        "ffn_gate_shexp.weight": "x d",
+        "ffn_up_shexp.weight": "x d",
+        "ffn_down_shexp.weight": "d x",
+    },
     "qwen35": GATED_ATTENTION,
     "qwen35moe": {**GATED_ATTENTION, **SHARED_EXPERT},
     "qwen3next": {**GATED_ATTENTION, **SHARED_EXPERT},
@@ -478,6 +485,8 @@ DENSE_BESIDE = {
     "ffn_down_exps.scale": "e",
 }
 """What layers of such architectures have besides or otherwise where they have experts."""
+LAYER_NORMED = ("cohere2",)
+"""Architectures whose norms are LayerNorms."""
 
 MIXTURES = {
     "qwen2moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
@@ -491,6 +500,7 @@ MIXTURES = {
     "bailingmoe2": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "minimax-m2": ("expert_feed_forward_length",),
     "qwen3vlmoe": ("expert_feed_forward_length",),
+    "llama4": ("expert_feed_forward_length",),
     "hunyuan-moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "lfm2moe": ("expert_feed_forward_length",),
     "qwen35moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
@@ -528,6 +538,8 @@ class ModelSizes:
     def __post_init__(self) -> None:
         if self.experts is None:
             self.experts = 4 if self.architecture in MIXTURES else 0
+        if self.architecture == "llama4":
+            self.experts_used = 1  # they weigh their input
         if not MIXTURES.get(self.architecture):
             self.expert_feed_forward = self.feed_forward  # no key says another
 
@@ -545,7 +557,9 @@ class ModelSizes:
             f"{a}.attention.head_count_kv": self._kv_heads(),
             f"{a}.attention.key_length": self.head_dim,
             f"{a}.attention.value_length": self.head_dim,
-            f"{a}.attention.layer_norm_rms_epsilon": 1e-5,
+            f"{a}.attention.{'layer_norm' if a in LAYER_NORMED else 'layer_norm_rms'}_epsilon": 1e-5,
+            **self._of_cohere(),
+            **({f"{a}.interleave_moe_layer_step": 1} if a == "llama4" else {}),
             f"{a}.rope.dimension_count": self.head_dim,
             f"{a}.rope.freq_base": 10000.0,
             **({f"{a}.shortconv.l_cache": TAPS} if a in CONVOLVED else {}),
@@ -553,6 +567,11 @@ class ModelSizes:
             **self._gated_delta(),
             **self._mixture(),
         }
+
+    def _of_cohere(self) -> dict[str, Any]:
+        if self.architecture != "cohere2":
+            return {}
+        return {"cohere2.attention.sliding_window": 4, "cohere2.logit_scale": 0.25}
 
     def _gated_delta(self) -> dict[str, Any]:
         a = self.architecture

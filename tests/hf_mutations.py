@@ -238,6 +238,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_shared_experts": 8, "n_group": 2, "attention_bias": False, "max_window_layers": 1},
     "minimax-m2": {"rotary_dim": 2},
+    "cohere2": {"layer_norm_eps": 1e-5, "logit_scale": 0.25, "sliding_window": 8},
+    "arcee": {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False},
     "hunyuan-dense": {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 50.0}},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
     "granitemoe": {"residual_multiplier": 0.22, "logits_scaling": 8},

@@ -91,6 +91,7 @@ def write_model(
         "olmo2",
         "phi3",
         "smollm3",
+        "cohere2",
         "lfm2",
         "lfm2_moe",
         "exaone4",

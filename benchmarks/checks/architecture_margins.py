@@ -24,9 +24,9 @@ from llvmlite import binding
 from tests.models.architectures import both_files as models
 
 ARCHITECTURES = (
-    *("dots1", "ernie4_5", "exaone4", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe", "gpt_oss", "granite"),
-    *("hunyuan", "lfm2", "minimax_m2", "mixtral", "olmo2", "olmoe", "openelm", "phi3"),
-    *("qwen3_next", "qwen_moe", "qwen_vl", "seed_oss", "smollm3"),
+    *("arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe"),
+    *("gpt_oss", "granite", "hunyuan", "lfm2", "llama4", "minimax_m2", "mixtral", "olmo2", "olmoe"),
+    *("openelm", "phi3", "qwen3_next", "qwen_moe", "qwen_vl", "seed_oss", "smollm3"),
 )
 COLUMNS = ("prompt", "decode", "engine", "AMX", "fault")
 

@@ -44,7 +44,7 @@ _PLAIN = "|".join(
     (
         *("seed_oss", "glm4", "granite", "llama", "qwen2", "qwen3", "ernie4_5", "hunyuan-dense", "openelm"),
         *("qwen2vl", "qwen3vl", "glm4moe", "granitemoe", "olmoe", "qwen2moe", "qwen3moe", "qwen3vlmoe"),
-        *("ernie4_5-moe", "hunyuan-moe", "dots1", "bailingmoe2", "minimax-m2"),
+        *("ernie4_5-moe", "hunyuan-moe", "dots1", "bailingmoe2", "minimax-m2", "arcee", "llama4"),
     )
 )
 _NO_WINDOWS = f"{_PLAIN}|mistral3|phi3"
@@ -61,7 +61,7 @@ _MIXTURES = "|".join(
             "qwen2moe",
             "qwen3moe",
         ),
-        *("qwen35moe", "qwen3next"),
+        *("qwen35moe", "qwen3next", "llama4"),
     )
 )
 DECIDED: Mapping[str, str] = {
@@ -71,6 +71,9 @@ DECIDED: Mapping[str, str] = {
         "llama.cpp's router is fixed for these"
     ),
     rf"({_MIXTURES})\.expert_gating_func = 2": "llama.cpp's router is fixed for these",
+    r"minimax-m2\.(expert_weights_norm = False|expert_weights_scale = (0\.5|2\.0))": (
+        "llama.cpp's router is fixed for these"
+    ),
     r"granitemoe\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
     r"(ernie4_5-moe|olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
     rf"({_NO_WINDOWS})\.attention\.sliding_window = (1|8)": "transformers has the window, llama.cpp not",
@@ -157,6 +160,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention.key_length": (8, 32),
     "attention.value_length": (8, 32),
     "attention.layer_norm_rms_epsilon": (1e-6, 1e-2, 0.5),
+    "attention.layer_norm_epsilon": (1e-6, 1e-2, 0.5),
     "attention.sliding_window": (0, 1, 8, 64),
     "attention.sliding_window_pattern": (1, 2, 6),
     "attention.scale": (0.0, 0.1, 1.0),
@@ -219,7 +223,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 SPM = ("phi3",)
 """Architectures that llama.cpp reads with a SentencePiece vocabulary alone."""
 
-TIED = ("openelm",)
+TIED = ("openelm", "cohere2")
 """Architectures whose output matrix is the embedding for llama.cpp."""
 
 WITH_SCALING = ("linear", "yarn")

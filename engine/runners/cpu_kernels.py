@@ -112,7 +112,13 @@ def _name_operations(config: ModelConfig) -> None:
         table.router_kernel(config.experts.router.scores)
         table.group_kernel(), table.spread_kernel(), table.pack_groups_kernel(), table.grouped_matmul_kernel()
         table.add_experts_kernel(), table.gate_up_kernel(), table.down_kernel(), table.down_add_kernel()
-    table.rms_norm_kernel(), table.glu_kernel(config.block.activation)
+    table.rms_norm_kernel()
+    if config.block.norm == "layer":
+        table.layer_norm_kernel()
+    if config.block.pointwise is None:
+        table.glu_kernel(config.block.activation)
+    else:
+        table.pointwise_kernel(config.block.pointwise)
     (
         table.add_kernel(),
         table.scale_kernel(),

@@ -3,6 +3,7 @@
     set_threads(n), get_threads(), max_threads()                    threads of these kernels and of torch
     decode_linear(x, parts), prompt_linear(x, parts, addend=None)   x [T, K] times weights -> [T, sum of N_i], fp32
     embed(weight, ids, scale=1.0)                                   rows of a weight as fp32 [T, K]
+    normed(x, norm)                                                 rows of x after RMSNorm or LayerNorm [T, K]
     rms_norm(x, weight, eps)                                        rows of x normalised [T, K]
     rope_store(qkv, spec, layer, batch)                             rotated queries; keys and values go to the cache
     short_conv(batch, bcx, spec, layer)                             gated short convolution [T, C]; also to the state
@@ -10,6 +11,7 @@
     output_gate(y, qkv, spec)                                       an attention's result times its gates, in place
     softcap(y, cap)                                                 cap * tanh(y / cap), in place [T, N]
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
+    pointwise(x, activation="relu2")                                an activation without a gate, in place
     batch_attention(q, layer, batch, scale, window)                 decode, one token of B sequences: q [B, H, hd]
     prefill_attention(q, layer, start, scale, window, block_table)  T tokens of one sequence: q [T, H, hd]
 
@@ -31,7 +33,9 @@ from quengine.kernels.cpu.gemv.matmul import (
 )
 from quengine.kernels.cpu.ops.gated_delta import gated_delta
 from quengine.kernels.cpu.ops.glu import glu
+from quengine.kernels.cpu.ops.layer_norm import normed
 from quengine.kernels.cpu.ops.output_gate import output_gate
+from quengine.kernels.cpu.ops.pointwise import pointwise
 from quengine.kernels.cpu.ops.rms_norm import rms_norm
 from quengine.kernels.cpu.ops.rope_store import rope_store
 from quengine.kernels.cpu.ops.short_conv import short_conv
@@ -47,7 +51,9 @@ __all__ = [
     "get_threads",
     "glu",
     "max_threads",
+    "normed",
     "output_gate",
+    "pointwise",
     "prefill_attention",
     "prompt_linear",
     "rms_norm",

@@ -21,7 +21,9 @@ from quengine.kernels.cpu.step_recorder import Buffers, CpuWeight, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
+from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
@@ -82,26 +84,33 @@ class CpuBackend:
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         weight: CpuWeight,
         bias: Tensor | None = None,
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.norm_linear(x, norm, weight, bias)
         addend = None if bias is None else bias.unsqueeze(0)
-        return _linear(batch, _normed(x, norm), weight, addend)
+        return _linear(batch, cpu.normed(x, norm), weight, addend)
 
     def norm_glu(
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         gate_up: CpuWeight,
         activation: Activation = "silu",
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.norm_glu(x, norm, gate_up, activation)
-        return cpu.glu(_linear(batch, _normed(x, norm), gate_up), activation)
+        return cpu.glu(_linear(batch, cpu.normed(x, norm), gate_up), activation)
+
+    def norm_pointwise(
+        self, batch: ForwardBatch, x: Hidden, norm: Norm | None, up: CpuWeight, activation: Pointwise
+    ) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.norm_pointwise(x, norm, up, activation)
+        return cpu.pointwise(_linear(batch, cpu.normed(x, norm), up), activation)
 
     def linear_add(
         self,
@@ -109,7 +118,7 @@ class CpuBackend:
         x: Hidden,
         weight: CpuWeight,
         residual: Hidden,
-        next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+        next_norm: Norm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Hidden | None = None,
@@ -127,9 +136,9 @@ class CpuBackend:
         y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
         # The residual is added last: beside its large values, partial sums of the product would lose bits.
         if branch is not None:
-            y = _normed(y, branch.first_norm).add_(_normed(branch.rows, branch.norm))
+            y = cpu.normed(y, branch.first_norm).add_(cpu.normed(branch.rows, branch.norm))
         scale = 1.0 if post_norm is None else post_norm.residual_scale
-        return _normed(y, post_norm).add_(residual if scale == 1.0 else residual * scale)
+        return cpu.normed(y, post_norm).add_(residual if scale == 1.0 else residual * scale)
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -149,7 +158,12 @@ class CpuBackend:
     ) -> Routing:
         if self._recorder is not None:
             return self._recorder.route(x, norm, router, experts)
-        return route(_normed(x, norm), router, experts)
+        return route(cpu.normed(x, norm), router, experts)
+
+    def weighed(self, x: Hidden, norm: RMSNorm, weights: Tensor) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.weighed(x, norm, weights)
+        return cpu.normed(x, norm).mul_(weights)
 
     def experts_glu(
         self,
@@ -162,7 +176,7 @@ class CpuBackend:
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.experts_glu(x, norm, routing, gate_up, activation)
-        return experts_glu(_normed(x, norm), routing, gate_up, activation, batch.phase)
+        return experts_glu(cpu.normed(x, norm), routing, gate_up, activation, batch.phase)
 
     def experts_add(
         self,
@@ -171,7 +185,7 @@ class CpuBackend:
         routing: Routing,
         down: CpuExperts,
         residual: Hidden | None,
-        next_norm: RMSNorm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
+        next_norm: Norm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
         *,
         partial: bool = False,
     ) -> Hidden:
@@ -215,32 +229,31 @@ class CpuBackend:
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
         """Heads of every size are computed."""
 
+    def kept(self, x: Hidden) -> Hidden:
+        return x
+
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return x[rows]
 
     def flat_hidden(self, x: Tensor) -> Tensor:
         return x.flatten()
 
-    def hidden_of(self, flat: Tensor, rows: int, _norm: RMSNorm | None) -> Hidden:
+    def hidden_of(self, flat: Tensor, rows: int, _norm: Norm | None) -> Hidden:
         return flat.view(rows, -1)
 
-    def rms_norm(self, x: Hidden, norm: RMSNorm) -> Tensor:
-        return _normed(x, norm)
+    def normed(self, x: Hidden, norm: Norm) -> Tensor:
+        return cpu.normed(x, norm)
 
     def logits(
-        self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weight: CpuWeight, softcap: float = 0.0
+        self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: CpuWeight, softcap: float = 0.0
     ) -> Tensor:
         if self._recorder is not None:
             return self._recorder.logits(x, norm, weight, softcap)
-        x = _normed(x, norm)
+        x = cpu.normed(x, norm)
         # A single last row takes the decode kernel.
         decodes = len(x) == 1 or batch.phase == "decode"
         y = cpu.decode_linear(x, weight.parts) if decodes else cpu.prompt_linear(x, weight.parts)
         return cpu.softcap(y, softcap)
-
-
-def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
-    return x if norm is None else cpu.rms_norm(x, norm.weight, norm.eps)
 
 
 def _linear(batch: ForwardBatch, x: Tensor, weight: CpuWeight, addend: Tensor | None = None) -> Tensor:

@@ -25,7 +25,9 @@ from quengine.kernels.cpu.moe.router import logits_launches, logits_width, route
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
 from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
 from quengine.kernels.cpu.ops.glu import glu_launch
+from quengine.kernels.cpu.ops.layer_norm import norm_launch
 from quengine.kernels.cpu.ops.output_gate import output_gate_launch
+from quengine.kernels.cpu.ops.pointwise import pointwise_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.ops.short_conv import short_conv_launch
@@ -36,7 +38,9 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.short_conv import ShortConvSpec
@@ -112,7 +116,7 @@ class StepRecorder:
     _cleared: set[int] = field(default_factory=set)
     _row_stage: Stage | None = None  # the newest stage with one task per row
     # The last normalised hidden state: input, norm, result. Router and experts read the same.
-    _latest: tuple[Rows, RMSNorm, Rows] | None = None
+    _latest: tuple[Rows, Norm, Rows] | None = None
 
     def __post_init__(self) -> None:
         self.tokens = torch.zeros(self.rows, dtype=torch.int64)
@@ -129,12 +133,12 @@ class StepRecorder:
         out = self._fp32("hidden 0", part.cols)
         return Rows(out, self._stage([embed_launch(part, ids, out, scale)]))
 
-    def norm_linear(self, x: Rows, norm: RMSNorm | None, weight: CpuWeight, bias: Tensor | None) -> Rows:
+    def norm_linear(self, x: Rows, norm: Norm | None, weight: CpuWeight, bias: Tensor | None) -> Rows:
         source = self._normed(x, norm)
         y = self._fp32("linear", weight.rows)
         return Rows(y, self._matvecs(source, weight, y, bias))
 
-    def norm_glu(self, x: Rows, norm: RMSNorm | None, gate_up: CpuWeight, activation: Activation) -> Rows:
+    def norm_glu(self, x: Rows, norm: Norm | None, gate_up: CpuWeight, activation: Activation) -> Rows:
         source = self._normed(x, norm)
         gate, up = gate_up.parts
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
@@ -146,6 +150,19 @@ class StepRecorder:
                 matvec_launch(self._input(source, gate), gate, between, 0, step=step),
                 matvec_launch(self._input(source, up), up, between, gate.rows, step=step),
                 glu_launch(between, out, records, step, activation),
+            ]
+        )
+        return Rows(out, stage, records)
+
+    def norm_pointwise(self, x: Rows, norm: Norm | None, up: CpuWeight, activation: Pointwise) -> Rows:
+        source, (part,) = self._normed(x, norm), up.parts
+        out = self._fp32("gated", part.rows)
+        records = None if part.rows % 32 else self._records("gated", part.rows)
+        step = max(32, min(task_rows(part), _fair_rows(part.rows)) // 32 * 32)
+        stage = self._stage(
+            [
+                matvec_launch(self._input(source, part), part, out, 0, step=step),
+                pointwise_launch(out, records, step, activation),
             ]
         )
         return Rows(out, stage, records)
@@ -188,6 +205,12 @@ class StepRecorder:
         stage = self._stage(*([launch] for launch in logits_launches(source.values, router, logits)))
         self._after(stage, router_launch(logits, router, routing, experts))
         return routing
+
+    def weighed(self, x: Rows, norm: RMSNorm, weights: Tensor) -> Rows:
+        width = x.values.shape[1]
+        out = self._fp32("weighed", width)
+        stage = self._after(self.stages[-1], norm_launch(x.values, norm, out))
+        return Rows(out, self._after(stage, scale_launch(out, weights, 0, width, width)))
 
     def experts_glu(
         self, x: Rows, norm: RMSNorm | None, routing: Routing, gate_up: CpuExperts, activation: Activation
@@ -285,7 +308,7 @@ class StepRecorder:
         self._stage([convolution])
         return Rows(out, self._after(self._stage([memory]), output))
 
-    def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight, softcap: float) -> Tensor:
+    def logits(self, x: Rows, norm: Norm, weight: CpuWeight, softcap: float) -> Tensor:
         y = self._fp32("logits", weight.rows)
         self._matvecs(self._normed(x, norm), weight, y, cap=softcap)
         return y
@@ -322,7 +345,7 @@ class StepRecorder:
             column += w.rows
         return self._stage(*parts)
 
-    def _normed(self, x: Rows, norm: RMSNorm | None) -> Rows:
+    def _normed(self, x: Rows, norm: Norm | None) -> Rows:
         if norm is None:
             return Rows(x.values, x.stage)
         if self._latest is not None and self._latest[0] is x and self._latest[1] is norm:
@@ -330,7 +353,7 @@ class StepRecorder:
         out = self._fp32("normed", x.values.shape[1])
         # Another norm of the same rows takes the first one's place once what read that has ended.
         before = self.stages[-1] if self._latest is not None and self._latest[0] is x else x.stage
-        stage = self._after(before, rms_norm_launch(x.values, norm.weight, norm.eps, out))
+        stage = self._after(before, norm_launch(x.values, norm, out))
         self._latest = x, norm, Rows(out, stage)
         return self._latest[2]
 

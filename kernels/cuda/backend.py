@@ -54,9 +54,11 @@ from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
+from quengine.kernels.cuda.layer_norm import layer_norm, layer_norm_fp16, layer_norm_quantize
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.moe.grouped import norms_in_groups
+from quengine.kernels.cuda.pointwise import pointwise, pointwise_quantize
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.peers import PeerBuffers
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
@@ -67,7 +69,9 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
+from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
@@ -144,7 +148,7 @@ class CudaBackend:
         self,
         batch: ForwardBatch,
         x: Residual,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         weight: PackedWeight,
         bias: Tensor | None = None,
     ) -> Tensor | ScaledProduct:
@@ -159,7 +163,7 @@ class CudaBackend:
         self,
         batch: ForwardBatch,
         x: Residual,
-        norm: RMSNorm | None,
+        norm: Norm | None,
         gate_up: PackedWeight,
         activation: Activation = "silu",
     ) -> Rows:
@@ -168,13 +172,26 @@ class CudaBackend:
             return matvec_glu(rows, gate_up, activation, scratch=self._quantization_scratch(), pdl=self.pdl)
         return matmul_glu(rows, gate_up, self._room(), activation, self.pdl, _exact(batch))
 
+    def norm_pointwise(
+        self,
+        batch: ForwardBatch,
+        x: Residual,
+        norm: Norm | None,
+        up: PackedWeight,
+        activation: Pointwise,
+    ) -> Rows:
+        product = self._product(batch, self._normed(x, norm), up)
+        if isinstance(product, Tensor) and self._takes_q_dot(len(product)):
+            return pointwise_quantize(product, activation, self.pdl)
+        return pointwise(product, activation, self.pdl)
+
     def linear_add(
         self,
         batch: ForwardBatch,
         x: Rows,
         weight: PackedWeight,
         residual: Residual,
-        next_norm: RMSNorm | None = None,
+        next_norm: Norm | None = None,
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
         row_scale: Tensor | None = None,
@@ -182,7 +199,7 @@ class CudaBackend:
         *,
         partial: bool = False,
     ) -> Residual:
-        rows = self._rounded(x)
+        rows, next_norm = self._rounded(x), _begun(next_norm)
         if partial:
             return self._add_partial(
                 batch, rows, weight, residual, next_norm, post_norm, bias, row_scale, branch
@@ -213,6 +230,9 @@ class CudaBackend:
     ) -> Routing:
         return self._experts.route(_stream(x), norm, router, experts)
 
+    def weighed(self, x: Residual, norm: RMSNorm, weights: Tensor) -> Tensor:
+        return self.normed(x, norm).mul_(weights)
+
     def experts_glu(
         self,
         batch: ForwardBatch,
@@ -233,10 +253,11 @@ class CudaBackend:
         routing: Routing,
         down: ExpertWeights,
         residual: Residual | None,
-        next_norm: RMSNorm | None = None,
+        next_norm: Norm | None = None,
         *,
         partial: bool = False,
     ) -> Residual:
+        next_norm = _begun(next_norm)
         if residual is None:
             residual = torch.zeros(len(routing.experts), down.expert_rows, device=self.device)
         if partial:
@@ -292,6 +313,13 @@ class CudaBackend:
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
         check_head_dim(spec.head_dim)
 
+    def kept(self, x: Rows) -> Rows:
+        if (
+            not isinstance(x, Fp16Operand) or x.is_wgmma
+        ):  # a buffer of its own, or one that only `norm_glu` has
+            return x
+        return replace(x, values=x.values.clone(), row_scale=x.row_scale.clone())
+
     def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
         """Selected rows, fp32. A single row then takes the decode kernels, unless they are batch-invariant."""
         if isinstance(x, Fp16Operand):
@@ -302,14 +330,16 @@ class CudaBackend:
     def flat_hidden(self, x: Residual) -> Tensor:
         return flattened(x)
 
-    def hidden_of(self, flat: Tensor, rows: int, norm: RMSNorm | None) -> Residual:
-        return unflattened(flat, rows, norm)
+    def hidden_of(self, flat: Tensor, rows: int, norm: Norm | None) -> Residual:
+        return unflattened(flat, rows, _begun(norm))
 
-    def rms_norm(self, x: Residual, norm: RMSNorm) -> Tensor:
+    def normed(self, x: Residual, norm: Norm) -> Tensor:
+        if isinstance(norm, LayerNorm):
+            return layer_norm(_stream(x), norm, self.pdl)
         return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
 
     def logits(
-        self, batch: ForwardBatch, x: Residual, norm: RMSNorm, weight: PackedWeight, softcap: float = 0.0
+        self, batch: ForwardBatch, x: Residual, norm: Norm, weight: PackedWeight, softcap: float = 0.0
     ) -> Tensor:
         logits = self._matmul(batch, self._normed(x, norm), weight, None)
         return softcap_logits(logits, softcap, self.pdl) if softcap else logits
@@ -474,10 +504,15 @@ class CudaBackend:
             return Fp16Operand.empty(rows, width, self.device)
         return self._room().fp16_operand(rows, width)
 
-    def _normed(self, x: Residual, norm: RMSNorm | None) -> Rows:
+    def _normed(self, x: Residual, norm: Norm | None) -> Rows:
         if norm is None:
             stream = _stream(x)
             return quantize_activations(stream, pdl=self.pdl) if self._takes_q_dot(len(stream)) else stream
+        if isinstance(norm, LayerNorm):
+            stream = _stream(x)
+            if self._takes_q_dot(len(stream)):
+                return layer_norm_quantize(stream, norm, self.pdl)
+            return layer_norm_fp16(stream, norm, self._room().fp16_operand(*stream.shape), self.pdl)
         if isinstance(x, RmsNormed):
             return x.rms_normed
         if self._takes_q_dot(x.shape[0]):
@@ -544,6 +579,11 @@ class CudaBackend:
 
 def _stream(x: Residual) -> Tensor:
     return x.hidden if isinstance(x, RmsNormed) else x
+
+
+def _begun(norm: Norm | None) -> RMSNorm | None:
+    """The norm, if the launch that makes the rows that it reads begins or computes it."""
+    return norm if isinstance(norm, RMSNorm) else None
 
 
 def _exact(batch: ForwardBatch) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from quengine.kernels.backend import Backend, Hidden
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
+from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -52,12 +53,13 @@ class HostExperts:
         self,
         batch: ForwardBatch,
         x: Hidden,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         routing: Routing,
         gate_up: Any,
         activation: Activation = "silu",
     ) -> HostRows:
-        rows, on_host = self.device.rms_norm(x, norm).to(_HOST, self.host.dtype), self._routing(routing)
+        normed, on_host = x if norm is None else self.device.normed(x, norm), self._routing(routing)
+        rows = normed.to(_HOST, self.host.dtype)
         gated = self.host.experts_glu(batch, rows, None, on_host, gate_up, activation)
         return HostRows(gated, on_host)
 
@@ -68,7 +70,7 @@ class HostExperts:
         routing: Routing,  # noqa: ARG002 (`gated` has it on the host)
         down: Any,
         residual: Hidden | None,
-        next_norm: RMSNorm | None = None,  # noqa: ARG002 (the operation that reads the sum begins it)
+        next_norm: Norm | None = None,  # noqa: ARG002 (the operation that reads the sum begins it)
         *,
         partial: bool = False,
     ) -> Hidden:

@@ -18,6 +18,7 @@ class RouterKind:
     scores: see Scores.
     normalized: the selected scores are divided by their sum.
     scale: multiplies the weights.
+    weighs_inputs: an expert reads its row times the weight, and its result is added as it is (Llama 4).
     groups, groups_used: if groups > 1, the experts form this number of equal groups, and only those in the
     `groups_used`
       best groups are selected from; a group's score is the sum of its two highest scores, the selection bias included
@@ -28,5 +29,6 @@ class RouterKind:
     scores: Scores = "softmax"
     normalized: bool = True
     scale: float = 1.0
+    weighs_inputs: bool = False
     groups: int = 1
     groups_used: int = 1

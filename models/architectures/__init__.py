@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from quengine.errors import EngineError
+from quengine.models.architectures.arcee import ARCEE
 from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.architectures.bailingmoe2 import BAILINGMOE2
+from quengine.models.architectures.cohere2 import COHERE2
 from quengine.models.architectures.dots1 import DOTS1
 from quengine.models.architectures.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from quengine.models.architectures.exaone4 import EXAONE4
@@ -19,6 +21,7 @@ from quengine.models.architectures.granite import GRANITE, GRANITEMOE
 from quengine.models.architectures.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from quengine.models.architectures.lfm2 import LFM2, LFM2MOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
+from quengine.models.architectures.llama4 import LLAMA4
 from quengine.models.architectures.minimax_m2 import MINIMAX_M2
 from quengine.models.architectures.olmo2 import OLMO2
 from quengine.models.architectures.olmoe import OLMOE
@@ -39,9 +42,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     for a in (
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
         *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, QWEN2VL, QWEN3VL, HUNYUAN_DENSE, QWEN35),
-        *(OPENELM, GEMMA2, GEMMA4),
+        *(OPENELM, GEMMA2, GEMMA4, ARCEE, COHERE2),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
+        *(LLAMA4,),
     )
 }
 """By the name that GGUF has for them."""

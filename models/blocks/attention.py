@@ -18,9 +18,10 @@ class Attention:
     """`heads` query heads of `head_dim` share `kv_heads` key and value heads.
 
     form: what it has beside the projections. width: of the residual stream. scale: multiplies the scores. window:
-    positions that a token sees, its own among them; None: all before it. temperature: (scale, length), by which queries
-    grow with the position (`ModelConfig.attention_temperature_scale`), or None. partial: a rank has some of the heads.
-    keys_as_values: values are keys before their norm and rotation, without a projection. softcap: of the scores, or 0.
+    positions that a token sees, its own among them; None: all before it. temperature: (scale, length, offset), by which
+    queries grow with the position (`ModelConfig.attention_temperature_scale`), or None. unit_norms: of rotated queries
+    and keys (`BlockKind.unit_norms`). partial: a rank has some of the heads. keys_as_values: values are keys before
+    their norm and rotation, without a projection. softcap: of the scores, or 0.
     """
 
     form: BlockKind
@@ -31,7 +32,8 @@ class Attention:
     rotation: Rotation
     scale: float
     window: int | None = None
-    temperature: tuple[float, int] | None = None
+    temperature: tuple[float, int, int] | None = None
+    unit_norms: bool = False
     partial: bool = False
     keys_as_values: bool = False
     softcap: float = 0.0
@@ -41,6 +43,7 @@ class Attention:
     def of(cls, config: ModelConfig, layer: int) -> "Attention":
         """The attention of a layer as the model's configuration has it."""
         scale, length = config.attention_temperature_scale, config.attention_temperature_length
+        rotation = config.rotation(layer)
         heads, kv_heads, *_ = config.sizes(layer)
         size = config.head_size(layer)
         return cls(
@@ -49,10 +52,11 @@ class Attention:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=size,
-            rotation=config.rotation(layer),
+            rotation=rotation,
             scale=size**-0.5 if config.attention_scale is None else config.attention_scale,
             window=config.layer_windows[layer],
-            temperature=(scale, length) if scale else None,
+            temperature=(scale, length, config.attention_temperature_offset) if scale else None,
+            unit_norms=config.block.unit_norms and rotation.turns,
             partial=config.ranks > 1 and config.splits_heads,
             keys_as_values=layer in config.keys_as_values,
             softcap=config.attention_softcap,
@@ -63,7 +67,7 @@ class Attention:
         form = self.form
         traits = {
             "query/key/value biases": form.qkv_bias,
-            "query/key norms": form.qk_norm is not None,
+            "query/key norms": form.qk_norm is not None or self.unit_norms,
             "merged projections": form.merged,
             "attention sinks": form.sinks,
             "value norms": form.v_norm,
@@ -81,7 +85,7 @@ class Attention:
         if self.form.norms != "post":
             norm = TensorSpec((self.width,), hf="input_layernorm.weight", draw=NORM)
             found = {"attn_norm.weight": norm, **found}
-        if self.form.norms != "pre":
+        if self.form.norms not in ("pre", "parallel"):
             norm = TensorSpec((self.width,), hf="post_attention_layernorm.weight", draw=NORM)
             found["post_attention_norm.weight"] = norm
         found |= self._biases()

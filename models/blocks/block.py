@@ -154,10 +154,11 @@ class ChannelMixer(Part, Protocol):
 
 @dataclass(frozen=True)
 class Block:
-    """One layer of a model."""
+    """One layer of a model. parallel: the feed-forward reads the mixer's norm of the layer's input, not its result."""
 
     mixer: Mixer
     feed_forward: ChannelMixer
+    parallel: bool = False
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Those of both parts, the mixer's first."""

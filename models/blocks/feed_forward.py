@@ -1,4 +1,4 @@
-"""The gated feed-forward, declared."""
+"""The feed-forward, declared: with a gate, or without."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ _ROWS, _COLUMNS = Cut("rows", ("inner",)), Cut("columns", ("inner",))
 def first_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
     """The norm in front of a feed-forward or experts, where there is one."""
     norm = TensorSpec((width,), hf="post_attention_layernorm.weight", draw=NORM)
-    return {} if form.norms == "post" else {f"{form.ffn_norm}.weight": norm}
+    return {} if form.norms in ("post", "parallel") else {f"{form.ffn_norm}.weight": norm}
 
 
 def last_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
     """The norm of their result, where there is one, and the number that the layer's sum is multiplied by."""
     norm = TensorSpec((width,), hf="post_feedforward_layernorm.weight", draw=NORM)
-    found = {} if form.norms == "pre" else {"post_ffw_norm.weight": norm}
+    found = {} if form.norms in ("pre", "parallel") else {"post_ffw_norm.weight": norm}
     if form.layer_scale:
         found["layer_output_scale.weight"] = TensorSpec((1,), hf="layer_scalar", draw=Uniform(0.5, 1.0))
     return found
@@ -26,7 +26,10 @@ def last_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """activation(gate) * up of `length` elements, then down to `width`. partial: a rank has some of the elements."""
+    """activation(gate) * up of `length` elements, or of a form without a gate activation(up), then down to `width`.
+
+    partial: a rank has some of the elements.
+    """
 
     form: BlockKind
     width: int
@@ -50,7 +53,8 @@ class FeedForward:
             )
         else:
             shape = (self.length, self.width)
-            found["ffn_gate.weight"] = TensorSpec(shape, _ROWS, "mlp.gate_proj.weight")
+            if self.form.pointwise is None:
+                found["ffn_gate.weight"] = TensorSpec(shape, _ROWS, "mlp.gate_proj.weight")
             found["ffn_up.weight"] = TensorSpec(shape, _ROWS, "mlp.up_proj.weight")
         down = TensorSpec((self.width, self.length), _COLUMNS, "mlp.down_proj.weight")
         return {**found, "ffn_down.weight": down, **last_norm(self.form, self.width)}

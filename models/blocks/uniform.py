@@ -12,7 +12,10 @@ from quengine.models.config import ModelConfig
 
 def uniform_layers(config: ModelConfig) -> Sequence[Block]:
     """Attention in every layer, with the sizes and the window that the configuration has for it."""
-    return [Block(Attention.of(config, i), channel_mixer(config, i)) for i in range(config.block_count)]
+    parallel = config.block.norms == "parallel"
+    return [
+        Block(Attention.of(config, i), channel_mixer(config, i), parallel) for i in range(config.block_count)
+    ]
 
 
 def channel_mixer(config: ModelConfig, layer: int) -> ChannelMixer:

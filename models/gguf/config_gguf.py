@@ -63,6 +63,7 @@ KEYS: Mapping[str, str] = {
     "gated_delta.taps": "ssm.conv_kernel",
     **EXPERT_KEYS,
 }
+LAYER_NORM_EPS = "attention.layer_norm_epsilon"
 ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
 )
@@ -146,7 +147,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         rope_dim=_uniform_int(file, architecture, "rope_dim", default=head_dim),
         rope_freq_base=_float(file, f"{architecture}.rope.freq_base", 10000.0),
         rope_scaling=scaling,
-        rms_eps=_rms_eps(file, architecture),
+        rms_eps=_norm_eps(file, declared),
         # Converters write 0 for "no window". A window is applied in every architecture, as `transformers` does with the
         # folders that such files are made of (Mistral 7B v0.1, Phi-3); llama.cpp passes it over in most.
         sliding_window=window or None,
@@ -261,8 +262,9 @@ def _float(file: GGUFFile, key: str, default: float) -> float:
     return default if value is None else value
 
 
-def _rms_eps(file: GGUFFile, architecture: str) -> float:
-    key = f"{architecture}.{KEYS['rms_eps']}"
+def _norm_eps(file: GGUFFile, declared: Architecture) -> float:
+    rms = declared.block.norm == "rms"
+    key = f"{declared.name}.{KEYS['rms_eps'] if rms else LAYER_NORM_EPS}"
     value = file.get_float(key)
     if value is None:
         raise file.error(key, "missing from the metadata")

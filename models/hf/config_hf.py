@@ -40,6 +40,7 @@ ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh",),
     "clamped_swish": ("silu",),
+    "relu2": ("relu2",),
 }
 
 
@@ -137,7 +138,7 @@ def _refuse_unimplemented(
     for keys in (outer, text):
         if (causal := keys.get("is_causal", True)) is not True:
             raise config_error("is_causal", f"{causal!r} is not implemented: each token sees those before it")
-    names = ACTIVATIONS[block.activation]
+    names = ACTIVATIONS[block.pointwise or block.activation]
     activation = text.get("hidden_act", names[0])
     if activation not in names:
         raise config_error("hidden_act", f"{activation!r} is not implemented, only {names[0]} is")

@@ -181,7 +181,7 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         **_sizes(config),
         f"{a}.attention.key_length": config.head_dim,
         f"{a}.attention.value_length": config.head_dim,
-        f"{a}.attention.layer_norm_rms_epsilon": config.rms_eps,
+        f"{a}.attention.{'layer_norm_rms' if config.block.norm == 'rms' else 'layer_norm'}_epsilon": config.rms_eps,
         f"{a}.rope.dimension_count": config.rope_dim,
         f"{a}.rope.freq_base": config.rope_freq_base,
     }

@@ -80,7 +80,7 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
 def _feed_forward_operations(config: ModelConfig, ffn: FeedForwardLayer | MixtureOfExperts) -> int:
     """Of the matrices of one layer's feed-forward, for one row."""
     if isinstance(ffn, FeedForwardLayer):
-        return int(sum(2 * weight.rows * weight.cols for weight in (ffn.ffn_gate_up, ffn.ffn_down)))
+        return int(sum(2 * weight.rows * weight.cols for weight in (ffn.entry, ffn.ffn_down)))
     experts = ffn.experts
     inner = experts.router.used * experts.feed_forward_length + experts.shared_feed_forward_length
     return 2 * config.embedding_length * (3 * inner + experts.count)

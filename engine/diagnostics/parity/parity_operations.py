@@ -55,6 +55,7 @@ _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "gated_delta": ("attention", (1,)),
     "linear_add": ("output+residual", (1, 3)),
     "norm_glu": ("norm+glu", (1,)),
+    "norm_pointwise": ("norm+glu", (1,)),
     "route": ("route", (1,)),
     "experts_glu": ("experts+glu", (1,)),
     "experts_add": ("experts+residual", (1, 4)),

@@ -27,6 +27,7 @@ from quengine.kernels.backend import AttentionSpec, Backend, Hidden
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, slot_mapping
+from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeSpec, rope_table
@@ -51,7 +52,7 @@ TABLES = ((5, 7, 0), (2, 6, 1), (4, 8, 3))
 _WHOLE = tuple(range(CONTEXT // BLOCK_SIZE))
 
 OPERATIONS = (
-    *(f"RMSNorm {width}" for width in NORM_WIDTHS),
+    *(f"{kind} {width}" for kind in ("RMSNorm", "LayerNorm") for width in NORM_WIDTHS),
     *(f"attention {cache} {size}" for cache in CACHE_TYPES for size in HEAD_SIZES),
 )
 
@@ -63,7 +64,7 @@ def check_operation(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
     """The checks of one of OPERATIONS or PAGED; an exception on the way is their failure."""
     kind, *rest = name.split()
     try:
-        if kind == "RMSNorm":
+        if kind in ("RMSNorm", "LayerNorm"):
             yield from _check_norm(backend, name, int(rest[0]))
             return
         cache_type: CacheType = "q8_0" if rest[0] == "q8_0" else "f16"
@@ -79,16 +80,18 @@ def _check_norm(backend: Backend[Any], name: str, width: int) -> Iterator[Kernel
     """Through a plain matrix of few rows, as no backend gives a norm away alone."""
     reference = ReferenceBackend(keep=True)
     for test, tokens, limit in (("1 token", 1, ROUNDED), ("prompt", PROMPT, HALF)):
-        found, wanted = (_normed(side, width, tokens) for side in (backend, reference))
+        found, wanted = (_normed(side, name, width, tokens) for side in (backend, reference))
         yield KernelCheck(name, test, nmse(found, wanted), limit)
 
 
-def _normed(backend: Backend[Any], width: int, tokens: int) -> Hidden:
+def _normed(backend: Backend[Any], name: str, width: int, tokens: int) -> Hidden:
     random = torch.Generator().manual_seed(width)
     norm, matrix = torch.rand(width, generator=random) + 0.5, torch.randn(48, width, generator=random)
     x = rows_on(backend, tokens, width, 5)
     batch = _prompt_batch(backend, tokens, _WHOLE)
-    weights = RMSNorm(backend.vector([floats(norm)]), EPS)
+    weights: Norm = RMSNorm(backend.vector([floats(norm)]), EPS)
+    if name.startswith("LayerNorm"):
+        weights = LayerNorm(weights.weight, backend.vector([floats(norm.flip(0))]), EPS)
     return backend.norm_linear(batch, x, weights, backend.weight([floats(matrix)]))
 
 

@@ -73,7 +73,7 @@ def _multiply(
         added.rows = places
         added.cols = matrices.rows
         added.task_cols = step
-        added.scale = _ONE
+        added.scale = _ONE  # type: ignore[assignment]  # numba's fp32
         call_kernel(matrices.add_kernel, added, block)
 
 

@@ -26,6 +26,7 @@ from quengine.kernels.forward_batch import ForwardBatch, Phase
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CONV_HISTORY, CacheType, can_store
 from quengine.kernels.kv.kv_rows import allocate_layer
+from quengine.kernels.layer_norm import LayerNorm
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
 from quengine.kernels.short_conv import ShortConvSpec
@@ -200,6 +201,8 @@ def _model_cases() -> Iterator[Case]:
 def _block_cases() -> Iterator[Case]:
     """Blocks with post-norms, with and without pre-norms; projections with a bias or row scales."""
     for rows in (1, 16, 64, ODD_ROWS):
+        call = partial(_ungated, "Q4_K", 2560, 18432, _step(rows))
+        yield Case(f"feed-forward without a gate, {_rows(rows)}", rows == 1, (90,), call)
         call = partial(_blocks, "Q4_K", "Q6_K", 2560, 10240, _step(rows))
         yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
         call = partial(_branches, "Q4_0", 2816, 2112, _step(rows))
@@ -300,6 +303,8 @@ def _width_cases() -> Iterator[Case]:
     for width in (576, 3072, 4096, 5120, 8192):
         for rows in (1, PREFILL_ROWS):
             yield Case(f"norm {width}, {_rows(rows)}", rows == 1, (90,), partial(_norm, width, rows))
+            call = partial(_layer_norm, width, rows)
+            yield Case(f"LayerNorm {width}, {_rows(rows)}", rows == 1, (90,), call)
 
 
 def _sampling_cases() -> Iterator[Case]:
@@ -442,8 +447,24 @@ def _matmul(name: str, size: int, batch: ForwardBatch, backend: MetaBackend) -> 
 def _norm(width: int, rows: int, backend: MetaBackend) -> None:
     weight = backend.weight([stored("F16", 64, width)])
     norm = RMSNorm(empty(width), EPS)
-    backend.rms_norm(empty(rows, width), norm)
+    backend.normed(empty(rows, width), norm)
     backend.norm_linear(_step(rows), empty(rows, width), norm, weight)
+
+
+def _layer_norm(width: int, rows: int, backend: MetaBackend) -> None:
+    """Command R7B's, without a bias, and an encoder's, with one; plain rows and a matmul's input."""
+    weight = backend.weight([stored("F16", 64, width)])
+    for bias in (None, empty(width)):
+        norm = LayerNorm(empty(width), bias, EPS)
+        backend.normed(empty(rows, width), norm)
+        backend.norm_linear(_step(rows), empty(rows, width), norm, weight)
+
+
+def _ungated(name: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """Arcee's feed-forward, the square of ReLU without a gate."""
+    norm, up = RMSNorm(empty(hidden), EPS), backend.weight([stored(name, ffn, hidden)])
+    x = backend.norm_pointwise(batch, empty(len(batch), hidden), norm, up, "relu2")
+    backend.linear_add(batch, x, backend.weight([stored(name, hidden, ffn)]), empty(len(batch), hidden), norm)
 
 
 def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:

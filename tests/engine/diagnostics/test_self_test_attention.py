@@ -48,7 +48,7 @@ def test_the_definition_and_the_cpu_pass() -> None:
 
 
 def test_there_is_a_check_of_every_cache_type_and_of_norms() -> None:
-    assert {name.split()[0] for name in OPERATIONS} == {"RMSNorm", "attention"}
+    assert {name.split()[0] for name in OPERATIONS} == {"RMSNorm", "LayerNorm", "attention"}
     assert {name.split()[1] for name in ATTENTIONS} == {"f16", "q8_0"}
 
 
@@ -74,7 +74,7 @@ def test_a_norm_without_its_weights_fails() -> None:
         def norm_linear(self, batch: Any, x: Any, norm: Any, *rest: Any) -> Any:
             return super().norm_linear(batch, x, replace(norm, weight=norm.weight * 0 + 1), *rest)
 
-    norms = {name for name in OPERATIONS if name.startswith("RMSNorm")}
+    norms = {name for name in OPERATIONS if "Norm" in name}
     assert failed(Unweighted(keep=True)) == {(name, test) for name in norms for test in ("1 token", "prompt")}
 
 

@@ -134,13 +134,14 @@ def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[int]:
         ("qwen2moe", False, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
         ("qwen2moe", True, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
         ("openelm", False, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
+        ("cohere2", False, SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)),
         (
             "qwen2",
             False,
             SamplingParams(temperature=0.7, seed=5, presence_penalty=0.5, max_tokens=8, logit_bias={9: 2.0}),
         ),
     ],
-    ids=["greedy", "by expert", "layers of unlike heads", "sampled"],
+    ids=["greedy", "by expert", "layers of unlike heads", "side by side", "sampled"],
 )
 def test_two_ranks_choose_the_tokens_of_one(
     tmp_path: Path,
@@ -174,7 +175,7 @@ def test_two_ranks_choose_the_tokens_of_one(
     assert a.inputs.all.equal(b.inputs.all) and a.captured == b.captured
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen2moe"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen2moe", "cohere2"])
 def test_two_ranks_that_share_the_layers_choose_the_tokens_of_one(tmp_path: Path, architecture: str) -> None:
     """And have the same bits: a row goes to the next rank with the norm that the launch before has begun."""
     path = write_model(tmp_path, architecture, blocks=2)

@@ -71,6 +71,12 @@ def test_every_architecture_decodes_to_the_bits_of_the_eager_path(
     assert_same(write_tiny(tmp_path / "m.gguf", architecture, kind, tied=tied, seed=3), IDS)
 
 
+@pytest.mark.parametrize("architecture", ["arcee", "cohere2", "llama4"])
+def test_other_forms_of_blocks_do_too(tmp_path: Path, architecture: str) -> None:
+    """No gate; LayerNorm, and a feed-forward beside attention; experts that weigh their input."""
+    assert_same(write_tiny(tmp_path / "m.gguf", architecture, "Q8_0", tied=True, seed=3), IDS)
+
+
 def test_a_step_sees_what_its_window_holds(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "m.gguf", kind="Q8_0", changes={"llama.attention.sliding_window": 4})
     assert_same(path, IDS)

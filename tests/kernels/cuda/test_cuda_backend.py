@@ -66,7 +66,7 @@ def backend(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> CudaBacken
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen2", "qwen3", "openelm", *["llama"] * torch.cuda.is_available()]
+    "architecture", ["qwen2", "qwen3", "openelm", "arcee", "cohere2", *["llama"] * torch.cuda.is_available()]
 )
 def test_decode_is_the_reference_within_its_budget(
     architecture: str, backend: CudaBackend, tmp_path: Path

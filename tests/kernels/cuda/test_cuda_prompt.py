@@ -22,7 +22,7 @@ from tests.kernels.cuda.weights import nmse
 from tests.tiny_models import write_tiny
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "arcee", "cohere2"])
 def test_a_prompt_through_expanded_weights_is_the_reference(
     architecture: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

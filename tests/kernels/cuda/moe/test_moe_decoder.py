@@ -24,18 +24,28 @@ from tests.tiny_models import small_config
 
 IDS = [5, 17, 50, 3]
 EXPERTS = ExpertConfig(4, RouterKind(2), feed_forward_length=32, dense_layers=(0,))
+WEIGHED = replace(
+    EXPERTS, router=RouterKind(1, "sigmoid", False, weighs_inputs=True), shared_feed_forward_length=32
+)
 CONFIGS = {
     "dense layer first": small_config(),
     "biases, clamped": replace(
         small_config(), block=BlockKind(expert_bias=True, activation="clamped_swish"), block_count=1
     ),
+    "weighed inputs": replace(small_config(), architecture="llama4", block=BlockKind(unit_norms=True)),
 }
 
 
 def model(name: str, kind: str) -> tuple[ModelConfig, dict[str, QuantTensor]]:
     """A tiny model with experts; matrices are of type `kind`, norms and biases plain."""
     config = replace(CONFIGS[name], vocab_size=64, context_length=64, feed_forward_length=32)
-    experts = EXPERTS if config.block_count > 1 else replace(EXPERTS, dense_layers=())
+    experts = (
+        WEIGHED
+        if name == "weighed inputs"
+        else EXPERTS
+        if config.block_count > 1
+        else replace(EXPERTS, dense_layers=())
+    )
     config = replace(config, experts=experts)
     rng, tensors = np.random.default_rng(0), {}
     for tensor, shape in required_tensors(config).items():
@@ -66,6 +76,7 @@ def logits(name: str, kind: str, backend: CudaBackend | ReferenceBackend, chunks
         ("dense layer first", "Q8_0", [1, 1]),
         ("dense layer first", "Q8_0", [3]),
         ("biases, clamped", "F16", [3, 1]),
+        ("weighed inputs", "Q8_0", [3, 1]),
     ],
 )
 def test_a_decoder_with_experts_is_the_reference(

@@ -1,0 +1,129 @@
+"""Llama 4's text model as a folder and as GGUF: the logits of `transformers`, layers of each kind, refusals by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quengine import LLM
+from quengine.errors import EngineError
+from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
+from tests.gguf_builder import ModelSizes, model_builder
+from tests.models.architectures.both_files import KINDS, Case, SameLogits, opened, path_of
+
+SIZES = {
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 1,
+    "use_qk_norm": True,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FULL = 4 * ["full_attention"]
+
+
+def _clear(model: Any) -> None:
+    """Routers that are decided: a cache in fp16 tips none."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("router.weight"):
+                weight.mul_(4.0)
+            elif "experts." in name:  # made as zeros, or not at all
+                weight.copy_(0.12 * torch.randn_like(weight))
+
+
+def _case(converts: bool = True, **config: Any) -> Case:
+    return Case("llama4_text", {**SIZES, **config}, converts=converts, change=_clear)
+
+
+CASES = {
+    "plain": _case(),
+    "some dense, llama3": _case(interleave_moe_layer_step=2, rope_parameters=LLAMA3),
+    "queries grow": _case(False, floor_scale=8, attn_scale=0.5, no_rope_layer_interval=2),
+    "no norms, own layers": _case(
+        False, use_qk_norm=False, no_rope_layers=[1, 0, 1, 1], moe_layers=[0, 2], attention_chunk_size=64
+    ),
+    "no chunks": _case(False, layer_types=FULL, attn_temperature_tuning=False, attention_chunk_size=4),
+}
+
+
+class TestLogits(SameLogits):
+    pass
+
+
+def test_both_files_describe_the_same_model(root: Path) -> None:
+    for kind in KINDS:
+        config = opened(root, "some dense, llama3", kind).config
+        assert config.unrotated_layers == (3,) and config.layer_windows == 4 * (None,)
+        assert config.experts is not None and config.experts.dense_layers == (0, 2)
+        assert config.experts.shared_feed_forward_length == 48 and config.experts.router.weighs_inputs
+        assert config.attention_chunk == 8192 and config.block.unit_norms
+        assert config.attention_temperature_scale == 0.1 and config.attention_temperature_offset == 1
+    own = opened(root, "no norms, own layers", "folder").config
+    assert own.unrotated_layers == (1,) and not own.block.unit_norms and own.context_length == 64
+    assert opened(root, "no chunks", "folder").config.attention_chunk == 0
+
+
+def test_a_context_beyond_a_chunk_is_refused_by_name(root: Path) -> None:
+    problem = (
+        "more than the 64 of a chunk of this llama4 model's attention; more are not implemented; use -c 64"
+    )
+    with pytest.raises(EngineError, match=problem):
+        LLM(path_of(root, "no norms, own layers", "folder"), device="cpu", ctx_size=65)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"num_experts_per_tok": 2}, "num_experts_per_tok: 2 experts for each row whose input they weigh"),
+        (
+            {"layer_types": ["sliding_attention", *FULL[1:]]},
+            "layer_types: sliding_attention: not implemented",
+        ),
+        ({"moe_layers": "all"}, "moe_layers: is not a list of layers"),
+        ({"no_rope_layers": [1, 2, 1, 1]}, "no_rope_layers: is not a 0 or 1 for each of 4 layers"),
+        ({"attention_bias": True}, "attention_bias: biases on the output"),
+        ({"attention_chunk_size": None}, "attention_chunk_size"),
+    ],
+)
+def test_what_is_not_computed_in_a_folder_is_refused(
+    root: Path, change: dict[str, Any], problem: str
+) -> None:
+    config = json.loads((root / "plain" / "config.json").read_text())
+    with pytest.raises(EngineError, match=problem):
+        read_hf_config({**config, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"attention.sliding_window": 0}, "sliding_window .*: 0: only chunks of 8192 positions"),
+        ({"attention.sliding_window_pattern": 2}, "does not implement"),
+        ({"expert_used_count": 2}, "2 experts for each row"),
+    ],
+)
+def test_what_is_not_computed_in_a_file_is_refused(
+    tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    changes = {f"llama4.{key}": value for key, value in change.items()}
+    path = model_builder(ModelSizes("llama4"), changes=changes).write(tmp_path / "m.gguf")
+    with open_gguf(path) as file, pytest.raises(GGUFError, match=problem):
+        read_gguf_config(file)
+
+
+def test_a_model_of_128_experts_has_no_norms_of_queries_and_keys(tmp_path: Path) -> None:
+    path = model_builder(ModelSizes("llama4", blocks=1, experts=128)).write(tmp_path / "m.gguf")
+    with open_gguf(path) as file:
+        assert not read_gguf_config(file).block.unit_norms
