@@ -15,6 +15,7 @@ from contextlib import suppress
 
 from quengine.kernels.child_process import import_path
 from quengine.kernels.cpu.gemm.tile_matmul import tile_kind
+from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.ops.gated_delta import COLUMNS
 from quengine.kernels.cpu.runtime import kernel_table as table
 from quengine.kernels.cpu.runtime.code_store import code_store
@@ -23,6 +24,7 @@ from quengine.kernels.cpu.runtime.threads import get_threads
 from quengine.kernels.kv.cache_types import CACHE_TYPES, can_store
 from quengine.models.architectures import attentions_of
 from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 from quengine.platform.machine import usable_cpus
@@ -97,9 +99,12 @@ def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
 
 def _name_operations(config: ModelConfig) -> None:
     """All but the matrices', with either type of cache."""
-    table.scores_kernel(), table.softmax_kernel(), table.sums_kernel(), table.choose_kernel()
+    table.choose_kernel()
     for attention in attentions_of(config):
-        _name_attention(attention)
+        if isinstance(attention, LatentAttention):
+            _name_latent_attention(attention)
+        else:
+            _name_attention(attention)
     if config.conv_channels:
         table.short_conv_kernel()
     if config.gated_delta is not None:
@@ -121,6 +126,7 @@ def _name_operations(config: ModelConfig) -> None:
 
 def _name_attention(attention: Attention) -> None:
     """Those of a layer."""
+    table.scores_kernel(), table.softmax_kernel(), table.sums_kernel()
     sinks = (True,) if attention.form.sinks else ()
     table.block_kernel(*sinks), table.combine_kernel(*sinks)
     if attention.form.gated:
@@ -129,6 +135,18 @@ def _name_attention(attention: Attention) -> None:
         if can_store(cache_type, attention.head_dim):
             table.key_panel_kernel(cache_type), table.value_panel_kernel(cache_type)
             table.rope_store_kernel(attention.rotation.layout, cache_type != "f16")
+            table.kv_split_kernel(cache_type != "f16")
+
+
+def _name_latent_attention(attention: LatentAttention) -> None:
+    """Those of a layer."""
+    wide = (True,) if attention.head_dim > DEPTH else ()
+    table.scores_kernel(*wide), table.softmax_kernel(*wide), table.sums_kernel(*wide), table.combine_kernel()
+    table.block_kernel(*((False, True) if wide else ()))
+    for cache_type in CACHE_TYPES:
+        if can_store(cache_type, attention.head_dim):
+            table.key_panel_kernel(cache_type, *wide), table.value_panel_kernel(cache_type)
+            table.latent_store_kernel(attention.rotation.layout, cache_type != "f16")
             table.kv_split_kernel(cache_type != "f16")
 
 

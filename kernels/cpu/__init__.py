@@ -7,6 +7,7 @@
     rope_store(qkv, spec, layer, batch)                             rotated queries; keys and values go to the cache
     short_conv(batch, bcx, spec, layer)                             gated short convolution [T, C]; also to the state
     gated_delta(batch, x, spec, layer)                              gated delta net [T, H * hd]; also to the state
+    latent_attention(batch, q, latent, spec, layer)                 latent attention [T, H * values]; also to the cache
     output_gate(y, qkv, spec)                                       an attention's result times its gates, in place
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
     batch_attention(q, layer, batch, scale, window)                 decode, one token of B sequences: q [B, H, hd]
@@ -22,6 +23,7 @@ dataclass in `X.py`.
 """
 
 from quengine.kernels.cpu.attention.attention import batch_attention
+from quengine.kernels.cpu.attention.latent_attention import check_latent, latent_attention
 from quengine.kernels.cpu.attention.prefill_attention import prefill_attention
 from quengine.kernels.cpu.gemv.matmul import (
     decode_linear,
@@ -39,11 +41,13 @@ from quengine.kernels.cpu.runtime.threads import Launch, get_threads, max_thread
 __all__ = [
     "Launch",
     "batch_attention",
+    "check_latent",
     "decode_linear",
     "embed",
     "gated_delta",
     "get_threads",
     "glu",
+    "latent_attention",
     "max_threads",
     "output_gate",
     "prefill_attention",

@@ -6,6 +6,7 @@ from functools import lru_cache
 from quengine.errors import EngineError
 from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.architectures.bailingmoe2 import BAILINGMOE2
+from quengine.models.architectures.deepseek import DEEPSEEK2, MISTRAL4
 from quengine.models.architectures.dots1 import DOTS1
 from quengine.models.architectures.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from quengine.models.architectures.exaone4 import EXAONE4
@@ -30,6 +31,7 @@ from quengine.models.architectures.seed_oss import SEED_OSS
 from quengine.models.architectures.smollm3 import SMOLLM3
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block
+from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.config import ModelConfig
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -40,6 +42,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(OPENELM,),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
+        *(DEEPSEEK2, MISTRAL4),
     )
 }
 """By the name that GGUF has for them."""
@@ -58,9 +61,10 @@ def layers_of(config: ModelConfig) -> Sequence[Block]:
     return tuple(ARCHITECTURES[config.architecture].build(config))
 
 
-def attentions_of(config: ModelConfig) -> Sequence[Attention]:
+def attentions_of(config: ModelConfig) -> Sequence[Attention | LatentAttention]:
     """Those of the layers that attend, in order."""
-    return [block.mixer for block in layers_of(config) if isinstance(block.mixer, Attention)]
+    kinds = (Attention, LatentAttention)
+    return [block.mixer for block in layers_of(config) if isinstance(block.mixer, kinds)]
 
 
 def unsupported_architecture(name: str, why: str = "is not supported") -> EngineError:
