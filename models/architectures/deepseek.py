@@ -37,6 +37,15 @@ def _build(config: ModelConfig) -> Sequence[Block]:
     return [Block(LatentAttention.of(config, i), channel_mixer(config, i)) for i in range(config.block_count)]
 
 
+def _size_fields(config: ModelConfig) -> Fields:
+    """Of a synthetic model that says no sizes; those of files replace them."""
+    if config.latent is not None:
+        return {}
+    rotated = config.head_dim // 2
+    latent = LatentSizes(0, 128, config.head_dim - rotated, rotated, config.head_dim, config.rms_eps)
+    return {"latent": latent, "rope_dim": rotated, "head_count_kv": 1}
+
+
 def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
     return range(min(integer(keys, "first_k_dense_replace", 0, _MOST, default=0), blocks))
 
@@ -72,7 +81,9 @@ def _without_share(keys: Keys, rotated: int) -> Keys:
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
     sizes = {field: integer(keys, key, 1, _SIZE) for field, key in _HF_SIZES.items()}
     query_rank = integer(keys, "q_lora_rank", 0, 1 << 14, default=0)
-    latent = LatentSizes(query_rank, rotated=config.rope_dim, eps=_INNER_EPS, **sizes)
+    latent = LatentSizes(
+        query_rank, rotated=integer(keys, "qk_rope_head_dim", 2, _SIZE), eps=_INNER_EPS, **sizes
+    )
     layout: RopeLayout = "pairs" if flag({"rope_interleave": True, **keys}, "rope_interleave") else "halves"
     rope, scaling = keys["rope_parameters"], config.rope_scaling
     stretched = 1.0
@@ -93,8 +104,9 @@ def _latent_fields(latent: LatentSizes, stretched: float) -> dict[str, Any]:
     return {
         "latent": latent,
         "head_dim": head,
+        "rope_dim": latent.rotated,
         "head_count_kv": 1,
-        "attention_scale": stretched * stretched * head**-0.5,
+        "attention_scale": None if stretched == 1.0 else stretched * stretched * head**-0.5,
     }
 
 
@@ -113,8 +125,10 @@ def _v2_fields(keys: Keys, config: ModelConfig) -> Fields:
             "topk_method", f"{method!r} with {groups} groups is not implemented, only greedy is"
         )
     assert config.experts is not None
-    router = replace(config.experts.router, groups=1, groups_used=1)
-    return {**_fields(keys, config), "experts": replace(config.experts, router=router)}
+    router = replace(config.experts.router, scores="softmax", normalized=False, groups=1, groups_used=1)
+    fields = _fields(keys, config)
+    block = replace(fields["block"], selection_bias=False)
+    return {**fields, "block": block, "experts": replace(config.experts, router=router)}
 
 
 def _v2_keys(keys: Keys) -> Keys:
@@ -129,14 +143,7 @@ def _v2_keys(keys: Keys) -> Keys:
 
 def _v3_fields(keys: Keys, config: ModelConfig) -> Fields:
     _check_router(keys, "sigmoid", "noaux_tc")
-    fields = _fields(keys, config)
-    return {**fields, **_sigmoids(config), "block": replace(fields["block"], selection_bias=True)}
-
-
-def _sigmoids(config: ModelConfig) -> Fields:
-    assert config.experts is not None
-    router = replace(config.experts.router, scores="sigmoid")
-    return {"experts": replace(config.experts, router=router)}
+    return _fields(keys, config)
 
 
 def _glm_keys(keys: Keys) -> Keys:
@@ -185,14 +192,16 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     latent = LatentSizes(query_rank, rank, head - rotated, rotated, values, config.rms_eps)
     experts = config.experts
     assert experts is not None
-    given = file.get_int(f"{prefix}.expert_gating_func")
-    # GLM-4.7-Flash's first files do not say it; llama.cpp tells them by their sizes.
-    glm = config.block_count in (47, 48) and config.vocab_size == 154880
-    router = experts.router if given or not glm else replace(experts.router, scores="sigmoid")
+    router = experts.router
+    if not file.get_int(f"{prefix}.expert_gating_func"):
+        # GLM-4.7-Flash's first files do not say it; llama.cpp tells them by their sizes.
+        glm = config.block_count in (47, 48) and config.vocab_size == 154880
+        router = replace(router, scores="sigmoid" if glm else "softmax")
+    normalized = bool(file.get_bool(f"{prefix}.expert_weights_norm"))  # as in llama.cpp where no key says it
     return {
         **_latent_fields(latent, _stretched(file, config)),
         "block": replace(config.block, selection_bias="exp_probs_b.bias" in kinds),
-        "experts": replace(experts, router=router),
+        "experts": replace(experts, router=replace(router, normalized=normalized)),
         "attention_temperature_length": _temperature_length(file, config),
         **without_drafts(file, config),
     }
@@ -298,12 +307,25 @@ _V3_DEFAULTS: Mapping[str, object] = {
     "max_position_embeddings": 4096,
     f"num_{DRAFTS}": 1,
 }
+_TINY: Mapping[str, Any] = {
+    "block_count": 3,
+    "head_count_kv": 1,
+    "head_dim": 96,
+    "rope_dim": 32,
+    "latent_rank": 128,
+    "value_dim": 64,
+    "experts": 16,
+    "experts_used": 4,
+    "expert_feed_forward_length": 256,
+    "shared_feed_forward_length": 256,
+    "dense_layers": 1,
+}
 
 DEEPSEEK2 = Architecture(
     name="deepseek2",
-    block=BlockKind(rope_layout="pairs"),
+    block=BlockKind(rope_layout="pairs", selection_bias=True),
     build=_build,
-    router=RouterKind(used=8, scores="softmax", normalized=False),
+    router=RouterKind(used=8, scores="sigmoid", normalized=True),
     rope_scalings=frozenset({"linear", "yarn"}),
     model_types={
         "deepseek_v2": ModelType(
@@ -366,16 +388,39 @@ DEEPSEEK2 = Architecture(
     },
     hf_modules=_MODULES,
     hf_rope_pairs=True,
+    size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,
     gguf_fields=_gguf_fields,
     latent=True,
+    synthetic={
+        "glm-4.7-flash": {
+            "vocab_size": 154880,
+            "context_length": 202752,
+            "embedding_length": 2048,
+            "block_count": 47,
+            "feed_forward_length": 10240,
+            "head_count": 20,
+            "head_count_kv": 1,
+            "head_dim": 256,
+            "rope_dim": 64,
+            "latent_rank": 512,
+            "query_rank": 768,
+            "value_dim": 256,
+            "experts": 64,
+            "experts_used": 4,
+            "expert_feed_forward_length": 1536,
+            "shared_feed_forward_length": 1536,
+            "dense_layers": 1,
+        },
+        "deepseek2-tiny": {**_TINY, "query_rank": 256},
+    },
 )
 
 MISTRAL4 = Architecture(
     name="mistral4",
     block=BlockKind(rope_layout="pairs"),
     build=_build,
-    router=RouterKind(used=4, scores="softmax", normalized=False),
+    router=RouterKind(used=4, scores="softmax", normalized=True),
     rope_scalings=frozenset({"linear", "yarn"}),
     model_types={
         "mistral4": ModelType(
@@ -407,7 +452,27 @@ MISTRAL4 = Architecture(
     },
     hf_modules=_MODULES,
     hf_rope_pairs=True,
+    size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,
     gguf_fields=_gguf_fields,
     latent=True,
+    synthetic={
+        "mistral-small-4": {
+            "vocab_size": 131072,
+            "context_length": 262144,
+            "block_count": 36,
+            "feed_forward_length": 12288,
+            "head_count_kv": 1,
+            "rope_dim": 64,
+            "rope_freq_base": 1e4,
+            "latent_rank": 256,
+            "query_rank": 1024,
+            "value_dim": 128,
+            "experts": 128,
+            "experts_used": 4,
+            "expert_feed_forward_length": 2048,
+            "shared_feed_forward_length": 2048,
+        },
+        "mistral4-tiny": {**_TINY, "dense_layers": 0},
+    },
 )
