@@ -29,7 +29,8 @@ def _allocate(state: State, blocks: int, device: torch.device, cache_type: Cache
     rank keeps, none."""
     if isinstance(state, SlotState):
         return SlotLayer(tuple(torch.empty(0, *shape, device=device) for shape in state.shapes))
-    return allocate_layer(blocks * BLOCK_SIZE, state.kv_heads, state.head_dim, device, cache_type)
+    rows = blocks * BLOCK_SIZE
+    return allocate_layer(rows, state.kv_heads, state.head_dim, device, cache_type, state.latent)
 
 
 def _allocate_states(

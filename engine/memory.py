@@ -12,7 +12,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.blocks.block import SlotState, State
-from quengine.models.config import CacheGroup, GatedDeltaSizes, ModelConfig
+from quengine.models.config import CacheGroup, GatedDeltaSizes, LatentSizes, ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes reserved, by kind of device, for everything independent of the model's size: the process, kernels,
@@ -319,6 +319,7 @@ def workspace_bytes(
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
     dequantized = min(2 * largest, _MOST_DEQUANTIZED)
     activations += 0 if net is None else chunk * _delta_row_bytes(net)
+    activations += 0 if config.latent is None else chunk * _latent_row_bytes(config.head_count, config.latent)
     return fixed + packed + dequantized + activations + logits + expert_bytes(config, chunk)
 
 
@@ -326,6 +327,13 @@ def _delta_row_bytes(net: GatedDeltaSizes) -> int:
     """Of a prompt's row in a gated delta net on a CUDA device, beside its product and its result: fp32 queries, keys
     and values, two gates of each value head, and a row of two matrices of its chunk."""
     return 4 * (net.channels + 2 * net.value_heads * (1 + _DELTA_CHUNK))
+
+
+def _latent_row_bytes(heads: int, sizes: LatentSizes) -> int:
+    """Of a prompt's row in a latent attention on a CUDA device: of each head fp32 products and rotated elements, fp16
+    queries and sums of latents, and values twice."""
+    widest = max(sizes.rank, sizes.values)
+    return heads * (4 * widest + 4 * sizes.rotated + 2 * (sizes.plain + sizes.rank) + 8 * sizes.values)
 
 
 def expert_bytes(config: ModelConfig, chunk: int) -> int:

@@ -50,20 +50,20 @@ def attention(
 ) -> torch.Tensor:
     """`softmax(q k^T * scale) v` of each head; query heads share key/value heads in consecutive groups.
 
-    q: [T, H, head_dim]; k, v: [S, H_kv, head_dim] with H a multiple of H_kv; mask: bool [T, S], True is visible, or
-    None: every key is visible to every query (decode). Every row must see at least one key. sinks: [H], a learned
-    logit per head without a key or value: it is not scaled, and is in the softmax's denominator only. cap: scaled
-    scores are soft-capped (`softcap`) before the mask; 0: they are not. Returns [T, H, head_dim] in q's dtype. fp32
-    and fp64 queries are computed in their dtype, fp16 and bf16 in fp32. Sources: Vaswani et al. 2017; Ainslie et al.
-    2023 (grouped queries); OpenAI 2025 (gpt-oss, sinks); Gemma Team 2024, "Gemma 2" (soft caps).
+    q: [T, H, head_dim]; k: [S, H_kv, head_dim], v: [S, H_kv, value_dim] with H a multiple of H_kv; mask: bool [T, S],
+    True is visible, or None: every key is visible to every query (decode). Every row must see at least one key. sinks:
+    [H], a learned logit per head without a key or value: it is not scaled, and is in the softmax's denominator only.
+    cap: scaled scores are soft-capped (`softcap`) before the mask; 0: they are not. Returns [T, H, value_dim] in q's
+    dtype. fp32 and fp64 queries are computed in their dtype, fp16 and bf16 in fp32. Sources: Vaswani et al. 2017;
+    Ainslie et al. 2023 (grouped queries); OpenAI 2025 (gpt-oss, sinks); Gemma Team 2024, "Gemma 2" (soft caps).
     """
     compute = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
-    tokens, heads, head_dim = q.shape
+    tokens, heads, _ = q.shape
     kv_heads = k.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
     group = heads // kv_heads
-    out = torch.empty(tokens, heads, head_dim, dtype=compute, device=q.device)
+    out = torch.empty(tokens, heads, v.shape[-1], dtype=compute, device=q.device)
     for h in range(kv_heads):  # one group of heads at a time bounds the scores to [group, T, S]
         queries = q[:, h * group : (h + 1) * group].to(compute).transpose(0, 1)
         scores = softcap(queries @ k[:, h].to(compute).T * scale, cap)

@@ -16,6 +16,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
@@ -38,7 +39,8 @@ class KVLayer:
 
     `k`, `v`: [rows, kv_heads, head_dim], BLOCK_SIZE rows per block, fp16, or int8 codes with `k_scale`, `v_scale`
     [rows, kv_heads, head_dim / 32] fp16 (q8_0, see kernels/kv/kv_q8_0.py). Strides are arbitrary; in memory each
-    head's positions are adjacent.
+    head's positions are adjacent. Of a latent attention `v` and `v_scale` are `k` and `k_scale` themselves: its values
+    are the first elements of its keys (kernels/latent_attention.py).
     """
 
     k: Tensor
@@ -48,8 +50,9 @@ class KVLayer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All stored tensors, each with the positions first."""
-        return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
+        """All stored tensors, each once, with the positions first."""
+        held = (self.k, self.k_scale) if self.v is self.k else (self.k, self.v, self.k_scale, self.v_scale)
+        return [tensor for tensor in held if tensor is not None]
 
     @property
     def blocks(self) -> list[Tensor]:
@@ -239,7 +242,9 @@ class Backend(Protocol[WeightT]):
         ...
 
     def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> WeightT:
-        """Loads the matrices [N, F] of E experts, of one format, for `experts_add`. bias: [E, N]."""
+        """Loads the matrices [N, F] of E experts, of one format, for `experts_add`. bias: [E, N]. Those of heads are
+        loaded so, too, for `latent_attention`.
+        """
         ...
 
     def route(
@@ -295,6 +300,22 @@ class Backend(Protocol[WeightT]):
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first, where the spec is `gated` heads * head_dim
         columns more. The keys and values are written to `layer` before they are read. Returns [T, heads * head_dim].
         """
+        ...
+
+    def columns(self, x: Hidden, first: int, last: int) -> Hidden:
+        """Columns first .. last - 1 of a result of `norm_linear`: [T, last - first]."""
+        ...
+
+    def latent_attention(
+        self, batch: ForwardBatch, q: Hidden, latent: Hidden, spec: LatentSpec, layer: KVLayer
+    ) -> Hidden:
+        """Latent attention of the step's tokens: q [T, heads * (plain + rotated)], latent [T, rank + rotated], results
+        of `norm_linear`, which may be written over. Returns [T, heads * values]. See kernels/latent_attention.py.
+        """
+        ...
+
+    def check_latent(self, spec: LatentSpec) -> None:
+        """Raises EngineError where `latent_attention` does not compute these sizes: at load, ahead of any step."""
         ...
 
     def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:

@@ -19,6 +19,8 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
+from quengine.kernels.latent_attention import latent_attention
+from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.layer_norm import normed as _normed
 from quengine.kernels.moe.experts import experts_add, experts_glu
@@ -232,6 +234,18 @@ class ReferenceBackend:
         y = attention(q, keys, values, mask, spec.scale, spec.sinks, spec.softcap)
         return y.reshape(tokens, -1)
 
+    def columns(self, x: Tensor, first: int, last: int) -> Tensor:
+        return x[:, first:last]
+
+    def latent_attention(
+        self, batch: ForwardBatch, q: Tensor, latent: Tensor, spec: LatentSpec, layer: KVLayer
+    ) -> Tensor:
+        absorb, expand = (self._matrices(weights) for weights in (spec.absorb, spec.expand))
+        return latent_attention(batch, q, latent, spec, layer, absorb, expand)
+
+    def check_latent(self, spec: LatentSpec) -> None:
+        """All sizes are computed."""
+
     def short_conv(self, batch: ForwardBatch, x: Tensor, spec: ShortConvSpec, state: SlotLayer) -> Tensor:
         return short_conv(batch, x, spec, state.parts[0])
 
@@ -263,6 +277,11 @@ class ReferenceBackend:
 
     def _dense(self, part: QuantTensor) -> Tensor:
         return dequantize(part.format, part.data).reshape(part.shape).to(self.dtype)
+
+    def _matrices(self, weights: ReferenceExperts) -> Tensor:
+        """Of all experts, or heads: [E, N, K]."""
+        held = [w.parts[0] if w.dense is None else w.dense for w in weights.experts]
+        return torch.stack([w if isinstance(w, Tensor) else self._dense(w) for w in held])
 
     def _matmul(self, x: Tensor, weight: ReferenceWeight) -> Tensor:
         if weight.dense is not None:

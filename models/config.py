@@ -44,6 +44,11 @@ def yarn_attention_factor(factor: float, log_multiplier: float = 0.0) -> float:
     return (0.1 * log(factor) + 1.0) / (0.1 * log_multiplier * log(factor) + 1.0)
 
 
+def yarn_mscale(factor: float, multiplier: float) -> float:
+    """DeepSeek's factor of queries and keys, `0.1 m ln(factor) + 1` (`yarn_get_mscale` in its models' code)."""
+    return 0.1 * multiplier * log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
 def longrope_attention_factor(factor: float, original: int) -> float:
     """The factor by which LongRoPE multiplies cos and sin when it extends `original` positions `factor` times.
 
@@ -242,6 +247,23 @@ class GatedDeltaSizes:
         return _rows_by_part((self.ratio, self.ratio), self.key_heads)
 
 
+@dataclass(frozen=True)
+class LatentSizes:
+    """Of a latent attention (blocks/latent_attention.py).
+
+    query_rank: of the latent that queries are made of; 0: they are made of the hidden row. rank: of the latent that
+    keys and values are made of. plain, rotated: elements of a query that are not and that are rotated. values: elements
+    of a head's value. eps: of the norms of both latents.
+    """
+
+    query_rank: int
+    rank: int
+    plain: int
+    rotated: int
+    values: int
+    eps: float
+
+
 def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
     """Of a matrix that has `parts` rows of each head side by side, head after head: the rows of each part."""
     every, first, found = sum(parts), 0, []
@@ -310,7 +332,8 @@ class ModelConfig:
     decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden rows;
     None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers` keep a
     state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
-    (blocks/short_conv.py); `gated_delta`: the sizes of their gated delta net. `output_norm`: GGUF's name of the norm in
+    (blocks/short_conv.py); `gated_delta`: the sizes of their gated delta net. `latent`: the sizes of every layer's
+    latent attention; `head_dim` is then that of queries before their matrix is applied. `output_norm`: GGUF's name of the norm in
     front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths are then
     those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole ones
     (layer_split.py).
@@ -354,6 +377,7 @@ class ModelConfig:
     conv_taps: int = 0
     conv_channels: int = 0
     gated_delta: GatedDeltaSizes | None = None
+    latent: LatentSizes | None = None
     output_norm: str = "output_norm"
     layer_sizes: tuple[LayerSizes, ...] = ()
     ranks: int = 1
@@ -400,8 +424,8 @@ class ModelConfig:
 
     @property
     def splits_heads(self) -> bool:
-        """Whether ranks may share the heads: a norm over the whole row needs all of them."""
-        return self.block.qk_norm != "row"
+        """Whether ranks may share the heads: a norm over the whole row needs all of them, and so does a latent."""
+        return self.block.qk_norm != "row" and self.latent is None
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
@@ -445,6 +469,8 @@ class ModelConfig:
             yield from _expert_problems(self.experts, self.block_count, self.block.shared_gate)
         if self.gated_delta is not None:
             yield from _gated_delta_problems(self.gated_delta)
+        if self.latent is not None:
+            yield from _latent_problems(self.latent)
 
     def _problems_of_windows(self) -> Iterator[tuple[str, str]]:
         """Of heads in layers with a window that have other sizes."""
@@ -522,6 +548,21 @@ def _gated_delta_problems(sizes: GatedDeltaSizes) -> Iterator[tuple[str, str]]:
             "gated_delta.value_heads",
             f"{sizes.value_heads} is not a multiple of the {sizes.key_heads} key heads",
         )
+
+
+def _latent_problems(sizes: LatentSizes) -> Iterator[tuple[str, str]]:
+    """As ModelConfig.problems, of latent attention."""
+    limits = {
+        "query_rank": (sizes.query_rank, 0, 1 << 14),
+        "rank": (sizes.rank, 32, 1024),
+        "plain": (sizes.plain, 1, LIMITS["head_dim"][1]),
+        "values": (sizes.values, 1, LIMITS["head_dim"][1]),
+    }
+    for name, (value, low, high) in limits.items():
+        if not low <= value <= high:
+            yield f"latent.{name}", f"{value} is not from {low} to {high}"
+    if sizes.rank % 32:
+        yield "latent.rank", f"{sizes.rank} is not a multiple of 32, which the decoder does not implement"
 
 
 def _expert_problems(experts: ExpertConfig, blocks: int, shared: bool) -> Iterator[tuple[str, str]]:

@@ -16,10 +16,12 @@ from quengine.models.blocks.dense_and_experts import DenseAndExperts
 from quengine.models.blocks.experts import Experts
 from quengine.models.blocks.feed_forward import FeedForward
 from quengine.models.blocks.gated_delta import GatedDelta
+from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.blocks.short_conv import ShortConv
 from quengine.models.dense_and_experts import DenseAndExpertsLayer
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.gated_delta import GatedDeltaLayer
+from quengine.models.latent_attention import LatentAttentionLayer
 from quengine.models.layer_tables import LayerTables
 from quengine.models.layers import AttentionLayer, FeedForwardLayer, LayerTensors
 from quengine.models.short_conv import ShortConvLayer
@@ -54,6 +56,8 @@ def mixer_layer(declared: Mixer, tensors: LayerTensors, tables: LayerTables) -> 
     match declared:
         case Attention():
             return AttentionLayer(declared, tensors, tables)
+        case LatentAttention():
+            return LatentAttentionLayer(declared, tensors, tables)
         case ShortConv():
             return ShortConvLayer(declared, tensors, tables)
         case GatedDelta():

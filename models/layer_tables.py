@@ -5,10 +5,12 @@ from torch import Tensor
 
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.rope import rope_table
 from quengine.models.architectures import attentions_of
 from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.config import ModelConfig, Rotation
 
 
@@ -66,6 +68,29 @@ class LayerTables:
             mask_band=self._mask(declared.window),
             cos=cos,
             sin=sin,
+        )
+
+    def latent(self, layer: int, declared: LatentAttention) -> LatentSpec:
+        """What a layer's latent attention is given, without its tensors."""
+        cos, sin = self._rotation(declared.rotation)
+        sizes = declared.sizes
+        return LatentSpec(
+            heads=declared.heads,
+            rank=sizes.rank,
+            plain=sizes.plain,
+            rotated=sizes.rotated,
+            values=sizes.values,
+            scale=declared.scale,
+            rope_layout=declared.rotation.layout,
+            cos=cos,
+            sin=sin,
+            mask_band=self._mask(None),
+            norm=cos,
+            eps=sizes.eps,
+            absorb=None,
+            expand=None,
+            query_scale=self._query_scale(declared.temperature),
+            cache_group=self.cache_group(layer),
         )
 
     def _mask(self, window: int | None) -> Tensor:

@@ -158,13 +158,13 @@ def _stored_form(
     file: GGUFFile, joined: Mapping[str, TensorSpec], name: str, shape: Shape
 ) -> dict[str, Shape]:
     """The tensors, with shapes, that hold `name` in the file, or should hold it: usually `name` itself."""
-    holder = _holder(name)
+    holder = holder_of(name)
     together = {holder: joined[holder].shape} if holder in joined else {}
     forms = (together, {name: shape}, _of_each_expert(name, shape))
     return next((form for form in forms if any(one in file.tensors for one in form)), {name: shape})
 
 
-def _holder(name: str) -> str:
+def holder_of(name: str) -> str:
     """The name of the merged tensor that may hold `name`."""
     return _HELD.sub(lambda found: f".{_HOLDERS[found[1]]}.", name)
 
@@ -173,6 +173,7 @@ _HOLDERS = {
     **dict.fromkeys(("attn_q", "attn_k", "attn_v"), "attn_qkv"),
     **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "ffn_gate_up_exps"),
     **dict.fromkeys(("attn_qkv", "attn_gate"), "ssm_in"),
+    **dict.fromkeys(("attn_k_b", "attn_v_b"), "attn_kv_b"),
 }
 _HELD = re.compile(rf"\.({'|'.join(_HOLDERS)})\.")
 

@@ -264,7 +264,23 @@ GATED_ATTENTION = {
     "post_attention_norm.weight": "d",
 }
 
+LATENT = {
+    **dict.fromkeys((f"attn_{name}.weight" for name in "qkv"), ""),
+    "attn_q_a.weight": "qr d",
+    "attn_q_a_norm.weight": "qr",
+    "attn_q_b.weight": "lq qr",
+    "attn_kv_a_mqa.weight": "cr d",
+    "attn_kv_a_norm.weight": "lr",
+    "attn_k_b.weight": "n lr p",
+    "attn_v_b.weight": "n h lr",
+    "ffn_gate_shexp.weight": "s d",
+    "ffn_up_shexp.weight": "s d",
+    "ffn_down_shexp.weight": "d s",
+}
+
 CHANGES = {
+    "deepseek2": {**LATENT, "exp_probs_b.bias": "e"},
+    "mistral4": LATENT,
     "qwen2moe": {"attn_q.bias": "q", "attn_k.bias": "kv", "attn_v.bias": "kv", **SHARED_EXPERT},
     "qwen3moe": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
     "glm4moe": {
@@ -488,7 +504,12 @@ DENSE_BESIDE = {
 LAYER_NORMED = ("cohere2",)
 """Architectures whose norms are LayerNorms."""
 
+LATENTS = ("deepseek2", "mistral4")
+"""Architectures with latent attention."""
+
 MIXTURES = {
+    "deepseek2": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "mistral4": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "qwen2moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "qwen3moe": ("expert_feed_forward_length",),
     "olmoe": (),
@@ -532,6 +553,8 @@ class ModelSizes:
     key_heads: int = 4
     value_heads: int = 8
     delta_head_dim: int = 32
+    latent_rank: int = 32
+    query_rank: int = 32
     separate: bool = False
     gate_up: bool = False
 
@@ -555,12 +578,11 @@ class ModelSizes:
             f"{a}.feed_forward_length": self._of_layers(self.feed_forward),
             f"{a}.attention.head_count": self._of_layers(self.heads),
             f"{a}.attention.head_count_kv": self._kv_heads(),
-            f"{a}.attention.key_length": self.head_dim,
-            f"{a}.attention.value_length": self.head_dim,
+            **self._head_lengths(),
             f"{a}.attention.{'layer_norm' if a in LAYER_NORMED else 'layer_norm_rms'}_epsilon": 1e-5,
             **self._of_cohere(),
             **({f"{a}.interleave_moe_layer_step": 1} if a == "llama4" else {}),
-            f"{a}.rope.dimension_count": self.head_dim,
+            f"{a}.rope.dimension_count": self._rotated,
             f"{a}.rope.freq_base": 10000.0,
             **({f"{a}.shortconv.l_cache": TAPS} if a in CONVOLVED else {}),
             **self._windows(),
@@ -572,6 +594,19 @@ class ModelSizes:
         if self.architecture != "cohere2":
             return {}
         return {"cohere2.attention.sliding_window": 4, "cohere2.logit_scale": 0.25}
+
+    @property
+    def _rotated(self) -> int:
+        return self.head_dim // 2 if self.architecture in LATENTS else self.head_dim
+
+    def _head_lengths(self) -> dict[str, Any]:
+        a, size = self.architecture, self.head_dim
+        if a not in LATENTS:
+            return {f"{a}.attention.key_length": size, f"{a}.attention.value_length": size}
+        lengths = {"key_length": self.latent_rank + self._rotated, "value_length": self.latent_rank}
+        lengths |= {"key_length_mla": 2 * size + self._rotated, "value_length_mla": size}
+        lengths |= {"q_lora_rank": self.query_rank, "kv_lora_rank": self.latent_rank}
+        return {f"{a}.attention.{key}": length for key, length in lengths.items()}
 
     def _gated_delta(self) -> dict[str, Any]:
         a = self.architecture
@@ -611,6 +646,8 @@ class ModelSizes:
 
     def _kv_heads(self) -> int | list[int]:
         """Of all layers, or of each."""
+        if self.architecture in LATENTS:
+            return 1
         if self.architecture not in CONVOLVED:
             return self._of_layers(self.kv_heads)
         return [self.kv_heads if layer % 2 else 0 for layer in range(self.blocks)]
@@ -671,6 +708,8 @@ class ModelSizes:
         sizes |= {"q": q, "kv": kv, "qkv": q + 2 * kv, "n": times * self.heads}
         sizes |= {"e": self.experts or 0, "x": self.expert_feed_forward, "s": self.shared_feed_forward}
         sizes |= {"2x": 2 * self.expert_feed_forward, "3d": 3 * self.embedding, "t": TAPS}
+        sizes |= {"qr": self.query_rank, "lr": self.latent_rank, "cr": self.latent_rank + self._rotated}
+        sizes |= {"p": 2 * self.head_dim, "lq": self.heads * (2 * self.head_dim + self._rotated)}
         values = self.value_heads * self.delta_head_dim
         sizes |= {"2q": 2 * q, "c": 2 * self.key_heads * self.delta_head_dim + values, "dv": values}
         return sizes | {"nv": self.value_heads, "2nv": 2 * self.value_heads, "hv": self.delta_head_dim}

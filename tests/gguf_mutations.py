@@ -168,6 +168,15 @@ OTHERS: dict[str, dict[str, object]] = {
         "glm4moe.nextn_predict_layers": 1,
         "glm4moe.block_count": 2,
     },
+    "deepseek2": {
+        "deepseek2.rope.scaling.type": "yarn",
+        "deepseek2.rope.scaling.factor": 4.0,
+        "deepseek2.rope.scaling.yarn_log_multiplier": 0.0707,
+        "deepseek2.rope.scaling.original_context_length": 16,
+        "deepseek2.expert_gating_func": 2,
+        "deepseek2.nextn_predict_layers": 0,
+    },
+    "mistral4": {"mistral4.attention.temperature_scale": 0.1, "mistral4.attention.temperature_length": 16},
     "glm4": {"glm4.rope.dimension_count": 2, "glm4.nextn_predict_layers": 0},
     "ernie4_5-moe": {
         "ernie4_5-moe.leading_dense_block_count": 0,

@@ -97,6 +97,10 @@ def write_model(
         "exaone4",
         "qwen2_vl_text",
         "qwen2_5_vl_text",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe_lite",
+        "mistral4",
     )  # these have no such key
     head_dim = {} if model_type in without else {"head_dim": 16}
     text = transformers.AutoConfig.for_model(

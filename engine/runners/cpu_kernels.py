@@ -24,6 +24,7 @@ from quengine.kernels.cpu.runtime.threads import get_threads
 from quengine.kernels.kv.cache_types import CACHE_TYPES, can_store
 from quengine.models.architectures import attentions_of
 from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 from quengine.platform.machine import usable_cpus
@@ -102,7 +103,10 @@ def _name_operations(config: ModelConfig) -> None:
     if config.logit_softcap:
         table.softcap_kernel()
     for attention in attentions_of(config):
-        _name_attention(attention)
+        if isinstance(attention, LatentAttention):
+            _name_latent_attention(attention)
+        else:
+            _name_attention(attention)
     if config.conv_channels:
         table.short_conv_kernel()
     if config.gated_delta is not None:
@@ -140,6 +144,18 @@ def _name_attention(attention: Attention) -> None:
         if can_store(cache_type, attention.head_dim):
             table.key_panel_kernel(cache_type, *wide), table.value_panel_kernel(cache_type)
             table.rope_store_kernel(attention.rotation.layout, cache_type != "f16")
+            table.kv_split_kernel(cache_type != "f16")
+
+
+def _name_latent_attention(attention: LatentAttention) -> None:
+    """Those of a layer."""
+    wide = (True,) if attention.head_dim > DEPTH else ()
+    table.scores_kernel(*wide), table.softmax_kernel(*wide), table.sums_kernel(*wide), table.combine_kernel()
+    table.block_kernel(*((False, True) if wide else ()))
+    for cache_type in CACHE_TYPES:
+        if can_store(cache_type, attention.head_dim):
+            table.key_panel_kernel(cache_type, *wide), table.value_panel_kernel(cache_type)
+            table.latent_store_kernel(attention.rotation.layout, cache_type != "f16")
             table.kv_split_kernel(cache_type != "f16")
 
 

@@ -8,6 +8,7 @@
     rope_store(qkv, spec, layer, batch)                             rotated queries; keys and values go to the cache
     short_conv(batch, bcx, spec, layer)                             gated short convolution [T, C]; also to the state
     gated_delta(batch, x, spec, layer)                              gated delta net [T, H * hd]; also to the state
+    latent_attention(batch, q, latent, spec, layer)                 latent attention [T, H * values]; also to the cache
     output_gate(y, qkv, spec)                                       an attention's result times its gates, in place
     softcap(y, cap)                                                 cap * tanh(y / cap), in place [T, N]
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
@@ -25,6 +26,7 @@ dataclass in `X.py`.
 """
 
 from quengine.kernels.cpu.attention.attention import batch_attention
+from quengine.kernels.cpu.attention.latent_attention import check_latent, latent_attention
 from quengine.kernels.cpu.attention.prefill_attention import prefill_attention
 from quengine.kernels.cpu.gemv.matmul import (
     decode_linear,
@@ -45,11 +47,13 @@ from quengine.kernels.cpu.runtime.threads import Launch, get_threads, max_thread
 __all__ = [
     "Launch",
     "batch_attention",
+    "check_latent",
     "decode_linear",
     "embed",
     "gated_delta",
     "get_threads",
     "glu",
+    "latent_attention",
     "max_threads",
     "normed",
     "output_gate",

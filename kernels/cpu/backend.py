@@ -21,6 +21,7 @@ from quengine.kernels.cpu.step_recorder import Buffers, CpuWeight, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
+from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
@@ -215,6 +216,19 @@ class CpuBackend:
             out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
         y = out.reshape(len(q), -1)
         return cpu.output_gate(y, qkv, spec) if spec.gated else y
+
+    def columns(self, x: Hidden, first: int, last: int) -> Hidden:
+        return x[:, first:last] if self._recorder is None else self._recorder.columns(x, first, last)
+
+    def latent_attention(
+        self, batch: ForwardBatch, q: Hidden, latent: Hidden, spec: LatentSpec, layer: KVLayer
+    ) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.latent_attention(q, latent, spec, layer)
+        return cpu.latent_attention(batch, q, latent, spec, layer)
+
+    def check_latent(self, spec: LatentSpec) -> None:
+        cpu.check_latent(spec)
 
     def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:
         if self._recorder is not None:

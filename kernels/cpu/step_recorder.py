@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
+from quengine.kernels.cpu.attention.latent_attention import head_launches, record_bytes, views_of_heads
 from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, quantize_launch, task_rows
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.moe.experts import CpuExperts, down_launches, gate_up_launch, spread_launch
@@ -25,6 +26,7 @@ from quengine.kernels.cpu.moe.router import logits_launches, logits_width, route
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
 from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
 from quengine.kernels.cpu.ops.glu import glu_launch
+from quengine.kernels.cpu.ops.latent_store import latent_store_launch
 from quengine.kernels.cpu.ops.layer_norm import norm_launch
 from quengine.kernels.cpu.ops.output_gate import output_gate_launch
 from quengine.kernels.cpu.ops.pointwise import pointwise_launch
@@ -38,6 +40,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
@@ -136,7 +139,12 @@ class StepRecorder:
     def norm_linear(self, x: Rows, norm: Norm | None, weight: CpuWeight, bias: Tensor | None) -> Rows:
         source = self._normed(x, norm)
         y = self._fp32("linear", weight.rows)
+        if _share_memory(x.values, y):
+            y = self._fp32("second linear", weight.rows)
         return Rows(y, self._matvecs(source, weight, y, bias))
+
+    def columns(self, x: Rows, first: int, last: int) -> Rows:
+        return Rows(x.values[:, first:last], x.stage)
 
     def norm_glu(self, x: Rows, norm: Norm | None, gate_up: CpuWeight, activation: Activation) -> Rows:
         source = self._normed(x, norm)
@@ -271,14 +279,10 @@ class StepRecorder:
         queries = qkv.values[:, :width] if moved is None else moved
         queries = queries.view(self.rows, spec.heads, spec.head_dim)
         check_caches(queries, layer)
-        slots, tables = self.slots[spec.cache_group], self.tables[spec.cache_group]
-        stage = qkv.stage
+        slots, stage = self.slots[spec.cache_group], qkv.stage
         for launch in rope_store_launches(qkv.values, spec, layer, self.positions, slots, moved):
             stage = self._after(stage, launch)
-        seen = (context, spec.window, spec.cache_group)
-        visible = self._visible.get(seen)
-        if visible is None:
-            visible = self._visible[seen] = Visible(min(context, spec.window or context), tables)
+        visible = self._visible_of(context, spec.window, spec.cache_group)
         size = part_bytes(visible, spec.heads, spec.head_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         out = self._fp32("attended", width)
@@ -291,6 +295,39 @@ class StepRecorder:
         return Rows(
             out, self._after(stage, output_gate_launch(out, qkv.values, spec)) if spec.gated else stage
         )
+
+    def latent_attention(self, q: Rows, latent: Rows, spec: LatentSpec, layer: KVLayer) -> Rows:
+        context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
+        self.context = min(context, self.context or context)
+        heads = spec.heads
+        queries = self._fp32("queries", heads * spec.row).view(self.rows, heads, spec.row)
+        slots, held = self.slots[spec.cache_group], views_of_heads(layer, spec)
+        store = latent_store_launch(q.values, latent.values, spec, layer, self.positions, slots, queries)
+        self._stage([store])
+        plain = q.values.view(self.rows, heads, spec.query)[..., : spec.plain]
+        self._of_heads("absorbed", plain, spec.absorb, queries[..., : spec.rank])
+        check_caches(queries, held)
+        visible = self._visible_of(context, None, spec.cache_group)
+        size = part_bytes(visible, heads, spec.rank)
+        parts = self._buffer("parts", size // self.rows, torch.uint8)
+        sums = self._fp32("attended", heads * spec.rank).view(self.rows, heads, spec.rank)
+        splits, combine = attention_launches(queries, held, visible, spec.scale, sums, parts)
+        stage = self._stage([splits])
+        self.attentions.append(RecordedAttention(stage, heads, None, visible))
+        self._stage([combine])
+        out = self._fp32("values", heads * spec.values)
+        stage = self._of_heads("expanded", sums, spec.expand, out.view(self.rows, heads, spec.values))
+        return Rows(out, stage)
+
+    def _of_heads(self, role: str, x: Tensor, matrices: CpuExperts, out: Tensor) -> Stage:
+        """The stages of `head_launches`."""
+        heads, size = x.shape[1], record_bytes(matrices)
+        records = self._buffer(f"{role} rounded", heads * size, torch.uint8) if size else None
+        rounded = None if records is None else records.view(self.rows, heads, size)
+        quantizes, products = head_launches(x, matrices, out, rounded)
+        if quantizes:
+            self._stage(*([launch] for launch in quantizes))
+        return self._stage(*([launch] for launch in products))
 
     def short_conv(self, bcx: Rows, spec: ShortConvSpec, layer: SlotLayer) -> Rows:
         out = self._fp32("convolved", spec.channels)
@@ -312,6 +349,13 @@ class StepRecorder:
         y = self._fp32("logits", weight.rows)
         self._matvecs(self._normed(x, norm), weight, y, cap=softcap)
         return y
+
+    def _visible_of(self, context: int, window: int | None, group: int) -> Visible:
+        """The visible positions of layers alike, in memory that they share."""
+        seen = (context, window, group)
+        if seen not in self._visible:
+            self._visible[seen] = Visible(min(context, window or context), self.tables[group])
+        return self._visible[seen]
 
     def _stage(self, *parts: list[Launch]) -> Stage:
         self.stages.append(Stage(list(parts)))
@@ -417,6 +461,10 @@ def _add_rows(y: Tensor, addend: Tensor, scale: float = 1.0) -> Launch:
     """y += scale * addend, both fp32 [rows, width], contiguous: as one long row, so that a task is a row."""
     flat = y.view(1, -1)
     return add_launch(flat, addend.view(1, -1), 0, flat.shape[1], y.shape[1], scale)
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 def _fair_rows(rows: int) -> int:

@@ -52,6 +52,8 @@ from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
+from quengine.kernels.cuda.latent.latent_attention import LatentOperations
+from quengine.kernels.cuda.latent.shapes import check_latent
 from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.cuda.layer_norm import layer_norm, layer_norm_fp16, layer_norm_quantize
@@ -69,6 +71,7 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
+from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
@@ -128,6 +131,7 @@ class CudaBackend:
         self._tiles: tuple[ForwardBatch, PrefillTiles] | None = None
         self._state_tiles: tuple[ForwardBatch, PrefillTiles] | None = None
         self._experts = ExpertOperations(device, self._room, self.pdl)
+        self._latent = LatentOperations(device, batch_invariant, self.pdl)
         self._widest = 0
         self._largest = 0
         self._packed = False
@@ -147,12 +151,12 @@ class CudaBackend:
     def norm_linear(
         self,
         batch: ForwardBatch,
-        x: Residual,
+        x: Residual | ScaledProduct,
         norm: Norm | None,
         weight: PackedWeight,
         bias: Tensor | None = None,
     ) -> Tensor | ScaledProduct:
-        rows = self._normed(x, norm)
+        rows = self._normed(x.finish() if isinstance(x, ScaledProduct) else x, norm)
         if bias is None:
             return self._product(batch, rows, weight)
         if isinstance(rows, QuantizedActivations):
@@ -280,6 +284,29 @@ class CudaBackend:
         # Rows written by the previous launch must be complete: a chunk's positions, keys that other rows read.
         overlaps = self.pdl and batch.phase == "decode" and not batch.shares_sequences
         return self._decode(batch, qkv, spec, layer, overlaps)
+
+    def columns(self, x: Tensor | ScaledProduct, first: int, last: int) -> Tensor | ScaledProduct:
+        if isinstance(x, ScaledProduct):
+            return replace(x, values=x.values[:, first:last])
+        return x[:, first:last]
+
+    def latent_attention(
+        self,
+        batch: ForwardBatch,
+        q: Tensor | ScaledProduct,
+        latent: Tensor | ScaledProduct,
+        spec: LatentSpec,
+        layer: KVLayer,
+    ) -> Tensor:
+        prompt = batch.phase == "prefill" and (len(batch) > 1 or self.batch_invariant)
+        if not prompt and self._takes_q_dot(len(batch)):
+            return self._latent.one_row(batch, q, latent, spec, layer)
+        tiles = self._tiles_of(batch, spec.row) if prompt else None
+        return self._latent.many_rows(batch, q, latent, spec, layer, tiles, self._room())
+
+    def check_latent(self, spec: LatentSpec) -> None:
+        check_latent(spec)
+        self._latent.prepare(spec)
 
     def short_conv(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: ShortConvSpec, state: SlotLayer
@@ -422,7 +449,7 @@ class CudaBackend:
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
     ) -> Rows:
         """Attention on a step's chunks, whose rows are cut into tiles."""
-        tokens, width, tiles = len(batch), spec.heads * spec.head_dim, self._tiles_of(batch, spec)
+        tokens, width, tiles = len(batch), spec.heads * spec.head_dim, self._tiles_of(batch, spec.widest_head or spec.head_dim)
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
         gates = qkv if spec.gated else None
         if not isinstance(qkv, ScaledProduct):
@@ -445,12 +472,11 @@ class CudaBackend:
         )
         return room.without_row_scales(out, tokens, form)
 
-    def _tiles_of(self, batch: ForwardBatch, spec: AttentionSpec) -> PrefillTiles:
-        """The step's tiles, made once for all layers."""
+    def _tiles_of(self, batch: ForwardBatch, widest: int) -> PrefillTiles:
+        """The step's tiles, made once for all layers, whose heads have `widest` elements at most."""
         if batch.tiles is not None:
             return batch.tiles
         if self._tiles is None or self._tiles[0] is not batch:
-            widest = spec.widest_head or spec.head_dim
             self._tiles = (batch, prefill_tiles(batch, widest, self.batch_invariant))
         return self._tiles[1]
 

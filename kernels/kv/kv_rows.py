@@ -12,22 +12,30 @@ from quengine.kernels.kv.kv_q8_0 import dequantize_rows, quantize_rows
 
 
 def allocate_layer(
-    context: int, kv_heads: int, head_dim: int, device: torch.device | str, cache_type: CacheType = "f16"
+    context: int,
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+    cache_type: CacheType = "f16",
+    latent: bool = False,
 ) -> KVLayer:
     """Allocates a layer's cache of `context` positions, those of each head adjacent in memory; nothing is cleared.
 
-    Raises EngineError if a head is not a whole number of q8_0 groups.
+    latent: the values are elements of the keys, and stored with them (KVLayer). Raises EngineError if a head is not a
+    whole number of q8_0 groups.
     """
 
     def tensor(width: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(kv_heads, context, width, dtype=dtype, device=device).transpose(0, 1)
 
+    def both(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        keys = tensor(width, dtype)
+        return keys, keys if latent else tensor(width, dtype)
+
     if cache_type == "f16":
-        return KVLayer(tensor(head_dim, torch.float16), tensor(head_dim, torch.float16))
+        return KVLayer(*both(head_dim, torch.float16))
     check_head_dim(head_dim)
-    codes = [tensor(head_dim, torch.int8) for _ in range(2)]
-    scales = [tensor(head_dim // Q8_0_GROUP, torch.float16) for _ in range(2)]
-    return KVLayer(*codes, *scales)
+    return KVLayer(*both(head_dim, torch.int8), *both(head_dim // Q8_0_GROUP, torch.float16))
 
 
 def slot_mapping(positions: Tensor, block_table: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from quengine.models.architectures.arcee import ARCEE
 from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.architectures.bailingmoe2 import BAILINGMOE2
 from quengine.models.architectures.cohere2 import COHERE2
+from quengine.models.architectures.deepseek import DEEPSEEK2, MISTRAL4
 from quengine.models.architectures.dots1 import DOTS1
 from quengine.models.architectures.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from quengine.models.architectures.exaone4 import EXAONE4
@@ -35,6 +36,7 @@ from quengine.models.architectures.seed_oss import SEED_OSS
 from quengine.models.architectures.smollm3 import SMOLLM3
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block
+from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.config import ModelConfig
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -45,7 +47,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(OPENELM, GEMMA2, GEMMA4, ARCEE, COHERE2),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
-        *(LLAMA4,),
+        *(LLAMA4, DEEPSEEK2, MISTRAL4),
     )
 }
 """By the name that GGUF has for them."""
@@ -64,9 +66,10 @@ def layers_of(config: ModelConfig) -> Sequence[Block]:
     return tuple(ARCHITECTURES[config.architecture].build(config))
 
 
-def attentions_of(config: ModelConfig) -> Sequence[Attention]:
+def attentions_of(config: ModelConfig) -> Sequence[Attention | LatentAttention]:
     """Those of the layers that attend, in order."""
-    return [block.mixer for block in layers_of(config) if isinstance(block.mixer, Attention)]
+    kinds = (Attention, LatentAttention)
+    return [block.mixer for block in layers_of(config) if isinstance(block.mixer, kinds)]
 
 
 def unsupported_architecture(name: str, why: str = "is not supported") -> EngineError:

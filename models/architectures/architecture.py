@@ -59,6 +59,7 @@ class ModelType:
     defaults: what it takes for keys that config.json lacks, where its classes differ.
     tied_by_text: of a model with vision, `tie_word_embeddings` in its text part ties too.
     text_models: for a model with vision, the types that its `text_config` may have, the default first.
+    own_text_models: those of them that are of another architecture, which is then the model's.
     layer_kinds: the kind of each layer, where `reads_layer_types` is False or config.json has no `layer_types`.
     reads_layer_types: of a model with vision, whether its text model does, where that does by itself.
     reads_partial_rotary_factor: only that share of each head is rotated; other types pass the key over.
@@ -74,6 +75,7 @@ class ModelType:
 
     defaults: Keys = field(default_factory=dict)
     text_models: tuple[str, ...] = ()
+    own_text_models: tuple[str, ...] = ()
     tied_by_text: bool = False
     layer_kinds: Callable[[Keys, int], Sequence[LayerKind]] = full_attention
     reads_layer_types: bool = False
@@ -111,6 +113,7 @@ class Architecture:
     gguf_keys: metadata keys, without the architecture's prefix, that only `gguf_fields` reads.
     gguf_fields: what follows from keys and tensors of its own. Raises GGUFError as a ModelType's functions do.
     has_recurrent_layers: some layers have no attention, and 0 key and value heads in files.
+    latent: layers have latent attention: key and value lengths of GGUF files are those of the cache.
     sizes_by_layer: GGUF files may give the numbers of heads and the length of the feed-forward for each layer.
     """
 
@@ -132,6 +135,7 @@ class Architecture:
     gguf_keys: tuple[str, ...] = ()
     gguf_fields: Callable[["GGUFFile", ModelConfig], Fields] = lambda _file, _config: {}
     has_recurrent_layers: bool = False
+    latent: bool = False
     sizes_by_layer: bool = False
 
     @property

@@ -84,7 +84,8 @@ MISTRAL3 = Architecture(
     model_types={
         "mistral3": ModelType(
             {"tie_word_embeddings": True},
-            text_models=("mistral", "ministral3"),
+            text_models=("mistral", "ministral3", "mistral4"),
+            own_text_models=("mistral4",),
             layer_kinds=sliding_attention,
         ),
         "ministral3": ModelType(

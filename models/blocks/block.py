@@ -80,16 +80,18 @@ class TensorSpec(NamedTuple):
 class PagedKV:
     """Keys and values of every position that a layer attends to, in blocks of positions: fp16 or q8_0.
 
-    window: how many positions, the token's own among them, are kept; None: all.
+    window: how many positions, the token's own among them, are kept; None: all. latent: values are the first elements
+    of keys, and not stored again.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
+    latent: bool = False
 
     def bytes_of(self, positions: int, cache_type: CacheType = "f16") -> int:
         """Bytes of so many positions. Raises EngineError where the heads cannot be stored in `cache_type`."""
-        return 2 * self.kv_heads * positions * row_bytes(cache_type, self.head_dim)
+        return (1 if self.latent else 2) * self.kv_heads * positions * row_bytes(cache_type, self.head_dim)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,10 @@ KEYS: Mapping[str, str] = {
     "gated_delta.value_heads": "ssm.time_step_rank",
     "gated_delta.head_dim": "ssm.state_size",
     "gated_delta.taps": "ssm.conv_kernel",
+    "latent.query_rank": "attention.q_lora_rank",
+    "latent.rank": "attention.kv_lora_rank",
+    "latent.plain": "attention.key_length_mla",
+    "latent.values": "attention.value_length_mla",
     **EXPERT_KEYS,
 }
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"
@@ -127,7 +131,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     (heads, heads_kv, feed_forward, _), of_layers = _sizes(file, declared, blocks)
     embedding = _uniform_int(file, architecture, "embedding_length")
     context = _uniform_int(file, architecture, "context_length")
-    head_dim = _head_dim(file, architecture, embedding, heads, bool(of_layers))
+    head_dim = _head_dim(file, declared, embedding, heads, bool(of_layers))
     temperature = file.get_float(f"{architecture}.attention.temperature_scale") or 0.0
     scaling = _rope_scaling(file, declared, context, bool(temperature))
     window = file.get_int(f"{architecture}.attention.sliding_window")
@@ -277,8 +281,9 @@ def _vocab_size(file: GGUFFile, architecture: str) -> int:
     return _uniform_int(file, architecture, "vocab_size") if tokens is None else len(tokens)
 
 
-def _head_dim(file: GGUFFile, architecture: str, embedding: int, heads: int, differ: bool) -> int:
+def _head_dim(file: GGUFFile, declared: Architecture, embedding: int, heads: int, differ: bool) -> int:
     """`differ`: layers have other numbers of heads each, so that none gives their size."""
+    architecture = declared.name
     key_length = file.get_int(f"{architecture}.attention.key_length", *LIMITS["head_dim"])
     value_key = f"{architecture}.attention.value_length"
     value_length = file.get_int(value_key, *LIMITS["head_dim"])
@@ -292,7 +297,7 @@ def _head_dim(file: GGUFFile, architecture: str, embedding: int, heads: int, dif
             )
             raise file.error(f"{architecture}.embedding_length", problem)
         key_length = embedding // heads
-    if value_length is not None and value_length != key_length:
+    if value_length is not None and value_length != key_length and not declared.latent:
         problem = (
             f"{value_length} differs from the key length, {key_length}, which the decoder does not implement"
         )
@@ -329,7 +334,7 @@ def _rope_scaling(file: GGUFFile, declared: Architecture, context: int, tempered
         original_context_length=_original_context(file, prefix, context) if yarn or tempered else context,
         beta_fast=_float(file, f"{prefix}.yarn_beta_fast", 32.0) if yarn else 32.0,
         beta_slow=_float(file, f"{prefix}.yarn_beta_slow", 1.0) if yarn else 1.0,
-        attention_factor=_attention_factor(file, prefix, kind, factor),
+        attention_factor=_attention_factor(file, prefix, kind, factor, declared.latent),
         freq_factors=freq_factors,
     )
 
@@ -353,7 +358,9 @@ def _longrope(file: GGUFFile, prefix: str, context: int) -> RopeScaling:
     )
 
 
-def _attention_factor(file: GGUFFile, prefix: str, kind: RopeScalingKind, factor: float) -> float:
+def _attention_factor(
+    file: GGUFFile, prefix: str, kind: RopeScalingKind, factor: float, latent: bool
+) -> float:
     """The multiplier of cos and sin.
 
     `yarn_attn_factor` is Hugging Face's `attention_factor`, which the converter writes and which replaces YaRN's own
@@ -365,6 +372,9 @@ def _attention_factor(file: GGUFFile, prefix: str, kind: RopeScalingKind, factor
     extra = _float(file, f"{prefix}.attn_factor", 1.0)
     if kind != "yarn":
         return extra
+    if latent:  # its multiplier is another (architectures/deepseek.py), and the scores' factor
+        given = file.get_float(f"{prefix}.yarn_attn_factor")
+        return 1.0 if given is None else given
     multiplier = _float(file, f"{prefix}.yarn_log_multiplier", 0.0)
     if not 0.0 <= multiplier <= 100.0:
         raise file.error(f"{prefix}.yarn_log_multiplier", f"{multiplier} is not a number from 0 to 100")

@@ -35,6 +35,10 @@ KEYS: dict[str, str] = {
     "gated_delta.value_heads": "linear_num_value_heads",
     "gated_delta.head_dim": "linear_key_head_dim",
     "gated_delta.taps": "linear_conv_kernel_dim",
+    "latent.query_rank": "q_lora_rank",
+    "latent.rank": "kv_lora_rank",
+    "latent.plain": "qk_nope_head_dim",
+    "latent.values": "v_head_dim",
 }
 ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -105,6 +109,8 @@ def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Map
         if inner not in model_type.text_models:
             raise unsupported_architecture(f"{outer} with text model {inner}")
         found = MODEL_TYPES[inner][1]
+        if inner in model_type.own_text_models:
+            architecture = MODEL_TYPES[inner][0]
         model_type = replace(
             found, reads_layer_types=found.reads_layer_types and model_type.reads_layer_types
         )

@@ -29,7 +29,13 @@ from quengine.models.hf.hf_headers import read_config, read_pooling
 from quengine.models.hf.hf_names import HFNames
 from quengine.models.hf.hf_parts import StoredPart
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
-from quengine.models.tensor_table import draft_note, draft_tensors, tensor_specs
+from quengine.models.tensor_table import (
+    draft_note,
+    draft_tensors,
+    holder_of,
+    joined_specs,
+    tensor_specs,
+)
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -139,12 +145,15 @@ class HFTensors(Mapping[str, QuantTensor]):
         self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
         self._rows = declared.hf_rows
         self._names = HFNames(config, shards.files.keys())
+        joined = joined_specs(config)
         for name, spec in tensor_specs(config).items():
             part, shape = declared.hf_parts.get(name.split(".", 2)[-1]), spec.shape
             if part is not None and not self._has_own(name):
                 self._take_part(name, shape, part, config)
             elif name.endswith("_exps.weight"):
                 self._take_experts(name, shape)
+            elif not spec.hf and (holder := holder_of(name)) in joined:
+                self._take(holder, joined[holder], config)
             elif name not in _COMPUTED:
                 self._take(name, spec, config)
             if change := declared.hf_changes.get(name.split(".", 2)[-1]):

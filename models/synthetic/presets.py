@@ -12,6 +12,7 @@ from quengine.models.architectures.architecture import Architecture
 from quengine.models.config import (
     ExpertConfig,
     GatedDeltaSizes,
+    LatentSizes,
     LayerSizes,
     ModelConfig,
     RopeScaling,
@@ -23,6 +24,7 @@ Q4_K_M, MXFP4_MOE = "Q4_K_M", "MXFP4_MOE"
 """Names of llama.cpp's mixes of types (`synthetic.tensor_type`)."""
 
 _EXPERTS = 8
+_EPS = float(np.float32(1e-5))
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class SyntheticModel:
         there is none.
     dense_layers: how many layers in front have no experts.
     key_heads, value_heads: of gated delta nets, whose heads have `delta_head_dim` elements; 0: there are none.
+    latent_rank: of latent attention, whose queries have `rope_dim` rotated elements of `head_dim` and are made of
+        `query_rank` ones (0: of the hidden row), and whose values have `value_dim`; 0: there is none.
     pooled: matrices of layers are cut from a pool of random rows, as those of experts always are.
     layer_sizes: of each layer, where they differ, in place of the numbers of heads and the feed-forward's length.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
@@ -67,6 +71,9 @@ class SyntheticModel:
     key_heads: int = 0
     value_heads: int = 0
     delta_head_dim: int = 128
+    latent_rank: int = 0
+    query_rank: int = 0
+    value_dim: int = 0
     pooled: bool = False
     layer_sizes: tuple[LayerSizes, ...] = ()
 
@@ -97,12 +104,13 @@ class SyntheticModel:
             rope_dim=self.rope_dim or head_dim,
             rope_freq_base=self.rope_freq_base,
             rope_scaling=self._rope_scaling(),
-            rms_eps=float(np.float32(1e-5)),
+            rms_eps=_EPS,
             sliding_window=self.sliding_window,
             tied_output=self.tied_output,
             experts=self._experts(declared),
             layer_sizes=self.layer_sizes if len(set(self.layer_sizes)) > 1 else (),
             gated_delta=self._gated_delta(),
+            latent=self._latent(),
         )
         return replace(config, **declared.size_fields(config))
 
@@ -127,6 +135,13 @@ class SyntheticModel:
         by_key_head = self.architecture == "qwen3next"
         sizes = self.key_heads, self.value_heads, self.delta_head_dim, 4
         return GatedDeltaSizes(*sizes, tiled=not by_key_head, by_key_head=by_key_head)
+
+    def _latent(self) -> LatentSizes | None:
+        if not self.latent_rank:
+            return None
+        rotated = self.rope_dim or self.head_dim
+        plain = self.head_dim - rotated
+        return LatentSizes(self.query_rank, self.latent_rank, plain, rotated, self.value_dim, _EPS)
 
     def _experts(self, declared: Architecture) -> ExpertConfig | None:
         count = self.experts or (0 if declared.may_be_dense else _EXPERTS)

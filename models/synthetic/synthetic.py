@@ -179,8 +179,7 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         f"{a}.embedding_length": config.embedding_length,
         f"{a}.block_count": config.block_count,
         **_sizes(config),
-        f"{a}.attention.key_length": config.head_dim,
-        f"{a}.attention.value_length": config.head_dim,
+        **_head_lengths(config),
         f"{a}.attention.{'layer_norm_rms' if config.block.norm == 'rms' else 'layer_norm'}_epsilon": config.rms_eps,
         f"{a}.rope.dimension_count": config.rope_dim,
         f"{a}.rope.freq_base": config.rope_freq_base,
@@ -237,6 +236,23 @@ def _window_metadata(config: ModelConfig) -> Metadata:
     }
 
 
+def _head_lengths(config: ModelConfig) -> Metadata:
+    """Of keys and values, those of the cache where attention is latent."""
+    a, sizes = config.architecture, config.latent
+    if sizes is None:
+        keys = {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+        return {f"{a}.{key}": length for key, length in keys.items()}
+    keys = {
+        "attention.key_length": sizes.rank + sizes.rotated,
+        "attention.value_length": sizes.rank,
+        "attention.key_length_mla": config.head_dim,
+        "attention.value_length_mla": sizes.values,
+        "attention.kv_lora_rank": sizes.rank,
+    }
+    keys |= {"attention.q_lora_rank": sizes.query_rank} if sizes.query_rank else {}
+    return {f"{a}.{key}": length for key, length in keys.items()}
+
+
 def _gated_delta_metadata(config: ModelConfig) -> Metadata:
     """Sizes, the layers, and how the three positions share the rotated frequencies."""
     sizes = config.gated_delta
@@ -279,13 +295,17 @@ def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
 
     Q4_K_M: Q4_K, but Q6_K for the output matrix, and for attn_v and every kind of ffn_down in the first and last eighth
     of the layers and every third between; Q5_K for attn_qkv. A model of exactly 8 experts has Q8_0 for attn_k and
-    attn_v, Q5_K for attn_output. MXFP4_MOE: MXFP4 for the experts, Q8_0 for all else.
+    attn_v, Q5_K for attn_output. Q5_0 where rows are not whole blocks. MXFP4_MOE: MXFP4 for experts, Q8_0 for all else.
     """
     if len(shape) == 1 or name.endswith(_FLOAT):
         return "F32"
     if spec.quant == MXFP4_MOE:
         return "MXFP4" if len(shape) == 3 else "Q8_0"
-    return spec.quant if spec.quant != Q4_K_M else _of_q4_k_m(spec, name)
+    if spec.quant != Q4_K_M:
+        return spec.quant
+    kind = _of_q4_k_m(spec, name)
+    # As llama.cpp does where rows are not whole blocks.
+    return kind if shape[-1] % TYPE_BY_NAME[kind].block == 0 else "Q5_0"
 
 
 def _of_q4_k_m(spec: SyntheticModel, name: str) -> str:

@@ -37,18 +37,20 @@ def batch_attention(
     sinks: Tensor | None = None,
     cap: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * q k^T) v of each of B sequences' newest token, over the positions it sees: fp32 [B, H, hd].
+    """softmax(scale * q k^T) v of each of B sequences' newest token, over the positions that it sees.
 
-    q: fp32 [B, H, hd]. `group`: the cache group whose block tables are read. Positions and block tables must lie
-    within the cache; they are not checked. `sinks`: fp32 [H], extra logits in the softmax's denominator. `cap`: of
-    soft-capped scores (kernels/attention.py), or 0. Raises ValueError for other shapes or types.
+    q: fp32 [B, H, hd]. Returns fp32 [B, H, elements of a value]. `group`: the cache group whose block tables are read.
+    Positions and block tables must lie within the cache; they are not checked. `sinks`: fp32 [H], extra logits in the
+    softmax's denominator. `cap`: of soft-capped scores (kernels/attention.py), or 0. Raises ValueError for other shapes
+    or types.
     """
     check_caches(q, layer)
     lengths, tables = (batch.positions + 1).tolist(), batch.block_tables_of(group).long()
     visible = Visible(min(max(lengths), window or max(lengths)), tables)
     visible.set(lengths, window)
-    out = torch.empty(q.shape)
-    parts = torch.empty(part_bytes(visible, *q.shape[1:]), dtype=torch.uint8)
+    values = layer.v.shape[2]
+    out = torch.empty(*q.shape[:2], values)
+    parts = torch.empty(part_bytes(visible, q.shape[1], values), dtype=torch.uint8)
     run(attention_launches(q, layer, visible, scale, out, parts, sinks, cap))
     return out
 
@@ -62,7 +64,7 @@ def check_caches(q: Tensor, layer: KVLayer) -> None:
         raise ValueError(
             f"decode attention takes fp32 queries of adjacent heads, not {q.dtype} of stride {q.stride()}"
         )
-    fits = k.shape == v.shape and k.shape[2] == width and heads % k.shape[1] == 0
+    fits = k.shape[:2] == v.shape[:2] and v.shape[2] <= k.shape[2] == width and heads % k.shape[1] == 0
     if not fits or any(tensor.stride(2) != 1 for tensor in layer.tensors):
         raise ValueError(
             f"{heads} query heads of {width} do not fit caches {list(k.shape)} and {list(v.shape)}"
@@ -71,9 +73,10 @@ def check_caches(q: Tensor, layer: KVLayer) -> None:
 
 def check_types(layer: KVLayer) -> None:
     """Raises ValueError for a cache that is neither fp16 nor q8_0."""
-    types = [tensor.dtype for tensor in layer.tensors]
-    if types not in ([torch.float16] * 2, [torch.int8] * 2 + [torch.float16] * 2):
-        raise ValueError(f"keys and values are stored as fp16 or q8_0, not as {types}")
+    types = {tensor.dtype for tensor in (layer.k, layer.v)}
+    scales = {None if scale is None else scale.dtype for scale in (layer.k_scale, layer.v_scale)}
+    if (types, scales) not in (({torch.float16}, {None}), ({torch.int8}, {torch.float16})):
+        raise ValueError(f"keys and values are stored as fp16 or q8_0, not as {types} and {scales}")
 
 
 @dataclass
@@ -153,7 +156,8 @@ class Visible:
 
 @dataclass
 class SplitArguments(Arguments):
-    """q: fp32 [tokens, heads, width]; group: query heads per key/value head; cap: of soft-capped scores, or 0.
+    """q: fp32 [tokens, heads, width]; values: elements of a value; group: query heads per key/value head; cap: of
+    soft-capped scores, or 0.
 
     visible: a `VisibleRow` per token; owners: int64, the token of each KV split; parts: one partial result per KV
     split and query head.
@@ -162,6 +166,7 @@ class SplitArguments(Arguments):
     q: int
     q_stride: int
     width: int
+    values: int
     group: int
     kv_heads: int
     scale: Fp32
@@ -176,7 +181,7 @@ class SplitArguments(Arguments):
 
 @dataclass
 class CombineArguments(Arguments):
-    """As in `SplitArguments`; out: fp32 [tokens, heads, width]; sinks: fp32 [heads], or 0 without sinks."""
+    """As in `SplitArguments`; out: fp32 [tokens, heads, width], of values; sinks: fp32 [heads], or 0 without sinks."""
 
     visible: int
     parts: int
@@ -199,17 +204,18 @@ def attention_launches(
 ) -> list[Launch]:
     """The kernels of `batch_attention`, over the positions that `visible` holds when they run.
 
-    q: fp32 [B, H, hd] with adjacent heads. out: fp32 [B, H, hd], contiguous. sinks: fp32 [H]. parts: workspace for
-    the partial results, uint8 of `part_bytes`. The first launch has one task per key/value head and current KV split;
-    the second combines the splits, one task per query head and token.
+    q: fp32 [B, H, hd] with adjacent heads. out: fp32 [B, H, value's hd], contiguous. sinks: fp32 [H]. parts: workspace
+    for the partial results, uint8 of `part_bytes`. The first launch has one task per key/value head and current KV
+    split; the second combines the splits, one task per query head and token.
     """
     tokens, heads, width = q.shape
-    kv_heads = layer.k.shape[1]
+    kv_heads, values = layer.k.shape[1], layer.v.shape[2]
     rows, owners = visible.addresses
     split = SplitArguments(
         q=q.data_ptr(),
         q_stride=4 * q.stride(0),
         width=width,
+        values=values,
         group=heads // kv_heads,
         kv_heads=kv_heads,
         scale=scale,
@@ -219,10 +225,10 @@ def attention_launches(
         visible=rows,
         owners=owners,
         parts=parts.data_ptr(),
-        part_bytes=PART_HEAD_BYTES + 4 * width,
+        part_bytes=PART_HEAD_BYTES + 4 * values,
     )
     combine = CombineArguments(
-        rows, parts.data_ptr(), split.part_bytes, width, heads, out.data_ptr(), sink_address(sinks, heads)
+        rows, parts.data_ptr(), split.part_bytes, values, heads, out.data_ptr(), sink_address(sinks, heads)
     )
     kernel, keep = kv_split_kernel(layer.k_scale is not None), (q, layer, visible, parts, out, sinks)
     combining = combine_kernel() if sinks is None else combine_kernel(True)

@@ -32,7 +32,7 @@ def kv_split_kernel(q8_0: bool) -> bytes:
     visible_at, visible_bytes = arguments_at(VisibleRow), size_of(VisibleRow)
 
     def attend_split(args: SplitArguments, task: int) -> None:
-        width, group, kv_heads = args.width, args.group, args.kv_heads
+        width, group, kv_heads, values = args.width, args.group, args.kv_heads, args.values
         split, head = task // kv_heads, task % kv_heads
         token = int64_at(args.owners, split)
         visible = visible_at(args.visible + visible_bytes * token)
@@ -62,7 +62,7 @@ def kv_split_kernel(q8_0: bool) -> bytes:
                 cap_floats(scores, 0, count, args.cap)
             softmax_weights(scores, count, part)
             out = part + PART_HEAD_BYTES
-            clear_floats(out, width)
+            clear_floats(out, values)
             done = 0
             while done < count:
                 row, run = block_run(table, start + done, count - done)
@@ -70,9 +70,9 @@ def kv_split_kernel(q8_0: bool) -> bytes:
                 if q8_0:
                     stride = args.v.scale_row_stride
                     scales = v_scale + row * stride
-                    add_weighted_codes(weights, run, rows, args.v.row_stride, scales, stride, width, out)
+                    add_weighted_codes(weights, run, rows, args.v.row_stride, scales, stride, values, out)
                 else:
-                    add_weighted_halves(weights, run, rows, args.v.row_stride, width, out)
+                    add_weighted_halves(weights, run, rows, args.v.row_stride, values, out)
                 done += run
 
     return compile_kernel(attend_split, SplitArguments)

@@ -33,21 +33,22 @@ from quengine.kernels.cpu.runtime.threads import Launch, run
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
 
 TILES = 8  # of query rows per task
-WIDEST_HEAD = 512
+WIDEST = 640  # elements of a head, in kernels of their own beyond DEPTH
 
 
-def row_room(wide: bool) -> int:
-    """Elements from one query row, or row of sums, of a task to the next; `wide`: of heads of more than DEPTH."""
-    return WIDEST_HEAD if wide else DEPTH
+def widest(wide: bool) -> int:
+    """Elements of a head that a kernel has room for."""
+    return WIDEST if wide else DEPTH
 
 
 @dataclass
 class PrefillArguments(Arguments):
     """fp32 queries [tokens, heads, width] and output: addresses, strides in bytes between tokens and between heads.
 
-    group: query heads per key/value head; head_tasks: tasks per key/value head; start: position of the first token;
-    window: most positions that a token sees; cap: of soft-capped scores, or 0; table: int64 block table. `*_kernel`:
-    addresses of the kernels that a task calls. sinks: fp32 [heads], or 0 without sinks.
+    width, values: elements of keys and of values. group: query heads per key/value head; head_tasks: tasks per
+    key/value head; start: position of the first token; window: most positions that a token sees; cap: of soft-capped
+    scores, or 0; table: int64 block table. `*_kernel`: addresses of the kernels that a task calls. sinks: fp32 [heads],
+    or 0 without sinks.
     """
 
     q: int
@@ -59,6 +60,7 @@ class PrefillArguments(Arguments):
     tokens: int
     group: int
     width: int
+    values: int
     head_tasks: int
     start: int
     window: int
@@ -92,7 +94,7 @@ class CachePanelArguments(Arguments):
 class WorkArguments(Arguments):
     """State shared by a task's kernels: query rows from first_row on of a key/value head, positions from `first` on.
 
-    queries, sums: fp32 [rows, row_room]; scores: fp32 [rows, DEPTH]; state: the online softmax's maximum and sum, fp32
+    queries, sums: fp32 [rows, `widest`]; scores: fp32 [rows, DEPTH]; state: the online softmax's maximum and sum, fp32
     [rows, 2]; panel and panel_arguments: the panel and the arguments of the kernel that writes it.
     """
 
@@ -120,26 +122,27 @@ def prefill_attention(
     sinks: Tensor | None = None,
     cap: float = 0.0,
 ) -> Tensor:
-    """softmax(scale * q k^T) v of the tokens at positions start .. start + T - 1, causal: fp32 [T, H, hd].
+    """softmax(scale * q k^T) v of the tokens at positions start .. start + T - 1, causal: fp32 [T, H, value's hd].
 
     q: fp32 [T, H, hd] with adjacent elements, any other strides. window: most positions that a token sees, or None.
     block_table: int [blocks], within the cache. sinks: fp32 [H], extra logits in the softmax's denominator. cap: of
     soft-capped scores (kernels/attention.py), or 0. Raises ValueError for shapes or types that do not fit,
-    CannotRunError for heads wider than WIDEST_HEAD.
+    CannotRunError for heads wider than WIDEST.
     """
     tokens, heads, width = q.shape
-    kv_heads = layer.k.shape[1]
+    kv_heads, values = layer.k.shape[1], layer.v.shape[2]
+    wide = (True,) if width > DEPTH else ()
     table = block_table.long().contiguous()
     _check(q, layer, start, table.shape[0] * BLOCK_SIZE)
     cache_type: CacheType = "f16" if layer.k_scale is None else "q8_0"
-    wide = (True,) if width > DEPTH else ()
-    out = torch.empty(q.shape)
+    out = torch.empty(tokens, heads, values)
     arguments = PrefillArguments(
         *(q.data_ptr(), 4 * q.stride(0), 4 * q.stride(1)),
         *(out.data_ptr(), 4 * out.stride(0), 4 * out.stride(1)),
         tokens=tokens,
         group=heads // kv_heads,
         width=width,
+        values=values,
         head_tasks=-(-tokens * (heads // kv_heads) // (TILES * host_tile().rows)),
         start=start,
         window=window or start + tokens,
@@ -155,9 +158,8 @@ def prefill_attention(
         value_panel_kernel=value_panel_kernel(cache_type),
         sinks=sink_address(sinks, heads),
     )
-    kernel = (
-        block_kernel(sinks is not None, True) if wide else block_kernel(*([] if sinks is None else [True]))
-    )
+    variant = (sinks is not None, True) if wide else (True,) if sinks is not None else ()
+    kernel = block_kernel(*variant)
     keep = (q, layer, out, table, sinks)
     run([Launch(kernel, arguments, kv_heads * arguments.head_tasks, keep=keep)])
     return out
@@ -166,11 +168,9 @@ def prefill_attention(
 def _check(q: Tensor, layer: KVLayer, start: int, context: int) -> None:
     tokens, heads, width = q.shape
     check_types(layer)
-    if width > WIDEST_HEAD:
-        raise CannotRunError(
-            f"attention heads of {width} are not supported on the CPU, only up to {WIDEST_HEAD}"
-        )
-    if layer.k.shape[2] != width or heads % layer.k.shape[1]:
+    if width > WIDEST:
+        raise CannotRunError(f"attention heads of {width} are not supported on the CPU, only up to {WIDEST}")
+    if layer.k.shape[2] != width or layer.v.shape[2] > width or heads % layer.k.shape[1]:
         raise ValueError(f"{heads} query heads of {width} do not fit a cache {list(layer.k.shape)}")
     if q.dtype != torch.float32 or q.stride(2) != 1 or any(t.stride(2) != 1 for t in layer.tensors):
         raise ValueError(f"queries are fp32 with adjacent elements, not {q.dtype} of stride {q.stride()}")

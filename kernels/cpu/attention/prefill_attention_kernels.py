@@ -9,7 +9,7 @@ from quengine.kernels.cpu.attention.prefill_attention import (
     CachePanelArguments,
     PrefillArguments,
     WorkArguments,
-    row_room,
+    widest,
 )
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.ir.attention_ir import block_run
@@ -32,8 +32,8 @@ from quengine.kernels.kv.cache_types import CacheType
 
 def key_panel_kernel(cache_type: CacheType, wide: bool = False) -> bytes:
     """Unpacks keys into a panel [head_dim, positions]; task g writes its g-th vector of columns."""
-    lanes, room = host_tile().lanes, row_room(wide)
-    floats = lanes * room
+    lanes, row_bytes = host_tile().lanes, 4 * widest(wide)
+    floats = lanes * widest(wide)
 
     def key_panel(args: CachePanelArguments, task: int) -> None:
         rows = stack_floats(floats)
@@ -41,8 +41,8 @@ def key_panel_kernel(cache_type: CacheType, wide: bool = False) -> bytes:
             position = min(task * lanes + i, args.positions - 1)
             row = args.rows + position * args.row_stride
             scales = args.scales + position * args.scale_row_stride
-            cache_row(cache_type, row, scales, 0, args.width, rows + 4 * room * i)
-        transpose_rows(rows, 4 * room, args.width, args.panel + 4 * lanes * task)
+            cache_row(cache_type, row, scales, 0, args.width, rows + row_bytes * i)
+        transpose_rows(rows, row_bytes, args.width, args.panel + 4 * lanes * task)
 
     return compile_kernel(key_panel, CachePanelArguments)
 
@@ -63,20 +63,20 @@ def value_panel_kernel(cache_type: CacheType) -> bytes:
 
 def block_kernel(sinks: bool = False, wide: bool = False) -> bytes:
     """Task h * head_tasks + b: tile b of the query rows of key/value head h; its sinks, if any, start the softmax."""
-    tile, room = host_tile(), row_room(wide)
-    columns, most_rows, row_bytes = tile.columns, TILES * tile.rows, 4 * room
-    block_floats, wide_floats = most_rows * DEPTH, most_rows * room
-    panel_floats, state_floats = columns * room, 2 * most_rows
+    tile = host_tile()
+    columns, most_rows, row_bytes = tile.columns, TILES * tile.rows, 4 * widest(wide)
+    block_floats, panel_floats, state_floats = most_rows * DEPTH, columns * widest(wide), 2 * most_rows
+    head_floats = most_rows * widest(wide)
     work_at, work_floats = arguments_at(WorkArguments), size_of(WorkArguments) // 4
-    panel_at, panel_argument_floats = arguments_at(CachePanelArguments), size_of(CachePanelArguments) // 4
+    panel_argument_floats = size_of(CachePanelArguments) // 4
     zero, one, least = np.float32(0), np.float32(1), np.float32(-np.inf)
 
     def attend_block(args: PrefillArguments, task: int) -> None:
-        group, width = args.group, args.width
+        group, width, values = args.group, args.width, args.values
         head, first_row = task // args.head_tasks, task % args.head_tasks * most_rows
         rows = min(most_rows, args.tokens * group - first_row)
-        queries, scores = stack_floats(wide_floats), stack_floats(block_floats)
-        sums, state = stack_floats(wide_floats), stack_floats(state_floats)
+        queries, scores = stack_floats(head_floats), stack_floats(block_floats)
+        sums, state = stack_floats(head_floats), stack_floats(state_floats)
         work = work_at(stack_floats(work_floats))
         work.call = address_of(args)
         work.head = head
@@ -88,12 +88,11 @@ def block_kernel(sinks: bool = False, wide: bool = False) -> bytes:
         work.state = state
         work.panel = stack_floats(panel_floats)
         work.panel_arguments = stack_floats(panel_argument_floats)
-        panel_at(work.panel_arguments).width = width
         for r in range(most_rows):
             token, h = (first_row + min(r, rows - 1)) // group, (first_row + min(r, rows - 1)) % group
             source = args.q + token * args.q_stride + (head * group + h) * args.q_head_stride
             scale_row(source, args.scale, width, queries + r * row_bytes)
-            fill_row(sums + r * row_bytes, 0, width, zero)
+            fill_row(sums + r * row_bytes, 0, values, zero)
             if sinks:
                 store_f32(float_at(args.sinks, head * group + h), state + 8 * r)
                 store_f32(one, state + 8 * r + 4)
@@ -111,7 +110,7 @@ def block_kernel(sinks: bool = False, wide: bool = False) -> bytes:
         for r in range(rows):
             token, h = (first_row + r) // group, (first_row + r) % group
             target = args.out + token * args.out_stride + (head * group + h) * args.out_head_stride
-            divide_row(sums + r * row_bytes, float_at(state, 2 * r + 1), width, target)
+            divide_row(sums + r * row_bytes, float_at(state, 2 * r + 1), values, target)
 
     return compile_kernel(attend_block, PrefillArguments)
 
@@ -119,8 +118,8 @@ def block_kernel(sinks: bool = False, wide: bool = False) -> bytes:
 def scores_kernel(wide: bool = False) -> bytes:
     """Scores of a task's rows and positions; tiles whose rows all precede the strip's positions are skipped."""
     tile = host_tile()
-    columns, tile_rows, vectors, row_bytes = tile.columns, tile.rows, tile.vectors, 4 * row_room(wide)
-    score_bytes = 4 * DEPTH
+    columns, tile_rows, vectors, row_bytes = tile.columns, tile.rows, tile.vectors, 4 * DEPTH
+    head_bytes = 4 * widest(wide)
     args_at, panel_at = arguments_at(PrefillArguments), arguments_at(CachePanelArguments)
     zero = np.float32(0)
 
@@ -128,6 +127,7 @@ def scores_kernel(wide: bool = False) -> bytes:
         args, panel = args_at(work.call), panel_at(work.panel_arguments)
         keys, zeros = args.k, stack_floats(columns)
         fill_row(zeros, 0, columns, zero)
+        panel.width = args.width
         panel.row_stride = keys.row_stride
         panel.scale_row_stride = keys.scale_row_stride
         panel.panel = work.panel
@@ -147,15 +147,15 @@ def scores_kernel(wide: bool = False) -> bytes:
             for t in range(0, work.rows, tile_rows):
                 row = work.first_row + min(t + tile_rows, work.rows) - 1
                 if args.start + row // args.group >= position:
-                    x, y = work.queries + t * row_bytes, work.scores + t * score_bytes + 4 * strip
-                    multiply_tile(work.panel, args.width, x, row_bytes, zeros, 0, y, score_bytes)
+                    x, y = work.queries + t * head_bytes, work.scores + t * row_bytes + 4 * strip
+                    multiply_tile(work.panel, args.width, x, head_bytes, zeros, 0, y, row_bytes)
 
     return compile_kernel(score_block, WorkArguments)
 
 
 def softmax_kernel(wide: bool = False) -> bytes:
     """Turns a task's scores into softmax weights, zero where a row does not see a position."""
-    lanes, row_bytes, sum_bytes = host_tile().lanes, 4 * DEPTH, 4 * row_room(wide)
+    lanes, row_bytes, head_bytes = host_tile().lanes, 4 * DEPTH, 4 * widest(wide)
     args_at = arguments_at(PrefillArguments)
     zero, least = np.float32(0), np.float32(-np.inf)
 
@@ -173,7 +173,7 @@ def softmax_kernel(wide: bool = False) -> bytes:
                 cap_floats(scores, first, last, args.cap)
             fill_row(scores, 0, first, least)
             fill_row(scores, last, whole, least)
-            softmax_block(scores, whole, work.state + 8 * r, work.sums + r * sum_bytes, args.width)
+            softmax_block(scores, whole, work.state + 8 * r, work.sums + r * head_bytes, args.values)
 
     return compile_kernel(weigh_block, WorkArguments)
 
@@ -181,7 +181,7 @@ def softmax_kernel(wide: bool = False) -> bytes:
 def sums_kernel(wide: bool = False) -> bytes:
     """Adds the weighted values of a task's positions to its sums."""
     tile = host_tile()
-    columns, tile_rows, row_bytes, sum_bytes = tile.columns, tile.rows, 4 * DEPTH, 4 * row_room(wide)
+    columns, tile_rows, row_bytes, head_bytes = tile.columns, tile.rows, 4 * DEPTH, 4 * widest(wide)
     args_at, panel_at = arguments_at(PrefillArguments), arguments_at(CachePanelArguments)
 
     def add_values(work: WorkArguments, _task: int) -> None:
@@ -191,12 +191,13 @@ def sums_kernel(wide: bool = False) -> bytes:
             values.rows + work.head * values.head_stride,
             values.scales + work.head * values.scale_head_stride,
         )
+        panel.width = args.values
         panel.row_stride = values.row_stride
         panel.scale_row_stride = values.scale_row_stride
         # No row's window reaches positions before `unseen`: their weights are zero and their blocks may have been
         # freed.
         unseen = max(0, args.start + work.first_row // args.group + 1 - args.window - base)
-        for strip in range(0, args.width, columns):
+        for strip in range(0, args.values, columns):
             done = unseen  # positions so far; each turn handles a run within one block
             while done < work.positions:
                 slot, run = block_run(args.table, base + done, work.positions - done)
@@ -209,8 +210,8 @@ def sums_kernel(wide: bool = False) -> bytes:
             for t in range(0, work.rows, tile_rows):
                 row = work.first_row + min(t + tile_rows, work.rows) - 1
                 seen = min(work.positions, args.start + row // args.group + 1 - base)
-                x, y = work.scores + t * row_bytes + 4 * unseen, work.sums + t * sum_bytes + 4 * strip
+                x, y = work.scores + t * row_bytes + 4 * unseen, work.sums + t * head_bytes + 4 * strip
                 first = work.panel + unseen * 4 * columns
-                multiply_tile(first, seen - unseen, x, row_bytes, y, sum_bytes, y, sum_bytes)
+                multiply_tile(first, seen - unseen, x, row_bytes, y, head_bytes, y, head_bytes)
 
     return compile_kernel(add_values, WorkArguments)

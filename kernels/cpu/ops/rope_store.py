@@ -113,18 +113,28 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
 
     Raises ValueError for a position or row outside the cache, or a cache that is neither fp16 nor q8_0.
     """
-    rows, ctx, table = qkv.shape[0], layer.k.shape[0], row_tables(batch, spec.cache_group)
-    check_types(layer)
-    positions = batch.positions.long()
-    first, last = int(positions.min()), int(positions.max())
-    held = min(spec.cos.shape[0], table.shape[-1] * BLOCK_SIZE)
-    if not 0 <= first <= last < held:
-        raise ValueError(f"positions {first} to {last} are not in a cache of {held}")
-    slots = slot_mapping(positions, table)
-    if not 0 <= int(slots.min()) <= int(slots.max()) < ctx:
-        raise ValueError(f"rows {int(slots.min())} to {int(slots.max())} are not in a cache of {ctx}")
-    qkv = qkv.contiguous()
+    positions, slots = checked_slots(batch, spec.cache_group, spec.cos.shape[0], layer)
+    rows, qkv = qkv.shape[0], qkv.contiguous()
     width = spec.heads * spec.head_dim
     queries = torch.empty(rows, width) if spec.gated else None
-    run(rope_store_launches(qkv, spec, layer, positions.contiguous(), slots.contiguous(), queries))
+    run(rope_store_launches(qkv, spec, layer, positions, slots, queries))
     return (qkv[:, :width] if queries is None else queries).view(rows, spec.heads, spec.head_dim)
+
+
+def checked_slots(batch: ForwardBatch, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:
+    """The positions of a step's tokens, and the cache rows of a layer of cache group `group`: int64 [T] both.
+
+    Raises ValueError for a position outside the cache or tables of `context` positions, a row outside the cache, or a
+    cache that is neither fp16 nor q8_0.
+    """
+    rows, table = layer.k.shape[0], row_tables(batch, group)
+    check_types(layer)
+    positions = batch.positions.long().contiguous()
+    first, last = int(positions.min()), int(positions.max())
+    held = min(context, table.shape[-1] * BLOCK_SIZE)
+    if not 0 <= first <= last < held:
+        raise ValueError(f"positions {first} to {last} are not in a cache of {held}")
+    slots = slot_mapping(positions, table).contiguous()
+    if not 0 <= int(slots.min()) <= int(slots.max()) < rows:
+        raise ValueError(f"rows {int(slots.min())} to {int(slots.max())} are not in a cache of {rows}")
+    return positions, slots

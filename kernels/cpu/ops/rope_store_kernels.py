@@ -32,7 +32,7 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
             if norm and not args.norms_rotated:
                 norm_row(head, norm, width, args.eps, head)
             angles = position * 4 * pairs
-            _rotate(layout, head, pairs, args.cos + angles, args.sin + angles)
+            rotate(layout, head, pairs, args.cos + angles, args.sin + angles)
             if norm and args.norms_rotated:
                 norm_row(head, norm, width, args.eps, head)
         if h < heads:
@@ -47,15 +47,15 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
         row = held.rows + slot * held.row_stride + h * held.head_stride
         if q8_0:
             scales = held.scales + slot * held.scale_row_stride + h * held.scale_head_stride
-            _store_codes(head, width, row, scales)
+            store_codes(head, width, row, scales)
         else:
-            _store_halves(head, width, row)
+            store_halves(head, width, row)
 
     return compile_kernel(rope_store_head, RopeStoreArguments)
 
 
 @vector_code
-def _rotate(e: Emitter, layout: str, head: ir.Value, pairs: ir.Value, cos: ir.Value, sin: ir.Value) -> None:
+def rotate(e: Emitter, layout: str, head: ir.Value, pairs: ir.Value, cos: ir.Value, sin: ir.Value) -> None:
     """Rotates the first 2 * pairs fp32 at address head, in place; see `RopeLayout`."""
     half = e.b.mul(pairs, e.i64(4))
 
@@ -83,7 +83,7 @@ def _rotated(e: Emitter, x: ir.Value, y: ir.Value, c: ir.Value, s: ir.Value) -> 
 
 
 @vector_code
-def _store_halves(e: Emitter, x: ir.Value, count: ir.Value, out: ir.Value) -> None:
+def store_halves(e: Emitter, x: ir.Value, count: ir.Value, out: ir.Value) -> None:
     """Stores `count` fp32 at address x as fp16 at address out."""
 
     def store(i: ir.Value, lanes: int) -> None:
@@ -94,7 +94,7 @@ def _store_halves(e: Emitter, x: ir.Value, count: ir.Value, out: ir.Value) -> No
 
 
 @vector_code
-def _store_codes(e: Emitter, x: ir.Value, count: ir.Value, codes: ir.Value, scales: ir.Value) -> None:
+def store_codes(e: Emitter, x: ir.Value, count: ir.Value, codes: ir.Value, scales: ir.Value) -> None:
     """Stores `count` fp32 at address x, a multiple of 32, as q8_0: int8 codes, fp16 scales (kernels/kv/kv_q8_0.py)."""
     lanes, bits = vec(F32, 8), vec(I32, 8)
     magic, zero = e.const(lanes, 12582912.0), e.const(lanes, 0.0)

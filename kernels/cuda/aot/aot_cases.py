@@ -15,6 +15,7 @@ from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_experts import expert_cases
 from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
+from quengine.kernels.cuda.aot.aot_latent import latent_cases
 from quengine.kernels.cuda.aot.aot_ranks import rank_cases
 from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend, empty, stored
 from quengine.kernels.cuda.backend import CudaBackend
@@ -161,11 +162,18 @@ def cases() -> list[Case]:
         *_model_cases(), *_gated_delta_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(),
         *_width_cases(), *_sampling_cases(),
         *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_rank_steps()))),
+        *(Case(*fields) for fields in latent_cases(_latent_steps(), ARCHS, _fixed)),
     ]  # fmt: skip
 
 
 def _rank_steps() -> list[ForwardBatch]:
     return [_decode(1), _decode(16), _prefill(PREFILL_ROWS)]
+
+
+def _latent_steps() -> dict[str, ForwardBatch]:
+    steps = {f"decode of {rows}": _decode(rows) for rows in (1, BATCH, FEW_ROWS[-1])}
+    prompts = {f"a prompt of {rows}": _prefill(rows) for rows in (ODD_ROWS, LONG_CHUNK)}
+    return {**steps, **prompts, "rows of one sequence": _decode(BATCH, shares_sequences=True)}
 
 
 def _model_cases() -> Iterator[Case]:

@@ -136,7 +136,8 @@ class Fp16Operand:
 
 @dataclass(frozen=True)
 class ScaledProduct:
-    """An fp16 operand times scaled weights: its value is `values` fp32 [T, N] * row_scale [T] / weight_scale."""
+    """An fp16 operand times scaled weights: its value is `values` fp32 [T, N] * row_scale [T] / weight_scale. Rows may
+    be slices of wider ones."""
 
     values: Tensor
     row_scale: Tensor
@@ -148,9 +149,9 @@ class ScaledProduct:
 
     def finish(self, residual: Tensor | None = None) -> Tensor:
         """As `dequantize`, plus a residual fp32 [T, N], in place."""
-        y = self.values
+        y, added = self.values, self.values if residual is None else residual
         _finish_kernel[(y.shape[0], -(-y.shape[1] // 1024))](
-            y, self.row_scale, y if residual is None else residual, y.shape[1], 1.0 / self.weight_scale,
+            y, self.row_scale, added, y.shape[1], y.stride(0), added.stride(0), 1.0 / self.weight_scale,
             BLOCK=1024, RESIDUAL=residual is not None, num_warps=4,
         )  # fmt: skip
         return y
@@ -282,13 +283,14 @@ def to_wgmma_layout(x: Fp16Operand, out: Tensor, pdl: bool = False) -> Fp16Opera
 @DirectLaunch
 @triton.jit
 def _finish_kernel(
-    y_ptr, row_scale_ptr, residual_ptr, N, inverse_weight_scale, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr
+    y_ptr, row_scale_ptr, residual_ptr, N, stride, residual_stride, inverse_weight_scale,
+    BLOCK: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.load(y_ptr + row * N + n, mask=n < N, other=0.0) * (
+    y = tl.load(y_ptr + row * stride + n, mask=n < N, other=0.0) * (
         tl.load(row_scale_ptr + row) * inverse_weight_scale
     )
     if RESIDUAL:
-        y += tl.load(residual_ptr + row * N + n, mask=n < N, other=0.0)
-    tl.store(y_ptr + row * N + n, y, mask=n < N)
+        y += tl.load(residual_ptr + row * residual_stride + n, mask=n < N, other=0.0)
+    tl.store(y_ptr + row * stride + n, y, mask=n < N)

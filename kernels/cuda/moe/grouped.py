@@ -25,6 +25,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
 )
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
+from quengine.kernels.cuda.latent.shapes import HeadPlaces
 from quengine.kernels.cuda.moe.combine import combine_experts, grouped_glu_rows
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped_float import launch_grouped_float
@@ -131,6 +132,28 @@ def grouped_add(
     normed = None if next_norm is None else workspace.fp16_operand(*residual.shape)
     combine_experts(products, gated.groups, routing.weights, residual, next_norm, normed, pdl)
     return residual if normed is None else RmsNormed(residual, normed)
+
+
+def head_places(tokens: int, heads: int, workspace: MatmulWorkspace) -> tuple[HeadPlaces, OperandLayout]:
+    """The places of the rows of each head, and the layout of operands there, for `head_products`."""
+    layout, block = _layout_and_block(tokens, heads, heads, workspace)
+    return HeadPlaces(tokens, heads, block), layout
+
+
+def head_products(
+    x: Fp16Operand,
+    weights: ExpertWeights,
+    places: HeadPlaces,
+    of_block: Tensor,
+    products: Tensor,
+    workspace: MatmulWorkspace,
+    pdl: bool,
+    exact: bool,
+) -> None:
+    """Products fp32 [places, N] of rows x at their places and their heads' matrices [N, K]. of_block: from
+    `latent_rows`."""
+    blocks = Blocks(of_block, places.block, 0, places.blocks, early=False)
+    _multiply(x, weights, blocks, products, _mode(places.tokens, workspace, pdl, exact))
 
 
 def _mode(tokens: int, workspace: MatmulWorkspace, pdl: bool, exact: bool) -> MatmulMode:

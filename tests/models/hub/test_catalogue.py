@@ -66,6 +66,7 @@ FAMILIES = {
     "olmoe": "olmoe-7b-a1b-q4k",
     "granitemoe": "granite-3.1-3b-a800m-q4k",
     "glm4moe": "glm-4.5-air-q4k",
+    "deepseek2": "glm-4.7-flash-q4k",
     "gpt-oss": "gpt-oss-20b",
     "lfm2moe": "lfm2-8b-a1b-q4k",
     "qwen35": "qwen3.5-9b-q4k",
@@ -74,7 +75,7 @@ FAMILIES = {
 }
 
 
-WITHOUT_ALIAS = {"hunyuan-moe"}
+WITHOUT_ALIAS = {"hunyuan-moe", "mistral4"}
 """Whose files' names in repositories nobody has looked up."""
 
 

@@ -1,0 +1,1 @@
+"""Latent attention: the rows it caches, single tokens, and the chunks of prompts."""
