@@ -56,7 +56,7 @@ from tests.kernels.cpu.test_cpu_attention import definition
 from tests.kernels.gated_delta_steps import STEPS, Shape, expected, rows_of, spec_of, states
 from tests.kernels.weights import nmse, random_weight
 
-WEIGHTS = [("Q6_K", 1), ("IQ4_NL", 3), ("F16", 40)]
+WEIGHTS = [("Q6_K", 1), ("IQ4_NL", 3), ("IQ3_S", 1), ("NVFP4", 3), ("F16", 40)]
 
 
 def errors() -> Iterator[tuple[str, float]]:
