@@ -53,12 +53,14 @@ def reopened(
     with _watched(tab, ()):
         tab.goto(url)
         tab.locator("#input").wait_for()
-        yield tab
-        for other in tab.context.pages:
-            if other != tab:
-                other.close()
-        tab.unroute_all(behavior="ignoreErrors")
-        tab.goto("about:blank")
+        try:
+            yield tab
+        finally:
+            for other in tab.context.pages:
+                if other != tab:
+                    other.close()
+            tab.unroute_all(behavior="ignoreErrors")
+            tab.goto("about:blank")
 
 
 @contextmanager
@@ -71,9 +73,11 @@ def _watched(page: Any, expected: tuple[str, ...]) -> Iterator[None]:
     }
     for event, listener in listeners.items():
         page.on(event, listener)
-    yield
-    for event, listener in listeners.items():
-        page.remove_listener(event, listener)
+    try:
+        yield
+    finally:
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
     unexpected = [line for line in problems if not any(part in line for part in (*EXPECTED, *expected))]
     assert not unexpected, unexpected
 
