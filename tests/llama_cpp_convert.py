@@ -14,6 +14,13 @@ from tests.llama_cpp_source import llama_cpp_source
 VOCAB = 288
 """Tokens of `write_tokenizer`: bytes, a few merges, and control tokens."""
 
+_USED_LATE = (
+    "torch._dynamo",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+"""What the converter, and torch when it stacks experts, import in use: two seconds in every fork without them."""
+
 _LOOKED_FOR = ("[gMASK]", "<|user|>", "<|observation|>")  # by the converter, in models of GLM
 
 
@@ -82,7 +89,7 @@ def convert(conversions: Sequence[Conversion]) -> None:
     """
     source = str(llama_cpp_source())
     # Its own folder alone: none of the checkout's must stand in for a package that the converter imports.
-    server = fork_server(("convert_hf_to_gguf",), (source,))
+    server = fork_server(("convert_hf_to_gguf", *_USED_LATE), (source,))
     # Those without draft layers last: the converter's classes keep that option.
     jobs = sorted(conversions, key=lambda job: not job.drafts)
     server.run(_CONVERT, json.dumps([(job.pre, job.arguments) for job in jobs]))

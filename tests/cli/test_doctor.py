@@ -10,7 +10,7 @@ from quengine.cli.main import run
 from quengine.diagnostics.selftest.self_test import USES, KernelCheck
 from quengine.diagnostics.selftest.self_test_attention import OPERATIONS, PAGED
 from quengine.diagnostics.selftest.self_test_experts import ROUTER, SUBJECTS
-from quengine.diagnostics.selftest.self_test_run import GPU_UNITS, quick_units
+from quengine.diagnostics.selftest.self_test_run import GPU_UNITS, check_cpu, quick_units
 from quengine.diagnostics.selftest.self_test_states import STATES
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.reference import ReferenceBackend
@@ -29,6 +29,19 @@ def kernels(monkeypatch):
 
     install(ReferenceBackend(keep=True))
     return install
+
+
+@pytest.fixture(scope="module")
+def every_check():
+    """What the tests of all formats find, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quengine.kernels.cpu.backend.CpuBackend", lambda _: ReferenceBackend(keep=True))
+        return list(check_cpu(1))
+
+
+@pytest.fixture
+def all_formats(every_check, monkeypatch):
+    monkeypatch.setattr("quengine.diagnostics.selftest.self_test_run.check_cpu", lambda *_: iter(every_check))
 
 
 @pytest.fixture
@@ -55,7 +68,7 @@ class WrongQ4K(ReferenceBackend):
         return super().logits(batch, x, norm, weight) * (self.factor if wrong else 1)
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("kernels", "all_formats")
 def test_json_has_the_machine_the_models_and_every_kernel(capsys):
     assert run(["doctor", "--json", "-t", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -73,7 +86,7 @@ def test_json_has_the_machine_the_models_and_every_kernel(capsys):
     assert {subject for _, subject, _ in checks} == {*FORMATS, *OPERATIONS, *STATES, *SUBJECTS, ROUTER}
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("kernels", "all_formats")
 def test_the_report_for_people_names_every_format_and_the_verdict(capsys):
     assert run(["doctor"]) == 0
     text = capsys.readouterr().out

@@ -1,5 +1,6 @@
 """`engine generate`: where text and everything else go, what the flags mean, how it fails."""
 
+import io
 import json
 import os
 import re
@@ -290,21 +291,37 @@ def test_a_prompt_that_is_given_again_is_named_and_not_dropped(
     assert capsys.readouterr().err.startswith(f"engine: error: {says}: give one as an argument")
 
 
-@pytest.mark.parametrize("mode", [[], ["--raw"]])
-def test_a_byte_that_is_no_utf8_is_an_error_with_its_position(model: str, mode: list[str]) -> None:
+NO_UTF8 = b"caf\xe9"
+
+
+def check_no_utf8(status: int, out: bytes, err: bytes) -> None:
+    assert status == 1 and out == b""
+    assert len(err.splitlines()) == 1 and err.startswith(b"engine: error: ")
+    assert re.search(rb"byte 0x[Ee]9 at (position )?3\b", err), err
+
+
+def test_a_byte_that_is_no_utf8_is_an_error_with_its_position(model: str) -> None:
     command = [
         sys.executable,
         "-c",
         "import sys; from quengine.cli.main import run; sys.exit(run(sys.argv[1:]))",
     ]
-    args = [*command, "generate", "-m", model, *mode, *COMMON, "--backend", "reference"]  # compiles nothing
+    args = [*command, "generate", "-m", model, *COMMON, "--backend", "reference"]  # compiles nothing
     env = {**os.environ, "PYTHONUTF8": "1"}
-    by_argument = subprocess.run([*args, b"caf\xe9"], capture_output=True, env=env, timeout=240)
-    by_stdin = subprocess.run([*args, "-"], input=b"caf\xe9", capture_output=True, env=env, timeout=240)
+    by_argument = subprocess.run([*args, NO_UTF8], capture_output=True, env=env, timeout=240)
+    by_stdin = subprocess.run([*args, "-"], input=NO_UTF8, capture_output=True, env=env, timeout=240)
     for done in (by_argument, by_stdin):
-        assert done.returncode == 1 and done.stdout == b""
-        assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(b"engine: error: ")
-        assert re.search(rb"byte 0x[Ee]9 at (position )?3\b", done.stderr), done.stderr
+        check_no_utf8(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("prompt", [os.fsdecode(NO_UTF8), "-"], ids=["argument", "standard input"])
+def test_nor_is_it_part_of_a_raw_prompt(
+    model: str, prompt: str, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(NO_UTF8), "utf-8", "surrogateescape")  # Python's in UTF-8 mode
+    monkeypatch.setattr(sys, "stdin", stdin)
+    status = run(["generate", "-m", model, "--raw", *COMMON, "--backend", "reference", prompt])
+    check_no_utf8(status, *capsysbinary.readouterr())
 
 
 def test_show_prompt_prints_the_exact_prompt(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workload(model: Path) -> Workload:
-    return plan_workload(model, [TEXT], prompts=1, tokens=6, window=80)
+    return plan_workload(model, [TEXT[:66]], prompts=1, tokens=6, window=40)
 
 
 @pytest.fixture(scope="module")

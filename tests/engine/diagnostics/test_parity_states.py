@@ -15,7 +15,7 @@ from quengine.kernels.short_conv import ShortConvSpec
 from quengine.models.synthetic.presets import find_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 
-TEXT = "The wheel turns, and 17 x 23 = 391; the old clock does not mind. " * 2
+TEXT = "The wheel turns, and 17 x 23 = 391; the old clock "
 
 
 @pytest.fixture(scope="module", params=["lfm2-tiny", "qwen3.5moe-tiny"])
@@ -23,6 +23,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     preset = find_preset(request.param)
     assert preset is not None
     small = replace(preset, embedding_length=256, feed_forward_length=256, vocab_size=512)
+    if small.experts:
+        small = replace(small, experts=8, experts_used=2)
     return write_synthetic(tmp_path_factory.mktemp("states") / "healthy.gguf", small)
 
 
@@ -33,7 +35,7 @@ def workload(model: Path) -> Workload:
 
 @pytest.fixture(scope="module")
 def reference(model: Path, workload: Workload) -> Iterator[LLMSide]:
-    with LLM(model, "cpu", workload.ctx_size, 1, "reference", chunk_size=48) as llm:
+    with LLM(model, "cpu", workload.ctx_size, 1, "reference", chunk_size=24) as llm:
         yield LLMSide("reference", llm)
 
 
@@ -41,7 +43,7 @@ def judged(
     reference: LLMSide, path: Path, workload: Workload, spoil: Callable[[LLM], None] = lambda _: None
 ) -> ParityReport:
     """The reference against the CPU's kernels, which take other chunks, after `spoil`."""
-    with LLM(path, "cpu", workload.ctx_size, 1, chunk_size=32) as llm:
+    with LLM(path, "cpu", workload.ctx_size, 1, chunk_size=16) as llm:
         spoil(llm)
         return compare_sides(reference, LLMSide("cpu", llm), workload, lambda _: None)
 
@@ -73,8 +75,8 @@ def test_rounding_goes_on_from_the_states_of_before(reference: LLMSide, workload
         pytest.skip("rounding may choose other experts")
     ids = workload.windows[0]
     rounded = RoundedSide(reference, "prefill")
-    for start in (0, 24, 48):
-        part = ids[start : start + 24]
+    for start in (0, 16, 32):
+        part = ids[start : start + 16]
         exact = reference.forward(part, start)
         moved = rounded.forward(part, start)
         rounded.set_cached(start, start + len(part), [])

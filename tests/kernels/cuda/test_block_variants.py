@@ -86,9 +86,15 @@ def test_a_linear_layer_without_a_norm(phase: str, rows: int, backend: CudaBacke
 
 
 @SHAPES
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("formats", [("Q8_0", "Q8_0"), ("Q8_0", "Q4_0")], ids="+".join)
+@pytest.mark.parametrize(
+    ("normed", "activation", "formats"),
+    [
+        (False, "silu", ("Q8_0", "Q8_0")),
+        (False, "gelu_tanh", ("Q8_0", "Q4_0")),
+        (True, "silu", ("Q8_0", "Q4_0")),
+        (True, "gelu_tanh", ("Q8_0", "Q8_0")),
+    ],
+)
 def test_gated_feed_forward(
     phase: str,
     rows: int,
@@ -192,9 +198,19 @@ def added(
 
 
 @SHAPES
-@pytest.mark.parametrize("next_", [False, True], ids=["alone", "with the next norm"])
-@pytest.mark.parametrize("name", ["Q8_0", "F16"])
-@pytest.mark.parametrize("terms", ["bias", "row_scale", "bias+row_scale", "bias+post_norm+row_scale"])
+@pytest.mark.parametrize(
+    ("terms", "name", "next_"),
+    [
+        ("bias", "Q8_0", False),
+        ("bias", "F16", True),
+        ("row_scale", "Q8_0", True),
+        ("row_scale", "F16", False),
+        ("bias+row_scale", "Q8_0", True),
+        ("bias+row_scale", "F16", False),
+        ("bias+post_norm+row_scale", "Q8_0", False),
+        ("bias+post_norm+row_scale", "F16", True),
+    ],
+)
 def test_bias_and_row_scales_of_the_product(
     terms: str, phase: str, rows: int, next_: bool, name: str, backend: CudaBackend
 ) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.serve.page.driving import new_tab
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
@@ -23,3 +25,11 @@ def browser() -> Iterator[Any]:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield started
         started.close()
+
+
+@pytest.fixture(scope="module")
+def one_tab(browser: Any) -> Iterator[Any]:
+    """For `reopened`."""
+    made = new_tab(browser)
+    yield made
+    made.context.close()

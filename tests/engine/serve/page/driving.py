@@ -14,20 +14,70 @@ EXPECTED = ("status of 4", "status of 5")
 """Lines that Chromium's console has for every answer with an error status."""
 
 
+SIZE = {"width": 1100, "height": 760}
+
+
+def new_tab(browser: Any, **options: Any) -> Any:
+    """A tab of a new visitor."""
+    page = browser.new_context(**{"viewport": SIZE, **options}).new_page()
+    page.set_default_timeout(60_000)
+    return page
+
+
 @contextmanager
 def opened(browser: Any, url: str, expected: tuple[str, ...] = (), **options: Any) -> Iterator[Any]:
     """The page as a new visitor sees it; what its console says is wrong fails the test, but for lines of `expected`."""
-    context = browser.new_context(**{"viewport": {"width": 1100, "height": 760}, **options})
-    page = context.new_page()
-    page.set_default_timeout(10_000)
+    page = new_tab(browser, **options)
+    with _watched(page, expected):
+        page.goto(url)
+        page.locator("#input").wait_for()
+        yield page
+        page.context.close()
+
+
+@contextmanager
+def reopened(
+    tab: Any, url: str, viewport: dict[str, int] = SIZE, color_scheme: str = "light"
+) -> Iterator[Any]:
+    """The same in a tab that has shown the page before. It keeps the process and compiled scripts, which are most of
+    what a new one costs, and nothing of what a page can keep."""
+    tab.goto(f"{url}/page/icon.svg")  # of the page's origin, and no script runs there
+    tab.evaluate("() => { localStorage.clear(); sessionStorage.clear(); }")
+    tab.context.clear_cookies()
+    session = tab.context.new_cdp_session(tab)
+    session.send("Storage.clearDataForOrigin", {"origin": url, "storageTypes": "all"})
+    session.detach()
+    tab.set_viewport_size(viewport)
+    tab.emulate_media(color_scheme=color_scheme)
+    tab.mouse.move(0, 0)
+    with _watched(tab, ()):
+        tab.goto(url)
+        tab.locator("#input").wait_for()
+        try:
+            yield tab
+        finally:
+            for other in tab.context.pages:
+                if other != tab:
+                    other.close()
+            tab.unroute_all(behavior="ignoreErrors")
+            tab.goto("about:blank")
+
+
+@contextmanager
+def _watched(page: Any, expected: tuple[str, ...]) -> Iterator[None]:
     problems: list[str] = []
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
-    page.on("dialog", lambda dialog: problems.append(f"a dialog: {dialog.message}"))
-    page.goto(url)
-    page.locator("#input").wait_for()
-    yield page
-    context.close()
+    listeners = {
+        "pageerror": lambda error: problems.append(str(error)),
+        "console": lambda line: problems.append(line.text) if line.type == "error" else None,
+        "dialog": lambda dialog: problems.append(f"a dialog: {dialog.message}"),
+    }
+    for event, listener in listeners.items():
+        page.on(event, listener)
+    try:
+        yield
+    finally:
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
     unexpected = [line for line in problems if not any(part in line for part in (*EXPECTED, *expected))]
     assert not unexpected, unexpected
 

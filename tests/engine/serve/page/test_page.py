@@ -21,6 +21,7 @@ from tests.engine.serve.page.driving import (
     open_settings,
     opened,
     pdf,
+    reopened,
     wait_for_text,
 )
 from tests.engine.serve.serving import Served, serving
@@ -44,8 +45,8 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture
-def page(browser: Any, served: Served) -> Iterator[Any]:
-    with opened(browser, served.url) as made:
+def page(one_tab: Any, served: Served) -> Iterator[Any]:
+    with reopened(one_tab, served.url) as made:
         yield made
 
 

@@ -8,7 +8,16 @@ import pytest
 
 from quengine.request.sampling_params import SamplingParams
 from tests.engine.serve.fake_engine import FakeEngine
-from tests.engine.serve.page.driving import NARROW, answered, ask, look, opened, shot, wait_for_text
+from tests.engine.serve.page.driving import (
+    NARROW,
+    SIZE,
+    answered,
+    ask,
+    look,
+    reopened,
+    shot,
+    wait_for_text,
+)
 from tests.engine.serve.serving import Served, serving
 
 pytestmark = pytest.mark.browser
@@ -28,8 +37,8 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture
-def page(browser: Any, served: Served) -> Iterator[Any]:
-    with opened(browser, served.url) as made:
+def page(one_tab: Any, served: Served) -> Iterator[Any]:
+    with reopened(one_tab, served.url) as made:
         yield made
 
 
@@ -114,9 +123,9 @@ def test_a_gauge_shows_the_context_and_warns_near_its_end(page: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", ["wide", "narrow"])
-def test_it_looks_right(browser: Any, served: Served, scheme: str, width: str) -> None:
-    size = {"viewport": NARROW} if width == "narrow" else {}
-    with opened(browser, served.url, color_scheme=scheme, **size) as page:
+def test_it_looks_right(one_tab: Any, served: Served, scheme: str, width: str) -> None:
+    size = NARROW if width == "narrow" else SIZE
+    with reopened(one_tab, served.url, size, scheme) as page:
         overflow(page)
         shot(page, f"{scheme}-{width}-overflow")
         assert not look(page, "contrast") and not look(page, "unnamed")

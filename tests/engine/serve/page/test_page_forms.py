@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.serve.page.driving import (
     NARROW,
+    SIZE,
     act,
     answer_with,
     answered,
@@ -17,6 +18,7 @@ from tests.engine.serve.page.driving import (
     look,
     menu,
     opened,
+    reopened,
     shot,
     stream,
     tab,
@@ -69,8 +71,9 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture
-def page(browser: Any, served: Served) -> Iterator[Any]:
-    with opened(browser, served.url, permissions=["clipboard-read", "clipboard-write"]) as made:
+def page(one_tab: Any, served: Served) -> Iterator[Any]:
+    one_tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    with reopened(one_tab, served.url) as made:
         yield made
 
 
@@ -292,10 +295,10 @@ def test_everything_is_reached_by_the_keyboard_with_a_focus_that_is_seen(page: A
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", ["wide", "narrow"])
 def test_nothing_sticks_out_and_text_can_be_read(
-    browser: Any, served: Served, scheme: str, width: str
+    one_tab: Any, served: Served, scheme: str, width: str
 ) -> None:
-    size = {"viewport": NARROW} if width == "narrow" else {}
-    with opened(browser, served.url, color_scheme=scheme, **size) as page:
+    size = NARROW if width == "narrow" else SIZE
+    with reopened(one_tab, served.url, size, scheme) as page:
         page.get_by_role("status").filter(has_text="tok/s").wait_for()
 
         def check(name: str) -> None:

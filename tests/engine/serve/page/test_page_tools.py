@@ -17,6 +17,7 @@ from tests.engine.serve.page.driving import (
     close,
     look,
     opened,
+    reopened,
     shot,
     stream,
     tab,
@@ -39,8 +40,8 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 @pytest.fixture
-def page(browser: Any, served: Served) -> Iterator[Any]:
-    with opened(browser, served.url) as made:
+def page(one_tab: Any, served: Served) -> Iterator[Any]:
+    with reopened(one_tab, served.url) as made:
         yield made
 
 
@@ -215,10 +216,10 @@ def test_tools_are_chosen_per_chat_and_none_is_on_at_first(page: Any) -> None:
 
 
 def test_the_question_is_answered_by_keyboard_on_a_phone_and_looks_right(
-    browser: Any, served: Served
+    one_tab: Any, served: Served
 ) -> None:
     for colors in ("light", "dark"):
-        with opened(browser, served.url, viewport=NARROW, color_scheme=colors) as page:
+        with reopened(one_tab, served.url, NARROW, colors) as page:
             switch_on(page, "exec_shell_command")
             answer_in_turn(
                 page, calls(("exec_shell_command", {"command": "echo " + "long " * 60})), stream("Done.")

@@ -23,6 +23,7 @@ from tests.engine.serve.page.driving import (
     menu,
     open_settings,
     opened,
+    reopened,
     stream,
     wait_for_text,
 )
@@ -41,8 +42,8 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture
-def page(browser: Any, served: Served) -> Iterator[Any]:
-    with opened(browser, served.url) as made:
+def page(one_tab: Any, served: Served) -> Iterator[Any]:
+    with reopened(one_tab, served.url) as made:
         yield made
 
 
@@ -138,8 +139,8 @@ def test_a_draft_stays_with_its_chat_and_that_of_a_new_chat_with_any_new_one(pag
     assert box(page).input_value() == ""
 
 
-def test_a_notice_is_above_the_dialog_and_settings_come_back(browser: Any, served: Served) -> None:
-    with opened(browser, served.url, viewport=NARROW) as page:
+def test_a_notice_is_above_the_dialog_and_settings_come_back(one_tab: Any, served: Served) -> None:
+    with reopened(one_tab, served.url, NARROW) as page:
         choose(page, system="be brief", temperature=0.3)
         open_settings(page)
         page.get_by_role("button", name="Use for new chats").click()

@@ -1,6 +1,6 @@
 """What the tests of attention have in common: a layer's settings, and a paged cache with something in it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.forward_batch import prefill_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.kv.kv_q8_0 import dequantize_rows
-from quengine.kernels.kv.kv_rows import allocate_layer, write_rows
-from quengine.kernels.rope import RopeSpec, rope_table
+from quengine.kernels.kv.kv_rows import allocate_layer, slot_mapping, write_rows
+from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
 
 
 def make_spec(
@@ -126,6 +126,25 @@ def filled_cache(
     return cache
 
 
+def rotate_and_write(
+    qkv: torch.Tensor,
+    spec: AttentionSpec,
+    layer: KVLayer,
+    positions: torch.Tensor,
+    tables: torch.Tensor,
+    sequences: torch.Tensor,
+) -> torch.Tensor:
+    """What `rope_store` does for heads without a norm, by the definitions. Its launch has a program for every row and
+    few heads, on which the interpreter spends several times what the attention behind it takes."""
+    at = positions.long()
+    q, k, v = (
+        qkv.float().unflatten(1, (-1, spec.head_dim)).split([spec.heads, spec.kv_heads, spec.kv_heads], 1)
+    )
+    q, k = (apply_rope(heads, spec.cos[at], spec.sin[at], spec.rope_layout) for heads in (q, k))
+    write_rows(layer, slot_mapping(at, tables.long()[sequences.long()]), k, v)
+    return q.half().contiguous()
+
+
 def run_prefill(
     spec: AttentionSpec,
     layer: KVLayer,
@@ -134,6 +153,7 @@ def run_prefill(
     lengths: Sequence[int],
     tables: torch.Tensor,
     batch_invariant: bool = False,
+    rotate: Callable[..., torch.Tensor] = rope_store,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A step of chunks, each of `lengths` rows of qkv at its position in `starts` and with its row of `tables`: rotate,
     store and attend. The rotated queries fp16, and fp32 [T, heads * head_dim]."""
@@ -141,7 +161,7 @@ def run_prefill(
         [[0] * length for length in lengths], starts, [[table] for table in tables.tolist()], qkv.device
     )
     tiles = prefill_tiles(batch, spec.head_dim, batch_invariant)
-    q = rope_store(qkv, spec, layer, batch.positions, batch.block_tables_of(0), tiles.sequences)
+    q = rotate(qkv, spec, layer, batch.positions, batch.block_tables_of(0), tiles.sequences)
     out = torch.full((len(qkv), spec.heads * spec.head_dim), float("nan"), device=qkv.device)
     gates = qkv if spec.gated else None
     tables = batch.block_tables_of(0)
@@ -155,11 +175,12 @@ def run_chunks(
     chunks: Sequence[int],
     tables: torch.Tensor,
     batch_invariant: bool = False,
+    rotate: Callable[..., torch.Tensor] = rope_store,
 ) -> torch.Tensor:
     """One sequence, with block tables [1, blocks], chunk by chunk from position 0 on."""
     outputs, start = [], 0
     for size in chunks:
         rows = qkv[start : start + size]
-        outputs.append(run_prefill(spec, layer, rows, [start], [size], tables, batch_invariant)[1])
+        outputs.append(run_prefill(spec, layer, rows, [start], [size], tables, batch_invariant, rotate)[1])
         start += size
     return torch.cat(outputs)

@@ -12,7 +12,13 @@ from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from tests.kernels.cuda.attention.attention_cases import PagedCache, filled_cache, make_spec, run_prefill
+from tests.kernels.cuda.attention.attention_cases import (
+    PagedCache,
+    filled_cache,
+    make_spec,
+    rotate_and_write,
+    run_prefill,
+)
 
 BLOCKS = 9
 """Of a sequence, at most."""
@@ -190,9 +196,9 @@ def test_quantized_output_is_the_same_too(head_dim: int, device: torch.device) -
 @pytest.mark.parametrize(
     "heads,kv_heads,head_dim,chunks,window,q8_0",
     [
-        (2, 1, 64, [70, 35], None, False),
-        (2, 1, 96, [33, 40], 20, False),
-        (2, 1, 64, [66, 70], 67, True),
+        (2, 1, 64, [66, 5], None, False),
+        (2, 1, 96, [33, 12], 20, False),
+        (2, 1, 64, [66, 20], 67, True),
         *[(1, 1, 256, [40, 30], None, False)] * torch.cuda.is_available(),
     ],
 )
@@ -288,8 +294,10 @@ def test_prefill_reads_no_block_behind_the_window(
     spec = make_spec(device, CONTEXT, 2, 1, head_dim, window)
     qkv = random_qkv(device, spec, rows)
     cache = with_padding_block(sequences_of(spec, 1, q8_0))
-    _, expected = run_prefill(spec, cache.layer, qkv, [start], [rows], cache.tables, batch_invariant)
+    _, expected = run_prefill(
+        spec, cache.layer, qkv, [start], [rows], cache.tables, batch_invariant, rotate_and_write
+    )
     tables = released(cache, start + 1 - window)
     assert not torch.equal(tables, cache.tables)
-    _, out = run_prefill(spec, cache.layer, qkv, [start], [rows], tables, batch_invariant)
+    _, out = run_prefill(spec, cache.layer, qkv, [start], [rows], tables, batch_invariant, rotate_and_write)
     assert torch.equal(out, expected)

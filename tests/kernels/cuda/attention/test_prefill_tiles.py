@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from quengine.kernels.cuda.attention.attention_prefill import prefill_tiles
+from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.forward_batch import prefill_batch
-from tests.kernels.cuda.attention.attention_cases import filled_cache, make_spec, run_prefill
+from tests.kernels.cuda.attention.attention_cases import (
+    filled_cache,
+    make_spec,
+    rotate_and_write,
+    run_prefill,
+)
 from tests.kernels.cuda.attention.test_paged_attention import CONTEXT, random_qkv
 
 
@@ -23,16 +29,19 @@ def test_chunks_of_several_prompts_are_each_its_own(
     device: torch.device,
 ) -> None:
     """The queries of a tile are those of one chunk, so its bits are those that it has alone."""
+    rotate = rotate_and_write if q8_0 or batch_invariant else rope_store
     spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window)
     starts, lengths = (0, 61, 32), (67, 1, 40)
     cache = filled_cache(device, len(starts), CONTEXT, kv_heads, head_dim, q8_0)
     pool = cache.shuffled(1)
     qkv = random_qkv(device, spec, sum(lengths))
-    q, together = run_prefill(spec, pool.layer, qkv, starts, lengths, pool.tables, batch_invariant)
+    q, together = run_prefill(spec, pool.layer, qkv, starts, lengths, pool.tables, batch_invariant, rotate)
     first = 0
     for sequence, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         rows, table = slice(first, first + length), cache.sequence(sequence)
-        alone, expected = run_prefill(spec, cache.layer, qkv[rows], [start], [length], table, batch_invariant)
+        alone, expected = run_prefill(
+            spec, cache.layer, qkv[rows], [start], [length], table, batch_invariant, rotate
+        )
         assert torch.equal(q[rows], alone)
         if batch_invariant or length == max(lengths):
             assert torch.equal(together[rows], expected)
