@@ -15,6 +15,7 @@ from torch import Tensor
 from quengine.kernels.attention import attention, gate_output, mask_slice, split_gates
 from quengine.kernels.backend import AttentionSpec, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.encoder_attention import EncoderAttentionSpec, encoder_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, glu
@@ -128,8 +129,10 @@ class ReferenceBackend:
         norm: Norm | None,
         up: ReferenceWeight,
         activation: Pointwise,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        return pointwise(self._matmul(_normed(x, norm), up), activation)
+        y = self._matmul(_normed(x, norm), up)
+        return pointwise(y if bias is None else y + bias, activation)
 
     def linear_add(
         self,
@@ -225,6 +228,9 @@ class ReferenceBackend:
         rows = slot_mapping(torch.arange(first, end), table)
         keys, values = (t.to(self.dtype) for t in read_rows(layer, rows))
         return attention(q, keys, values, mask, spec.scale, spec.sinks).reshape(tokens, -1)
+
+    def encoder_attention(self, batch: ForwardBatch, qkv: Tensor, spec: EncoderAttentionSpec) -> Tensor:
+        return encoder_attention(batch, qkv, spec)
 
     def short_conv(self, batch: ForwardBatch, x: Tensor, spec: ShortConvSpec, state: SlotLayer) -> Tensor:
         return short_conv(batch, x, spec, state.parts[0])

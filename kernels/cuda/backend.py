@@ -65,6 +65,7 @@ from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_qua
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.short_conv import short_conv
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
+from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
@@ -178,8 +179,9 @@ class CudaBackend:
         norm: Norm | None,
         up: PackedWeight,
         activation: Pointwise,
+        bias: Tensor | None = None,
     ) -> Rows:
-        product = self._product(batch, self._normed(x, norm), up)
+        product = self.norm_linear(batch, x, norm, up, bias)
         if isinstance(product, Tensor) and self._takes_q_dot(len(product)):
             return pointwise_quantize(product, activation, self.pdl)
         return pointwise(product, activation, self.pdl)
@@ -274,6 +276,13 @@ class CudaBackend:
         # Rows written by the previous launch must be complete: a chunk's positions, keys that other rows read.
         overlaps = self.pdl and batch.phase == "decode" and not batch.shares_sequences
         return self._decode(batch, qkv, spec, layer, overlaps)
+
+    def encoder_attention(
+        self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: EncoderAttentionSpec
+    ) -> Tensor:
+        """In fp16, as keys and values of a cache are."""
+        rows = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
+        return fused_attention(batch, rows.half(), spec).float()
 
     def short_conv(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: ShortConvSpec, state: SlotLayer

@@ -189,6 +189,10 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
     }
     if config.sliding_window is not None:
         sizes[f"{a}.attention.sliding_window"] = config.sliding_window
+    if config.logit_scale != 1.0:
+        sizes[f"{a}.logit_scale"] = config.logit_scale
+    if config.encoder is not None:
+        sizes[f"{a}.attention.causal"] = False
     if config.rope_scaling.kind == "yarn":
         sizes[f"{a}.rope.scaling.type"] = "yarn"
         sizes[f"{a}.rope.scaling.factor"] = config.rope_scaling.factor
