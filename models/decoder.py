@@ -36,6 +36,9 @@ class Decoder:
         ctx_size: number of positions of the rotary tables and the causal mask, which are made here once.
         chunk_size: maximum number of tokens of one sequence in a `forward`.
         host_experts: computes the experts of the first `host_experts.layers` layers; None: the backend computes all.
+
+    Raises:
+        EngineError: the model is an encoder, or computes no context of this size.
     """
 
     def __init__(
@@ -49,6 +52,11 @@ class Decoder:
     ) -> None:
         if config.encoder is not None:
             raise EngineError(f"a {config.architecture} model is an encoder: it computes no logits")
+        if 0 < config.attention_chunk < ctx_size:
+            raise EngineError(
+                f"context of {ctx_size} tokens is more than a chunk of this {config.architecture} model's attention, "
+                f"{config.attention_chunk}, and more are not implemented"
+            )
         self.config = config
         self.host_experts = host_experts
         self.backend = backend
