@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from quengine.errors import EngineError
 from quengine.load import load_model
 from quengine.memory import attended_bytes
 from quengine.model_runner import LaunchedStep
+from quengine.models.config import no_text
 from quengine.platform.deferred_interrupt import DeferredInterrupt
 from quengine.platform.device import on_device
 from quengine.platform.machine import peak_memory
@@ -37,7 +38,7 @@ from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
 from quengine.request.output import Completion
-from quengine.request.pooling import Pool, Pooling, default_pooling, with_end
+from quengine.request.pooling import RANK, Pool, Pooling, check_ranks, default_pooling, with_end
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
@@ -156,7 +157,7 @@ class LLM:
             EngineError: the prompt does not fit the context, is neither text nor token ids, or contains half a
                 surrogate pair; or `params.constraint` cannot be compiled.
         """
-        self._lock.check_process()
+        self._check_generates()
         ids = self._prompt_ids(prompt)
         sequence = self._sequences.make(ids, params or SamplingParams(), index, show_special)
         return CompletionStream(self, sequence)
@@ -187,7 +188,7 @@ class LLM:
             EngineError: as for `stream`; or a tool's schema is not a JSON schema, or the model supports no such budget
                 or format.
         """
-        self._lock.check_process()
+        self._check_generates()
         form, use, params = self.answer_format, use or ToolUse(), params or SamplingParams()
         ids = self._prompt_ids(prompt)
         end = self._chat.end_of(ids)
@@ -206,6 +207,7 @@ class LLM:
         Raises:
             EngineError: a stream of this thread is unfinished.
         """
+        self._check_generates()
         ids = self._sequences.checked(as_ids(token_ids))
         with self._alone():
             self.scheduler.reset()
@@ -229,7 +231,29 @@ class LLM:
         given = [(self._prompt_ids(prompt), isinstance(prompt, str)) for prompt in as_prompts(prompts)]
         end = self.tokenizer.end_of_text
         texts = [with_end(ids, end) if is_text else ids for ids, is_text in given]
-        sequences = [self.embedding_sequence(ids, pooling) for ids in texts]
+        return self._pooled([self.embedding_sequence(ids, pooling) for ids in texts])
+
+    def rank(self, query: str, documents: Seq[str]) -> list[float]:
+        """How well each document answers the query, by the head that the model was trained with: any numbers, the
+        higher the better.
+
+        Raises:
+            EngineError: the model has no such head, or one of several outputs; a pair does not fit the context.
+        """
+        check_ranks(self.model_config)
+        end = self.tokenizer.end_of_text
+        first, *others = [with_end(self.encode(text), end) for text in (query, *documents)]
+        start = int(self.tokenizer.add_bos)
+        pairs = [first + other[start:] for other in others]
+        return [score for (score,) in self._pooled([self.embedding_sequence(ids, RANK) for ids in pairs])]
+
+    def _check_generates(self) -> None:
+        """Raises EngineError where this process is a fork, or the model generates no text."""
+        self._lock.check_process()
+        if self.model_config.encoder is not None:
+            raise EngineError(no_text(self.model_config))
+
+    def _pooled(self, sequences: list[Sequence]) -> list[list[float]]:
         try:
             for sequence in sequences:
                 self.add(sequence)
@@ -241,10 +265,10 @@ class LLM:
             self.dropped.extend(sequences)
             self._cancel_dropped_now()
 
-    def embedding_sequence(self, ids: list[int], pooling: Pooling) -> Sequence:
+    def embedding_sequence(self, ids: list[int], pooling: Pooling | Literal["rank"]) -> Sequence:
         """A sequence for the scheduler whose prompt is pooled. Raises EngineError as `embed` does."""
         self._lock.check_process()
-        sequence = self._sequences.make(ids, SamplingParams(temperature=0))
+        sequence = self._sequences.make(ids, SamplingParams(temperature=0), answers=False)
         sequence.pool = Pool(pooling)
         return sequence
 

@@ -19,6 +19,7 @@ from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import CopyStates, Forward, Hidden, Message, Parts, Together, alone
 from quengine.platform.ranges import Range
+from quengine.request.pooling import RANK
 from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
@@ -327,6 +328,8 @@ class ModelRunner:
         with Range("embedding chunk"):
             hidden = self.hidden(prefill_rows([chunk]))
         try:
+            if sequence.pool.pooling == RANK:
+                hidden = self.decoder.scores(hidden[0])[None]
             sequence.pool.add(hidden)
         except EngineError as error:
             return error

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from quengine.kernels.encoder_attention import EncoderAttentionSpec
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
@@ -57,7 +58,7 @@ class KVLayer:
     @property
     def blocks(self) -> list[Tensor]:
         """The same tensors by block, as views: [blocks, BLOCK_SIZE, kv_heads, width]."""
-        return [t.view(-1, BLOCK_SIZE, *t.shape[1:]) for t in self.tensors]
+        return [t.view(len(t) // BLOCK_SIZE, BLOCK_SIZE, *t.shape[1:]) for t in self.tensors]
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,15 @@ class Backend(Protocol[WeightT]):
         ...
 
     def norm_pointwise(
-        self, batch: ForwardBatch, x: Hidden, norm: Norm | None, up: WeightT, activation: Pointwise
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: Norm | None,
+        up: WeightT,
+        activation: Pointwise,
+        bias: Tensor | None = None,
     ) -> Hidden:
-        """`norm` of x [T, K], or x itself, up [F, K], its activation: a feed-forward without a gate, [T, F]."""
+        """`norm` of x [T, K], or x itself, up [F, K], plus bias [F], its activation: [T, F], without a gate."""
         ...
 
     def linear_add(
@@ -316,6 +323,12 @@ class Backend(Protocol[WeightT]):
 
     def check_latent(self, spec: LatentSpec) -> None:
         """Raises EngineError where `latent_attention` does not compute these sizes: at load, ahead of any step."""
+        ...
+
+    def encoder_attention(self, batch: ForwardBatch, qkv: Hidden, spec: EncoderAttentionSpec) -> Hidden:
+        """Attention among all rows of each text, qkv [T, 3 * heads * head_dim]: [T, heads * head_dim]. Eager, in
+        prefill. See kernels/encoder_attention.py.
+        """
         ...
 
     def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:

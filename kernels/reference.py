@@ -15,6 +15,7 @@ from torch import Tensor
 from quengine.kernels.attention import attention, gate_output, mask_slice, softcap, split_gates
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.encoder_attention import EncoderAttentionSpec, encoder_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, glu
@@ -130,8 +131,10 @@ class ReferenceBackend:
         norm: Norm | None,
         up: ReferenceWeight,
         activation: Pointwise,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        return pointwise(self._matmul(_normed(x, norm), up), activation)
+        y = self._matmul(_normed(x, norm), up)
+        return pointwise(y if bias is None else y + bias, activation)
 
     def linear_add(
         self,
@@ -245,6 +248,9 @@ class ReferenceBackend:
 
     def check_latent(self, spec: LatentSpec) -> None:
         """All sizes are computed."""
+
+    def encoder_attention(self, batch: ForwardBatch, qkv: Tensor, spec: EncoderAttentionSpec) -> Tensor:
+        return encoder_attention(batch, qkv, spec)
 
     def short_conv(self, batch: ForwardBatch, x: Tensor, spec: ShortConvSpec, state: SlotLayer) -> Tensor:
         return short_conv(batch, x, spec, state.parts[0])

@@ -155,7 +155,7 @@ class BlockKind:
     output_bias: bool = False
     sinks: bool = False
     activation: Literal["silu", "gelu_tanh", "clamped_swish"] = "silu"
-    pointwise: Literal["relu2"] | None = None
+    pointwise: Literal["relu2", "gelu"] | None = None
     expert_bias: bool = False
     selection_bias: bool = False
     shared_gate: bool = False
@@ -274,6 +274,21 @@ def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
+class EncoderSizes:
+    """Of a model whose positions all see each other, which makes embeddings and scores (blocks/encoder.py).
+
+    token_types: rows of the table by kind of segment; 0: there is none. biases: its matrices have biases.
+    classes: outputs of a trained head on the first position, of `embedding_length` columns; 0: there is none.
+    head_dense: the head has a dense layer and tanh in front.
+    """
+
+    token_types: int
+    biases: bool = True
+    classes: int = 0
+    head_dense: bool = False
+
+
+@dataclass(frozen=True)
 class CacheGroup:
     """Layers that cache the same: the last `window` positions, all positions (None), or a state of fixed size."""
 
@@ -333,7 +348,8 @@ class ModelConfig:
     None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers` keep a
     state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
     (blocks/short_conv.py); `gated_delta`: the sizes of their gated delta net. `latent`: the sizes of every layer's
-    latent attention; `head_dim` is then that of queries before their matrix is applied. `output_norm`: GGUF's name of the norm in
+    latent attention; `head_dim` is then that of queries before their matrix is applied. `encoder`: of a model that
+    generates no text (EncoderSizes). `output_norm`: GGUF's name of the norm in
     front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths are then
     those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole ones
     (layer_split.py).
@@ -378,6 +394,7 @@ class ModelConfig:
     conv_channels: int = 0
     gated_delta: GatedDeltaSizes | None = None
     latent: LatentSizes | None = None
+    encoder: EncoderSizes | None = None
     output_norm: str = "output_norm"
     layer_sizes: tuple[LayerSizes, ...] = ()
     ranks: int = 1
@@ -524,6 +541,11 @@ class ModelConfig:
             )
         if self.attention_temperature_scale and self.attention_temperature_length < 1:
             yield "attention_temperature_length", f"{self.attention_temperature_length} is not positive"
+
+
+def no_text(config: ModelConfig) -> str:
+    """Why an encoder generates nothing, for people."""
+    return f"a {config.architecture} model makes embeddings, and generates no text: LLM.embed, POST /v1/embeddings"
 
 
 def _gated_delta_problems(sizes: GatedDeltaSizes) -> Iterator[tuple[str, str]]:

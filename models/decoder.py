@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quengine.errors import EngineError
 from quengine.kernels.backend import Backend, Hidden, LayerState
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.layer_norm import Norm
@@ -35,6 +36,9 @@ class Decoder:
         ctx_size: number of positions of the rotary tables and the causal mask, which are made here once.
         chunk_size: maximum number of tokens of one sequence in a `forward`.
         host_experts: computes the experts of the first `host_experts.layers` layers; None: the backend computes all.
+
+    Raises:
+        EngineError: the model is an encoder, or computes no context of this size.
     """
 
     def __init__(
@@ -46,6 +50,13 @@ class Decoder:
         chunk_size: int,
         host_experts: HostExperts | None = None,
     ) -> None:
+        if config.encoder is not None:
+            raise EngineError(f"a {config.architecture} model is an encoder: it computes no logits")
+        if 0 < config.attention_chunk < ctx_size:
+            raise EngineError(
+                f"context of {ctx_size} tokens is more than a chunk of this {config.architecture} model's attention, "
+                f"{config.attention_chunk}, and more are not implemented"
+            )
         self.config = config
         self.host_experts = host_experts
         self.backend = backend
@@ -98,6 +109,10 @@ class Decoder:
             return self._of_last_stage(None, len(batch), self.config.embedding_length)
         hidden = self.backend.normed(x, self.output_norm) / self.config.logit_scale
         return hidden if self.config.stage is None else self._of_last_stage(hidden, *hidden.shape)
+
+    def scores(self, _row: Tensor) -> Tensor:
+        """Raises EngineError: a decoder has no trained head for rankings."""
+        raise EngineError("the model has no trained head: it makes embeddings, and does not rank")
 
     def _logits(self, batch: ForwardBatch, x: Hidden, rows: int) -> Tensor:
         if self.output_norm is None:

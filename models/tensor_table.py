@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sized
 from functools import lru_cache
 
-from quengine.models.architectures import layers_of
+from quengine.models.architectures import ARCHITECTURES, layers_of
 from quengine.models.blocks import attention, experts
 from quengine.models.blocks.block import NORM, OUTPUT_CUT, Draw, Shape, TensorSpec
 from quengine.models.config import ModelConfig
@@ -46,12 +46,14 @@ _ROWS = (".ffn_gate_inp_shexp.weight", ".exp_probs_b.bias")
 def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     """Every tensor that a model of this configuration has, by name, layer by layer. Names in a Hugging Face folder of
     tensors of no layer begin with {body} or {head} (`hf.hf_names`)."""
+    top = ARCHITECTURES[config.architecture].top_tensors
+    if top is not None:
+        return {**top(config), **_of_layers(config)}
     vocab, width = config.vocab_size, config.embedding_length
     logits = Draw(LOGIT_STD)
     embedding = logits if config.tied_output else Draw(by_columns=False)
     specs = {"token_embd.weight": TensorSpec((vocab, width), hf="{body}embed_tokens.weight", draw=embedding)}
-    for i, block in enumerate(layers_of(config)):
-        specs |= {f"blk.{i}.{name}": spec for name, spec in block.tensors().items()}
+    specs |= _of_layers(config)
     specs[f"{config.output_norm}.weight"] = TensorSpec((width,), hf="{body}norm.weight", draw=NORM)
     if not config.tied_output:
         specs["output.weight"] = TensorSpec((vocab, width), OUTPUT_CUT, "{head}lm_head.weight", draw=logits)
@@ -60,6 +62,11 @@ def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     else:
         names = [] if config.rope_scaling.freq_factors is None else ["rope_freqs.weight"]
     return specs | dict.fromkeys(names, TensorSpec((config.rope_dim // 2,)))
+
+
+def _of_layers(config: ModelConfig) -> dict[str, TensorSpec]:
+    layers = enumerate(layers_of(config))
+    return {f"blk.{i}.{name}": spec for i, block in layers for name, spec in block.tensors().items()}
 
 
 def joined_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:

@@ -501,7 +501,8 @@ DENSE_BESIDE = {
     "ffn_down_exps.scale": "e",
 }
 """What layers of such architectures have besides or otherwise where they have experts."""
-LAYER_NORMED = ("cohere2",)
+
+LAYER_NORMED = ("cohere2", "bert")
 """Architectures whose norms are LayerNorms."""
 
 LATENTS = ("deepseek2", "mistral4")
@@ -581,6 +582,11 @@ class ModelSizes:
             **self._head_lengths(),
             f"{a}.attention.{'layer_norm' if a in LAYER_NORMED else 'layer_norm_rms'}_epsilon": 1e-5,
             **self._of_cohere(),
+            **(
+                {"bert.attention.causal": False, "bert.attention.head_count_kv": self.heads}
+                if a == "bert"
+                else {}
+            ),
             **({f"{a}.interleave_moe_layer_step": 1} if a == "llama4" else {}),
             f"{a}.rope.dimension_count": self._rotated,
             f"{a}.rope.freq_base": 10000.0,
@@ -674,6 +680,8 @@ class ModelSizes:
     def tensor_shapes(self, vocab: int, tied: bool = False) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model and its torch-order shape."""
         shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
+        if self.architecture == "bert":
+            return shapes | self._bert_shapes()
         for i in range(self.blocks):
             wider = self.architecture in WIDENING and i % 2 == 1
             sizes = self._letters(self._times(i), 1 + wider)
@@ -696,6 +704,19 @@ class ModelSizes:
         if not tied:
             shapes["output.weight"] = (vocab, self.embedding)
         return shapes
+
+    def _bert_shapes(self) -> dict[str, tuple[int, ...]]:
+        d, f, q = self.embedding, self.feed_forward, self.heads * self.head_dim
+        matrices = {"attn_q": (q, d), "attn_k": (q, d), "attn_v": (q, d), "attn_output": (d, q)}
+        matrices |= {"ffn_up": (f, d), "ffn_down": (d, f)}
+        found = {"position_embd.weight": (self.context, d), "token_types.weight": (2, d)}
+        found |= {f"token_embd_norm.{kind}": (d,) for kind in ("weight", "bias")}
+        for i in range(self.blocks):
+            for name, shape in matrices.items():
+                found |= {f"blk.{i}.{name}.weight": shape, f"blk.{i}.{name}.bias": shape[:1]}
+            for norm in ("attn_output_norm", "layer_output_norm"):
+                found |= {f"blk.{i}.{norm}.{kind}": (d,) for kind in ("weight", "bias")}
+        return found
 
     def _letters(self, times: int, wider: int = 1) -> dict[str, int]:
         """What the letters of a layer's shapes stand for; `times` as many heads and columns as `self` has, of `wider`

@@ -58,6 +58,8 @@ class Machine:
         backend.communicator = communicator
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
+        if checkpoint.config.encoder is not None:
+            return self._encoder_runner(checkpoint, backend, cache)
         if backend.name == "cuda" and communicator.rank == 0 and (drafts or not self.experts.layers):
             self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
         if backend.name == "cpu" and self.progress is not None and communicator.size == 1:
@@ -72,6 +74,17 @@ class Machine:
         if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts)
+
+    def _encoder_runner(self, checkpoint: Checkpoint, backend: Backend[Any], cache: KVCache) -> ModelRunner:
+        """Of a model that computes whole texts, one in each step, eagerly."""
+        from quengine.models.encoder import Encoder
+
+        sizes, separator = checkpoint.config.encoder, None
+        if sizes is not None and sizes.classes and sizes.token_types > 1:
+            separator = checkpoint.tokenizer().end_of_text
+        with _weights(checkpoint, self.device, self.config.mmap, self.progress, 0) as tensors:
+            encoder: Any = Encoder(checkpoint.config, tensors, backend, cache.ctx_size, separator)
+        return ModelRunner(encoder, cache, packs_prompts=False)
 
     def ranks(self, path: Path, part: Checkpoint, ctx_size: int, pools: Sequence[CachePool]) -> ModelRunner:
         """Rank 0 of a group, whose other ranks load their parts meanwhile."""

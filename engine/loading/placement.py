@@ -30,6 +30,8 @@ from quengine.speculative.draft_length import draft_rows
 
 def part_of(checkpoint: Checkpoint, part: Rank | Stage) -> Checkpoint:
     """What a rank has of a model. Raises EngineError where so many ranks cannot share it."""
+    if part.count > 1 and checkpoint.config.encoder is not None:
+        raise EngineError(f"a {checkpoint.config.architecture} model is an encoder, which ranks do not share")
     return checkpoint if part.count == 1 else SplitCheckpoint(checkpoint, part)
 
 

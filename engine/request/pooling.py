@@ -7,8 +7,12 @@ from quengine.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Pooling = Literal["mean", "last", "none"]
+    from quengine.models.config import ModelConfig
+
+Pooling = Literal["mean", "cls", "last", "none"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+RANK: Literal["rank"] = "rank"
+"""What is made of a pair of texts by a model with a trained head: its outputs for the first position."""
 
 
 def default_pooling(own: str | None) -> Pooling:
@@ -20,9 +24,20 @@ def default_pooling(own: str | None) -> Pooling:
     found = next((pooling for pooling in POOLINGS if pooling == (own or "mean")), None)
     if found is None:
         raise EngineError(
-            f"pooling: this model was made for {own!r}, which is not supported; ask for mean or last"
+            f"pooling: this model was made for {own!r}, to score pairs of texts (LLM.rank, POST /v1/rerank); "
+            "ask for mean, cls or last"
         )
     return found
+
+
+def check_ranks(config: "ModelConfig") -> None:
+    """Raises EngineError where the model has no trained head of one output, by which pairs of texts are ranked."""
+    classes = 0 if config.encoder is None else config.encoder.classes
+    if classes != 1:
+        has = f"a head of {classes} outputs" if classes else "no trained head"
+        raise EngineError(
+            f"a model that ranks has a head of one output, and this {config.architecture} has {has}"
+        )
 
 
 def with_end(ids: list[int], end: int | None) -> list[int]:
@@ -35,7 +50,8 @@ _STEPS = 2.0**40
 
 
 class Pool:
-    """Takes a text's hidden rows chunk by chunk, and pools them: their mean, or the last one; `none` keeps them all.
+    """Takes a text's hidden rows chunk by chunk, and pools them: their mean, the first one (`cls`) or the last; `none`
+    keeps them all. Of `rank` the one row that it takes is the outputs of the model's head.
 
     The mean is summed in whole numbers, so that it is the same to the last bit however the rows come.
 
@@ -43,17 +59,17 @@ class Pool:
         EngineError: a pooling that there is not.
     """
 
-    def __init__(self, pooling: Pooling) -> None:
-        if pooling not in POOLINGS:
+    def __init__(self, pooling: Pooling | Literal["rank"]) -> None:
+        if pooling not in (*POOLINGS, RANK):
             raise EngineError(f"pooling {pooling!r}: must be {' or '.join(POOLINGS)}")
         self.pooling = pooling
-        self._last: Tensor | None = None
+        self._one: Tensor | None = None
         self._sums: Tensor | None = None
         self._rows: list[Tensor] = []
 
     def clear(self) -> None:
         """Drop the rows: they will come again from the first."""
-        self._last = self._sums = None
+        self._one = self._sums = None
         self._rows.clear()
 
     def add(self, rows: "Tensor") -> None:
@@ -64,13 +80,16 @@ class Pool:
         """
         from torch import stack
 
+        if self.pooling == "cls":
+            rows = rows[:1]
         rows = (rows[-1:] if self.pooling == "last" else rows).double()
         if not bool((rows.abs() < _STEPS).all()):
             raise EngineError(
                 "the model's hidden values are not finite: its weights are damaged, or overflow"
             )
-        if self.pooling == "last":
-            self._last = rows[0].cpu()
+        if self.pooling in ("cls", "last", RANK):
+            if self._one is None or self.pooling == "last":
+                self._one = rows[0].cpu()
             return
         if self.pooling == "none":
             self._rows.append(rows.cpu())
@@ -80,17 +99,21 @@ class Pool:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def embedding(self) -> list[float]:
-        """The vector [n], of length 1 (of length 0 if all is zero); without pooling the rows [T * n]."""
+        """The vector [n], of length 1 (of length 0 if all is zero); without pooling the rows [T * n]; the head's
+        outputs of `rank` as they are."""
         from torch import cat
         from torch.nn.functional import normalize
 
         if self.pooling == "none":
             rows: list[float] = cat(self._rows).flatten().tolist()
             return rows
-        pooled = self._last
+        pooled = self._one
         if self._sums is not None:
             whole, steps = self._sums.double()
             pooled = whole + steps / _STEPS
         assert pooled is not None, "no rows were pooled"
+        if self.pooling == RANK:
+            scores: list[float] = pooled.tolist()
+            return scores
         unit: list[float] = normalize(pooled, dim=0).tolist()
         return unit

@@ -36,14 +36,15 @@ class SequenceFactory:
         params: SamplingParams,
         index: int = 0,
         show_special: bool | Collection[int] = False,
+        answers: bool = True,
     ) -> Sequence:
-        """The sequence of a prompt; `index` and `show_special` as for `LLM.stream`.
+        """The sequence of a prompt; `index` and `show_special` as for `LLM.stream`. answers: tokens follow the prompt.
 
         Raises:
             EngineError: the prompt does not fit, or a parameter names a token outside the vocabulary or has a
                 constraint that cannot be compiled.
         """
-        ids, params = self.checked(ids), self.resolved(params)
+        ids, params = self.checked(ids, answers), self.resolved(params)
         spec = params.constraint
         constraint = None if spec is None else self.constraints.compile(spec, params.stop_token_ids)
         end_ids = self.tokenizer.eos_ids | set(params.stop_token_ids)
@@ -71,11 +72,14 @@ class SequenceFactory:
         banned = dict.fromkeys(ends, -math.inf)
         return replace(params, logit_bias={**params.logit_bias, **banned})
 
-    def checked(self, ids: list[int]) -> list[int]:
-        """A prompt's ids. Raises EngineError where there are none, too many, or one is not in the vocabulary."""
+    def checked(self, ids: list[int], answers: bool = True) -> list[int]:
+        """A prompt's ids, behind which an answer of a token must fit if it `answers`.
+
+        Raises EngineError where there are none, too many, or one is not in the vocabulary.
+        """
         if not ids:
             raise EngineError("the prompt is empty: it has no tokens, and this model adds none of its own")
-        if len(ids) > self.ctx_size - 1:
+        if len(ids) > self.ctx_size - answers:
             longest = self.config.context_length
             more = (
                 f"shorten the prompt or raise -c (this model: up to {longest})"
@@ -83,8 +87,8 @@ class SequenceFactory:
                 else "shorten the prompt: that is the model's own maximum"
             )
             raise EngineError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.ctx_size}, of which one is for the "
-                f"answer; {more}"
+                f"the prompt has {len(ids)} tokens and the context holds {self.ctx_size}"
+                f"{', of which one is for the answer' if answers else ''}; {more}"
             )
         vocab = self.config.vocab_size
         for position, token in enumerate(ids):

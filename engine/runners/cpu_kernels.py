@@ -121,7 +121,7 @@ def _name_operations(config: ModelConfig) -> None:
         table.layer_norm_kernel()
     if config.block.pointwise is None:
         table.glu_kernel(config.block.activation)
-    else:
+    elif config.encoder is None:
         table.pointwise_kernel(config.block.pointwise)
     (
         table.add_kernel(),

@@ -173,7 +173,7 @@ class ServerSettings:
     ] = None
     pooling: Annotated[
         Pooling | None,
-        Flag("--pooling", "Of embeddings: mean, last or none; by default the model's own, or the mean."),
+        Flag("--pooling", "Of embeddings: mean, cls, last or none; by default the model's own, or the mean."),
     ] = None
     ui: Annotated[bool, Flag("--ui/--no-ui", "Serve the chat page at /.")] = True
     slots: Annotated[bool, Flag("--slots/--no-slots", "Show the slots, with GET /slots.")] = True

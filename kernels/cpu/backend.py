@@ -18,13 +18,14 @@ from quengine.kernels.cpu.moe.operations import down_experts, experts_add, exper
 from quengine.kernels.cpu.moe.router import route
 from quengine.kernels.cpu.step import Step
 from quengine.kernels.cpu.step_recorder import Buffers, CpuWeight, StepRecorder
+from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.router import Router, Routing
-from quengine.kernels.pointwise import Pointwise
+from quengine.kernels.pointwise import Pointwise, pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
@@ -107,11 +108,20 @@ class CpuBackend:
         return cpu.glu(_linear(batch, cpu.normed(x, norm), gate_up), activation)
 
     def norm_pointwise(
-        self, batch: ForwardBatch, x: Hidden, norm: Norm | None, up: CpuWeight, activation: Pointwise
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: Norm | None,
+        up: CpuWeight,
+        activation: Pointwise,
+        bias: Tensor | None = None,
     ) -> Hidden:
         if self._recorder is not None:
+            assert bias is None, "only encoders have biases here, of whose steps there is no list"
             return self._recorder.norm_pointwise(x, norm, up, activation)
-        return cpu.pointwise(_linear(batch, cpu.normed(x, norm), up), activation)
+        addend = None if bias is None else bias.unsqueeze(0)
+        y = _linear(batch, cpu.normed(x, norm), up, addend)
+        return pointwise(y, activation) if activation == "gelu" else cpu.pointwise(y, activation)
 
     def linear_add(
         self,
@@ -229,6 +239,10 @@ class CpuBackend:
 
     def check_latent(self, spec: LatentSpec) -> None:
         cpu.check_latent(spec)
+
+    def encoder_attention(self, batch: ForwardBatch, qkv: Hidden, spec: EncoderAttentionSpec) -> Hidden:
+        assert self._recorder is None
+        return fused_attention(batch, qkv, spec)
 
     def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:
         if self._recorder is not None:

@@ -68,6 +68,7 @@ from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.short_conv import short_conv
 from quengine.kernels.cuda.softcap import softcap_logits
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
+from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
@@ -183,8 +184,9 @@ class CudaBackend:
         norm: Norm | None,
         up: PackedWeight,
         activation: Pointwise,
+        bias: Tensor | None = None,
     ) -> Rows:
-        product = self._product(batch, self._normed(x, norm), up)
+        product = self.norm_linear(batch, x, norm, up, bias)
         if isinstance(product, Tensor) and self._takes_q_dot(len(product)):
             return pointwise_quantize(product, activation, self.pdl)
         return pointwise(product, activation, self.pdl)
@@ -307,6 +309,13 @@ class CudaBackend:
     def check_latent(self, spec: LatentSpec) -> None:
         check_latent(spec)
         self._latent.prepare(spec)
+
+    def encoder_attention(
+        self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: EncoderAttentionSpec
+    ) -> Tensor:
+        """In fp16, as keys and values of a cache are."""
+        rows = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
+        return fused_attention(batch, rows.half(), spec).float()
 
     def short_conv(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: ShortConvSpec, state: SlotLayer
@@ -449,7 +458,11 @@ class CudaBackend:
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer
     ) -> Rows:
         """Attention on a step's chunks, whose rows are cut into tiles."""
-        tokens, width, tiles = len(batch), spec.heads * spec.head_dim, self._tiles_of(batch, spec.widest_head or spec.head_dim)
+        tokens, width, tiles = (
+            len(batch),
+            spec.heads * spec.head_dim,
+            self._tiles_of(batch, spec.widest_head or spec.head_dim),
+        )
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
         gates = qkv if spec.gated else None
         if not isinstance(qkv, ScaledProduct):

@@ -18,17 +18,21 @@ _COLUMNS, _GROUPS = 1024, 32
 
 
 @triton.jit
-def _activated(x):
-    """max(x, 0)^2; a comparison keeps a NaN a NaN."""
-    positive = tl.where(x < 0.0, 0.0, x)
-    return positive * positive
+def _activated(x, GELU: tl.constexpr):
+    """GELU, or max(x, 0)^2; a comparison keeps a NaN a NaN."""
+    if GELU:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        positive = tl.where(x < 0.0, 0.0, x)
+        y = positive * positive
+    return y
 
 
 @DirectLaunch
 @triton.jit
 def _pointwise_kernel(
     x_ptr, row_scale_ptr, width, inverse_weight_scale,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     launch_then_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -37,19 +41,18 @@ def _pointwise_kernel(
     x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0)
     if SCALED:
         x *= tl.load(row_scale_ptr + row) * inverse_weight_scale
-    tl.store(x_ptr + row * width + column, _activated(x), mask=inside)
+    tl.store(x_ptr + row * width + column, _activated(x, GELU), mask=inside)
 
 
 def pointwise(x: Tensor | ScaledProduct, activation: Pointwise, pdl: bool = False) -> Tensor:
     """The activation of contiguous fp32 rows [T, F], or of the product's, in place; the rows."""
-    assert activation == "relu2"
     scaled = isinstance(x, ScaledProduct)
     rows = x.values if isinstance(x, ScaledProduct) else x
     row_scale, weight_scale = (x.row_scale, x.weight_scale) if isinstance(x, ScaledProduct) else (rows, 1.0)
     assert rows.is_contiguous() and rows.dtype == torch.float32
     _pointwise_kernel[(rows.shape[0], -(-rows.shape[1] // _COLUMNS))](
         rows, row_scale, rows.shape[1], 1.0 / weight_scale,
-        BLOCK=_COLUMNS, SCALED=scaled, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        BLOCK=_COLUMNS, SCALED=scaled, GELU=activation == "gelu", PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return rows
 
@@ -57,23 +60,25 @@ def pointwise(x: Tensor | ScaledProduct, activation: Pointwise, pdl: bool = Fals
 @DirectLaunch
 @triton.jit
 def _pointwise_quantize_kernel(
-    x_ptr, high_ptr, low_ptr, scale_ptr, sums_ptr, groups, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, high_ptr, low_ptr, scale_ptr, sums_ptr, groups, BLOCK: tl.constexpr, GELU: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     launch_then_wait(PDL)
     inside = group < groups
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    y = _activated(tl.load(x_ptr + at, mask=inside[:, None], other=0.0))
+    y = _activated(tl.load(x_ptr + at, mask=inside[:, None], other=0.0), GELU)
     high, low, scale, sums = quantize_group(y)
     store_quantized(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
 
 
 def pointwise_quantize(x: Tensor, activation: Pointwise, pdl: bool = False) -> QuantizedActivations:
     """The activation of contiguous fp32 rows [T, F], F a multiple of 32, quantized for q-dot."""
-    assert activation == "relu2" and x.is_contiguous() and x.dtype == torch.float32
+    assert x.is_contiguous() and x.dtype == torch.float32
     out = QuantizedActivations.empty(x.shape[0], x.shape[1], x.device)
     groups = x.numel() // 32
     _pointwise_quantize_kernel[(-(-groups // _GROUPS),)](
-        x, out.high, out.low, out.scale, out.sums, groups, BLOCK=_GROUPS, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+        x, out.high, out.low, out.scale, out.sums, groups,
+        BLOCK=_GROUPS, GELU=activation == "gelu", PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return out

@@ -7,6 +7,7 @@ from quengine.errors import EngineError
 from quengine.models.architectures.arcee import ARCEE
 from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.architectures.bailingmoe2 import BAILINGMOE2
+from quengine.models.architectures.bert import BERT
 from quengine.models.architectures.cohere2 import COHERE2
 from quengine.models.architectures.deepseek import DEEPSEEK2, MISTRAL4
 from quengine.models.architectures.dots1 import DOTS1
@@ -47,7 +48,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(OPENELM, GEMMA2, GEMMA4, ARCEE, COHERE2),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
-        *(LLAMA4, DEEPSEEK2, MISTRAL4),
+        *(LLAMA4, DEEPSEEK2, MISTRAL4, BERT),
     )
 }
 """By the name that GGUF has for them."""

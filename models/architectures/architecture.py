@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quengine.kernels.moe.router_kind import RouterKind
-from quengine.models.blocks.block import Block
+from quengine.models.blocks.block import Block, TensorSpec
 from quengine.models.blocks.uniform import uniform_layers
 from quengine.models.config import BlockKind, ModelConfig
 
@@ -102,6 +102,9 @@ class Architecture:
     hf_parts: GGUF tensor of a block, with .weight or .bias -> the tensor that holds it there, in folders where it has
         none of its own.
     hf_rows: vectors of a block that folders have as a matrix of one row.
+    top_tensors: the tensors of no layer, where they are others than a decoder's.
+    hf_layers: what names of layers in folders begin with, behind the body's, before the layer's number.
+    hf_unused: what names of tensors begin with, behind the body's, that folders may have and nothing here reads.
     hf_rope_pairs: folders too have the elements of a head that rotate together as neighbours, where `block` does.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
     hf_changes: GGUF tensor of a block, with .weight or .bias -> what GGUF files have of a folder's weights (fp32); of
@@ -126,6 +129,9 @@ class Architecture:
     hf_modules: Mapping[str, str] = field(default_factory=dict)
     hf_parts: Mapping[str, HFPart] = field(default_factory=dict)
     hf_rows: frozenset[str] = frozenset({"ffn_gate_inp_shexp"})
+    top_tensors: Callable[[ModelConfig], Mapping[str, TensorSpec]] | None = None
+    hf_layers: str = "layers."
+    hf_unused: tuple[str, ...] = ()
     hf_rope_pairs: bool = False
     hf_norm_offset: float = 0.0
     hf_changes: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from quengine.models.config import LIMITS, BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
-_PERIOD = 4
+_PERIOD, _WINDOW = 4, 4096
 _LOGIT_SCALE = "logit_scale"
 
 
@@ -40,12 +40,17 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
 
 def _size_fields(config: ModelConfig) -> Fields:
     full = full_layers(config.block_count, _PERIOD)
-    return {"full_attention_layers": full, "unrotated_layers": full, "logit_scale": 0.0625}
+    return {
+        "sliding_window": config.sliding_window or _WINDOW,
+        "full_attention_layers": full,
+        "unrotated_layers": full,
+        "logit_scale": 0.0625,
+    }
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     """llama.cpp takes a scale of 0 for none."""
-    if config.sliding_window is None:
+    if not file.get_int("cohere2.attention.sliding_window"):
         raise file.error("cohere2.attention.sliding_window", "missing, or 0: layers of this model have one")
     scale = file.get_float(f"cohere2.{_LOGIT_SCALE}")
     if scale is None:

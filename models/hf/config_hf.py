@@ -45,6 +45,7 @@ ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "gelu_tanh": ("gelu_pytorch_tanh",),
     "clamped_swish": ("silu",),
     "relu2": ("relu2",),
+    "gelu": ("gelu",),
 }
 
 

@@ -63,7 +63,8 @@ class HFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        declared = replace(read_hf_config(read_config(path)), pooling=read_pooling(path))
+        declared = read_hf_config(read_config(path))
+        declared = replace(declared, pooling=read_pooling(path) or declared.pooling)
         self._shards = HFShards(path)
         self.config = _with_own_output(declared, self._shards)
         self._untied = self.config is not declared
@@ -143,7 +144,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.within: dict[str, StoredPart] = {}
         declared = ARCHITECTURES[config.architecture]
         self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
-        self._rows = declared.hf_rows
+        self._rows, self._known = declared.hf_rows, declared.hf_unused
         self._names = HFNames(config, shards.files.keys())
         joined = joined_specs(config)
         for name, spec in tensor_specs(config).items():
@@ -215,7 +216,9 @@ class HFTensors(Mapping[str, QuantTensor]):
         known = {stored.name for stored in self.stored.values()} | {output} | self.drafts
         known |= {name for part in self.within.values() for name in part.names}
         rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
-        ignored = [name for name in rest if name.startswith((body, output.removesuffix("weight")))]
+        applied = (body, output.removesuffix("weight"))
+        unread = tuple(f"{body}{begin}" for begin in self._known)
+        ignored = [n for n in rest if n.startswith(applied) and not (unread and n.startswith(unread))]
         if ignored:
             raise self._shards.error(
                 f"{len(ignored)} tensors that this decoder does not apply: {listed(ignored)}"

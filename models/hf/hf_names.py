@@ -15,10 +15,11 @@ PREFIXES = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
     ("transformer.", ""),
+    ("bert.", ""),
     ("", ""),
 )
 """(body, head) of names: a text model; the text part of a model with vision as it was released, and as newer releases
-of transformers save it; OpenELM; a model without an output matrix, which makes embeddings."""
+of transformers save it; OpenELM; BERT with a head; a model without an output matrix, which makes embeddings."""
 
 
 class HFNames:
@@ -28,7 +29,8 @@ class HFNames:
     """
 
     def __init__(self, config: ModelConfig, held: Collection[str]) -> None:
-        self._modules, self._held = ARCHITECTURES[config.architecture].hf_modules, held
+        declared = ARCHITECTURES[config.architecture]
+        self._modules, self._layers, self._held = declared.hf_modules, declared.hf_layers, held
         self._specs = {**tensor_specs(config), **joined_specs(config)}
         norm = self._usual_or_own(f"{config.output_norm}.weight")
         found = (prefix for prefix in PREFIXES if norm.format(body=prefix[0], head=prefix[1]) in held)
@@ -63,5 +65,5 @@ class HFNames:
         return f"{{body}}{own}" if own else self._specs[name].hf
 
     def _in_layer(self, layer: str, *candidates: str) -> str:
-        found = [f"{self.body}layers.{layer}.{candidate}" for candidate in candidates if candidate]
+        found = [f"{self.body}{self._layers}{layer}.{candidate}" for candidate in candidates if candidate]
         return next((candidate for candidate in found if candidate in self._held), found[0])

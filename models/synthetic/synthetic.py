@@ -192,6 +192,10 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         sizes[f"{a}.final_logit_softcapping"] = config.logit_softcap
     if config.attention_softcap:
         sizes[f"{a}.attn_logit_softcapping"] = config.attention_softcap
+    if config.logit_scale != 1.0:
+        sizes[f"{a}.logit_scale"] = config.logit_scale
+    if config.encoder is not None:
+        sizes[f"{a}.attention.causal"] = False
     if config.rope_scaling.kind == "yarn":
         sizes[f"{a}.rope.scaling.type"] = "yarn"
         sizes[f"{a}.rope.scaling.factor"] = config.rope_scaling.factor

@@ -16,6 +16,7 @@ from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer
 from quengine.models.tokenizer.scored_bpe import ScoredBPE, scored_bytes
 from quengine.models.tokenizer.token_length import of_gguf
 from quengine.models.tokenizer.vocabulary import TokenizerError, TokenType, Vocabulary, with_roles_by_text
+from quengine.models.tokenizer.wordpiece import WordPiece, word_bytes
 
 _PREFIX = "tokenizer.ggml."
 _ROLES = {
@@ -34,12 +35,13 @@ _ROLES = {
 }
 # SentencePiece's own places for them, in files that do not say.
 _SCORED_ROLES = {"unk": 0, "bos": 1, "eos": 2}
+# BERT's own places, likewise.
+_WORD_PIECE_ROLES = {"pad": 0, "unk": 100, "bos": 101, "eos": 102}
 _MASKS_STRIPPED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 
 
 # Kinds of llama.cpp that are not supported, by the names that people call them.
 _OTHER_KINDS = {
-    "bert": "WordPiece",
     "t5": "Unigram",
     "rwkv": "RWKV",
     "plamo2": "PLaMo-2",
@@ -57,9 +59,11 @@ def read_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
         return _merging(file, kind)
     if kind == "llama":
         return _scored(file)
+    if kind == "bert":
+        return _word_pieces(file)
     named = f" ({_OTHER_KINDS[kind]})" if kind in _OTHER_KINDS else ""
     raise TokenizerError(
-        f"{file.path}: tokenizer model {kind!r}{named} is not supported; supported: gpt2, llama, gemma4"
+        f"{file.path}: tokenizer model {kind!r}{named} is not supported; supported: gpt2, llama, gemma4, bert"
     )
 
 
@@ -106,6 +110,32 @@ def _scored(file: GGUFFile) -> TokenizerParts:
     return TokenizerParts(
         vocabulary, make_encoder, lambda: of_gguf(vocabulary, byte_level=False), space_prefix
     )
+
+
+def _word_pieces(file: GGUFFile) -> TokenizerParts:
+    """A text is between two special tokens, which have roles of their own and stand for BOS and EOS here."""
+    checked = check_vocabulary(file)
+    begin = file.get_int(_PREFIX + "cls_token_id", high=(1 << 32) - 1)
+    end = file.get_int(_PREFIX + "seperator_token_id", high=(1 << 32) - 1)
+    roles = {**_WORD_PIECE_ROLES}
+    roles |= {role: given for role, given in (("bos", begin), ("eos", end)) if given is not None}
+    vocabulary = _vocabulary(file, checked.texts, True, roles, word_bytes)
+    said = [file.get_bool(f"{_PREFIX}add_{name}_token") for name in ("eos", "sep")]
+    ends = next((value for value in said if value is not None), True)
+    vocabulary = replace(vocabulary, add_eos=ends and "eos" in vocabulary.named_ids)
+    unknown = vocabulary.named_ids.get("unk")
+    if unknown is None:
+        raise file.error(_PREFIX + "unknown_token_id", "missing: words that no tokens spell need it")
+    lowers = file.get_bool(_PREFIX + "normalizer.lowercase")
+    strips = file.get_bool(_PREFIX + "normalizer.strip_accents")
+    lowers = lowers is None or lowers
+    strips = lowers if strips is None else strips
+    text = vocabulary.texts[unknown]
+
+    def make_encoder() -> TextEncoder:
+        return AddedTokenEncoder(vocabulary, WordPiece(vocabulary, text, lowers, strips))
+
+    return TokenizerParts(vocabulary, make_encoder, lambda: None, space_prefix=True)
 
 
 def _vocabulary(

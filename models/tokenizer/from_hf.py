@@ -149,6 +149,8 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
         role: ids[text] for role in ("bos", "eos", "unk", "pad") if (text := _role_text(config, role)) in ids
     }
     ends = _generation_ends(folder, len(texts))
+    if "eos" not in named and (text := _role_text(config, "sep")) in ids:
+        named["eos"] = ids[text]  # of encoders, whose texts end with a separator
     first = _first_of_all(described, texts, ends | {named.get("eos", -1)})
     if "bos" not in named and first is not None:
         named["bos"] = first

@@ -32,7 +32,7 @@ from tests.tiny_models import write_tiny
         (["--header-timeout", "0"], "limit header_s = 0"),
         (["--idle-timeout", "nan"], "limit idle_s = nan"),
         (["--temp", "-1"], "temperature = -1"),
-        (["--pooling", "cls"], "--pooling 'cls': must be mean or last or none"),
+        (["--pooling", "max"], "--pooling 'max': must be mean or cls or last or none"),
         ([], "no-such-model.gguf"),
     ],
 )

@@ -54,7 +54,7 @@ def check_same_bits(checkpoint: Any, bounds: tuple[int, ...], make: Callable[[],
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {"bert"}))
 def test_every_architecture_has_the_bits_of_one_device(
     tmp_path: Path, architecture: str, backend: str
 ) -> None:

@@ -62,7 +62,7 @@ def check_shared_alike(checkpoint, count: int, by_expert: bool = False) -> None:
     assert ranks[0].shape == whole.shape
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {"bert"}))
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_architecture_is_shared_by_ranks(tmp_path: Path, architecture: str, count: int) -> None:
     """Four ranks have more than there are key/value heads."""

@@ -48,7 +48,7 @@ class GenerationRequest(msgspec.Struct, tag=True):
     show_special: bool | frozenset[int] = False
     score_prompt: bool = False
     progress: bool = False
-    pooling: Pooling | None = None
+    pooling: Pooling | Literal["rank"] | None = None
     slot: int = -1
     arrived: float = msgspec.field(default_factory=time.perf_counter)
     id: int = msgspec.field(default_factory=_ids.__next__)

@@ -58,10 +58,12 @@ class ServedModel:
         token_length: how much of a text one token can stand for; None where that has no bound.
         source: from what another process makes the same; None where there is none.
         pooling: what the model was made for, of embeddings; None where nothing says so.
+        ranks: it has a trained head, by which pairs of texts are scored.
         end_of_text: the token that a text to be embedded ends with; None for no such token.
     """
 
     pooling: str | None = None
+    ranks: bool = False
     end_of_text: int | None = None
 
     def __init__(
@@ -80,6 +82,7 @@ class ServedModel:
         self.ctx_size = ctx_size
         self.vocab_size = config.vocab_size
         self.pooling = config.pooling
+        self.ranks = config.encoder is not None and config.encoder.classes == 1
         self.template = self._chat.source
         self.notes = notes
         self.bos_id: int | None = text.tokenizer.bos_id

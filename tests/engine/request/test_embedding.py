@@ -109,8 +109,8 @@ def test_rows_that_are_not_finite_are_refused() -> None:
             Pool(pooling).add(torch.tensor([[1.0, -1e30]]))
 
 
-def test_there_are_two_poolings() -> None:
-    with pytest.raises(EngineError, match="must be mean or last or none"):
+def test_there_is_no_other_pooling() -> None:
+    with pytest.raises(EngineError, match="must be mean or cls or last or none"):
         Pool("max")  # type: ignore[arg-type]
 
 
@@ -173,7 +173,7 @@ def test_a_models_own_pooling_that_is_not_supported_has_to_be_replaced(tmp_path:
     path = write_tiny(tmp_path / "m.gguf", changes={"llama.pooling_type": 4})
     with LLM(path, "cpu", 64) as llm:
         with pytest.raises(
-            EngineError, match="made for 'rank', which is not supported; ask for mean or last"
+            EngineError, match=r"made for 'rank', to score pairs of texts .*; ask for mean, cls or last"
         ):
             llm.embed([PROMPTS[0]])
         assert llm.embed([PROMPTS[0]], "last") != llm.embed([PROMPTS[0]], "mean")

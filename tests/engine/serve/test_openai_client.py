@@ -259,7 +259,7 @@ def test_each_text_has_an_embedding(client: OpenAI) -> None:
     ("body", "message"),
     [
         ({"input": ""}, "has no tokens"),
-        ({"input": "a", "pooling": "max"}, "must be mean or last or none"),
+        ({"input": "a", "pooling": "max"}, "must be mean or cls or last or none"),
         ({"input": "a", "encoding_format": "int8"}, "must be float or base64"),
         ({"input": "a", "dimensions": 9}, "must be at most 8"),
         ({"input": "a" * 5000}, "5000"),

@@ -6,16 +6,18 @@ import torch
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
 from quengine.kernels.cuda.gemv.activations import quantize_activations
 from quengine.kernels.cuda.pointwise import pointwise, pointwise_quantize
+from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.pointwise import pointwise as definition
 from tests.kernels.weights import randn
 
 
+@pytest.mark.parametrize("activation", ["relu2", "gelu"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 33), (3, 1100)])
-def test_rows_are_the_definition(rows: int, width: int, device: torch.device) -> None:
+def test_rows_are_the_definition(rows: int, width: int, activation: Pointwise, device: torch.device) -> None:
     x = 3.0 * randn(rows, width)
     x[0, 0] = torch.nan
-    y = pointwise(x.clone().to(device), "relu2").cpu()
-    torch.testing.assert_close(y, definition(x), rtol=1e-6, atol=0, equal_nan=True)
+    y = pointwise(x.clone().to(device), activation).cpu()
+    torch.testing.assert_close(y, definition(x, activation), rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def test_a_product_is_scaled_first(device: torch.device) -> None:

@@ -53,7 +53,7 @@ CASES = {
     "some dense, llama3": _case(interleave_moe_layer_step=2, rope_parameters=LLAMA3),
     "queries grow": _case(False, floor_scale=8, attn_scale=0.5, no_rope_layer_interval=2),
     "no norms, own layers": _case(
-        False, use_qk_norm=False, no_rope_layers=[1, 0, 1, 1], moe_layers=[0, 2], attention_chunk_size=64
+        False, use_qk_norm=False, no_rope_layers=[1, 0, 1, 1], moe_layers=[0, 2], attention_chunk_size=128
     ),
     "no chunks": _case(False, layer_types=FULL, attn_temperature_tuning=False, attention_chunk_size=4),
 }
@@ -72,16 +72,16 @@ def test_both_files_describe_the_same_model(root: Path) -> None:
         assert config.attention_chunk == 8192 and config.block.unit_norms
         assert config.attention_temperature_scale == 0.1 and config.attention_temperature_offset == 1
     own = opened(root, "no norms, own layers", "folder").config
-    assert own.unrotated_layers == (1,) and not own.block.unit_norms and own.context_length == 64
+    assert own.unrotated_layers == (1,) and not own.block.unit_norms and own.context_length == 128
     assert opened(root, "no chunks", "folder").config.attention_chunk == 0
 
 
 def test_a_context_beyond_a_chunk_is_refused_by_name(root: Path) -> None:
     problem = (
-        "more than the 64 of a chunk of this llama4 model's attention; more are not implemented; use -c 64"
+        "more than the 128 of a chunk of this llama4 model's attention; more are not implemented; use -c 128"
     )
     with pytest.raises(EngineError, match=problem):
-        LLM(path_of(root, "no norms, own layers", "folder"), device="cpu", ctx_size=65)
+        LLM(path_of(root, "no norms, own layers", "folder"), device="cpu", ctx_size=129)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import math
 from base64 import b64encode
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -105,9 +105,14 @@ def chosen_pooling(service: Service, asked: Pooling | None) -> Pooling:
 
 
 async def embedded(
-    service: Service, request: Request, prompts: Sequence[Sequence[int]], pooling: Pooling, key: str
+    service: Service,
+    request: Request,
+    prompts: Sequence[Sequence[int]],
+    pooling: Pooling | Literal["rank"],
+    key: str,
 ) -> list[Vector]:
-    """The vector of each prompt of the field `key`; with pooling `none` its rows, one behind the other.
+    """The vector of each prompt of the field `key`; with pooling `none` its rows, one behind the other, with `rank` the
+    outputs of the model's head.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """

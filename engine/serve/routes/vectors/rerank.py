@@ -1,7 +1,8 @@
 """POST /v1/rerank: documents by how near they are to a query.
 
-The engine has no ranking models. The score is the cosine of the embeddings of query and document, which the answer says
-in its header X-Rerank-Method and, where it is an object, in `method`.
+The score is what the trained head of a ranking model gives for the pair, or of another model the cosine of the
+embeddings of query and document; which of them, the answer says in its header X-Rerank-Method and, where it is an
+object, in `method`.
 """
 
 from collections.abc import Sequence
@@ -12,16 +13,17 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.request.pooling import RANK
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.vectors.embeddings import chosen_pooling, embedded
-from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, bad_request
 from quengine.serve.schemas.reading import wrong_value
 from quengine.serve.schemas.requests import Document, RerankRequest
 from quengine.serve.service import Service
 
-METHOD = "embedding-cosine"
-"""How the scores were computed: not by a ranking model."""
+COSINE, HEAD = "embedding-cosine", "trained-head"
+"""How scores are computed: without a ranking model, or by one."""
 
 
 async def rerank(service: Service, request: Request) -> Response:
@@ -39,12 +41,9 @@ async def rerank(service: Service, request: Request) -> Response:
     prompts = await unless_gone(
         request.receive, read_prompts(service, given, key, parse_special=False, ended=True)
     )
-    chosen = chosen_pooling(service, None)
-    pooling = "mean" if chosen == "none" else chosen
-    vectors = np.array(await embedded(service, request, prompts, pooling, key))
-    scores = (vectors[1:] @ vectors[0]).tolist()
+    scores = await (_by_head if service.model.ranks else _by_cosine)(service, request, prompts, key)
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[: body.top_n]
-    headers = {"X-Rerank-Method": METHOD}
+    headers = {"X-Rerank-Method": _method(service)}
     if key == "texts":
         return json_response(
             [
@@ -65,12 +64,36 @@ async def rerank(service: Service, request: Request) -> Response:
     return json_response(answer, headers=headers)
 
 
+async def _by_cosine(service: Service, request: Request, prompts: list[list[int]], key: str) -> list[float]:
+    chosen = chosen_pooling(service, None)
+    pooling = "mean" if chosen == "none" else chosen
+    vectors = np.array(await embedded(service, request, prompts, pooling, key))
+    scores: list[float] = (vectors[1:] @ vectors[0]).tolist()
+    return scores
+
+
+async def _by_head(service: Service, request: Request, prompts: list[list[int]], key: str) -> list[float]:
+    """Each document behind the query, without the token that begins a text."""
+    query, *documents = prompts
+    begin = service.model.bos_id
+    pairs = [query + document[document[:1] == [begin] :] for document in documents]
+    for index, pair in enumerate(pairs):
+        if len(pair) > service.model.ctx_size:
+            problem = f"{key}[{index}]: with the query {len(pair)} tokens: the context holds {service.model.ctx_size}"
+            raise bad_request(problem, key, CONTEXT_EXCEEDED)
+    return [float(vector[0]) for vector in await embedded(service, request, pairs, RANK, key)]
+
+
+def _method(service: Service) -> str:
+    return HEAD if service.model.ranks else COSINE
+
+
 def _answer(service: Service, results: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
     """`tokens`: of each pair of query and document, as ranking models and llama-server count."""
     return {
         "model": service.model_name,
         "object": "list",
-        "method": METHOD,
+        "method": _method(service),
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         "results": results,
     }

@@ -121,7 +121,11 @@ def test_a_wrong_part_is_named_by_its_place(kind: Any, value: Any, message: str)
     [
         (EmbeddingRequest, {}, "input must be a string, token ids, or an array of these"),
         (EmbeddingRequest, {"input": None}, "input must be a string, token ids, or an array of these"),
-        (EmbeddingRequest, {"input": "a", "pooling": "max"}, 'pooling = "max": must be mean or last or none'),
+        (
+            EmbeddingRequest,
+            {"input": "a", "pooling": "max"},
+            'pooling = "max": must be mean or cls or last or none',
+        ),
         (ResponseRequest, {"input": []}, "input = []: must be a string or an array of at least one item"),
         (
             ResponseRequest,

@@ -1,0 +1,134 @@
+"""BERT, an encoder for retrieval: every position sees every other, positions and segments are learned embeddings.
+
+LayerNorms of each sum with the residual, GELU without a gate, biases. A head for rankings has a dense layer with tanh
+in folders; llama.cpp's converter leaves that out. Source: Devlin et al. 2018, "BERT"; `BertModel` in `transformers`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
+from quengine.models.architectures.file_traits import tensor_kinds
+from quengine.models.blocks.block import BIAS, Block, Draw, TensorSpec
+from quengine.models.blocks.encoder import EncoderAttention, EncoderFeedForward, layer_norm_specs
+from quengine.models.config import BlockKind, EncoderSizes, ModelConfig
+from quengine.models.gguf import GGUFFile
+from quengine.models.hf.hf_keys import config_error
+
+_CAUSAL = "attention.causal"
+_BIASES = {
+    f"{name}.bias" for name in ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_up", "ffn_down")
+}
+_HEADED = "BertForSequenceClassification"
+
+
+def _layers(config: ModelConfig) -> Sequence[Block]:
+    assert config.encoder is not None
+    width, biases = config.embedding_length, config.encoder.biases
+    attention = EncoderAttention(width, config.head_count, config.head_dim, biases)
+    return config.block_count * [
+        Block(attention, EncoderFeedForward(width, config.feed_forward_length, biases))
+    ]
+
+
+def _top_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    sizes, width = config.encoder, config.embedding_length
+    assert sizes is not None
+    tables = {
+        "token_embd.weight": (config.vocab_size, "word_embeddings"),
+        "position_embd.weight": (config.context_length, "position_embeddings"),
+    }
+    if sizes.token_types:
+        tables["token_types.weight"] = (sizes.token_types, "token_type_embeddings")
+    found = {
+        name: TensorSpec((rows, width), hf=f"{{body}}embeddings.{module}.weight", draw=Draw(by_columns=False))
+        for name, (rows, module) in tables.items()
+    }
+    found |= layer_norm_specs("token_embd_norm", "{body}embeddings.LayerNorm", width)
+    if sizes.head_dense:
+        found["cls.weight"] = TensorSpec((width, width), hf="{body}pooler.dense.weight")
+        found["cls.bias"] = TensorSpec((width,), hf="{body}pooler.dense.bias", draw=BIAS)
+    if sizes.classes:
+        found["cls.output.weight"] = TensorSpec((sizes.classes, width), hf="classifier.weight")
+        found["cls.output.bias"] = TensorSpec((sizes.classes,), hf="classifier.bias", draw=BIAS)
+    return found
+
+
+def _common_keys(keys: Keys) -> Keys:
+    for key, only in (
+        ("position_embedding_type", "absolute"),
+        ("is_decoder", False),
+        ("add_cross_attention", False),
+    ):
+        if keys.get(key, only) != only:
+            raise config_error(key, f"{keys[key]!r} is not implemented, only {only!r} is")
+    return {**keys, "rms_norm_eps": keys["layer_norm_eps"], "is_causal": True}
+
+
+def _fields(keys: Keys, _config: ModelConfig) -> Fields:
+    types = keys["type_vocab_size"]
+    if type(types) is not int or not 1 <= types <= 1 << 16:
+        raise config_error("type_vocab_size", f"{types!r} is not a number from 1 to {1 << 16}")
+    headed = _HEADED in (keys.get("architectures") or ())
+    labels = keys.get("id2label") or {}
+    classes = (len(labels) or 2) if headed else 0
+    sizes = EncoderSizes(types, classes=classes, head_dense=headed)
+    return {"encoder": sizes, "pooling": "rank" if headed else None}
+
+
+def _size_fields(config: ModelConfig) -> Fields:
+    return {
+        "encoder": EncoderSizes(2),
+        "head_count_kv": config.head_count,
+        "output_norm": "token_embd_norm",
+        "tied_output": True,
+    }
+
+
+def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
+    if file.get_bool(f"bert.{_CAUSAL}") is not False:
+        raise file.error(
+            f"bert.{_CAUSAL}", "missing, or true: positions see each other in a model of this kind"
+        )
+    if file.get_int("bert.attention.head_count_kv") not in (None, config.head_count):
+        raise file.error("bert.attention.head_count_kv", "other than attention.head_count is not implemented")
+    tensors = file.tensors
+    types, output = tensors.get("token_types.weight"), tensors.get("cls.output.weight")
+    sizes = EncoderSizes(
+        token_types=0 if types is None else types.shape[0],
+        biases=not _BIASES.isdisjoint(tensor_kinds(file)),
+        classes=0 if output is None else output.shape[0],
+        head_dense="cls.weight" in tensors,
+    )
+    pooling = config.pooling or ("rank" if sizes.classes else None)
+    return {"encoder": sizes, "pooling": pooling}
+
+
+BERT = Architecture(
+    name="bert",
+    block=BlockKind(norm="layer", pointwise="gelu", qkv_bias=True),
+    build=_layers,
+    model_types={
+        "bert": ModelType(
+            {
+                "vocab_size": 30522,
+                "hidden_size": 768,
+                "intermediate_size": 3072,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 12,
+                "max_position_embeddings": 512,
+                "layer_norm_eps": 1e-12,
+                "type_vocab_size": 2,
+                "hidden_act": "gelu",
+                "tie_word_embeddings": True,
+            },
+            common_keys=_common_keys,
+            fields=_fields,
+        )
+    },
+    top_tensors=_top_tensors,
+    hf_layers="encoder.layer.",
+    hf_unused=("pooler.", "cls."),
+    size_fields=_size_fields,
+    gguf_keys=(_CAUSAL,),
+    gguf_fields=_gguf_fields,
+)

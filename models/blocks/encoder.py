@@ -1,0 +1,77 @@
+"""The layers of an encoder, declared: attention among all positions, and a feed-forward; a LayerNorm of each sum."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quengine.models.blocks.block import BIAS, NORM, PagedKV, TensorSpec
+
+
+def _with_bias(name: str, hf: str, rows: int, cols: int, has_bias: bool = True) -> dict[str, TensorSpec]:
+    bias = {f"{name}.bias": TensorSpec((rows,), hf=f"{hf}.bias", draw=BIAS)} if has_bias else {}
+    return {f"{name}.weight": TensorSpec((rows, cols), hf=f"{hf}.weight"), **bias}
+
+
+def layer_norm_specs(name: str, hf: str, width: int) -> dict[str, TensorSpec]:
+    return {
+        f"{name}.weight": TensorSpec((width,), hf=f"{hf}.weight", draw=NORM),
+        f"{name}.bias": TensorSpec((width,), hf=f"{hf}.bias", draw=BIAS),
+    }
+
+
+@dataclass(frozen=True)
+class EncoderAttention:
+    """`heads` heads of `head_dim`. Nothing is kept of a text: the cache has no heads."""
+
+    width: int
+    heads: int
+    head_dim: int
+    biases: bool
+    kind = "attention"
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def traits(self) -> Sequence[str]:
+        return ("bidirectional attention",)
+
+    @property
+    def state(self) -> PagedKV:
+        return PagedKV(0, self.head_dim)
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        found: dict[str, TensorSpec] = {}
+        for letter, module in zip("qkv", ("query", "key", "value"), strict=True):
+            rows = self.heads * self.head_dim
+            found |= _with_bias(f"attn_{letter}", f"attention.self.{module}", rows, self.width, self.biases)
+        found |= _with_bias(
+            "attn_output", "attention.output.dense", self.width, self.heads * self.head_dim, self.biases
+        )
+        return found | layer_norm_specs("attn_output_norm", "attention.output.LayerNorm", self.width)
+
+    def joined(self) -> Mapping[str, TensorSpec]:
+        rows = 3 * self.heads * self.head_dim
+        return _with_bias("attn_qkv", "attention.self.qkv", rows, self.width, self.biases)
+
+
+@dataclass(frozen=True)
+class EncoderFeedForward:
+    """GELU of `length` elements, then down to `width`."""
+
+    width: int
+    length: int
+    biases: bool
+    traits = ()
+
+    @property
+    def every_row_length(self) -> int:
+        return self.length
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        up = _with_bias("ffn_up", "intermediate.dense", self.length, self.width, self.biases)
+        down = _with_bias("ffn_down", "output.dense", self.width, self.length, self.biases)
+        return {**up, **down, **layer_norm_specs("layer_output_norm", "output.LayerNorm", self.width)}
+
+    def joined(self) -> Mapping[str, TensorSpec]:
+        return {}
