@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from quengine.kernels.attention import attention, causal_mask_band, mask_slice
 
@@ -59,6 +58,8 @@ def test_decode_equals_the_last_row_of_prefill() -> None:
 @pytest.mark.parametrize("sink", [-1e30, -2.0, 0.5, 1e4])
 @pytest.mark.parametrize("window", [None, 1, 7])
 def test_sinks_are_those_of_transformers(window: int | None, sink: float) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
     generator = torch.Generator().manual_seed(7)
     q, k, v = (torch.randn(9, heads, 16, generator=generator, dtype=torch.float64) for heads in (6, 2, 2))
     sinks = torch.randn(6, generator=generator, dtype=torch.float64) + sink

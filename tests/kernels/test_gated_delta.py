@@ -1,20 +1,26 @@
 """The definition of the gated delta net against the layer of `transformers`."""
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from tests.kernels.gated_delta_steps import Shape, states
 from tests.kernels.short_conv_steps import prompt, tokens
 
+if TYPE_CHECKING:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
 WIDTH, COUNT = 24, 150
 
 
-def _layer(shape: Shape) -> Qwen3_5GatedDeltaNet:
+def _layer(shape: Shape) -> "Qwen3_5GatedDeltaNet":
     """Of `transformers`, random, whose last matrix hands on what it reads."""
+    from transformers import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
     torch.manual_seed(3)
     config = Qwen3_5TextConfig(
         hidden_size=WIDTH,
@@ -32,7 +38,7 @@ def _layer(shape: Shape) -> Qwen3_5GatedDeltaNet:
     return layer
 
 
-def _spec(layer: Qwen3_5GatedDeltaNet, shape: Shape) -> GatedDeltaSpec:
+def _spec(layer: "Qwen3_5GatedDeltaNet", shape: Shape) -> GatedDeltaSpec:
     return GatedDeltaSpec(
         conv=layer.conv1d.weight[:, 0].T.contiguous(),
         decay=-layer.A_log.exp(),

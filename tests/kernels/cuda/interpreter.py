@@ -7,8 +7,8 @@ GPU's matrix units they do not. Tests of bit-equality mean the kernels, so their
 It also takes long for what is not arithmetic. It puts its own functions into `triton.language` at every call of a
 function within a kernel, though the launch has done so; computes each integer operation a second time, in 64 bits, for
 an assertion that only its debug option makes; makes the objects that describe a shape anew for every tensor; works out
-the common type of two operands of one type, and the tensor of a constant, at every operation; and reduces by a function
-one element at a time.
+the common type of two operands of one type, and the tensor of a constant, at every operation; checks shapes that it has
+broadcast or expanded before; and reduces by a function one element at a time.
 """
 
 import math
@@ -26,6 +26,11 @@ from triton.runtime import interpreter
 _builder, _semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
 _create_dot = interpreter.InterpreterBuilder.create_dot
 _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
+_expand_dims, _cast, _check_bitwise = (
+    _semantic.expand_dims,
+    _semantic.cast,
+    _semantic.bitwise_op_type_checking_impl,
+)
 _broadcast_impl_value, _init_block_type = _semantic.broadcast_impl_value, tl.block_type.__init__
 _unwrap, constexpr = tl.core._unwrap_if_constexpr, tl.constexpr
 _check_binary, _generic_reduce = _semantic.binary_op_type_checking_impl, interpreter.ReduceOps.generic_reduce
@@ -35,12 +40,20 @@ _tensor_sizes: dict[int, _Sizes] = {}
 _block_sizes: dict[int, tuple[tl.tuple, int, str]] = {}
 """Of shapes that are one object, which stays, by its id."""
 _block_types: dict[tuple[int, str], tl.block_type] = {}
+_broadcasts: dict[tuple[int, int], tl.block_type] = {}
+_expanded: dict[tuple[int, int], tl.block_type] = {}
 _constants: dict[tuple[object, ...], tl.tensor] = {}
 MOST_CONSTANTS = 1024
+_WHOLE = frozenset([tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)])
+"""Of what is no constant expression, nor may hold one."""
 KEEP_THEIR_TYPE = frozenset(
     ["int1", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)), "fp32", "fp64"]
 )
 """Types of which every binary operation on two tensors computes in that type, division too."""
+_FLOATS = frozenset(["fp16", "fp32", "fp64"])
+_INTEGERS = KEEP_THEIR_TYPE - _FLOATS
+_AS_NUMPY = KEEP_THEIR_TYPE - {"int1"} | _FLOATS
+"""Types that numpy converts integers to as the interpreter does."""
 
 
 def patch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +63,9 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
     monkeypatch.setattr(interpreter, "_get_np_dtype", get_np_dtype)
     monkeypatch.setattr(_semantic, "broadcast_impl_value", broadcast_impl_value)
+    monkeypatch.setattr(_semantic, "bitwise_op_type_checking_impl", bitwise_op_type_checking_impl)
+    monkeypatch.setattr(_semantic, "cast", cast)
+    monkeypatch.setattr(_semantic, "expand_dims", expand_dims)
     monkeypatch.setattr(_semantic, "binary_op_type_checking_impl", binary_op_type_checking_impl)
     monkeypatch.setattr(interpreter, "_patch_attr", patch_attr)
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", generic_reduce)
@@ -118,7 +134,56 @@ def get_np_dtype(tt_dtype: tl.dtype) -> np.dtype[Any]:
 
 def broadcast_impl_value(lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Stands for `TritonSemantic.broadcast_impl_value`. Equal shapes are one object: `init_tensor` sees to it."""
-    return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast_impl_value(lhs, rhs)
+    left, right = lhs.shape, rhs.shape
+    if left is right:
+        return lhs, rhs
+    if len(lhs.handle.data.shape) == len(rhs.handle.data.shape) and left is not _SCALAR[0] is not right:
+        block = _broadcast_block(left, right, lhs.handle.data.shape, rhs.handle.data.shape)
+        return (
+            lhs if block.shape == lhs.type.shape else _filled(lhs, block),
+            rhs if block.shape == rhs.type.shape else _filled(rhs, block),
+        )
+    if right is _SCALAR[0] and rhs.handle.dtype.__class__ is not tl.block_type:
+        return lhs, _filled(rhs, lhs.type)
+    if left is _SCALAR[0] and lhs.handle.dtype.__class__ is not tl.block_type:
+        return _filled(lhs, rhs.type), rhs
+    return _broadcast_impl_value(lhs, rhs)  # type: ignore[no-any-return]
+
+
+def _filled(value: tl.tensor, block: tl.block_type) -> tl.tensor:
+    """A tensor of the block's shape with the values of one that is a scalar, or whose sizes are its or 1."""
+    handle = value.handle
+    # A comparison's handle names the type of what was compared, which a scalar's values then take.
+    dtype = get_np_dtype(handle.dtype) if value.shape is _SCALAR[0] else handle.data.dtype
+    data = np.empty(tuple(block.shape), dtype)
+    data[...] = handle.data
+    return tl.tensor(interpreter.TensorHandle(data, handle.dtype.scalar), block.with_element_ty(value.dtype))
+
+
+def _broadcast_block(
+    left: tl.tuple, right: tl.tuple, lhs: tuple[int, ...], rhs: tuple[int, ...]
+) -> tl.block_type:
+    """A type, of any elements, of what two shapes are broadcast to."""
+    key = id(left), id(right)
+    block = _broadcasts.get(key)
+    if block is None:
+        block = _broadcasts[key] = tl.block_type(tl.int32, list(np.broadcast_shapes(lhs, rhs)))
+    return block
+
+
+def expand_dims(value: tl.tensor, axis: int) -> tl.tensor:
+    """Stands for `TritonSemantic.expand_dims`."""
+    if value.shape is _SCALAR[0]:
+        return _expand_dims(value, axis)
+    key = id(value.shape), axis
+    block = _expanded.get(key)
+    if block is None:
+        sizes = list(value.handle.data.shape)
+        sizes.insert(axis, 1)
+        block = _expanded[key] = tl.block_type(tl.int32, sizes)
+    handle = value.handle
+    data = handle.data.reshape(tuple(block.shape))
+    return tl.tensor(interpreter.TensorHandle(data, handle.dtype.scalar), block.with_element_ty(value.dtype))
 
 
 def binary_op_type_checking_impl(
@@ -141,6 +206,29 @@ def binary_op_type_checking_impl(
     elif rhs.__class__ in (int, float) and rhs == rhs and kind in KEEP_THEIR_TYPE:
         return _with_constant(lhs, rhs, flags)
     return _check_binary(lhs, rhs, *flags)
+
+
+def bitwise_op_type_checking_impl(lhs: Any, rhs: Any) -> tuple[tl.tensor, tl.tensor]:
+    """Stands for `TritonSemantic.bitwise_op_type_checking_impl`, which it asks where the operands' types differ."""
+    if lhs.__class__ is tl.tensor and rhs.__class__ is tl.tensor:
+        kind = lhs.dtype.name
+        if kind == rhs.dtype.name and kind in _INTEGERS:
+            return _semantic.broadcast_impl_value(lhs, rhs)
+    return _check_bitwise(lhs, rhs)  # type: ignore[no-any-return]
+
+
+def cast(value: tl.tensor, dst_ty: tl.dtype, fp_downcast_rounding: str | None = None) -> tl.tensor:
+    """Stands for `TritonSemantic.cast`, which it asks for all but what numpy converts alike."""
+    source, target = value.dtype.name, dst_ty.scalar
+    plain = (source in _INTEGERS and target.name in _AS_NUMPY) or (
+        source in _FLOATS and target.name in _FLOATS
+    )
+    if not plain or fp_downcast_rounding is not None or value.handle.dtype.name == "bf16":
+        return _cast(value, dst_ty, fp_downcast_rounding)
+    if source == target.name:
+        return value
+    handle = interpreter.TensorHandle(value.handle.data.astype(get_np_dtype(target)), target)
+    return tl.tensor(handle, value.type.with_element_ty(target) if value.type.is_block() else target)
 
 
 def _with_constant(lhs: tl.tensor, value: float, flags: tuple[bool, ...]) -> tuple[tl.tensor, tl.tensor]:
@@ -193,7 +281,7 @@ def unwrap_if_constexpr(given: Any) -> Any:
     kind = given.__class__
     if kind is constexpr:
         return given.value
-    return given if kind is tl.tensor or kind is int else _unwrap(given)
+    return given if kind in _WHOLE else _unwrap(given)
 
 
 def init_handle(handle: Any, data: NDArray[Any], dtype: tl.dtype, attr: dict[str, Any] | None = None) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from quengine.errors import EngineError
 from quengine.kernels.reference import ReferenceBackend
@@ -70,6 +69,8 @@ class TestLogits(SameLogits):
 
 
 def test_embeddings_are_not_divided_as_logits_are(root: Path) -> None:
+    import transformers
+
     theirs = transformers.AutoModel.from_pretrained(root / "plain", dtype=torch.float64).eval()
     ids = token_ids(CASES["plain"].vocab)
     with torch.no_grad():

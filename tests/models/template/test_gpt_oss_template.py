@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from quengine.errors import EngineError
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
@@ -62,6 +61,8 @@ def template() -> ChatTemplate:
 @pytest.mark.parametrize("name", CONVERSATIONS)
 @pytest.mark.parametrize("open_end", [True, False])
 def test_the_text_is_that_of_transformers(template: ChatTemplate, name: str, open_end: bool) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     messages, tools, variables = CONVERSATIONS[name]
     theirs, _ = render_jinja_template(
         [messages],

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from quengine.models.gguf import open_gguf
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
@@ -49,6 +48,8 @@ def conversation(content: object, arguments: object, answered: bool = True) -> l
 
 def transformers_text(source: str, messages: list[dict[str, Any]]) -> str | None:
     """What transformers renders; None where it fails."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     try:
         rendered, _ = render_jinja_template(
             [messages],

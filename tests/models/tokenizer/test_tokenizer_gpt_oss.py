@@ -9,7 +9,6 @@ import tiktoken
 import tiktoken_ext.openai_public as published
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Engine
-from transformers import PreTrainedTokenizerFast
 
 from quengine.models.gguf import open_gguf
 from quengine.models.tokenizer import Tokenizer
@@ -104,6 +103,8 @@ def test_ends_are_those_of_llama_cpp_and_of_the_generation_config(
 def test_a_conversation_has_the_ids_of_llama_cpp_transformers_and_tiktoken(
     kind: str, files: tuple[Path, Path], both: dict[str, Tokenizer], specials: dict[str, int]
 ) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     ours = both[kind]
     ids = ours.encode(CONVERSATION, special=True)
     transformers = PreTrainedTokenizerFast(tokenizer_file=str(files[1] / "tokenizer.json"))
