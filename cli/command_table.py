@@ -182,6 +182,14 @@ COMMANDS = {
     ),
     "cp": Entry("copy", MODELS, ("engine cp pirate corsair", "engine cp qwen3-4b-q4k small")),
     "rm": Entry("remove", MODELS, ("engine rm qwen3-4b-q4k", "engine rm -y pirate")),
+    "convert": Entry(
+        "convert",
+        MODELS,
+        (
+            "engine convert folder -o model-f16.gguf",
+            "engine convert folder -o model-bf16.gguf --type bf16 --split-max-size 4G",
+        ),
+    ),
     "quantize": Entry(
         "quantize",
         MODELS,

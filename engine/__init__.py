@@ -14,11 +14,21 @@ if TYPE_CHECKING:
 
     from quengine.errors import CannotRunError, EngineError
     from quengine.llm import LLM
+    from quengine.models.convert.convert_folder import convert
     from quengine.models.quantize.quantize_file import quantize
     from quengine.request.output import Completion
     from quengine.request.sampling_params import SamplingParams
 
-__all__ = ["LLM", "CannotRunError", "Completion", "EngineError", "SamplingParams", "__version__", "quantize"]
+__all__ = [
+    "LLM",
+    "CannotRunError",
+    "Completion",
+    "EngineError",
+    "SamplingParams",
+    "__version__",
+    "convert",
+    "quantize",
+]
 
 _HOME = {
     "LLM": "quengine.llm",
@@ -26,6 +36,7 @@ _HOME = {
     "Completion": "quengine.request.output",
     "EngineError": "quengine.errors",
     "CannotRunError": "quengine.errors",
+    "convert": "quengine.models.convert.convert_folder",
     "quantize": "quengine.models.quantize.quantize_file",
 }
 

@@ -33,6 +33,7 @@ class Conversion:
     mistral: the folder is in Mistral's own format (params.json, consolidated.safetensors, tekken.json).
     gate_up, qkv: gate and up of all experts of a layer, query, key and value rows, in one tensor.
     drafts: the layers that draft tokens are written, too, which the folder then must have.
+    outtype: the type of matrices.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class Conversion:
     gate_up: bool = False
     qkv: bool = False
     drafts: bool = True
+    outtype: str = "f32"
 
     @property
     def arguments(self) -> list[str]:
@@ -49,7 +51,7 @@ class Conversion:
         flags += ["--fuse-gate-up-exps"] if self.gate_up else []
         flags += ["--fuse-qkv"] if self.qkv else []
         flags += [] if self.drafts else ["--no-mtp"]
-        return [str(self.folder), "--outfile", str(self.output), "--outtype", "f32", *flags]
+        return [str(self.folder), "--outfile", str(self.output), "--outtype", self.outtype, *flags]
 
 
 def write_tokenizer(folder: Path, tokenizer_class: str = "PreTrainedTokenizerFast") -> None:

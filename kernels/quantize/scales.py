@@ -56,6 +56,8 @@ def _targets(grid: Grid, fmt: BlockFormat) -> list[float]:
     low, high = grid.ends
     if fmt.table is not None:
         return [end + step for end in grid.ends for step in (-6, -4, -2, 0, 2, 4, 6)]
+    if fmt.bits == 3:  # few values: what the largest weight becomes decides more
+        return [low + i * 0.1 for i in range(-9, 10)] + [high + i * 0.25 for i in range(-3, 4)]
     return [low + i * 0.25 for i in range(-3, 4)] + [high + step for step in (-0.5, 0.0, 0.5)]
 
 

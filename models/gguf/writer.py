@@ -4,7 +4,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ class Field:
     """One metadata entry: `type_name` as `header.Entry` has it, e.g. "uint32" or "array of string"."""
 
     type_name: str
-    value: Value | Sequence[str]
+    value: Value | Sequence[str | bytes]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _field(field: Field) -> bytes:
     if isinstance(value, StringArray):
         return begin + b"".join(_string(value.raw(i)) for i in range(len(value)))
     if element == "string":
-        return begin + b"".join(_string(str(each)) for each in value)
+        return begin + b"".join(_string(each) for each in cast(Sequence[str | bytes], value))
     return begin + np.asarray(value).astype(SCALAR_TYPES[_NUMBERS[element]].dtype).tobytes()
 
 

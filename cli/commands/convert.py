@@ -1,0 +1,64 @@
+"""`engine convert`: a Hugging Face folder as a GGUF file."""
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from quengine.models.gguf.writer import TensorInfo
+
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3}
+
+
+def convert(
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="With config.json, *.safetensors and the tokenizer.")
+    ],
+    output: Annotated[
+        str, typer.Option("-o", "--output", "--outfile", metavar="OUT", help="The file to write.")
+    ],
+    type: Annotated[
+        str, typer.Option("-t", "--type", "--outtype", metavar="TYPE", help="f32, f16, bf16 or q8_0.")
+    ] = "f16",
+    split_max_size: Annotated[
+        str | None,
+        typer.Option(
+            "--split-max-size", metavar="SIZE", help="Several files, each of at most so much: 500M, 4G."
+        ),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", min=1, max=4096, help="Threads of the CPU.", show_default="all cores"),
+    ] = None,
+) -> None:
+    """Convert a Hugging Face folder to GGUF: tensors and metadata as llama.cpp's converter writes them.
+
+    OUT appears when it is complete. Other types: engine quantize.
+    """
+    from quengine.cli.progress import ProgressLine
+    from quengine.models.convert.convert_folder import convert as convert_folder
+
+    line = ProgressLine()
+
+    def show(tensor: "TensorInfo", place: int, count: int) -> None:
+        line(f"{place + 1} of {count}: {tensor.name} in {tensor.type_name}")
+
+    most = None if split_max_size is None else _size(split_max_size)
+    result = convert_folder(folder, output, type, split_max_size=most, threads=threads, progress=show)
+    line.clear()
+    typer.echo(
+        f"{result.architecture}: {len(result.tensors)} tensors, {result.nbytes / 1e9:.2f} GB", err=True
+    )
+    for path in result.paths:
+        typer.echo(f"wrote {path}", err=True)
+
+
+def _size(text: str) -> int:
+    """Bytes of "500M" or "4G", in powers of 1000 as llama.cpp's converter counts. Raises EngineError."""
+    from quengine.errors import EngineError
+
+    found = re.fullmatch(r"([1-9]\d{0,9})([KMG]?)", text.upper())
+    if found is None:
+        raise EngineError(f"--split-max-size {text}: must be a size, as 500M or 4G")
+    return int(found[1]) * _UNITS[found[2]]

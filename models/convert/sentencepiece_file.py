@@ -1,0 +1,83 @@
+"""Reads tokenizer.model, SentencePiece's file: a protocol buffer (sentencepiece_model.proto, ModelProto).
+
+Of it: the pieces (field 1: text 1, score 2, type 3) and the kind of model (field 2, the trainer's, in it field 3).
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from quengine.errors import EngineError
+
+_UNIGRAM, _BPE = 1, 2
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`type`, as in GGUF: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
+
+    text: bytes
+    score: float
+    type: int
+
+
+def read_pieces(path: Path) -> list[Piece]:
+    """The pieces in the order of their ids. Raises EngineError for a file that is no such thing, or not of BPE."""
+    pieces, kind = list[Piece](), _UNIGRAM
+    try:
+        for number, value in _fields(path.read_bytes()):
+            if number == 1 and isinstance(value, bytes):
+                pieces.append(_piece(value))
+            elif number == 2 and isinstance(value, bytes):
+                kind = dict(_fields(value)).get(3, _UNIGRAM)  # type: ignore[assignment]
+    except (IndexError, struct.error):
+        raise EngineError(f"{path}: not SentencePiece's file, or cut short") from None
+    if kind != _BPE or not pieces:
+        what = "has no pieces" if not pieces else f"is of model type {kind}, and BPE (2) alone is converted"
+        raise EngineError(f"{path}: {what}")
+    return pieces
+
+
+def _piece(data: bytes) -> Piece:
+    found = dict(_fields(data))
+    score, kind, text = found.get(2, 0.0), found.get(3, 1), found.get(1, b"")
+    assert isinstance(text, bytes) and isinstance(kind, int)
+    return Piece(text, float(score), kind)  # type: ignore[arg-type]
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
+    """Number and value of each field. Raises IndexError or struct.error where the data end early."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield number, value
+        elif wire == 5:
+            yield number, struct.unpack_from("<f", data, at)[0]
+            at += 4
+        elif wire == 2:
+            size, at = _varint(data, at)
+            if at + size > len(data):
+                raise IndexError
+            yield number, data[at : at + size]
+            at += size
+        elif wire == 1:
+            yield number, struct.unpack_from("<d", data, at)[0]
+            at += 8
+        else:
+            raise IndexError
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+        if shift > 63:
+            raise IndexError

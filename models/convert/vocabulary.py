@@ -1,0 +1,185 @@
+"""The tokenizer of a folder as keys of a GGUF file: byte-level BPE (tokenizer.json), or SentencePiece's BPE
+(tokenizer.model).
+
+Text and type of each token follow llama.cpp's converter. It finds the name of a byte-level tokenizer's pre-tokenizer by
+a hash of what it makes of a text, and so for released models alone; here the name is that of the one whose splits of a
+text are the folder's (`pre_tokenizer_name`).
+"""
+
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from quengine.errors import EngineError
+from quengine.models.config import ModelConfig
+from quengine.models.convert.sentencepiece_file import read_pieces
+from quengine.models.hf.hf_headers import read_tokenizer_config
+from quengine.models.hf.json_file import read_json
+from quengine.models.tokenizer.vocabulary import TokenType
+
+Writer = Any
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPACE = "\u2581"
+_LLAMA_LIKE = ("llama", "smollm3", "granite", "granitemoe")
+_GRANITE_ROWS, _CODE_LLAMA_ROWS = 49152, 32016
+
+
+def add_vocabulary(writer: Writer, folder: Path, config: ModelConfig) -> None:
+    """Adds `tokenizer.*`.
+
+    Raises:
+        EngineError: there is neither file, or the tokenizer is of another kind.
+    """
+    llama = config.architecture in _LLAMA_LIKE
+    space = read_tokenizer_config(folder).get("add_prefix_space")
+    if llama and isinstance(space, bool):
+        writer.add_add_space_prefix(space)
+    if (folder / "tokenizer.model").is_file():
+        _add_sentencepiece(writer, folder, config.vocab_size)
+    else:
+        _add_bpe(writer, folder, config.vocab_size)
+    if llama and config.vocab_size == _GRANITE_ROWS:
+        writer.add_add_bos_token(False)
+    if llama and config.vocab_size == _CODE_LLAMA_ROWS:
+        raise EngineError(f"{folder}: Code Llama's tokenizer is not converted yet")
+
+
+def _add_bpe(writer: Writer, folder: Path, rows: int) -> None:
+    from gguf import SpecialVocab
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise EngineError(f"{folder} has neither tokenizer.json nor tokenizer.model")
+    parts = read_json(path)
+    texts, types = _bpe_tokens(path, parts, folder, rows)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer_name(path, parts))
+    writer.add_token_list(texts)
+    writer.add_token_types(types)
+    SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
+
+
+def _bpe_tokens(
+    path: Path, parts: Mapping[str, Any], folder: Path, rows: int
+) -> tuple[list[str], list[TokenType]]:
+    model = parts.get("model") or {}
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        kind = "BPE with byte fallback" if model.get("byte_fallback") else model.get("type")
+        raise EngineError(f"{path}: its model is {kind}, not byte-level BPE, and there is no tokenizer.model")
+    texts, types = [f"[PAD{i}]" for i in range(rows)], [TokenType.UNUSED] * rows
+    largest = max((*model["vocab"].values(), *(token["id"] for token in parts.get("added_tokens", ()))))
+    if largest >= rows:
+        raise EngineError(f"{path}: token {largest}, of a model with {rows} rows of embedding")
+    for text, i in model["vocab"].items():
+        texts[i], types[i] = text, TokenType.NORMAL
+    special = _role_texts(read_tokenizer_config(folder))
+    for token in parts.get("added_tokens", ()):
+        i, text = token["id"], token["content"]
+        if token.get("special") or text in special or _looks_special(text):
+            texts[i], types[i] = text, TokenType.CONTROL
+        else:
+            texts[i], types[i] = text.replace(_SPACE, " "), TokenType.USER_DEFINED
+    return texts, types
+
+
+def _role_texts(config: Mapping[str, Any]) -> set[str]:
+    """Texts of the tokens that tokenizer_config.json gives a role, which makes them special."""
+    values = [config.get(role) for role in _ROLES] + list(config.get("additional_special_tokens") or ())
+    texts = [value.get("content") if isinstance(value, dict) else value for value in values]
+    return {text for text in texts if isinstance(text, str)}
+
+
+def _looks_special(text: str) -> bool:
+    """Texts of control tokens that folders do not mark so."""
+    if text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]"):
+        return True
+    ends = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
+    return any(text.startswith(first) and text.endswith(last) for first, last in ends)
+
+
+def _add_sentencepiece(writer: Writer, folder: Path, rows: int) -> None:
+    from gguf import SpecialVocab
+
+    texts: list[bytes] = [f"[PAD{i}]".encode() for i in range(rows)]
+    scores, types = [-10000.0] * rows, [TokenType.UNUSED] * rows
+    for i, piece in enumerate(read_pieces(folder / "tokenizer.model")[:rows]):
+        texts[i], scores[i], types[i] = piece.text, piece.score, TokenType(piece.type)
+        if piece.type == TokenType.USER_DEFINED:
+            types[i] = TokenType.NORMAL
+    for i, text, kind in _added_tokens(folder):
+        if i < rows:
+            texts[i], scores[i], types[i] = text.encode(), -1000.0, kind
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(texts)
+    writer.add_token_scores(scores)
+    writer.add_token_types(types)
+    SpecialVocab(folder, n_vocab=rows).add_to_gguf(writer)
+
+
+def _added_tokens(folder: Path) -> list[tuple[int, str, TokenType]]:
+    path = folder / "added_tokens.json"
+    added = read_json(path) if path.is_file() else {}
+    found = [(int(i), text, TokenType.USER_DEFINED) for text, i in added.items()]
+    for number, token in (read_tokenizer_config(folder).get("added_tokens_decoder") or {}).items():
+        text = token["content"]
+        control = token.get("special") or _looks_special(text)
+        kind = TokenType.CONTROL if control else TokenType.USER_DEFINED
+        found.append((int(number), text if control else text.replace(_SPACE, " "), kind))
+    return found
+
+
+_PARTS = ("a", "Z", "1", "23", " ", "\n", "'s", "'LL", ".", "/", "\u65e5", "\u093f", "\ud55c")
+_PROBES = (
+    "Ab's don't 1234 $5<=6 ~\u65e5\u672c\u0915\u093f\ud55c \n\n  x\t.\u2026 a'single /\r\n\r "
+    "\u0e2a\u0e27\u0e31 \u00e9 \U0001f999    4     5       7         9           x",
+    "".join(map("".join, product(_PARTS, repeat=3))),
+)
+"""Texts in which pre-tokenizers differ: contractions, digits, runs of spaces and lines, marks, scripts, cases."""
+
+
+def pre_tokenizer_name(path: Path, parts: Mapping[str, Any]) -> str:
+    """The name of llama.cpp's pre-tokenizer that splits a text as this tokenizer.json does.
+
+    Raises:
+        EngineError: none does, or a normalizer changes the text before it is split.
+    """
+    from tokenizers import Tokenizer
+
+    from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer, pre_tokenizer_names
+
+    normalizer = (parts.get("normalizer") or {}).get("type")
+    if normalizer not in (None, "NFC"):
+        raise EngineError(f"{path}: its normalizer is {normalizer}, which no GGUF file can say")
+    own = Tokenizer.from_file(str(path))
+    whole = bool((parts.get("model") or {}).get("ignore_merges"))
+    bos = bool(own.encode("").ids)
+    likely = ["llama-bpe", "qwen2", "gpt-2"]
+    names = likely + [name for name in pre_tokenizer_names() if name not in likely]
+    fitting = [
+        name
+        for name in names
+        if (found := pre_tokenizer(name)).byte_level
+        and found.digit_groups is None
+        and found.ignore_merges == whole
+    ]
+    for probe in _PROBES:
+        splits = _spans(own.pre_tokenizer, probe)
+        fitting = [
+            name for name in fitting if _spans(_splitter(pre_tokenizer(name).patterns), probe) == splits
+        ]
+    if not fitting:
+        raise EngineError(f"{path}: no pre-tokenizer that a GGUF file can name splits text as it does")
+    return next((name for name in fitting if pre_tokenizer(name).add_bos == bos), fitting[0])
+
+
+def _splitter(patterns: tuple[str, ...]) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), "isolated") for each in patterns])
+
+
+def _spans(splitter: Any, text: str) -> list[tuple[int, int]]:
+    return [span for _, span in splitter.pre_tokenize_str(text)]

@@ -1,0 +1,300 @@
+"""Folders converted here and by llama.cpp's converter: the same tensors bit for bit, the same metadata key by key."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import quengine
+from quengine.errors import EngineError
+from quengine.models.convert.vocabulary import pre_tokenizer_name
+from quengine.models.gguf import StringArray, open_gguf
+from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer, pre_tokenizer_names
+from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_sentencepiece, write_tokenizer
+from tests.transformers_models import write_model
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5e5,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "mistral": ("mistral", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"rope_parameters": YARN}),
+    "qwen2_moe": ("qwen2_moe", EXPERTS),
+    "qwen3_moe": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 64}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 32}),
+    "olmoe": ("olmoe", EXPERTS | {"rms_norm_eps": 1e-5}),
+    "seed_oss": ("seed_oss", {"head_dim": 16}),
+    "smollm3": ("smollm3", {}),
+    "granite": ("granite", {"attention_multiplier": 0.25, "logits_scaling": 8.0}),
+    "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+TYPES = ("f16", "bf16", "q8_0")
+NAMES = (*CASES, "sentencepiece", "described")
+
+
+def write_described(folder: Path) -> None:
+    """A model of bf16 with a model card, a chat template, added tokens of each kind, and ids that no token has."""
+    write_model(folder, "qwen2", vocab=VOCAB + 5, hidden_size=64, intermediate_size=96)
+    write_tokenizer(folder)
+    parts = json.loads((folder / "tokenizer.json").read_text())
+    for i, text in enumerate(("<|tool|>", "plain word", "<unused99>")):
+        token = {"id": VOCAB + i, "content": text, "special": False, "normalized": False}
+        parts["added_tokens"].append(token | {"single_word": False, "lstrip": False, "rstrip": False})
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"chat_template": "{{ messages[0]['content'] }}", "pad_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    card = "---\nlicense: apache-2.0\nlanguage:\n- en\n- de\ntags:\n- chat\nbase_model: someone/Base-7B\n---\n# Words\n"
+    (folder / "README.md").write_text(card)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NAME, a folder, and NAME.gguf, llama.cpp's file of it; of "described" also NAME-TYPE.gguf."""
+    root = tmp_path_factory.mktemp("convert")
+    torch.set_num_threads(1)
+    for name, (model_type, config) in CASES.items():
+        write_model(root / name, model_type, vocab=VOCAB, **config)
+        write_tokenizer(root / name)
+    write_model(root / "sentencepiece", "mistral", vocab=32768)
+    write_sentencepiece(root / "sentencepiece")
+    write_described(root / "described")
+    jobs = [Conversion(root / name, root / f"{name}.gguf", "gpt-2") for name in NAMES]
+    described = root / "described"
+    jobs += [Conversion(described, root / f"described-{kind}.gguf", "gpt-2", outtype=kind) for kind in TYPES]
+    convert(jobs)
+    return root
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, StringArray):
+        return [value.raw(i) for i in range(len(value))]
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata and tensors, with their types."""
+    with open_gguf(path) as file:
+        metadata = {key: (entry.type_name, plain(entry.value)) for key, entry in file.entries.items()}
+        tensors = {name: (t.type_name, t.shape, t.data.tobytes()) for name, t in file.tensors.items()}
+    return metadata, tensors
+
+
+def check_equal(ours: Path, theirs: Path) -> None:
+    (metadata, tensors), (expected, expected_tensors) = contents(ours), contents(theirs)
+    assert metadata == expected
+    assert tensors.keys() == expected_tensors.keys()
+    for name, tensor in tensors.items():
+        assert tensor == expected_tensors[name], name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_file_is_llama_cpps(root: Path, tmp_path: Path, name: str) -> None:
+    result = quengine.convert(root / name, tmp_path / "ours.gguf", "f32", threads=1)
+    check_equal(tmp_path / "ours.gguf", root / f"{name}.gguf")
+    assert result.paths == (tmp_path / "ours.gguf",)
+    assert result.nbytes == (tmp_path / "ours.gguf").stat().st_size
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_so_it_is_in_every_type(root: Path, tmp_path: Path, kind: str) -> None:
+    quengine.convert(root / "described", tmp_path / "ours.gguf", kind, threads=1)
+    check_equal(tmp_path / "ours.gguf", root / f"described-{kind}.gguf")
+
+
+def test_a_split_is_the_same_model(root: Path, tmp_path: Path) -> None:
+    result = quengine.convert(root / "qwen3", tmp_path / "part.gguf", "f32", split_max_size=100_000)
+    assert len(result.paths) > 2
+    assert sorted(tmp_path.iterdir()) == list(result.paths)
+    assert result.paths[0].name == f"part-00001-of-{len(result.paths):05d}.gguf"
+    metadata, tensors = contents(result.paths[-1])
+    expected, expected_tensors = contents(root / "qwen3.gguf")
+    assert tensors == expected_tensors
+    assert {key: value for key, value in metadata.items() if not key.startswith("split.")} == expected
+    for path in result.paths:
+        assert path.stat().st_size < 110_000
+
+
+def test_a_large_enough_file_is_not_split(root: Path, tmp_path: Path) -> None:
+    result = quengine.convert(root / "qwen3", tmp_path / "one.gguf", split_max_size=1 << 30)
+    assert result.paths == (tmp_path / "one.gguf",)
+
+
+BYTE_LEVEL = {
+    (splits.patterns, splits.ignore_merges): name
+    for name in pre_tokenizer_names()
+    if (splits := pre_tokenizer(name)).byte_level and splits.digit_groups is None
+}
+
+
+@pytest.mark.parametrize("name", BYTE_LEVEL.values())
+def test_pre_tokenizers_are_found_by_what_they_do(tmp_path: Path, name: str) -> None:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    expected = pre_tokenizer(name)
+    engine = Tokenizer(models.BPE(ignore_merges=expected.ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in expected.patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    engine.save(str(tmp_path / "tokenizer.json"))
+    parts = json.loads((tmp_path / "tokenizer.json").read_text())
+    found = pre_tokenizer(pre_tokenizer_name(tmp_path / "tokenizer.json", parts))
+    assert found.ignore_merges == expected.ignore_merges
+    same = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in found.patterns]
+    )
+    for text in random_texts():
+        pieces = [span for _, span in pre_tokenizers.Sequence(splits).pre_tokenize_str(text)]
+        assert [span for _, span in same.pre_tokenize_str(text)] == pieces
+
+
+def random_texts() -> list[str]:
+    """Of characters and words that pre-tokenizers treat unlike."""
+    parts = [
+        *"aZ é1 23  \n\n\r\t'.,/!-(~^`$",
+        "'s",
+        "'LL",
+        "Abc",
+        "日本",
+        "नमस्ते",
+        "한국",
+        "…",
+        "🦙",
+        "\u0301",
+        "  ",
+    ]
+    rng = np.random.default_rng(11)
+    return ["".join(rng.choice(parts, 40)) for _ in range(30)]
+
+
+def copied(root: Path, tmp_path: Path, name: str = "qwen2") -> Path:
+    return Path(shutil.copytree(root / name, tmp_path / "folder"))
+
+
+def edited(file: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        parts = json.loads((folder / file).read_text())
+        change(parts)
+        (folder / file).write_text(json.dumps(parts))
+
+    return edit
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no tokenizer": (
+        lambda folder: (folder / "tokenizer.json").unlink(),
+        "neither tokenizer.json nor tokenizer.model",
+    ),
+    "another model": (
+        edited("tokenizer.json", lambda parts: parts["model"].update(type="WordPiece")),
+        "its model is WordPiece, not byte-level BPE",
+    ),
+    "a normalizer": (
+        edited("tokenizer.json", lambda parts: parts.update(normalizer={"type": "Lowercase"})),
+        "its normalizer is Lowercase",
+    ),
+    "unknown splits": (
+        edited(
+            "tokenizer.json",
+            lambda parts: parts.update(
+                pre_tokenizer={
+                    "type": "Split",
+                    "pattern": {"String": "e"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            ),
+        ),
+        "no pre-tokenizer that a GGUF file can name",
+    ),
+    "too many tokens": (
+        edited("tokenizer.json", lambda parts: parts["added_tokens"][0].update(id=VOCAB)),
+        f"token {VOCAB}, of a model with {VOCAB} rows",
+    ),
+    "a cut tokenizer.model": (
+        lambda folder: (folder / "tokenizer.model").write_bytes(b"\x0a\x7fshort"),
+        "not SentencePiece's file, or cut short",
+    ),
+    "a unigram model": (
+        lambda folder: (folder / "tokenizer.model").write_bytes(b"\x0a\x03\x0a\x01a\x12\x02\x18\x01"),
+        r"is of model type 1, and BPE \(2\) alone is converted",
+    ),
+    "an embedding": (
+        lambda folder: (
+            (folder / "1_Pooling").mkdir(),
+            (folder / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}'),
+        ),
+        "a folder of sentence-transformers is not converted yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_not_converted_is_an_error_and_leaves_nothing(
+    root: Path, tmp_path: Path, mistake: str
+) -> None:
+    edit, message = MISTAKES[mistake]
+    folder = copied(root, tmp_path)
+    edit(folder)
+    with pytest.raises(EngineError, match=message):
+        quengine.convert(folder, tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_architectures_whose_metadata_are_unknown_are_refused_by_name(tmp_path: Path) -> None:
+    write_model(tmp_path / "folder", "gemma3_text", vocab=VOCAB, head_dim=16)
+    write_tokenizer(tmp_path / "folder")
+    with pytest.raises(EngineError, match=r"architecture gemma3 is not converted yet; llama, qwen2, "):
+        quengine.convert(tmp_path / "folder", tmp_path / "out.gguf")
+
+
+def test_other_types_are_what_quantize_is_for(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        EngineError, match=r"no type q4_k: f32, f16, bf16, q8_0; for others .*engine quantize"
+    ):
+        quengine.convert(root / "qwen2", tmp_path / "out.gguf", "q4_k")
+
+
+def test_ctrl_c_leaves_no_part_of_a_split(root: Path, tmp_path: Path) -> None:
+    def interrupt(_tensor: object, place: int, _count: int) -> None:
+        if place == 15:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quengine.convert(root / "qwen3", tmp_path / "o.gguf", split_max_size=60_000, progress=interrupt)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_writes_a_file_that_gives_the_folders_logits(root: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from quengine.cli import main
+
+    main.register_commands([])
+    out = tmp_path / "out.gguf"
+    result = CliRunner().invoke(main.app, ["convert", str(root / "llama-3"), "-o", str(out), "--type", "f32"])
+    assert result.exit_code == 0 and f"wrote {out}" in result.stderr and "llama: " in result.stderr
+    with (
+        quengine.LLM(str(out), device="cpu", ctx_size=64) as file,
+        quengine.LLM(str(root / "llama-3"), device="cpu", ctx_size=64) as folder,
+    ):
+        assert torch.equal(torch.as_tensor(file.logits([1, 5, 9])), torch.as_tensor(folder.logits([1, 5, 9])))
