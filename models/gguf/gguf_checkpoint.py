@@ -60,6 +60,12 @@ class GGUFCheckpoint:
         if scaled:
             gib = sum(self._stored[name].nbytes for name in scaled) * 37 / 36 / 2**30
             notes.append(f"{len(scaled)} tensors of NVFP4 are copied with their scales: {gib:.2f} GiB")
+        ternary = [tensor.nbytes for tensor in self._stored.values() if tensor.type_name == "TQ1_0"]
+        if ternary:
+            gib = sum(ternary) * 66 / 54 / 2**30
+            notes.append(
+                f"{len(ternary)} tensors of TQ1_0 take 2.06 bits a weight on CUDA, as TQ2_0: {gib:.2f} GiB"
+            )
         return notes
 
     def release_pages(self) -> None:

@@ -263,9 +263,9 @@ def _run_bits(words, run: tl.constexpr, FMT: tl.constexpr):
 def _book_scale(words, s: tl.constexpr, rh: tl.constexpr, FMT: tl.constexpr):
     """The sub-scale of set s of a codebook format, for rows r + 8 * rh."""
     BITS: tl.constexpr = 3 if FMT.book == _IQ1 else 4
-    OWN: tl.constexpr = FMT.scales == _FREE or FMT.scales == _IN_CODES
-    AT: tl.constexpr = (0 if FMT.scales == _FREE else 12) if OWN else BITS * (2 * s + rh)
-    if OWN:
+    IN_RUN: tl.constexpr = FMT.scales == _FREE or FMT.scales == _IN_CODES
+    AT: tl.constexpr = (0 if FMT.scales == _FREE else 12) if IN_RUN else BITS * (2 * s + rh)
+    if IN_RUN:
         word = _run_bits(words, 2 * s + rh, FMT)
     else:
         word = words[FMT.code_words]

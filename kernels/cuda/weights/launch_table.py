@@ -13,7 +13,7 @@ from typing import Any
 
 from quengine.kernels.cuda.launch.gpu import current_gpu
 from quengine.kernels.cuda.weights.geometry import FusedGeometry, Geometry, Shape, WgmmaGeometry
-from quengine.kernels.cuda.weights.layout import PackedLayout
+from quengine.kernels.cuda.weights.layout import Book, PackedLayout
 from quengine.kernels.cuda.weights.many_rows import MULTIPROCESSORS, many_rows_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.moe.grouping import default_block
@@ -253,12 +253,15 @@ def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS
     which programs take the fewest waves. Warps that check bounds over a few chunks need more than such a
     limit.
     """
+    long = limits is _LONG_LIMITS
+    if part.layout.book == Book.IQ3:  # two entries a row and step: below 80 registers these spill
+        limits = tuple(max(limit, 80) for limit in limits)
     k_warps = 1
     while k_warps < most_warps and 2 * k_warps <= part.chunks:
         k_warps *= 2
     while k_warps < 32 and part.chunks > _MOST_ROUNDS * k_warps:
         k_warps *= 2
-    if limits is not _LONG_LIMITS and (part.chunks % k_warps or part.layout.chunk != 256):
+    if not long and (part.chunks % k_warps or part.layout.chunk != 256):
         return Geometry(1, k_warps, 1, 0, True)
 
     def waves(registers: int) -> int:
