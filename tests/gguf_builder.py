@@ -699,6 +699,8 @@ class ModelSizes:
                     shapes |= {f"{one}.{expert}.weight": shape[1:] for expert in range(shape[0])}
                 elif shape:
                     shapes[f"blk.{i}.{name}"] = shape
+        if self.architecture in WIDENING:
+            shapes["rope_freqs.weight"] = (self.head_dim,)
         norm = "token_embd_norm" if self.architecture in CONVOLVED else "output_norm"
         shapes[f"{norm}.weight"] = (self.embedding,)
         if not tied:
@@ -749,5 +751,6 @@ def model_builder(
     metadata = {**sizes.metadata(), **vocabulary, **(changes or {})}
     builder = GGUFBuilder().kvs({k: v for k, v in metadata.items() if v is not None})
     for name, shape in sizes.tensor_shapes(len(vocabulary["tokenizer.ggml.tokens"]), tied).items():
-        builder.tensor(name, shape, kind if len(shape) > 1 and shape[-1] != TAPS else "F32")
+        ones = np.ones(shape, "<f4") if name == "rope_freqs.weight" else None  # of 0 there are none
+        builder.tensor(name, shape, kind if len(shape) > 1 and shape[-1] != TAPS else "F32", ones)
     return builder

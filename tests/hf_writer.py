@@ -200,7 +200,7 @@ def fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def within_others(weights: dict[str, Tensor], architecture: str) -> dict[str, Tensor]:
     """Weights by their GGUF names, but those that a folder holds within others, which are by their names there."""
-    held = dict(weights)
+    held = {name: weights[name] for name in weights if name != "rope_freqs.weight"}
     for layer in {name.split(".")[1] for name in weights if name.startswith("blk.")}:
         ours, theirs = f"blk.{layer}", f"model.layers.{layer}"
         for name, module in (("ssm_a", "A_log"), ("ssm_dt.bias", "dt_bias")):

@@ -57,6 +57,8 @@ def random_weights(sizes: ModelSizes, vocab: int, tied: bool, seed: int) -> dict
         values = rng.standard_normal(shape).astype(np.float32)
         if "norm" in name:
             values = 1.0 + 0.1 * values
+        elif name == "rope_freqs.weight":
+            values = 1.0 + np.abs(values)  # divisors
         elif name.endswith("ssm_a"):
             values = -np.abs(values)  # a head's memory fades
         elif len(shape) > 1:

@@ -91,7 +91,7 @@ DECIDED: Mapping[str, str] = {
     ),
     rf"({_YARN})\.rope\.scaling\.yarn_beta_slow = 2\.0 with yarn": "read in few architectures by llama.cpp",
     r"gpt-oss\.rope\.scaling\.yarn_beta_fast = (8\.0|64\.0) with yarn": "read in few architectures by llama.cpp",
-    r"gemma3\.rope\.scaling\.attn_factor = 1\.5( with (linear|yarn))?": (
+    r"gemma[34]\.rope\.scaling\.attn_factor = 1\.5( with (linear|yarn))?": (
         "belongs to the scaling, which windows have not"
     ),
     r"qwen2vl\.attention\.layer_norm_rms_epsilon = (0\.01|0\.5)": "llama.cpp has an epsilon of its own there",
@@ -106,6 +106,7 @@ ROUNDED = "YaRN's limits are not rounded, as the model was trained: with rounded
 MORE: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"attention.sliding_window": 5},
     "gemma3": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
+    "gemma4": {"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0},
     "olmo2": {"attention.sliding_window": 5},
     "gpt-oss": {"attention.sliding_window": 5},
     "glm4moe": {
@@ -176,6 +177,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (5.0,),
     "logit_scale": (2.0,),
     "embedding_scale": (2.0,),
+    "embedding_length_per_layer_input": (8,),
     "residual_scale": (0.5,),
     "rope.dimension_count": (8, 16),
     "rope.dimension_count_swa": (8, 16),
@@ -223,7 +225,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 SPM = ("phi3",)
 """Architectures that llama.cpp reads with a SentencePiece vocabulary alone."""
 
-TIED = ("openelm", "cohere2")
+TIED = ("cohere2", "gemma2", "gemma4", "openelm")
 """Architectures whose output matrix is the embedding for llama.cpp."""
 
 WITH_SCALING = ("linear", "yarn")

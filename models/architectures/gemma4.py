@@ -194,6 +194,9 @@ def _windows_of_gguf(file: GGUFFile, config: ModelConfig) -> Fields:
     windows = gguf_fields(file, config, _PERIOD, None)
     full = frozenset(windows["full_attention_layers"])
     windowed = [i not in full for i in range(config.block_count)]
+    if full and config.rope_scaling.freq_factors is None:
+        problem = "missing: it says which elements of heads in layers without a window are rotated"
+        raise file.tensor_error("rope_freqs.weight", problem)
     local = file.require_int(f"gemma4.{_LOCAL_SIZES[0]}", *LIMITS["head_dim"])
     sizes = [
         config.sizes(i)._replace(head_dim=local if windowed[i] else config.head_dim)

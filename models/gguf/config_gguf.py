@@ -310,8 +310,8 @@ def _rope_scaling(file: GGUFFile, declared: Architecture, context: int, tempered
     architecture, prefix = declared.name, f"{declared.name}.rope.scaling"
     named = file.get_str(f"{prefix}.type")
     if named not in (None, "none", *(_GGUF_SCALINGS & declared.rope_scalings)):
-        known = ", ".join(sorted(_GGUF_SCALINGS & declared.rope_scalings))
-        raise file.error(f"{prefix}.type", f"{named!r} is not implemented; none, {known} are")
+        known = ", ".join(["none", *sorted(_GGUF_SCALINGS & declared.rope_scalings)])
+        raise file.error(f"{prefix}.type", f"{named!r} is not implemented; of these kinds: {known}")
     if "longrope" in declared.rope_scalings and (named == "longrope" or ROPE_LONG in file.tensors):
         return _longrope(file, prefix, context)
     factor = None if named == "none" else file.get_float(f"{prefix}.factor")

@@ -271,19 +271,22 @@ def _attention_cases() -> Iterator[Case]:
             if not can_store(cache_type, heads.head_dim):
                 continue
             case = f"attention {name} {cache_type}"
+            # Queries and two terms of dequantized keys of 512 elements take more registers than there are: some 200
+            # bytes a thread are spilled, which is no failure here.
+            fits = heads.head_dim <= 256 or cache_type == "f16"
             for rows in (1, 32, LONG_CHUNK):  # a single-token prompt waits before it reads its position
                 call = partial(_attention, heads, cache_type, _prefill(rows))
-                yield Case(f"{case}, prompt of {rows}", rows == 1, archs, call)
+                yield Case(f"{case}, prompt of {rows}", rows == 1 and fits, archs, call)
             call = partial(_product_attention, heads, cache_type, _prefill(LONG_CHUNK))
             yield Case(f"{case}, products, {LONG_CHUNK} rows", False, archs, call)
             for rows in (1, BATCH, FEW_ROWS[-1]):
                 call = partial(_attention, heads, cache_type, _decode(rows))
-                yield Case(f"{case}, decode of {rows}", True, archs, call)
+                yield Case(f"{case}, decode of {rows}", fits, archs, call)
             if name in _EVERYWHERE:
                 # Rows of one sequence, as in speculative verification: one launch writes their keys, the next waits
                 # for it.
                 call = partial(_attention, heads, cache_type, _decode(BATCH, shares_sequences=True))
-                yield Case(f"{case}, rows of one sequence", True, (90,), call)
+                yield Case(f"{case}, rows of one sequence", fits, (90,), call)
     with_sinks = Heads(32, 8, 128, window=1024, sinks=True)  # of a head size that Hopper's kernel supports
     call = partial(_attention, with_sinks, "f16", _prefill(LONG_CHUNK))
     yield Case(f"attention 32/8x128, sinks, window f16, prompt of {LONG_CHUNK}", False, (90,), call)
@@ -389,7 +392,8 @@ def _branches(name: str, hidden: int, ffn: int, batch: ForwardBatch, backend: Me
     gated = backend.norm_glu(batch, x, norm, gate_up, "gelu_tanh")
     branch = Branch(empty(len(batch), hidden), norm, norm)
     backend.linear_add(batch, gated, down, x, norm, norm, branch=branch)
-    backend.logits(batch, empty(len(batch), hidden), norm, down, 30.0)
+    output = backend.weight([stored(name, 1024, hidden)])
+    backend.logits(batch, empty(len(batch), hidden), norm, output, 30.0)
 
 
 def _short_conv(channels: int, taps: int, batch: ForwardBatch, backend: MetaBackend) -> None:

@@ -3,10 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from quengine.models.config import CacheGroup
+from quengine.errors import EngineError
+from quengine.models.config import CacheGroup, LayerSizes, ModelConfig
+from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.hf.config_hf import read_hf_config
+from tests.gguf_builder import ModelSizes, model_builder
+from tests.llama_cpp_logits import llama_cpp_logits
 from tests.models.architectures.both_files import Case, SameLogits, opened
+from tests.transformers_models import nmse, our_logits
 
 SIZES = {
     "num_hidden_layers": 4,
@@ -56,3 +64,111 @@ def test_layers_are_in_two_cache_groups(root: Path) -> None:
         assert config.cache_groups == (CacheGroup(None, (2, 3)), CacheGroup(5, (0, 1)))
         assert [config.head_size(i) for i in range(4)] == [16, 16, 32, 32]
         assert config.keys_as_values == (2, 3)
+
+
+TEXT = {
+    "model_type": "gemma4_text",
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+}
+"""What the text_config of gemma-4-26B-A4B-it has beside the class's."""
+
+
+def config_of(**changes: Any) -> ModelConfig:
+    return read_hf_config({"model_type": "gemma4", "text_config": TEXT | changes})
+
+
+def test_a_released_folder_leaves_much_to_defaults() -> None:
+    config = config_of()
+    assert config.full_attention_layers == config.keys_as_values == (5, 11, 17, 23, 29)
+    assert config.sizes(0) == LayerSizes(16, 8, 2112, 256) and config.sizes(5) == LayerSizes(16, 2, 2112, 512)
+    assert (config.attention_scale, config.logit_softcap, config.tied_output) == (1.0, 30.0, True)
+    full, local = config.rotation(5).spec(), config.rotation(0).spec()
+    assert (full.dim, full.base, local.dim, local.base) == (512, 1e6, 256, 1e4)
+    assert full.freq_factors is not None and local.freq_factors is None
+    assert full.freq_factors[:64] == (1.0,) * 64 and min(full.freq_factors[64:]) > 9e29
+    assert config.experts is not None and config.experts.router.used == 8
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    assert config_of(enable_moe_block=False).experts is None
+    unified = {key: value for key, value in TEXT.items() if "expert" not in key and "moe" not in key}
+    unified["model_type"] = "gemma4_unified_text"
+    config = read_hf_config({"model_type": "gemma4_unified", "text_config": unified})
+    assert config.experts is None and config.context_length == 262144
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size_per_layer_input": 256},
+        {"num_kv_shared_layers": 18},
+        {"use_bidirectional_attention": "all"},
+        {"hidden_activation": "gelu"},
+        {"attention_bias": True},
+        {"sliding_window": None},
+        {"final_logit_softcapping": 0.0},
+        {"attention_k_eq_v": 1},
+        {"enable_moe_block": "yes"},
+        {"per_layer_config": {"30": {"head_dim": 512}}},
+        {"per_layer_config": {"5": {"head_dim": 128}}},
+        {"per_layer_config": {"5": {"sliding_window": 4}}},
+        {"per_layer_config": {"5": 512}},
+        {"per_layer_config": [512]},
+        {"global_head_dim": 1},
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "factor": 8.0}}},
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}},
+        {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2.0}}},
+    ],
+    ids=str,
+)
+def test_what_the_decoder_does_not_compute_is_refused_in_one_line(changes: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match=r"^config.json: ") as caught:
+        config_of(**changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.shared_kv_layers", 1),
+        ("embedding_length_per_layer_input", 256),
+        ("attention.sliding_window", 0),
+        ("attention.sliding_window_pattern", None),
+        ("attention.sliding_window_pattern", 2),
+        ("attention.sliding_window_pattern", [True]),
+        ("attention.key_length_swa", None),
+        ("rope.dimension_count_swa", 7),
+        ("rope.dimension_count_swa", 32),
+        ("rope.freq_base_swa", None),
+        ("final_logit_softcapping", -1.0),
+    ],
+    ids=str,
+)
+def test_bad_metadata_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    path = model_builder(ModelSizes("gemma4"), tied=True, changes={f"gemma4.{key}": value})
+    with open_gguf(path.write(tmp_path / "m.gguf")) as file, pytest.raises(GGUFError) as caught:
+        read_gguf_config(file)
+    assert caught.value.field == f"gemma4.{key}"
+
+
+def test_llama_cpp_computes_the_same(root: Path) -> None:
+    """Of the file with experts, but for llama.cpp's cache in fp16, which tips the choice of experts at some positions:
+    the median position is compared."""
+    ours = our_logits(opened(root, "experts", "gguf"), CASES["experts"].vocab)
+    theirs = llama_cpp_logits(root / "experts.gguf", CASES["experts"].vocab)
+    assert theirs is not None
+    rows = zip(ours, torch.from_numpy(theirs).double(), strict=True)
+    assert torch.tensor([nmse(*row) for row in rows]).median() < 1e-3
