@@ -234,7 +234,13 @@ def _stretched(file: GGUFFile, config: ModelConfig) -> float:
     cos and sin are multiplied by that of `mscale` over that of `mscale_all_dim`, which llama.cpp takes as equal, in
     mistral4 the first as 1; without m, llama.cpp multiplies scores as the models' own code does not.
     """
-    if config.rope_scaling.kind != "yarn":
+    kind, attention = config.rope_scaling.kind, f"{config.architecture}.rope.scaling.attn_factor"
+    if file.get_float(attention) not in (None, 1.0):
+        raise file.error(attention, f"{file.get_float(attention):.6g} is not implemented, only 1 is")
+    if kind not in ("none", "yarn"):  # llama.cpp multiplies scores with every factor
+        problem = f"{kind} scaling of latent attention is not implemented, only none and yarn are"
+        raise file.error(f"{config.architecture}.rope.scaling.type", problem)
+    if kind == "none":
         return 1.0
     key = f"{config.architecture}.{_LOG_MULTIPLIER}"
     tenth = file.get_float(key)
@@ -243,8 +249,6 @@ def _stretched(file: GGUFFile, config: ModelConfig) -> float:
     multiplier = tenth / 0.1
     if config.architecture == "mistral4" and abs(multiplier - 1.0) > 1e-6:
         raise file.error(key, f"{tenth:.6g} is not implemented, only 0.1 is")
-    if file.get_float(f"{config.architecture}.rope.scaling.attn_factor") not in (None, 1.0):
-        raise file.error(f"{config.architecture}.rope.scaling.attn_factor", "not implemented, only 1 is")
     return yarn_mscale(config.rope_scaling.factor, multiplier)
 
 
