@@ -128,6 +128,19 @@ _GEMMA4_EXPERTS = {
     "top_k_experts": 2,
     "moe_intermediate_size": 48,
 }
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 _TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -156,6 +169,9 @@ _TYPES: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "ernie4_5_moe": _ERNIE,
     "dots1": {**_ROUTED, "n_shared_experts": 1, "sliding_window": 8, "norm_topk_prob": True},
+    "deepseek_v2": {**_LATENT, "num_key_value_heads": 4},
+    "deepseek_v3": {**_LATENT, "n_group": 2, "topk_group": 1},
+    "glm4_moe_lite": {key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
     "minimax_m2": {**_EXPERTS, "partial_rotary_factor": 0.5},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},

@@ -128,6 +128,20 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         "expert_gating_func": 2,
     },
     "minimax-m2": {"expert_gating_func": 2},
+    "deepseek2": {
+        "expert_shared_count": 2,
+        "leading_dense_block_count": 0,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+        "expert_gating_func": 2,
+    },
+    "mistral4": {
+        "expert_shared_count": 2,
+        "leading_dense_block_count": 0,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 1.5,
+        "expert_gating_func": 1,
+    },
     "bailingmoe2": {
         "expert_shared_count": 1,
         "leading_dense_block_count": 0,

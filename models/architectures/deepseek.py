@@ -53,6 +53,11 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 def _common_keys(keys: Keys) -> Keys:
     """The rotated elements in place of a head's, of which `hf.rope_hf` reads the frequencies."""
     rotated = integer(keys, "qk_rope_head_dim", 2, _SIZE)
+    of_head = rotated + integer(keys, "qk_nope_head_dim", 1, _SIZE)
+    expected = of_head if keys.get("model_type") == "mistral4" else rotated
+    if keys.get("head_dim") not in (None, expected):
+        problem = f"{keys['head_dim']!r} is not {expected}, as the other sizes make it"
+        raise config_error("head_dim", problem)
     if keys.get("attention_bias"):
         raise config_error("attention_bias", "biases of latent attention are not implemented")
     return {**_without_share(keys, rotated), "head_dim": rotated}
@@ -67,8 +72,9 @@ def _without_share(keys: Keys, rotated: int) -> Keys:
         if not isinstance(given, Mapping) or given.get("partial_rotary_factor") is None:
             continue
         share = number(given, "partial_rotary_factor", 1.0)
-        if share != 1.0 and int((plain + rotated) * share) != rotated:
-            problem = f"{share} of {plain} + {rotated} elements is not qk_rope_head_dim, {rotated}"
+        whole = plain + rotated if keys.get("model_type") == "mistral4" else rotated
+        if int(whole * share) != rotated:
+            problem = f"{share} of {whole} elements is not qk_rope_head_dim, {rotated}"
             raise config_error("partial_rotary_factor", problem)
         rest = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
         if holder is None:
@@ -234,7 +240,13 @@ def _stretched(file: GGUFFile, config: ModelConfig) -> float:
     cos and sin are multiplied by that of `mscale` over that of `mscale_all_dim`, which llama.cpp takes as equal, in
     mistral4 the first as 1; without m, llama.cpp multiplies scores as the models' own code does not.
     """
-    if config.rope_scaling.kind != "yarn":
+    kind, attention = config.rope_scaling.kind, f"{config.architecture}.rope.scaling.attn_factor"
+    if file.get_float(attention) not in (None, 1.0):
+        raise file.error(attention, f"{file.get_float(attention):.6g} is not implemented, only 1 is")
+    if kind not in ("none", "yarn"):  # llama.cpp multiplies scores with every factor
+        problem = f"{kind} scaling of latent attention is not implemented, only none and yarn are"
+        raise file.error(f"{config.architecture}.rope.scaling.type", problem)
+    if kind == "none":
         return 1.0
     key = f"{config.architecture}.{_LOG_MULTIPLIER}"
     tenth = file.get_float(key)
@@ -243,8 +255,6 @@ def _stretched(file: GGUFFile, config: ModelConfig) -> float:
     multiplier = tenth / 0.1
     if config.architecture == "mistral4" and abs(multiplier - 1.0) > 1e-6:
         raise file.error(key, f"{tenth:.6g} is not implemented, only 0.1 is")
-    if file.get_float(f"{config.architecture}.rope.scaling.attn_factor") not in (None, 1.0):
-        raise file.error(f"{config.architecture}.rope.scaling.attn_factor", "not implemented, only 1 is")
     return yarn_mscale(config.rope_scaling.factor, multiplier)
 
 

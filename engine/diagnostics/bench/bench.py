@@ -29,6 +29,7 @@ from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.config import ModelConfig
 from quengine.models.experts import MixtureOfExperts
@@ -69,6 +70,14 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
         matrices += (2 * output.rows * output.cols + _feed_forward_operations(config, block.ffn)) * rows
     attention = 0
     for layer, mixer in enumerate(block.mixer for block in layers_of(config)):
+        if isinstance(mixer, LatentAttention) and layer in config.held_layers:
+            sizes = mixer.sizes  # absorbed: queries and values have the elements of a latent
+            row = sizes.rank * (sizes.plain + sizes.values) * mixer.heads
+            matrices += 2 * row * prompt
+            if sizes.query_rank:
+                matrices += 2 * mixer.query_rows * sizes.query_rank * prompt
+            seen = sum(position + 1 for position in positions)
+            attention += 2 * mixer.heads * (mixer.head_dim + sizes.rank) * seen
         if isinstance(mixer, Attention) and layer in config.held_layers:
             visible = (min(position + 1, mixer.window or position + 1) for position in positions)
             attention += 4 * mixer.heads * mixer.head_dim * sum(visible)

@@ -135,5 +135,5 @@ def test_it_refuses_what_it_would_read_wrongly() -> None:
             attend_chunk(*arguments)
     with pytest.raises(ValueError, match="fp16"):
         attend_chunk(q, KVLayer(layer.k.float(), layer.v.float()), 0, 1.0)
-    with pytest.raises(CannotRunError, match="heads of 544"):
-        attend_chunk(queries(2, 1, 544), random_layer(8, 1, 544), 0, 1.0)
+    with pytest.raises(CannotRunError, match="heads of 768"):
+        attend_chunk(queries(2, 1, 768), random_layer(8, 1, 768), 0, 1.0)

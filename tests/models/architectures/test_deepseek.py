@@ -4,6 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from quengine.errors import EngineError
+from quengine.memory import kv_cache_bytes
+from quengine.models.hf.config_hf import read_hf_config
+from quengine.models.synthetic.presets import PRESETS
 from tests.models.architectures.both_files import Case, SameLogits
 from tests.transformers_models import edit
 
@@ -66,3 +72,47 @@ CASES = {
 
 class TestLogits(SameLogits):
     main = ("v2", "glm")
+
+
+RELEASED = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "qk_rope_head_dim": 64,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_theta": 10000,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 32}, "head_dim: 32 is not 64"),
+        (
+            {"partial_rotary_factor": 0.25},
+            "partial_rotary_factor: 0.25 of 64 elements is not qk_rope_head_dim",
+        ),
+        ({"scoring_func": "softmax"}, "scoring_func: 'softmax' is not implemented, only sigmoid is"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"kv_lora_rank": 500}, "kv_lora_rank: 500 is not a multiple of 32"),
+        (
+            {
+                "model_type": "deepseek_v2",
+                "scoring_func": "softmax",
+                "topk_method": "group_limited_greedy",
+                "n_group": 8,
+            },
+            "topk_method: 'group_limited_greedy' with 8 groups is not implemented",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        read_hf_config({**RELEASED, "num_experts_per_tok": 8, **change})
+
+
+def test_sizes_of_released_models_in_the_cache() -> None:
+    """576 values a position and layer, once."""
+    config = PRESETS["glm-4.7-flash"].config()
+    assert kv_cache_bytes(config, 1) == 47 * 576 * 2
+    assert kv_cache_bytes(config, 1, "q8_0") == 47 * (576 + 2 * 18)
