@@ -316,7 +316,8 @@ def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
         near, far = half_bits(word), half_bits(word >> 16)
         if FMT.has_min:
             return near * FMT.unit, near, far * FMT.unit, far
-        return near, 0.0, far, 0.0
+        else:  # Triton compiles what follows a return, too
+            return near, 0.0, far, 0.0
     elif FMT.scales == _E4M3:
         return _e4m3(words[BASE + s] & 255), 0.0, _e4m3((words[BASE + s] >> 8) & 255), 0.0
     elif FMT.scales == _E8M0:
