@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat
-from quengine.kernels.quantize.layout import by_group, total
+from quengine.kernels.quantize.layout import by_group, by_number, total
 
 _DOUBLED = frozenset(("Q3_K", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS"))
 """Types whose mean square of a block counts twice beside a weight's own."""
@@ -42,7 +42,7 @@ def error_weights(fmt: BlockFormat, rows: Tensor, x: Tensor, importance: Tensor 
 def _mean_square(fmt: BlockFormat, rows: Tensor, square: Tensor) -> Tensor:
     """Of each block, or where blocks are 32 weights of a uniform grid of each row; [blocks]."""
     if fmt.block == fmt.group and fmt.table is None:
-        columns = total((rows * rows).t().contiguous()) / rows.shape[1]
+        columns = by_number(total((rows * rows).t().contiguous()), rows.shape[1])
         return columns.repeat_interleave(rows.shape[1] // fmt.block)
     mean = total(total(square)) / fmt.block
     return mean * 2 if fmt.name in _DOUBLED else mean

@@ -34,6 +34,11 @@ def total(values: Tensor) -> Tensor:
     return sums[0].clone() if not len(rest) else sums[0] + total(rest)
 
 
+def by_number(numerator: Tensor, number: float) -> Tensor:
+    """The quotient, rounded once. On CUDA torch multiplies by the reciprocal of a Python number, which rounds twice."""
+    return numerator / numerator.new_full((), number)
+
+
 def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient, 0 where the denominator is 0."""
     return torch.where(denominator == 0, 0.0, numerator / denominator)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups
-from quengine.kernels.quantize.layout import by_row, divided, total
+from quengine.kernels.quantize.layout import by_number, by_row, divided, total
 
 ROUNDS = 2
 
@@ -84,7 +84,7 @@ def _group_fits(fit: Fit, widenings: list[float]) -> tuple[Tensor, Tensor]:
     inverse = divided(torch.ones_like(span), span)
     shifted = fit.x - least
     best = torch.full_like(span, -torch.inf)
-    scale, low = span / fit.top, -least
+    scale, low = by_number(span, fit.top), -least
     for widening in widenings:
         q = (shifted * (inverse * (fit.top + widening))).round_().clamp_(0, fit.top)
         here, there = _solved(fit, *(moments := fit.moments(q)))
@@ -137,9 +137,9 @@ def _block_fits(fit: Fit, scale: Tensor, low: Tensor, limit: int) -> tuple[Tenso
 def common_unit(values: Tensor, weights: Tensor, limit: int) -> Tensor:
     """fp16 [blocks] u: multiples of u from 0 to limit are near the values [groups, blocks], in weighted squares."""
     largest = values.amax(0)
-    unit, best = (largest / limit).half(), torch.full_like(largest, torch.inf)
+    unit, best = by_number(largest, limit).half(), torch.full_like(largest, torch.inf)
     for top in (limit - 0.4, limit - 0.2, limit, limit + 0.2, limit + 0.4, limit + 0.6):
-        here = (largest / top).half()
+        here = by_number(largest, top).half()
         steps = _integers(values, here, limit)
         here = divided(total(steps * values * weights), total(steps * steps * weights)).half()
         difference = here.float() * steps - values

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import MXFP4_TABLE, BlockFormat, Groups
-from quengine.kernels.quantize.layout import divided
+from quengine.kernels.quantize.layout import by_number, divided
 
 
 def quantize_plain(fmt: BlockFormat, rows: Tensor) -> Groups:
@@ -41,7 +41,7 @@ def _first_peak(x: Tensor) -> Tensor:
 
 
 def _signed_byte(x: Tensor) -> tuple[Tensor, Tensor]:
-    d = x.abs().amax(1, keepdim=True) / 127
+    d = by_number(x.abs().amax(1, keepdim=True), 127)
     ratio = x * divided(torch.ones_like(d), d)
     magnitude = ratio.abs()
     whole = magnitude.floor()
@@ -58,7 +58,7 @@ def _from_peak(x: Tensor, offset: int) -> tuple[Tensor, Tensor]:
 
 def _from_minimum(x: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
     low = x.amin(1, keepdim=True)
-    d = (x.amax(1, keepdim=True) - low) / top
+    d = by_number(x.amax(1, keepdim=True) - low, top)
     codes = (x - low) * divided(torch.ones_like(d), d) + 0.5
     return d, low, codes.trunc_().clamp_(0, top).to(torch.uint8)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups
 from quengine.kernels.quantize.grid import Grid
-from quengine.kernels.quantize.layout import by_row, divided, total
+from quengine.kernels.quantize.layout import by_number, by_row, divided, total
 
 ROUNDS = 2
 
@@ -129,9 +129,9 @@ def _common_unit(scale: Tensor, weights: Tensor, limit: int) -> Tensor:
     high, low = scale.amax(0), scale.amin(0)
     peak = torch.where(high > -low, high, low)
     weights = divided(weights, scale * scale)
-    unit, best = (peak / -limit).half(), torch.full_like(peak, torch.inf)
+    unit, best = by_number(peak, -limit).half(), torch.full_like(peak, torch.inf)
     for target in (-limit - 0.4, -limit - 0.2, -limit, -limit + 0.3, -limit + 0.6, limit - 1.0, limit - 1.3):
-        steps = _integers(scale, (peak / target).half(), limit)
+        steps = _integers(scale, by_number(peak, target).half(), limit)
         here = divided(total(steps * scale * weights), total(steps * steps * weights)).half()
         difference = here.float() * steps - scale
         error = total(difference * difference * weights)
