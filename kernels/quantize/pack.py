@@ -132,3 +132,5 @@ _PACK: Mapping[str, Callable[[Groups, Tensor], dict[str, Tensor]]] = MappingProx
         "MXFP4": _pack_nibbles,
     }
 )
+PACKED = tuple(_PACK)
+"""Names of the quantized types that `pack` writes."""

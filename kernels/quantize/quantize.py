@@ -11,7 +11,7 @@ from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.quantize.importance import error_weights
 from quengine.kernels.quantize.layout import by_group
 from quengine.kernels.quantize.minimums import search_minimums
-from quengine.kernels.quantize.pack import pack
+from quengine.kernels.quantize.pack import PACKED, pack
 from quengine.kernels.quantize.plain import quantize_plain
 from quengine.kernels.quantize.scales import search_scales
 
@@ -58,4 +58,5 @@ def _quantized(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> Ten
     return pack(search(fmt, rows, x, weights))
 
 
-QUANTIZED_TYPES = tuple(name for name, fmt in FORMATS.items() if fmt.is_quantized)
+WRITTEN = tuple(name for name, fmt in FORMATS.items() if not fmt.is_quantized or name in PACKED)
+"""Names of the types that `quantize` writes."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from quengine.errors import EngineError, nearest
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.quantize.quantize import WRITTEN
 from quengine.models.gguf.header import GGUFTensor
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 
@@ -56,7 +57,7 @@ MIXES: Mapping[str, Mix] = MappingProxyType(
 )
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}
 _NOT_WRITTEN = re.compile(r"(IQ[123]|TQ[12]|Q1|Q2_0|NVFP4|Q8_1|Q8_K)(_|$)")
-TYPES = tuple(FORMATS)
+TYPES = WRITTEN
 """Types that tensors can be given."""
 
 _FALLBACKS = {
