@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from quengine.request.sequence import Sequence
 from quengine.runners.graph_keys import GraphKey
 from quengine.runners.host_copy import HostCopy
 from quengine.runners.state_copies import copies_before
-from quengine.sampler import NO_CHOICE, Result, Sample, Verified
+from quengine.sampler import NO_CHOICE, Result
 from quengine.slot import Slot
 from quengine.step_plan import SequenceRows, StepPlan, forward_batch, samples, scored_rows
 
@@ -315,23 +316,16 @@ def _prompts_sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
 def _decode_sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
     """The results of a decode step, given the logits [rows, vocab] on the host."""
     with Range("sample"):
-        results, start = list[Result](), 0
+        results, row = list[Result](), 0
         for sequence in plan.sequences:
-            start += sequence.replay
-            end = start + 1 + len(sequence.draft)
-            results.append(_choose(sequence, logits[start:end]))
-            start = end
+            row += sequence.replay
+            results.append(sequence.result(partial(_sampled, sequence, logits, row)))
+            row += 1 + len(sequence.draft)
     return results
 
 
-def _choose(sequence: Sequence, logits: Tensor) -> Result:
-    """The result of a sequence, given the logits of its rows."""
-    if not sequence.next_is_newest:
-        return None
-    first = sequence.sample_next(logits[0])
-    if not sequence.draft or not isinstance(first, Sample):
-        return first
-    return Verified(first, lambda number: sequence.sample_next(logits[number]))
+def _sampled(sequence: Sequence, logits: Tensor, first: int, number: int) -> Result:
+    return sequence.sample_next(logits[first + number])
 
 
 def _wanted_rows(

@@ -59,8 +59,11 @@ class StepPlan:
 
     @property
     def rows(self) -> list[SequenceRows]:
-        """The rows of each sequence."""
-        return self.chunks if self.phase == "prefill" else decode_rows(self.sequences)
+        """The rows of each sequence, where the host knows their tokens."""
+        if self.phase == "prefill":
+            return self.chunks
+        pairs = zip(self.sequences, self.starts, strict=True)
+        return [SequenceRows(decode_ids(s), start, s.block_tables) for s, start in pairs]
 
     @property
     def cancelled(self) -> bool:
@@ -89,13 +92,9 @@ def scored_rows(sequence: Sequence, chunk: SequenceRows) -> range:
     return range(max(0, missing.start - chunk.start), min(len(chunk.ids), missing.stop - chunk.start))
 
 
-def decode_rows(sequences: Seq[Sequence]) -> list[SequenceRows]:
-    """Of each sequence the first token that is not in the cache, after those that its states lack, and its draft."""
-    return [SequenceRows(decode_ids(s), s.num_cached_tokens - s.replay, s.block_tables) for s in sequences]
-
-
 def decode_ids(sequence: Sequence) -> list[int]:
-    """The tokens of a sequence's rows in a decode step."""
+    """The tokens of a sequence's rows in a decode step: the first that is not in the cache, after those that its states
+    lack, and its draft."""
     first, end = sequence.num_cached_tokens - sequence.replay, sequence.num_cached_tokens + 1
     return [*sequence.token_ids[first:end], *sequence.draft]
 

@@ -14,7 +14,7 @@ from quengine.request.pooling import Pool
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.text_stream import TextStream
-from quengine.sampler import Result, Sample, Sampler, TokenLogprobs
+from quengine.sampler import Result, Sample, Sampler, TokenLogprobs, Verified
 from quengine.slot import Slot
 
 if TYPE_CHECKING:
@@ -140,6 +140,16 @@ class Sequence:
             return self.sampler.sample(logits, self.token_ids, len(self.token_ids))
         except Exception as error:
             return error
+
+    def result(self, sampled: Callable[[int], Result]) -> Result:
+        """The result of a decode step, given what is sampled after the first n tokens of the draft; n of 0: after the
+        newest token."""
+        if not self.next_is_newest:
+            return None
+        first = sampled(0)
+        if not self.draft or not isinstance(first, Sample):
+            return first
+        return Verified(first, sampled)
 
     def advance(self, sample: Sample) -> str:
         """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""

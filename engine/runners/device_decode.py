@@ -10,6 +10,7 @@ In steps of many rows every row costs the host Python time: nearly all are conti
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.request.sequence import Sequence
@@ -18,7 +19,7 @@ from quengine.runners.device_rows import DeviceRows
 from quengine.runners.graph_keys import SamplingKind
 from quengine.runners.host_copy import HostCopy
 from quengine.runners.static_inputs import Row
-from quengine.sampler import NO_CHOICE, Result, Sample, Verified
+from quengine.sampler import NO_CHOICE, Result, Sample
 from quengine.slot import Slot
 from quengine.step_plan import StepPlan, decode_ids
 
@@ -111,7 +112,7 @@ class DeviceDecoder:
         step = self._rows.launch(rows)
         chosen = _Chosen(step, on_host)
         return lambda: [
-            chosen.result(sequence, row) if sequence.slot is slot else None
+            sequence.result(partial(chosen.after, sequence, row)) if sequence.slot is slot else None
             for sequence, slot, row in zip(plan.sequences, plan.slots, first, strict=True)
         ]
 
@@ -124,17 +125,9 @@ class _Chosen:
         self._copied = {row: number for number, row in enumerate(on_host)}
         self._logits = HostCopy(step.logits, on_host) if on_host else None
 
-    def result(self, sequence: Sequence, row: int) -> Result:
-        """The result of a sequence whose newest token, or the one that is computed again, is in this row."""
-        if not sequence.next_is_newest:
-            return None
-        first = self._token(sequence, row)
-        if not sequence.draft or not isinstance(first, Sample):
-            return first
-        return Verified(first, lambda number: self._token(sequence, row + number))
-
-    def _token(self, sequence: Sequence, row: int) -> Result:
-        """The token after a row."""
+    def after(self, sequence: Sequence, first: int, number: int) -> Result:
+        """The token after a sequence's row `number`, counted from `first`, that of its newest token."""
+        row = first + number
         if self._logits is not None and row in self._copied:
             return sequence.sample_next(self._logits.wait()[self._copied[row]])
         return _sample(self._step.wait()[row])
