@@ -143,7 +143,7 @@ class ModelRunner:
         exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
         fewer of them. The block tables cover the rows.
         """
-        if any(sequence.pool is not None for sequence in plan.sequences) and plan.phase == "prefill":
+        if plan.phase == "prefill" and any(sequence.pool is not None for sequence in plan.sequences):
             embedded = [self._embed(s, chunk) for s, chunk in zip(plan.sequences, plan.chunks, strict=True)]
             return LaunchedStep(plan, lambda: embedded)
         if any(scored_rows(s, chunk) for s, chunk in zip(plan.sequences, plan.chunks, strict=False)):
