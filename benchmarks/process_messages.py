@@ -21,9 +21,9 @@ from quengine.kernels.channel import Decoder, encode
 from quengine.kernels.child_process import ChildProcess, end_with_parent, parent_channel
 from quengine.parallel.wire import TO_RANK, Forward, Launch
 from quengine.runners.graph_keys import GraphKey, SamplingKind
-from quengine.runners.step_rows import SequenceRows
 from quengine.serve.processes.shared_engine import Piece
 from quengine.serve.processes.shared_wire import FROM_ENGINE, Step
+from quengine.step_plan import SequenceRows
 
 DECODERS: dict[str, Decoder[Any]] = {"rank": TO_RANK, "server": FROM_ENGINE}
 

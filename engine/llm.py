@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -15,7 +16,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from quengine.batch import Batch
 from quengine.completion_stream import ChatStream, CompletionStream
 from quengine.config import (
     BACKLOG_CHUNK,
@@ -91,7 +91,7 @@ class LLM:
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
         # steps in flight, whose results have not been taken, in launch order
-        self._launched = deque[LaunchedStep]()
+        self._in_flight = deque[LaunchedStep]()
         self.speculation = Speculation.of(config, self.scheduler, self.loaded.draft, self.loaded.device.type)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
@@ -328,50 +328,50 @@ class LLM:
                 self._lock.release()
 
     def _compute(self) -> list[tuple[Sequence, str]]:
-        launched = self._launched
-        while launched and launched[0].batch.cancelled:
-            launched.popleft()
-        if not launched and not self._launch(self.scheduler.next_batch()):
-            return []
-        self._launch_behind()  # if this raises, the results of the steps in flight are still to be taken
-        step = launched.popleft()
-        self.scheduler.current = batch = step.batch
-        ahead = not launched and self.scheduler.repeats(batch)
-        pairs = zip(batch.sequences, step.results(ahead), strict=True)
-        results = [(sequence, result) for sequence, result in pairs if sequence.block_tables]  # not cancelled
+        in_flight = self._in_flight
+        while in_flight and in_flight[0].plan.cancelled:
+            in_flight.popleft()
+        while self._launch_next():  # if this raises, the results of the steps in flight are still to be taken
+            pass
+        return self._commit(in_flight.popleft()) if in_flight else []
+
+    def _launch_next(self) -> bool:
+        """Launches the step that the scheduler plans after those in flight; returns whether there is one."""
+        if not all(step.may_follow for step in self._in_flight):
+            return False
+        plan = self.scheduler.plan([step.plan for step in self._in_flight])
+        if plan is None:
+            return False
+        if self.speculation is not None:
+            self.speculation.propose(plan)
+        try:
+            self._in_flight.append(self.runner.launch(plan))
+        except BaseException:
+            self.scheduler.failed(plan)
+            raise
+        return True
+
+    def _commit(self, step: LaunchedStep) -> list[tuple[Sequence, str]]:
+        """Takes the results of a step; returns its sequences, each with its new text."""
+        self.scheduler.current = plan = step.plan
+        running = [
+            s.slot is slot for s, slot in zip(plan.sequences, plan.slots, strict=True)
+        ]  # not cancelled
+        try:
+            pairs = zip(plan.sequences, step.results(), strict=True)
+        except BaseException:
+            self.scheduler.failed(plan, launched=True)
+            raise
+        results = list(compress(pairs, running))
         for sequence, result in results:
             if isinstance(result, Exception):
                 sequence.fail(result)
-        self.scheduler.computed(batch)
+        self.scheduler.commit(plan)
         texts = [(sequence, self._take(sequence, result)) for sequence, result in results]
         self.scheduler.release()
         if logger.isEnabledFor(logging.INFO):
-            self._log_ends(batch.sequences)
+            self._log_ends(plan.sequences)
         return texts
-
-    def _launch_behind(self) -> None:
-        """Launches steps that do not depend on the results of the step in flight: a step of other sequences,
-        and after a decode step behind a prefill also the next prefill, as a decode step may be too short to
-        keep the device busy.
-        """
-        while self.speculation is None and self._launched[-1].may_follow:
-            phases = [step.batch.phase for step in self._launched]
-            more = len(phases) == 1 or phases == ["prefill", "decode"]
-            if not more or not self._launch(self.scheduler.next_behind(self._launched[-1].batch)):
-                return
-
-    def _launch(self, batch: Batch | None) -> bool:
-        """Launches the batch, if there is one; returns whether there was."""
-        if batch is None:
-            return False
-        if self.speculation is not None:
-            self.speculation.propose(batch)
-        try:
-            self._launched.append(self.runner.launch(batch))
-        except BaseException:
-            self.scheduler.failed(batch)
-            raise
-        return True
 
     def _log_ends(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
@@ -537,4 +537,5 @@ class LLM:
             BACKLOG_CHUNK[kind],
             self.runner.copy_states,
             0 if self.runner.device_decoder is None else PENDING,
+            None if self.runner.device_decoder is None else self.runner.device_decoder.most_rows,
         )

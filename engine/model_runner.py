@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from quengine.batch import Batch, Chunk
 from quengine.block_manager import StateCopy
 from quengine.errors import EngineError
 from quengine.kernels import sampling
@@ -26,8 +26,9 @@ from quengine.request.sequence import Sequence
 from quengine.runners.graph_keys import GraphKey
 from quengine.runners.host_copy import HostCopy
 from quengine.runners.state_copies import copies_before
-from quengine.runners.step_rows import SequenceRows, decode_rows, forward_batch, prefill_rows
-from quengine.sampler import NO_CHOICE, Result, Sample, Verified
+from quengine.sampler import NO_CHOICE, Result
+from quengine.slot import Slot
+from quengine.step_plan import SequenceRows, StepPlan, forward_batch, samples, scored_rows
 
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
@@ -72,13 +73,13 @@ class StepGraphs(Protocol):
 class LaunchedStep:
     """A step that has been computed, or is in flight on a device.
 
-    results(ahead): waits for the results of the sequences of `batch`, in order; None for a sequence cancelled
-    meanwhile. ahead: the next step will have exactly these sequences, and may be launched now.
+    results: waits for the results of the sequences of `plan`, in order; None for a sequence cancelled meanwhile. Valid
+    until the next step is launched, unless `may_follow`.
     may_follow: another step may be launched before the results are taken.
     """
 
-    batch: Batch
-    results: Callable[[bool], list[Result]]
+    plan: StepPlan
+    results: Callable[[], list[Result]]
     may_follow: bool = False
 
 
@@ -128,67 +129,43 @@ class ModelRunner:
         if self.ranks is not None:
             self.ranks.close()
 
-    def launch(self, batch: Batch) -> LaunchedStep:
-        """Launches a batch without waiting for it if tokens are sampled on the device; otherwise calls `run`."""
-        if self.device_decoder is not None and batch.phase == "decode":
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Launches a step, on a CUDA device without waiting for it.
+
+        In decode it adds one more token of each sequence to the cache. A sequence's first row is its first token that
+        is not in the cache, nor in a step in flight. If that is its newest token, the result is a Sample of the next
+        one; if generated tokens are being recomputed, it is an earlier token (`next_is_newest` is false), and the
+        result is None. The tokens of its `draft` are further rows, computed as if they had been generated; the result
+        is then Verified. Tokens in front of it that the states lack (`Sequence.replay`) are further rows, whose results
+        nobody wants. In prefill it computes chunks of prompts, with the generated tokens of sequences that were
+        preempted, and samples after those that end with their newest token.
+
+        A sequence fails alone: its result is then the exception, an EngineError if its logits are not finite. An
+        exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
+        fewer of them. The block tables cover the rows.
+        """
+        if plan.phase == "prefill" and any(sequence.pool is not None for sequence in plan.sequences):
+            embedded = [self._embed(s, chunk) for s, chunk in zip(plan.sequences, plan.chunks, strict=True)]
+            return LaunchedStep(plan, lambda: embedded)
+        if any(scored_rows(s, chunk) for s, chunk in zip(plan.sequences, plan.chunks, strict=False)):
+            scored = self._score(plan)
+            return LaunchedStep(plan, lambda: scored)
+        if plan.phase == "decode" and self.device_decoder is not None:
             with Range("launch decode step"):
-                step = self.device_decoder.launch(batch.sequences)
-            if step is not None:
-                decoder, may_follow = self.device_decoder, step.on_device
-                return LaunchedStep(
-                    batch,
-                    lambda ahead: self._explained(step.sequences, decoder.results(step, ahead)),
-                    may_follow,
-                )
-        elif self.device_decoder is not None and _are_only_sampled(batch.chunks):
-            with Range("launch prefill"):
-                logits = HostCopy(self.forward("prefill", prefill_rows(batch.chunks)).float())
-            return LaunchedStep(batch, lambda _: _sampled(batch.chunks, logits.wait()), True)
-        results = self.run(batch)
-        return LaunchedStep(batch, lambda _: results)
-
-    def run(self, batch: Batch) -> list[Result]:
-        """Computes a batch and returns a result per sequence, in order. Raises errors of the whole batch."""
-        if batch.phase == "decode":
-            return self.decode(batch.sequences)
-        if any(chunk.sequence.pool is not None for chunk in batch.chunks):
-            return [self._embed(chunk) for chunk in batch.chunks]
-        if any(chunk.scored_rows for chunk in batch.chunks):
-            return self._score(batch.chunks)
-        return self.prefill(batch.chunks)
-
-    def decode(self, sequences: Seq[Sequence]) -> list[Result]:
-        """Adds one more token of each of these sequences to the cache, in one step; returns one result each, in order.
-
-        A sequence's first row is `token_ids[num_cached_tokens]` at position `num_cached_tokens`. If that is its newest
-        token, the result is a Sample of the next one; if generated tokens are being recomputed, it is an earlier token
-        (`next_is_newest` is false), and the result is None. The tokens of its `draft` are further rows, computed as if
-        they had been generated; the result is then Verified. A sequence fails alone: its result is then the exception,
-        an EngineError if its logits are not finite. An exception that is raised concerns all rows; no sequence has
-        then advanced, and the call may be repeated with fewer of them.
-
-        Tokens in front of it that the states lack (`Sequence.replay`) are further rows, whose results nobody wants.
-
-        `block_tables` cover these positions, and without a draft the one after them, if the sequence can come to it,
-        since a device decoder may be a step ahead. From call to call sequences come and go; one that stayed has its
-        Sample's token appended.
-        """
-        if self.device_decoder is not None:
-            with Range("decode step"):
-                results = self.device_decoder.step(sequences)  # copies the states itself
+                results = self.device_decoder.launch(plan)
             if results is not None:
-                return self._explained(sequences, results)
-        return self._decode_on_host(sequences)
+                return LaunchedStep(plan, lambda: self._explained(plan, results()), True)
+        return self._launch_on_host(plan)
 
-    def prefill(self, chunks: Seq[Chunk]) -> list[Result]:
-        """Computes chunks of several prompts in one step, and samples those that end with their newest token.
-
-        This includes the generated tokens of sequences that were preempted. A sequence whose logits are not finite
-        fails alone.
-        """
-        with Range("prefill"):
-            logits = self.forward("prefill", prefill_rows(chunks)).float().cpu()
-        return _sampled(chunks, logits)
+    def _launch_on_host(self, plan: StepPlan) -> LaunchedStep:
+        """`launch`, with tokens sampled on the host."""
+        if plan.phase == "decode" and self._has_states:
+            self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
+        with Range(plan.phase if plan.phase == "prefill" else "decode step"):
+            logits = HostCopy(self.forward(plan.phase, plan.rows).float())
+        sampled = _prompts_sampled if plan.phase == "prefill" else _decode_sampled
+        is_async = self.device_decoder is not None and plan.phase == "prefill"
+        return LaunchedStep(plan, lambda: sampled(plan, logits.wait()), is_async)
 
     @torch.no_grad()
     def forward(
@@ -267,48 +244,41 @@ class ModelRunner:
         steps = [[SequenceRows([token], start + n, tables)] for n, token in enumerate(ids)]
         return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
 
-    def _decode_on_host(self, sequences: Seq[Sequence]) -> list[Result]:
-        """`decode`, with tokens chosen on the host."""
-        if self._has_states:
-            self._keep_states([(s, s.num_cached_tokens - s.replay) for s in sequences])
-        with Range("decode step"):
-            logits = self.forward("decode", decode_rows(sequences)).float().cpu()
-        with Range("sample"):
-            results, start = list[Result](), 0
-            for sequence in sequences:
-                start += sequence.replay
-                end = start + 1 + len(sequence.draft)
-                results.append(_choose(sequence, logits[start:end]))
-                start = end
-        return results
-
     def _keep_states(self, rows: Seq[tuple[Sequence, int]]) -> None:
         """Copy states that a decode step changes, given each sequence with the position of its first row."""
         copies = [copy for each, at in rows for copy in copies_before(self.cache.pools, each, at)]
         if copies:
             self.copy_states(copies)
 
-    def _explained(self, sequences: Seq[Sequence], results: list[Result]) -> list[Result]:
+    def _explained(self, plan: StepPlan, results: list[Result]) -> list[Result]:
         """The results of a device, with the error for each sequence for which it found no token."""
-        pairs = zip(sequences, results, strict=True)
-        return [self._explain(s) if result is NO_CHOICE and s.block_tables else result for s, result in pairs]
+        if NO_CHOICE not in results:
+            return results
+        found = zip(plan.sequences, plan.slots, results, strict=True)
+        return [
+            self._explain(sequence) if result is NO_CHOICE and sequence.slot is slot else result
+            for sequence, slot, result in found
+        ]
 
     def _explain(self, sequence: Sequence) -> Result:
         """Recomputes the step of a sequence for which a device found no token, on the host, to get the error."""
         sequence.draft = []
-        return self._decode_on_host([sequence])[0]
+        sequence.slot = Slot(sequence.slot.index, sequence.slot.end)  # a step in flight goes on from no token
+        result = self._launch_on_host(StepPlan.decode([sequence])).results()[0]
+        sequence.slot.launched = 0
+        return result
 
     @torch.no_grad()
-    def _score(self, chunks: Seq[Chunk]) -> list[Result]:
-        """`prefill` for prompts whose tokens are scored: log-probabilities are added to the sequences' `scores`."""
-        scored, sampled = _wanted_rows(chunks, self.decoder.config.vocab_size)
+    def _score(self, plan: StepPlan) -> list[Result]:
+        """A prefill of prompts whose tokens are scored: log-probabilities are added to the sequences' `scores`."""
+        scored, sampled = _wanted_rows(plan, self.decoder.config.vocab_size)
         # A single row would be multiplied by a decode kernel: doubled, it has the same bits as in any larger part.
         parts = [rows if len(rows) > 1 else 2 * rows for _, rows in scored]
         if sampled:  # by themselves, as without scoring
             parts.append(list(sampled.values()))
-        results: dict[Sequence, Result] = dict.fromkeys(chunk.sequence for chunk in chunks)
+        results: dict[Sequence, Result] = dict.fromkeys(plan.sequences)
         with Range("prefill"):
-            logits = self.logits_of_parts(prefill_rows(chunks), parts)
+            logits = self.logits_of_parts(plan.chunks, parts)
             for (sequence, rows), of_rows in zip(scored, logits, strict=False):
                 if results[sequence] is None:
                     results[sequence] = _add_scores(sequence, of_rows[: len(rows)])
@@ -321,12 +291,11 @@ class ModelRunner:
         return list(results.values())
 
     @torch.no_grad()
-    def _embed(self, chunk: Chunk) -> Result:
+    def _embed(self, sequence: Sequence, chunk: SequenceRows) -> Result:
         """Computes a chunk of a pooled prompt, and pools its hidden rows; returns the error if they are not finite."""
-        sequence = chunk.sequence
         assert sequence.pool is not None
         with Range("embedding chunk"):
-            hidden = self.hidden(prefill_rows([chunk]))
+            hidden = self.hidden([chunk])
         try:
             if sequence.pool.pooling == RANK:
                 hidden = self.decoder.scores(hidden[0])[None]
@@ -336,41 +305,43 @@ class ModelRunner:
         return None
 
 
-def _are_only_sampled(chunks: Seq[Chunk]) -> bool:
-    """Whether only the logits of the chunks' last rows are needed, to sample the next tokens."""
-    return all(chunk.sequence.pool is None and not chunk.scored_rows for chunk in chunks)
-
-
-def _sampled(chunks: Seq[Chunk], logits: Tensor) -> list[Result]:
+def _prompts_sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
     """The next tokens of prompts that end with their chunk, given the logits [chunks, vocab] on the host."""
     with Range("sample"):
         return [
-            chunk.sequence.sample_next(row) if chunk.samples and chunk.sequence.block_tables else None
-            for chunk, row in zip(chunks, logits, strict=True)
+            sequence.sample_next(row) if samples(sequence, chunk) and sequence.slot is slot else None
+            for sequence, slot, chunk, row in zip(
+                plan.sequences, plan.slots, plan.chunks, logits, strict=True
+            )
         ]
 
 
-def _choose(sequence: Sequence, logits: Tensor) -> Result:
-    """The result of a sequence, given the logits of its rows."""
-    if not sequence.next_is_newest:
-        return None
-    first = sequence.sample_next(logits[0])
-    if not sequence.draft or not isinstance(first, Sample):
-        return first
-    return Verified(first, lambda number: sequence.sample_next(logits[number]))
+def _decode_sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
+    """The results of a decode step, given the logits [rows, vocab] on the host."""
+    with Range("sample"):
+        results, row = list[Result](), 0
+        for sequence in plan.sequences:
+            row += sequence.replay
+            results.append(sequence.result(partial(_sampled, sequence, logits, row)))
+            row += 1 + len(sequence.draft)
+    return results
+
+
+def _sampled(sequence: Sequence, logits: Tensor, first: int, number: int) -> Result:
+    return sequence.sample_next(logits[first + number])
 
 
 def _wanted_rows(
-    chunks: Seq[Chunk], vocab_size: int
+    plan: StepPlan, vocab_size: int
 ) -> tuple[list[tuple[Sequence, list[int]]], dict[Sequence, int]]:
-    """Rows of a step of these chunks: those that score prompts, in parts, and the last row of each sampled sequence."""
+    """Rows of a step of chunks: those that score prompts, in parts, and the last row of each sampled sequence."""
     scored, sampled, first = list[tuple[Sequence, list[int]]](), dict[Sequence, int](), 0
-    for chunk in chunks:
-        for part in split_rows(chunk.scored_rows, vocab_size):
-            scored.append((chunk.sequence, [first + row for row in part]))
+    for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
+        for part in split_rows(scored_rows(sequence, chunk), vocab_size):
+            scored.append((sequence, [first + row for row in part]))
         first += len(chunk.ids)
-        if chunk.samples:
-            sampled[chunk.sequence] = first - 1
+        if samples(sequence, chunk):
+            sampled[sequence] = first - 1
     return scored, sampled
 
 

@@ -7,8 +7,9 @@ never waits longer for its next token than one such chunk takes. Sequences are a
 there are blocks for them. When blocks run out, the newest sequence is preempted: it gives up its blocks and is
 recomputed later, with its generated tokens as part of the prompt.
 
-On a device that computes asynchronously, a step whose sequences differ from those of the step in flight is scheduled
-before the results of that one are known (`next_behind`), so that the device does not wait for the host in between.
+On a device that computes asynchronously, a step is planned before the results of those in flight are known (`plan`), so
+that the device does not wait for the host in between. Rows that only the host can sample, and drafts, are left out of
+such a step: the lookahead ends for their sequences alone.
 """
 
 import time
@@ -18,12 +19,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import chain, islice
 
-from quengine.batch import Batch, Chunk
 from quengine.block_manager import BlockManager, StateCopy, extend_keys
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
 from quengine.request.sequence import Sequence
+from quengine.slot import Slot
+from quengine.step_plan import SequenceRows, StepPlan, samples
 
 LEAST_CHUNK = 16
 """Minimum number of prompt tokens per step, however slow the machine is."""
@@ -44,9 +46,6 @@ _COPY_EVERY = 4 * BLOCK_SIZE
 _MOST_PARTINGS = 64
 """Waiting sequences that are looked at for where they part from the one that is computed."""
 
-LOOKAHEAD = 1
-"""Positions after a sequence's newest token that it already has blocks for, for a runner that is a step ahead."""
-
 
 class Scheduler:
     """Owns the queue of sequences and the cache blocks.
@@ -63,6 +62,7 @@ class Scheduler:
         backlog_chunk: `mixed_chunk` while more tokens of prompts wait than `chunk_size`.
         copy_states: copies states of sequences behind the steps that were launched before (ModelRunner.copy_states).
         ahead: positions behind the tokens that the host knows which steps launched ahead may have computed.
+        most_ahead: most rows of a decode step that is launched ahead; None: no limit.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class Scheduler:
         backlog_chunk: int = 0,
         copy_states: Callable[[Seq[StateCopy]], None] | None = None,
         ahead: int = 0,
+        most_ahead: int | None = None,
     ) -> None:
         self.cache = cache
         self.parallel = parallel
@@ -89,7 +90,7 @@ class Scheduler:
         self.shares = shares
         self.blocks = BlockManager(cache.pools)
         self._copy_states = copy_states or (lambda _copies: None)
-        self._ahead = ahead
+        self._ahead, self._most_ahead = ahead, most_ahead
         # States that cannot go back to the last full block are copied as they come to its end.
         self._keeps_copies = (
             self.blocks.has_states
@@ -100,7 +101,10 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # both in order of arrival
         self.decoding: list[Sequence] = []
-        self.current: Batch | None = None
+        self.current: StepPlan | None = None
+        self.holds_back: Callable[[Sequence], bool] | None = None
+        """Whether a sequence may have a draft once the results in flight are known: no step of it is launched ahead."""
+        self._free_slots = list(range(parallel))
         self._mixed_seconds = mixed_seconds
         self._token_seconds = 0.0  # seconds per prompt token in the last chunk
         self._began = 0.0
@@ -145,46 +149,39 @@ class Scheduler:
         elif sequence in self._running:
             self._remove(sequence)
 
-    def next_batch(self) -> Batch | None:
-        """The batch to compute now; None if there is nothing to do."""
-        self.current = None
-        self.current = self._next_alone() or self._next()
-        self._began = time.perf_counter()
-        return self.current
+    def plan(self, in_flight: Seq[StepPlan] = ()) -> StepPlan | None:
+        """The step to launch after those in flight, whose results are not known.
 
-    def next_behind(self, batch: Batch) -> Batch | None:
-        """The batch to launch after `batch`, before the results of `batch`, or of a prefill before it, are known.
-
-        None if the next batch depends on those results, or if no sequence can get blocks for it without preemption.
-        The prompt tokens of `batch` count as cached from now on: a device computes its steps in order.
+        None if there is nothing to do, if the step depends on those results, or if no sequence can get blocks for it
+        without preemption. The prompt tokens in flight count as cached from now on: a device computes its steps in
+        order.
         """
-        if self._alone:
-            return None
-        self._cache_prompts(batch)
-        self._preempts = False
-        try:
-            behind = self._next_behind(batch)
-        finally:
-            self._preempts = True
-        self.current = behind or batch
-        return behind
+        if in_flight:
+            plan = self._plan_behind(in_flight)
+        else:
+            plan = self._next_alone() or self._next()
+            self._began = time.perf_counter()
+        if plan is not None:
+            self.current = plan
+        return plan
 
-    def repeats(self, batch: Batch) -> bool:
-        """Whether the next step is likely to decode the same sequences."""
-        return batch.phase == "decode" and len(batch.sequences) == len(self.decoding)
+    def commit(self, plan: StepPlan | None = None) -> None:
+        """Notes that a step's keys and values are in the cache; to be called before tokens are appended.
 
-    def computed(self, batch: Batch | None = None) -> None:
-        """Notes that a batch's keys and values are in the cache; to be called before tokens are appended.
-
-        batch: None means the current one. Failed and cancelled sequences are skipped.
+        plan: None means the current one. Failed and cancelled sequences are skipped.
         """
-        batch = batch or self.current
-        assert batch is not None
-        self._decode_is_due = batch.phase == "prefill"
-        if batch.phase == "decode":
-            for sequence in batch.sequences:
-                if not sequence.block_tables or sequence.finished:
+        plan = plan or self.current
+        assert plan is not None
+        self._decode_is_due = plan.phase == "prefill"
+        # Of steps in flight together, each takes the time from the end of the one before it.
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        if plan.phase == "decode":
+            for sequence, slot in zip(plan.sequences, plan.slots, strict=True):
+                if sequence.slot is not slot or sequence.finished:
                     continue
+                slot.launched -= 1
+                slot.waits = False
                 if (
                     self.blocks.has_states and not sequence.draft
                 ):  # else Speculation.take says what the states lack
@@ -194,10 +191,9 @@ class Scheduler:
                 else:  # a block is full
                     self._cached(sequence, 1)
             return
-        self._token_seconds = (time.perf_counter() - self._began) / sum(len(c.ids) for c in batch.chunks)
-        self._cache_prompts(batch)
-        for chunk in batch.chunks:
-            sequence = chunk.sequence
+        self._token_seconds = seconds / sum(len(chunk.ids) for chunk in plan.chunks)
+        self._cache_prompts(plan)
+        for sequence, chunk in plan.running():
             whole = chunk.end >= self._prompt_end(sequence) and not sequence.finished
             if whole and sequence in self.prefilling:
                 self.prefilling.remove(sequence)
@@ -233,16 +229,25 @@ class Scheduler:
                 sequence.shift_context()
 
     def retry_alone(self) -> None:
-        """Schedules the sequences of the current batch one at a time, after the step of all of them failed."""
+        """Schedules the sequences of the current step one at a time, after the step of all of them failed."""
         if self.current is not None:
             self._alone.extend(self.current.sequences)
 
-    def failed(self, batch: Batch) -> None:
-        """A step failed, and may have changed some of the states that it computes: where these cannot be computed again
-        from themselves, the sequences begin again."""
+    def failed(self, plan: StepPlan, launched: bool = False) -> None:
+        """A step could not be launched, or, `launched`, its results are lost. It may have changed some of the states
+        that it computes: where these cannot be computed again from themselves, the sequences begin again."""
+        if plan.phase == "decode":
+            for sequence, slot in zip(plan.sequences, plan.slots, strict=True):
+                if sequence.slot is not slot:
+                    continue
+                if launched:  # steps in flight go on from what is lost
+                    sequence.slot = Slot(slot.index, slot.end)
+                    continue
+                slot.launched -= 1
+                slot.has_token, slot.waits = False, slot.launched > 0
         if self.blocks.has_states and not self.blocks.rewinds:
             for sequence in reversed(self._running):
-                if sequence in batch.sequences:
+                if sequence in plan.sequences:
                     self._restarted.add(sequence)
                     self._preempt(sequence, keeps=False)
 
@@ -277,10 +282,9 @@ class Scheduler:
         end = sequence.num_prefill_tokens if self.deterministic else len(sequence.token_ids)
         return end if end > 1 else 0
 
-    def _cache_prompts(self, batch: Batch) -> None:
+    def _cache_prompts(self, plan: StepPlan) -> None:
         """Notes that the tokens of prompt chunks are in the cache, unless that has been noted before."""
-        for chunk in batch.chunks:
-            sequence = chunk.sequence
+        for sequence, chunk in plan.running():
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
                 self._cached(sequence, chunk.end - sequence.num_cached_tokens)
                 if self.blocks.has_states and chunk.end in sequence.checkpoints_at:
@@ -357,7 +361,7 @@ class Scheduler:
         extend_keys(sequence.block_keys, sequence.token_ids)
         return sequence.block_keys[: tokens // BLOCK_SIZE]
 
-    def _next_alone(self) -> Batch | None:
+    def _next_alone(self) -> StepPlan | None:
         """A step of the first sequence that is to be computed alone; of one that begins again all of its prompt."""
         while self._alone:
             sequence = self._alone[0]
@@ -369,35 +373,64 @@ class Scheduler:
                 self._alone.popleft()
                 self._restarted.discard(sequence)
             if sequence in self.decoding:
-                return Batch.decode([sequence])
+                return StepPlan.decode([sequence])
             if sequence in self.prefilling:
-                return Batch.prefill([self._chunk(sequence, self._chunk_size(bool(self.decoding)))])
+                chunk = self._chunk(sequence, self._chunk_size(bool(self.decoding)))
+                return StepPlan.prefill([sequence], [chunk])
         return None
 
-    def _next(self) -> Batch | None:
+    def _next(self) -> StepPlan | None:
         while not self.prefilling and self._admit():
             pass
         if self.prefilling and not (self.decoding and self._decode_is_due):
-            chunks = self._prompt_step(self._chunk_size(bool(self.decoding)))
-            if chunks:
-                return Batch.prefill(chunks)
+            plan = self._prompt_step(self._chunk_size(bool(self.decoding)))
+            if plan is not None:
+                return plan
         return self._decode_step() if self.decoding else None
 
-    def _next_behind(self, batch: Batch) -> Batch | None:
-        """See `next_behind`. Leaves out the sequences whose prompts end in `batch`: their next tokens are not known."""
-        if batch.phase == "prefill" and self.decoding:
-            step = self._decode_step()
-            return step if len(step.sequences) == len(self.decoding) else None
-        beside = bool(self.decoding) or any(chunk.samples for chunk in batch.chunks)
-        chunks = self._prompt_step(self._chunk_size(beside))
-        return Batch.prefill(chunks) if chunks else None
+    def _plan_behind(self, in_flight: Seq[StepPlan]) -> StepPlan | None:
+        """See `plan`. Prompts and decode steps take turns. After a decode step that follows a prefill there is another
+        prefill, as the decode step may be too short to keep the device busy; else two steps are enough."""
+        phases = [plan.phase for plan in in_flight]
+        if self._alone or (len(phases) > 1 and phases != ["prefill", "decode"]):
+            return None
+        last = in_flight[-1]
+        self._cache_prompts(last)
+        self._preempts = False
+        try:
+            if last.phase == "prefill" and self.decoding:
+                return self._decode_ahead()
+            beside = bool(self.decoding) or any(samples(*each) for each in last.running())
+            prompts = self._prompt_step(self._chunk_size(beside))
+            return self._decode_ahead() if prompts is None and phases == ["decode"] else prompts
+        finally:
+            self._preempts = True
 
-    def _prompt_step(self, left: int) -> list[Chunk]:
+    def _decode_ahead(self) -> StepPlan | None:
+        """A decode step of all sequences whose inputs the device has or gets, if all of them have blocks for it. Those
+        whose prompts end in a step in flight are not among them: their next tokens are not known."""
+        known = [each for each in self.decoding if self._is_known(each)]
+        ready = [each for each in known if self._has_reach(each)]
+        rows = sum(1 + sequence.replay for sequence in ready)
+        fits = self._most_ahead is None or rows <= self._most_ahead
+        return StepPlan.decode(ready) if known and len(ready) == len(known) and fits else None
+
+    def _is_known(self, sequence: Sequence) -> bool:
+        """Whether the input of a sequence's next step is known on the host, or will be on the device, and there is such
+        a step."""
+        slot = sequence.slot
+        if not slot.launched:
+            return True
+        if slot.waits or len(sequence.token_ids) + slot.launched >= slot.end:
+            return False
+        return self.holds_back is None or not self.holds_back(sequence)
+
+    def _prompt_step(self, left: int) -> StepPlan | None:
         """Chunks of the prompts being computed, then of waiting ones, of at most `left` tokens together.
 
-        Empty if the only prompt being computed was preempted.
+        None if the only prompt being computed was preempted.
         """
-        chunks, under_way = list[Chunk](), self._under_way()
+        chunks, under_way = list[SequenceRows](), self._under_way()
         while not chunks or (self.packed and left >= LEAST_CHUNK):
             if len(chunks) < len(under_way):
                 sequence = under_way[len(chunks)]
@@ -409,7 +442,7 @@ class Scheduler:
                 under_way = self._under_way()
             else:
                 break
-        return chunks
+        return StepPlan.prefill(under_way[: len(chunks)], chunks) if chunks else None
 
     def _under_way(self) -> list[Sequence]:
         """Sequences with prompt tokens that no step has taken yet, in order of arrival."""
@@ -452,12 +485,13 @@ class Scheduler:
         # Reserve a block for each running sequence that may grow: otherwise this one would soon be preempted.
         allocation = self.blocks.allocate(
             self._keys(sequence, self._most_shared(sequence)),
-            self._end(sequence, len(sequence.token_ids)),
+            min(len(sequence.token_ids) + 1, sequence.max_positions),  # with the first token after them
             reserve=sum(map(self._may_grow, self._running)),
         )
         if allocation is None:
             return False
         self.waiting.popleft()
+        sequence.slot = Slot(self._free_slots.pop(0), sequence.max_positions)
         sequence.block_tables = allocation.block_tables
         sequence.num_cached_tokens = allocation.num_cached_tokens
         if self.blocks.has_states:
@@ -478,14 +512,14 @@ class Scheduler:
     def _may_grow(self, sequence: Sequence) -> bool:
         return self.blocks.covered(sequence.block_tables) < sequence.max_positions
 
-    def _chunk(self, sequence: Sequence, most: int) -> Chunk:
+    def _chunk(self, sequence: Sequence, most: int) -> SequenceRows:
         start = sequence.num_cached_tokens
         end = min(start + most, self._prompt_end(sequence))
         if self.blocks.has_states and (place := self._next_checkpoint(sequence)) is not None:
             end = min(end, place)
             # Up to the end of a block, behind which the states can be kept if the sequence is preempted.
             end -= end % BLOCK_SIZE if end - end % BLOCK_SIZE > start else 0
-        return Chunk(sequence, sequence.token_ids[start:end], start)
+        return SequenceRows(sequence.token_ids[start:end], start, sequence.block_tables)
 
     def _chunk_size(self, beside: bool) -> int:
         """Maximum number of prompt tokens per step. beside: other sequences wait for their next token meanwhile."""
@@ -505,24 +539,27 @@ class Scheduler:
                 return True
         return False
 
-    def _decode_step(self) -> Batch:
+    def _decode_step(self) -> StepPlan:
         """A decode step of every sequence that has, or gets, blocks for its next token; the oldest always gets them."""
-        ready = []
-        for sequence in list(self.decoding):
-            tables, positions = sequence.block_tables, sequence.num_cached_tokens + 1
-            # Nearly always its blocks reach far enough; without a window there are none to release either.
-            reach = self._keeps_all and tables and len(tables[0]) * BLOCK_SIZE >= positions + LOOKAHEAD
-            if reach or (tables and self._has_room(sequence, positions)):
-                ready.append(sequence)
-        return Batch.decode(ready)
+        return StepPlan.decode([each for each in list(self.decoding) if self._has_reach(each)])
+
+    def _has_reach(self, sequence: Sequence) -> bool:
+        """Whether a sequence has, or gets, blocks for the next token that is to be computed."""
+        tables, slot = sequence.block_tables, sequence.slot
+        if slot.index < 0:  # preempted by one before it
+            return False
+        positions = sequence.num_cached_tokens + slot.launched + 1
+        # Nearly always its blocks reach far enough; without a window there are none to release either.
+        return (self._keeps_all and len(tables[0]) * BLOCK_SIZE >= positions) or self._has_room(
+            sequence, positions
+        )
 
     def _has_room(self, sequence: Sequence, positions: int) -> bool:
         """Allocates the blocks for a sequence's next step towards `positions`, preempting the newest if need be.
 
         Returns False if the sequence itself was the newest, or if preemption is not allowed now.
         """
-        end = self._end(sequence, positions)
-        while not self.blocks.grow(sequence.block_tables, sequence.num_cached_tokens, end):
+        while not self.blocks.grow(sequence.block_tables, sequence.num_cached_tokens, positions):
             if not self._preempts:
                 return False
             newest = self._running[-1]
@@ -538,10 +575,6 @@ class Scheduler:
         sequence.num_cached_tokens = 0
         self.waiting.appendleft(sequence)
 
-    def _end(self, sequence: Sequence, positions: int) -> int:
-        """Number of positions that the block tables must cover to compute `positions`."""
-        return min(positions + LOOKAHEAD, sequence.max_positions)
-
     def _remove(self, sequence: Sequence, keeps: bool = True) -> None:
         """Take a running sequence out and free its blocks; what a failed one has computed is not to be shared."""
         ahead = 0 if sequence in self.prefilling else self._ahead
@@ -551,7 +584,8 @@ class Scheduler:
         if sequence.error is not None:
             self.blocks.discard(sequence.block_keys)
         self.blocks.free(sequence.block_tables)
-        sequence.block_tables = ()
+        self._free_slots.append(sequence.slot.index)
+        sequence.block_tables, sequence.slot = (), Slot()
 
 
 def _common(keys: Seq[bytes], others: Seq[bytes]) -> int:

@@ -9,18 +9,21 @@ Sequences of one length decode greedily. "step" is the graph with the copy of it
 import argparse
 import json
 import time
+from collections import deque
 from pathlib import Path
 
 import torch
 
 from quengine import LLM, SamplingParams
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.model_runner import ModelRunner
+from quengine.model_runner import LaunchedStep, ModelRunner
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.graph_keys import GREEDY, decode_key, padded_rows
 from quengine.sampler import Sample, Sampler
+from quengine.slot import Slot
+from quengine.step_plan import StepPlan
 
 STEPS = 20
 
@@ -40,14 +43,26 @@ def decoding(llm: LLM, batch: int, depth: int) -> list[Sequence]:
             llm.ctx_size,
         )
         sequence.num_cached_tokens = depth
+        sequence.slot = Slot(number)
         sequence.block_tables = (list(range(1 + number * blocks, 1 + (number + 1) * blocks)),)
         made.append(sequence)
     return made
 
 
-def call(runner: ModelRunner, sequences: list[Sequence]) -> None:
-    for sequence, result in zip(sequences, runner.decode(sequences), strict=True):
+def run(runner: ModelRunner, sequences: list[Sequence], count: int) -> None:
+    """That many steps, each launched before the tokens of the one before it are read."""
+    in_flight = deque[LaunchedStep]()
+    for number in range(count + 1):
+        if number < count:
+            in_flight.append(runner.launch(StepPlan.decode(sequences)))
+        if number:
+            take(sequences, in_flight.popleft())
+
+
+def take(sequences: list[Sequence], step: LaunchedStep) -> None:
+    for sequence, result in zip(sequences, step.results(), strict=True):
         assert isinstance(result, Sample), result
+        sequence.slot.launched -= 1
         sequence.num_cached_tokens += 1
         sequence.token_ids.append(result.token)
 
@@ -56,17 +71,14 @@ def measure(llm: LLM, batch: int, depth: int) -> dict[str, object]:
     runner, graphs = llm.runner, llm.runner.graphs
     assert isinstance(graphs, CudaGraphs)
     sequences = decoding(llm, batch, depth)
-    for _ in range(4):
-        call(runner, sequences)
+    run(runner, sequences, 4)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    for _ in range(STEPS):
-        call(runner, sequences)
+    run(runner, sequences, STEPS)
     torch.cuda.synchronize()
     call_ms = (time.perf_counter() - began) / STEPS * 1e3
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(STEPS):
-            call(runner, sequences)
+        run(runner, sequences, STEPS)
         torch.cuda.synchronize()
     kernels: dict[str, float] = {}
     for event in profile.key_averages():

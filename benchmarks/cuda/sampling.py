@@ -32,8 +32,9 @@ def time_case(rows: int, vocab: int, settings: Settings, device: torch.device) -
     logits = torch.randn(rows, vocab, device=device, generator=torch.Generator(device).manual_seed(1)) * 3
     state = DecodeState.allocate(rows, 1 << 12, device)
     buffers = SamplingBuffers.allocate(rows, vocab, settings.top_k, device, False, settings.penalizes)
+    history = torch.tensor([1, 2, 3], dtype=torch.int32, device=device)
     for row in range(rows):
-        buffers.set(row, settings, [1, 2, 3], {})
+        buffers.set(row, settings, history, {})
     pdl = has_dependent_launch(device)
     return launch_time([lambda: sample_step(logits, state, buffers, pdl)] * 16)
 

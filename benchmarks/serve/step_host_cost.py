@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from quengine.batch import Batch
 from quengine.kernels.channel import encode
 from quengine.llm import LLM
+from quengine.model_runner import LaunchedStep
 from quengine.platform import collector
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.device_decode import DeviceDecoder
@@ -28,6 +28,7 @@ from quengine.sampler import Result, Sample
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_wire import Step
+from quengine.step_plan import StepPlan, samples
 
 PROMPT = 128
 
@@ -44,11 +45,11 @@ class Graphs:
 
     shares_sequences = False
 
-    def __init__(self, slots: int, blocks: int, vocab: int) -> None:
-        self.slots = padded_rows(slots)
-        self.inputs = DecodeInputs(self.slots, blocks, 1, torch.device("cpu"))
+    def __init__(self, sequences: int, blocks: int, vocab: int) -> None:
+        self.rows = padded_rows(sequences)
+        self.inputs = DecodeInputs(self.rows, sequences, blocks, 1, torch.device("cpu"))
         numbers = random.Random(1)
-        self._tokens = [[numbers.randrange(100, vocab) for _ in range(self.slots)] for _ in range(16)]
+        self._tokens = [[numbers.randrange(100, vocab) for _ in range(self.rows)] for _ in range(16)]
         self._launched = 0
 
     def launch(self, key: GraphKey) -> Tokens:
@@ -66,12 +67,15 @@ def measure(given: argparse.Namespace, streams: int) -> None:
     with LLM(given.model, device="cpu", ctx_size=PROMPT + tokens + 1, parallel=streams) as llm:
         decoder = DeviceDecoder(Graphs(streams, -(-llm.ctx_size // 32), 32000))  # type: ignore[arg-type]
 
-        def run(batch: Batch) -> list[Result]:
-            if batch.phase == "decode":
-                return decoder.step(batch.sequences) or []
-            return [Sample(100) if chunk.samples else None for chunk in batch.chunks]
+        def launch(plan: StepPlan) -> LaunchedStep:
+            if plan.phase == "decode":
+                results = decoder.launch(plan)
+                assert results is not None
+                return LaunchedStep(plan, results, True)
+            first = [Sample(100) if samples(s, chunk) else None for s, chunk in plan.running()]
+            return LaunchedStep(plan, lambda: list[Result](first), True)
 
-        llm.runner.run = run  # type: ignore[method-assign]
+        llm.runner.launch = launch  # type: ignore[method-assign]
         engine = LLMEngine(llm)
         params = SamplingParams(temperature=0.7, max_tokens=tokens, ignore_eos=True, seed=1)
         for number in range(streams):

@@ -268,9 +268,9 @@ def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
         config.chunk_size or DEFAULT_CHUNK["cuda"],
         shares_sequences=config.speculates,
         pending=draft_tokens(config, "cuda") if drafts else PENDING,
+        slots=rows if drafts else config.parallel,
     )
     communicator = decoder.backend.communicator
     if isinstance(communicator, CudaCommunicator):
         communicator.one_first(finish_compiling)
-    repeats = all(pool.rewinds for pool in cache.pools if pool.is_state)
-    return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs, repeats))
+    return ModelRunner(decoder, cache, graphs, None if drafts else DeviceDecoder(graphs))

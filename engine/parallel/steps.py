@@ -58,8 +58,9 @@ def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
         case Launch(key, changes):
             graphs.inputs.changes.update(changes)
             graphs.launch(key)
-        case Configure(slot, kind, settings, bias, ids):
-            graphs.set_sampling(slot, kind, Settings(**settings), dict(bias), list(ids))  # type: ignore[arg-type]
+        case Configure(slot, kind, settings, bias, ids, total):
+            made = Settings(**settings)  # type: ignore[arg-type]
+            graphs.set_sampling(slot, kind, made, dict(bias), list(ids), total)
         case Capture(key):
             graphs.capture(key)
         case Prompts(lengths):

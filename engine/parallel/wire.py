@@ -11,7 +11,7 @@ from quengine.kernels.forward_batch import Phase
 from quengine.models.tensor_split import Rank
 from quengine.platform.failure import Failure
 from quengine.runners.graph_keys import GraphKey, SamplingKind
-from quengine.runners.step_rows import SequenceRows
+from quengine.step_plan import SequenceRows
 
 
 class _ToRank(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -102,6 +102,7 @@ class Configure(_ToRank, frozen=True):
     settings: Mapping[str, int | float]
     bias: Mapping[int, float]
     ids: Sequence[int]
+    total: int
 
 
 class Capture(_ToRank, frozen=True):

@@ -14,7 +14,8 @@ from quengine.request.pooling import Pool
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.text_stream import TextStream
-from quengine.sampler import Result, Sample, Sampler, TokenLogprobs
+from quengine.sampler import Result, Sample, Sampler, TokenLogprobs, Verified
+from quengine.slot import Slot
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +29,7 @@ class Sequence:
         token_ids: prompt and generated ids; the first `num_cached_tokens` of them are in the cache.
         end_ids: tokens that end the text and are no part of it. So does a constraint that nothing can follow; its state
             is the sampler's, and is advanced here.
+        slot: its place in a device's tables while it is running.
         block_tables: the blocks of the cache that hold it, in order, one list per group of layers. The lists only grow,
             but for entries behind a window, which become the padding block; after a preemption there are new lists.
         block_keys: identify the contents of its full blocks (block_manager.extend_keys).
@@ -57,6 +59,7 @@ class Sequence:
     ctx_size: int
     num_cached_tokens: int = 0
     reused_tokens: int = 0
+    slot: Slot = field(default_factory=Slot)
     block_tables: tuple[list[int], ...] = ()
     block_keys: list[bytes] = field(default_factory=list)
     checkpoints_at: list[int] = field(default_factory=list)
@@ -137,6 +140,16 @@ class Sequence:
             return self.sampler.sample(logits, self.token_ids, len(self.token_ids))
         except Exception as error:
             return error
+
+    def result(self, sampled: Callable[[int], Result]) -> Result:
+        """The result of a decode step, given what is sampled after the first n tokens of the draft; n of 0: after the
+        newest token."""
+        if not self.next_is_newest:
+            return None
+        first = sampled(0)
+        if not self.draft or not isinstance(first, Sample):
+            return first
+        return Verified(first, sampled)
 
     def advance(self, sample: Sample) -> str:
         """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""

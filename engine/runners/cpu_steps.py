@@ -21,7 +21,7 @@ from quengine.parallel.wire import Together, alone
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cpu_kernels import finish_compiling
 from quengine.runners.graph_keys import EXACT_CPU_ROWS, GraphKey, decode_key
-from quengine.runners.step_rows import SequenceRows
+from quengine.step_plan import SequenceRows
 
 
 class CpuSteps:

@@ -15,7 +15,7 @@ from torch import Tensor
 from quengine.config import BACKLOG_CHUNK, MIXED_CHUNK
 from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
 from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
-from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, settle_rows
+from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, place_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
@@ -38,8 +38,8 @@ from quengine.runners.graph_keys import (
     rarer_keys,
 )
 from quengine.runners.static_inputs import DecodeInputs, PrefillInputs
-from quengine.runners.step_rows import SequenceRows, forward_batch
 from quengine.sampler import Sampler
+from quengine.step_plan import SequenceRows, forward_batch
 
 PENDING = 4
 """Default for the most decode steps in flight, whose tokens have not been read yet."""
@@ -49,12 +49,15 @@ _ONE_SEQUENCE = 8
 
 
 class StepTokens:
-    """The tokens that a decode step samples and stores in pinned memory."""
+    """The tokens that a decode step samples and stores in pinned memory.
+
+    `logits`: fp32 [rows, vocab] on the device, until the next step is launched.
+    """
 
     def __init__(self, memory: Tensor, arrived: torch.cuda.Event, logits: Tensor) -> None:
         self._memory = memory
         self._arrived = arrived
-        self._logits = logits
+        self.logits = logits
         self._tokens: list[int] | None = None
 
     def wait(self) -> list[int]:
@@ -64,20 +67,17 @@ class StepTokens:
             self._tokens = self._memory.tolist()
         return self._tokens
 
-    def logits(self, row: int) -> Tensor:
-        """Logits fp32 [vocab] on the host; valid until the next step is launched."""
-        return self._logits[row].cpu()
-
 
 class CudaGraphs:
     """`model_runner.StepGraphs` of a decoder on a CudaBackend.
 
     Args:
-        slots: most rows of a decode step.
+        rows: most rows of a decode step.
         prefill_tokens: most prompt tokens in a step.
         shares_sequences: whether a sequence may have several rows in a decode step.
         pending: most decode steps in flight, whose tokens have not been read yet.
         capture: `graph_capture.capture_step`.
+        slots: most sequences that run at once; None: as many as rows.
     """
 
     captured_at = CAPTURED_AT
@@ -86,18 +86,20 @@ class CudaGraphs:
         self,
         decoder: Decoder,
         cache: KVCache,
-        slots: int,
+        rows: int,
         prefill_tokens: int = 0,
         shares_sequences: bool = False,
         pending: int = PENDING,
         capture: Callable[[Callable[[], Tensor], Callable[[], Tensor], Any], CapturedStep] = capture_step,
+        slots: int | None = None,
     ) -> None:
         assert isinstance(decoder.backend, CudaBackend)
         device = decoder.backend.device
-        self.decoder, self.cache, self.slots = decoder, cache, padded_rows(slots)
+        self.decoder, self.cache, self.rows = decoder, cache, padded_rows(rows)
         self.prefill_tokens = max(prefill_tokens, self.longest_chunk)
         self.shares_sequences = shares_sequences
-        self.inputs = DecodeInputs(self.slots, blocks_for(cache.ctx_size), len(cache.pools), device)
+        slots = self.rows if slots is None else slots
+        self.inputs = DecodeInputs(self.rows, slots, blocks_for(cache.ctx_size), len(cache.pools), device)
         self.prompts = PrefillInputs(
             cache.ctx_size,
             decoder.chunk_size,
@@ -106,9 +108,9 @@ class CudaGraphs:
             len(cache.pools),
             device,
         )
-        rows = self.inputs.rows
-        self._history = torch.zeros(rows, cache.ctx_size, dtype=torch.int32, device=device)
-        self._chosen = ChosenTokens.allocate(pending, rows, device)
+        held = len(self.inputs.of_slots.tokens)
+        self._history = torch.zeros(held, cache.ctx_size, dtype=torch.int32, device=device)
+        self._chosen = ChosenTokens.allocate(pending, self.inputs.rows, device)
         events = 0 if device.type == "meta" else pending
         self._events = [torch.cuda.Event() for _ in range(events)]  # type: ignore[no-untyped-call]
         self._launched = 0
@@ -131,8 +133,8 @@ class CudaGraphs:
     @property
     def keys(self) -> list[GraphKey]:
         """The keys of the steps of ordinary requests, largest first."""
-        mixed = (MIXED_CHUNK["cuda"],) if self.slots == 1 else (MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
-        keys = expected_keys(self.slots, self.decoder.chunk_size, *mixed)
+        mixed = (MIXED_CHUNK["cuda"],) if self.rows == 1 else (MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
+        keys = expected_keys(self.rows, self.decoder.chunk_size, *mixed)
         return [key for key in keys if self._captures(key)]
 
     @property
@@ -159,7 +161,7 @@ class CudaGraphs:
 
     @torch.no_grad()
     def launch(self, key: GraphKey) -> StepTokens:
-        """Starts a decode step on the slots, as set by `inputs` and `configure`; returns without waiting."""
+        """Starts a decode step on the rows set in `inputs`, sampled as set by `configure`; returns without waiting."""
         with self.together(Launch(key, self.inputs.changes)):
             key = self._or_larger(key)
             step = self._steps.get(key)
@@ -174,25 +176,38 @@ class CudaGraphs:
         return StepTokens(self._chosen.tokens[number], self._events[number], step.logits)
 
     def configure(
-        self, slot: int, kind: SamplingKind, params: SamplingParams, sampler: Sampler, ids: list[int]
+        self,
+        slot: int,
+        kind: SamplingKind,
+        params: SamplingParams,
+        sampler: Sampler,
+        ids: list[int],
+        in_flight: int = 0,
     ) -> None:
-        """Sets the sampling of a slot in steps of `kind`, with the seed of `sampler`; `ids`: its tokens, next
-        input included.
+        """Sets the sampling of a slot in steps of `kind`, with the seed of `sampler`; `ids`: its tokens, after which
+        steps in flight sample `in_flight` more.
         """
         settings, bias = settings_of(params, sampler), dict(params.logit_bias)
-        counted = ids if params.penalizes else []
-        with self.together(Configure(slot, kind, vars(settings), bias, counted)):
-            self.set_sampling(slot, kind, settings, bias, counted)
+        counted, total = (ids, len(ids) + in_flight) if params.penalizes else ([], 0)
+        with self.together(Configure(slot, kind, vars(settings), bias, counted, total)):
+            self.set_sampling(slot, kind, settings, bias, counted, total)
 
     def set_sampling(
-        self, slot: int, kind: SamplingKind, settings: Settings, bias: dict[int, float], ids: list[int]
+        self,
+        slot: int,
+        kind: SamplingKind,
+        settings: Settings,
+        bias: dict[int, float],
+        ids: list[int],
+        total: int,
     ) -> None:
-        """Sets the sampling of a slot in steps of `kind`. `ids`: its tokens, next input included, if
-        penalties count them.
+        """Sets the sampling of a slot in steps of `kind`. `ids`: its tokens, if penalties count them, of `total` in its
+        history: the others are sampled on the device.
         """
-        if settings.penalizes:
-            self._history[slot, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        self._sampling_buffers(kind).set(slot, settings, ids, bias)
+        history = self._history[slot, :total]
+        if ids:
+            history[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        self._sampling_buffers(kind).set(slot, settings, history, bias)
 
     @torch.no_grad()
     def capture(self, key: GraphKey) -> CapturedStep:
@@ -215,7 +230,7 @@ class CudaGraphs:
         these settings.
         """
         if params is not None:
-            keys = decode_keys(min(_ONE_SEQUENCE, self.slots) if self.shares_sequences else 1, params)
+            keys = decode_keys(min(_ONE_SEQUENCE, self.rows) if self.shares_sequences else 1, params)
         else:
             keys = self.keys
             finish_compiling()  # the processors are then free for what is timed next
@@ -232,7 +247,7 @@ class CudaGraphs:
 
     def capture_next(self) -> bool:
         """Captures one more step of rarer requests; False if none is left."""
-        keys = rarer_keys(self.slots, self.prefill_tokens) if self.slots > 1 else ()
+        keys = rarer_keys(self.rows, self.prefill_tokens) if self.rows > 1 else ()
         key = next((each for each in keys if each not in self._steps and self._captures(each)), None)
         if key is not None:
             with self.together(Capture(key)):
@@ -258,10 +273,12 @@ class CudaGraphs:
             self.prompts.send(key, [])
             return self._run(key)
         device = self._history.device
-        inputs = DecodeInputs(key.rows, self.inputs.blocks, self.inputs.groups, device)
-        history = torch.zeros(inputs.rows, self._history.shape[1], dtype=torch.int32, device=device)
+        inputs = DecodeInputs(key.rows, 1, self.inputs.blocks, self.inputs.groups, device)
+        held = len(inputs.of_slots.tokens)
+        history = torch.zeros(held, self._history.shape[1], dtype=torch.int32, device=device)
         chosen = ChosenTokens.allocate(self._chosen.tokens.shape[0], inputs.rows, device)
-        return self._decode(key, inputs, history, self._new_buffers(key.sampling, inputs.rows), chosen)
+        buffers = self._new_buffers(key.sampling, max(held, inputs.rows))
+        return self._decode(key, inputs, history, buffers, chosen)
 
     def _or_larger(self, key: GraphKey) -> GraphKey:
         """The step to run for `key`: a larger captured one if the padding is affordable, see MOST_PADDING. A
@@ -298,18 +315,20 @@ class CudaGraphs:
         chosen: ChosenTokens,
     ) -> Tensor:
         """Logits fp32 [rows, vocab] of the first rows; the tokens are stored in `chosen`."""
-        rows = key.rows
+        rows, step, slots = key.rows, inputs.step, inputs.of_slots
         batch = inputs.batch(rows, self.shares_sequences and rows > 1)
-        logits = self.decoder.forward(batch, self.cache.layers)
-        state = DecodeState(batch.token_ids, batch.positions, history[:rows])
         pdl = has_dependent_launch(batch.device)
+        place_rows(step, slots, inputs.placed, chosen, rows, pdl)
+        logits = self.decoder.forward(batch, self.cache.layers)
+        state = DecodeState(
+            slots.tokens, slots.positions, history, step.slots, step.targets, inputs.placed.positions, chosen
+        )
         sample_step(logits, state, buffers, pdl)
-        settle_rows(batch.token_ids, batch.positions, inputs.live[:rows], chosen, pdl)
         return logits
 
     def _sampling_buffers(self, kind: SamplingKind) -> SamplingBuffers:
         if kind not in self._sampling:
-            self._sampling[kind] = self._new_buffers(kind, self.inputs.rows)
+            self._sampling[kind] = self._new_buffers(kind, max(len(self._history), self.inputs.rows))
         return self._sampling[kind]
 
     def _new_buffers(self, kind: SamplingKind, rows: int) -> SamplingBuffers:

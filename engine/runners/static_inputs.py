@@ -1,23 +1,25 @@
 """The static inputs of captured CUDA steps: memory that graphs read, written before a launch.
 
-One set serves all decode steps, whose rows the device advances by itself, and one serves all steps of prompts,
-rewritten for each. Both have a block table per sequence and cache group.
+One set serves all decode steps, which read their rows from tables by slot that the device advances by itself, and one
+serves all steps of prompts, rewritten for each. Both have a block table per sequence and cache group.
 """
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, zip_longest
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.cuda.attention.attention_prefill import tile_rows
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, tile_entries
+from quengine.kernels.cuda.sampling.batch_rows import RowInputs, SlotTables, StepRows
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles, pad_block_tables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
-from quengine.runners.step_rows import SequenceRows
+from quengine.step_plan import SequenceRows
 
 _ALIGNED_ROWS = 8
 """Rows are padded to a multiple of this, so that each vector starts where a kernel may load 16 bytes at a time."""
@@ -26,46 +28,56 @@ _ALIGNED = 4
 """int32 entries in 16 bytes."""
 
 
-class DecodeInputs:
-    """The inputs of R decode rows, or slots, in one int32 vector: live [R], positions [R], tokens int64 [R], and block
-    tables [groups, R, blocks]. A step of B rows reads the first B.
+Row: TypeAlias = tuple[int, int, int, int]
+"""A row of a decode step: slot, target, token, position, as in `batch_rows.StepRows`."""
 
-    Changes are collected on the host in `changes`, values by index, and sent together by `send`. A slot that is not
-    live stays at position 0 of the padding block.
+
+class DecodeInputs:
+    """The inputs of decode steps of up to R rows, of sequences in up to S slots.
+
+    One int32 vector has what the host writes: the rows [4, R], and the slots' block tables [groups, S + 1, blocks].
+    Slot S is that of padding rows. Tokens and positions of slots are the device's own. A step begins by reading its
+    rows from the slots' tables (`place`).
+
+    Changes are collected on the host in `changes`, values by index, and sent together by `send`.
     """
 
-    def __init__(self, rows: int, blocks: int, groups: int, device: torch.device) -> None:
-        self.rows = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
-        self.blocks, self.groups = blocks, groups
-        self.all = torch.zeros(self.rows * (4 + groups * blocks), dtype=torch.int32, device=device)
-        self.live = self.all[: self.rows]
-        self.positions = self.all[self.rows : 2 * self.rows]
-        self.tokens = self.all[2 * self.rows : 4 * self.rows].view(torch.int64)
-        self.tables = self.all[4 * self.rows :].view(groups, self.rows, blocks)
-        self.tables.fill_(PADDING_BLOCK)
+    def __init__(self, rows: int, slots: int, blocks: int, groups: int, device: torch.device) -> None:
+        self.rows, self.slots, self.blocks, self.groups = _aligned(rows), slots, blocks, groups
+        held = _aligned(slots + 1)
+        self.all = torch.zeros(4 * self.rows + groups * held * blocks, dtype=torch.int32, device=device)
+        self.step = StepRows(*self.all[: 4 * self.rows].view(4, self.rows))
+        self.step.slots.fill_(slots)
+        self.step.targets.fill_(slots)
+        self.of_slots = SlotTables(
+            torch.zeros(held, dtype=torch.int64, device=device),
+            torch.zeros(held, dtype=torch.int32, device=device),
+            self.all[4 * self.rows :].view(groups, held, blocks),
+        )
+        self.of_slots.tables.fill_(PADDING_BLOCK)
+        self.placed = RowInputs(
+            torch.zeros(self.rows, dtype=torch.int64, device=device),
+            torch.zeros(self.rows, dtype=torch.int32, device=device),
+            torch.full((groups, self.rows, blocks), PADDING_BLOCK, dtype=torch.int32, device=device),
+        )
         self.changes: dict[int, int] = {}
-
-    def assign(self, slot: int, tables: Seq[Seq[int]], entries: int) -> None:
-        """Gives a slot a sequence's block tables, with the padding block in the rest of their first `entries`."""
-        self.changes[slot] = 1
-        for group, table in enumerate(tables):
-            self.extend(slot, group, 0, [*table, *[PADDING_BLOCK] * (entries - len(table))])
+        self._sent: list[Row] = []
 
     def extend(self, slot: int, group: int, first: int, blocks: Seq[int]) -> None:
-        """Sets entries `first`, ... of a block table."""
-        start = 4 * self.rows + (group * self.rows + slot) * self.blocks + first
+        """Sets entries `first`, ... of a slot's block table."""
+        held = self.of_slots.tables.shape[1]
+        start = 4 * self.rows + (group * held + slot) * self.blocks + first
         self.changes.update(zip(range(start, start + len(blocks)), blocks, strict=True))
 
-    def set_input(self, slot: int, token: int, position: int) -> None:
-        """Sets a slot's next input."""
-        self.changes[self.rows + slot] = position
-        self.changes[2 * self.rows + 2 * slot] = token  # the low half; the high half stays 0
-
-    def release(self, slot: int) -> None:
-        self.changes[slot] = 0
-        self.set_input(slot, 0, 0)
-        for group in range(self.groups):
-            self.extend(slot, group, 0, [PADDING_BLOCK])
+    def set_rows(self, rows: list[Row]) -> None:
+        """Makes these the rows of the next step; all others are padding."""
+        if rows == self._sent:
+            return
+        padding = (self.slots, self.slots, 0, 0)
+        for number, (new, old) in enumerate(zip_longest(rows, self._sent, fillvalue=padding)):
+            if new != old:
+                self.changes.update((part * self.rows + number, value) for part, value in enumerate(new))
+        self._sent = rows
 
     def send(self) -> None:
         """Sends the changes since the last call, in stream order, without waiting for the device."""
@@ -78,14 +90,15 @@ class DecodeInputs:
         self.changes.clear()
 
     def batch(self, rows: int, shares_sequences: bool) -> ForwardBatch:
-        """The batch of the first `rows` slots."""
+        """The batch of the first `rows` rows, once they are placed."""
+        tokens, positions, tables = self.placed
         return ForwardBatch(
-            "decode",
-            self.tokens[:rows],
-            self.positions[:rows],
-            self.tables[:, :rows],
-            shares_sequences=shares_sequences,
+            "decode", tokens[:rows], positions[:rows], tables[:, :rows], shares_sequences=shares_sequences
         )
+
+
+def _aligned(rows: int) -> int:
+    return -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
 
 
 @dataclass(frozen=True)

@@ -4,56 +4,70 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import CudaGraphs
-from quengine.runners.decode_slots import DecodeRow, DecodeSlots, Slot
+from quengine.runners.device_rows import DeviceRows
 from quengine.runners.graph_keys import SamplingKind
+from quengine.sampler import Sampler
+from quengine.slot import Slot
 from quengine.speculative.draft_model import DraftJob
 
 
 class DeviceDraftSteps:
-    """`draft_model.DraftSteps` on a device, whose graphs allow as many pending steps as a draft has tokens."""
+    """`draft_model.DraftSteps` on a device, whose graphs allow as many pending steps as a draft has tokens.
+
+    A sampler, which is that of one sequence, keeps its slot from draft to draft.
+    """
 
     def __init__(self, graphs: CudaGraphs) -> None:
-        self._slots = DecodeSlots(graphs)
-        self._groups = graphs.inputs.groups
+        self._rows = DeviceRows(graphs)
+        self._groups, self._most = graphs.inputs.groups, graphs.inputs.slots
+        self._slots: dict[Sampler, tuple[Slot, list[int]]] = {}
 
     def draft(self, jobs: Seq[DraftJob]) -> list[list[int]]:
-        # Jobs whose drafts go on come first, so that the steps after the first one are smaller.
-        rows = sorted(
-            (row for job in jobs for row in _rows_of(job, self._groups)), key=lambda row: row.number > 0
-        )
-        slots, _ = self._slots.place(rows)
-        self._slots.launch(slots)
-        going_on = list(zip(jobs, slots, strict=False))
+        slots = self._slots_of(jobs)
+        settings = [_without_penalties(job.sampler.params) for job in jobs]
+        self._rows.choose_kind(slots, {SamplingKind.of(each) for each in settings})
+        rows, newest = [], []
+        for job, slot, params in zip(jobs, slots, settings, strict=True):
+            self._rows.send_tables(slot, [job.block_table] * self._groups)
+            if slot.kind != self._rows.kind:
+                self._rows.configure(slot, params, job.sampler, [])
+            rows += self._rows.given(slot, job.tokens, job.start)
+            newest.append(len(rows) - 1)
+        drafts: list[list[int]] = [[] for _ in jobs]
+        steps = [(self._rows.launch(rows), dict(enumerate(newest)))]
         for made in range(1, max(job.count for job in jobs)):
-            going_on = [(job, slot) for job, slot in going_on if job.count > made]
-            kept = [slot for _, slot in going_on]
-            self._slots.keep(kept)
-            self._slots.launch(kept)
-        newest = slots[: len(jobs)]
-        drafts = [_until_none(slot.chosen()) for slot in newest]
-        for slot in slots:
-            _take_all(slot)
-        return drafts
+            going_on = [number for number, job in enumerate(jobs) if job.count > made]
+            step = self._rows.launch([slots[number].row for number in going_on])
+            steps.append((step, {number: row for row, number in enumerate(going_on)}))
+        for step, places in steps:
+            tokens = step.wait()
+            for number, row in places.items():
+                drafts[number].append(tokens[row])
+        return [_until_none(draft) for draft in drafts]
+
+    def _slots_of(self, jobs: Seq[DraftJob]) -> list[Slot]:
+        """The slot of each job; those without a job are free again where all are taken."""
+        for job in jobs:
+            held = self._slots.get(job.sampler)
+            if held is not None and held[1] is not job.block_table:
+                held = self._slots[job.sampler] = (Slot(held[0].index), job.block_table)
+            if held is None:
+                self._slots[job.sampler] = (Slot(self._free_index(jobs)), job.block_table)
+        return [self._slots[job.sampler][0] for job in jobs]
+
+    def _free_index(self, jobs: Seq[DraftJob]) -> int:
+        if len(self._slots) == self._most:
+            drafting = {job.sampler for job in jobs}
+            self._slots = {each: held for each, held in self._slots.items() if each in drafting}
+        used = {slot.index for slot, _ in self._slots.values()}
+        return next(index for index in range(self._most) if index not in used)
 
 
-def _rows_of(job: DraftJob, groups: int) -> list[DecodeRow]:
-    """One row for each token of the job; the newest has number 0. All cache groups keep all positions."""
-    sampler, last = job.sampler, len(job.tokens) - 1
-    # Without penalties, as they count tokens that only the host has.
-    params = replace(sampler.params, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-    kind, tables = SamplingKind.of(params), (job.block_table,) * groups
-    entries = (job.start + len(job.tokens) + job.count) // BLOCK_SIZE + 1
-    return [
-        DecodeRow(sampler, last - n, token, job.start + n, tables, entries, params, sampler, kind, [])
-        for n, token in enumerate(job.tokens)
-    ]
-
-
-def _take_all(slot: Slot) -> None:
-    while slot.ready:
-        slot.take()
+def _without_penalties(params: SamplingParams) -> SamplingParams:
+    """Penalties count tokens that only the host has."""
+    return replace(params, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 
 
 def _until_none(tokens: list[int]) -> list[int]:

@@ -42,6 +42,11 @@ class DraftLength:
         self._pause = 0  # length of the last pause, in steps
         self._left = 0
 
+    @property
+    def due(self) -> bool:
+        """Whether the next step is to have a draft."""
+        return not self._left
+
     def next(self) -> int:
         """Number of tokens to draft in this step."""
         if self._left:

@@ -21,8 +21,8 @@ from quengine.model_runner import ModelRunner
 from quengine.platform.ranges import Range
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
-from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sampler
+from quengine.step_plan import SequenceRows
 
 MOST_ROWS = 4
 """Maximum number of missing tokens computed as rows of the first draft step; more are computed as a prefill chunk."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from quengine.batch import Batch
 from quengine.config import EngineConfig
 from quengine.request.sequence import Sequence
 from quengine.sampler import Sample, Verified
@@ -19,6 +18,7 @@ from quengine.scheduler import Scheduler
 from quengine.speculative.draft_length import DraftLength, divide, draft_rows, draft_tokens
 from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.draft_ngram import NgramIndex
+from quengine.step_plan import StepPlan
 
 
 @dataclass
@@ -29,6 +29,11 @@ class _Drafting:
     lookup: DraftLength
     model: DraftLength
     shifts: int
+
+    def wait(self) -> None:
+        """Counts a step without a draft in the pauses."""
+        for length in (self.lookup, self.model):
+            length.next()
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Speculation:
         self, scheduler: Scheduler, longest: int, model: DraftModel | None, most: int, rows: int
     ) -> None:
         self._scheduler = scheduler
+        scheduler.holds_back = self.may_draft
         self._longest = longest
         self._model = model
         self._most = most
@@ -73,14 +79,22 @@ class Speculation:
             return None
         return cls(scheduler, config.draft_ngram, model, draft_tokens(config, kind), draft_rows(config, kind))
 
-    def propose(self, batch: Batch) -> None:
+    def propose(self, plan: StepPlan) -> None:
         """Sets the drafts of a decode step's sequences; in prefill, the draft model computes the chunks too."""
-        if batch.phase == "decode":
-            self._draft(batch.sequences)
+        if plan.phase == "decode":
+            self._draft(plan.sequences)
             return
-        for chunk in batch.chunks:
-            if self._model is not None and chunk.sequence.pool is None:
-                self._model.follow(chunk.sequence, chunk.start + len(chunk.ids))
+        for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
+            if self._model is not None and sequence.pool is None:
+                self._model.follow(sequence, chunk.end)
+
+    def may_draft(self, sequence: Sequence) -> bool:
+        """Whether a sequence is likely to have a draft once the results in flight are known: it would have one after
+        the tokens known now. A step of it is not launched ahead then, as its draft follows from those results."""
+        drafting = self._drafting(sequence)
+        if drafting.index is not None and drafting.lookup.due:
+            return bool(drafting.index.draft(sequence.token_ids, 1))
+        return self._model is not None and drafting.model.due and self._model.room(sequence) > 0
 
     def take(self, sequence: Sequence, verified: Verified) -> str:
         """Appends the verified tokens of a sequence's draft; returns the text that becomes visible."""
@@ -128,7 +142,10 @@ class Speculation:
                 sequence.draft_bytes += len(draft) * self._model.bytes_per_token
 
     def _proposal(self, sequence: Sequence) -> _Proposal | None:
-        """The draft that is worth a try, as long as it can be."""
+        """The draft that is worth a try, as long as it can be; none after a token that is still in flight."""
+        if sequence.slot.launched > 1:
+            self._drafting(sequence).wait()
+            return None
         most = min(self._most - sequence.replay, sequence.max_positions - len(sequence.token_ids) - 1)
         if most < 1 or not sequence.next_is_newest:
             return None

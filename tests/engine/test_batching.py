@@ -8,12 +8,13 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.batch import Batch, Chunk
 from quengine.block_manager import CachePool
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.model_runner import LaunchedStep
 from quengine.request.output import Completion
-from quengine.sampler import Result, Sample
+from quengine.sampler import Sample
 from quengine.scheduler import Scheduler
+from quengine.step_plan import StepPlan
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -97,14 +98,14 @@ def test_prompts_computed_in_one_step_give_the_texts_they_give_alone(
 ) -> None:
     with load(model, 7, backend, chunk_size=128, deterministic=deterministic) as llm:
         computed: list[int] = []
-        run = llm.runner.run
+        launch = llm.runner.launch
 
-        def counted(batch: Batch) -> list[Result]:
-            if batch.phase == "prefill":
-                computed.append(len(batch.sequences))
-            return run(batch)
+        def counted(plan: StepPlan) -> LaunchedStep:
+            if plan.phase == "prefill":
+                computed.append(len(plan.sequences))
+            return launch(plan)
 
-        llm.runner.run = counted  # type: ignore[method-assign]
+        llm.runner.launch = counted  # type: ignore[method-assign]
         same(llm.generate(PROMPTS, params), expected)
         # SHARED is the beginning of others, which wait for it; the CPU gains nothing by more than one at a time.
         assert sum(computed) >= 6 and max(computed) == (1 if backend == "auto" else 4)
@@ -238,19 +239,15 @@ def test_a_deterministic_run_shares_prompts_only_and_computes_answers_again_toke
     with load(model, 7, backend, chunk_size=24, deterministic=True) as llm:
         limit_blocks(llm, 6)
         decoded = []
-        decode = llm.runner.decode
-        prefill = llm.runner.prefill
+        launch = llm.runner.launch
 
-        def watched_decode(sequences: list[object]) -> object:
-            decoded.extend((id(s), s.num_cached_tokens) for s in sequences)  # type: ignore[attr-defined]
-            return decode(sequences)  # type: ignore[arg-type]
+        def watched(plan: StepPlan) -> LaunchedStep:
+            if plan.phase == "decode":
+                decoded.extend((id(s), s.num_cached_tokens) for s in plan.sequences)
+            assert all(chunk.end <= s.num_prompt_tokens for s, chunk in plan.running())
+            return launch(plan)
 
-        def watched_prefill(chunks: list[Chunk]) -> object:
-            assert all(c.start + len(c.ids) <= c.sequence.num_prompt_tokens for c in chunks)
-            return prefill(chunks)
-
-        llm.runner.decode = watched_decode  # type: ignore[method-assign,assignment]
-        llm.runner.prefill = watched_prefill  # type: ignore[method-assign,assignment]
+        llm.runner.launch = watched  # type: ignore[method-assign]
         same(llm.generate(PROMPTS, params), expected)
         assert len(decoded) > len(set(decoded)), "nothing was computed again"
         assert paged(llm).blocks.num_used == 0

@@ -100,23 +100,23 @@ def test_threads_that_generate_without_a_pause_keep_nobody_out(model: Path) -> N
 
 def test_a_model_is_closed_when_no_step_runs(model: Path) -> None:
     llm = LLM(model, device="cpu", parallel=2)
-    run, inside, closed_inside = llm.runner.run, threading.Event(), list[bool]()
+    launch, inside, closed_inside = llm.runner.launch, threading.Event(), list[bool]()
     close = llm.loaded.checkpoint.close
     computing = False
 
-    def slow(batch: Any) -> Any:
+    def slow(plan: Any) -> Any:
         nonlocal computing
         computing = True
         inside.set()
-        results = run(batch)
+        step = launch(plan)
         computing = False
-        return results
+        return step
 
     def watched() -> None:
         closed_inside.append(computing)
         close()
 
-    llm.runner.run = slow  # type: ignore[method-assign]
+    llm.runner.launch = slow  # type: ignore[method-assign]
     llm.loaded.checkpoint.close = watched  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
         generated = pool.submit(llm.generate, "the", SamplingParams(temperature=0, max_tokens=200))

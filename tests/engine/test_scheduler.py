@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quengine.batch import Batch
 from quengine.block_manager import CachePool
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kv_cache import KVCache
 from quengine.request.prompt_scores import PromptScores
 from quengine.sampler import TokenLogprobs
-from quengine.scheduler import LOOKAHEAD, Scheduler
+from quengine.scheduler import Scheduler
+from quengine.slot import Slot
+from quengine.step_plan import StepPlan, scored_rows
 
 BLOCK = 32
 
@@ -27,6 +28,7 @@ class FakeSequence:
     num_cached_tokens: int = 0
     replay: int = 0
     reused_tokens: int = 0
+    slot: Slot = field(default_factory=Slot)
     block_tables: tuple[list[int], ...] = ()
     block_keys: list[bytes] = field(default_factory=list)
     started: float = 0.0
@@ -73,14 +75,14 @@ def test_a_chunk_beside_running_sequences_is_longer_while_many_prompts_wait() ->
     assert lengths == [32, 8, 16, 14]
 
 
-def step(scheduler: Scheduler) -> Batch | None:
+def step(scheduler: Scheduler) -> StepPlan | None:
     """One step as the engine does it; checks that every token has its block, and only its own."""
-    batch = scheduler.next_batch()
+    batch = scheduler.plan()
     if batch is None:
         return None
     writes: dict[int, object] = {}
-    counts = {chunk.sequence: len(chunk.ids) for chunk in batch.chunks}
-    assert all(chunk.ids and chunk.start == chunk.sequence.num_cached_tokens for chunk in batch.chunks)
+    counts = {sequence: len(chunk.ids) for sequence, chunk in batch.running()}
+    assert all(chunk.ids and chunk.start == s.num_cached_tokens for s, chunk in batch.running())
     for sequence in batch.sequences:
         count = counts.get(sequence, 1)
         for position in range(sequence.num_cached_tokens, sequence.num_cached_tokens + count):
@@ -88,9 +90,8 @@ def step(scheduler: Scheduler) -> Batch | None:
             assert writes.setdefault(block, sequence) is sequence
             others = [s for s in scheduler._running if s is not sequence and block in s.block_tables[0]]
             assert not others, "a block that is written has one owner"
-        reach = min(sequence.num_cached_tokens + count + LOOKAHEAD, sequence.max_positions)
-        assert len(sequence.block_tables[0]) * BLOCK >= reach
-    scheduler.computed()
+        assert len(sequence.block_tables[0]) * BLOCK >= sequence.num_cached_tokens + count
+    scheduler.commit()
     for sequence in batch.sequences:
         if sequence.num_cached_tokens == len(sequence.token_ids):
             sequence.token_ids.append(len(sequence.token_ids))
@@ -98,7 +99,7 @@ def step(scheduler: Scheduler) -> Batch | None:
     return batch
 
 
-def run(scheduler: Scheduler, most: int = 10**5) -> list[Batch]:
+def run(scheduler: Scheduler, most: int = 10**5) -> list[StepPlan]:
     steps = []
     while (batch := step(scheduler)) is not None:
         steps.append(batch)
@@ -113,8 +114,8 @@ def test_prompts_are_long_chunks_alone_and_short_ones_in_turn_with_decode_steps(
         scheduler.add(sequence)
     kinds = []
     for batch in run(scheduler):
-        for chunk in batch.chunks:
-            kinds.append(("first" if chunk.sequence is first else "second", len(chunk.ids)))
+        for sequence, chunk in zip(batch.sequences, batch.chunks, strict=False):
+            kinds.append(("first" if sequence is first else "second", len(chunk.ids)))
         if batch.phase == "decode":
             kinds.append(("decode", len(batch.sequences)))
     assert kinds[:8] == [
@@ -142,15 +143,15 @@ def test_a_chunk_beside_running_texts_is_as_short_as_the_last_one_was_slow(
     sizes = []
     for token_seconds in (0.001, 0.01, 0.02, 0.1, 0.003):
         step(scheduler)
-        batch = scheduler.next_batch()
+        batch = scheduler.plan()
         assert batch is not None
         (chunk,) = batch.chunks
         sizes.append(len(chunk.ids))
         now += token_seconds * len(chunk.ids)
-        scheduler.computed()
+        scheduler.commit()
     assert sizes == [128, 128, 48, 16, 16]
     step(scheduler)
-    batch = scheduler.next_batch()
+    batch = scheduler.plan()
     assert batch is not None and len(batch.chunks[0].ids) == 128
 
 
@@ -233,9 +234,9 @@ def test_the_newest_gives_up_its_blocks_and_comes_back_first_with_what_it_had() 
     generated = len(new.token_ids) - 30
     assert generated > 0 and later.started == 0.0 and scheduler.decoding == [old]
     steps = run(scheduler)
-    again = next(chunk for batch in steps for chunk in batch.chunks)
+    who, again = next(each for plan in steps for each in zip(plan.sequences, plan.chunks, strict=False))
     # Its first block was free, but still held what it had computed.
-    assert again.sequence is new and again.start == 32
+    assert who is new and again.start == 32
     assert again.ids == new.token_ids[32 : 30 + generated]
     assert new.finished and later.finished and scheduler.blocks.num_used == 0
 
@@ -308,7 +309,10 @@ def test_a_step_is_filled_with_the_prompts_that_wait() -> None:
     added = [FakeSequence(prompt(length, i), 5) for i, length in enumerate((30, 20, 1, 40, 5, 60, 3))]
     for sequence in added:
         scheduler.add(sequence)
-    seen = [[(added.index(c.sequence), len(c.ids)) for c in b.chunks] for b in run(scheduler)]
+    seen = [
+        [(added.index(s), len(c.ids)) for s, c in zip(b.sequences, b.chunks, strict=False)]
+        for b in run(scheduler)
+    ]
     # 14 tokens are left behind the first two; fewer than 16 are not worth a part of the next prompt. The prompt of one
     # token decodes with the others. Then chunks are short, as there are texts that wait for their next token.
     assert seen[0] == [(0, 30), (1, 20)]
@@ -321,7 +325,10 @@ def test_short_prompts_join_the_end_of_a_long_one() -> None:
     added = [FakeSequence(prompt(length, i), 1) for i, length in enumerate((100, 9, 8, 30))]
     for sequence in added:
         scheduler.add(sequence)
-    seen = [[(added.index(c.sequence), c.start, len(c.ids)) for c in b.chunks] for b in run(scheduler)]
+    seen = [
+        [(added.index(s), c.start, len(c.ids)) for s, c in zip(b.sequences, b.chunks, strict=False)]
+        for b in run(scheduler)
+    ]
     assert seen == [[(0, 0, 64)], [(0, 64, 36), (1, 0, 9), (2, 0, 8)], [(3, 0, 30)]]
 
 
@@ -341,7 +348,7 @@ def test_prompts_whose_step_failed_are_tried_one_by_one() -> None:
     added = [FakeSequence(prompt(10, i), 20) for i in range(3)]
     for sequence in added:
         scheduler.add(sequence)
-    batch = scheduler.next_batch()
+    batch = scheduler.plan()
     assert batch is not None and len(batch.chunks) == 3
     scheduler.retry_alone()
     scheduler.cancel(added[1])
@@ -381,7 +388,7 @@ def test_a_cancel_frees_everything_in_queue_prefill_and_decode() -> None:
     for held, sequence in zip((4, 0, 0), (added[1], added[0], added[2]), strict=True):
         scheduler.cancel(sequence)
         assert scheduler.blocks.num_used == held
-    assert scheduler.next_batch() is None
+    assert scheduler.plan() is None
 
 
 def test_a_failed_sequence_leaves_nothing_to_share() -> None:
@@ -406,7 +413,7 @@ def test_a_step_that_failed_is_tried_for_each_of_its_sequences() -> None:
         scheduler.add(sequence)
     while len(scheduler.decoding) < 3:
         step(scheduler)
-    batch = scheduler.next_batch()
+    batch = scheduler.plan()
     assert batch is not None and batch.phase == "decode"
     scheduler.retry_alone()
     scheduler.cancel(added[1])
@@ -416,9 +423,9 @@ def test_a_step_that_failed_is_tried_for_each_of_its_sequences() -> None:
     assert scheduler.blocks.num_used == 0
 
 
-def drafted_step(scheduler: Scheduler, numbers: random.Random) -> Batch | None:
+def drafted_step(scheduler: Scheduler, numbers: random.Random) -> StepPlan | None:
     """One step in which sequences have drafts of any length, right up to any place."""
-    batch = scheduler.next_batch()
+    batch = scheduler.plan()
     if batch is None:
         return None
     drafts = {}
@@ -433,7 +440,7 @@ def drafted_step(scheduler: Scheduler, numbers: random.Random) -> Batch | None:
             assert not taken or free > len(scheduler._running), "nobody is put out for a draft"
             end = len(sequence.token_ids) + drafts.get(sequence, 0)
             assert end <= len(sequence.block_tables[0]) * BLOCK and end < sequence.max_positions
-    scheduler.computed()
+    scheduler.commit()
     for sequence in batch.sequences:
         if sequence.num_cached_tokens < len(sequence.token_ids):
             continue
@@ -488,18 +495,20 @@ def test_a_prompt_that_is_scored_shares_only_what_has_been_scored_already() -> N
     run(scheduler)
     scored = FakeSequence(numbers, 5, scores=PromptScores(numbers, 0))
     scheduler.add(scored)
-    batch = scheduler.next_batch()
-    assert batch is not None and batch.chunks[0].start == 0 and batch.chunks[0].scored_rows == range(64)
+    batch = scheduler.plan()
+    assert (
+        batch is not None and batch.chunks[0].start == 0 and scored_rows(scored, batch.chunks[0]) == range(64)
+    )
     assert scored.scores is not None
     scored.scores.logprobs += [TokenLogprobs(token, 0.0, ()) for token in numbers[1:51]]
     scheduler._preempt(scored)
-    batch = scheduler.next_batch()
+    batch = scheduler.plan()
     assert batch is not None and batch.chunks[0].start == 32, "whole blocks of the 50 rows that are scored"
-    assert batch.chunks[0].scored_rows == range(18, 64)
+    assert scored_rows(scored, batch.chunks[0]) == range(18, 64)
     scored.scores.logprobs += [TokenLogprobs(token, 0.0, ()) for token in numbers[51:]]
     scheduler._preempt(scored)
-    batch = scheduler.next_batch()
-    assert batch is not None and batch.chunks[0].start == 96 and not batch.chunks[0].scored_rows
+    batch = scheduler.plan()
+    assert batch is not None and batch.chunks[0].start == 96 and not scored_rows(scored, batch.chunks[0])
 
 
 WINDOWS = [
@@ -533,10 +542,10 @@ class Cells:
 
 def windowed_step(scheduler: Scheduler, cells: Cells, numbers: random.Random) -> bool:
     """A step with drafts of any length, of which any number is right."""
-    batch = scheduler.next_batch()
+    batch = scheduler.plan()
     if batch is None:
         return False
-    counts = {chunk.sequence: len(chunk.ids) for chunk in batch.chunks}
+    counts = {sequence: len(chunk.ids) for sequence, chunk in batch.running()}
     drafts: dict[FakeSequence, int] = {}
     for sequence in batch.sequences:
         ids, count = list(sequence.token_ids), counts.get(sequence, 1)
@@ -546,7 +555,7 @@ def windowed_step(scheduler: Scheduler, cells: Cells, numbers: random.Random) ->
             ids += [-1] * drafts[sequence]
             count += drafts[sequence]
         cells.compute(sequence, ids, count)
-    scheduler.computed()
+    scheduler.commit()
     for sequence in batch.sequences:
         if sequence.num_cached_tokens < len(sequence.token_ids):
             continue
@@ -570,12 +579,14 @@ def test_every_token_finds_what_its_window_sees_whatever_is_released_shared_and_
 ) -> None:
     cache = KVCache([], 1000, pools)
     scheduler = Scheduler(cache, 5, 64, 16, deterministic=deterministic, packed=packed)
-    numbers, cells = random.Random(len(pools)), Cells(pools)
+    numbers, cells = random.Random(9 + len(pools)), Cells(pools)
     live: list[FakeSequence] = []
     finished: list[FakeSequence] = []
     preempted, preempt = [], scheduler._preempt
     scheduler._preempt = lambda s: (preempted.append(s), preempt(s))[1]  # type: ignore[method-assign,assignment,arg-type]
-    for number in range(1200):
+    for number in range(6000):
+        if number >= 1200 and preempted and any(sequence.reused_tokens for sequence in finished):
+            break
         if len(live) < 9 and numbers.random() < 0.3:
             again = numbers.choice(finished).token_ids if finished and numbers.random() < 0.6 else []
             ids = [*again[: numbers.randrange(250)], *prompt(numbers.randrange(1, 40), number)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quengine import LLM, SamplingParams
 from quengine.kernels.forward_batch import Phase
-from quengine.runners.step_rows import SequenceRows
+from quengine.step_plan import SequenceRows
 from tests.engine.states import states_that_count, write_small
 
 PROMPT = [(7 * i + 5) % 250 for i in range(130)]

@@ -54,7 +54,7 @@ def alone(tiny: Path) -> list[Completion]:
 def ahead(tiny: Path, **options: object) -> Iterator[tuple[LLM, Device]]:
     with load(tiny, ctx_size=192, **options) as llm:
         device = on_device(llm)
-        decoder = DeviceDecoder(device, repeats=False)  # type: ignore[arg-type]
+        decoder = DeviceDecoder(device)  # type: ignore[arg-type]
         decoder.before_launch = llm.runner._keep_states
         llm.runner.device_decoder = decoder
         llm.scheduler = llm._make_scheduler()

@@ -4,6 +4,8 @@ The device of these tests computes a step when it is launched, and says its toke
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ import torch
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.batch import Batch
 from quengine.block_manager import CachePool
 from quengine.kernels.kv.cache_types import blocks_for
 from quengine.request.output import Completion
@@ -21,6 +22,9 @@ from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import GraphKey, padded_rows
 from quengine.runners.static_inputs import DecodeInputs
 from quengine.sampler import Sample, Sampler
+from quengine.speculative.draft_length import draft_rows
+from quengine.speculative.speculation import Speculation
+from quengine.step_plan import StepPlan
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -43,49 +47,57 @@ class Tokens:
     """`StepTokens` of a step whose end is noted when its tokens are waited for."""
 
     def __init__(self, log: list[str], number: int, tokens: list[int], logits: Tensor) -> None:
-        self._log, self._number, self._tokens, self._logits = log, number, tokens, logits
+        self._log, self._number, self._tokens, self.logits = log, number, tokens, logits
 
     def wait(self) -> list[int]:
         if (entry := f"read {self._number}") not in self._log:
             self._log.append(entry)
         return self._tokens
 
-    def logits(self, row: int) -> Tensor:
-        return self._logits[row]
-
 
 class Device:
     """`CudaGraphs` over the reference backend. `log`: launches, and when the host has read the tokens of each."""
 
-    shares_sequences = False
-
     def __init__(self, llm: LLM) -> None:
         self._decoder, self._cache = llm.loaded.decoder, llm.loaded.cache
-        self.slots = padded_rows(llm.config.parallel)
-        pools = len(self._cache.pools)
-        self.inputs = DecodeInputs(self.slots, blocks_for(llm.ctx_size), pools, torch.device("cpu"))
+        self.rows = padded_rows(max(llm.config.parallel, draft_rows(llm.config, "cpu")))
+        self.shares_sequences = llm.config.speculates
+        pools, parallel = len(self._cache.pools), llm.config.parallel
+        self.inputs = DecodeInputs(self.rows, parallel, blocks_for(llm.ctx_size), pools, torch.device("cpu"))
         self._samplers: dict[int, Sampler] = {}
         self.log: list[str] = []
 
-    def configure(self, slot: int, _kind: Any, _params: Any, sampler: Sampler, _ids: Any) -> None:
+    def configure(self, slot: int, _kind: Any, _params: Any, sampler: Sampler, *_history: Any) -> None:
         self._samplers[slot] = sampler
 
     @torch.no_grad()
     def launch(self, key: GraphKey) -> Tokens:
         self.inputs.send()
-        logits = self._decoder.forward(self.inputs.batch(key.rows, False), self._cache.layers).float()
-        tokens = [self._choose(row, logits[row]) for row in range(key.rows)]
-        live = self.inputs.live[: key.rows] != 0
-        self.inputs.positions[: key.rows] += live
-        self.inputs.tokens[: key.rows] = torch.where(live, torch.tensor(tokens), 0)
-        self.log.append(f"decode {sum(live.tolist())}")
+        live = self._place(key.rows)
+        batch = self.inputs.batch(key.rows, self.shares_sequences)
+        logits = self._decoder.forward(batch, self._cache.layers).float()
+        tokens = [self._choose(row, logits[row]) if row < live else 0 for row in range(key.rows)]
+        for row in range(live):
+            target = int(self.inputs.step.targets[row])
+            self.inputs.of_slots.tokens[target] = tokens[row]
+            self.inputs.of_slots.positions[target] = self.inputs.placed.positions[row] + 1
+        self.log.append(f"decode {live}")
         return Tokens(self.log, len(self.log), tokens, logits)
 
+    def _place(self, rows: int) -> int:
+        """`batch_rows.place_rows`; returns how many rows are no padding."""
+        step, slots, placed = self.inputs.step, self.inputs.of_slots, self.inputs.placed
+        numbers, given = step.slots[:rows].long(), step.tokens[:rows] >= 0
+        placed.tokens[:rows] = torch.where(given, step.tokens[:rows], slots.tokens[numbers])
+        placed.positions[:rows] = torch.where(given, step.positions[:rows], slots.positions[numbers])
+        placed.tables[:, :rows] = slots.tables[:, numbers]
+        return int((numbers != self.inputs.slots).sum())
+
     def _choose(self, row: int, logits: Tensor) -> int:
-        if not self.inputs.live[row]:
-            return 0
-        position = int(self.inputs.positions[row]) + 1
-        return int(self._samplers[row].sample(logits, (), position).token)
+        """The token after a row; one of no consequence where the host samples."""
+        sampler = self._samplers.get(int(self.inputs.step.slots[row]))
+        position = int(self.inputs.placed.positions[row]) + 1
+        return 0 if sampler is None else int(sampler.sample(logits, (), position).token)
 
 
 def load(model: Path, parallel: int = 4, **options: object) -> LLM:
@@ -98,18 +110,18 @@ def on_device(llm: LLM) -> Device:
     llm.runner.device_decoder = DeviceDecoder(device)  # type: ignore[arg-type]
     launch = llm.runner.launch
 
-    def noted(batch: Batch) -> Any:
-        if batch.phase == "prefill":
-            device.log.append(f"prompts {sum(len(chunk.ids) for chunk in batch.chunks)}")
-        step = launch(batch)
+    def noted(plan: StepPlan) -> Any:
+        if plan.phase == "prefill":
+            device.log.append(f"prompts {sum(len(chunk.ids) for chunk in plan.chunks)}")
+        step = launch(plan)
 
-        def results(ahead: bool) -> list[Any]:
-            found = step.results(ahead)
-            if batch.phase == "prefill":
+        def results() -> list[Any]:
+            found = step.results()
+            if plan.phase == "prefill":
                 device.log.append("first tokens")
             return found
 
-        return type(step)(batch, results, step.may_follow)
+        return type(step)(plan, results, step.may_follow)
 
     llm.runner.launch = noted  # type: ignore[method-assign]
     return device
@@ -197,8 +209,8 @@ def test_what_is_cancelled_while_it_is_under_way_changes_nothing_else(
         for _ in range(after):
             llm.step()
         gone = [*llm.scheduler.prefilling[:1], *llm.scheduler.decoding[:1]]
-        for step in llm._launched:
-            gone += [s for s in step.batch.sequences if s not in gone][:1]
+        for step in llm._in_flight:
+            gone += [s for s in step.plan.sequences if s not in gone][:1]
         left = [number for number, stream in enumerate(streams) if stream.sequence not in gone]
         for number, stream in enumerate(streams):
             if number not in left:
@@ -250,13 +262,13 @@ def test_a_step_that_cannot_be_launched_leaves_the_results_of_the_one_before(mod
         while len(first.sequence.generated) < 4:
             llm.step()
         second.start()
-        launch, failed = llm.runner.launch, list[Batch]()
+        launch, failed = llm.runner.launch, list[StepPlan]()
 
-        def fails_once(batch: Batch) -> Any:
-            if llm._launched and not failed:
-                failed.append(batch)
+        def fails_once(plan: StepPlan) -> Any:
+            if llm._in_flight and not failed:
+                failed.append(plan)
                 raise MemoryError
-            return launch(batch)
+            return launch(plan)
 
         llm.runner.launch = fails_once  # type: ignore[method-assign]
         with pytest.raises(MemoryError):
@@ -265,6 +277,63 @@ def test_a_step_that_cannot_be_launched_leaves_the_results_of_the_one_before(mod
         assert llm.scheduler.current is failed[0]
         llm.scheduler.retry_alone()
         assert [first.finish().tokens, second.finish().tokens] == alone
+
+
+def test_results_that_are_lost_are_computed_again(model: Path) -> None:
+    """Also where the next step, which goes on from them, is in flight."""
+    with load(model, chunk_size=24) as llm:
+        alone = [llm.generate(prompt, GREEDY)[0].tokens for prompt in (PROMPTS[0], PROMPTS[2])]
+        on_device(llm)
+        streams = [llm.stream(PROMPTS[n], GREEDY) for n in (0, 2)]
+        for stream in streams:
+            stream.start()
+        while len(streams[1].sequence.generated) < 4:
+            llm.step()
+        lost = llm._in_flight[0]
+
+        def fails() -> list[Any]:
+            raise RuntimeError("the device has stumbled")
+
+        llm._in_flight[0] = type(lost)(lost.plan, fails, lost.may_follow)
+        with pytest.raises(RuntimeError, match="stumbled"):
+            llm.step()
+        assert len(llm._in_flight) == 1 and llm._in_flight[0].plan.cancelled
+        assert [stream.finish().tokens for stream in streams] == alone
+        assert llm.scheduler.blocks.num_used == 0
+
+
+def test_constrained_and_logged_texts_beside_others_are_those_alone(
+    model: Path, params: SamplingParams, expected: list[Completion]
+) -> None:
+    """The lookahead ends for their sequences, and for no others."""
+    logged = replace(params, logprobs=1)
+    with load(model) as llm:
+        device = on_device(llm)
+        settings = [logged if number % 2 else params for number in range(len(PROMPTS))]
+        streams = [llm.stream(prompt, each) for prompt, each in zip(PROMPTS, settings, strict=True)]
+        for stream in streams:
+            stream.start()
+        assert [stream.finish().tokens for stream in streams] == [each.tokens for each in expected]
+        launches = [n for n, entry in enumerate(device.log, 1) if entry.startswith("decode")]
+        before = [pair for pair in pairwise(launches) if f"read {pair[0]}" not in device.log[: pair[1]]]
+        assert len(before) > len(launches) // 3, "steps are launched before the tokens of the last are read"
+
+
+@pytest.mark.parametrize("blocks", [24, 8])
+def test_texts_with_drafts_are_those_without_and_steps_between_drafts_are_launched_ahead(
+    model: Path, params: SamplingParams, expected: list[Completion], blocks: int
+) -> None:
+    with load(model, draft_ngram=2) as llm:
+        llm.loaded.cache.pools = (CachePool(blocks),)
+        device = on_device(llm)
+        llm.scheduler = llm._make_scheduler()
+        llm.speculation = Speculation.of(llm.config, llm.scheduler, None, "cpu")
+        got = llm.generate(PROMPTS, params)
+        assert [c.tokens for c in got] == [c.tokens for c in expected]
+        assert sum(c.timings.drafted_tokens for c in got) > 10 and llm.scheduler.blocks.num_used == 0
+        launches = [n for n, entry in enumerate(device.log, 1) if entry.startswith("decode")]
+        before = [pair for pair in pairwise(launches) if f"read {pair[0]}" not in device.log[: pair[1]]]
+        assert len(before) > len(launches) // 8
 
 
 def test_embeddings_and_scored_prompts_between_others_are_waited_for(model: Path) -> None:

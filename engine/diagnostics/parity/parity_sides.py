@@ -19,7 +19,7 @@ from quengine.parallel.cached_rows import read_cached, write_cached
 from quengine.parallel.wire import Choose
 from quengine.platform.device import choose_device
 from quengine.request.sampling_params import SamplingParams
-from quengine.runners.step_rows import SequenceRows
+from quengine.step_plan import SequenceRows
 
 REFERENCE = "reference"
 _SHARED = re.compile(r"(\w+):(tp|layer)(\d+)")

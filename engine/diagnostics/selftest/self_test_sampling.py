@@ -34,10 +34,10 @@ def _share_of_wrong_tokens(device: torch.device, pdl: bool, settings: Settings) 
     history = [7, 8, 7]
     state = DecodeState.allocate(1, 64, device)
     buffers = SamplingBuffers.allocate(1, VOCAB, settings.top_k, device, False, penalizes)
-    buffers.set(0, settings, history, {})
     state.tokens.fill_(history[-1])
     state.positions.fill_(len(history) - 1)
     state.history[0, : len(history)] = torch.tensor(history, dtype=torch.int32)
+    buffers.set(0, settings, state.history[0, : len(history)], {})
     wrong = 0
     for _ in range(STEPS):
         logits = torch.randn(1, VOCAB, generator=random) * 3

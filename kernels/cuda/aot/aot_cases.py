@@ -21,7 +21,13 @@ from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend, empty, sto
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
 from quengine.kernels.cuda.launch.gpu import Gpu, assuming
-from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, settle_rows
+from quengine.kernels.cuda.sampling.batch_rows import (
+    ChosenTokens,
+    RowInputs,
+    SlotTables,
+    StepRows,
+    place_rows,
+)
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.forward_batch import ForwardBatch, Phase
 from quengine.kernels.gated_delta import GatedDeltaSpec
@@ -336,7 +342,7 @@ def _sampling_cases() -> Iterator[Case]:
         kept = f"top-k {top_k}" if top_k else "any"
         name = f"sample {kept} of {vocab}" + (", bias and penalties" if extras else "")
         yield Case(name, top_k <= 64, archs, partial(_sample, top_k, vocab, extras))
-    yield Case("end of a batched step", True, ARCHS, _settle)
+    yield Case("rows of a step", True, ARCHS, _place)
 
 
 def _layer(
@@ -484,9 +490,12 @@ def _sample(top_k: int, vocab: int, extras: bool, backend: MetaBackend) -> None:
     sample_step(empty(1, vocab), DecodeState.allocate(1, CONTEXT, META), buffers, backend.pdl)
 
 
-def _settle(backend: CudaBackend) -> None:
+def _place(backend: CudaBackend) -> None:
     tokens, others = empty(BATCH, dtype=torch.int64), empty(BATCH, dtype=torch.int32)
-    settle_rows(tokens, others, others, ChosenTokens.allocate(4, BATCH, META), backend.pdl)
+    tables = empty(1, BATCH, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
+    slots, inputs = SlotTables(tokens, others, tables), RowInputs(tokens, others, tables)
+    step, chosen = StepRows(others, others, others, others), ChosenTokens.allocate(4, BATCH, META)
+    place_rows(step, slots, inputs, chosen, BATCH, backend.pdl)
 
 
 def _step(rows: int) -> ForwardBatch:

@@ -1,6 +1,7 @@
-"""The end of a decode step on CUDA: stores the sampled tokens for the host, and makes the next step's input valid.
+"""The beginning of a decode step on CUDA: its rows are read from the tables of the slots that they belong to.
 
-Sampling has advanced every row, those without a sequence too.
+A sequence has a slot from its admission to its release, and the device has its newest token, its position and its block
+tables by slot. A step's rows name slots, so that sequences join and leave without a copy of what others have.
 """
 
 from typing import NamedTuple
@@ -10,14 +11,15 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.cuda.pdl import wait_then_launch
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
-_BLOCK = 512
-"""Rows per iteration, for any number of rows: one kernel for all steps."""
+_ENTRIES = 1024
+"""Entries of a block table per iteration, for any context: one kernel for all steps."""
 
 
 class ChosenTokens(NamedTuple):
     """A ring of the tokens of the latest steps. tokens: int64 [turns, rows], pinned host memory on CUDA, so
-    that a step needs no copy after it. turn: int32 [1] on the device, the turn of the next step.
+    that a step needs no copy after it. turn: int32 [1] on the device, the turn of the current step.
     """
 
     tokens: torch.Tensor
@@ -25,47 +27,85 @@ class ChosenTokens(NamedTuple):
 
     @classmethod
     def allocate(cls, turns: int, rows: int, device: torch.device) -> "ChosenTokens":
+        """Empty, before its first step."""
         tokens = torch.zeros(turns, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return cls(tokens, torch.zeros(1, dtype=torch.int32, device=device))
+        return cls(tokens, torch.full((1,), -1, dtype=torch.int32, device=device))
 
 
-@triton.jit(do_not_specialize=["rows", "stride"])
-def _settle_kernel(
-    token_ptr, position_ptr, live_ptr, chosen_ptr, turn_ptr, rows, stride,
-    TURNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+class SlotTables(NamedTuple):
+    """What the device has of each of S slots: tokens int64 [S], the newest token, which is the next step's input, and
+    positions int32 [S], its position, which sampling writes; tables int32 [groups, S, blocks], the block tables."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    tables: torch.Tensor
+
+
+class StepRows(NamedTuple):
+    """The rows of decode steps, up to R of them, as the host writes them.
+
+    Attributes:
+        slots: int32 [R], the slot whose block tables and sampling settings a row has.
+        targets: int32 [R], the slot that takes the token sampled after the row. Rows of a draft but for the last of
+            their sequence, and padding rows, give it to a slot that nothing is read from.
+        tokens: int32 [R], the input; -1: the slot's newest token, at its position.
+        positions: int32 [R], the input's position where `tokens` has one.
+    """
+
+    slots: torch.Tensor
+    targets: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+
+
+class RowInputs(NamedTuple):
+    """What a step of R rows reads: tokens int64 [R], positions int32 [R], tables int32 [groups, R, blocks]."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    tables: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["slots", "rows", "blocks"])
+def _place_kernel(
+    slot_ptr, given_ptr, at_ptr, newest_ptr, place_ptr, held_ptr, token_ptr, position_ptr, table_ptr, turn_ptr,
+    slots, rows, blocks,
+    TURNS: tl.constexpr, ENTRIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
-    turn = tl.load(turn_ptr)
-    chosen_ptr += turn * stride
-    for first in range(0, rows, BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        inside = row < rows
-        token = tl.load(token_ptr + row, mask=inside, other=0)
-        live = tl.load(live_ptr + row, mask=inside, other=0) != 0
-        position = tl.load(position_ptr + row, mask=inside, other=0)
-        tl.store(chosen_ptr + row, token, mask=inside)
-        tl.store(token_ptr + row, tl.where(live & (token >= 0), token, 0), mask=inside)
-        tl.store(position_ptr + row, tl.where(live, position, 0), mask=inside)
-    tl.store(turn_ptr, (turn + 1) % TURNS)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    slot = tl.load(slot_ptr + row)
+    given = tl.load(given_ptr + row)
+    token = tl.where(given >= 0, given.to(tl.int64), tl.maximum(tl.load(newest_ptr + slot), 0))
+    position = tl.where(given >= 0, tl.load(at_ptr + row), tl.load(place_ptr + slot))
+    if group == 0:
+        tl.store(token_ptr + row, token)
+        tl.store(position_ptr + row, position)
+        if row == 0:
+            tl.store(turn_ptr, (tl.load(turn_ptr) + 1) % TURNS)
+    source = held_ptr + (group * slots + slot).to(tl.int64) * blocks
+    target = table_ptr + (group * rows + row) * blocks
+    for first in range(0, blocks, ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        seen = (entry < blocks) & (entry <= position // BLOCK_SIZE)
+        number = tl.load(source + entry, mask=seen, other=PADDING)
+        tl.store(target + entry, number, mask=entry < blocks)
 
 
-def settle_rows(
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    live: torch.Tensor,
-    chosen: ChosenTokens,
-    pdl: bool = False,
+def place_rows(
+    step: StepRows, slots: SlotTables, inputs: RowInputs, chosen: ChosenTokens, rows: int, pdl: bool = False
 ) -> None:
-    """Copies `tokens` int64 [B] to the current turn of `chosen`, and advances the turn; resets rows where `live` int32
-    [B] is 0 to token 0 at position 0.
+    """Writes the first `rows` rows of `inputs`, and begins the next turn of `chosen`.
 
-    positions: int32 [B]. A live row without a valid token continues with token 0. `pdl`: the launch may start before
-    its predecessor has ended (sm_90 and later).
+    A slot whose newest token is not valid continues with token 0. Entries of a block table after the input's position
+    name the padding block. `pdl`: the launch may start before its predecessor has ended (sm_90 and later).
     """
-    rows = tokens.shape[0]
-    turns, width = chosen.tokens.shape
-    assert positions.shape == live.shape == (rows,) and rows <= width
-    _settle_kernel[(1,)](
-        tokens, positions, live, chosen.tokens, chosen.turn, rows, width,
-        TURNS=turns, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    groups, most, blocks = inputs.tables.shape
+    assert slots.tables.shape == (groups, len(slots.tokens), blocks) and rows <= most
+    _place_kernel[(rows, groups)](
+        step.slots, step.tokens, step.positions, slots.tokens, slots.positions, slots.tables,
+        inputs.tokens, inputs.positions, inputs.tables, chosen.turn, len(slots.tokens), most, blocks,
+        TURNS=len(chosen.tokens), ENTRIES=_ENTRIES, BLOCK_SIZE=BLOCK_SIZE, PADDING=PADDING_BLOCK, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

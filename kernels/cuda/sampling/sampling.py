@@ -43,16 +43,17 @@ NO_TOKEN = -1
 
 @triton.jit
 def _candidates_kernel(
-    logit_ptr, bias_ptr, count_ptr, float_ptr, key_ptr, vocab,
+    logit_ptr, slot_ptr, bias_ptr, count_ptr, float_ptr, key_ptr, vocab,
     BIAS: tl.constexpr, COUNTS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
     id = block * BLOCK + tl.arange(0, BLOCK)
     inside = id < vocab
     x = tl.load(logit_ptr + row * vocab + id, mask=inside, other=float("-inf"))
-    x = adjusted(x, id, inside, row, bias_ptr, count_ptr, float_ptr, vocab, BIAS, COUNTS)
+    x = adjusted(x, id, inside, slot, bias_ptr, count_ptr, float_ptr, vocab, BIAS, COUNTS)
     key = key_of(x, id)
     out = key_ptr + (row * tl.num_programs(0) + block) * CAPACITY
     if CAPACITY == 1:
@@ -98,13 +99,15 @@ def _draw(logit, kept, sharp, typical, top_p, least, uniform):
     return tl.where(sharp > 0.0, drawn, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _choose_kernel(
-    key_ptr, float_ptr, int_ptr, count_ptr, token_ptr, position_ptr, history_ptr, keys, vocab, context,
+    key_ptr, slot_ptr, target_ptr, at_ptr, float_ptr, int_ptr, count_ptr, token_ptr, position_ptr, history_ptr,
+    chosen_ptr, turn_ptr, stride, keys, vocab, context,
     CAPACITY: tl.constexpr, KEYS: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
     n = tl.arange(0, KEYS)
     key = tl.load(key_ptr + row * keys + n, mask=n < keys, other=LOWEST)
     if CAPACITY == 1:
@@ -116,26 +119,29 @@ def _choose_kernel(
         logit = logit_of(best)
         top = tl.max(logit, 0)
         top = tl.where(tl.max((logit != logit).to(tl.int32), 0) > 0, float("nan"), top)
-        kept = (i < tl.maximum(tl.load(int_ptr + row * 4), 1)) & (logit > float("-inf"))
-        settings = float_ptr + row * 7
-        slot = _draw(
+        kept = (i < tl.maximum(tl.load(int_ptr + slot * 4), 1)) & (logit > float("-inf"))
+        settings = float_ptr + slot * 7
+        place = _draw(
             logit.to(tl.float64),
             kept,
             tl.load(settings),
             tl.load(settings + 1),
             tl.load(settings + 2),
             tl.load(settings + 3),
-            uniform_of(int_ptr + row * 4, position_ptr + row),
+            uniform_of(int_ptr + slot * 4, at_ptr + row),
         )
-        chosen = tl.max(tl.where(i == slot, best, LOWEST), 0)
+        chosen = tl.max(tl.where(i == place, best, LOWEST), 0)
     token = tl.where(tl.abs(top) < float("inf"), id_of(chosen), -1)
-    advance(token, row, token_ptr, position_ptr, history_ptr, count_ptr, int_ptr, vocab, context, COUNTS)
+    advance(
+        token, row, slot, target_ptr, at_ptr, token_ptr, position_ptr, history_ptr, count_ptr, int_ptr, chosen_ptr,
+        turn_ptr, stride, vocab, context, COUNTS,
+    )  # fmt: skip
 
 
 def sample_step(
     logits: torch.Tensor, state: DecodeState, buffers: SamplingBuffers, pdl: bool = False
 ) -> torch.Tensor:
-    """Samples the token after each of B sequences' current one and advances `state` to it.
+    """Samples the token after each of B rows, which the row's target takes, and leaves it for the host.
 
     logits: fp32 [B, V]. The random number is that of the new token's position. Returns `state.tokens`, with NO_TOKEN
     where every token is banned or a logit is NaN. Two or three launches, no copy to or from the host.
@@ -147,14 +153,15 @@ def sample_step(
     assert buffers.keys is not None
     blocks = triton.cdiv(vocab, block_size(vocab))
     _candidates_kernel[(blocks, batch)](
-        logits, buffers.bias_plane, buffers.count_plane, buffers.floats, buffers.keys, vocab,
+        logits, state.slots, buffers.bias_plane, buffers.count_plane, buffers.floats, buffers.keys, vocab,
         BIAS=buffers.bias is not None, COUNTS=buffers.counts is not None, CAPACITY=buffers.capacity,
         BLOCK=block_size(vocab), PDL=pdl, num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
     )  # fmt: skip
     keys = blocks * buffers.capacity
     _choose_kernel[(batch,)](
-        buffers.keys, buffers.floats, buffers.ints, buffers.count_plane, state.tokens, state.positions,
-        state.history, keys, vocab, state.history.shape[1],
+        buffers.keys, state.slots, state.targets, state.row_positions, buffers.floats, buffers.ints,
+        buffers.count_plane, state.tokens, state.positions, state.history, *state.chosen,
+        state.chosen.tokens.shape[1], keys, vocab, state.history.shape[1],
         CAPACITY=buffers.capacity, KEYS=triton.next_power_of_2(keys), COUNTS=buffers.counts is not None, PDL=pdl,
         num_warps=4 if keys <= 4096 else 16, launch_pdl=pdl, enable_fp_fusion=False,
     )  # fmt: skip

@@ -56,7 +56,7 @@ CHUNK, PART, WARPS = 4096, 1024, 8
 
 @triton.jit
 def _survey_kernel(
-    logit_ptr, bias_ptr, count_ptr, float_ptr, adjusted_ptr, edge_ptr, plane_ptr, vocab,
+    logit_ptr, slot_ptr, bias_ptr, count_ptr, float_ptr, adjusted_ptr, edge_ptr, plane_ptr, vocab,
     BIAS: tl.constexpr, COUNTS: tl.constexpr, BLOCK: tl.constexpr, CLEARED: tl.constexpr, BINS: tl.constexpr,
     PLANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +66,8 @@ def _survey_kernel(
     id = block * BLOCK + tl.arange(0, BLOCK)
     inside = id < vocab
     x = tl.load(logit_ptr + row * vocab + id, mask=inside, other=float("-inf"))
-    x = adjusted(x, id, inside, row, bias_ptr, count_ptr, float_ptr, vocab, BIAS, COUNTS)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    x = adjusted(x, id, inside, slot, bias_ptr, count_ptr, float_ptr, vocab, BIAS, COUNTS)
     if BIAS or COUNTS:
         tl.store(adjusted_ptr + row * vocab + id, x, mask=inside)
     key = key_of(x, id)
@@ -89,16 +90,17 @@ def _edges(edge_ptr, row, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _tally_kernel(
-    logit_ptr, edge_ptr, plane_ptr, float_ptr, int_ptr, blocks, vocab,
+    logit_ptr, edge_ptr, plane_ptr, slot_ptr, float_ptr, int_ptr, blocks, vocab,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, PLANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
     row = tl.program_id(1).to(tl.int64)
-    sharp = tl.load(float_ptr + row * 7)
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    sharp = tl.load(float_ptr + slot * 7)
     best_key, worst_key = _edges(edge_ptr, row, blocks, BLOCKS)
     best = logit_of(best_key)
     if (sharp > 0.0) & (tl.abs(best) < float("inf")):
-        top_k = tl.load(int_ptr + row * 4)
+        top_k = tl.load(int_ptr + slot * 4)
         id = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logit_ptr + row * vocab + id, mask=id < vocab, other=float("-inf"))
         gap_limit = half_gap_limit(best, logit_of(worst_key), sharp)
@@ -113,7 +115,7 @@ def _tally_kernel(
                 mask=inside,
                 sem="relaxed",
             )
-        if tl.load(float_ptr + row * 7 + 1) < 1.0:
+        if tl.load(float_ptr + slot * 7 + 1) < 1.0:
             gap = tl.where(inside, best.to(tl.float64) - x.to(tl.float64), 0.0)
             weight = mass(gap, LOG2_E)
             share = moment(weight, gap)
@@ -122,30 +124,34 @@ def _tally_kernel(
                 planes + NUCLEUS_PLANE * BINS + bucket, weight, mask=inside & (weight > 0), sem="relaxed"
             )
         else:
-            add_masses(planes, x, bucket, inside, best.to(tl.float64), float_ptr + row * 7, BINS)
+            add_masses(planes, x, bucket, inside, best.to(tl.float64), float_ptr + slot * 7, BINS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _choose_from_all_kernel(
-    logit_ptr, edge_ptr, plane_ptr, id_ptr, note_ptr, float_ptr, int_ptr, count_ptr, token_ptr, position_ptr,
-    history_ptr, blocks, vocab, context,
+    logit_ptr, edge_ptr, plane_ptr, id_ptr, note_ptr, slot_ptr, target_ptr, at_ptr, float_ptr, int_ptr, count_ptr,
+    token_ptr, position_ptr, history_ptr, chosen_ptr, turn_ptr, stride, blocks, vocab, context,
     BLOCKS: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
     BINS: tl.constexpr, PLANES: tl.constexpr, NOTES: tl.constexpr, COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
-    settings = float_ptr + row * 7
+    slot = tl.load(slot_ptr + row).to(tl.int64)
+    settings = float_ptr + slot * 7
     key, worst_key = _edges(edge_ptr, row, blocks, BLOCKS)
     best = logit_of(key)
     found = tl.abs(best) < float("inf")
     if found & (tl.load(settings) > 0.0):
         key = drawn_key(
             logit_ptr + row * vocab, plane_ptr + row * PLANES * BINS, id_ptr + row * vocab, note_ptr + row * NOTES,
-            settings, int_ptr + row * 4, position_ptr + row, best, logit_of(worst_key), vocab,
+            settings, int_ptr + slot * 4, at_ptr + row, best, logit_of(worst_key), vocab,
             LIST, TILE, CHUNK, PART, BINS,
         )  # fmt: skip
     token = tl.where(found, id_of(key), -1)
-    advance(token, row, token_ptr, position_ptr, history_ptr, count_ptr, int_ptr, vocab, context, COUNTS)
+    advance(
+        token, row, slot, target_ptr, at_ptr, token_ptr, position_ptr, history_ptr, count_ptr, int_ptr, chosen_ptr,
+        turn_ptr, stride, vocab, context, COUNTS,
+    )  # fmt: skip
 
 
 def sample_from_all(
@@ -153,29 +159,35 @@ def sample_from_all(
 ) -> torch.Tensor:
     """`sampling.sample_step` for every token a candidate: three launches."""
     buffers.check(logits, state)
-    x = logits if room.adjusted is None else room.adjusted
-    _survey(logits, x, buffers, room, pdl)
-    _tally(x, logits.shape[0], buffers, room, pdl)
+    x = logits if room.adjusted is None else room.adjusted[: len(logits)]
+    _survey(logits, x, state, buffers, room, pdl)
+    _tally(x, state, buffers, room, pdl)
     _choose(x, state, buffers, room, pdl)
     return state.tokens
 
 
 def _survey(
-    logits: torch.Tensor, x: torch.Tensor, buffers: SamplingBuffers, room: FullRoom, pdl: bool
+    logits: torch.Tensor,
+    x: torch.Tensor,
+    state: DecodeState,
+    buffers: SamplingBuffers,
+    room: FullRoom,
+    pdl: bool,
 ) -> None:
     blocks = triton.cdiv(buffers.vocab, FULL_BLOCK)
     _survey_kernel[(blocks, logits.shape[0])](
-        logits, buffers.bias_plane, buffers.count_plane, buffers.floats, x, room.edges, room.planes, buffers.vocab,
+        logits, state.slots, buffers.bias_plane, buffers.count_plane, buffers.floats, x, room.edges, room.planes,
+        buffers.vocab,
         BIAS=buffers.bias is not None, COUNTS=buffers.counts is not None, BLOCK=FULL_BLOCK,
         CLEARED=triton.next_power_of_2(triton.cdiv((PLANES - 1) * BINS, blocks)), BINS=BINS, PLANES=PLANES, PDL=pdl,
         num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _tally(x: torch.Tensor, batch: int, buffers: SamplingBuffers, room: FullRoom, pdl: bool) -> None:
+def _tally(x: torch.Tensor, state: DecodeState, buffers: SamplingBuffers, room: FullRoom, pdl: bool) -> None:
     blocks = triton.cdiv(buffers.vocab, FULL_BLOCK)
-    _tally_kernel[(blocks, batch)](
-        x, room.edges, room.planes, buffers.floats, buffers.ints, blocks, buffers.vocab,
+    _tally_kernel[(blocks, x.shape[0])](
+        x, room.edges, room.planes, state.slots, buffers.floats, buffers.ints, blocks, buffers.vocab,
         BLOCKS=triton.next_power_of_2(blocks), BLOCK=FULL_BLOCK, BINS=BINS, PLANES=PLANES, PDL=pdl, num_warps=4,
         launch_pdl=pdl, enable_fp_fusion=False,
     )  # fmt: skip
@@ -183,9 +195,10 @@ def _tally(x: torch.Tensor, batch: int, buffers: SamplingBuffers, room: FullRoom
 
 def _choose(x: torch.Tensor, state: DecodeState, buffers: SamplingBuffers, room: FullRoom, pdl: bool) -> None:
     blocks = triton.cdiv(buffers.vocab, FULL_BLOCK)
-    _choose_from_all_kernel[state.tokens.shape](
-        x, room.edges, room.planes, room.ids, room.notes, buffers.floats, buffers.ints, buffers.count_plane,
-        state.tokens, state.positions, state.history, blocks, buffers.vocab, state.history.shape[1],
+    _choose_from_all_kernel[(x.shape[0],)](
+        x, room.edges, room.planes, room.ids, room.notes, state.slots, state.targets, state.row_positions,
+        buffers.floats, buffers.ints, buffers.count_plane, state.tokens, state.positions, state.history, *state.chosen,
+        state.chosen.tokens.shape[1], blocks, buffers.vocab, state.history.shape[1],
         BLOCKS=triton.next_power_of_2(blocks), LIST=LIST, TILE=TILE, CHUNK=CHUNK, PART=PART, BINS=BINS,
         PLANES=PLANES, NOTES=NOTES, COUNTS=buffers.counts is not None, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
         enable_fp_fusion=False,

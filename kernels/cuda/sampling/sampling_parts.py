@@ -56,17 +56,17 @@ def _bounded(value):
 
 @triton.jit
 def adjusted(
-    x, id, inside, row, bias_ptr, count_ptr, float_ptr, vocab, BIAS: tl.constexpr, COUNTS: tl.constexpr
+    x, id, inside, slot, bias_ptr, count_ptr, float_ptr, vocab, BIAS: tl.constexpr, COUNTS: tl.constexpr
 ):
     """Logits fp32 with bias, then with the penalties of seen tokens."""
     if BIAS:
-        bias = tl.load(bias_ptr + row * vocab + id, mask=inside, other=0.0)
+        bias = tl.load(bias_ptr + slot * vocab + id, mask=inside, other=0.0)
         x = tl.where(bias != 0, _bounded(x.to(tl.float64) + bias), x)
     if COUNTS:
-        count = tl.load(count_ptr + row * vocab + id, mask=inside, other=0)
-        repeat = tl.load(float_ptr + row * 7 + 4)
-        presence = tl.load(float_ptr + row * 7 + 5)
-        frequency = tl.load(float_ptr + row * 7 + 6)
+        count = tl.load(count_ptr + slot * vocab + id, mask=inside, other=0)
+        repeat = tl.load(float_ptr + slot * 7 + 4)
+        presence = tl.load(float_ptr + slot * 7 + 5)
+        frequency = tl.load(float_ptr + slot * 7 + 6)
         wide = x.to(tl.float64)
         seen = tl.where(wide > 0, wide / repeat, wide * repeat)
         x = tl.where(count > 0, _bounded(seen - (presence + count.to(tl.float64) * frequency)), x)
@@ -105,19 +105,23 @@ def uniform_of(int_ptr, position_ptr):
 
 @triton.jit
 def advance(
-    token, row, token_ptr, position_ptr, history_ptr, count_ptr, int_ptr, vocab, context, COUNTS: tl.constexpr
-):
-    """Appends the token: it becomes the next step's input, at the next position, and enters the penalties' window."""
-    position = tl.load(position_ptr + row) + 1
-    tl.store(token_ptr + row, token)
-    tl.store(position_ptr + row, position)
-    history = history_ptr + row * context
+    token, row, slot, target_ptr, at_ptr, token_ptr, position_ptr, history_ptr, count_ptr, int_ptr, chosen_ptr,
+    turn_ptr, stride, vocab, context, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """Gives the token after a row to the host, and to the row's target: it becomes the input of the slot's next step,
+    at the next position, and enters the penalties' window."""
+    tl.store(chosen_ptr + tl.load(turn_ptr) * stride + row, token)
+    position = tl.load(at_ptr + row) + 1
+    target = tl.load(target_ptr + row).to(tl.int64)
+    tl.store(token_ptr + target, token)
+    tl.store(position_ptr + target, position)
+    history = history_ptr + target * context
     tl.store(history + position, token.to(tl.int32), mask=position < context)
     if COUNTS:
-        window = tl.load(int_ptr + row * 4 + 3)
+        window = tl.load(int_ptr + slot * 4 + 3)
         leaving = position - window
         gone = (window > 0) & (leaving >= 0)
         old = tl.load(history + leaving, mask=gone, other=0)
-        counts = count_ptr + row * vocab
+        counts = count_ptr + target * vocab
         tl.atomic_add(counts + old, -1, mask=gone & (old >= 0))
         tl.atomic_add(counts + token, 1, mask=(window != 0) & (token >= 0))

@@ -7,6 +7,7 @@ import torch
 import triton
 
 from quengine.errors import EngineError
+from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens
 from quengine.kernels.sampling import sharpness
 
 MAX_CAPACITY = 128
@@ -27,22 +28,37 @@ PLANES = 5
 
 @dataclass(frozen=True)
 class DecodeState:
-    """The inputs of a decode step of B sequences, which sampling advances.
+    """The slots that a decode step of B rows samples for, and advances.
 
-    tokens: int64 [B], the token to process; positions: int32 [B], its position; history: int32 [B, context], the
-    tokens by position.
+    tokens: int64 [S], each slot's newest token; positions: int32 [S], its position; history: int32 [S, context], the
+    tokens by position. slots, targets: int32 [B], see `batch_rows.StepRows`. row_positions: int32 [B], the positions of
+    the rows. chosen: takes the tokens of rows for the host.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     history: torch.Tensor
+    slots: torch.Tensor
+    targets: torch.Tensor
+    row_positions: torch.Tensor
+    chosen: ChosenTokens
 
     @classmethod
     def allocate(cls, batch: int, context: int, device: torch.device) -> "DecodeState":
+        """Of rows whose slots are their own numbers, step after step."""
+        positions = torch.zeros(batch, dtype=torch.int32, device=device)
+        slots = torch.arange(batch, dtype=torch.int32, device=device)
         return cls(
             torch.zeros(batch, dtype=torch.int64, device=device),
-            torch.zeros(batch, dtype=torch.int32, device=device),
+            positions,
             torch.zeros(batch, context, dtype=torch.int32, device=device),
+            slots,
+            slots,
+            positions,
+            ChosenTokens(
+                ChosenTokens.allocate(1, batch, device).tokens,
+                torch.zeros(1, dtype=torch.int32, device=device),
+            ),
         )
 
 
@@ -108,7 +124,7 @@ class FullRoom:
 
 @dataclass(frozen=True)
 class SamplingBuffers:
-    """Settings of B sequences on the device, and workspace for sampling.
+    """Settings of B slots on the device, and workspace for sampling as many rows.
 
     floats: fp64 [B, 7] (sharpness or 0 for greedy, typical_p, top_p, log of min_p, repeat, presence, frequency); ints:
     int64 [B, 4] (top_k or 0, seed, stream, repeat_last_n); bias: fp64 [B, V] or None; counts: int32 [B, V],
@@ -140,7 +156,8 @@ class SamplingBuffers:
         """Asserts that these buffers can sample logits [B, V] with `state`."""
         batch, vocab = logits.shape
         assert logits.dtype == torch.float32 and logits.is_contiguous() and vocab == self.vocab
-        assert state.tokens.shape == (batch,) and self.floats.shape[0] >= batch
+        assert min(len(state.slots), len(state.row_positions)) >= batch
+        assert self.floats.shape[0] >= max(batch, len(state.tokens))
 
     @classmethod
     def allocate(
@@ -165,9 +182,9 @@ class SamplingBuffers:
             torch.zeros(batch, vocab, dtype=torch.int32, device=device) if penalties else None,
         )
 
-    def set(self, row: int, settings: Settings, history: list[int], bias: dict[int, float]) -> None:
-        """Sets the settings of sequence `row`; `history` is its tokens so far, of which the penalties' window is
-        counted.
+    def set(self, slot: int, settings: Settings, history: torch.Tensor, bias: dict[int, float]) -> None:
+        """Sets the settings of a slot; `history`, int32 on the device, is its tokens so far, of which the penalties'
+        window is counted. Waits for nothing: what steps in flight append to the history is counted too.
 
         Raises EngineError if the buffers were allocated without room for these settings.
         """
@@ -178,16 +195,16 @@ class SamplingBuffers:
             raise EngineError("logit bias was given to buffers allocated without it")
         if s.penalizes and self.counts is None:
             raise EngineError("penalties were given to buffers allocated without them")
-        self.floats[row] = torch.tensor(s.floats(), dtype=torch.float64)
-        self.ints[row] = torch.tensor(s.ints())
+        self.floats[slot] = torch.tensor(s.floats(), dtype=torch.float64)
+        self.ints[slot] = torch.tensor(s.ints())
         if self.bias is not None:
-            self.bias[row] = 0.0
+            self.bias[slot] = 0.0
             ids = torch.tensor(list(bias), dtype=torch.int64, device=self.bias.device)
-            self.bias[row, ids] = torch.tensor(list(bias.values()), dtype=torch.float64).to(ids.device)
+            self.bias[slot, ids] = torch.tensor(list(bias.values()), dtype=torch.float64).to(ids.device)
         if self.counts is not None:
             window = history if s.repeat_last_n < 0 else history[max(0, len(history) - s.repeat_last_n) :]
-            tokens = torch.tensor(window, dtype=torch.int64, device=self.counts.device)
-            self.counts[row] = torch.bincount(tokens, minlength=self.vocab).to(torch.int32)
+            counts = self.counts[slot].zero_()
+            counts.index_add_(0, window.clamp(min=0), torch.ones_like(window))
 
 
 def block_size(vocab: int) -> int:

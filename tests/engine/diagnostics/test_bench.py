@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from quengine import LLM, EngineError
-from quengine.batch import Batch
 from quengine.config import EngineConfig
 from quengine.diagnostics.bench import bench
 from quengine.diagnostics.bench.bench import (
@@ -29,6 +28,7 @@ from quengine.memory import kv_cache_bytes
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.synthetic.synthetic import PRESETS, write_synthetic
 from quengine.platform.host_experts import ExpertPlacement, expert_bytes
+from quengine.step_plan import StepPlan
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -326,16 +326,16 @@ def test_what_is_computed_together_is_what_the_test_says(
 ) -> None:
     with LLM(model, "cpu", 96, 1, parallel=3) as llm:
         seen: list[object] = []
-        run = llm.runner.run
+        launch = llm.runner.launch
 
-        def watched(batch: Batch) -> object:
-            for chunk in batch.chunks:
+        def watched(plan: StepPlan) -> object:
+            for chunk in plan.chunks:
                 seen.append((chunk.start, len(chunk.ids)))
-            if batch.phase == "decode":
-                seen.append(len(batch.sequences))
-            return run(batch)
+            if plan.phase == "decode":
+                seen.append(len(plan.sequences))
+            return launch(plan)
 
-        monkeypatch.setattr(llm.runner, "run", watched)
+        monkeypatch.setattr(llm.runner, "launch", watched)
         list(time_batch(llm, test, 3, 1, False, lambda _: None))
         # What comes before is not timed: the depth, and the first tokens.
         assert seen[-len(steps) :] == steps

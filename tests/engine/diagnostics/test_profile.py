@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from quengine import LLM
-from quengine.batch import Batch
 from quengine.diagnostics.bench import profile as module
 from quengine.diagnostics.bench.profile import (
     TraceFile,
@@ -23,6 +22,7 @@ from quengine.diagnostics.bench.profile import (
     read_profile,
 )
 from quengine.errors import CannotRunError
+from quengine.step_plan import StepPlan
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -135,13 +135,13 @@ class Counter:
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[tuple[int, int]] = []
         self.traced: list[tuple[int, int]] = []
-        run = llm.runner.run
+        launch = llm.runner.launch
 
-        def counted(batch: Batch) -> Any:
-            if batch.phase == "decode":
-                self.batches.append((1, batch.sequences[0].num_cached_tokens))
-            self.batches += [(len(chunk.ids), chunk.start) for chunk in batch.chunks]
-            return run(batch)
+        def counted(plan: StepPlan) -> Any:
+            if plan.phase == "decode":
+                self.batches.append((1, plan.sequences[0].num_cached_tokens))
+            self.batches += [(len(chunk.ids), chunk.start) for chunk in plan.chunks]
+            return launch(plan)
 
         def trace(work: Callable[[], object]) -> dict[str, Any]:
             before = len(self.batches)
@@ -150,7 +150,7 @@ class Counter:
             event = {"ph": "X", "cat": "kernel", "name": "step", "dur": 10.0, "args": {"grid": [1, 1, 1]}}
             return {"traceEvents": [{**event, "ts": 10.0 * i} for i in range(len(self.traced))]}
 
-        monkeypatch.setattr(llm.runner, "run", counted)
+        monkeypatch.setattr(llm.runner, "launch", counted)
         monkeypatch.setattr(module, "_traced", trace)
 
 

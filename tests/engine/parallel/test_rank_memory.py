@@ -24,7 +24,7 @@ from quengine.models.checkpoint import open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank
-from quengine.runners.step_rows import SequenceRows, forward_batch
+from quengine.step_plan import SequenceRows, forward_batch
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda import interpreter
 from tests.tiny_models import write_tiny

@@ -34,9 +34,10 @@ from quengine.runners import cuda_graphs, graph_keys, static_inputs
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_capture import CapturedStep, GraphNodes
-from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sample, Sampler
+from quengine.step_plan import SequenceRows
 from tests.engine.parallel.rank_threads import Meeting, ThreadCommunicator, ThreadGroup
+from tests.engine.steps import decode, with_slots
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -120,8 +121,9 @@ def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[int]:
     sequence.block_tables = tuple(TABLES)
     runner.forward("prefill", [SequenceRows([5, 6, 7], 0, TABLES)])
     sequence.num_cached_tokens = 3
+    with_slots([sequence])
     for _ in range(2):
-        (result,) = runner.decode([sequence])
+        (result,) = decode(runner, [sequence])
         assert isinstance(result, Sample)
         sequence.num_cached_tokens += 1
         sequence.token_ids.append(result.token)

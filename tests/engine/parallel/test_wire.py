@@ -21,7 +21,7 @@ from quengine.parallel.wire import (
     WriteCache,
 )
 from quengine.runners.graph_keys import GraphKey, SamplingKind
-from quengine.runners.step_rows import SequenceRows
+from quengine.step_plan import SequenceRows
 
 ROWS = [
     SequenceRows([5, 6, 7], 32, [[1, 2], [0, 9]]),
@@ -47,6 +47,7 @@ ROWS = [
             {"temperature": 0.1, "seed": 2**64 - 1},
             {5: -1.5},
             [9, 2],
+            3,
         ),
         Capture(GraphKey("prefill", 1024, 4)),
         Prompts([2048, 7]),

@@ -105,7 +105,7 @@ def test_an_interrupt_before_the_answer_drops_the_turn(llm: LLM, monkeypatch: py
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.runner, "run", interrupted)
+        patch.setattr(llm.runner, "launch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ask(session, "again")
     assert session.messages == before

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.batch import Batch, Chunk
 from quengine.block_manager import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
@@ -22,6 +21,7 @@ from quengine.request.prompt_scores import PromptScores, score_on_device, split_
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.sampler import Sample, Sampler, TokenLogprobs, token_logprobs
+from quengine.step_plan import SequenceRows, StepPlan
 from tests.forward import forward
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -244,10 +244,15 @@ def test_on_cuda_a_step_of_several_prompts_scores_those_that_are_to_be(
         )
     )
     runner = ModelRunner(decoder, cache)
-    assert runner.run(Batch.prefill([Chunk(long, long.token_ids[:3], 0)])) == [None]
-    chunks = [Chunk(long, long.token_ids[3:], 3), *(Chunk(s, s.token_ids, 0) for s in (short, plain))]
-    results = runner.run(Batch.prefill(chunks))
-    for sequence, result in zip((long, short, plain), results, strict=True):
+    sequences = [long, short, plain]
+    first = StepPlan.prefill([long], [SequenceRows(long.token_ids[:3], 0, long.block_tables)])
+    assert runner.launch(first).results() == [None]
+    cuts = [3, 0, 0]
+    chunks = [
+        SequenceRows(s.token_ids[cut:], cut, s.block_tables) for s, cut in zip(sequences, cuts, strict=True)
+    ]
+    results = runner.launch(StepPlan.prefill(sequences, chunks)).results()
+    for sequence, result in zip(sequences, results, strict=True):
         exact = forward(reference, sequence.token_ids, other.layers, all_logits=True)
         assert isinstance(result, Sample) and result.token == int(exact[-1].argmax())
         if sequence.scores is not None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quengine import LLM, SamplingParams
-from quengine.batch import Batch
+from quengine.model_runner import LaunchedStep
 from quengine.request.chat_session import ChatSession
-from quengine.sampler import Result
+from quengine.step_plan import StepPlan
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -113,13 +113,13 @@ def test_a_stream_that_is_left_is_computed_no_further(
 ) -> None:
     expected = llm.generate("zz", SHORT)[0].tokens
     leave(llm)
-    run, steps = llm.runner.run, list[int]()
+    launch, steps = llm.runner.launch, list[int]()
 
-    def counted(batch: Batch) -> list[Result]:
-        steps.append(len(batch.sequences))
-        return run(batch)
+    def counted(plan: StepPlan) -> LaunchedStep:
+        steps.append(len(plan.sequences))
+        return launch(plan)
 
-    monkeypatch.setattr(llm.runner, "run", counted)
+    monkeypatch.setattr(llm.runner, "launch", counted)
     assert llm.generate("zz", SHORT)[0].tokens == expected
     assert steps == [1] * 5
     assert llm.scheduler.sequences == []
@@ -132,15 +132,15 @@ def test_a_stream_that_is_dropped_while_a_step_runs_is_taken_out_before_the_next
     expected = llm.generate("zz", SHORT)[0].tokens
     streams = [llm.stream("the", LONG)]
     next(streams[0])
-    run, steps = llm.runner.run, list[int]()
+    launch, steps = llm.runner.launch, list[int]()
 
-    def dropping(batch: Batch) -> list[Result]:
-        results = run(batch)
+    def dropping(plan: StepPlan) -> LaunchedStep:
+        step = launch(plan)
         streams.clear()
-        steps.append(len(batch.sequences))
-        return results
+        steps.append(len(plan.sequences))
+        return step
 
-    monkeypatch.setattr(llm.runner, "run", dropping)
+    monkeypatch.setattr(llm.runner, "launch", dropping)
     assert llm.generate("zz", SHORT)[0].tokens == expected
     assert len(steps) <= 6 and llm.scheduler.sequences == []
 

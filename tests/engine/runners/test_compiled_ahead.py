@@ -13,7 +13,7 @@ from quengine.block_manager import CachePool
 from quengine.runners import cuda_graphs
 from quengine.runners.compile_kernels import run_all
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
-from quengine.runners.step_rows import SequenceRows, forward_batch
+from quengine.step_plan import SequenceRows, forward_batch
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_cases import META, backend_for
 from quengine.kernels.cuda.aot.aot_compile import record

@@ -13,7 +13,6 @@ from gguf.quants import quantize
 from torch import Tensor
 
 from quengine import LLM
-from quengine.batch import Batch, Chunk
 from quengine.block_manager import CachePool
 from quengine.errors import EngineError
 from quengine.kernels import cpu
@@ -28,8 +27,9 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.runners.cpu_steps import CpuSteps
-from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sample
+from quengine.step_plan import SequenceRows, StepPlan
+from tests.engine.steps import decode
 from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny
 
@@ -144,12 +144,13 @@ def prefill(runner: ModelRunner, sequence: Sequence, chunk: int) -> None:
 
 def prompt_step(runner: ModelRunner, sequence: Sequence, ids: list[int], start: int) -> list[Any]:
     if len(sequence.token_ids) == 1:  # a prompt of one token is a decode step
-        return runner.run(Batch.decode([sequence]))
-    return runner.run(Batch.prefill([Chunk(sequence, ids, start)]))
+        return decode(runner, [sequence])
+    chunk = SequenceRows(ids, start, sequence.block_tables)
+    return runner.launch(StepPlan.prefill([sequence], [chunk])).results()
 
 
 def step(runner: ModelRunner, sequences: list[Sequence]) -> None:
-    for sequence, result in zip(sequences, runner.decode(sequences), strict=True):
+    for sequence, result in zip(sequences, decode(runner, sequences), strict=True):
         sequence.num_cached_tokens += 1
         take(sequence, result)
 
@@ -215,7 +216,7 @@ def test_a_row_fails_alone_and_a_replayed_token_samples_nothing(tmp_path: Path) 
     for layer in runner.cache.layers:
         layer.k[sequences[0].block_tables[0][0] * BLOCK_SIZE] = float("nan")
     sequences[2].token_ids += [3, 4]  # more that was generated, and is to be computed again
-    results = runner.decode(sequences)
+    results = decode(runner, sequences)
     assert isinstance(results[0], EngineError) and results[2] is None
     assert isinstance(results[1], Sample) and results[1].token == int(expected[1].argmax())
     assert torch.equal(heard(sequences[1]), expected[:2])
@@ -260,4 +261,4 @@ def test_tokens_and_positions_out_of_range_are_refused(tmp_path: Path) -> None:
     for ids, match in [([vocabulary], "the embedding has rows"), ([0] * (CTX + 1), f"a cache of {CTX}")]:
         sequence.token_ids, sequence.num_cached_tokens = ids, len(ids) - 1
         with pytest.raises(ValueError, match=match):
-            runner.decode([sequence])
+            decode(runner, [sequence])

@@ -21,7 +21,7 @@ from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.runners.cpu_steps import CpuSteps
-from quengine.runners.step_rows import SequenceRows
+from quengine.step_plan import SequenceRows
 from tests.gguf_builder import GGUFBuilder, ModelSizes
 from tests.kernels.weights import nmse
 from tests.tiny_models import chat_vocabulary, random_weights, write_tiny

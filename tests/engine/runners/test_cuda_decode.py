@@ -12,7 +12,7 @@ from quengine.models.synthetic.synthetic import write_synthetic
 STEPS = 16
 LAUNCHES_A_LAYER = 6
 LAUNCHES_BESIDE_LAYERS = 6
-"""Embedding, the last norm, the output matrix, two of sampling, and the next step's input."""
+"""The rows' inputs, embedding, the last norm, the output matrix, and two of sampling."""
 
 pytestmark = [
     pytest.mark.gpu,

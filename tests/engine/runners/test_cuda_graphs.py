@@ -40,8 +40,9 @@ from quengine.runners.graph_keys import (
     prefill_key,
 )
 from quengine.runners.static_inputs import PrefillInputs
-from quengine.runners.step_rows import SequenceRows, forward_batch
 from quengine.sampler import Sample, Sampler, Verified
+from quengine.step_plan import SequenceRows, forward_batch
+from tests.engine.steps import decode, with_slots
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.weights import nmse
 from tests.tiny_models import write_tiny
@@ -327,7 +328,7 @@ def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
         return made
 
     def step(used: ModelRunner, sequences: list[Sequence]) -> None:
-        for one, result in zip(sequences, used.decode(sequences), strict=True):
+        for one, result in zip(sequences, decode(used, sequences), strict=True):
             draft, one.draft = one.draft, []
             taken = result.first if isinstance(result, Verified) else result
             for number in range(len(draft) + 1):
@@ -342,6 +343,7 @@ def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
     texts = []
     for used in (eager, runner):
         first, second = sequence([5, 6, 7], [4]), sequence([9], [1, 3])
+        with_slots([first, second])
         step(used, [first])
         if used is runner and drafts:
             first.draft = [texts[0][0][4], 0]

@@ -13,7 +13,7 @@ from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import Completion
-from quengine.runners.step_rows import SequenceRows
+from quengine.step_plan import SequenceRows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,10 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, GraphKey, SamplingKind
 from quengine.sampler import NO_CHOICE, Result, Sample, Sampler, Verified
+from quengine.slot import Slot
 from quengine.speculative.device_drafts import DeviceDraftSteps
 from quengine.speculative.draft_model import DraftJob
+from quengine.step_plan import StepPlan
 from tests.engine.runners.test_device_decode import (
     DAMAGED,
     VOCAB,
@@ -34,27 +36,25 @@ class Device(FakeDevice):
     shares_sequences = True
     blocks = WIDTH
 
-    def assign(self, row: int, tables: list[list[int]], entries: int) -> None:
-        assert len(tables[0]) <= WIDTH and entries <= WIDTH
-        super().assign(row, tables, entries)
-
-    def extend(self, row: int, group: int, first: int, blocks: list[int]) -> None:
-        assert first + len(blocks) <= WIDTH
-        super().extend(row, group, first, blocks)
-
     def configure(
-        self, row: int, kind: SamplingKind, params: SamplingParams, sampler: Any, ids: list[int]
+        self,
+        slot: int,
+        kind: SamplingKind,
+        params: SamplingParams,
+        sampler: Any,
+        ids: list[int],
+        in_flight: int,
     ) -> None:
-        assert self.rows[row].live and not params.penalizes
-        super().configure(row, kind, params, sampler, ids)
+        assert not params.penalizes
+        super().configure(slot, kind, params, sampler, ids, in_flight)
 
     def launch(self, key: GraphKey) -> FakeStep:
-        rows = self.rows[: key.rows]
-        written = [(row.table[row.position // BLOCK_SIZE], row.position % BLOCK_SIZE) for row in rows]
-        live = [place for place, row in zip(written, self.rows, strict=False) if row.live]
-        assert len(set(live)) == len(live), "two rows write one place"
-        for place, row in zip(written, self.rows, strict=False):
-            self.pool[place] = row.token
+        written = set()
+        for slot, _, token, position in self.step:
+            held = self.of_slots[slot]
+            at = position if token >= 0 else held.position
+            written.add((held.table[at // BLOCK_SIZE], at % BLOCK_SIZE))
+        assert len(written) == len(self.step), "two rows write one place"
         return super().launch(key)
 
 
@@ -62,12 +62,14 @@ class Engine:
     """What is around the decoder: blocks, prompts, drafts, and the sequences' own bookkeeping."""
 
     def __init__(self, blocks: int = 64) -> None:
-        self.device = Device(padding_block=blocks)
+        self.device = Device()
         self.free = list(range(blocks))
+        self.started = 0
         self.decoder = DeviceDecoder(self.device)  # type: ignore[arg-type]
 
     def start(self, ids: list[int], params: SamplingParams = FREE) -> FakeSequence:
-        sequence = FakeSequence(list(ids), params)
+        sequence = FakeSequence(list(ids), params, slot=Slot(self.started % Device.slots))
+        self.started += 1
         self.grow(sequence, len(ids))
         for position, token in enumerate(ids[:-1]):
             self.device.pool[sequence.block_tables[0][position // BLOCK_SIZE], position % BLOCK_SIZE] = token
@@ -81,9 +83,11 @@ class Engine:
     def step(self, sequences: list[Any]) -> list[Result]:
         for sequence in sequences:
             self.grow(sequence, len(sequence.token_ids) + len(sequence.draft))
-        results = self.decoder.step(sequences)
-        assert results is not None
+        launched = self.decoder.launch(StepPlan.decode(list(sequences)))
+        assert launched is not None
+        results = launched()
         for sequence, result in zip(sequences, results, strict=True):
+            sequence.slot.launched -= 1
             draft, sequence.draft = sequence.draft, []
             sequence.num_cached_tokens += 1
             if isinstance(result, Sample):
@@ -142,12 +146,10 @@ def test_who_stays_keeps_its_row_and_settings() -> None:
     pair = [engine.start([1, 2]), engine.start([3, 4])]
     pair[0].draft = [9, 9]
     engine.step(pair)
-    sent: list[str] = []
-    for name in ("release", "assign", "extend", "configure"):
-        setattr(engine.device, name, lambda *_, name=name: sent.append(name))
+    engine.device.sent.clear()
     pair[0].draft = [8, 8]
     engine.step(pair)
-    assert sent == []
+    assert engine.device.sent == ["rows"]
 
 
 def test_a_row_without_finite_logits_fails_its_sequence_where_it_is() -> None:
@@ -183,7 +185,7 @@ def jobs_of(device: Device, texts: list[list[int]], missing: list[int], counts: 
 
 
 def test_drafts_are_made_without_waiting_for_the_device() -> None:
-    device = Device(padding_block=99)
+    device = Device()
     steps = DeviceDraftSteps(device)  # type: ignore[arg-type]
     texts = [[1, 2, 3], [4, 5], list(range(60))]
     for _ in range(2):
@@ -194,12 +196,12 @@ def test_drafts_are_made_without_waiting_for_the_device() -> None:
         ]
         waits = [entry.startswith("wait") for entry in device.log]
         assert waits == sorted(waits) and waits.count(False) == 4
-    assert device.sizes[:4] == [8, 4, 4, 1], "rows that only make up for tokens are of the first step alone"
+    assert device.sizes[:4] == [8, 2, 2, 1], "later steps have the rows of drafts that go on, and no others"
     assert set(device.kinds) == {GREEDY} and max(device.sizes) <= DECODE_ROWS[-1]
 
 
 def test_a_draft_ends_where_there_is_no_token() -> None:
-    device = Device(padding_block=99)
+    device = Device()
     steps = DeviceDraftSteps(device)  # type: ignore[arg-type]
     assert steps.draft(jobs_of(device, [[1, DAMAGED], [4, 5]], [1, 1], [3, 2])) == [
         [],

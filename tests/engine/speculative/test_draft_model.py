@@ -18,10 +18,10 @@ from quengine.memory import DRAFT_WORKSPACE, WORKSPACE, kv_cache_bytes
 from quengine.models.checkpoint import open_checkpoint
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
-from quengine.runners.step_rows import SequenceRows
 from quengine.sampler import Sampler
 from quengine.speculative.draft_model import MOST_ROWS, DraftJob, DraftModel
 from quengine.speculative.load_draft import check_vocabulary
+from quengine.step_plan import SequenceRows
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import chat_vocabulary, write_tiny
 

@@ -16,9 +16,9 @@ from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
-from quengine.runners.step_rows import SequenceRows
 from quengine.scheduler import Scheduler
 from quengine.speculative.speculation import Speculation
+from quengine.step_plan import SequenceRows
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.engine.runners.test_cpu_batches import write_mixed
 from tests.gguf_builder import ModelSizes

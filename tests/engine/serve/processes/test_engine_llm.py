@@ -9,11 +9,11 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.batch import Batch
-from quengine.request.sequence import Sequence as LLMSequence
-from quengine.sampler import Result, Sample
+from quengine.model_runner import LaunchedStep
+from quengine.sampler import Sample
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest, Piece
+from quengine.step_plan import StepPlan
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.gguf_builder import ModelSizes
@@ -131,14 +131,14 @@ def test_requests_queue_behind_the_one_slot_and_can_leave_from_everywhere(served
 
 def test_a_step_that_fails_fails_its_request_alone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(path, device="cpu")
-    run = llm.runner.run
+    launch = llm.runner.launch
 
-    def failing(batch: Batch) -> object:
-        if batch.sequences[0].token_ids[0] == 7:
+    def failing(plan: StepPlan) -> object:
+        if plan.sequences[0].token_ids[0] == 7:
             raise EngineError("token 3: 5 of 300 logits are not finite")
-        return run(batch)
+        return launch(plan)
 
-    monkeypatch.setattr(llm.runner, "run", failing)
+    monkeypatch.setattr(llm.runner, "launch", failing)
     with (
         serving(lambda: LLMEngine(llm), settings={"model_names": ("tiny",)}) as served,
         served.http() as client,
@@ -190,13 +190,13 @@ def test_four_sequences_in_turns_are_what_each_is_alone(four: LLMEngine, llm: LL
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
     sizes = []
-    decode = four._llm.runner.decode
+    launch = four._llm.runner.launch
 
-    def watched(sequences: Sequence[LLMSequence]) -> list[Result]:
-        sizes.append(len(sequences))
-        return decode(sequences)
+    def watched(plan: StepPlan) -> LaunchedStep:
+        sizes.append(len(plan.sequences))
+        return launch(plan)
 
-    four._llm.runner.decode = watched  # type: ignore[method-assign]
+    four._llm.runner.launch = watched  # type: ignore[method-assign]
     tokens, ends = collect(four, steps(four))
     for request_id, prompt in PROMPTS.items():
         assert tokens[request_id] == llm.generate(prompt, request(0, prompt).params)[0].tokens
@@ -234,14 +234,14 @@ def test_a_sequence_whose_logits_are_not_finite_fails_alone(four: LLMEngine) -> 
 def test_of_a_step_that_fails_as_a_whole_the_sequence_to_blame_is_found(four: LLMEngine) -> None:
     for request_id, prompt in PROMPTS.items():
         four.add(request(request_id, prompt))
-    decode = four._llm.runner.decode
+    launch = four._llm.runner.launch
 
-    def failing(sequences: Sequence[LLMSequence]) -> list[Result]:
-        if any(s.num_prompt_tokens == 70 and len(s.generated) == 3 for s in sequences):
+    def failing(plan: StepPlan) -> LaunchedStep:
+        if any(s.num_prompt_tokens == 70 and len(s.generated) == 3 for s in plan.sequences):
             raise RuntimeError("out of something")
-        return decode(sequences)
+        return launch(plan)
 
-    four._llm.runner.decode = failing  # type: ignore[method-assign]
+    four._llm.runner.launch = failing  # type: ignore[method-assign]
     tokens, ends = collect(four, steps(four))
     assert ends[2] == "RuntimeError: out of something" and len(tokens[2]) == 3
     assert [ends[i] for i in (1, 3, 4)] == ["length"] * 3

@@ -22,7 +22,7 @@ from quengine.models.synthetic.presets import find_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.runners.graph_keys import GraphKey
 from quengine.runners.static_inputs import PrefillInputs
-from quengine.runners.step_rows import SequenceRows
+from quengine.step_plan import SequenceRows
 from tests.kernels.cuda.weights import nmse
 from tests.kernels.gated_delta_steps import Shape, expected, rows_of, spec_of, states
 from tests.kernels.short_conv_steps import prompt

@@ -1,4 +1,4 @@
-"""Kernels that take half a second to compile, recorded on the meta device: one for each number of rows a program."""
+"""Kernels that take half a second to compile, recorded on the meta device: one for each number of entries a turn."""
 
 import os
 import signal
@@ -13,20 +13,24 @@ from quengine.kernels.cuda.launch.compile_processes import FROM_LEADER, TO_LEADE
 from quengine.kernels.cuda.sampling import batch_rows
 
 
-def settle(size: int) -> Callable[[], None]:
-    """A launch of the kernel for `size` rows a program."""
+def place(size: int) -> Callable[[], None]:
+    """A launch of the kernel that takes `size` entries of a block table a turn."""
 
     def call() -> None:
-        batch_rows._BLOCK = size
+        batch_rows._ENTRIES = size
         wide, narrow = (torch.zeros(4, dtype=kind, device="meta") for kind in (torch.int64, torch.int32))
+        slots, inputs = (
+            kind(wide, narrow, narrow.view(1, -1, 1))
+            for kind in (batch_rows.SlotTables, batch_rows.RowInputs)
+        )
         chosen = batch_rows.ChosenTokens(wide.view(1, -1), narrow)
-        batch_rows.settle_rows(wide, narrow, narrow, chosen)
+        batch_rows.place_rows(batch_rows.StepRows(*[narrow] * 4), slots, inputs, chosen, 4)
 
     return call
 
 
 def stages(sizes: Sequence[int]) -> list[Callable[[], None]]:
-    return [settle(size) for size in sizes]
+    return [place(size) for size in sizes]
 
 
 def broken() -> list[Callable[[], None]]:

@@ -55,7 +55,7 @@ done = ROOT / "marker"
 compile_ahead.ChildProcess = start  # once as it is
 first = pool(progress=lines.append, marker=done)
 built = first.finish()
-assert sorted(kernel.name for kernel in built) == ["settle_kernel"] * 3 and not any(kernel.error for kernel in built)
+assert sorted(kernel.name for kernel in built) == ["place_kernel"] * 3 and not any(kernel.error for kernel in built)
 assert done.is_file() and first.complete
 compile_ahead.ChildProcess = Forked
 assert compilations() == 0 and compilations((8,)) == 1
@@ -75,8 +75,8 @@ there = list(record_kernels(stages((1,)), GPU))[0]
 pool((1,)).finish()
 asked = []
 triton_cache.when_missing.append(asked.append)
-assert triton_cache.CheckedCache(there).get_group("_settle_kernel.json") and not asked
-assert triton_cache.CheckedCache("A" * 52).get_group("_settle_kernel.json") is None and asked == ["A" * 52]
+assert triton_cache.CheckedCache(there).get_group("_place_kernel.json") and not asked
+assert triton_cache.CheckedCache("A" * 52).get_group("_place_kernel.json") is None and asked == ["A" * 52]
 """,
         tmp_path / "cache",
     )
@@ -90,7 +90,7 @@ sizes = (1, 2, 4, 8, 16, 64)
 last = list(record_kernels(stages(sizes), GPU))[-1]
 ahead = pool(sizes, processes=1)
 folder = triton_cache.CheckedCache(last)
-assert folder.get_group("_settle_kernel.json").keys() == {"_settle_kernel.json", "_settle_kernel.cubin"}
+assert folder.get_group("_place_kernel.json").keys() == {"_place_kernel.json", "_place_kernel.cubin"}
 assert len(ahead._pending) >= 2, "it was not the last"
 finish_compiling()
 assert compilations(sizes) == 0
@@ -105,7 +105,7 @@ def test_a_broken_entry_is_built_anew(tmp_path: Path) -> None:
         + """
 pool().finish()
 first, second, third = (path.parent for path in sorted(ROOT.glob("*/*.cubin")))
-code, digest = first / "_settle_kernel.cubin", first / "_settle_kernel.cubin.hmac"
+code, digest = first / "_place_kernel.cubin", first / "_place_kernel.cubin.hmac"
 good = code.read_bytes()
 
 def exchanged():  # whole, with its digest, in the folder of another kernel
@@ -203,15 +203,20 @@ def test_a_launch_on_the_gpu_finds_what_was_recorded_without_it(tmp_path: Path) 
 from quengine.kernels.cuda.launch.gpu import gpu_of
 device = torch.device("cuda", 0)
 GPU = gpu_of(device)
-batch_rows._BLOCK = 32
+batch_rows._ENTRIES = 32
 assert len(pool((32,)).finish()) == 1
 misses = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: misses.append(not cache_hit)
-tokens = torch.tensor([3, -1, 5], device=device)
-live = torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
-chosen = batch_rows.ChosenTokens(torch.zeros_like(tokens).view(1, -1), torch.zeros_like(live[:1]))
-batch_rows.settle_rows(tokens, torch.ones_like(live), live, chosen)
-assert misses == [False] and chosen.tokens.tolist() == [[3, -1, 5]] and tokens.tolist() == [3, 0, 0]
+newest = torch.tensor([3, -1, 5], device=device)
+zeros = torch.zeros(3, dtype=torch.int32, device=device)
+given, slots = zeros - 1, torch.tensor([2, 1, 0], dtype=torch.int32, device=device)
+tokens, tables = torch.zeros_like(newest), torch.ones(1, 3, 1, dtype=torch.int32, device=device)
+inputs = batch_rows.RowInputs(tokens, zeros.clone(), torch.zeros_like(tables))
+chosen = batch_rows.ChosenTokens(newest.view(1, -1), zeros[:1])
+batch_rows.place_rows(
+    batch_rows.StepRows(slots, slots, given, zeros), batch_rows.SlotTables(newest, zeros, tables), inputs, chosen, 3
+)
+assert misses == [False] and tokens.tolist() == [5, 0, 3] and inputs.tables.tolist() == [[[1], [1], [1]]]
 """,
         tmp_path / "cache",
     )

@@ -11,16 +11,17 @@ from pathlib import Path
 from quengine.kernels.cuda.launch.gpu import Gpu, current_gpu, gpu_of
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
 from quengine.kernels.cuda.sampling import batch_rows
-from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, settle_rows
+from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, RowInputs, SlotTables, StepRows, place_rows
 
-def settle(rows):
+def place(rows):
     wide, narrow = (torch.zeros(rows, dtype=kind, device="meta") for kind in (torch.int64, torch.int32))
-    settle_rows(wide, narrow, narrow, ChosenTokens(wide.view(1, -1), narrow))
+    slots, inputs = (kind(wide, narrow, narrow.view(1, -1, 1)) for kind in (SlotTables, RowInputs))
+    place_rows(StepRows(*[narrow] * 4), slots, inputs, ChosenTokens(wide.view(1, -1), narrow), rows)
 
 def block(size):
     def call():
-        batch_rows._BLOCK = size
-        settle(4)
+        batch_rows._ENTRIES = size
+        place(4)
     return call
 """
 
@@ -31,11 +32,11 @@ def test_one_kernel_is_for_all_launches_that_take_its_machine_code() -> None:
         + """
 hopper, ampere = Gpu("", (9, 0)), Gpu("", (8, 0))
 before = current_gpu()
-one = record_kernels([lambda: settle(4)], hopper)
-assert [kernel.name for kernel in one.values()] == ["settle_kernel"]
-assert record_kernels([lambda: settle(4), lambda: settle(5), lambda: settle(400)], hopper).keys() == one.keys()
-assert record_kernels([lambda: settle(4)], ampere).keys().isdisjoint(one)
-two = record_kernels([block(512), block(64), block(512)], hopper)
+one = record_kernels([lambda: place(4)], hopper)
+assert [kernel.name for kernel in one.values()] == ["place_kernel"]
+assert record_kernels([lambda: place(4), lambda: place(5), lambda: place(400)], hopper).keys() == one.keys()
+assert record_kernels([lambda: place(4)], ampere).keys().isdisjoint(one)
+two = record_kernels([block(1024), block(64), block(1024)], hopper)
 assert len(two) == 2 and one.keys() < two.keys()
 assert current_gpu() == before and gpu_of(torch.device("meta")) is None
 """
@@ -47,7 +48,7 @@ def test_its_name_is_the_folder_that_triton_keeps_it_in(tmp_path: object) -> Non
         "import os, sys; os.environ['TRITON_CACHE_DIR'] = sys.argv[1]\n"
         + RECORDED
         + """
-(kernel,) = record_kernels([lambda: settle(4)], Gpu("", (9, 0))).values()
+(kernel,) = record_kernels([lambda: place(4)], Gpu("", (9, 0))).values()
 assert not Path(sys.argv[1], kernel.key).exists()
 kernel.compile()
 assert list(Path(sys.argv[1], kernel.key).glob("*.cubin"))

@@ -66,9 +66,9 @@ def run_on(
     buffers = SamplingBuffers.allocate(len(rows), vocab, room_for(rows), device, bool(bias), penalizes)
     histories = [list(prompt) for _ in rows]
     for b, s in enumerate(rows):
-        buffers.set(b, s, prompt, bias or {})
         state.tokens[b], state.positions[b] = prompt[-1], len(prompt) - 1
         state.history[b, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
+        buffers.set(b, s, state.history[b, : len(prompt)], bias or {})
     for logits in steps:
         position = len(histories[0])
         sample_step(logits.to(device), state, buffers)

@@ -68,7 +68,7 @@ def test_no_token_where_there_is_none(top_k: int, logit: float, device: torch.de
     logits[0, 9] = logit
     state = DecodeState.allocate(1, 8, device)
     buffers = SamplingBuffers.allocate(1, 70, top_k, device, False, False)
-    buffers.set(0, Settings(top_k=top_k), [], {})
+    buffers.set(0, Settings(top_k=top_k), state.history[0, :0], {})
     assert sample_step(logits.to(device), state, buffers).tolist() == [NO_TOKEN]
 
 
@@ -112,9 +112,10 @@ def test_greedy_rows_ignore_what_other_rows_sample_with(device: torch.device) ->
 
 def test_settings_beyond_the_buffers_are_refused(device: torch.device) -> None:
     buffers = SamplingBuffers.allocate(1, 70, 40, device, False, False)
+    nothing = torch.empty(0, dtype=torch.int32, device=device)
     with pytest.raises(EngineError, match="top-k 0"):
-        buffers.set(0, Settings(top_k=0), [], {})
+        buffers.set(0, Settings(top_k=0), nothing, {})
     with pytest.raises(EngineError, match="penalties"):
-        buffers.set(0, Settings(repeat=1.1), [], {})
+        buffers.set(0, Settings(repeat=1.1), nothing, {})
     with pytest.raises(EngineError, match="bias"):
-        buffers.set(0, Settings(), [], {3: 1.0})
+        buffers.set(0, Settings(), nothing, {3: 1.0})

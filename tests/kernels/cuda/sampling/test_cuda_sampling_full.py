@@ -90,7 +90,7 @@ def test_no_token_where_there_is_none_and_the_others_have_theirs(device: torch.d
     state = DecodeState.allocate(4, 8, device)
     buffers = SamplingBuffers.allocate(4, 70, 0, device, False, False)
     for row in range(4):
-        buffers.set(row, free(temperature=row % 2), [], {})
+        buffers.set(row, free(temperature=row % 2), state.history[row, :0], {})
     assert sample_step(logits.to(device), state, buffers).tolist() == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 9]
 
 
@@ -113,7 +113,7 @@ def test_a_graph_samples_again_and_again(device: torch.device) -> None:
         state = DecodeState.allocate(2, 64, device)
         buffers = SamplingBuffers.allocate(2, vocab, 0, device, False, False)
         for row, settings in enumerate(rows):
-            buffers.set(row, settings, [], {})
+            buffers.set(row, settings, state.history[row, :0], {})
         return state, buffers
 
     state, buffers = begin()

@@ -1,0 +1,62 @@
+"""Decode steps over the slots of a device: sends what the device lacks of their sequences, and launches.
+
+The device advances a slot by itself, with the token that it sampled. Only changes are sent: a new sequence, an appended
+block, rows that are not those of the step before, an input that is not the last sampled token.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+
+from quengine.request.sampling_params import SamplingParams
+from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
+from quengine.runners.graph_keys import GREEDY, SamplingKind, decode_key, padded_rows
+from quengine.runners.static_inputs import Row
+from quengine.sampler import Sampler
+from quengine.slot import Slot
+
+
+class DeviceRows:
+    """See the module docstring. `kind`: how the next step samples."""
+
+    def __init__(self, graphs: CudaGraphs) -> None:
+        self._graphs, self._inputs = graphs, graphs.inputs
+        self.kind = GREEDY
+
+    def choose_kind(self, slots: Iterable[Slot], wanted: Iterable[SamplingKind | None]) -> None:
+        """Selects the kind of sampling for a step of these slots, of which some want these kinds (None: the host
+        samples); a larger kind is kept while a slot is left that has its settings for it."""
+        kind = self.kind if any(slot.kind == self.kind for slot in slots) else GREEDY
+        for each in wanted:
+            kind = kind if each is None else kind.union(each)
+        if kind != self.kind:  # else it stays the object that slots have
+            self.kind = kind
+
+    def send_tables(self, slot: Slot, tables: Seq[Seq[int]]) -> None:
+        """Sends the blocks that were appended to a slot's tables; all of them if it is new."""
+        written = slot.written or [0] * len(tables)
+        for group, table in enumerate(tables):
+            first, end = written[group], min(len(table), self._inputs.blocks)
+            if end > first:
+                self._inputs.extend(slot.index, group, first, table[first:end])
+                written[group] = end
+        slot.written = written
+
+    def configure(
+        self, slot: Slot, params: SamplingParams, sampler: Sampler, history: list[int], in_flight: int = 0
+    ) -> None:
+        """Sends a slot's sampling settings for steps of the current kind; see `CudaGraphs.configure`."""
+        self._graphs.configure(slot.index, self.kind, params, sampler, history, in_flight)
+        slot.kind = self.kind
+
+    def launch(self, rows: list[Row]) -> StepTokens:
+        """Launches a step of these rows, in the smallest captured step that holds them."""
+        self._inputs.set_rows(rows)
+        return self._graphs.launch(decode_key(padded_rows(len(rows)), self.kind))
+
+    def given(self, slot: Slot, tokens: Seq[int], start: int) -> list[Row]:
+        """Rows of a slot whose inputs are these tokens, at positions `start`, ...: the last one moves the slot on."""
+        nowhere = self._inputs.slots
+        rows = [(slot.index, nowhere, token, at) for at, token in enumerate(tokens, start)]
+        _, _, token, position = rows[-1]
+        rows[-1] = (slot.index, slot.index, token, position)
+        return rows

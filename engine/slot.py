@@ -1,0 +1,36 @@
+"""A running sequence's place in the tables of a device."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quengine.runners.graph_keys import SamplingKind
+
+
+@dataclass(eq=False)
+class Slot:
+    """The place of a sequence in the tables of a device, from its admission to its release; a new one after preemption.
+
+    Attributes:
+        index: its number in the tables, which another sequence may have next; -1: that of a sequence that waits.
+        end: number of positions that the sequence may come to need.
+        row: a row whose input the device has, as static_inputs.Row.
+        launched: decode steps with a row of it that have not been committed.
+        waits: whether the host has to see the result of such a step before it knows the input of the next one.
+        has_token: whether the device has the input of the next step, as it sampled the newest token.
+        written: entries of each block table that the device has; empty before the first step.
+        kind: the kind of sampling that the device has the settings for.
+        wanted: the smallest kind that takes its settings; None: the host samples.
+    """
+
+    index: int = -1
+    end: int = 0
+    launched: int = 0
+    waits: bool = False
+    has_token: bool = False
+    written: list[int] = field(default_factory=list)
+    kind: "SamplingKind | None" = None
+    wanted: "SamplingKind | None" = None
+
+    def __post_init__(self) -> None:
+        self.row = (self.index, self.index, -1, 0)

@@ -1,0 +1,117 @@
+"""The plan of one step: whose rows are computed, as the scheduler makes it and a runner launches it."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
+from quengine.request.sequence import Sequence
+from quengine.slot import Slot
+
+
+class SequenceRows(NamedTuple):
+    """Rows of one sequence: `ids` at positions `start`, ..., with the sequence's block tables."""
+
+    ids: Seq[int]
+    start: int
+    block_tables: BlockTables
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: a chunk of each sequence's prompt (prefill), or its next token (decode).
+
+    Attributes:
+        slots: the slot of each sequence when the step was planned. One that has another by now was preempted or
+            cancelled meanwhile: it has no part in the results.
+        starts: the position of each sequence's first row.
+        chunks: in prefill, the rows. In decode they follow from the sequences, as far as the host knows them.
+    """
+
+    phase: Phase
+    sequences: list[Sequence]
+    slots: list[Slot]
+    starts: list[int]
+    chunks: list[SequenceRows] = field(default_factory=list)
+
+    @classmethod
+    def prefill(cls, sequences: list[Sequence], chunks: list[SequenceRows]) -> "StepPlan":
+        slots, starts = [sequence.slot for sequence in sequences], [chunk.start for chunk in chunks]
+        return cls("prefill", sequences, slots, starts, chunks)
+
+    @classmethod
+    def decode(cls, sequences: list[Sequence]) -> "StepPlan":
+        """The next step of these sequences. The first row of one is its first token that is neither in the cache nor
+        in a step in flight, after those that its states lack."""
+        slots = [sequence.slot for sequence in sequences]
+        starts = [s.num_cached_tokens + s.slot.launched - s.replay for s in sequences]
+        for slot in slots:
+            slot.launched += 1
+        return cls("decode", sequences, slots, starts)
+
+    @property
+    def rows(self) -> list[SequenceRows]:
+        """The rows of each sequence, where the host knows their tokens."""
+        if self.phase == "prefill":
+            return self.chunks
+        pairs = zip(self.sequences, self.starts, strict=True)
+        return [SequenceRows(decode_ids(s), start, s.block_tables) for s, start in pairs]
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether no sequence has the slot that it had, so that the results are not needed."""
+        return not any(
+            sequence.slot is slot for sequence, slot in zip(self.sequences, self.slots, strict=True)
+        )
+
+    def running(self) -> Iterator[tuple[Sequence, SequenceRows]]:
+        """In prefill, the sequences that still have their slots, each with its chunk."""
+        for sequence, slot, chunk in zip(self.sequences, self.slots, self.chunks, strict=False):
+            if sequence.slot is slot:
+                yield sequence, chunk
+
+
+def samples(sequence: Sequence, chunk: SequenceRows) -> bool:
+    """Whether a chunk ends with the sequence's newest token, from whose logits the next token is sampled."""
+    return chunk.end == len(sequence.token_ids)
+
+
+def scored_rows(sequence: Sequence, chunk: SequenceRows) -> range:
+    """The rows of a chunk whose logits are needed for the log-probabilities of the prompt."""
+    if sequence.scores is None:
+        return range(0)
+    missing = sequence.scores.missing_rows
+    return range(max(0, missing.start - chunk.start), min(len(chunk.ids), missing.stop - chunk.start))
+
+
+def decode_ids(sequence: Sequence) -> list[int]:
+    """The tokens of a sequence's rows in a decode step: the first that is not in the cache, after those that its states
+    lack, and its draft."""
+    first, end = sequence.num_cached_tokens - sequence.replay, sequence.num_cached_tokens + 1
+    return [*sequence.token_ids[first:end], *sequence.draft]
+
+
+def forward_batch(
+    phase: Phase, rows: Seq[SequenceRows], device: torch.device, all_logits: bool = False
+) -> ForwardBatch:
+    """The batch of these rows. In prefill, logits are computed for each sequence's last row, or for all rows;
+    in decode, for all.
+    """
+    ids, starts, tables = zip(*rows, strict=True)
+    if phase == "prefill":
+        return prefill_batch(ids, starts, tables, device, all_logits)
+    return decode_batch(
+        [token for part in ids for token in part],
+        [start + n for part, start in zip(ids, starts, strict=True) for n in range(len(part))],
+        [table for part, table in zip(ids, tables, strict=True) for _ in part],
+        device,
+        shares_sequences=any(len(part) > 1 for part in ids),
+    )
