@@ -19,6 +19,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
+from quengine.kernels.mamba2 import Mamba2Spec, mamba2
 from quengine.kernels.moe.experts import experts_add, experts_glu
 from quengine.kernels.moe.router import Router, Routing, route
 from quengine.kernels.quant_tensor import QuantTensor
@@ -84,8 +85,8 @@ class ReferenceBackend:
         dense = torch.cat([self._dense(part) for part in parts]) if self.keep else None
         return ReferenceWeight(tuple(parts), dense)
 
-    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> ReferenceWeight:
-        return self.weight([gate, up])
+    def gate_up_weight(self, gate: QuantTensor | None, up: QuantTensor) -> ReferenceWeight:
+        return self.weight([up] if gate is None else [gate, up])
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([self._dense(part).flatten() for part in parts])
@@ -138,8 +139,10 @@ class ReferenceBackend:
         return _normed(y, post_norm) + residual
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> ReferenceExperts:
+        if gate is None:
+            return ReferenceExperts(tuple(self.weight([expert]) for expert in up), bias)
         return ReferenceExperts(tuple(self.weight(pair) for pair in zip(gate, up, strict=True)), bias)
 
     def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ReferenceExperts:
@@ -217,6 +220,12 @@ class ReferenceBackend:
         return gated_delta(batch, x, spec, *state.parts)
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
+        """Heads of every size are computed."""
+
+    def mamba2(self, batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, state: SlotLayer) -> Tensor:
+        return mamba2(batch, x, spec, *state.parts)
+
+    def check_mamba2(self, spec: Mamba2Spec) -> None:
         """Heads of every size are computed."""
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:

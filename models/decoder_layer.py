@@ -3,6 +3,7 @@
 The declarations (models/blocks) do not import torch; these classes do.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,11 +16,13 @@ from quengine.models.blocks.block import Block, ChannelMixer, Mixer
 from quengine.models.blocks.experts import Experts
 from quengine.models.blocks.feed_forward import FeedForward
 from quengine.models.blocks.gated_delta import GatedDelta
+from quengine.models.blocks.mamba2 import Mamba2
 from quengine.models.blocks.short_conv import ShortConv
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.gated_delta import GatedDeltaLayer
 from quengine.models.layer_tables import LayerTables
 from quengine.models.layers import AttentionLayer, FeedForwardLayer, LayerTensors
+from quengine.models.mamba2 import Mamba2Layer
 from quengine.models.short_conv import ShortConvLayer
 
 
@@ -56,6 +59,8 @@ def mixer_layer(declared: Mixer, tensors: LayerTensors, tables: LayerTables) -> 
             return ShortConvLayer(declared, tensors, tables)
         case GatedDelta():
             return GatedDeltaLayer(declared, tensors, tables)
+        case Mamba2():
+            return Mamba2Layer(declared, tensors, tables)
     raise TypeError(f"no layer computes {declared}")
 
 
@@ -71,11 +76,27 @@ def feed_forward_layer(
 
 
 class DecoderLayer:
-    """One layer on a backend: a mixer, then a feed-forward."""
+    """One layer on a backend: a mixer, a feed-forward, or both, the mixer first."""
 
     def __init__(self, block: Block, tensors: LayerTensors, tables: LayerTables) -> None:
-        self.mixer = mixer_layer(block.mixer, tensors, tables)
-        self.ffn = feed_forward_layer(block.feed_forward, tensors, tables)
+        mixer, ffn = block.mixer, block.feed_forward
+        self.backend = tensors.backend
+        self.mixer = None if mixer is None else mixer_layer(mixer, tensors, tables)
+        self.ffn = None if ffn is None else feed_forward_layer(ffn, tensors, tables)
+
+    @property
+    def parts(self) -> Sequence[MixerLayer | FeedForwardLayer | MixtureOfExperts]:
+        return [part for part in (self.mixer, self.ffn) if part is not None]
+
+    @property
+    def norm(self) -> RMSNorm | None:
+        """The norm that reads the layer's input."""
+        return self.parts[0].norm
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a step of one row reads."""
+        return sum(part.nbytes for part in self.parts)
 
     def __call__(
         self,
@@ -88,7 +109,10 @@ class DecoderLayer:
         """Computes the layer on `x`, and returns the new residual stream.
 
         `next_norm`: the norm after this layer, the next layer's or the output's. `rows`: the rows to keep after the
-        mixer; None: all.
+        mixer, or where there is none of x; None: all.
         """
-        x = self.mixer(batch, x, cache, self.ffn.norm, rows)
-        return self.ffn(batch, x, next_norm)
+        if self.mixer is not None:
+            x = self.mixer(batch, x, cache, next_norm if self.ffn is None else self.ffn.norm, rows)
+        elif rows is not None:
+            x = self.backend.gather_rows(x, rows)
+        return x if self.ffn is None else self.ffn(batch, x, next_norm)

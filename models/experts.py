@@ -40,7 +40,7 @@ class MixtureOfExperts:
         bias, count, held = form.expert_bias, experts.count, experts.held
         self.local = None if held is None else _local_numbers(held, count).to(self.backend.device)
         count = count if held is None else len(held) + 1
-        gate, up = _gate_and_up(tensors, count, experts.feed_forward_length)
+        gate, up = _gate_and_up(tensors, count, experts.feed_forward_length, form.has_gate)
         down = _of_experts(tensors, "down", count)
         gate_up_bias = _bias(tensors, "gate", "up", count=count) if bias else None
         self.gate_up = self.expert_backend.gate_up_experts(gate, up, gate_up_bias)
@@ -49,7 +49,9 @@ class MixtureOfExperts:
         )
         self.shared_gate_up = self.shared_down = None
         if experts.shared_feed_forward_length:
-            self.shared_gate_up = self.backend.gate_up_weight(*tensors.take("ffn_gate_shexp", "ffn_up_shexp"))
+            (shared_up,) = tensors.take("ffn_up_shexp")
+            shared_gate = tensors.take("ffn_gate_shexp")[0] if form.has_gate else None
+            self.shared_gate_up = self.backend.gate_up_weight(shared_gate, shared_up)
             self.shared_down = tensors.weight("ffn_down_shexp")
 
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: RMSNorm | None) -> Hidden:
@@ -103,8 +105,13 @@ def _router(declared: Experts, tensors: LayerTensors) -> Router:
     )
 
 
-def _gate_and_up(tensors: LayerTensors, count: int, rows: int) -> tuple[list[QuantTensor], list[QuantTensor]]:
-    """The gate and up matrices [rows, K] of all experts; views of the merged tensor [E, 2 * rows, K] if it exists."""
+def _gate_and_up(
+    tensors: LayerTensors, count: int, rows: int, has_gate: bool
+) -> tuple[list[QuantTensor] | None, list[QuantTensor]]:
+    """The gate and up matrices [rows, K] of all experts; views of the merged tensor [E, 2 * rows, K] if it exists. The
+    gates: None where experts have none."""
+    if not has_gate:
+        return None, _of_experts(tensors, "up", count)
     if not tensors.has("ffn_gate_up_exps"):
         return _of_experts(tensors, "gate", count), _of_experts(tensors, "up", count)
     (both,) = tensors.take("ffn_gate_up_exps")

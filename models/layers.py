@@ -101,7 +101,7 @@ def _qkv(tensors: LayerTensors, kind: str) -> list[str]:
 
 
 class FeedForwardLayer:
-    """Merged gate and up projection, gated activation, down projection; norms as in AttentionLayer."""
+    """Merged gate and up projection, or up alone, activation, down projection; norms as in AttentionLayer."""
 
     def __init__(self, declared: FeedForward, tensors: LayerTensors) -> None:
         form = declared.form
@@ -109,11 +109,13 @@ class FeedForwardLayer:
         self.partial = declared.partial
         self.activation = form.activation
         self.norm = tensors.norm(form.ffn_norm, form.norms != "post")
+        gate: QuantTensor | None
         if form.merged_gate:
             (merged,) = tensors.take("ffn_up")
             gate, up = merged.row_slices(declared.length)
         else:
-            gate, up = tensors.take("ffn_gate", "ffn_up")
+            (up,) = tensors.take("ffn_up")
+            gate = tensors.take("ffn_gate")[0] if form.has_gate else None
         self.ffn_gate_up = self.backend.gate_up_weight(gate, up)
         self.ffn_down = tensors.weight("ffn_down")
         self.post_norm = tensors.norm("post_ffw_norm", form.norms != "pre")

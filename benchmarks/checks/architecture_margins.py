@@ -26,7 +26,7 @@ from tests.models.architectures import both_files as models
 ARCHITECTURES = (
     *("dots1", "ernie4_5", "exaone4", "gemma3", "glm4", "glm4moe", "gpt_oss", "granite"),
     *("hunyuan", "lfm2", "minimax_m2", "mixtral", "olmo2", "olmoe", "openelm", "phi3"),
-    *("qwen3_next", "qwen_moe", "qwen_vl", "seed_oss", "smollm3"),
+    *("qwen3_next", "qwen_moe", "qwen_vl", "seed_oss", "smollm3", "granite_hybrid", "nemotron_h"),
 )
 COLUMNS = ("prompt", "decode", "engine", "AMX", "fault")
 

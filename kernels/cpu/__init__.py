@@ -7,6 +7,7 @@
     rope_store(qkv, spec, layer, batch)                             rotated queries; keys and values go to the cache
     short_conv(batch, bcx, spec, layer)                             gated short convolution [T, C]; also to the state
     gated_delta(batch, x, spec, layer)                              gated delta net [T, H * hd]; also to the state
+    mamba2(batch, x, spec, layer)                                   Mamba2 layer [T, H * hd]; also to the state
     output_gate(y, qkv, spec)                                       an attention's result times its gates, in place
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
     batch_attention(q, layer, batch, scale, window)                 decode, one token of B sequences: q [B, H, hd]
@@ -30,6 +31,7 @@ from quengine.kernels.cpu.gemv.matmul import (
 )
 from quengine.kernels.cpu.ops.gated_delta import gated_delta
 from quengine.kernels.cpu.ops.glu import glu
+from quengine.kernels.cpu.ops.mamba2 import mamba2
 from quengine.kernels.cpu.ops.output_gate import output_gate
 from quengine.kernels.cpu.ops.rms_norm import rms_norm
 from quengine.kernels.cpu.ops.rope_store import rope_store
@@ -44,6 +46,7 @@ __all__ = [
     "gated_delta",
     "get_threads",
     "glu",
+    "mamba2",
     "max_threads",
     "output_gate",
     "prefill_attention",

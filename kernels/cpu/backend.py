@@ -21,6 +21,7 @@ from quengine.kernels.cpu.step_recorder import Buffers, CpuWeight, StepRecorder
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
+from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
@@ -66,8 +67,8 @@ class CpuBackend:
     def weight(self, parts: Sequence[QuantTensor]) -> CpuWeight:
         return CpuWeight(tuple(parts))
 
-    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> CpuWeight:
-        return self.weight([gate, up])
+    def gate_up_weight(self, gate: QuantTensor | None, up: QuantTensor) -> CpuWeight:
+        return self.weight([up] if gate is None else [gate, up])
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts])
@@ -128,7 +129,7 @@ class CpuBackend:
         return _normed(y, post_norm).add_(residual)
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> CpuExperts:
         return gate_up_experts(gate, up, bias)
 
@@ -205,6 +206,14 @@ class CpuBackend:
         return cpu.gated_delta(batch, x, spec, state)
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
+        """Heads of every size are computed."""
+
+    def mamba2(self, batch: ForwardBatch, x: Hidden, spec: Mamba2Spec, state: SlotLayer) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.mamba2(x, spec, state)
+        return cpu.mamba2(batch, x, spec, state)
+
+    def check_mamba2(self, spec: Mamba2Spec) -> None:
         """Heads of every size are computed."""
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:

@@ -25,6 +25,7 @@ from quengine.kernels.cpu.moe.router import logits_launches, logits_width, route
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
 from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
 from quengine.kernels.cpu.ops.glu import glu_launch
+from quengine.kernels.cpu.ops.mamba2 import mamba2_launches
 from quengine.kernels.cpu.ops.output_gate import output_gate_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
@@ -35,6 +36,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -133,19 +135,17 @@ class StepRecorder:
         return Rows(y, self._matvecs(source, weight, y, bias))
 
     def norm_glu(self, x: Rows, norm: RMSNorm | None, gate_up: CpuWeight, activation: Activation) -> Rows:
-        source = self._normed(x, norm)
-        gate, up = gate_up.parts
-        between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
-        records = None if gate.rows % 32 else self._records("gated", gate.rows)
+        source, parts = self._normed(x, norm), gate_up.parts
+        rows = parts[0].rows
+        between, out = self._fp32("gate_up", len(parts) * rows), self._fp32("gated", rows)
+        records = None if rows % 32 else self._records("gated", rows)
         # Whole groups of 32, as a task quantizes its own outputs; half the usual rows, as it computes gate and up.
-        step = max(32, min(task_rows(gate) // 2, _fair_rows(gate.rows)) // 32 * 32)
-        stage = self._stage(
-            [
-                matvec_launch(self._input(source, gate), gate, between, 0, step=step),
-                matvec_launch(self._input(source, up), up, between, gate.rows, step=step),
-                glu_launch(between, out, records, step, activation),
-            ]
-        )
+        step = max(32, min(task_rows(parts[0]) // len(parts), _fair_rows(rows)) // 32 * 32)
+        products = [
+            matvec_launch(self._input(source, part), part, between, i * rows, step=step)
+            for i, part in enumerate(parts)
+        ]
+        stage = self._stage([*products, glu_launch(between, out, records, step, activation)])
         return Rows(out, stage, records)
 
     def linear_add(
@@ -190,7 +190,7 @@ class StepRecorder:
         if self.rows > 1:
             inputs = self._spread(inputs, groups)
         width = parts[0].first.rows
-        between = self._by_place("experts' gate_up", 2 * width, groups)
+        between = self._by_place("experts' gate_up", len(parts) * width, groups)
         out = self._by_place("experts' gated", width, groups)
         records = None
         if width % 32 == 0:
@@ -269,6 +269,14 @@ class StepRecorder:
         convolution, memory, output = launches
         self._stage([convolution])
         return Rows(out, self._after(self._stage([memory]), output))
+
+    def mamba2(self, x: Rows, spec: Mamba2Spec, layer: SlotLayer) -> Rows:
+        out = self._fp32("scanned", spec.inner)
+        tables = self.tables[spec.cache_group]
+        launches = mamba2_launches(x.values, spec, layer, self.positions, tables, out)
+        convolution, scan, output = launches
+        self._stage([convolution])
+        return Rows(out, self._after(self._stage([scan]), output))
 
     def logits(self, x: Rows, norm: RMSNorm, weight: CpuWeight) -> Tensor:
         y = self._fp32("logits", weight.rows)

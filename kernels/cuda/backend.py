@@ -54,6 +54,8 @@ from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
+from quengine.kernels.cuda.mamba2.arithmetic import check_sizes
+from quengine.kernels.cuda.mamba2.mamba2 import mamba2_decode, mamba2_rows
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.moe.grouped import norms_in_groups
@@ -66,6 +68,7 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation
+from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
@@ -130,7 +133,9 @@ class CudaBackend:
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
 
-    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
+    def gate_up_weight(self, gate: QuantTensor | None, up: QuantTensor) -> PackedWeight:
+        if gate is None:
+            return self.weight([up])
         return self._noted(pack([gate, up], self.device, paired=True))
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
@@ -197,8 +202,10 @@ class CudaBackend:
         return RmsNormed(*matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch)))
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> ExpertWeights:
+        if gate is None:
+            return self._noted_experts(pack_experts(up, self.device, bias))
         return self._noted_experts(pack_gate_up_experts(gate, up, self.device, bias))
 
     def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ExpertWeights:
@@ -267,21 +274,45 @@ class CudaBackend:
     def gated_delta(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: GatedDeltaSpec, state: SlotLayer
     ) -> Rows:
+        step, several = self._state_step(batch, x, spec.cache_group)
+        out = self._heads_operand(len(batch), spec.value_heads * spec.head_dim)
+        if several:
+            gated_delta_rows(step, spec, state, out, self.batch_invariant, self.pdl)
+        else:
+            gated_delta_decode(step, spec, state, out, self._reads_ahead(batch), self.pdl)
+        return out
+
+    def mamba2(
+        self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: Mamba2Spec, state: SlotLayer
+    ) -> Rows:
+        step, several = self._state_step(batch, x, spec.cache_group)
+        out = self._heads_operand(len(batch), spec.inner)
+        if several:
+            mamba2_rows(step, spec, state, out, self.batch_invariant, self.pdl)
+        else:
+            mamba2_decode(step, spec, state, out, self._reads_ahead(batch), self.pdl)
+        return out
+
+    def check_mamba2(self, spec: Mamba2Spec) -> None:
+        check_sizes(spec)
+
+    def _state_step(
+        self, batch: ForwardBatch, x: Tensor | ScaledProduct, cache_group: int
+    ) -> tuple[StepRows, bool]:
+        """A step's rows for a layer with a state, and whether sequences may have several."""
         prompt = batch.phase == "prefill"
         several = batch.shares_sequences or (prompt and (len(batch) > 1 or self.batch_invariant))
         if not isinstance(x, ScaledProduct) or not several:
             rows = x.finish() if isinstance(x, ScaledProduct) else x
             x = ScaledProduct(rows, self._room().ones(len(rows)), 1.0)
         tiles = self._state_tiles_of(batch) if several and prompt else None
-        tables = batch.block_tables_of(spec.cache_group)
-        step = StepRows(x.values, x.row_scale, 1.0 / x.weight_scale, batch.positions, tables, tiles)
-        out = self._heads_operand(len(batch), spec.value_heads * spec.head_dim)
-        if several:
-            gated_delta_rows(step, spec, state, out, self.batch_invariant, self.pdl)
-        else:
-            # As of attention: what was written by a launch just before must be complete, as a chunk's positions.
-            gated_delta_decode(step, spec, state, out, self.pdl and not prompt, self.pdl)
-        return out
+        tables = batch.block_tables_of(cache_group)
+        scale = 1.0 / x.weight_scale
+        return StepRows(x.values, x.row_scale, scale, batch.positions, tables, tiles), several
+
+    def _reads_ahead(self, batch: ForwardBatch) -> bool:
+        """As of attention: what was written by a launch just before must be complete, as a chunk's positions."""
+        return self.pdl and batch.phase != "prefill"
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
         check_head_dim(spec.head_dim)

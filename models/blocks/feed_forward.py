@@ -1,4 +1,4 @@
-"""The gated feed-forward, declared."""
+"""The feed-forward, gated or not, declared."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ def last_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """activation(gate) * up of `length` elements, then down to `width`. partial: a rank has some of the elements."""
+    """activation(gate) * up of `length` elements, or activation(up), then down to `width`. partial: a rank has some of
+    the elements."""
 
     form: BlockKind
     width: int
@@ -47,7 +48,8 @@ class FeedForward:
             )
         else:
             shape = (self.length, self.width)
-            found["ffn_gate.weight"] = TensorSpec(shape, _ROWS, "mlp.gate_proj.weight")
+            if self.form.has_gate:
+                found["ffn_gate.weight"] = TensorSpec(shape, _ROWS, "mlp.gate_proj.weight")
             found["ffn_up.weight"] = TensorSpec(shape, _ROWS, "mlp.up_proj.weight")
         down = TensorSpec((self.width, self.length), _COLUMNS, "mlp.down_proj.weight")
         return {**found, "ffn_down.weight": down, **last_norm(self.form, self.width)}

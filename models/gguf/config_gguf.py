@@ -58,6 +58,11 @@ KEYS: Mapping[str, str] = {
     "gated_delta.value_heads": "ssm.time_step_rank",
     "gated_delta.head_dim": "ssm.state_size",
     "gated_delta.taps": "ssm.conv_kernel",
+    "mamba2.heads": "ssm.time_step_rank",
+    "mamba2.head_dim": "ssm.inner_size",
+    "mamba2.groups": "ssm.group_count",
+    "mamba2.state_dim": "ssm.state_size",
+    "mamba2.taps": "ssm.conv_kernel",
     **EXPERT_KEYS,
 }
 ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
@@ -143,7 +148,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         rope_dim=_uniform_int(file, architecture, "rope_dim", default=head_dim),
         rope_freq_base=_float(file, f"{architecture}.rope.freq_base", 10000.0),
         rope_scaling=scaling,
-        rms_eps=_rms_eps(file, architecture),
+        rms_eps=_rms_eps(file, declared),
         # Converters write 0 for "no window". A window is applied in every architecture, as `transformers` does with the
         # folders that such files are made of (Mistral 7B v0.1, Phi-3); llama.cpp passes it over in most.
         sliding_window=window or None,
@@ -249,7 +254,8 @@ def _uniform_int(
 def _feed_forward_length(file: GGUFFile, declared: Architecture) -> int:
     """Files of models whose layers all have experts may have the experts' length alone."""
     only = None if declared.may_be_dense else file.get_int(f"{declared.name}.expert_feed_forward_length")
-    return _uniform_int(file, declared.name, "feed_forward_length", default=only)
+    zeros = declared.has_lone_parts
+    return _uniform_int(file, declared.name, "feed_forward_length", default=only, but_zeros=zeros)
 
 
 def _float(file: GGUFFile, key: str, default: float) -> float:
@@ -257,9 +263,12 @@ def _float(file: GGUFFile, key: str, default: float) -> float:
     return default if value is None else value
 
 
-def _rms_eps(file: GGUFFile, architecture: str) -> float:
-    key = f"{architecture}.{KEYS['rms_eps']}"
+def _rms_eps(file: GGUFFile, declared: Architecture) -> float:
+    """The epsilon, by the name of another norm's where an architecture reads that and there is no other."""
+    key, other = f"{declared.name}.{KEYS['rms_eps']}", "attention.layer_norm_epsilon"
     value = file.get_float(key)
+    if value is None and other in declared.gguf_keys:
+        value = file.get_float(f"{declared.name}.{other}")
     if value is None:
         raise file.error(key, "missing from the metadata")
     return value

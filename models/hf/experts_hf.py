@@ -31,7 +31,9 @@ def read_experts(
     names = expert_keys(keys, model_type)
     if not names or declared.router is None:
         return None
-    count = integer(keys, names["count"], 1, MOST_EXPERTS)
+    count = integer(keys, names["count"], 0 if model_type.may_be_dense else 1, MOST_EXPERTS)
+    if not count:
+        return None
     most = LIMITS["feed_forward_length"][1]
     length = integer(keys, names["feed_forward_length"], 1, most)
     fields: dict[str, Any] = {"used": integer(keys, names["used"], 1, min(count, MOST_EXPERTS_USED))}

@@ -15,10 +15,11 @@ PREFIXES = (
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
     ("transformer.", ""),
+    ("backbone.", ""),
     ("", ""),
 )
 """(body, head) of names: a text model; the text part of a model with vision as it was released, and as newer releases
-of transformers save it; OpenELM; a model without an output matrix, which makes embeddings."""
+of transformers save it; OpenELM; Nemotron-H; a model without an output matrix, which makes embeddings."""
 
 
 class HFNames:

@@ -13,6 +13,7 @@ from quengine.models.config import (
     ExpertConfig,
     GatedDeltaSizes,
     LayerSizes,
+    Mamba2Sizes,
     ModelConfig,
     RopeScaling,
     yarn_attention_factor,
@@ -34,6 +35,9 @@ class SyntheticModel:
     shared_feed_forward_length: of the shared expert; 0: `feed_forward_length` where the architecture gates one, else
         there is none.
     dense_layers: how many layers in front have no experts.
+    expert_scale: what multiplies the weights of experts.
+    mamba_heads, mamba_groups: of Mamba2 layers with heads of `mamba_head_dim` and groups of `mamba_state_dim` elements
+        of B and C; 0: there are none, or tiny ones.
     key_heads, value_heads: of gated delta nets, whose heads have `delta_head_dim` elements; 0: there are none.
     pooled: matrices of layers are cut from a pool of random rows, as those of experts always are.
     layer_sizes: of each layer, where they differ, in place of the numbers of heads and the feed-forward's length.
@@ -63,6 +67,11 @@ class SyntheticModel:
     expert_feed_forward_length: int = 0
     shared_feed_forward_length: int = 0
     dense_layers: int = 0
+    expert_scale: float = 1.0
+    mamba_heads: int = 0
+    mamba_groups: int = 0
+    mamba_head_dim: int = 64
+    mamba_state_dim: int = 128
     key_heads: int = 0
     value_heads: int = 0
     delta_head_dim: int = 128
@@ -101,6 +110,7 @@ class SyntheticModel:
             experts=self._experts(declared),
             layer_sizes=self.layer_sizes if len(set(self.layer_sizes)) > 1 else (),
             gated_delta=self._gated_delta(),
+            mamba2=self._mamba2(),
         )
         return replace(config, **declared.size_fields(config))
 
@@ -126,6 +136,12 @@ class SyntheticModel:
         sizes = self.key_heads, self.value_heads, self.delta_head_dim, 4
         return GatedDeltaSizes(*sizes, tiled=not by_key_head, by_key_head=by_key_head)
 
+    def _mamba2(self) -> Mamba2Sizes | None:
+        if not self.mamba_heads:
+            return None
+        sizes = self.mamba_heads, self.mamba_head_dim, self.mamba_groups, self.mamba_state_dim
+        return Mamba2Sizes(*sizes, taps=4, eps=float(np.float32(1e-5)))
+
     def _experts(self, declared: Architecture) -> ExpertConfig | None:
         count = self.experts or (0 if declared.may_be_dense else _EXPERTS)
         if not count or declared.router is None:
@@ -134,7 +150,7 @@ class SyntheticModel:
         shared = self.shared_feed_forward_length
         return ExpertConfig(
             count=count,
-            router=replace(declared.router, used=used),
+            router=replace(declared.router, used=used, scale=self.expert_scale),
             feed_forward_length=self.expert_feed_forward_length or self.feed_forward_length,
             shared_feed_forward_length=shared
             or (self.feed_forward_length if declared.block.shared_gate else 0),

@@ -52,7 +52,9 @@ class MetaBackend(CudaBackend):
             PackedWeight(tuple(packed_part(name, rows, parts[0].cols) for name, rows in merged))
         )
 
-    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
+    def gate_up_weight(self, gate: QuantTensor | None, up: QuantTensor) -> PackedWeight:
+        if gate is None:
+            return self.weight([up])
         if not can_pair([gate, up]):
             return self.weight([gate, up])
         return self._noted(
@@ -60,8 +62,10 @@ class MetaBackend(CudaBackend):
         )
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> ExpertWeights:
+        if gate is None:
+            return self.down_experts(up, bias)
         count, rows = len(gate), 2 * gate[0].rows
         if pairs_experts(gate[0], up[0]):
             return self._noted_experts(ExpertWeights((_experts(gate, rows),), count, rows, True, bias))

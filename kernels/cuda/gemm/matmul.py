@@ -32,7 +32,7 @@ from quengine.kernels.cuda.glu import glu_product, glu_rows, product_bound
 from quengine.kernels.cuda.rms_norm import add_norm_fp16, rms_norm_fp16
 from quengine.kernels.cuda.weights.dequantize import dequantize_part
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Activation, glu_width
 from quengine.kernels.rms_norm import RMSNorm
 
 _GLU_PRODUCTS = 1 << 23
@@ -140,12 +140,12 @@ def matmul_glu(
     exact: bool = False,
 ) -> Tensor | Fp16Operand:
     """activation(gate) * up of x [T, K] (as in `matmul`) times a merged weight [2F, K]: [T, F], fp32 or an fp16
-    operand.
+    operand; of an activation without a gate the weight is [F, K].
 
     The operand lies in the workspace until the next call.
     """
     operand = _operand(x, gate_up, workspace, pdl)
-    rows, width, part = operand.rows, gate_up.rows // 2, gate_up.parts[0]
+    rows, width, part = operand.rows, glu_width(gate_up.rows, activation), gate_up.parts[0]
     apart = operand.is_wgmma and width % 128 > 0  # the result's padding columns would not be written
     if apart or not gate_up.paired or not isinstance(part, PackedPart):
         return glu_rows(matmul(operand, gate_up, workspace, pdl=pdl, exact=exact), activation, pdl)

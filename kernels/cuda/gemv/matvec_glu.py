@@ -29,7 +29,7 @@ from quengine.kernels.cuda.gemv.matvec_program import (
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Activation, glu_width
 
 
 @triton.jit
@@ -73,20 +73,21 @@ def matvec_glu(
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
 ) -> QuantizedActivations:
-    """activation(gate) * up of x [1, K] times a merged weight [2F, K], quantized: [1, F], F a multiple of 32.
+    """activation(gate) * up of x [1, K] times a merged weight [2F, K], quantized: [1, F], F a multiple of 32; of an
+    activation without a gate the weight is [F, K].
 
     A paired weight takes one launch, any other three: the matmul, the activation, quantization. `scratch` and `out`
     avoid the allocations. Raises ValueError for other shapes.
     """
     check_row(x, gate_up)
-    width = gate_up.rows // 2
+    width = glu_width(gate_up.rows, activation)
     result = QuantizedActivations.empty(1, width, x.high.device) if out is None else out
     if (result.rows, result.cols) != (1, width):
         raise ValueError(f"out holds {[result.rows, result.cols]}, not {[1, width]}")
-    room = QuantizationScratch.of(scratch, 2 * width, x.high.device)
+    room = QuantizationScratch.of(scratch, gate_up.rows, x.high.device)
     part = gate_up.parts[0]
     if not gate_up.paired or not isinstance(part, PackedPart):
-        both = matvec(x, gate_up, out=room.values[: 2 * width].view(1, -1), pdl=pdl)
+        both = matvec(x, gate_up, out=room.values[: gate_up.rows].view(1, -1), pdl=pdl)
         return quantize_activations(glu_rows(both, activation, pdl), out=result, pdl=pdl)
     geometry = matvec_geometry([part], "swiglu")
     _glu_kernel[(triton.cdiv(part.tiles, geometry.tiles),)](
