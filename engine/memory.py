@@ -305,8 +305,11 @@ def workspace_bytes(
     width, attentions, net = config.embedding_length, attentions_of(config), config.gated_delta
     queries = max((a.heads * a.head_dim for a in attentions), default=0)
     qkv = max((a.rows for a in attentions), default=0)
+    mamba = config.mamba2
     if net is not None:
         qkv = max(qkv, net.channels + net.values + 2 * net.value_heads)
+    if mamba is not None:
+        qkv = max(qkv, mamba.rows)
     inner = _every_rows_feed_forward(config)
     largest = width * max(inner, qkv)
     # fp32: the residual stream, products of qkv; fp16: normed rows, then queries or the rows of SwiGLU.
@@ -315,6 +318,8 @@ def workspace_bytes(
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
     dequantized = min(2 * largest, _MOST_DEQUANTIZED)
     activations += 0 if net is None else chunk * _delta_row_bytes(net)
+    # Of a prompt's row in a Mamba2 layer beside its product: fp32 channels, and two gates of each head.
+    activations += 0 if mamba is None else 4 * chunk * (mamba.channels + 2 * mamba.heads)
     return fixed + packed + dequantized + activations + logits + expert_bytes(config, chunk)
 
 

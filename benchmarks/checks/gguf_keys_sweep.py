@@ -71,6 +71,7 @@ DECIDED: Mapping[str, str] = {
         "llama.cpp's router is fixed for these"
     ),
     rf"({_MIXTURES})\.expert_gating_func = 2": "llama.cpp's router is fixed for these",
+    r"nemotron_h_moe\.expert_gating_func = (1|3)": "llama.cpp's router is fixed for these",
     r"granitemoe\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
     r"(ernie4_5-moe|olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
     rf"({_NO_WINDOWS})\.attention\.sliding_window = (1|8)": "transformers has the window, llama.cpp not",

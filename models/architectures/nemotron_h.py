@@ -233,7 +233,7 @@ NEMOTRON_H_MOE = replace(
     NEMOTRON_H,
     name="nemotron_h_moe",
     block=replace(NEMOTRON_H.block, selection_bias=True),
-    router=RouterKind(used=2, scores="sigmoid", normalized=True),
+    router=RouterKind(used=2, scores="sigmoid", normalized=False),
     model_types={
         "nemotron_h": ModelType(
             _DEFAULTS,
@@ -264,6 +264,7 @@ NEMOTRON_H_MOE = replace(
             "experts": 128,
             "experts_used": 6,
             "shared_feed_forward_length": 3712,
+            "experts_normalized": True,
             "expert_scale": 2.5,
             "mamba_heads": 64,
             "mamba_groups": 8,

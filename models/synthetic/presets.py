@@ -35,7 +35,8 @@ class SyntheticModel:
     shared_feed_forward_length: of the shared expert; 0: `feed_forward_length` where the architecture gates one, else
         there is none.
     dense_layers: how many layers in front have no experts.
-    expert_scale: what multiplies the weights of experts.
+    experts_normalized, expert_scale: weights of a row's experts are divided by their sum, where the architecture does
+        not say so; what multiplies them.
     mamba_heads, mamba_groups: of Mamba2 layers with heads of `mamba_head_dim` and groups of `mamba_state_dim` elements
         of B and C; 0: there are none, or tiny ones.
     key_heads, value_heads: of gated delta nets, whose heads have `delta_head_dim` elements; 0: there are none.
@@ -67,6 +68,7 @@ class SyntheticModel:
     expert_feed_forward_length: int = 0
     shared_feed_forward_length: int = 0
     dense_layers: int = 0
+    experts_normalized: bool = False
     expert_scale: float = 1.0
     mamba_heads: int = 0
     mamba_groups: int = 0
@@ -150,7 +152,12 @@ class SyntheticModel:
         shared = self.shared_feed_forward_length
         return ExpertConfig(
             count=count,
-            router=replace(declared.router, used=used, scale=self.expert_scale),
+            router=replace(
+                declared.router,
+                used=used,
+                normalized=declared.router.normalized or self.experts_normalized,
+                scale=self.expert_scale,
+            ),
             feed_forward_length=self.expert_feed_forward_length or self.feed_forward_length,
             shared_feed_forward_length=shared
             or (self.feed_forward_length if declared.block.shared_gate else 0),
