@@ -61,7 +61,7 @@ _MIXTURES = "|".join(
             "qwen2moe",
             "qwen3moe",
         ),
-        *("qwen35moe", "qwen3next"),
+        *("qwen35moe", "qwen3next", "granitehybrid"),
     )
 )
 DECIDED: Mapping[str, str] = {
@@ -72,7 +72,7 @@ DECIDED: Mapping[str, str] = {
     ),
     rf"({_MIXTURES})\.expert_gating_func = 2": "llama.cpp's router is fixed for these",
     r"nemotron_h_moe\.expert_gating_func = (1|3)": "llama.cpp's router is fixed for these",
-    r"granitemoe\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
+    r"(granitemoe|granitehybrid)\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
     r"(ernie4_5-moe|olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
     rf"({_NO_WINDOWS})\.attention\.sliding_window = (1|8)": "transformers has the window, llama.cpp not",
     r"olmo2\.rope\.freq_base_swa = (500\.0|1000000\.0)( with (linear|yarn))?": (

@@ -405,9 +405,10 @@ def _mamba2(
 ) -> None:
     """The step of one layer."""
     inner = heads * size
-    channels, vectors = inner + 2 * groups * state_dim, [empty(heads) for _ in range(3)]
+    channels, of_heads = inner + 2 * groups * state_dim, partial(empty, heads)
     spec = Mamba2Spec(
-        empty(4, channels), empty(channels), *vectors, empty(inner), heads, size, groups, state_dim,
+        empty(4, channels), empty(channels), of_heads(), of_heads(), of_heads(), empty(inner),
+        heads, size, groups, state_dim,
         (0.0, math.inf), EPS, 0,
     )  # fmt: skip
     state = SlotLayer((empty(2, 4, channels), empty(2, heads, size, state_dim)))
