@@ -476,7 +476,8 @@ def changes(name: str, config: Mapping[str, Any], known: Mapping[str, Any]) -> I
     parts: list[tuple[str, ...]] = [("text_config",), ()] if seed.vision else [()]
     for part in parts:
         text = config["text_config"] if part else config
-        layers = config.get("text_config", config)["num_hidden_layers"]
+        inner = config.get("text_config", config)
+        layers = inner.get("num_hidden_layers") or len(inner["layers_block_type"])
         own = {*text, *_ALSO, "layer_types"}
         for key in sorted({*known, *own} - _IGNORED - set(_ROPE_KEYS) | _ROTARY):
             if seed.rotary and key not in _ROTARY:

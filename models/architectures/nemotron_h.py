@@ -100,7 +100,10 @@ def _common_keys(keys: Keys) -> Keys:
 
 def _kinds(keys: Keys) -> list[str]:
     """The kinds of the layers, by the names that `transformers` has for them now."""
-    named = next((key for key in ("layers_block_type", "layer_types") if keys.get(key) is not None), None)
+    given = [key for key in ("layers_block_type", "layer_types") if keys.get(key) is not None]
+    if len(given) > 1 and keys[given[0]] != keys[given[1]]:
+        raise config_error("layer_types", "differs from layers_block_type, which has the kinds of layers too")
+    named = given[0] if given else None
     if named is None:
         named, pattern = "hybrid_override_pattern", keys.get("hybrid_override_pattern")
         found: Any = ["linear_attention", "moe", "full_attention", "mlp"]

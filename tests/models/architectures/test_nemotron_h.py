@@ -197,6 +197,7 @@ KINDS_OF_LAYERS = [LETTERS[letter] for letter in "ME*EM"]
         ({"layers_block_type": []}, "layers_block_type: is not a list of the kinds of layers"),
         ({"layers_block_type": KINDS_OF_LAYERS[:2]}, "layers_block_type: no layer has attention"),
         ({"layers_block_type": KINDS_OF_LAYERS[1:4]}, "layers_block_type: no layer has Mamba2"),
+        ({"layers_block_type": KINDS_OF_LAYERS, "layer_types": []}, "layer_types: differs from layers_block"),
         ({"hybrid_override_pattern": "MXE*"}, "hybrid_override_pattern: X: not implemented"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act: 'silu' is not implemented, only 'relu2' is"),
         ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act: 'gelu' is not implemented, only 'silu' is"),
