@@ -23,8 +23,7 @@ SILU, GELU_TANH = tl.constexpr(2), tl.constexpr(3)
 CLAMPED_SWISH, BIASED_SWISH = tl.constexpr(4), tl.constexpr(5)
 RELU2, GELU = tl.constexpr(6), tl.constexpr(7)
 """Epilogues of a matmul: rows plus a bias, rows, rows plus a residual, or gated linear units by their activation;
-BIASED_SWISH: the clamped swish of products plus a bias. RELU2 and
-GELU, which have no gate, are of stored rows alone.
+BIASED_SWISH: the clamped swish of products plus a bias. RELU2 and GELU, which have no gate, are of stored rows alone.
 """
 
 EPILOGUES: dict[Activation, int] = {

@@ -53,6 +53,7 @@ _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "attention": ("attention", (1,)),
     "short_conv": ("attention", (1,)),
     "gated_delta": ("attention", (1,)),
+    "mamba2": ("attention", (1,)),
     "linear_add": ("output+residual", (1, 3)),
     "norm_glu": ("norm+glu", (1,)),
     "norm_pointwise": ("norm+glu", (1,)),

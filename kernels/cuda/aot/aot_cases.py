@@ -219,8 +219,9 @@ def _model_cases() -> Iterator[Case]:
 def _block_cases() -> Iterator[Case]:
     """Blocks with post-norms, with and without pre-norms; projections with a bias or row scales."""
     for rows in (1, 16, 64, ODD_ROWS):
-        call = partial(_ungated, "Q4_K", 2560, 18432, _step(rows))
-        yield Case(f"feed-forward without a gate, {_rows(rows)}", rows == 1, (90,), call)
+        for name, hidden, ffn in (("Q4_K", 2560, 18432), ("Q5_0", 2688, 3712)):
+            call = partial(_ungated, name, hidden, ffn, _step(rows))
+            yield Case(f"feed-forward without a gate, {name}, {_rows(rows)}", rows == 1, (90,), call)
         call = partial(_blocks, "Q4_K", "Q6_K", 2560, 10240, _step(rows))
         yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
         call = partial(_branches, "Q4_0", 2816, 2112, _step(rows))
@@ -515,7 +516,7 @@ def _layer_norm(width: int, rows: int, backend: MetaBackend) -> None:
 
 
 def _ungated(name: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:
-    """Arcee's feed-forward, the square of ReLU without a gate."""
+    """The feed-forward of Arcee and Nemotron-H, the square of ReLU without a gate."""
     norm, up = RMSNorm(empty(hidden), EPS), backend.weight([stored(name, ffn, hidden)])
     x = backend.norm_pointwise(batch, empty(len(batch), hidden), norm, up, "relu2")
     backend.linear_add(batch, x, backend.weight([stored(name, hidden, ffn)]), empty(len(batch), hidden), norm)
