@@ -119,7 +119,9 @@ def _range(values: Iterable[int]) -> str:
 
 def _mixers(config: ModelConfig) -> str:
     """The kinds of mixers and their numbers, where there are several."""
-    counts = Counter(block.mixer.kind for block in layers_of(config))
+    counts = Counter(
+        block.mixer.kind if block.mixer else "a feed-forward alone" for block in layers_of(config)
+    )
     return "" if len(counts) == 1 else "; " + ", ".join(f"{n} with {kind}" for kind, n in counts.items())
 
 

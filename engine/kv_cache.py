@@ -85,7 +85,7 @@ class KVCache:
         """
         if pools is None:
             pools = pools_of_one(config, ctx_size)
-        declared = [block.mixer.state for block in layers_of(config)]
+        declared = [block.state for block in layers_of(config)]
         blocks, kept, states = [0] * len(declared), dict[int, LayerState](), list[tuple[Tensor, ...]]()
         for group, pool in zip(config.cache_groups, pools, strict=True):
             for layer in group.layers:

@@ -91,7 +91,7 @@ class CacheNeeds:
 
     def block_bytes(self, cache_type: CacheType) -> list[int]:
         """Bytes of a block of each cache group."""
-        layers = [_block_bytes(block.mixer.state, cache_type) for block in layers_of(self.config)]
+        layers = [_block_bytes(block.state, cache_type) for block in layers_of(self.config)]
         sizes = [sum(layers[i] for i in group.layers) for group in self.config.cache_groups]
         if self.draft is not None:
             sizes[0] += kv_cache_bytes(self.draft, BLOCK_SIZE, cache_type)
@@ -241,7 +241,7 @@ def state_pool(config: ModelConfig, group: CacheGroup, states: int, drafts: bool
     """A pool of so many states of a group's layers. drafts: sequences have drafted tokens, which some states cannot go
     back over: they are copied before."""
     layers = layers_of(config)
-    kept = [state for i in group.layers if isinstance(state := layers[i].mixer.state, SlotState)]
+    kept = [state for i in group.layers if isinstance(state := layers[i].state, SlotState)]
     rewinds = min((state.rewinds for state in kept), default=0)
     return CachePool(
         states, is_state=True, rewinds=rewinds, spares=int(drafts and rewinds < MOST_DRAFT_TOKENS)
@@ -309,8 +309,11 @@ def workspace_bytes(
     width, attentions, net = config.embedding_length, attentions_of(config), config.gated_delta
     queries = max((a.heads * a.head_dim for a in attentions), default=0)
     qkv = max((a.rows for a in attentions), default=0)
+    mamba = config.mamba2
     if net is not None:
         qkv = max(qkv, net.channels + net.values + 2 * net.value_heads)
+    if mamba is not None:
+        qkv = max(qkv, mamba.rows)
     inner = _every_rows_feed_forward(config)
     largest = width * max(inner, qkv)
     # fp32: the residual stream, products of qkv; fp16: normed rows, then queries or the rows of SwiGLU.
@@ -320,6 +323,8 @@ def workspace_bytes(
     dequantized = min(2 * largest, _MOST_DEQUANTIZED)
     activations += 0 if net is None else chunk * _delta_row_bytes(net)
     activations += 0 if config.latent is None else chunk * _latent_row_bytes(config.head_count, config.latent)
+    # Of a prompt's row in a Mamba2 layer beside its product: fp32 channels, and two gates of each head.
+    activations += 0 if mamba is None else 4 * chunk * (mamba.channels + 2 * mamba.heads)
     return fixed + packed + dequantized + activations + logits + expert_bytes(config, chunk)
 
 
@@ -365,7 +370,8 @@ def cpu_expert_bytes(config: ModelConfig, chunk: int) -> int:
 
 def _every_rows_feed_forward(config: ModelConfig) -> int:
     """The width of the widest feed-forward that computes every row: a dense layer's, or the shared expert's."""
-    return max(block.feed_forward.every_row_length for block in layers_of(config))
+    lengths = (block.feed_forward.every_row_length for block in layers_of(config) if block.feed_forward)
+    return max(lengths, default=0)
 
 
 def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -> int:
@@ -373,7 +379,7 @@ def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -
     total = 0
     layers = layers_of(config)
     for group in config.cache_groups:
-        for state in (layers[i].mixer.state for i in group.layers):
+        for state in (layers[i].state for i in group.layers):
             if isinstance(state, SlotState):
                 total += state.nbytes
             else:

@@ -15,10 +15,11 @@ from torch import Tensor
 from quengine.kernels.encoder_attention import EncoderAttentionSpec
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Activation, Gating
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
+from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
@@ -155,8 +156,8 @@ WeightT = TypeVar("WeightT", bound=Weight)
 class Backend(Protocol[WeightT]):
     """The operations of a decoder over the T tokens of a step, on weights in the backend's own form.
 
-    Only `attention` and `short_conv` depend on which tokens form a sequence; `batch.phase` selects the kernels of the
-    others.
+    Only `attention`, `short_conv`, `gated_delta` and `mamba2` depend on which tokens form a sequence; `batch.phase`
+    selects the kernels of the others.
     """
 
     name: str
@@ -197,7 +198,7 @@ class Backend(Protocol[WeightT]):
         x: Hidden,
         norm: Norm | None,
         gate_up: WeightT,
-        activation: Activation = "silu",
+        activation: Gating = "silu",
     ) -> Hidden:
         """`norm` of x [T, K], or x itself, gate_up [2F, K] (gate rows first), activation(gate) * up: [T, F]."""
         ...
@@ -240,9 +241,10 @@ class Backend(Protocol[WeightT]):
         ...
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> WeightT:
-        """Loads the gate and up matrices [F, K] of E experts, for `experts_glu`. bias: [E, 2F], gate first.
+        """Loads the gate and up matrices [F, K] of E experts, for `experts_glu`. bias: [E, 2F], gate first. gate None:
+        they have no gate, and no bias.
 
         All gate matrices have one format, and all up matrices.
         """
@@ -276,7 +278,8 @@ class Backend(Protocol[WeightT]):
         gate_up: WeightT,
         activation: Activation = "silu",
     ) -> Hidden:
-        """`norm` of x [T, K], or x itself, gate and up of each row's k experts, activation(gate) * up: [T, k, F].
+        """`norm` of x [T, K], or x itself, gate and up of each row's k experts, activation(gate) * up: [T, k, F];
+        of an activation without a gate (glu.GATELESS), activation(up).
 
         x is not changed: the shared expert reads it next.
         """
@@ -351,6 +354,16 @@ class Backend(Protocol[WeightT]):
 
     def kept(self, x: Hidden) -> Hidden:
         """What `norm_glu` has returned, which then stays valid while another part of the layer is computed."""
+        ...
+
+    def mamba2(self, batch: ForwardBatch, x: Hidden, spec: Mamba2Spec, state: SlotLayer) -> Hidden:
+        """The Mamba2 layer of the step's tokens, x [T, sum of spec.widths], which may be written over, and their
+        history and memory, the parts of `state`: [T, heads * head_dim]. See kernels/mamba2.py.
+        """
+        ...
+
+    def check_mamba2(self, spec: Mamba2Spec) -> None:
+        """Raises EngineError where `mamba2` does not compute heads of this size: at load, ahead of any step."""
         ...
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:

@@ -1,10 +1,10 @@
 """The gated delta net: the torch definition.
 
 A position has a row of qkv, [key_heads * d | key_heads * d | value_heads * d], a gate z [value_heads * d], and for each
-value head two numbers b and a. The rows of qkv go through a causal convolution of each channel by itself,
-`c_p = silu(sum over t of conv_t qkv_(p - taps + 1 + t))`, where rows of positions before the first are 0. Queries and
-keys of c are divided by their length per head, `x / sqrt(sum x^2 + L2_EPS)`, and queries multiplied by d**-0.5. Each
-value head keeps a matrix S [d of the key, d of the value], which is 0 before the first position:
+value head two numbers b and a. The rows of qkv go through a causal convolution of each channel by itself
+(kernels/causal_conv.py). Queries and keys of its result are divided by their length per head,
+`x / sqrt(sum x^2 + L2_EPS)`, and queries multiplied by d**-0.5. Each value head keeps a matrix S [d of the key, d of
+the value], which is 0 before the first position:
 
     S = exp(decay * softplus(a + bias)) * S
     S = S + k (sigmoid(b) * (v - S^T k))^T
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from quengine.kernels.causal_conv import causal_conv
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.rms_norm import rms_norm
 
@@ -94,7 +95,7 @@ def gated_delta(
 def _of_sequence(x: Tensor, start: int, spec: GatedDeltaSpec, history: Tensor, memory: Tensor) -> Tensor:
     """The same of the rows of one sequence from position `start` on; history and memory: of its slot."""
     qkv, z, b, a = torch.split(x, list(spec.widths), dim=1)
-    convolved = _convolution(qkv, start, spec.conv.to(x.dtype), history)
+    convolved = causal_conv(qkv, start, spec.conv, history)
     heads = convolved.view(len(x), -1, spec.head_dim)
     q, k, v = torch.split(heads, [spec.key_heads, spec.key_heads, spec.value_heads], dim=1)
     q, k = (spec.of_value_heads(_unit(each)) for each in (q, k))
@@ -108,17 +109,6 @@ def _of_sequence(x: Tensor, start: int, spec: GatedDeltaSpec, history: Tensor, m
         out[row] = _read(state, q[row]) * spec.head_dim**-0.5
     memory.copy_(state)
     return (rms_norm(out, spec.norm, spec.eps) * silu(z.view_as(out))).reshape(len(x), -1)
-
-
-def _convolution(qkv: Tensor, start: int, weight: Tensor, history: Tensor) -> Tensor:
-    """c [T, channels] of the rows from position `start` on, which go to `history` [rows, channels]."""
-    rows, before, kept = len(qkv), len(weight) - 1, len(history)
-    old = torch.arange(start - before, start)
-    past = torch.where((old >= 0)[:, None], history[old % kept].to(qkv.dtype), 0.0)
-    inputs = torch.cat([past, qkv])
-    new = torch.arange(max(start, start + rows - kept), start + rows)
-    history[new % kept] = qkv[rows - len(new) :].to(history.dtype)
-    return silu(torch.as_tensor(sum(weight[tap] * inputs[tap : tap + rows] for tap in range(len(weight)))))
 
 
 def _unit(x: Tensor) -> Tensor:

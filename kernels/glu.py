@@ -1,28 +1,44 @@
 """Gated linear units: the torch definition. One matmul computes gate and up, side by side, gate first."""
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch.nn.functional import gelu, silu
 
-Activation: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swish"]
-"""The activation of a gated feed-forward: SiLU (SwiGLU); GELU in its tanh form (GeGLU); or, in gpt-oss, a
-swish of the gate clamped from above, times one more than the clamped up value.
+from quengine.kernels.pointwise import Pointwise, pointwise
+
+Gating: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swish"]
+"""The activation of a gated feed-forward: SiLU (SwiGLU); GELU in its tanh form (GeGLU); or, in gpt-oss, a swish of the
+gate clamped from above, times one more than the clamped up value.
 """
+
+Activation: TypeAlias = Gating | Pointwise
+"""The activation of experts, with a gate or without."""
+
+GATELESS: frozenset[str] = frozenset(get_args(Pointwise))
+"""Activations of the up value alone: the first matrix has its rows, and no gate's."""
 
 SWISH_SLOPE, CLAMP = 1.702, 7.0
 """The constants of `clamped_swish`: `alpha` and `limit` in OpenAI's gpt-oss."""
 
 
-def glu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-    """`activation(gate) * up` of a merged projection.
+def glu_width(columns: int, activation: Activation) -> int:
+    """Columns of the result of a projection to `columns` columns."""
+    return columns if activation in GATELESS else columns // 2
 
-    gate_up: [..., 2F], the first F columns are the gate. activation: SiLU (SwiGLU), GELU in its tanh form (GeGLU), or
-    `clamped_swish`: g sigmoid(1.702 g) (u + 1), where g = min(gate, 7) and u = up clamped to [-7, 7].
+
+def glu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """`activation(gate) * up` of a merged projection, or without a gate activation(up).
+
+    gate_up: [..., 2F], the first F columns are the gate, or without one [..., F]. activation: SiLU (SwiGLU), GELU in
+    its tanh form (GeGLU), `clamped_swish`: g sigmoid(1.702 g) (u + 1), where g = min(gate, 7) and u = up clamped to
+    [-7, 7], or one of kernels/pointwise.py, which has no gate.
     Returns [..., F] in the same dtype; fp32 and fp64 are computed as given, fp16 and bf16 in fp32 and rounded once.
     Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Hendrycks & Gimpel 2016, "Gaussian Error Linear Units";
     OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card" and its reference implementation.
     """
+    if activation == "relu2" or activation == "gelu":
+        return pointwise(gate_up, activation)
     compute = gate_up.dtype if gate_up.dtype in (torch.float32, torch.float64) else torch.float32
     gate, up = gate_up.to(compute).chunk(2, dim=-1)
     if activation == "clamped_swish":

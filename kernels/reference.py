@@ -18,12 +18,13 @@ from quengine.kernels.block_formats import dequantize
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, encoder_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
-from quengine.kernels.glu import Activation, glu
+from quengine.kernels.glu import Activation, Gating, glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.latent_attention import latent_attention
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.layer_norm import normed as _normed
+from quengine.kernels.mamba2 import Mamba2Spec, mamba2
 from quengine.kernels.moe.experts import experts_add, experts_glu
 from quengine.kernels.moe.router import Router, Routing, route
 from quengine.kernels.pointwise import Pointwise, pointwise
@@ -120,7 +121,7 @@ class ReferenceBackend:
         x: Tensor,
         norm: Norm | None,
         gate_up: ReferenceWeight,
-        activation: Activation = "silu",
+        activation: Gating = "silu",
     ) -> Tensor:
         return glu(self._matmul(_normed(x, norm), gate_up), activation)
 
@@ -159,8 +160,10 @@ class ReferenceBackend:
         return _normed(y, post_norm) + residual * (1.0 if post_norm is None else post_norm.residual_scale)
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> ReferenceExperts:
+        if gate is None:
+            return ReferenceExperts(tuple(self.weight([expert]) for expert in up), bias)
         return ReferenceExperts(tuple(self.weight(pair) for pair in zip(gate, up, strict=True)), bias)
 
     def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ReferenceExperts:
@@ -263,6 +266,12 @@ class ReferenceBackend:
 
     def kept(self, x: Tensor) -> Tensor:
         return x
+
+    def mamba2(self, batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, state: SlotLayer) -> Tensor:
+        return mamba2(batch, x, spec, *state.parts)
+
+    def check_mamba2(self, spec: Mamba2Spec) -> None:
+        """Heads of every size are computed."""
 
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]

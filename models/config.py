@@ -7,7 +7,7 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from math import isfinite, log, pow, sqrt
+from math import inf, isfinite, log, pow, sqrt
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, RouterKind
@@ -131,8 +131,8 @@ class BlockKind:
     qkv_bias: query, key and value projections have biases.
     output_bias: the attention's output projection has a bias.
     sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
-    activation: the activation of the feed-forward's gate (kernels/glu.py).
-    pointwise: the activation of a feed-forward without a gate (kernels/pointwise.py); None: it has a gate.
+    activation: the activation of the gate of feed-forwards and experts (kernels/glu.py).
+    pointwise: the activation of feed-forwards and experts without a gate (kernels/pointwise.py); None: they have one.
     expert_bias: experts and their router have biases.
     selection_bias: experts are selected by their scores plus a bias per expert.
     shared_gate: the shared expert is weighted by a gate of its own.
@@ -149,7 +149,7 @@ class BlockKind:
     rope_layout: RopeLayout = "halves"
     norm: Literal["rms", "layer"] = "rms"
     norms: Literal["pre", "post", "both", "parallel"] = "pre"
-    ffn_norm: Literal["ffn_norm", "post_attention_norm"] = "ffn_norm"
+    ffn_norm: Literal["ffn_norm", "post_attention_norm", "attn_norm"] = "ffn_norm"
     qk_norm: Literal["head", "rotated head", "row"] | None = None
     qkv_bias: bool = False
     output_bias: bool = False
@@ -166,6 +166,11 @@ class BlockKind:
     v_norm: bool = False
     layer_scale: bool = False
     dense_beside_experts: bool = False
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether feed-forwards and experts have a gate."""
+        return self.pointwise is None
 
 
 @dataclass(frozen=True)
@@ -264,6 +269,40 @@ class LatentSizes:
     eps: float
 
 
+@dataclass(frozen=True)
+class Mamba2Sizes:
+    """Of a Mamba2 layer (blocks/mamba2.py).
+
+    head_dim: elements of x in a head. groups: of B and C, each read by as many heads, and of the norm. state_dim:
+    elements of B and of C in a group. taps: positions that the convolution reads, the token's own among them. eps: of
+    the norm within it. conv_bias: the convolution has a bias. step_limits: the least and the largest step of time.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    taps: int
+    eps: float
+    conv_bias: bool = True
+    step_limits: tuple[float, float] = (0.0, inf)
+
+    @property
+    def inner(self) -> int:
+        """Elements of x, and of the gate."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def rows(self) -> int:
+        """Of the projection to gate, channels and steps of time."""
+        return self.inner + self.channels + self.heads
+
+
 def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
     """Of a matrix that has `parts` rows of each head side by side, head after head: the rows of each part."""
     every, first, found = sum(parts), 0, []
@@ -347,9 +386,10 @@ class ModelConfig:
     decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden rows;
     None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers` keep a
     state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
-    (blocks/short_conv.py); `gated_delta`: the sizes of their gated delta net. `latent`: the sizes of every layer's
-    latent attention; `head_dim` is then that of queries before their matrix is applied. `encoder`: of a model that
-    generates no text (EncoderSizes). `output_norm`: GGUF's name of the norm in
+    (blocks/short_conv.py); `gated_delta`, `mamba2`: the sizes of their mixer. `mixerless_layers` are a feed-forward
+    alone, and keep nothing. `latent`: the sizes of every layer's latent attention; `head_dim` is then that of queries
+    before their matrix is applied. `encoder`: of a model that generates no text (EncoderSizes). `output_norm`: GGUF's
+    name of the norm in
     front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths are then
     those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole ones
     (layer_split.py).
@@ -395,6 +435,8 @@ class ModelConfig:
     gated_delta: GatedDeltaSizes | None = None
     latent: LatentSizes | None = None
     encoder: EncoderSizes | None = None
+    mamba2: Mamba2Sizes | None = None
+    mixerless_layers: tuple[int, ...] = ()
     output_norm: str = "output_norm"
     layer_sizes: tuple[LayerSizes, ...] = ()
     ranks: int = 1
@@ -423,7 +465,7 @@ class ModelConfig:
         """
         groups: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.layer_windows):
-            if layer not in self.recurrent_layers:
+            if layer not in self.recurrent_layers and layer not in self.mixerless_layers:
                 groups.setdefault(window, []).append(layer)
         order = sorted(groups, key=lambda window: (window is not None, window))
         found = [CacheGroup(window, self._held(groups[window])) for window in order]
@@ -486,6 +528,8 @@ class ModelConfig:
             yield from _expert_problems(self.experts, self.block_count, self.block.shared_gate)
         if self.gated_delta is not None:
             yield from _gated_delta_problems(self.gated_delta)
+        if self.mamba2 is not None:
+            yield from _mamba2_problems(self.mamba2)
         if self.latent is not None:
             yield from _latent_problems(self.latent)
 
@@ -585,6 +629,26 @@ def _latent_problems(sizes: LatentSizes) -> Iterator[tuple[str, str]]:
             yield f"latent.{name}", f"{value} is not from {low} to {high}"
     if sizes.rank % 32:
         yield "latent.rank", f"{sizes.rank} is not a multiple of 32, which the decoder does not implement"
+
+
+def _mamba2_problems(sizes: Mamba2Sizes) -> Iterator[tuple[str, str]]:
+    """As ModelConfig.problems, of a Mamba2 layer."""
+    most = LIMITS["head_count"][1]
+    limits = {
+        "heads": (sizes.heads, 1, most),
+        "head_dim": (sizes.head_dim, 8, 256),
+        "groups": (sizes.groups, 1, most),
+        "state_dim": (sizes.state_dim, 8, 256),
+        "taps": (sizes.taps, 1, 16),
+    }
+    for name, (value, low, high) in limits.items():
+        if not low <= value <= high:
+            yield f"mamba2.{name}", f"{value} is not from {low} to {high}"
+    for name in ("head_dim", "state_dim"):
+        if (value := limits[name][0]) % 8:
+            yield f"mamba2.{name}", f"{value} is not a multiple of 8, which the decoder does not implement"
+    if sizes.groups > 0 and sizes.heads % sizes.groups:
+        yield "mamba2.heads", f"{sizes.heads} is not a multiple of the {sizes.groups} groups"
 
 
 def _expert_problems(experts: ExpertConfig, blocks: int, shared: bool) -> Iterator[tuple[str, str]]:

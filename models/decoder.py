@@ -78,7 +78,8 @@ class Decoder:
             behind = self._of_layer(tensors, stage.layers.stop)
             last_norm = behind.norm("attn_norm", config.block.norms != "post")
         self._step_bytes: dict[int, int] = {}
-        self._next_norms = [*(block.mixer.norm for block in self.blk[1:]), last_norm]
+        self._next_norms = [*(block.norm for block in self.blk[1:]), last_norm]
+        self._last_mixer = max((i for i, block in enumerate(self.blk) if block.mixer is not None), default=0)
         self._handed = HandedRows(stage, backend, config.embedding_length)
 
     def _of_layer(self, tensors: Mapping[str, QuantTensor], layer: int) -> LayerTensors:
@@ -124,15 +125,15 @@ class Decoder:
         return self.backend.communicator.all_gather(logits, self._output_rows)
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[LayerState], rows: Tensor | None) -> Hidden:
-        """The residual stream after the layers. `rows`: those kept after the last layer's attention; None: all."""
-        last, stage = self.blk[-1], self._stage
+        """The residual stream after the layers. `rows`: those kept after the last mixer; None: all."""
+        stage = self._stage
         if stage.is_first:
             x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
         else:
-            x = self._handed.receive(len(batch), self.blk[0].mixer.norm)
+            x = self._handed.receive(len(batch), self.blk[0].norm)
         held = cache[stage.layers.start : stage.layers.stop]
-        for block, layer, next_norm in zip(self.blk, held, self._next_norms, strict=True):
-            x = block(batch, x, layer, next_norm, rows if stage.is_last and block is last else None)
+        for i, (block, layer, next_norm) in enumerate(zip(self.blk, held, self._next_norms, strict=True)):
+            x = block(batch, x, layer, next_norm, rows if stage.is_last and i == self._last_mixer else None)
         if not stage.is_last:
             self._handed.send(x, len(batch))
         return x
@@ -149,7 +150,7 @@ class Decoder:
     @cached_property
     def bytes_per_token(self) -> int:
         """Weight bytes that one decoded token reads: every matrix once, the selected experts, one embedding row."""
-        blocks = sum(block.mixer.nbytes + block.ffn.nbytes for block in self.blk)
+        blocks = sum(block.nbytes for block in self.blk)
         read = self.token_embd.nbytes // self.token_embd.rows if self._stage.is_first else 0
         return int(blocks + read + (self.output.nbytes if self._stage.is_last else 0))
 

@@ -3,6 +3,7 @@
 The declarations (models/blocks) do not import torch; these classes do.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from quengine.models.blocks.experts import Experts
 from quengine.models.blocks.feed_forward import FeedForward
 from quengine.models.blocks.gated_delta import GatedDelta
 from quengine.models.blocks.latent_attention import LatentAttention
+from quengine.models.blocks.mamba2 import Mamba2
 from quengine.models.blocks.short_conv import ShortConv
 from quengine.models.dense_and_experts import DenseAndExpertsLayer
 from quengine.models.experts import MixtureOfExperts
@@ -24,6 +26,7 @@ from quengine.models.gated_delta import GatedDeltaLayer
 from quengine.models.latent_attention import LatentAttentionLayer
 from quengine.models.layer_tables import LayerTables
 from quengine.models.layers import AttentionLayer, FeedForwardLayer, LayerTensors
+from quengine.models.mamba2 import Mamba2Layer
 from quengine.models.short_conv import ShortConvLayer
 
 
@@ -62,6 +65,8 @@ def mixer_layer(declared: Mixer, tensors: LayerTensors, tables: LayerTables) -> 
             return ShortConvLayer(declared, tensors, tables)
         case GatedDelta():
             return GatedDeltaLayer(declared, tensors, tables)
+        case Mamba2():
+            return Mamba2Layer(declared, tensors, tables)
     raise TypeError(f"no layer computes {declared}")
 
 
@@ -79,15 +84,31 @@ def feed_forward_layer(
 
 
 class DecoderLayer:
-    """One layer on a backend: a mixer, then a feed-forward, or both on the layer's input."""
+    """One layer on a backend: a mixer, a feed-forward, or both: the mixer first, or both on the layer's input."""
 
     def __init__(self, block: Block, tensors: LayerTensors, tables: LayerTables) -> None:
-        self.mixer = mixer_layer(block.mixer, tensors, tables)
-        self.ffn = feed_forward_layer(block.feed_forward, tensors, tables)
-        self._beside: FeedForwardLayer | None = None
+        mixer, ffn = block.mixer, block.feed_forward
+        self.backend = tensors.backend
+        self.mixer = None if mixer is None else mixer_layer(mixer, tensors, tables)
+        self.ffn = None if ffn is None else feed_forward_layer(ffn, tensors, tables)
+        self._beside: tuple[MixerLayer, FeedForwardLayer] | None = None
         if block.parallel:
-            assert isinstance(self.ffn, FeedForwardLayer)
-            self.ffn.norm, self._beside = self.mixer.norm, self.ffn
+            assert self.mixer is not None and isinstance(self.ffn, FeedForwardLayer)
+            self.ffn.norm, self._beside = self.mixer.norm, (self.mixer, self.ffn)
+
+    @property
+    def parts(self) -> Sequence[MixerLayer | FeedForwardLayer | MixtureOfExperts]:
+        return [part for part in (self.mixer, self.ffn) if part is not None]
+
+    @property
+    def norm(self) -> Norm | None:
+        """The norm that reads the layer's input."""
+        return self.parts[0].norm
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a step of one row reads."""
+        return sum(part.nbytes for part in self.parts)
 
     def __call__(
         self,
@@ -100,11 +121,15 @@ class DecoderLayer:
         """Computes the layer on `x`, and returns the new residual stream.
 
         `next_norm`: the norm after this layer, the next layer's or the output's. `rows`: the rows to keep after the
-        mixer; None: all.
+        mixer, or where there is none of x; None: all.
         """
         if self._beside is not None:  # computed first: the mixer may overwrite x
-            own = x if rows is None else self._beside.backend.gather_rows(x, rows)
-            inner = self._beside.backend.kept(self._beside.inner(batch, own))
-            return self._beside.down(batch, inner, self.mixer(batch, x, cache, None, rows), next_norm)
-        x = self.mixer(batch, x, cache, self.ffn.norm, rows)
-        return self.ffn(batch, x, next_norm)
+            mixer, beside = self._beside
+            own = x if rows is None else self.backend.gather_rows(x, rows)
+            inner = self.backend.kept(beside.inner(batch, own))
+            return beside.down(batch, inner, mixer(batch, x, cache, None, rows), next_norm)
+        if self.mixer is not None:
+            x = self.mixer(batch, x, cache, next_norm if self.ffn is None else self.ffn.norm, rows)
+        elif rows is not None:
+            x = self.backend.gather_rows(x, rows)
+        return x if self.ffn is None else self.ffn(batch, x, next_norm)

@@ -7,7 +7,7 @@ from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.dense_and_experts import DenseAndExperts
 from quengine.models.experts import MixtureOfExperts
-from quengine.models.layers import LayerTensors
+from quengine.models.layers import FeedForwardEntry, LayerTensors
 
 
 class DenseAndExpertsLayer(MixtureOfExperts):
@@ -25,7 +25,7 @@ class DenseAndExpertsLayer(MixtureOfExperts):
         self.first_norm = RMSNorm(tensors.vector("post_ffw_norm_1"), eps)
         self.second_norm = RMSNorm(tensors.vector("post_ffw_norm_2"), eps)
         self.post_norm = tensors.last_norm(form)
-        self.ffn_gate_up = self.backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
+        self.entry = FeedForwardEntry(form, tensors)
         self.ffn_down = tensors.weight("ffn_down")
 
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Norm | None) -> Hidden:
@@ -34,7 +34,7 @@ class DenseAndExpertsLayer(MixtureOfExperts):
         experts = self.expert_backend.experts_add(
             batch, routed, routing, self.down, None, partial=self.partial
         )
-        gated = self.backend.norm_glu(batch, x, self.dense_norm, self.ffn_gate_up, self.activation)
+        gated = self.entry(self.backend, batch, x, self.dense_norm)
         branch = Branch(experts, self.second_norm, self.first_norm)
         return self.backend.linear_add(
             *(batch, gated, self.ffn_down, x, next_norm, self.post_norm),
@@ -44,4 +44,4 @@ class DenseAndExpertsLayer(MixtureOfExperts):
 
     def step_bytes(self, rows: int) -> int:
         """As MixtureOfExperts, with the dense feed-forward."""
-        return super().step_bytes(rows) + int(self.ffn_gate_up.nbytes + self.ffn_down.nbytes)
+        return super().step_bytes(rows) + self.entry.nbytes + int(self.ffn_down.nbytes)

@@ -14,7 +14,7 @@ from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.experts import Experts
-from quengine.models.layers import LayerTensors
+from quengine.models.layers import FeedForwardEntry, LayerTensors
 
 
 class MixtureOfExperts:
@@ -34,7 +34,7 @@ class MixtureOfExperts:
         self.backend = tensors.backend
         self.expert_backend = host or tensors.backend
         self.partial = declared.partial
-        self.activation = form.activation
+        self.activation = form.pointwise or form.activation
         self.experts = experts
         alone = host is None and not experts.shared_feed_forward_length
         norm = RMSNorm(tensors.vector(declared.norm), tensors.eps, experts.router.used if alone else 0)
@@ -44,24 +44,24 @@ class MixtureOfExperts:
         bias, count, held = form.expert_bias, experts.count, experts.held
         self.local = None if held is None else _local_numbers(held, count).to(self.backend.device)
         count = count if held is None else len(held) + 1
-        gate, up = _gate_and_up(tensors, count, experts.feed_forward_length)
+        gate, up = _gate_and_up(tensors, count, experts.feed_forward_length, form.has_gate)
         down = _of_experts(tensors, "down", count)
         gate_up_bias = _bias(tensors, "gate", "up", count=count) if bias else None
         self.gate_up = self.expert_backend.gate_up_experts(gate, up, gate_up_bias)
         self.down = self.expert_backend.down_experts(
             down, _bias(tensors, "down", count=count) if bias else None
         )
-        self.shared_gate_up = self.shared_down = None
+        self.shared_entry = self.shared_down = None
         if experts.shared_feed_forward_length:
-            self.shared_gate_up = self.backend.gate_up_weight(*tensors.take("ffn_gate_shexp", "ffn_up_shexp"))
+            self.shared_entry = FeedForwardEntry(form, tensors, "_shexp")
             self.shared_down = tensors.weight("ffn_down_shexp")
 
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Norm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""
         backend, norm = self.backend, self.norm
         gated, routing = self.routed(batch, x)
-        if self.shared_gate_up is not None:
-            shared = backend.norm_glu(batch, x, norm, self.shared_gate_up, self.activation)
+        if self.shared_entry is not None:
+            shared = self.shared_entry(backend, batch, x, norm)
             x = backend.linear_add(
                 batch, shared, self.shared_down, x, row_scale=routing.shared, partial=self.partial
             )
@@ -92,8 +92,8 @@ class MixtureOfExperts:
         """Bytes that a step of `rows` rows reads, with the expected number of experts (`ExpertConfig.expected`)."""
         router = self.router.weight
         every = router.numel() * router.element_size()
-        if self.shared_gate_up is not None and self.shared_down is not None:
-            every += self.shared_gate_up.nbytes + self.shared_down.nbytes
+        if self.shared_entry is not None and self.shared_down is not None:
+            every += self.shared_entry.nbytes + self.shared_down.nbytes
         experts = self.gate_up.nbytes + self.down.nbytes
         return int(every + experts * self.experts.expected(rows) / self.experts.count)
 
@@ -117,8 +117,13 @@ def _router(declared: Experts, tensors: LayerTensors) -> Router:
     )
 
 
-def _gate_and_up(tensors: LayerTensors, count: int, rows: int) -> tuple[list[QuantTensor], list[QuantTensor]]:
-    """The gate and up matrices [rows, K] of all experts; views of the merged tensor [E, 2 * rows, K] if it exists."""
+def _gate_and_up(
+    tensors: LayerTensors, count: int, rows: int, has_gate: bool
+) -> tuple[list[QuantTensor] | None, list[QuantTensor]]:
+    """The gate and up matrices [rows, K] of all experts; views of the merged tensor [E, 2 * rows, K] if it exists. The
+    gates: None where experts have none."""
+    if not has_gate:
+        return None, _of_experts(tensors, "up", count)
     if not tensors.has("ffn_gate_up_exps"):
         return _of_experts(tensors, "gate", count), _of_experts(tensors, "up", count)
     (both,) = tensors.take("ffn_gate_up_exps")

@@ -137,22 +137,39 @@ def _qkv(tensors: LayerTensors, kind: str, keys_as_values: bool = False) -> list
     return ["attn_q", "attn_k", "attn_k" if keys_as_values else "attn_v"]
 
 
+class FeedForwardEntry:
+    """Merged gate and up projection, or up alone, and their activation. kind: the end of the matrices' names."""
+
+    def __init__(self, form: BlockKind, tensors: LayerTensors, kind: str = "") -> None:
+        self.activation, self.pointwise = form.activation, form.pointwise
+        if form.pointwise is not None:
+            self.weight = tensors.weight(f"ffn_up{kind}")
+        elif form.merged_gate:
+            (merged,) = tensors.take(f"ffn_up{kind}")
+            self.weight = tensors.backend.gate_up_weight(*merged.row_slices(merged.rows // 2))
+        else:
+            self.weight = tensors.backend.gate_up_weight(*tensors.take(f"ffn_gate{kind}", f"ffn_up{kind}"))
+
+    def __call__(self, backend: Backend[Any], batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Hidden:
+        """What the down projection reads, of `norm` of x."""
+        if self.pointwise is not None:
+            return backend.norm_pointwise(batch, x, norm, self.weight, self.pointwise)
+        return backend.norm_glu(batch, x, norm, self.weight, self.activation)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.weight.nbytes)
+
+
 class FeedForwardLayer:
-    """Merged gate and up projection, or up alone, their activation, down projection; norms as in AttentionLayer."""
+    """`FeedForwardEntry`, then the down projection; norms as in AttentionLayer."""
 
     def __init__(self, declared: FeedForward, tensors: LayerTensors) -> None:
         form = declared.form
         self.backend = tensors.backend
         self.partial = declared.partial
-        self.activation, self.pointwise = form.activation, form.pointwise
         self.norm = tensors.norm(form.ffn_norm, form.norms in ("pre", "both"))
-        if form.pointwise is not None:
-            self.entry = tensors.weight("ffn_up")
-        elif form.merged_gate:
-            (merged,) = tensors.take("ffn_up")
-            self.entry = self.backend.gate_up_weight(*merged.row_slices(declared.length))
-        else:
-            self.entry = self.backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
+        self.entry = FeedForwardEntry(form, tensors)
         self.ffn_down = tensors.weight("ffn_down")
         self.post_norm = tensors.last_norm(form)
 
@@ -168,10 +185,8 @@ class FeedForwardLayer:
 
     def inner(self, batch: ForwardBatch, x: Hidden) -> Hidden:
         """What the down projection reads."""
-        if self.pointwise is not None:
-            return self.backend.norm_pointwise(batch, x, self.norm, self.entry, self.pointwise)
-        return self.backend.norm_glu(batch, x, self.norm, self.entry, self.activation)
+        return self.entry(self.backend, batch, x, self.norm)
 
     @property
     def nbytes(self) -> int:
-        return int(self.entry.nbytes + self.ffn_down.nbytes)
+        return self.entry.nbytes + int(self.ffn_down.nbytes)

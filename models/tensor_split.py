@@ -159,6 +159,9 @@ class ModelSplit:
         if config.gated_delta is not None:
             key_heads = config.gated_delta.key_heads
             ranges["key_heads"] = (shares(key_heads, 1, count)[number], key_heads)
+        if config.mamba2 is not None:
+            groups = config.mamba2.groups
+            ranges["groups"] = (shares(groups, 1, count)[number], groups)
         if config.experts is not None:
             ranges["experts"] = (shares(config.experts.count, 1, count)[number], config.experts.count)
         for axis, unit in self._units.items():
@@ -185,6 +188,11 @@ class ModelSplit:
             delta = config.gated_delta
             keys, values = delta.key_heads // count, delta.value_heads // count
             made = replace(made, gated_delta=replace(delta, key_heads=keys, value_heads=values))
+        if config.mamba2 is not None:
+            mamba = config.mamba2
+            made = replace(
+                made, mamba2=replace(mamba, heads=mamba.heads // count, groups=mamba.groups // count)
+            )
         if config.experts is not None:
             experts = replace(
                 config.experts,
@@ -212,7 +220,7 @@ class ModelSplit:
             problem = self._problem_of_layer(count, tensors, layer, sizes)
             if problem is not None:
                 return problem
-        if count > 1 and (problem := _gated_delta_problem(config, tensors, count)):
+        if count > 1 and (problem := _net_problem(config, tensors, count)):
             return problem
         return _experts_problem(config, tensors, count) if self.rank.by_expert else None
 
@@ -252,13 +260,16 @@ _DOWN: Mapping[Axis, str] = {
 }
 
 
-def _gated_delta_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor], count: int) -> str | None:
-    """Why `count` ranks cannot share the heads of a model's gated delta nets; None: they can."""
-    if config.gated_delta is None:
+def _net_problem(config: ModelConfig, tensors: Mapping[str, QuantTensor], count: int) -> str | None:
+    """Why `count` ranks cannot share the heads of a model's gated delta nets or Mamba2 layers; None: they can."""
+    if config.gated_delta is not None:
+        heads, kind = config.gated_delta.key_heads, "key heads of gated delta nets"
+    elif config.mamba2 is not None:
+        heads, kind = config.mamba2.groups, "groups of Mamba2's heads"
+    else:
         return None
-    heads = config.gated_delta.key_heads
     if heads % count:
-        return f"{heads} key heads of gated delta nets, which {count} ranks cannot share equally"
+        return f"{heads} {kind}, which {count} ranks cannot share equally"
     for name in (name for name in tensors if name.endswith(".ssm_out.weight")):
         form, cut = tensors[name].format, cut_of(name, config)
         block = lcm(form.block, _GROUP)

@@ -141,6 +141,13 @@ _LATENT = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+_MAMBA = {
+    **_EXPERTS,
+    "layer_types": ["linear_attention", "full_attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+}
 _TYPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -160,6 +167,17 @@ _TYPES: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "shared_intermediate_size": 96,
         "position_embedding_type": "rope",
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 32,
     },
     "glm4_moe": _GLM,
     "gpt_oss": {**_EXPERTS, "num_hidden_layers": 3, "sliding_window": 5, "attention_bias": True},
@@ -204,6 +222,7 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
             yield f"{name}, {kind}", Seed(name, {**config, "rope_parameters": rope}, rotary=True)
     for name in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
         yield f"{name}, windows", Seed(name, {**_TYPES[name], **_WINDOWS, "max_window_layers": 1})
+    yield "granitemoehybrid, mamba", Seed("granitemoehybrid", {**_TYPES["granitemoehybrid"], **_MAMBA})
     yield "smollm3, windows", Seed("smollm3", {**_TYPES["smollm3"], **_WINDOWS})
     yield "ministral3", Seed("ministral3", {"rope_parameters": MINISTRAL})
     rope = {**LINEAR, "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16}
@@ -515,7 +534,8 @@ def changes(name: str, config: Mapping[str, Any], known: Mapping[str, Any]) -> I
     parts: list[tuple[str, ...]] = [("text_config",), ()] if seed.vision else [()]
     for part in parts:
         text = config["text_config"] if part else config
-        layers = config.get("text_config", config)["num_hidden_layers"]
+        inner = config.get("text_config", config)
+        layers = inner.get("num_hidden_layers") or len(inner["layers_block_type"])
         own = {*text, *_ALSO, "layer_types"}
         for key in sorted({*known, *own} - _IGNORED - set(_ROPE_KEYS) | _ROTARY):
             if seed.rotary and key not in _ROTARY:

@@ -441,6 +441,11 @@ CHANGES = {
     "qwen3next": {**GATED_ATTENTION, **SHARED_EXPERT},
     "lfm2": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h"},
     "lfm2moe": {"attn_q_norm.weight": "h", "attn_k_norm.weight": "h", "exp_probs_b.bias": "e"},
+    "granitehybrid": {
+        "ffn_gate_shexp.weight": "s d",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
 }
 """Architecture -> what other layers than llama's have besides or otherwise; "" for tensors that they lack."""
 
@@ -483,6 +488,37 @@ CONVOLUTION = {
 
 CONVOLVED = ("lfm2", "lfm2moe")
 """Architectures with such layers."""
+
+MAMBA = {
+    **dict.fromkeys((f"attn_{name}.weight" for name in ("q", "k", "v", "output")), ""),
+    "ssm_in.weight": "mi d",
+    "ssm_conv1d.weight": "mc t",
+    "ssm_conv1d.bias": "mc",
+    "ssm_dt.bias": "mn",
+    "ssm_a": "mn 1",
+    "ssm_d": "mn 1",
+    "ssm_norm.weight": "mg mw",
+    "ssm_out.weight": "d mv",
+}
+"""What Mamba2 layers, the even ones or every third, have besides or otherwise."""
+
+MAMBA_SIZES = {"mamba_heads": 2, "mamba_head_dim": 8, "mamba_groups": 1, "mamba_state": 8}
+"""The least sizes of such layers."""
+
+MAMBAS = ("granitehybrid", "nemotron_h", "nemotron_h_moe")
+"""Architectures with such layers."""
+
+LONE = {
+    "nemotron_h": {"attn_norm.weight": "d", "ffn_up.weight": "f d", "ffn_down.weight": "d f"},
+    "nemotron_h_moe": {
+        "attn_norm.weight": "d",
+        **{name: letters for name, letters in MIXTURE.items() if letters and "gate_exps" not in name},
+        "exp_probs_b.bias": "e",
+        "ffn_up_shexp.weight": "s d",
+        "ffn_down_shexp.weight": "d s",
+    },
+}
+"""Architectures whose layers are Mamba2, attention and a feed-forward in turns -> the tensors of the third."""
 
 GROWING = ("openelm",)
 """Architectures whose odd layers have twice as many heads, and feed-forwards of twice the length."""
@@ -527,6 +563,8 @@ MIXTURES = {
     "lfm2moe": ("expert_feed_forward_length",),
     "qwen35moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "qwen3next": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
+    "granitehybrid": ("expert_shared_feed_forward_length",),
+    "nemotron_h_moe": ("expert_feed_forward_length", "expert_shared_feed_forward_length"),
 }
 """Architectures whose models always have experts -> the keys that their files have for the experts' lengths."""
 
@@ -556,15 +594,20 @@ class ModelSizes:
     delta_head_dim: int = 32
     latent_rank: int = 32
     query_rank: int = 32
+    mamba_heads: int = 4
+    mamba_head_dim: int = 32
+    mamba_groups: int = 4
+    mamba_state: int = 16
     separate: bool = False
     gate_up: bool = False
 
     def __post_init__(self) -> None:
+        self.blocks = max(self.blocks, 3) if self.architecture in LONE else self.blocks
         if self.experts is None:
             self.experts = 4 if self.architecture in MIXTURES else 0
         if self.architecture == "llama4":
             self.experts_used = 1  # they weigh their input
-        if not MIXTURES.get(self.architecture):
+        if "expert_feed_forward_length" not in MIXTURES.get(self.architecture, ()):
             self.expert_feed_forward = self.feed_forward  # no key says another
 
     def metadata(self) -> dict[str, Any]:
@@ -576,7 +619,7 @@ class ModelSizes:
             f"{a}.block_count": self.blocks,
             f"{a}.context_length": self.context,
             f"{a}.embedding_length": self.embedding,
-            f"{a}.feed_forward_length": self._of_layers(self.feed_forward),
+            f"{a}.feed_forward_length": self._lengths(),
             f"{a}.attention.head_count": self._of_layers(self.heads),
             f"{a}.attention.head_count_kv": self._kv_heads(),
             **self._head_lengths(),
@@ -593,6 +636,7 @@ class ModelSizes:
             **({f"{a}.shortconv.l_cache": TAPS} if a in CONVOLVED else {}),
             **self._windows(),
             **self._gated_delta(),
+            **self._mamba(),
             **self._mixture(),
         }
 
@@ -650,11 +694,35 @@ class ModelSizes:
             keys["expert_feed_forward_length"] = self.expert_feed_forward
         return {f"{a}.{key}": value for key, value in keys.items()}
 
+    def _mamba(self) -> dict[str, Any]:
+        a = self.architecture
+        if a not in MAMBAS:
+            return {}
+        sizes: dict[str, float] = {
+            "ssm.conv_kernel": TAPS,
+            "ssm.state_size": self.mamba_state,
+            "ssm.group_count": self.mamba_groups,
+            "ssm.time_step_rank": self.mamba_heads,
+            "ssm.inner_size": self.mamba_heads * self.mamba_head_dim,
+        }
+        if a in LONE:
+            sizes["attention.layer_norm_epsilon"] = 1e-5
+        return {f"{a}.rope.scaling.finetuned": False, **{f"{a}.{key}": value for key, value in sizes.items()}}
+
+    def _lengths(self) -> int | list[int]:
+        """Of all layers, or of each."""
+        if self.architecture not in LONE:
+            return self._of_layers(self.feed_forward)
+        length = self.expert_feed_forward if self.experts else self.feed_forward
+        return [length if layer % 3 == 2 else 0 for layer in range(self.blocks)]
+
     def _kv_heads(self) -> int | list[int]:
         """Of all layers, or of each."""
         if self.architecture in LATENTS:
             return 1
-        if self.architecture not in CONVOLVED:
+        if self.architecture in LONE:
+            return [self.kv_heads if layer % 3 == 1 else 0 for layer in range(self.blocks)]
+        if self.architecture not in CONVOLVED and self.architecture != "granitehybrid":
             return self._of_layers(self.kv_heads)
         return [self.kv_heads if layer % 2 else 0 for layer in range(self.blocks)]
 
@@ -692,6 +760,9 @@ class ModelSizes:
             if i % 2 == 0:
                 block |= CONVOLUTION if self.architecture in CONVOLVED else {}
                 block |= GATED_DELTAS.get(self.architecture, {})
+                block |= MAMBA if self.architecture in MAMBAS else {}
+            if self.architecture in LONE:
+                block = self._lone(i % 3)
             for name, letters in block.items():
                 shape = tuple(sizes[size] for size in letters.split())
                 if self.separate and name.endswith("_exps.weight"):
@@ -720,6 +791,13 @@ class ModelSizes:
                 found |= {f"blk.{i}.{norm}.{kind}": (d,) for kind in ("weight", "bias")}
         return found
 
+    def _lone(self, turn: int) -> dict[str, str]:
+        """The tensors of a layer that is Mamba2, attention or a feed-forward, by turns."""
+        if turn == 2:
+            return LONE[self.architecture]
+        mixer = {name: letters for name, letters in BLOCK.items() if name.startswith("attn")}
+        return mixer if turn else mixer | MAMBA
+
     def _letters(self, times: int, wider: int = 1) -> dict[str, int]:
         """What the letters of a layer's shapes stand for; `times` as many heads and columns as `self` has, of `wider`
         times as many elements."""
@@ -735,6 +813,9 @@ class ModelSizes:
         sizes |= {"p": 2 * self.head_dim, "lq": self.heads * (2 * self.head_dim + self._rotated)}
         values = self.value_heads * self.delta_head_dim
         sizes |= {"2q": 2 * q, "c": 2 * self.key_heads * self.delta_head_dim + values, "dv": values}
+        inner, of_b = self.mamba_heads * self.mamba_head_dim, self.mamba_groups * self.mamba_state
+        sizes |= {"mi": 2 * (inner + of_b) + self.mamba_heads, "mc": inner + 2 * of_b, "mv": inner, "1": 1}
+        sizes |= {"mn": self.mamba_heads, "mg": self.mamba_groups, "mw": inner // self.mamba_groups}
         return sizes | {"nv": self.value_heads, "2nv": 2 * self.value_heads, "hv": self.delta_head_dim}
 
 
@@ -752,5 +833,5 @@ def model_builder(
     builder = GGUFBuilder().kvs({k: v for k, v in metadata.items() if v is not None})
     for name, shape in sizes.tensor_shapes(len(vocabulary["tokenizer.ggml.tokens"]), tied).items():
         ones = np.ones(shape, "<f4") if name == "rope_freqs.weight" else None  # of 0 there are none
-        builder.tensor(name, shape, kind if len(shape) > 1 and shape[-1] != TAPS else "F32", ones)
+        builder.tensor(name, shape, kind if len(shape) > 1 and shape[-1] not in (1, TAPS) else "F32", ones)
     return builder

@@ -15,7 +15,15 @@ from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.gguf.vocab_checks import check_vocabulary
 from quengine.models.model_summary import summarize
 from quengine.models.tensor_table import check_tensors
-from tests.gguf_builder import DELTA, GGUFBuilder, ModelSizes, bpe_vocabulary, entry, model_builder
+from tests.gguf_builder import (
+    DELTA,
+    MAMBA_SIZES,
+    GGUFBuilder,
+    ModelSizes,
+    bpe_vocabulary,
+    entry,
+    model_builder,
+)
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
@@ -269,6 +277,10 @@ def seeds() -> list[Seed]:
         *(
             model_builder(ModelSizes(name, **{**tiny, **DELTA, "blocks": 2}), bpe)
             for name in ("qwen35", "qwen3next")
+        ),
+        *(
+            model_builder(ModelSizes(name, **{**tiny, **MAMBA_SIZES, "blocks": 2}), bpe)
+            for name in ("granitehybrid", "nemotron_h", "nemotron_h_moe")
         ),
         GGUFBuilder().kvs({**ModelSizes().metadata(), **_small_spm()}),
         shard,

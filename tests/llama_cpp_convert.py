@@ -101,13 +101,23 @@ _CONVERT = """
 import json, sys
 import convert_hf_to_gguf as converter
 import gguf
-from conversion.base import TextModel
+from conversion.base import ModelBase, TextModel
 from conversion.gemma import Gemma2Model, Gemma4Model
 from conversion.hunyuan import HunYuanMoEModel
 
 Gemma2Model.set_vocab = TextModel._set_vocab_gpt2  # theirs want other tokenizers than the tests'
 Gemma4Model.set_vocab = TextModel._set_vocab_gpt2
 HunYuanMoEModel.set_vocab = TextModel._set_vocab_gpt2  # its own wants the tokenizer's code
+load_hparams = TextModel.load_hparams
+
+
+def as_written(folder, is_mistral_format):
+    # Letters of layers, of which transformers makes kinds that the converter takes for other ones.
+    found = json.loads((folder / "config.json").read_text()) if not is_mistral_format else {}
+    return found if "hybrid_override_pattern" in found else load_hparams(folder, is_mistral_format)
+
+
+ModelBase.load_hparams = staticmethod(as_written)
 for pre, arguments in json.loads(sys.argv[1]):
     TextModel.get_vocab_base_pre = lambda self, tokenizer, pre=pre: pre
     if "--fuse-gate-up-exps" in arguments:  # of any model, but not where this table does not list the result

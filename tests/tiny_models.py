@@ -85,7 +85,8 @@ def write_tiny(
     builder = GGUFBuilder().kvs({key: value for key, value in metadata.items() if value is not None})
     weights = random_weights(sizes, len(vocabulary["tokenizer.ggml.tokens"]), tied, seed)
     for name, values in weights.items():
-        stored = kind if values.ndim > 1 and values.shape[-1] != TAPS else "F32"
+        plain = values.ndim == 1 or values.shape[-1] in (1, TAPS) or "norm" in name
+        stored = "F32" if plain else kind
         builder.tensor(name, values.shape, stored, quantize(values, GGMLQuantizationType[stored]))
     return builder.write(path)
 

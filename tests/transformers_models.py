@@ -222,7 +222,7 @@ def unrounded_cache(config: ModelConfig) -> list[LayerState]:
     """A cache for one sequence that keeps keys and values in fp32."""
     cache: list[LayerState] = []
     for block in layers_of(config):
-        state = block.mixer.state
+        state = block.state
         if isinstance(state, SlotState):
             cache.append(SlotLayer(tuple(torch.zeros(2, *shape) for shape in state.shapes)))
         else:

@@ -25,8 +25,9 @@ from tests.models.architectures import both_files as models
 
 ARCHITECTURES = (
     *("arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe"),
-    *("gpt_oss", "granite", "hunyuan", "lfm2", "llama4", "minimax_m2", "mixtral", "olmo2", "olmoe"),
-    *("openelm", "phi3", "qwen3_next", "qwen_moe", "qwen_vl", "seed_oss", "smollm3"),
+    *("gpt_oss", "granite", "granite_hybrid", "hunyuan", "lfm2", "llama4", "minimax_m2", "mixtral"),
+    *("nemotron_h", "olmo2", "olmoe", "openelm", "phi3", "qwen3_next", "qwen_moe", "qwen_vl", "seed_oss"),
+    "smollm3",
 )
 COLUMNS = ("prompt", "decode", "engine", "AMX", "fault")
 

@@ -30,7 +30,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
-from tests.gguf_builder import ModelSizes, spm_vocabulary
+from tests.gguf_builder import MAMBAS, ModelSizes, spm_vocabulary
 from tests.llama_cpp_logits import llama_cpp_logits
 from tests.llama_cpp_vocab import library
 from tests.tiny_models import chat_vocabulary, write_tiny
@@ -61,7 +61,7 @@ _MIXTURES = "|".join(
             "qwen2moe",
             "qwen3moe",
         ),
-        *("qwen35moe", "qwen3next", "llama4"),
+        *("qwen35moe", "qwen3next", "llama4", "granitehybrid"),
     )
 )
 DECIDED: Mapping[str, str] = {
@@ -74,7 +74,8 @@ DECIDED: Mapping[str, str] = {
     r"minimax-m2\.(expert_weights_norm = False|expert_weights_scale = (0\.5|2\.0))": (
         "llama.cpp's router is fixed for these"
     ),
-    r"granitemoe\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
+    r"nemotron_h_moe\.expert_gating_func = (1|3)": "llama.cpp's router is fixed for these",
+    r"(granitemoe|granitehybrid)\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
     r"(ernie4_5-moe|olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
     rf"({_NO_WINDOWS})\.attention\.sliding_window = (1|8)": "transformers has the window, llama.cpp not",
     r"olmo2\.rope\.freq_base_swa = (500\.0|1000000\.0)( with (linear|yarn))?": (
@@ -154,6 +155,13 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "qwen3vlmoe": {"rope.dimension_sections": [3, 3, 2, 0]},
     "granite": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
     "granitemoe": {"embedding_scale": 6.0, "residual_scale": 0.5, "attention.scale": 0.3, "logit_scale": 4.0},
+    "granitehybrid": {
+        "embedding_scale": 6.0,
+        "residual_scale": 0.5,
+        "attention.scale": 0.3,
+        "logit_scale": 4.0,
+    },
+    "nemotron_h_moe": {"expert_weights_norm": True, "expert_weights_scale": 1.5, "expert_shared_count": 1},
     "lfm2moe": {"leading_dense_block_count": 0, "expert_gating_func": 2},
     "mistral3": {
         "rope.scaling.type": "yarn",
@@ -228,6 +236,18 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 """Key after the architecture's prefix -> legal values to try, beside leaving it out."""
 
+OF_MAMBA: Mapping[str, tuple[Any, ...]] = {
+    "ssm.conv_kernel": (2,),
+    "ssm.state_size": (8, 32),
+    "ssm.group_count": (1, 2),
+    "ssm.time_step_rank": (2, 8),
+    "ssm.inner_size": (64, 256),
+    "ssm.dt_b_c_rms": (True,),
+    "attention.layer_norm_epsilon": (1e-2, 0.5),
+    "moe_latent_size": (16,),
+}
+"""The same of architectures with Mamba2 layers."""
+
 SIZES: Mapping[str, Mapping[str, int]] = {
     "olmoe": {"kv_heads": 4},
     "dots1": {"kv_heads": 4},
@@ -290,7 +310,8 @@ def changes(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     more["general.name"] = "tiny"  # by some names llama.cpp expects tokens of a released model
     metadata = ModelSizes(architecture, **SIZES.get(architecture, {})).metadata() | more
     yield "as it is", more
-    for suffix, values in VALUES.items():
+    own = OF_MAMBA if architecture in MAMBAS else {}
+    for suffix, values in {**VALUES, **own}.items():
         key = f"{architecture}.{suffix}"
         if key in metadata:
             yield f"without {key}", more | {key: None}

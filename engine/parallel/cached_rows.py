@@ -46,7 +46,7 @@ def read_cached(runner: ModelRunner, start: int, end: int, whole: ModelConfig) -
     On rank 0. `whole`: the model's configuration, of all ranks."""
     with runner.together(ReadCache(start, end)):
         rows = read_rows(runner, start, end)
-    states = [block.mixer.state for block in layers_of(whole)]
+    states = [block.state for block in layers_of(whole)]
     pairs = zip(_stored(runner, start, end), rows, strict=True)
     return [_without_copies(rows, states[one.layer]) for one, rows in pairs]
 
@@ -156,8 +156,10 @@ def _stored(runner: ModelRunner, start: int, end: int) -> Iterator[_Stored]:
         found = blocks[:1] if group.is_state else slot_mapping(positions, blocks)
         slots |= dict.fromkeys(group.layers, found.to(device))
     for number, layer in enumerate(cache.layers):
+        if number not in slots:  # it keeps nothing
+            continue
         held, where = number in config.held_layers, slots[number]
-        state = declared[number].mixer.state
+        state = declared[number].state
         if not isinstance(state, SlotState):
             yield from (_Stored(number, held, False, stored, where) for stored in layer.tensors)
             continue

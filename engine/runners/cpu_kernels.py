@@ -17,6 +17,7 @@ from quengine.kernels.child_process import import_path
 from quengine.kernels.cpu.gemm.tile_matmul import tile_kind
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.ops.gated_delta import COLUMNS
+from quengine.kernels.cpu.ops.mamba2 import ROWS
 from quengine.kernels.cpu.runtime import kernel_table as table
 from quengine.kernels.cpu.runtime.code_store import code_store
 from quengine.kernels.cpu.runtime.kernel_table import KernelName
@@ -112,17 +113,19 @@ def _name_operations(config: ModelConfig) -> None:
     if config.gated_delta is not None:
         table.delta_convolution_kernel(), table.delta_output_kernel()
         table.delta_memory_kernel(config.gated_delta.head_dim % COLUMNS == 0)
+    if (mamba := config.mamba2) is not None:
+        table.mamba2_convolution_kernel(), table.mamba2_output_kernel()
+        table.mamba2_scan_kernel(mamba.head_dim % ROWS == 0, mamba.state_dim % 16 == 0)
     if config.experts is not None:
         table.router_kernel(config.experts.router.scores)
         table.group_kernel(), table.spread_kernel(), table.pack_groups_kernel(), table.grouped_matmul_kernel()
-        table.add_experts_kernel(), table.gate_up_kernel(), table.down_kernel(), table.down_add_kernel()
+        table.add_experts_kernel(), table.gate_up_kernel(config.block.has_gate)
+        table.down_kernel(), table.down_add_kernel()
     table.rms_norm_kernel()
     if config.block.norm == "layer":
         table.layer_norm_kernel()
-    if config.block.pointwise is None:
-        table.glu_kernel(config.block.activation)
-    elif config.encoder is None:
-        table.pointwise_kernel(config.block.pointwise)
+    if config.encoder is None:
+        table.glu_kernel(config.block.pointwise or config.block.activation)
     (
         table.add_kernel(),
         table.scale_kernel(),

@@ -9,10 +9,10 @@
     short_conv(batch, bcx, spec, layer)                             gated short convolution [T, C]; also to the state
     gated_delta(batch, x, spec, layer)                              gated delta net [T, H * hd]; also to the state
     latent_attention(batch, q, latent, spec, layer)                 latent attention [T, H * values]; also to the cache
+    mamba2(batch, x, spec, layer)                                   Mamba2 layer [T, H * hd]; also to the state
     output_gate(y, qkv, spec)                                       an attention's result times its gates, in place
     softcap(y, cap)                                                 cap * tanh(y / cap), in place [T, N]
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
-    pointwise(x, activation="relu2")                                an activation without a gate, in place
     batch_attention(q, layer, batch, scale, window)                 decode, one token of B sequences: q [B, H, hd]
     prefill_attention(q, layer, start, scale, window, block_table)  T tokens of one sequence: q [T, H, hd]
 
@@ -36,8 +36,8 @@ from quengine.kernels.cpu.gemv.matmul import (
 from quengine.kernels.cpu.ops.gated_delta import gated_delta
 from quengine.kernels.cpu.ops.glu import glu
 from quengine.kernels.cpu.ops.layer_norm import normed
+from quengine.kernels.cpu.ops.mamba2 import mamba2
 from quengine.kernels.cpu.ops.output_gate import output_gate
-from quengine.kernels.cpu.ops.pointwise import pointwise
 from quengine.kernels.cpu.ops.rms_norm import rms_norm
 from quengine.kernels.cpu.ops.rope_store import rope_store
 from quengine.kernels.cpu.ops.short_conv import short_conv
@@ -54,10 +54,10 @@ __all__ = [
     "get_threads",
     "glu",
     "latent_attention",
+    "mamba2",
     "max_threads",
     "normed",
     "output_gate",
-    "pointwise",
     "prefill_attention",
     "prompt_linear",
     "rms_norm",

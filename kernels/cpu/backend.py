@@ -21,9 +21,10 @@ from quengine.kernels.cpu.step_recorder import Buffers, CpuWeight, StepRecorder
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Activation, Gating
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
+from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise, pointwise
 from quengine.kernels.quant_tensor import QuantTensor
@@ -101,7 +102,7 @@ class CpuBackend:
         x: Hidden,
         norm: Norm | None,
         gate_up: CpuWeight,
-        activation: Activation = "silu",
+        activation: Gating = "silu",
     ) -> Hidden:
         if self._recorder is not None:
             return self._recorder.norm_glu(x, norm, gate_up, activation)
@@ -121,7 +122,7 @@ class CpuBackend:
             return self._recorder.norm_pointwise(x, norm, up, activation)
         addend = None if bias is None else bias.unsqueeze(0)
         y = _linear(batch, cpu.normed(x, norm), up, addend)
-        return pointwise(y, activation) if activation == "gelu" else cpu.pointwise(y, activation)
+        return pointwise(y, activation) if activation == "gelu" else cpu.glu(y, activation)
 
     def linear_add(
         self,
@@ -152,7 +153,7 @@ class CpuBackend:
         return cpu.normed(y, post_norm).add_(residual if scale == 1.0 else residual * scale)
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> CpuExperts:
         return gate_up_experts(gate, up, bias)
 
@@ -259,6 +260,14 @@ class CpuBackend:
 
     def kept(self, x: Hidden) -> Hidden:
         return x
+
+    def mamba2(self, batch: ForwardBatch, x: Hidden, spec: Mamba2Spec, state: SlotLayer) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.mamba2(x, spec, state)
+        return cpu.mamba2(batch, x, spec, state)
+
+    def check_mamba2(self, spec: Mamba2Spec) -> None:
+        """Heads of every size are computed."""
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
         return x[rows]

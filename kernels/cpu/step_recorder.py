@@ -28,8 +28,8 @@ from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
 from quengine.kernels.cpu.ops.glu import glu_launch
 from quengine.kernels.cpu.ops.latent_store import latent_store_launch
 from quengine.kernels.cpu.ops.layer_norm import norm_launch
+from quengine.kernels.cpu.ops.mamba2 import mamba2_launches
 from quengine.kernels.cpu.ops.output_gate import output_gate_launch
-from quengine.kernels.cpu.ops.pointwise import pointwise_launch
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.ops.short_conv import short_conv_launch
@@ -38,10 +38,11 @@ from quengine.kernels.cpu.runtime.stage import Stage
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Activation, Gating
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
+from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
@@ -146,7 +147,7 @@ class StepRecorder:
     def columns(self, x: Rows, first: int, last: int) -> Rows:
         return Rows(x.values[:, first:last], x.stage)
 
-    def norm_glu(self, x: Rows, norm: Norm | None, gate_up: CpuWeight, activation: Activation) -> Rows:
+    def norm_glu(self, x: Rows, norm: Norm | None, gate_up: CpuWeight, activation: Gating) -> Rows:
         source = self._normed(x, norm)
         gate, up = gate_up.parts
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
@@ -170,7 +171,7 @@ class StepRecorder:
         stage = self._stage(
             [
                 matvec_launch(self._input(source, part), part, out, 0, step=step),
-                pointwise_launch(out, records, step, activation),
+                glu_launch(out, out, records, step, activation),
             ]
         )
         return Rows(out, stage, records)
@@ -231,7 +232,7 @@ class StepRecorder:
         if self.rows > 1:
             inputs = self._spread(inputs, groups)
         width = parts[0].first.rows
-        between = self._by_place("experts' gate_up", 2 * width, groups)
+        between = self._by_place("experts' gate_up", len(parts) * width, groups)
         out = self._by_place("experts' gated", width, groups)
         records = None
         if width % 32 == 0:
@@ -344,6 +345,14 @@ class StepRecorder:
         convolution, memory, output = launches
         self._stage([convolution])
         return Rows(out, self._after(self._stage([memory]), output))
+
+    def mamba2(self, x: Rows, spec: Mamba2Spec, layer: SlotLayer) -> Rows:
+        out = self._fp32("scanned", spec.inner)
+        tables = self.tables[spec.cache_group]
+        launches = mamba2_launches(x.values, spec, layer, self.positions, tables, out)
+        convolution, scan, output = launches
+        self._stage([convolution])
+        return Rows(out, self._after(self._stage([scan]), output))
 
     def logits(self, x: Rows, norm: Norm, weight: CpuWeight, softcap: float) -> Tensor:
         y = self._fp32("logits", weight.rows)

@@ -57,6 +57,8 @@ from quengine.kernels.cuda.latent.shapes import check_latent
 from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.cuda.layer_norm import layer_norm, layer_norm_fp16, layer_norm_quantize
+from quengine.kernels.cuda.mamba2.arithmetic import check_sizes
+from quengine.kernels.cuda.mamba2.mamba2 import mamba2_decode, mamba2_rows
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
 from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 from quengine.kernels.cuda.moe.grouped import norms_in_groups
@@ -71,9 +73,10 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Activation, Gating
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import LayerNorm, Norm
+from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
@@ -170,7 +173,7 @@ class CudaBackend:
         x: Residual,
         norm: Norm | None,
         gate_up: PackedWeight,
-        activation: Activation = "silu",
+        activation: Gating = "silu",
     ) -> Rows:
         rows = self._normed(x, norm)
         if isinstance(rows, QuantizedActivations):
@@ -224,8 +227,10 @@ class CudaBackend:
         return RmsNormed(*matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch)))
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> ExpertWeights:
+        if gate is None:
+            return self._noted_experts(pack_experts(up, self.device, bias))
         return self._noted_experts(pack_gate_up_experts(gate, up, self.device, bias))
 
     def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ExpertWeights:
@@ -330,21 +335,45 @@ class CudaBackend:
     def gated_delta(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: GatedDeltaSpec, state: SlotLayer
     ) -> Rows:
+        step, several = self._state_step(batch, x, spec.cache_group)
+        out = self._heads_operand(len(batch), spec.value_heads * spec.head_dim)
+        if several:
+            gated_delta_rows(step, spec, state, out, self.batch_invariant, self.pdl)
+        else:
+            gated_delta_decode(step, spec, state, out, self._reads_ahead(batch), self.pdl)
+        return out
+
+    def mamba2(
+        self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: Mamba2Spec, state: SlotLayer
+    ) -> Rows:
+        step, several = self._state_step(batch, x, spec.cache_group)
+        out = self._heads_operand(len(batch), spec.inner)
+        if several:
+            mamba2_rows(step, spec, state, out, self.batch_invariant, self.pdl)
+        else:
+            mamba2_decode(step, spec, state, out, self._reads_ahead(batch), self.pdl)
+        return out
+
+    def check_mamba2(self, spec: Mamba2Spec) -> None:
+        check_sizes(spec)
+
+    def _state_step(
+        self, batch: ForwardBatch, x: Tensor | ScaledProduct, cache_group: int
+    ) -> tuple[StepRows, bool]:
+        """A step's rows for a layer with a state, and whether sequences may have several."""
         prompt = batch.phase == "prefill"
         several = batch.shares_sequences or (prompt and (len(batch) > 1 or self.batch_invariant))
         if not isinstance(x, ScaledProduct) or not several:
             rows = x.finish() if isinstance(x, ScaledProduct) else x
             x = ScaledProduct(rows, self._room().ones(len(rows)), 1.0)
         tiles = self._state_tiles_of(batch) if several and prompt else None
-        tables = batch.block_tables_of(spec.cache_group)
-        step = StepRows(x.values, x.row_scale, 1.0 / x.weight_scale, batch.positions, tables, tiles)
-        out = self._heads_operand(len(batch), spec.value_heads * spec.head_dim)
-        if several:
-            gated_delta_rows(step, spec, state, out, self.batch_invariant, self.pdl)
-        else:
-            # As of attention: what was written by a launch just before must be complete, as a chunk's positions.
-            gated_delta_decode(step, spec, state, out, self.pdl and not prompt, self.pdl)
-        return out
+        tables = batch.block_tables_of(cache_group)
+        scale = 1.0 / x.weight_scale
+        return StepRows(x.values, x.row_scale, scale, batch.positions, tables, tiles), several
+
+    def _reads_ahead(self, batch: ForwardBatch) -> bool:
+        """As of attention: what was written by a launch just before must be complete, as a chunk's positions."""
+        return self.pdl and batch.phase != "prefill"
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
         check_head_dim(spec.head_dim)

@@ -14,20 +14,24 @@ from torch import Tensor
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, ScaledProduct
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import launch_then_wait
+from quengine.kernels.cuda.pointwise import activated
 from quengine.kernels.cuda.weights.packed import PackedPart
-from quengine.kernels.glu import CLAMP, SWISH_SLOPE, Activation
+from quengine.kernels.glu import CLAMP, SWISH_SLOPE, Activation, glu_width
 
 BIAS, ROWS, RESIDUAL = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)
 SILU, GELU_TANH = tl.constexpr(2), tl.constexpr(3)
 CLAMPED_SWISH, BIASED_SWISH = tl.constexpr(4), tl.constexpr(5)
-"""Epilogues of a matmul: rows plus a bias, rows, rows plus a residual, or gated linear units by their
-activation; BIASED_SWISH: the clamped swish of products plus a bias.
+RELU2, GELU = tl.constexpr(6), tl.constexpr(7)
+"""Epilogues of a matmul: rows plus a bias, rows, rows plus a residual, or gated linear units by their activation;
+BIASED_SWISH: the clamped swish of products plus a bias. RELU2 and GELU, which have no gate, are of stored rows alone.
 """
 
 EPILOGUES: dict[Activation, int] = {
     "silu": SILU.value,
     "gelu_tanh": GELU_TANH.value,
     "clamped_swish": CLAMPED_SWISH.value,
+    "relu2": RELU2.value,
+    "gelu": GELU.value,
 }
 
 
@@ -58,21 +62,32 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gated_at(x_ptr, column, width, ACTIVATION: tl.constexpr):
+    """activation(gate) * up of columns [N] of a row [2 * width] at x_ptr, or activation(up) of a row [width]."""
+    inside = column < width
+    x = tl.load(x_ptr + column, mask=inside, other=0.0)
+    if ACTIVATION >= RELU2:
+        y = activated(x, ACTIVATION == GELU)
+    else:
+        y = gated(x, tl.load(x_ptr + width + column, mask=inside, other=0.0), ACTIVATION)
+    return y
+
+
+@triton.jit
 def _glu_rows_kernel(
     x_ptr, out_ptr, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     launch_then_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(x_ptr + row * 2 * width + column, mask=inside, other=0.0)
-    up = tl.load(x_ptr + row * 2 * width + width + column, mask=inside, other=0.0)
-    tl.store(out_ptr + row * width + column, gated(gate, up, ACTIVATION), mask=inside)
+    PARTS: tl.constexpr = 1 if ACTIVATION >= RELU2 else 2
+    y = gated_at(x_ptr + row * PARTS * width, column, width, ACTIVATION)
+    tl.store(out_ptr + row * width + column, y, mask=column < width)
 
 
 def glu_rows(gate_up: Tensor, activation: Activation, pdl: bool = False) -> Tensor:
-    """activation(gate) * up of contiguous fp32 rows [T, 2F]: fp32 [T, F]."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    """activation(gate) * up of contiguous fp32 rows [T, 2F], or of [T, F] without a gate: fp32 [T, F]."""
+    rows, width = gate_up.shape[0], glu_width(gate_up.shape[1], activation)
     y = torch.empty(rows, width, dtype=torch.float32, device=gate_up.device)
     _glu_rows_kernel[(rows, triton.cdiv(width, 1024))](
         gate_up, y, width, BLOCK=1024, ACTIVATION=EPILOGUES[activation], PDL=pdl, num_warps=4, launch_pdl=pdl

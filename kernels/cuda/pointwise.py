@@ -18,7 +18,7 @@ _COLUMNS, _GROUPS = 1024, 32
 
 
 @triton.jit
-def _activated(x, GELU: tl.constexpr):
+def activated(x, GELU: tl.constexpr):
     """GELU, or max(x, 0)^2; a comparison keeps a NaN a NaN."""
     if GELU:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -41,7 +41,7 @@ def _pointwise_kernel(
     x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0)
     if SCALED:
         x *= tl.load(row_scale_ptr + row) * inverse_weight_scale
-    tl.store(x_ptr + row * width + column, _activated(x, GELU), mask=inside)
+    tl.store(x_ptr + row * width + column, activated(x, GELU), mask=inside)
 
 
 def pointwise(x: Tensor | ScaledProduct, activation: Pointwise, pdl: bool = False) -> Tensor:
@@ -67,7 +67,7 @@ def _pointwise_quantize_kernel(
     launch_then_wait(PDL)
     inside = group < groups
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    y = _activated(tl.load(x_ptr + at, mask=inside[:, None], other=0.0), GELU)
+    y = activated(tl.load(x_ptr + at, mask=inside[:, None], other=0.0), GELU)
     high, low, scale, sums = quantize_group(y)
     store_quantized(high_ptr, low_ptr, scale_ptr, sums_ptr, group, inside, high, low, scale, sums)
 

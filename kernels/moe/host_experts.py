@@ -42,7 +42,7 @@ class HostExperts:
         self.layers = layers
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> Any:
         return self.host.gate_up_experts(gate, up, self._bias(bias))
 

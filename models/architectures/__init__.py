@@ -20,11 +20,13 @@ from quengine.models.architectures.glm4 import GLM4
 from quengine.models.architectures.glm4moe import GLM4MOE
 from quengine.models.architectures.gpt_oss import GPT_OSS
 from quengine.models.architectures.granite import GRANITE, GRANITEMOE
+from quengine.models.architectures.granite_hybrid import GRANITEHYBRID
 from quengine.models.architectures.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
 from quengine.models.architectures.lfm2 import LFM2, LFM2MOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
 from quengine.models.architectures.llama4 import LLAMA4
 from quengine.models.architectures.minimax_m2 import MINIMAX_M2
+from quengine.models.architectures.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from quengine.models.architectures.olmo2 import OLMO2
 from quengine.models.architectures.olmoe import OLMOE
 from quengine.models.architectures.openelm import OPENELM
@@ -45,10 +47,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     for a in (
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
         *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, QWEN2VL, QWEN3VL, HUNYUAN_DENSE, QWEN35),
-        *(OPENELM, GEMMA2, GEMMA4, ARCEE, COHERE2),
+        *(OPENELM, GEMMA2, GEMMA4, ARCEE, COHERE2, NEMOTRON_H),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
-        *(LLAMA4, DEEPSEEK2, MISTRAL4, BERT),
+        *(LLAMA4, DEEPSEEK2, MISTRAL4, GRANITEHYBRID, NEMOTRON_H_MOE, BERT),
     )
 }
 """By the name that GGUF has for them."""

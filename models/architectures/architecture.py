@@ -66,8 +66,10 @@ class ModelType:
     expert_keys: of a mixture of experts, ExpertConfig or RouterKind field -> key of config.json: `count`, `used` and
         `feed_forward_length` at least; `shared_count` counts shared experts of that length. Empty: a dense model.
     experts_flag: the key that says whether a model of this type has experts; "": all of them have.
+    may_be_dense: 0 experts are none.
     dense_layers: the layers that have no experts.
     quantization: the `quant_method` of folders that are read packed; those of others are refused.
+    size_keys: ModelConfig field -> the key of config.json that an error about it names, where others have another.
     common_keys: gives config.json in the keys that `hf.config_hf` reads, where it has others.
     fields: what follows from keys of its own; `rope_parameters` in them are complete. Both raise EngineError for values
         that the decoder does not implement.
@@ -82,8 +84,10 @@ class ModelType:
     reads_partial_rotary_factor: bool = False
     expert_keys: Mapping[str, str] = field(default_factory=dict)
     experts_flag: str = ""
+    may_be_dense: bool = False
     dense_layers: Callable[[Keys, int], Sequence[int]] = no_layers
     quantization: str | None = None
+    size_keys: Mapping[str, str] = field(default_factory=dict)
     common_keys: Callable[[Keys], Keys] = lambda keys: keys
     fields: Callable[[Keys, ModelConfig], Fields] = lambda _keys, _config: {}
 
@@ -117,6 +121,7 @@ class Architecture:
     gguf_fields: what follows from keys and tensors of its own. Raises GGUFError as a ModelType's functions do.
     has_recurrent_layers: some layers have no attention, and 0 key and value heads in files.
     latent: layers have latent attention: key and value lengths of GGUF files are those of the cache.
+    has_lone_parts: layers are a mixer or a feed-forward, and have 0 for the sizes of the other in files.
     sizes_by_layer: GGUF files may give the numbers of heads and the length of the feed-forward for each layer.
     """
 
@@ -142,10 +147,13 @@ class Architecture:
     gguf_fields: Callable[["GGUFFile", ModelConfig], Fields] = lambda _file, _config: {}
     has_recurrent_layers: bool = False
     latent: bool = False
+    has_lone_parts: bool = False
     sizes_by_layer: bool = False
 
     @property
     def may_be_dense(self) -> bool:
         """Whether there are models of this architecture without experts."""
         types = self.model_types.values()
-        return self.router is None or not all(t.expert_keys and not t.experts_flag for t in types)
+        return self.router is None or any(
+            not t.expert_keys or t.experts_flag or t.may_be_dense for t in types
+        )

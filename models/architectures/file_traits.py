@@ -1,13 +1,23 @@
 """What files of several architectures say alike: traits that GGUF tells by tensors or by keys common to a few."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from quengine.models.architectures.architecture import Fields
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.config import BlockKind, Mamba2Sizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 
 DRAFTS = "nextn_predict_layers"
 """Key of GGUF: the layers at a file's end that only draft tokens."""
+
+MAMBA2: Mapping[str, str] = {
+    "heads": "ssm.time_step_rank",
+    "inner": "ssm.inner_size",
+    "groups": "ssm.group_count",
+    "state_dim": "ssm.state_size",
+    "taps": "ssm.conv_kernel",
+}
+"""Keys of GGUF: the sizes of Mamba2 layers."""
 
 _BIASES = frozenset({"attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"})
 _NORMS = frozenset({"attn_q_norm.weight", "attn_k_norm.weight"})
@@ -33,3 +43,35 @@ def without_drafts(file: GGUFFile, config: ModelConfig) -> Fields:
     """The layers that a file counts include those that draft. Raises GGUFError where they are all."""
     drafts = file.get_int(f"{config.architecture}.{DRAFTS}", 0, config.block_count - 1) or 0
     return {"block_count": config.block_count - drafts, "draft_layers": drafts}
+
+
+def mamba2_sizes(file: GGUFFile, config: ModelConfig) -> Mamba2Sizes:
+    """The sizes of a file's Mamba2 layers. Raises GGUFError where one is missing or heads do not share the channels."""
+    prefix = config.architecture
+    sizes = {field: file.require_int(f"{prefix}.{key}", 1, 1 << 20) for field, key in MAMBA2.items()}
+    head_dim, rest = divmod(sizes["inner"], sizes["heads"])
+    if rest:
+        problem = f"is not a multiple of the {sizes['heads']} heads (ssm.time_step_rank)"
+        raise file.error(f"{prefix}.{MAMBA2['inner']}", problem)
+    conv_bias = "ssm_conv1d.bias" in tensor_kinds(file)
+    return Mamba2Sizes(
+        heads=sizes["heads"],
+        head_dim=head_dim,
+        groups=sizes["groups"],
+        state_dim=sizes["state_dim"],
+        taps=sizes["taps"],
+        eps=config.rms_eps,
+        conv_bias=conv_bias,
+    )
+
+
+def counts_by_layer(file: GGUFFile, key: str, config: ModelConfig) -> list[int]:
+    """The numbers at `key`, one a layer, or the same for all. Raises GGUFError where there are others than layers."""
+    name = f"{config.architecture}.{key}"
+    if isinstance(file.metadata.get(name), int):
+        return [file.require_int(name)] * config.block_count
+    counts = file.get_ints(name)
+    if counts is None or len(counts) != config.block_count:
+        found = "is missing" if counts is None else f"has {len(counts)} numbers"
+        raise file.error(name, f"{found} for {config.block_count} layers")
+    return [int(count) for count in counts]

@@ -1,4 +1,4 @@
-"""Granite 3 and 4, dense and as a mixture of experts: llama with four multipliers.
+"""Granite 3, and Granite 4.0 without recurrent layers, dense and as a mixture of experts: llama with four multipliers.
 
 They multiply the embedding, the attention's scores and what each attention and feed-forward adds to the residual stream
 (r, the residual multiplier), and divide the logits. The decoder has no multiplier of the residual: it computes the
@@ -24,13 +24,13 @@ _ATTENTION, _EMBEDDING, _LOGITS, _RESIDUAL = (
     "logit_scale",
     "residual_scale",
 )
-_HF_KEYS = {
+HF_SCALES = {
     _ATTENTION: "attention_multiplier",
     _EMBEDDING: "embedding_multiplier",
     _LOGITS: "logits_scaling",
     _RESIDUAL: "residual_multiplier",
 }
-_FINETUNED = "rope.scaling.finetuned"
+FINETUNED = "rope.scaling.finetuned"
 
 
 def _scaled(
@@ -52,52 +52,39 @@ def _scaled(
     }
 
 
-def _fields(keys: Keys, config: ModelConfig) -> Fields:
+def multipliers(keys: Keys, config: ModelConfig) -> Fields:
     """Multipliers that are missing are 1; an attention's that is null is that of other models, as in `transformers`."""
-    scales = {name: number(keys, key, 1.0) for name, key in _HF_KEYS.items()}
-    fields = _scaled(config, scales, lambda name, problem: config_error(_HF_KEYS[name], problem))
-    null = keys.get(_HF_KEYS[_ATTENTION], 1.0) is None
+    scales = {name: number(keys, key, 1.0) for name, key in HF_SCALES.items()}
+    fields = _scaled(config, scales, lambda name, problem: config_error(HF_SCALES[name], problem))
+    null = keys.get(HF_SCALES[_ATTENTION], 1.0) is None
     return {**fields, "attention_scale": None} if null else fields
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
+    if file.get_bool(key := f"{config.architecture}.{FINETUNED}") is False:
+        raise file.error(key, "false: layers without rotation are not implemented")
+    return gguf_multipliers(file, config)
+
+
+def gguf_multipliers(file: GGUFFile, config: ModelConfig) -> Fields:
     """Multipliers that are 0 or missing are 1; the attention's scale is then that of other models."""
     prefix = config.architecture
-    if file.get_bool(f"{prefix}.{_FINETUNED}") is False:
-        raise file.error(f"{prefix}.{_FINETUNED}", "false: layers without rotation are not implemented")
-    given = {name: file.get_float(f"{prefix}.{name}") for name in _HF_KEYS}
+    given = {name: file.get_float(f"{prefix}.{name}") for name in HF_SCALES}
     scales = {name: scale or 1.0 for name, scale in given.items()}
     fields = _scaled(config, scales, lambda name, problem: file.error(f"{prefix}.{name}", problem))
     return fields if given[_ATTENTION] else {**fields, "attention_scale": None}
 
 
-def _attention_alone(keys: Keys) -> Keys:
-    """Granite 4.0 without recurrent layers and experts (350M, 1B, Micro): its feed-forward is the shared expert's."""
-    kinds = keys.get("layer_types")
-    if not isinstance(kinds, list) or any(kind not in ("attention", "full_attention") for kind in kinds):
-        raise config_error("layer_types", f"{str(kinds)[:40]}: recurrent layers (mamba) are not implemented")
-    if (position := keys.get("position_embedding_type")) != "rope":
-        raise config_error("position_embedding_type", f"{position!r} is not implemented, only 'rope' is")
-    return {**keys, "intermediate_size": keys.get("shared_intermediate_size")}
-
-
 GRANITE = Architecture(
     name="granite",
     block=BlockKind(rope_layout="pairs"),
-    model_types={
-        "granite": ModelType({"max_position_embeddings": 2048}, fields=_fields),
-        "granitemoehybrid": ModelType(
-            {"max_position_embeddings": 2048, "num_local_experts": 8, "shared_intermediate_size": 1024},
-            common_keys=_attention_alone,
-            fields=_fields,
-        ),
-    },
+    model_types={"granite": ModelType({"max_position_embeddings": 2048}, fields=multipliers)},
     hf_modules={"ffn_down": "shared_mlp.output_linear"},
     hf_parts={
         "ffn_gate.weight": HFPart("shared_mlp.input_linear.weight", "first half"),
         "ffn_up.weight": HFPart("shared_mlp.input_linear.weight", "second half"),
     },
-    gguf_keys=(*_HF_KEYS, _FINETUNED),
+    gguf_keys=(*HF_SCALES, FINETUNED),
     gguf_fields=_gguf_fields,
 )
 
@@ -108,7 +95,7 @@ _MIXTURE = ModelType(
         "used": "num_experts_per_tok",
         "feed_forward_length": "intermediate_size",
     },
-    fields=_fields,
+    fields=multipliers,
 )
 _MIXTURE_SHARED = replace(
     _MIXTURE,
@@ -130,6 +117,6 @@ GRANITEMOE = Architecture(
         "ffn_gate_shexp.weight": HFPart("shared_mlp.input_linear.weight", "first half"),
         "ffn_up_shexp.weight": HFPart("shared_mlp.input_linear.weight", "second half"),
     },
-    gguf_keys=(*_HF_KEYS, _FINETUNED),
+    gguf_keys=(*HF_SCALES, FINETUNED),
     gguf_fields=_gguf_fields,
 )

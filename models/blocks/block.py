@@ -15,11 +15,11 @@ Shape: TypeAlias = tuple[int, ...]
 
 Axis = Literal[
     "queries", "keys", "heads", "key_heads", "channels",
-    "inner", "expert_inner", "experts", "shared_inner", "tokens",
+    "groups", "inner", "expert_inner", "experts", "shared_inner", "tokens",
 ]  # fmt: skip
 """What ranks divide: elements of all query heads, of all key (or value) heads, query heads by number, key heads of a
-gated delta net by number, channels of a convolution, the width of a feed-forward, of an expert's, experts by number,
-the width of the shared expert's, the vocabulary."""
+gated delta net by number, channels of a convolution, groups of a Mamba2 layer by number, the width of a feed-forward,
+of an expert's, experts by number, the width of the shared expert's, the vocabulary."""
 
 
 class Cut(NamedTuple):
@@ -64,6 +64,7 @@ class TensorSpec(NamedTuple):
 
     shape: rows first. cut: how ranks share it; None: every rank has all of it. hf: its usual name in a Hugging Face
     folder, below the layer; "": it has none. hf_each: that of the matrix of one expert, {expert} being its number.
+    hf_shape: in a folder, where it differs; ().
     rotated: of rows of heads that are rotated, how many heads, and how many elements of each. draw: what synthetic
     models have.
     """
@@ -72,6 +73,7 @@ class TensorSpec(NamedTuple):
     cut: Cut | None = None
     hf: str = ""
     hf_each: str = ""
+    hf_shape: Shape = ()
     rotated: tuple[int, int] | None = None
     draw: Draw | Uniform = Draw()
 
@@ -116,6 +118,9 @@ class SlotState:
 
 State: TypeAlias = PagedKV | SlotState
 
+STATELESS = SlotState(())
+"""Of a layer that keeps nothing."""
+
 
 class Part(Protocol):
     """What mixers and feed-forwards have in common."""
@@ -156,21 +161,34 @@ class ChannelMixer(Part, Protocol):
 
 @dataclass(frozen=True)
 class Block:
-    """One layer of a model. parallel: the feed-forward reads the mixer's norm of the layer's input, not its result."""
+    """One layer of a model: a mixer, a feed-forward, or both.
 
-    mixer: Mixer
-    feed_forward: ChannelMixer
+    parallel: the feed-forward reads the mixer's norm of the layer's input, not its result.
+    """
+
+    mixer: Mixer | None
+    feed_forward: ChannelMixer | None
     parallel: bool = False
 
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The mixer first."""
+        return [part for part in (self.mixer, self.feed_forward) if part is not None]
+
+    @property
+    def state(self) -> State:
+        """What it keeps of a sequence from step to step."""
+        return STATELESS if self.mixer is None else self.mixer.state
+
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Those of both parts, the mixer's first."""
-        return {**self.mixer.tensors(), **self.feed_forward.tensors()}
+        """Those of all parts."""
+        return {name: spec for part in self.parts for name, spec in part.tensors().items()}
 
     @property
     def traits(self) -> Sequence[str]:
         """See Part.traits."""
-        return (*self.mixer.traits, *self.feed_forward.traits)
+        return [trait for part in self.parts for trait in part.traits]
 
     def joined(self) -> Mapping[str, TensorSpec]:
         """See Part.joined."""
-        return {**self.mixer.joined(), **self.feed_forward.joined()}
+        return {name: spec for part in self.parts for name, spec in part.joined().items()}

@@ -46,12 +46,11 @@ class Experts:
     def tensors(self) -> Mapping[str, TensorSpec]:
         count, inner = self.experts.count, self.experts.feed_forward_length
         each = "mlp.experts.{expert}"
+        gate = TensorSpec((count, inner, self.width), _ROWS, hf_each=f"{each}.gate_proj.weight")
         return {
             **({} if self.beside_dense else first_norm(self.form, self.width)),
             "ffn_gate_inp.weight": TensorSpec((count, self.width), hf="mlp.gate.weight"),
-            "ffn_gate_exps.weight": TensorSpec(
-                (count, inner, self.width), _ROWS, hf_each=f"{each}.gate_proj.weight"
-            ),
+            **({"ffn_gate_exps.weight": gate} if self.form.has_gate else {}),
             "ffn_up_exps.weight": TensorSpec(
                 (count, inner, self.width), _ROWS, hf_each=f"{each}.up_proj.weight"
             ),
@@ -65,6 +64,8 @@ class Experts:
 
     def joined(self) -> Mapping[str, TensorSpec]:
         """The tensor that holds gate and up of all experts, [E, 2F, width], in files that do not have two."""
+        if not self.form.has_gate:
+            return {}
         shape = (self.experts.count, 2 * self.experts.feed_forward_length, self.width)
         cut = Cut("rows", (*_INNER, *_INNER), experts=True)
         return {"ffn_gate_up_exps.weight": TensorSpec(shape, cut, "mlp.experts.gate_up_proj")}
@@ -91,8 +92,9 @@ class Experts:
         if not shared:
             return {}
         rows, columns = Cut("rows", _SHARED), Cut("columns", _SHARED)
+        gate = TensorSpec((shared, self.width), rows, f"{hf}.gate_proj.weight")
         found = {
-            "ffn_gate_shexp.weight": TensorSpec((shared, self.width), rows, f"{hf}.gate_proj.weight"),
+            **({"ffn_gate_shexp.weight": gate} if self.form.has_gate else {}),
             "ffn_up_shexp.weight": TensorSpec((shared, self.width), rows, f"{hf}.up_proj.weight"),
             "ffn_down_shexp.weight": TensorSpec((self.width, shared), columns, f"{hf}.down_proj.weight"),
         }

@@ -53,7 +53,7 @@ class FeedForward:
             )
         else:
             shape = (self.length, self.width)
-            if self.form.pointwise is None:
+            if self.form.has_gate:
                 found["ffn_gate.weight"] = TensorSpec(shape, _ROWS, "mlp.gate_proj.weight")
             found["ffn_up.weight"] = TensorSpec(shape, _ROWS, "mlp.up_proj.weight")
         down = TensorSpec((self.width, self.length), _COLUMNS, "mlp.down_proj.weight")

@@ -65,6 +65,11 @@ KEYS: Mapping[str, str] = {
     "latent.rank": "attention.kv_lora_rank",
     "latent.plain": "attention.key_length_mla",
     "latent.values": "attention.value_length_mla",
+    "mamba2.heads": "ssm.time_step_rank",
+    "mamba2.head_dim": "ssm.inner_size",
+    "mamba2.groups": "ssm.group_count",
+    "mamba2.state_dim": "ssm.state_size",
+    "mamba2.taps": "ssm.conv_kernel",
     **EXPERT_KEYS,
 }
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"
@@ -258,7 +263,8 @@ def _uniform_int(
 def _feed_forward_length(file: GGUFFile, declared: Architecture) -> int:
     """Files of models whose layers all have experts may have the experts' length alone."""
     only = None if declared.may_be_dense else file.get_int(f"{declared.name}.expert_feed_forward_length")
-    return _uniform_int(file, declared.name, "feed_forward_length", default=only)
+    zeros = declared.has_lone_parts
+    return _uniform_int(file, declared.name, "feed_forward_length", default=only, but_zeros=zeros)
 
 
 def _float(file: GGUFFile, key: str, default: float) -> float:
@@ -267,9 +273,11 @@ def _float(file: GGUFFile, key: str, default: float) -> float:
 
 
 def _norm_eps(file: GGUFFile, declared: Architecture) -> float:
-    rms = declared.block.norm == "rms"
-    key = f"{declared.name}.{KEYS['rms_eps'] if rms else LAYER_NORM_EPS}"
+    """The epsilon of the norms; RMSNorm's by LayerNorm's name where that is in `gguf_keys` and there is no other."""
+    key = f"{declared.name}.{KEYS['rms_eps'] if declared.block.norm == 'rms' else LAYER_NORM_EPS}"
     value = file.get_float(key)
+    if value is None and LAYER_NORM_EPS in declared.gguf_keys:
+        value = file.get_float(f"{declared.name}.{LAYER_NORM_EPS}")
     if value is None:
         raise file.error(key, "missing from the metadata")
     return value

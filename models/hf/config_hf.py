@@ -89,7 +89,8 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
     result = replace(result, **architecture.size_fields(result))
     result = replace(result, sliding_window=window, full_attention_layers=full)
     result = replace(result, **model_type.fields({**text, "rope_parameters": rope.parameters}, result))
-    names = KEYS | {f"experts.{field}": key for field, key in expert_keys(text, model_type).items()}
+    names = {**KEYS, **model_type.size_keys}
+    names |= {f"experts.{field}": key for field, key in expert_keys(text, model_type).items()}
     for field, problem in result.problems():
         raise config_error(names.get(field, field), problem)
     return result

@@ -33,7 +33,9 @@ def read_experts(
         return None
     if model_type.experts_flag and not flag(keys, model_type.experts_flag):
         return None
-    count = integer(keys, names["count"], 1, MOST_EXPERTS)
+    count = integer(keys, names["count"], 0 if model_type.may_be_dense else 1, MOST_EXPERTS)
+    if not count:
+        return None
     most = LIMITS["feed_forward_length"][1]
     length = integer(keys, names["feed_forward_length"], 1, most)
     fields: dict[str, Any] = {"used": integer(keys, names["used"], 1, min(count, MOST_EXPERTS_USED))}

@@ -145,6 +145,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         declared = ARCHITECTURES[config.architecture]
         self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
         self._rows, self._known = declared.hf_rows, declared.hf_unused
+        self._has_gate = config.block.has_gate
         self._names = HFNames(config, shards.files.keys())
         joined = joined_specs(config)
         for name, spec in tensor_specs(config).items():
@@ -170,7 +171,9 @@ class HFTensors(Mapping[str, QuantTensor]):
             hf_name = self._names.output  # of two tied tensors either may be the one that is stored
         tensor = name.split(".")[-2]
         as_stored = (1, *shape) if tensor in self._rows else shape
-        as_stored = (shape[0], 1, shape[1]) if tensor in _CONVOLUTIONS else as_stored
+        if tensor in _CONVOLUTIONS and len(shape) == 2:
+            as_stored = (shape[0], 1, shape[1])
+        as_stored = spec.hf_shape or as_stored
         self.stored[name] = replace(self._shards.stored(hf_name, as_stored), shape=shape)
         if spec.rotated is not None and self._permuted:
             self.heads[name] = spec.rotated
@@ -191,12 +194,12 @@ class HFTensors(Mapping[str, QuantTensor]):
         count, rows, cols = shape
         layer, kind = name.removesuffix("_exps.weight").rsplit("_", 1)
         ours = [f"{layer}_{kind}.{expert}.weight" for expert in range(count)]
-        whole = self._names(f"{layer}_down_exps.weight" if kind == "down" else f"{layer}_gate_up_exps.weight")
+        both = kind != "down" and self._has_gate
+        whole = self._names(f"{layer}_gate_up_exps.weight" if both else name)
         if whole in self._shards.files:
-            both = kind != "down"
             dtype = self._shards.stored(whole, (count, 2 * rows if both else rows, cols)).dtype
             self.stored |= {name: StoredTensor(whole, dtype, (rows, cols)) for name in ours}
-            first = rows if kind == "up" else 0
+            first = rows if kind == "up" and both else 0
             self.parts |= {name: (expert, first) for expert, name in enumerate(ours)}
             return
         stored = {

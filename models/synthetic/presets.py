@@ -14,6 +14,7 @@ from quengine.models.config import (
     GatedDeltaSizes,
     LatentSizes,
     LayerSizes,
+    Mamba2Sizes,
     ModelConfig,
     RopeScaling,
     yarn_attention_factor,
@@ -37,6 +38,10 @@ class SyntheticModel:
     shared_feed_forward_length: of the shared expert; 0: `feed_forward_length` where the architecture gates one, else
         there is none.
     dense_layers: how many layers in front have no experts.
+    experts_normalized, expert_scale: weights of a row's experts are divided by their sum, where the architecture does
+        not say so; what multiplies them.
+    mamba_heads, mamba_groups: of Mamba2 layers with heads of `mamba_head_dim` and groups of `mamba_state_dim` elements
+        of B and C; 0: there are none, or tiny ones.
     key_heads, value_heads: of gated delta nets, whose heads have `delta_head_dim` elements; 0: there are none.
     latent_rank: of latent attention, whose queries have `rope_dim` rotated elements of `head_dim` and are made of
         `query_rank` ones (0: of the hidden row), and whose values have `value_dim`; 0: there is none.
@@ -68,6 +73,12 @@ class SyntheticModel:
     expert_feed_forward_length: int = 0
     shared_feed_forward_length: int = 0
     dense_layers: int = 0
+    experts_normalized: bool = False
+    expert_scale: float = 1.0
+    mamba_heads: int = 0
+    mamba_groups: int = 0
+    mamba_head_dim: int = 64
+    mamba_state_dim: int = 128
     key_heads: int = 0
     value_heads: int = 0
     delta_head_dim: int = 128
@@ -111,6 +122,7 @@ class SyntheticModel:
             layer_sizes=self.layer_sizes if len(set(self.layer_sizes)) > 1 else (),
             gated_delta=self._gated_delta(),
             latent=self._latent(),
+            mamba2=self._mamba2(),
         )
         return replace(config, **declared.size_fields(config))
 
@@ -143,6 +155,12 @@ class SyntheticModel:
         plain = self.head_dim - rotated
         return LatentSizes(self.query_rank, self.latent_rank, plain, rotated, self.value_dim, _EPS)
 
+    def _mamba2(self) -> Mamba2Sizes | None:
+        if not self.mamba_heads:
+            return None
+        sizes = self.mamba_heads, self.mamba_head_dim, self.mamba_groups, self.mamba_state_dim
+        return Mamba2Sizes(*sizes, taps=4, eps=float(np.float32(1e-5)))
+
     def _experts(self, declared: Architecture) -> ExpertConfig | None:
         count = self.experts or (0 if declared.may_be_dense else _EXPERTS)
         if not count or declared.router is None:
@@ -151,7 +169,12 @@ class SyntheticModel:
         shared = self.shared_feed_forward_length
         return ExpertConfig(
             count=count,
-            router=replace(declared.router, used=used),
+            router=replace(
+                declared.router,
+                used=used,
+                normalized=declared.router.normalized or self.experts_normalized,
+                scale=self.expert_scale,
+            ),
             feed_forward_length=self.expert_feed_forward_length or self.feed_forward_length,
             shared_feed_forward_length=shared
             or (self.feed_forward_length if declared.block.shared_gate else 0),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.blocks.block import Shape, TensorSpec, Uniform
-from quengine.models.config import ExpertConfig, ModelConfig
+from quengine.models.config import ExpertConfig, Mamba2Sizes, ModelConfig
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel, find_preset
@@ -204,6 +204,11 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         sizes[f"{a}.shortconv.l_cache"] = config.conv_taps
     if config.gated_delta is not None:
         sizes |= {f"{a}.{key}": value for key, value in _gated_delta_metadata(config).items()}
+    if config.mamba2 is not None:
+        sizes |= {f"{a}.{key}": value for key, value in _mamba2_metadata(config.mamba2).items()}
+        sizes[f"{a}.rope.scaling.finetuned"] = not config.unrotated_layers
+    if ARCHITECTURES[a].has_lone_parts:  # llama.cpp wants this name too
+        sizes[f"{a}.attention.layer_norm_epsilon"] = config.rms_eps
     if config.experts is not None:
         sizes |= {f"{a}.{key}": value for key, value in _expert_metadata(config.experts).items()}
     if ARCHITECTURES[a].vocabulary == "bpe":
@@ -218,7 +223,10 @@ def _sizes(config: ModelConfig) -> Metadata:
     a, layers = config.architecture, [config.sizes(layer) for layer in range(config.block_count)]
     heads, kv_heads, lengths, _ = map(list, zip(*layers, strict=True))
     if ARCHITECTURES[a].has_recurrent_layers:
-        kv_heads = [0 if i in config.recurrent_layers else count for i, count in enumerate(kv_heads)]
+        without = {*config.recurrent_layers, *config.mixerless_layers}
+        kv_heads = [0 if i in without else count for i, count in enumerate(kv_heads)]
+    if ARCHITECTURES[a].has_lone_parts:
+        lengths = [count if i in config.mixerless_layers else 0 for i, count in enumerate(lengths)]
     keys = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
     return {
         f"{a}.{key}": values if len(set(values)) > 1 else values[0]
@@ -274,6 +282,16 @@ def _gated_delta_metadata(config: ModelConfig) -> Metadata:
     }
 
 
+def _mamba2_metadata(sizes: Mamba2Sizes) -> Metadata:
+    return {
+        "ssm.conv_kernel": sizes.taps,
+        "ssm.state_size": sizes.state_dim,
+        "ssm.group_count": sizes.groups,
+        "ssm.time_step_rank": sizes.heads,
+        "ssm.inner_size": sizes.inner,
+    }
+
+
 def _expert_metadata(experts: ExpertConfig) -> Metadata:
     router = experts.router
     sizes: Metadata = {
@@ -291,7 +309,10 @@ def _expert_metadata(experts: ExpertConfig) -> Metadata:
     return sizes
 
 
-_FLOAT = (".bias", "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight")
+_FLOAT = (
+    *(".bias", "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight"),
+    *("ssm_a", "ssm_d", "ssm_norm.weight"),
+)
 
 
 def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
@@ -299,7 +320,8 @@ def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
 
     Q4_K_M: Q4_K, but Q6_K for the output matrix, and for attn_v and every kind of ffn_down in the first and last eighth
     of the layers and every third between; Q5_K for attn_qkv. A model of exactly 8 experts has Q8_0 for attn_k and
-    attn_v, Q5_K for attn_output. Q5_0 where rows are not whole blocks. MXFP4_MOE: MXFP4 for experts, Q8_0 for all else.
+    attn_v, Q5_K for attn_output. Rows that are not whole blocks have the next larger type with blocks of 32.
+    MXFP4_MOE: MXFP4 for the experts, Q8_0 for all else.
     """
     if len(shape) == 1 or name.endswith(_FLOAT):
         return "F32"
@@ -308,8 +330,11 @@ def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
     if spec.quant != Q4_K_M:
         return spec.quant
     kind = _of_q4_k_m(spec, name)
-    # As llama.cpp does where rows are not whole blocks.
-    return kind if shape[-1] % TYPE_BY_NAME[kind].block == 0 else "Q5_0"
+    return kind if shape[-1] % TYPE_BY_NAME[kind].block == 0 else _OF_OTHER_ROWS[kind]
+
+
+_OF_OTHER_ROWS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""What llama.cpp takes where rows are not whole blocks of 256."""
 
 
 def _of_q4_k_m(spec: SyntheticModel, name: str) -> str:

@@ -234,7 +234,7 @@ def test_the_buffers_of_grouped_rows_are_counted(
     )
     gate_up = ExpertWeights((part,), count, 2 * ffn, True)
     for rows in (3, 128, chunk):
-        _, gated = grouped._buffers(rows, used, gate_up, room)
+        _, gated = grouped._buffers(rows, used, gate_up, ffn, room)
         room.of_experts("rows", torch.float32, rows, (gated.groups.rows, hidden), 0)
     experts = ExpertConfig(count, RouterKind(used), ffn)
     counted = (

@@ -16,7 +16,7 @@ PROMPT = [(7 * i + 5) % 250 for i in range(130)]
 NEXT = [5, 6, 7, 8, 9]
 
 
-@pytest.fixture(scope="module", params=["lfm2-tiny", "qwen3.5-tiny"])
+@pytest.fixture(scope="module", params=["lfm2-tiny", "qwen3.5-tiny", "nemotron-h-moe-tiny"])
 def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
     path = write_small(tmp_path_factory.mktemp("bits") / "tiny.gguf", request.param)
     with states_that_count():

@@ -25,7 +25,7 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["lfm2-tiny", "qwen3.5-tiny"])
+@pytest.fixture(scope="module", params=["lfm2-tiny", "qwen3.5-tiny", "nemotron-h-moe-tiny"])
 def tiny(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The one is computed by the definition, which counts, the other by the CPU's kernels."""
     return write_small(tmp_path_factory.mktemp("states") / f"{request.param}.gguf", request.param)

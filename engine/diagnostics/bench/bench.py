@@ -62,12 +62,16 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     decoder = llm.runner.decoder
     config = decoder.config
     chunks = -(-prompt // decoder.chunk_size)
-    matrices, positions = 0, range(depth, depth + prompt)
+    matrices, rows, positions = 0, prompt, range(depth, depth + prompt)
+    last = [block for block in decoder.blk if block.mixer is not None][-1:]
     for block in decoder.blk:
-        entry, output = block.mixer.entry, block.mixer.output
-        rows = chunks if block is decoder.blk[-1] else prompt
-        matrices += 2 * entry.rows * entry.cols * prompt
-        matrices += (2 * output.rows * output.cols + _feed_forward_operations(config, block.ffn)) * rows
+        if block.mixer is not None:
+            entry, output = block.mixer.entry, block.mixer.output
+            matrices += 2 * entry.rows * entry.cols * prompt
+            rows = chunks if block in last else prompt
+            matrices += 2 * output.rows * output.cols * rows
+        if block.ffn is not None:
+            matrices += _feed_forward_operations(config, block.ffn) * rows
     attention = 0
     for layer, mixer in enumerate(block.mixer for block in layers_of(config)):
         if isinstance(mixer, LatentAttention) and layer in config.held_layers:
@@ -89,10 +93,10 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
 def _feed_forward_operations(config: ModelConfig, ffn: FeedForwardLayer | MixtureOfExperts) -> int:
     """Of the matrices of one layer's feed-forward, for one row."""
     if isinstance(ffn, FeedForwardLayer):
-        return int(sum(2 * weight.rows * weight.cols for weight in (ffn.entry, ffn.ffn_down)))
+        return int(sum(2 * weight.rows * weight.cols for weight in (ffn.entry.weight, ffn.ffn_down)))
     experts = ffn.experts
     inner = experts.router.used * experts.feed_forward_length + experts.shared_feed_forward_length
-    return 2 * config.embedding_length * (3 * inner + experts.count)
+    return 2 * config.embedding_length * ((3 if config.block.has_gate else 2) * inner + experts.count)
 
 
 Progress = Callable[[str], None]

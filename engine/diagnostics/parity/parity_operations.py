@@ -53,6 +53,7 @@ _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "attention": ("attention", (1,)),
     "short_conv": ("attention", (1,)),
     "gated_delta": ("attention", (1,)),
+    "mamba2": ("attention", (1,)),
     "linear_add": ("output+residual", (1, 3)),
     "norm_glu": ("norm+glu", (1,)),
     "norm_pointwise": ("norm+glu", (1,)),
@@ -142,7 +143,11 @@ def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
     """While it lasts, every operation of `decoder` goes through `watch`."""
     holders: list[tuple[Any, str, bool]] = [(decoder, "backend", False)]
     for block in decoder.blk:
-        holders += [(block.mixer, "backend", False), (block.ffn, "backend", True)]
+        holders.append((block, "backend", False))
+        if block.mixer is not None:
+            holders.append((block.mixer, "backend", False))
+        if block.ffn is not None:
+            holders.append((block.ffn, "backend", True))
         if isinstance(block.ffn, MixtureOfExperts):
             holders.append((block.ffn, "expert_backend", True))
     own = [getattr(holder, name) for holder, name, _ in holders]

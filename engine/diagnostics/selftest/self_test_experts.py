@@ -32,7 +32,7 @@ from quengine.diagnostics.selftest.self_test import (
 )
 from quengine.kernels.backend import Backend, Hidden
 from quengine.kernels.block_formats import FORMATS, BlockFormat, dequantize
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Gating
 from quengine.kernels.moe.router import Router
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.kernels.quant_tensor import QuantTensor
@@ -53,7 +53,7 @@ ROUTERS = {
 """What is checked of a router, by the names of the report's columns."""
 
 
-def _layer(tokens: int, activation: Activation = "silu", biases: bool = False) -> Run:
+def _layer(tokens: int, activation: Gating = "silu", biases: bool = False) -> Run:
     """Norm, router, experts, the shared expert, the next norm with a matrix behind it; with `biases` no shared one."""
 
     def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:

@@ -5,6 +5,7 @@ A prompt, then a token, then rows of several sequences, over the state that the 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -15,13 +16,19 @@ from quengine.kernels.backend import Backend, Hidden, SlotLayer
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.kv.cache_types import CONV_HISTORY
+from quengine.kernels.mamba2 import Mamba2Spec, mamba2
 from quengine.kernels.short_conv import ShortConvSpec, short_conv
 
 CHANNELS, TAPS, PROMPT, SLOTS = 640, 3, 70, 3
 KEY_HEADS, VALUE_HEADS, HEAD_SIZES, DELTA_TAPS = 2, 4, (64, 128), 4
+MAMBA_HEADS, MAMBA_SIZE, MAMBA_STATES, MAMBA_TAPS = 4, 64, (64, 128), 4
 _CPU = torch.device("cpu")
 
-STATES = (f"short convolution {CHANNELS}", *(f"gated delta {size}" for size in HEAD_SIZES))
+STATES = (
+    f"short convolution {CHANNELS}",
+    *(f"gated delta {size}" for size in HEAD_SIZES),
+    *(f"Mamba2 {size}" for size in MAMBA_STATES),
+)
 """The subjects."""
 
 Run = Callable[[Backend[Any], ForwardBatch, Hidden, SlotLayer], Tensor]
@@ -43,9 +50,8 @@ def check_state(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
     """The checks of one of STATES; an exception on the way is their failure."""
     random = torch.Generator().manual_seed(3)
     kind, size = name.rsplit(maxsplit=1)
-    subject = (
-        _gated_delta(int(size), random) if kind == "gated delta" else _short_convolution(int(size), random)
-    )
+    makers = {"gated delta": _gated_delta, "Mamba2": _mamba2}
+    subject = makers.get(kind, _short_convolution)(int(size), random)
     ours = tuple(part.clone() for part in subject.state)
     layer = SlotLayer(tuple(part.to(backend.device) for part in subject.state))
     for test, there, here in _steps(backend.device):
@@ -104,6 +110,40 @@ def _gated_delta(size: int, random: torch.Generator) -> _Subject:
 
     limits = {"prompt": HALF, "1 token": ROUNDED, "batch": HALF}
     return _Subject(channels + width + 2 * VALUE_HEADS, (history, memory), run, define, limits)
+
+
+def _mamba2(state_dim: int, random: torch.Generator) -> _Subject:
+    """Of two groups, with a state that decays at another rate for each head."""
+    inner, groups = MAMBA_HEADS * MAMBA_SIZE, 2
+    channels = inner + 2 * groups * state_dim
+    spec = Mamba2Spec(
+        conv=torch.randn(MAMBA_TAPS, channels, generator=random) / 2,
+        conv_bias=torch.randn(channels, generator=random) / 4,
+        decay=-torch.empty(MAMBA_HEADS).uniform_(0.01, 4.0, generator=random),
+        bias=torch.randn(MAMBA_HEADS, generator=random) - 2.0,
+        skip=torch.randn(MAMBA_HEADS, generator=random),
+        norm=torch.rand(inner, generator=random) + 0.5,
+        heads=MAMBA_HEADS, head_dim=MAMBA_SIZE, groups=groups, state_dim=state_dim,
+        step_limits=(0.0, inf), eps=EPS, cache_group=0,
+    )  # fmt: skip
+    history = torch.randn(SLOTS + 1, MAMBA_TAPS, channels, generator=random)
+    memory = torch.randn(SLOTS + 1, MAMBA_HEADS, MAMBA_SIZE, state_dim, generator=random) * state_dim**-0.5
+
+    def run(backend: Backend[Any], batch: ForwardBatch, x: Hidden, layer: SlotLayer) -> Tensor:
+        names = ("conv", "conv_bias", "decay", "bias", "skip", "norm")
+        vectors = {name: getattr(spec, name).to(backend.device, backend.dtype) for name in names}
+        # The result may be quantized for a matrix, which alone reads it: one row of it for each output.
+        identity = backend.weight([floats(torch.eye(inner))])
+        mixed = backend.mamba2(batch, x, replace(spec, **vectors), layer)
+        zero = torch.zeros(len(batch), inner, dtype=backend.dtype, device=backend.device)
+        result: Tensor = backend.linear_add(batch, mixed, identity, zero)
+        return result
+
+    def define(batch: ForwardBatch, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
+        return mamba2(batch, x, spec, *state)
+
+    limits = {"prompt": HALF, "1 token": ROUNDED, "batch": HALF}
+    return _Subject(sum(spec.widths), (history, memory), run, define, limits)
 
 
 def _steps(device: torch.device) -> Iterator[tuple[str, ForwardBatch, ForwardBatch]]:

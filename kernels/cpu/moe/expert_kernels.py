@@ -77,18 +77,19 @@ def _multiply(
         call_kernel(matrices.add_kernel, added, block)
 
 
-def gate_up_kernel() -> bytes:
-    """Task i: block i % blocks of the gated outputs of group i // blocks."""
-    request_floats = _REQUEST_FLOATS
+def gate_up_kernel(has_gate: bool) -> bytes:
+    """Task i: block i % blocks of the gated outputs of group i // blocks. Without a gate: of up alone."""
+    request_floats, parts = _REQUEST_FLOATS, 2 if has_gate else 1
 
     def gate_up(args: GateUpArguments, task: int) -> None:
         table, group, block = args.table, task // args.blocks, task % args.blocks
         if group >= int64_at(table, 0):
             return
-        memory, width, step = stack_floats(request_floats), args.gate.rows, args.task_rows
-        between, stride = args.gate_up, 8 * args.gate.rows
-        _multiply(args.gate, table, group, step, between, stride, block, memory)
-        _multiply(args.up, table, group, step, between + 4 * width, stride, block, memory)
+        memory, width, step = stack_floats(request_floats), args.up.rows, args.task_rows
+        between, stride = args.gate_up, 4 * parts * args.up.rows
+        if has_gate:
+            _multiply(args.gate, table, group, step, between, stride, block, memory)
+        _multiply(args.up, table, group, step, between + (stride - 4 * width), stride, block, memory)
         first, places = int64_at(table, HEAD + GROUP * group + 1), int64_at(table, HEAD + GROUP * group + 2)
         request = _glu_at(memory)
         request.gate_up = between + first * stride

@@ -27,7 +27,7 @@ from quengine.kernels.cpu.runtime.kernel_table import (
     spread_kernel,
 )
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import GATELESS, Activation
 from quengine.kernels.quant_tensor import QuantTensor
 
 _SHARES = 8  # tasks per thread, if the matrices have enough rows
@@ -105,7 +105,8 @@ class ExpertMatrices(Arguments):
 
 @dataclass
 class GateUpArguments(Arguments):
-    """gate_up: fp32 [places, 2F]; out: fp32 [places, F]; records: quantized activations, or 0."""
+    """gate_up: fp32 [places, 2F], without a gate [places, F]; out: fp32 [places, F]; records: quantized activations, or
+    0."""
 
     table: int
     blocks: int
@@ -172,19 +173,19 @@ def gate_up_launch(
     """activation(gate) * up of each slot: out fp32 [T * k, F], by place.
 
     sources: the inputs of gate and of up (see `matvec_launch`), one row per place, or a single row for all. between:
-    fp32 [T * k, 2F]. With `records`, uint8 [T * k, quantized_row_bytes(F)], the result is quantized into it as well; F
-    must be a multiple of 32. All are contiguous.
+    fp32 [T * k, 2F]; of experts without a gate there is one source, and [T * k, F]. With `records`, uint8 [T * k,
+    quantized_row_bytes(F)], the result is quantized into it as well; F must be a multiple of 32. All are contiguous.
     """
-    gate, up = experts.parts
-    width = gate.first.rows
-    assert records is None or width % 32 == 0
-    step = _step(width, task_rows(gate.first) // 2, groups.slots, unit=32)
+    gate, up = experts.parts[0], experts.parts[-1]  # the same one without a gate
+    parts, width = len(experts.parts), up.first.rows
+    assert (records is None or width % 32 == 0) and (activation in GATELESS) == (parts == 1)
+    step = _step(width, task_rows(up.first) // parts, groups.slots, unit=32)
     arguments = GateUpArguments(
         table=groups.table.data_ptr(),
         blocks=-(-width // step),
         task_rows=step,
         gate=_matrices(gate, sources[0], groups),
-        up=_matrices(up, sources[1], groups),
+        up=_matrices(up, sources[-1], groups),
         gate_up=between.data_ptr(),
         out=out.data_ptr(),
         records=0 if records is None else records.data_ptr(),
@@ -192,7 +193,9 @@ def gate_up_launch(
         glu_kernel=glu_kernel(activation),
     )
     keep = (experts, groups, sources, between, out, records)
-    return Launch(gate_up_kernel(), arguments, _most_groups(gate, groups) * arguments.blocks, keep=keep)
+    return Launch(
+        gate_up_kernel(parts == 2), arguments, _most_groups(up, groups) * arguments.blocks, keep=keep
+    )
 
 
 def down_launches(

@@ -51,9 +51,13 @@ class ExpertRows:
 
 
 def gate_up_experts(
-    gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None
+    gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None
 ) -> CpuExperts:
-    """The gate and up matrices [F, K] of E experts, for `experts_glu`. bias: fp32 [E, 2F], gate first."""
+    """The gate and up matrices [F, K] of E experts, for `experts_glu`. bias: fp32 [E, 2F], gate first. gate None: they
+    have none, and no bias."""
+    if gate is None:
+        assert bias is None
+        return CpuExperts((ExpertPart.of(up, None),))
     width = gate[0].rows
     biases = (None, None) if bias is None else (bias[:, :width], bias[:, width:])
     return CpuExperts((ExpertPart.of(gate, biases[0]), ExpertPart.of(up, biases[1])))
@@ -73,7 +77,7 @@ def experts_glu(
     """
     _check_width(x, gate_up)
     x, (rows, used), width = x.contiguous(), routing.experts.shape, gate_up.parts[0].first.rows
-    between = torch.empty(rows * used, 2 * width)
+    between = torch.empty(rows * used, len(gate_up.parts) * width)
     if phase == "prefill":
         groups, launches = prompt_expert_launches(x, routing, gate_up.parts, between)
         run(launches)

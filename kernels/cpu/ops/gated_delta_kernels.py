@@ -6,10 +6,11 @@ from llvmlite import ir
 from numba import types
 
 from quengine.kernels.cpu.ir.gate_ir import exponential, gate_row, sigmoid, softplus
-from quengine.kernels.cpu.ir.row_ir import float_at, int64_at, scale_row, store_f32
+from quengine.kernels.cpu.ir.row_ir import float_at, int64_at, store_f32
 from quengine.kernels.cpu.ir.tile_ir import clear_floats, stack_floats
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
+from quengine.kernels.cpu.ops.causal_conv_rows import convolve_row
 from quengine.kernels.cpu.ops.gated_delta import COLUMNS, MOST_WIDTH, GatedDeltaArguments
 from quengine.kernels.cpu.ops.rms_norm_kernels import emit_sum_of_squares, norm_row
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
@@ -30,14 +31,9 @@ def delta_convolution_kernel() -> bytes:
             position, x = int64_at(args.positions, row), args.x + row * args.row_bytes
             slot = int64_at(args.tables + row * args.table_stride, 0)
             history, head = args.history + slot * args.history_rows * channels + at, x + at
-            scale_row(head, 1.0, args.width, history + position % args.history_rows * channels)
-            clear_floats(head, args.width)
-            for tap in range(args.taps):
-                read = position - args.taps + 1 + tap
-                if read >= 0:
-                    past = history + read % args.history_rows * channels
-                    _add_product(args.conv + tap * channels + at, past, head, args.width)
-            gate_row("sigmoid", head, head, args.width)
+            convolve_row(
+                head, args.width, position, history, args.history_rows, channels, args.conv + at, args.taps, 0
+            )
             if value < 0:
                 _unit_row(head, args.width, args.l2_eps, args.scale if task < args.key_heads else 1.0)
             else:
@@ -111,18 +107,6 @@ def delta_output_kernel() -> bytes:
         gate_row("silu", z, out, args.width)
 
     return compile_kernel(gate_head, GatedDeltaArguments)
-
-
-@vector_code
-def _add_product(e: Emitter, x: ir.Value, y: ir.Value, out: ir.Value, count: ir.Value) -> None:
-    """Adds `count` fp32 at address x times those at address y to those at address out."""
-
-    def add(i: ir.Value, lanes: int) -> None:
-        at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)
-        product = e.load(lane, e.at(x, at)), e.load(lane, e.at(y, at))
-        e.store(e.fma(*product, e.load(lane, e.at(out, at))), e.at(out, at))
-
-    e.spans(e.i64(0), count, add)
 
 
 @vector_code(eps=types.float32, factor=types.float32)

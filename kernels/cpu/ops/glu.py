@@ -10,15 +10,15 @@ from torch import Tensor
 from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import glu_kernel
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Activation, glu_width
 
 _COLUMNS, _TASKS = 64, 4  # columns per task are a multiple of _COLUMNS; _TASKS tasks per thread
 
 
 @dataclass
 class GLUArguments(Arguments):
-    """gate_up: fp32 [rows, 2 * cols]; out: fp32 [rows, cols]; records: quantized activations, or 0. All are
-    addresses.
+    """gate_up: fp32 [rows, 2 * cols], without a gate [rows, cols]; out: fp32 [rows, cols]; records: quantized
+    activations, or 0. All are addresses.
     """
 
     gate_up: int
@@ -33,7 +33,8 @@ class GLUArguments(Arguments):
 def glu_launch(
     gate_up: Tensor, out: Tensor, records: Tensor | None, step: int, activation: Activation = "silu"
 ) -> Launch:
-    """activation(gate) * up: gate_up fp32 [T, 2F], out fp32 [T, F], contiguous. A task is `step` columns of all rows.
+    """activation(gate) * up: gate_up fp32 [T, 2F], or [T, F] without a gate, out fp32 [T, F], contiguous; without a
+    gate they may be the same. A task is `step` columns of all rows.
 
     With `records`, uint8 [T, quantized_row_bytes(F)], contiguous, the rows are quantized into it as well; `step` and F
     must be multiples of 32.
@@ -53,9 +54,9 @@ def glu_launch(
 
 
 def glu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """activation(gate) * up of each row of gate_up fp32 [T, 2F]: fp32 [T, F]."""
+    """activation(gate) * up of each row of gate_up fp32 [T, 2F], or [T, F] without a gate: fp32 [T, F]."""
     gate_up = gate_up.contiguous()
-    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    out = torch.empty(gate_up.shape[0], glu_width(gate_up.shape[1], activation))
     # The longest runs of a row that leave enough tasks: each short run would begin on a new page.
     step = -(-out.shape[1] // (_COLUMNS * _TASKS * get_threads())) * _COLUMNS
     run([glu_launch(gate_up, out, None, step, activation)])

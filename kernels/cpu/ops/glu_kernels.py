@@ -12,7 +12,7 @@ from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
 from quengine.kernels.cpu.ops.glu import GLUArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
-from quengine.kernels.glu import CLAMP, SWISH_SLOPE, Activation
+from quengine.kernels.glu import CLAMP, GATELESS, SWISH_SLOPE, Activation
 
 _LANES = 16
 _MOST = 88.0  # exp of more overflows; silu(-88) is -5e-37
@@ -22,13 +22,15 @@ _GELU_CUBE = 0.044715
 
 def glu_kernel(activation: Activation) -> bytes:
     """Task i is the i-th run of `task_cols` columns of every row."""
+    assert activation != "gelu", "only encoders have it, whose feed-forwards torch computes"
+    parts = 1 if activation in GATELESS else 2
 
     def glu_span(args: GLUArguments, task: int) -> None:
         width = args.cols
         first, last = task * args.task_cols, min(width, (task + 1) * args.task_cols)
         for row in range(args.rows):
-            gate, out = args.gate_up + 8 * width * row, args.out + 4 * width * row
-            _gated(activation, gate, gate + 4 * width, first, last, out)
+            gate, out = args.gate_up + 4 * parts * width * row, args.out + 4 * width * row
+            _gated(activation, gate, gate + 4 * width * (parts - 1), first, last, out)
             if args.records:
                 quantize_row(out, width, first, last, args.records + row * args.record_stride)
 
@@ -39,7 +41,10 @@ def glu_kernel(activation: Activation) -> bytes:
 def _gated(
     e: Emitter, activation: str, gate: ir.Value, up: ir.Value, first: ir.Value, last: ir.Value, out: ir.Value
 ) -> None:
-    """activation(gate) * up, fp32 at addresses, elements first .. last - 1."""
+    """activation(gate) * up, fp32 at addresses, elements first .. last - 1; without a gate, activation(up)."""
+    if activation == "relu2":
+        _squared_relu(e, up, first, last, out)
+        return
 
     def span(i: ir.Value, lanes: int) -> None:
         at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)
@@ -50,6 +55,16 @@ def _gated(
         activated = e.b.fdiv(g, e.b.fadd(e.const(lane, 1.0), emit_exp(e, power)))
         factor = _factor(e, e.load(lane, e.at(up, at)), activation)
         e.store(e.b.fmul(activated, factor), e.at(out, at))
+
+    e.spans(first, last, span, _LANES)
+
+
+def _squared_relu(e: Emitter, up: ir.Value, first: ir.Value, last: ir.Value, out: ir.Value) -> None:
+    def span(i: ir.Value, lanes: int) -> None:
+        at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)
+        value, zero = e.load(lane, e.at(up, at)), e.const(lane, 0.0)
+        value = e.b.select(e.b.fcmp_ordered("<", value, zero), zero, value)  # NaN stays
+        e.store(e.b.fmul(value, value), e.at(out, at))
 
     e.spans(first, last, span, _LANES)
 

@@ -3,6 +3,7 @@
 The cases call the backend itself, so what is compiled is what a model launches.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CONV_HISTORY, CacheType, can_store
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.layer_norm import LayerNorm
+from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeLayout
 from quengine.kernels.short_conv import ShortConvSpec
@@ -146,6 +148,14 @@ NETS = {
 }
 """Key heads, value heads and elements of a head of gated delta nets."""
 
+MAMBAS = {
+    "nemotron-3-nano 64x64, 8 of 128": (64, 64, 8, 128),
+    "granite-4.0-h-tiny 48x64, 1 of 128": (48, 64, 1, 128),
+    "8x128, 2 of 256": (8, 128, 2, 256),
+    "8x256, 1 of 16": (8, 256, 1, 16),
+}
+"""Heads, elements of a head, groups and elements of B and C in a group of Mamba2 layers."""
+
 COMMON_TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
 """Types that are compiled for every GPU. The others skip sm_89, which has the instructions and registers of sm_80."""
 
@@ -165,8 +175,8 @@ def backend_for(arch: int) -> Iterator[MetaBackend]:
 def cases() -> list[Case]:
     """All cases, the slowest to compile first."""
     return [
-        *_model_cases(), *_gated_delta_cases(), *_block_cases(), *_type_cases(), *_attention_cases(), *_fixed_cases(),
-        *_width_cases(), *_sampling_cases(),
+        *_model_cases(), *_gated_delta_cases(), *_mamba2_cases(), *_block_cases(), *_type_cases(),
+        *_attention_cases(), *_fixed_cases(), *_width_cases(), *_sampling_cases(),
         *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_rank_steps()))),
         *(Case(*fields) for fields in latent_cases(_latent_steps(), ARCHS, _fixed)),
     ]  # fmt: skip
@@ -215,8 +225,9 @@ def _model_cases() -> Iterator[Case]:
 def _block_cases() -> Iterator[Case]:
     """Blocks with post-norms, with and without pre-norms; projections with a bias or row scales."""
     for rows in (1, 16, 64, ODD_ROWS):
-        call = partial(_ungated, "Q4_K", 2560, 18432, _step(rows))
-        yield Case(f"feed-forward without a gate, {_rows(rows)}", rows == 1, (90,), call)
+        for name, hidden, ffn in (("Q4_K", 2560, 18432), ("Q5_0", 2688, 3712)):
+            call = partial(_ungated, name, hidden, ffn, _step(rows))
+            yield Case(f"feed-forward without a gate, {name}, {_rows(rows)}", rows == 1, (90,), call)
         call = partial(_blocks, "Q4_K", "Q6_K", 2560, 10240, _step(rows))
         yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
         call = partial(_branches, "Q4_0", 2816, 2112, _step(rows))
@@ -244,6 +255,22 @@ def _gated_delta_cases() -> Iterator[Case]:
             yield Case(f"gated delta {name}, {step}", batch.phase == "decode", archs, call)
             if main and not batch.shares_sequences:
                 yield Case(f"deterministic gated delta {name}, {step}", False, archs, partial(_fixed, call))
+
+
+def _mamba2_cases() -> Iterator[Case]:
+    """The layers between their projections: of released models, and of other sizes."""
+    for name, sizes in MAMBAS.items():
+        main = name.startswith("nemotron")
+        archs = ARCHS if main or name.startswith("granite") else (90,)
+        steps = {"decode": _decode(1), "a prompt": _prefill(PREFILL_ROWS)}
+        if main:
+            steps |= {f"decode of {rows}": _decode(rows) for rows in (BATCH, FEW_ROWS[-1])}
+            steps |= {"rows of one sequence": _decode(BATCH, shares_sequences=True)}
+        for step, batch in steps.items():
+            call = partial(_mamba2, *sizes, batch)
+            yield Case(f"mamba2 {name}, {step}", batch.phase == "decode", archs, call)
+            if main and not batch.shares_sequences:
+                yield Case(f"deterministic mamba2 {name}, {step}", False, archs, partial(_fixed, call))
 
 
 def _type_cases() -> Iterator[Case]:
@@ -419,6 +446,22 @@ def _gated_delta(keys: int, values: int, size: int, batch: ForwardBatch, backend
     backend.gated_delta(batch, empty(len(batch), sum(spec.widths)), spec, state)
 
 
+def _mamba2(
+    heads: int, size: int, groups: int, state_dim: int, batch: ForwardBatch, backend: MetaBackend
+) -> None:
+    """The step of one layer."""
+    inner = heads * size
+    channels, of_heads = inner + 2 * groups * state_dim, partial(empty, heads)
+    spec = Mamba2Spec(
+        empty(4, channels), empty(channels), of_heads(), of_heads(), of_heads(), empty(inner),
+        heads, size, groups, state_dim,
+        (0.0, math.inf), EPS, 0,
+    )  # fmt: skip
+    state = SlotLayer((empty(2, 4, channels), empty(2, heads, size, state_dim)))
+    backend.weight([stored("Q8_0", 16, 128)])  # room for a workspace
+    backend.mamba2(batch, empty(len(batch), sum(spec.widths)), spec, state)
+
+
 def _projections(name: str, hidden: int, width: int, batch: ForwardBatch, backend: MetaBackend) -> None:
     """The ends of residual branches with a bias (gpt-oss's attention) or row scales (Qwen2-MoE's shared
     expert), before another norm and before none; and a matrix of one type with a bias after a norm.
@@ -479,7 +522,7 @@ def _layer_norm(width: int, rows: int, backend: MetaBackend) -> None:
 
 
 def _ungated(name: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:
-    """Arcee's feed-forward, the square of ReLU without a gate."""
+    """The feed-forward of Arcee and Nemotron-H, the square of ReLU without a gate."""
     norm, up = RMSNorm(empty(hidden), EPS), backend.weight([stored(name, ffn, hidden)])
     x = backend.norm_pointwise(batch, empty(len(batch), hidden), norm, up, "relu2")
     backend.linear_add(batch, x, backend.weight([stored(name, hidden, ffn)]), empty(len(batch), hidden), norm)

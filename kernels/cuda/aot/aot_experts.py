@@ -12,7 +12,7 @@ from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPart
 from quengine.kernels.cuda.moe.router import route
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import GATELESS, Activation
 from quengine.kernels.moe.router import Router
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.kernels.rms_norm import RMSNorm
@@ -70,20 +70,25 @@ def expert_cases() -> Iterator[ExpertCase]:
         call = partial(_layer, small, (name, name, name))
         yield f"experts of {name}, decode", True, (90,), call
     uneven = replace(small, router=RouterKind(6))
-    yield "6 experts of 8, decode", True, (90,), partial(_layer, uneven, ("Q4_K", "Q4_K", "Q4_K"))
+    yield "6 experts of 8, decode", True, (90,), partial(_layer, uneven, ("Q4_K",) * 3, alone=True)
     yield "unpaired experts, decode", True, (90,), partial(_layer, small, ("Q4_K", "Q6_K", "F16"))
+    gateless = Experts(2688, 1856, 128, RouterKind(6, "sigmoid", normalized=False), "relu2")
+    yield "nemotron-3-nano, experts of Q5_0, decode", True, (90,), partial(_layer, gateless, ("Q5_0",) * 3)
     for model, experts in ROUTERS.items():
         for rows in (1, 16, 64, 128) if model in _BATCHED else (1,):
             yield f"router of {model}, {rows} rows", True, (90,), partial(_router, experts, rows)
 
 
-def _layer(experts: Experts, types: tuple[str, str, str], backend: CudaBackend) -> None:
-    """Gate, up and down of one row, whose norm the launch before has started; the last launch starts the next norm."""
+def _layer(
+    experts: Experts, types: tuple[str, str, str], backend: CudaBackend, *, alone: bool = False
+) -> None:
+    """Gate, up and down of one row, whose norm the launch before has started; the last launch starts the next norm.
+    alone: also without a norm after it."""
     batch = ForwardBatch("decode", empty(1), empty(1), empty(1, 1, 1))
     hidden, ffn, count = experts.hidden, experts.ffn, experts.count
     gate, up = ([stored(name, ffn, hidden)] * count for name in types[:2])
     bias = (empty(count, 2 * ffn), empty(count, hidden)) if experts.bias else (None, None)
-    gate_up = backend.gate_up_experts(gate, up, bias[0])
+    gate_up = backend.gate_up_experts(None if experts.activation in GATELESS else gate, up, bias[0])
     down = backend.down_experts([stored(types[2], hidden, ffn)] * count, bias[1])
     norm = RMSNorm(empty(hidden), _EPS)
     row = QuantizedActivations.empty(1, hidden, META)
@@ -94,7 +99,7 @@ def _layer(experts: Experts, types: tuple[str, str, str], backend: CudaBackend) 
     routing = backend.route(batch, x, norm, _router_of(experts))
     gated = backend.experts_glu(batch, x, norm, routing, gate_up, experts.activation)
     backend.experts_add(batch, gated, routing, down, x, norm)
-    if experts.router.used == 6:  # once also without a norm after it
+    if alone:
         backend.experts_add(batch, gated, routing, down, x)
 
 

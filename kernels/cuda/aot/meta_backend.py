@@ -60,8 +60,10 @@ class MetaBackend(CudaBackend):
         )
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor], up: Sequence[QuantTensor], bias: Tensor | None = None
+        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> ExpertWeights:
+        if gate is None:
+            return self.down_experts(up, bias)
         count, rows = len(gate), 2 * gate[0].rows
         if pairs_experts(gate[0], up[0]):
             return self._noted_experts(ExpertWeights((_experts(gate, rows),), count, rows, True, bias))

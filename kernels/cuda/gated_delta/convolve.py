@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quengine.kernels.cuda.causal_conv import rows_sum
 from quengine.kernels.cuda.gated_delta.arithmetic import Net, inverse_length, log_decay, silu
 from quengine.kernels.cuda.gated_delta.rows import StepRows
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
@@ -16,39 +17,6 @@ from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 
 BLOCK_ROWS = 16
-
-
-@triton.jit
-def _rows_before(
-    row,
-    back,
-    position,
-    slot,
-    position_ptr,
-    table_ptr,
-    sequence_ptr,
-    rows,
-    table_stride,
-    ALL_ROWS: tl.constexpr,
-):
-    """The rows [R] of the step that are `back` positions before rows `row` [R], and which of them there are.
-
-    Rows of a prompt follow each other. Where ALL_ROWS is not 0, a power of two at least the step's rows, each row has a
-    table of its own, and those of one slot are in any order.
-    """
-    if ALL_ROWS == 0:
-        before = row - back
-        sequence = tl.load(sequence_ptr + row, mask=row < rows, other=-1)
-        of_it = tl.load(sequence_ptr + before, mask=(before >= 0) & (row < rows), other=-1)
-        beside = (of_it == sequence) & (row < rows)
-    else:
-        other = tl.arange(0, ALL_ROWS)
-        its_slot = tl.load(table_ptr + other * table_stride, mask=other < rows, other=0)
-        its_position = tl.load(position_ptr + other, mask=other < rows, other=-1)
-        same = (its_slot[None, :] == slot[:, None]) & (its_position[None, :] == position[:, None] - back)
-        before = tl.max(tl.where(same & (slot != 0)[:, None], other[None, :], -1), 1)
-        beside = before >= 0
-    return before, beside
 
 
 @DirectLaunch
@@ -61,34 +29,17 @@ def _convolve_kernel(
     """Programs (ROWS rows, head of q, k or v)."""
     wait_then_launch(PDL)
     D: tl.constexpr = NET.head_dim
-    TAPS: tl.constexpr = NET.taps
     WIDTH: tl.constexpr = NET.value_heads * D
     CHANNELS: tl.constexpr = 2 * NET.key_heads * D + WIDTH
     head = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    position = tl.load(position_ptr + row, mask=live, other=0)
-    sequence = row
-    if sequence_ptr is not None:
-        sequence = tl.load(sequence_ptr + row, mask=live, other=0)
-    slot = tl.load(table_ptr + sequence * table_stride, mask=live, other=0)
-    history = history_ptr + slot.to(tl.int64) * (NET.ring * CHANNELS)
     channel = head * D + tl.arange(0, D)
-    scale = tl.load(row_scale_ptr + row, mask=live, other=0.0) * weight_scale
+    total, scale = rows_sum(
+        x_ptr, row_scale_ptr, weight_scale, conv_ptr, position_ptr, table_ptr, sequence_ptr, history_ptr,
+        row, channel, rows, x_stride, table_stride, CHANNELS, NET.taps, NET.ring, ALL_ROWS,
+    )  # fmt: skip
     own = x_ptr + row.to(tl.int64) * x_stride
-    newest = tl.load(own[:, None] + channel[None, :], mask=live[:, None], other=0.0) * scale[:, None]
-    total = tl.load(conv_ptr + (TAPS - 1) * CHANNELS + channel)[None, :] * newest
-    for back in tl.static_range(1, TAPS):
-        before, beside = _rows_before(
-            row, back, position, slot, position_ptr, table_ptr, sequence_ptr, rows, table_stride, ALL_ROWS
-        )
-        near = x_ptr + before.to(tl.int64)[:, None] * x_stride + channel[None, :]
-        u = tl.load(near, mask=beside[:, None], other=0.0)
-        u *= (tl.load(row_scale_ptr + before, mask=beside, other=0.0) * weight_scale)[:, None]
-        stored = live & (slot != 0) & (position >= back) & (beside == 0)
-        at = (position - back + NET.ring) % NET.ring * CHANNELS
-        u += tl.load(history[:, None] + at[:, None] + channel[None, :], mask=stored[:, None], other=0.0)
-        total += tl.load(conv_ptr + (TAPS - 1 - back) * CHANNELS + channel)[None, :] * u
     y = silu(total)
     if head < 2 * NET.key_heads:
         y *= inverse_length(tl.sum(y * y, 1))[:, None] * tl.where(head < NET.key_heads, D**-0.5, 1.0)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.backend import SlotLayer
+from quengine.kernels.cuda.causal_conv import past_sum
 from quengine.kernels.cuda.gated_delta.arithmetic import (
     Net,
     delta_step,
@@ -56,19 +57,6 @@ def can_norm(net: Net) -> bool:
     return 32 <= net.head_dim <= WHOLE_HEAD
 
 
-@triton.jit
-def _past(history_ptr, conv_ptr, position, channel, NET: tl.constexpr):
-    """The convolution's sum over earlier positions than `position`, of channels [N]; and the newest tap's weight."""
-    CHANNELS: tl.constexpr = (2 * NET.key_heads + NET.value_heads) * NET.head_dim
-    TAPS: tl.constexpr = NET.taps
-    total = tl.zeros(channel.shape, tl.float32)
-    for back in tl.static_range(1, TAPS):
-        at = (position - back + NET.ring) % NET.ring * CHANNELS + channel
-        weight = tl.load(conv_ptr + (TAPS - 1 - back) * CHANNELS + channel)
-        total += weight * tl.load(history_ptr + at, mask=position >= back, other=0.0)
-    return total, tl.load(conv_ptr + (TAPS - 1) * CHANNELS + channel)
-
-
 @DirectLaunch
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
@@ -101,9 +89,11 @@ def _decode_kernel(
     position_read = tl.where(kept, position, 0)
     q_channel = key_head_of(head, NET) * D + element
     v_channel = 2 * KEYS + head * D + column
-    q_past, q_weight = _past(history_ptr, conv_ptr, position_read, q_channel, NET)
-    k_past, k_weight = _past(history_ptr, conv_ptr, position_read, q_channel + KEYS, NET)
-    v_past, v_weight = _past(history_ptr, conv_ptr, position_read, v_channel, NET)
+    q_past, q_weight = past_sum(history_ptr, conv_ptr, position_read, q_channel, CHANNELS, NET.taps, NET.ring)
+    k_past, k_weight = past_sum(
+        history_ptr, conv_ptr, position_read, q_channel + KEYS, CHANNELS, NET.taps, NET.ring
+    )
+    v_past, v_weight = past_sum(history_ptr, conv_ptr, position_read, v_channel, CHANNELS, NET.taps, NET.ring)
     rate = tl.load(decay_ptr + head)
     bias = tl.load(bias_ptr + head)
     if QUANTIZE:

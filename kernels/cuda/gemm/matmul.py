@@ -32,7 +32,7 @@ from quengine.kernels.cuda.glu import glu_product, glu_rows, product_bound
 from quengine.kernels.cuda.rms_norm import add_norm_fp16, rms_norm_fp16
 from quengine.kernels.cuda.weights.dequantize import dequantize_part
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Gating
 from quengine.kernels.rms_norm import RMSNorm
 
 _GLU_PRODUCTS = 1 << 23
@@ -135,7 +135,7 @@ def matmul_glu(
     x: Tensor | Fp16Operand,
     gate_up: PackedWeight,
     workspace: MatmulWorkspace,
-    activation: Activation = "silu",
+    activation: Gating = "silu",
     pdl: bool = False,
     exact: bool = False,
 ) -> Tensor | Fp16Operand:
@@ -208,7 +208,7 @@ def _multiply_dequantized(
 
 
 def _glu_dequantized(
-    x: Fp16Operand, part: PackedPart, workspace: MatmulWorkspace, activation: Activation
+    x: Fp16Operand, part: PackedPart, workspace: MatmulWorkspace, activation: Gating
 ) -> Fp16Operand:
     """Takes some gate rows and their up rows at a time, which limits the memory of weights and products."""
     out = Fp16Operand(workspace.wide(x.rows, part.rows // 2), workspace.glu_row_scale(x.rows))

@@ -29,7 +29,7 @@ from quengine.kernels.cuda.gemv.matvec_program import (
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Gating
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _glu_kernel(
 def matvec_glu(
     x: QuantizedActivations,
     gate_up: PackedWeight,
-    activation: Activation = "silu",
+    activation: Gating = "silu",
     out: QuantizedActivations | None = None,
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,

@@ -16,25 +16,17 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
     store_row,
 )
 from quengine.kernels.cuda.gemm.mma import uses_assembly, zeros_behind
-from quengine.kernels.cuda.glu import EPILOGUES, gated
+from quengine.kernels.cuda.glu import EPILOGUES, RELU2, gated_at
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.grouped_program import Blocks
 from quengine.kernels.cuda.moe.groups import Groups
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.rms_norm import geometry
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Activation, glu_width
 from quengine.kernels.rms_norm import RMSNorm
 
 _AT_ONCE = tl.constexpr(8)
 """Experts of a row whose products are read at a time: 16 registers each."""
-
-
-@triton.jit
-def _gated_at(x_ptr, column, width, ACTIVATION: tl.constexpr):
-    inside = column < width
-    gate = tl.load(x_ptr + column, mask=inside, other=0.0)
-    up = tl.load(x_ptr + width + column, mask=inside, other=0.0)
-    return gated(gate, up, ACTIVATION)
 
 
 @DirectLaunch
@@ -46,16 +38,17 @@ def _grouped_glu_rows_kernel(
     launch_then_wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     if first_block + tl.program_id(0) // ROWS < tl.load(of_block_ptr):
-        row_ptr = x_ptr + place * 2 * width
+        PARTS: tl.constexpr = 1 if ACTIVATION >= RELU2 else 2
+        row_ptr = x_ptr + place * PARTS * width
         peak = tl.zeros([BLOCK], tl.int32)
         for start in range(0, width, BLOCK):
-            y = _gated_at(row_ptr, start + tl.arange(0, BLOCK), width, ACTIVATION)
+            y = gated_at(row_ptr, start + tl.arange(0, BLOCK), width, ACTIVATION)
             peak = tl.maximum(peak, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         scale, row_scale = fp16_row_scale(tl.max(peak, 0))
         tl.store(row_scale_ptr + place, row_scale)
         for start in range(0, padded, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            y = _gated_at(row_ptr, column, width, ACTIVATION)
+            y = gated_at(row_ptr, column, width, ACTIVATION)
             store_row(out_ptr, place, column, stride, y * scale, column < padded, LAYOUT)
 
 
@@ -65,7 +58,7 @@ def grouped_glu_rows(
     """activation(gate) * up of products [places, 2F], fp32, as rows of the fp16 operand `out`, zeros from
     column F on. Only places of `blocks` are computed; products and `out` begin with those of the first block.
     """
-    places, width = (blocks.end - blocks.first) * blocks.rows, products.shape[1] // 2
+    places, width = (blocks.end - blocks.first) * blocks.rows, glu_width(products.shape[1], activation)
     padded = padded_cols(width)
     _grouped_glu_rows_kernel[(places,)](
         products, blocks.of_block, out.values, out.row_scale, width, padded, out.stride, blocks.first,

@@ -37,7 +37,7 @@ from quengine.kernels.cuda.rms_norm_grouped import group_normed_rows
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import grouped_block
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart
-from quengine.kernels.glu import Activation
+from quengine.kernels.glu import Activation, glu_width
 from quengine.kernels.moe.grouping import most_blocks
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.rms_norm import RMSNorm
@@ -88,7 +88,8 @@ def grouped_glu(
     if not (x.shape[1] == gate_up.cols if isinstance(x, Tensor) else x.fits(gate_up.cols)):
         shape = x.shape if isinstance(x, Tensor) else x.values.shape
         raise ValueError(f"rows of {list(shape)} for experts of {gate_up.cols} columns")
-    grouped, gated = _buffers(tokens, routing.experts.shape[1], gate_up, workspace)
+    width = glu_width(gate_up.expert_rows, activation)
+    grouped, gated = _buffers(tokens, routing.experts.shape[1], gate_up, width, workspace)
     if isinstance(x, Tensor):
         assert norm is not None
         group_normed_rows(x, norm, routing.experts, gated.groups, grouped, pdl)
@@ -238,9 +239,9 @@ def _layout_and_block(
 
 
 def _buffers(
-    tokens: int, used: int, gate_up: ExpertWeights, workspace: MatmulWorkspace
+    tokens: int, used: int, gate_up: ExpertWeights, width: int, workspace: MatmulWorkspace
 ) -> tuple[Fp16Operand, GroupedRows]:
-    """The buffers of the grouped rows, and of gate and up's results."""
+    """The buffers of the grouped rows, and of gate and up's results of `width` columns."""
     places = _places(tokens, used, gate_up.count, workspace)
     blocks, reserved = places.most // places.block, places.reserved
 
@@ -248,9 +249,9 @@ def _buffers(
         return workspace.of_experts(name, dtype, tokens, shape, least)
 
     def operand(name: str, cols: int, least: int) -> Fp16Operand:
-        width = padded_cols(cols)
-        shape = operand_shape(places.most, width, places.layout)
-        values = take(name, torch.float16, *shape, least=least * width * reserved)
+        padded = padded_cols(cols)
+        shape = operand_shape(places.most, padded, places.layout)
+        values = take(name, torch.float16, *shape, least=least * padded * reserved)
         scale = take(f"{name}' scales", torch.float32, places.most, least=4 * reserved)
         return Fp16Operand(values, scale, places.layout)
 
@@ -261,5 +262,5 @@ def _buffers(
         gate_up.count,
     )
     # down's products, fp32 of the same width, reuse the rows' memory.
-    rows, gated = operand("rows", gate_up.cols, 4), operand("gated", gate_up.expert_rows // 2, 2)
+    rows, gated = operand("rows", gate_up.cols, 4), operand("gated", width, 2)
     return rows, GroupedRows(gated, groups, tokens)

@@ -98,7 +98,8 @@ def matvec_experts_glu(
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
 ) -> QuantizedActivations:
-    """activation(gate) * up of each row x [T, K] by its k experts [2F, K], quantized: [T * k, F], F a multiple of 32.
+    """activation(gate) * up of each row x [T, K] by its k experts [2F, K], quantized: [T * k, F], F a multiple of 32;
+    of an activation without a gate the experts are [F, K].
 
     Paired weights take one launch, others three or four: the matmuls, the activation, quantization. `scratch`, for T *
     k * F values, avoids an allocation. A row's bits follow from its own values. Raises ValueError for other shapes.

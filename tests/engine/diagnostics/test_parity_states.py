@@ -18,7 +18,7 @@ from quengine.models.synthetic.synthetic import write_synthetic
 TEXT = "The wheel turns, and 17 x 23 = 391; the old clock "
 
 
-@pytest.fixture(scope="module", params=["lfm2-tiny", "qwen3.5moe-tiny"])
+@pytest.fixture(scope="module", params=["lfm2-tiny", "qwen3.5moe-tiny", "nemotron-h-moe-tiny"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     preset = find_preset(request.param)
     assert preset is not None

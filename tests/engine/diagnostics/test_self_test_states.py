@@ -12,9 +12,10 @@ from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.gated_delta import gated_delta as launches
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
+from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.kernels.short_conv import ShortConvSpec
 
-CONV, DELTA = STATES[:2]
+CONV, DELTA, MAMBA = STATES[0], STATES[1], STATES[-2]
 
 
 def unkept(batch: ForwardBatch, state: SlotLayer) -> SlotLayer:
@@ -31,6 +32,9 @@ class Forgetful(CpuBackend):
     def gated_delta(self, batch: ForwardBatch, x: Hidden, spec: GatedDeltaSpec, state: SlotLayer) -> Hidden:
         return super().gated_delta(batch, x, spec, unkept(batch, state))
 
+    def mamba2(self, batch: ForwardBatch, x: Hidden, spec: Mamba2Spec, state: SlotLayer) -> Hidden:
+        return super().mamba2(batch, x, spec, unkept(batch, state))
+
 
 class Reversed(CpuBackend):
     """Takes the newest position for the oldest."""
@@ -40,6 +44,9 @@ class Reversed(CpuBackend):
 
     def gated_delta(self, batch: ForwardBatch, x: Hidden, spec: GatedDeltaSpec, state: SlotLayer) -> Hidden:
         return super().gated_delta(batch, x, replace(spec, conv=spec.conv.flip(0).contiguous()), state)
+
+    def mamba2(self, batch: ForwardBatch, x: Hidden, spec: Mamba2Spec, state: SlotLayer) -> Hidden:
+        return super().mamba2(batch, x, replace(spec, conv=spec.conv.flip(0).contiguous()), state)
 
 
 class Grouped(CpuBackend):
@@ -60,7 +67,7 @@ def test_the_cpus_kernels_pass(name: str) -> None:
     assert all(check.passed for check in checks)
 
 
-@pytest.mark.parametrize("name", [CONV, DELTA])
+@pytest.mark.parametrize("name", [CONV, DELTA, MAMBA])
 @pytest.mark.parametrize(("backend", "wrong"), [(Forgetful, {"1 token", "batch"}), (Reversed, {"prompt"})])
 def test_a_wrong_state_is_seen(backend: type[CpuBackend], wrong: set[str], name: str) -> None:
     assert failed(backend(1), name) >= wrong

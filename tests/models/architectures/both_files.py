@@ -66,7 +66,7 @@ class Case:
     converts: the converter writes all of it; where not, there is only the folder.
     mixture: of experts, written in every form. gate_up: also as a file with gate and up of experts in one tensor.
     change: alters the weights of the `transformers` model. edit: the folder before anything reads it.
-    drafts: the converter writes layers that draft tokens, which `edit` then adds.
+    drafts: the converter writes layers that draft tokens, which `edit` then adds. has_gate: experts have gates.
     """
 
     model_type: str
@@ -76,13 +76,15 @@ class Case:
     converts: bool = True
     mixture: bool = False
     gate_up: bool = False
+    has_gate: bool = True
     change: Callable[[Any], None] | None = None
     edit: Callable[[Path], Any] | None = None
     drafts: bool = True
 
     @property
     def kinds(self) -> list[str]:
-        kinds = MIXTURE_KINDS if self.mixture else (*KINDS, *["fused gguf"] * self.gate_up)
+        every = [kind for kind in MIXTURE_KINDS if self.has_gate or kind != "fused gguf"]
+        kinds = every if self.mixture else (*KINDS, *["fused gguf"] * self.gate_up)
         return [kind for kind in kinds if self.converts or not kind.endswith("gguf")]
 
     @property
@@ -286,11 +288,12 @@ class SameLogits:
     """The logits of every file of a module's CASES are those of `transformers`. A module derives its test class.
 
     main: the cases that the whole engine runs too, of every kind of `engine_kinds`. The CPU's kernels compute every
-    kind of those, and of the others the folder and the GGUF file.
+    kind of those, and of the others the folder and the GGUF file. faults: of FAULTS those that concern the model.
     """
 
     main: ClassVar[Sequence[str]] = ("plain",)
     engine_kinds: ClassVar[Sequence[str]] = KINDS
+    faults: ClassVar[Sequence[str]] = tuple(FAULTS)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         cases: dict[str, Case] = metafunc.module.CASES
@@ -306,6 +309,8 @@ class SameLogits:
             if argument in metafunc.fixturenames:
                 values = [pytest.param(file, cases[file[0]], id="-".join(file)) for file in found]
                 metafunc.parametrize((argument, "case"), values)
+        if "fault" in metafunc.fixturenames:
+            metafunc.parametrize("fault", self.faults)
 
     def test_the_reference_backend_has_them(self, root: Path, file: tuple[str, str], case: Case) -> None:
         assert reference_run(root, *file, case.vocab).difference < TOLERANCE
@@ -321,7 +326,6 @@ class SameLogits:
     ) -> None:
         assert amx_difference(root, *folder, case) < CPU_TOLERANCE / IN_HAND
 
-    @pytest.mark.parametrize("fault", FAULTS)
     def test_a_fault_is_far_outside_of_it(
         self, root: Path, main_folder: tuple[str, str], case: Case, fault: str
     ) -> None:

@@ -126,5 +126,5 @@ def test_other_heads_in_layers_with_a_window_are_refused_by_name(
 
     key = f"gemma3.{suffix}"
     assert config(**{key: size}) == config()
-    with pytest.raises(GGUFError, match=f"{key}.*8: the decoder has the same heads in all layers, here 16"):
+    with pytest.raises(GGUFError, match=f"{key}.*8: heads of layers with a window have 16 elements here"):
         config(**{key: 8})

@@ -9,7 +9,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, 
 from quengine.kernels.cuda.moe.combine import combine_experts, grouped_glu_rows
 from quengine.kernels.cuda.moe.grouped_program import Blocks
 from quengine.kernels.cuda.moe.groups import number_pairs
-from quengine.kernels.glu import Activation, glu
+from quengine.kernels.glu import GATELESS, Activation, glu
 from quengine.kernels.rms_norm import RMSNorm, rms_norm
 from tests.kernels.cuda.moe.routings import chosen, empty_groups
 from tests.kernels.cuda.weights import nmse, ordinary_activations
@@ -62,7 +62,11 @@ def test_a_rows_experts_are_added_in_ascending_order_and_then_to_the_residual(de
 
 
 @pytest.mark.parametrize(
-    ("layout", "activation"), zip(OperandLayout, ("silu", "gelu_tanh", "clamped_swish"), strict=True)
+    ("layout", "activation"),
+    [
+        *zip(OperandLayout, ("silu", "gelu_tanh", "clamped_swish"), strict=True),
+        *((OperandLayout.MMA, name) for name in ("relu2", "gelu")),
+    ],
 )
 def test_units_of_products_in_blocks(
     layout: OperandLayout, activation: Activation, device: torch.device
@@ -70,7 +74,8 @@ def test_units_of_products_in_blocks(
     """Behind the last column of a row that is used there are zeros."""
     experts, groups = chosen(9, 2, 4).to(device), empty_groups(18, 4, 8, device)
     number_pairs(experts, groups)
-    products = ordinary_activations(groups.rows, 2 * 160).to(device)
+    parts = 1 if activation in GATELESS else 2
+    products = ordinary_activations(groups.rows, parts * 160).to(device)
     out = nothing(groups.rows, 256, layout, device)
     grouped_glu_rows(products, Blocks(groups.blocks, 8, 0, groups.most, False), out, activation)
     used = groups.positions.long()

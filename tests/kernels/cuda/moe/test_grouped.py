@@ -194,7 +194,7 @@ def test_graphs_of_few_rows_keep_their_buffers(device: torch.device) -> None:
     layer, room = Layer(("Q4_0", "Q4_0", "Q4_0"), (64, 32, 64), 4), MatmulWorkspace(0, device)
     gate_up, places = layer.packed_gate_up(device), []
     for rows in (2, 300, 128, 40, 9):
-        _, gated = module._buffers(rows, 2, gate_up, room)
+        _, gated = module._buffers(rows, 2, gate_up, gate_up.expert_rows // 2, room)
         products = room.of_experts("rows", torch.float32, rows, (gated.groups.rows, 64), 0)
         tensors = (
             gated.rows.values,

@@ -1,0 +1,137 @@
+"""Mamba2's state space layer in compiled code: the twin of kernels/mamba2.py.
+
+Three kernels. The first takes channels through the convolution and makes steps of time of dt, in place. The second goes
+through the rows with some rows of a head's matrix, each of which is computed by itself; the third gates and normalizes.
+The matrix is advanced position by position in a chunk as in single tokens, so that a sequence's bits do not depend on
+its chunks. Positions and slots are read from memory, so that a list of kernels made once serves every token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import SlotLayer
+from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
+from quengine.kernels.cpu.runtime.kernel_table import (
+    mamba2_convolution_kernel,
+    mamba2_output_kernel,
+    mamba2_scan_kernel,
+)
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.mamba2 import Mamba2Spec
+
+ROWS = 32
+"""Of a head's matrix in a task: with 128 columns 16 KiB, which stay in a core's first cache."""
+
+_LEAST = 64
+"""Channels per task, at least: 256 bytes of each row."""
+
+
+@dataclass
+class Mamba2Arguments(Arguments):
+    """x: fp32 rows of z, xBC and dt, `row_bytes` apart, overwritten but for z. out: fp32 [rows, heads, width].
+
+    positions: int64, one a row. tables: int64, a row's slot first, `table_stride` bytes a row. history: fp32 [slots,
+    history_rows, channels]; memory: fp32 [slots, heads, width, state]. conv: fp32 [taps, channels], conv_bias:
+    [channels]; decay, bias, skip: fp32 [heads]; norm: fp32 [heads * width]. low, high: limits of a step of time.
+    """
+
+    x: int
+    row_bytes: int
+    rows: int
+    positions: int
+    tables: int
+    table_stride: int
+    history: int
+    history_rows: int
+    memory: int
+    out: int
+    conv: int
+    conv_bias: int
+    taps: int
+    decay: int
+    bias: int
+    skip: int
+    norm: int
+    heads: int
+    width: int
+    groups: int
+    state: int
+    channels: int
+    task_channels: int
+    low: Fp32
+    high: Fp32
+    eps: Fp32
+
+
+def mamba2_launches(
+    x: Tensor, spec: Mamba2Spec, layer: SlotLayer, positions: Tensor, tables: Tensor, out: Tensor
+) -> tuple[Launch, Launch, Launch]:
+    """out [T, heads * head_dim] of x [T, sum of spec.widths], which is written over; fp32 both.
+
+    positions: int64 [T]. tables: int64 [T, ...], whose first column has the slots; both read when the kernels run. The
+    second and the third kernel need all of the one before. Raises ValueError for heads or states of other sizes, and a
+    history without a row for the newest position.
+    """
+    history, memory = layer.parts
+    constants = (spec.conv, spec.conv_bias, spec.decay, spec.bias, spec.skip, spec.norm)
+    if spec.head_dim % 8 or spec.state_dim % 8 or history.shape[1] < spec.taps:
+        sizes = f"heads of {spec.head_dim}, states of {spec.state_dim}"
+        raise ValueError(f"{sizes} and a history of {history.shape[1]} rows for {spec.taps} taps")
+    assert x.stride(1) == 1 and x.dtype == torch.float32 and x.shape[1] == sum(spec.widths)
+    tensors = (*constants, history, memory, out)
+    assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors)
+    step = max(_LEAST, -(-spec.channels // (4 * get_threads())) // 8 * 8)
+    arguments = Mamba2Arguments(
+        x=x.data_ptr(),
+        row_bytes=4 * x.stride(0),
+        rows=len(x),
+        positions=positions.data_ptr(),
+        tables=tables.data_ptr(),
+        table_stride=8 * tables.stride(0),
+        history=history.data_ptr(),
+        history_rows=history.shape[1],
+        memory=memory.data_ptr(),
+        out=out.data_ptr(),
+        conv=spec.conv.data_ptr(),
+        conv_bias=spec.conv_bias.data_ptr(),
+        taps=spec.taps,
+        decay=spec.decay.data_ptr(),
+        bias=spec.bias.data_ptr(),
+        skip=spec.skip.data_ptr(),
+        norm=spec.norm.data_ptr(),
+        heads=spec.heads,
+        width=spec.head_dim,
+        groups=spec.groups,
+        state=spec.state_dim,
+        channels=spec.channels,
+        task_channels=step,
+        low=spec.step_limits[0],
+        high=spec.step_limits[1],
+        eps=spec.eps,
+    )
+    keep = (x, spec, layer, positions, tables, out)
+    spans = -(-spec.channels // step)
+    wide = spec.head_dim % ROWS == 0
+    tasks = spec.heads * (spec.head_dim // (ROWS if wide else 8))
+    scan = mamba2_scan_kernel(wide, spec.state_dim % 16 == 0)
+    return (
+        Launch(mamba2_convolution_kernel(), arguments, spans + spec.heads, keep=keep),
+        Launch(scan, arguments, tasks, keep=keep),
+        Launch(mamba2_output_kernel(), arguments, len(x) * spec.groups, keep=keep),
+    )
+
+
+def mamba2(batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, layer: SlotLayer) -> Tensor:
+    """See kernels/mamba2.py: fp32 [T, heads * head_dim]; x is written over."""
+    slots = batch.slots_of(spec.cache_group).to(torch.int64).contiguous()
+    if batch.phase == "prefill":
+        slots = slots.repeat_interleave(torch.tensor(batch.query_lens))
+    out = torch.empty(len(x), spec.inner)
+    positions = batch.positions.to(torch.int64)
+    run([*mamba2_launches(x, spec, layer, positions, slots.view(-1, 1), out)])
+    return out
