@@ -18,17 +18,17 @@ class RouterKind:
     scores: see Scores.
     normalized: the selected scores are divided by their sum.
     scale: multiplies the weights.
-    weighs_inputs: an expert reads its row times the weight, and its result is added as it is (Llama 4).
     groups, groups_used: if groups > 1, the experts form this number of equal groups, and only those in the
     `groups_used`
       best groups are selected from; a group's score is the sum of its two highest scores, the selection bias included
       (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
+    weighs_inputs: an expert reads its row times the weight, and its result is added as it is (Llama 4).
     """
 
     used: int
     scores: Scores = "softmax"
     normalized: bool = True
     scale: float = 1.0
-    weighs_inputs: bool = False
     groups: int = 1
     groups_used: int = 1
+    weighs_inputs: bool = False

@@ -98,7 +98,9 @@ def random_tensor(fmt: BlockFormat, rows: int, cols: int, random: torch.Generato
         values = torch.randn(rows, cols, generator=random).to(_FLOATS[fmt.name])
         return QuantTensor(fmt.name, fmt, (rows, cols), values.view(torch.uint8))
     blocks = torch.randint(0, 256, (rows, cols // fmt.block, fmt.nbytes), generator=random, dtype=torch.uint8)
-    scale = (torch.rand(*blocks.shape[:2], 1, generator=random) + 0.5) * 0.01
+    # Codes of one or two bits are at most 2: under the scales of wider ones a result would be the residual's alone.
+    unit = 0.08 if fmt.bits <= 2 and "scales" not in fmt.layout else 0.01
+    scale = (torch.rand(*blocks.shape[:2], 1, generator=random) + 0.5) * unit
     # The minimum that Q4_1 and Q5_1 add puts the weights around zero, as a model's are.
     sizes = {"d": scale, "dmin": scale, "min": scale * -((2**fmt.bits - 1) / 2)}
     for name, size in sizes.items():

@@ -36,6 +36,7 @@ _OTHER_SOURCES = tuple(
     for name in (
         "activations",
         "block_formats",
+        "codebooks",
         "glu",
         "kv/cache_types",
         "moe/router",
