@@ -2,7 +2,9 @@
 
 import random
 import time
+from collections import deque
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 
@@ -526,9 +528,9 @@ class Cells:
         self.pools = pools
         self.held: list[dict[tuple[int, int], int]] = [{} for _ in pools]
 
-    def compute(self, sequence: FakeSequence, ids: list[int], count: int) -> None:
-        """Write `count` rows of these ids behind what is cached; every row then finds what it sees."""
-        start, texts = sequence.num_cached_tokens, [0]
+    def compute(self, sequence: FakeSequence, ids: list[int], start: int, count: int) -> None:
+        """Write `count` rows of these ids from position `start` on; every row then finds what it sees."""
+        texts = [0]
         for token in ids:
             texts.append(hash((texts[-1], token)))
         for pool, table, held in zip(self.pools, sequence.block_tables, self.held, strict=True):
@@ -540,76 +542,159 @@ class Cells:
                 assert held[table[position // BLOCK], position % BLOCK] == texts[position + 1]
 
 
-def windowed_step(scheduler: Scheduler, cells: Cells, numbers: random.Random) -> bool:
-    """A step with drafts of any length, of which any number is right."""
-    batch = scheduler.plan()
-    if batch is None:
-        return False
-    counts = {sequence: len(chunk.ids) for sequence, chunk in batch.running()}
-    drafts: dict[FakeSequence, int] = {}
-    for sequence in batch.sequences:
-        ids, count = list(sequence.token_ids), counts.get(sequence, 1)
-        left = sequence.max_positions - len(ids) - 1
-        if batch.phase == "decode" and left > 0 and sequence.num_cached_tokens + 1 == len(ids):
-            drafts[sequence] = scheduler.draft_room(sequence, min(left, numbers.randrange(0, 4)))
-            ids += [-1] * drafts[sequence]
-            count += drafts[sequence]
-        cells.compute(sequence, ids, count)
-    scheduler.commit()
-    for sequence in batch.sequences:
-        if sequence.num_cached_tokens < len(sequence.token_ids):
-            continue
-        sequence.token_ids.append(numbers.randrange(3))
-        for _ in range(numbers.randint(0, drafts.get(sequence, 0))):
+class FakeDevice:
+    """Computes steps in the order of their launch; the host sees the tokens of each when the step is committed.
+
+    A decode step has drafts of any length, of which any number is right. `most`: most steps in flight.
+    """
+
+    def __init__(self, scheduler: Scheduler, pools: tuple[CachePool, ...], seed: int, most: int) -> None:
+        self.scheduler, self.cells, self.most = scheduler, Cells(pools), most
+        self.in_flight = deque[tuple[StepPlan, dict[Slot, list[int]]]]()
+        self.phases: set[tuple[str, ...]] = set()
+        self._numbers = random.Random(seed)
+
+    def step(self) -> bool:
+        """Launches what may be launched, and commits the oldest step; False if there is none."""
+        while self.in_flight and self.in_flight[0][0].cancelled:
+            self.in_flight.popleft()
+        while len(self.in_flight) < self.most:
+            plan = self.scheduler.plan([plan for plan, _ in self.in_flight])
+            if plan is None:
+                break
+            self.in_flight.append((plan, self._launch(plan)))
+            self.phases.add(tuple(plan.phase for plan, _ in self.in_flight))
+        if not self.in_flight:
+            return False
+        plan, sampled = self.in_flight.popleft()
+        self.scheduler.commit(plan)
+        for sequence, slot in zip(plan.sequences, plan.slots, strict=True):
+            if sequence.slot is slot and not sequence.finished:
+                self._take(sequence, sampled[slot])
+        self.scheduler.release()
+        return True
+
+    def _launch(self, plan: StepPlan) -> dict[Slot, list[int]]:
+        """Computes the rows; returns the tokens that are sampled in each slot."""
+        sampled = {}
+        for number, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True)):
+            start, ids = plan.starts[number], list(sequence.token_ids)
+            for _, before in self.in_flight:
+                ids += before.get(slot, [])
+            if plan.phase == "prefill":
+                chunks = [chunk for p, _ in self.in_flight for s, chunk in p.running() if s is sequence]
+                assert all(chunk.end <= start for chunk in chunks), "no row is computed twice"
+                count, tokens = len(plan.chunks[number].ids), [self._numbers.randrange(3)]
+            else:
+                count, tokens = self._decode(sequence, slot, start, ids)
+            self.cells.compute(sequence, ids, start, count)
+            sampled[slot] = tokens if start + count >= len(ids) else []
+        return sampled
+
+    def _decode(
+        self, sequence: FakeSequence, slot: Slot, start: int, ids: list[int]
+    ) -> tuple[int, list[int]]:
+        """Rows and sampled tokens of a decode step; `ids` gets the draft."""
+        left, drafted = sequence.max_positions - len(ids) - 1, 0
+        if slot.launched == 1 and start + 1 == len(ids) and left > 0 and self._numbers.random() < 0.7:
+            drafted = self.scheduler.draft_room(sequence, min(left, self._numbers.randrange(4)))
+        # The host has to see which drafts were right, and what it samples itself.
+        slot.waits = drafted > 0 or start + 1 < len(ids) or self._numbers.random() < 0.1
+        tokens = [self._numbers.randrange(3) for _ in range(self._numbers.randint(0, drafted) + 1)]
+        ids += [*tokens[:-1], *[-1] * (drafted + 1 - len(tokens))]
+        return drafted + 1, tokens
+
+    def _take(self, sequence: FakeSequence, tokens: list[int]) -> None:
+        for number, token in enumerate(tokens):
+            if number:
+                self.scheduler.accepted(sequence)
+            sequence.token_ids.append(token)
+            if self._numbers.random() < 0.01:  # an end that nobody knew of
+                sequence.max_positions = len(sequence.token_ids)
             if sequence.finished:
                 break
-            # The drafted token was right: its row holds it.
-            cells.compute(sequence, sequence.token_ids, 1)
-            scheduler.accepted(sequence)
-            sequence.token_ids.append(numbers.randrange(3))
-    scheduler.release()
-    return True
 
 
 @pytest.mark.parametrize("pools", WINDOWS)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("deterministic", [False, True])
 def test_every_token_finds_what_its_window_sees_whatever_is_released_shared_and_preempted(
-    pools: tuple[CachePool, ...], packed: bool, deterministic: bool
+    pools: tuple[CachePool, ...],
 ) -> None:
-    cache = KVCache([], 1000, pools)
-    scheduler = Scheduler(cache, 5, 64, 16, deterministic=deterministic, packed=packed)
-    numbers, cells = random.Random(9 + len(pools)), Cells(pools)
+    """Half of the texts go on from earlier ones: the cases together preempt and reuse, with any seed."""
+    preempted, reused, phases = 0, 0, set[tuple[str, ...]]()
+    cases = product([1, 3], [False, True], [False, True])
+    for seed, (most, deterministic, packed) in enumerate(cases):
+        cache = KVCache([], 1000, pools)
+        scheduler = Scheduler(cache, 5, 64, 16, deterministic=deterministic, packed=packed)
+        device = FakeDevice(scheduler, pools, seed, most)
+        counts = run_at_random(scheduler, device, random.Random(seed))
+        preempted, reused, phases = preempted + counts[0], reused + counts[1], phases | device.phases
+    assert preempted and reused
+    assert phases >= {("decode", "decode"), ("prefill", "prefill"), ("prefill", "decode", "prefill")}
+
+
+def run_at_random(scheduler: Scheduler, device: FakeDevice, numbers: random.Random) -> tuple[int, int]:
+    """Adds sequences, cancels some and lets some fail; returns how many were preempted, and reused a prefix."""
     live: list[FakeSequence] = []
-    finished: list[FakeSequence] = []
+    added: list[FakeSequence] = []
     preempted, preempt = [], scheduler._preempt
     scheduler._preempt = lambda s: (preempted.append(s), preempt(s))[1]  # type: ignore[method-assign,assignment,arg-type]
-    for number in range(6000):
-        if number >= 1200 and preempted and any(sequence.reused_tokens for sequence in finished):
-            break
+    for number in range(600):
         if len(live) < 9 and numbers.random() < 0.3:
-            again = numbers.choice(finished).token_ids if finished and numbers.random() < 0.6 else []
-            ids = [*again[: numbers.randrange(250)], *prompt(numbers.randrange(1, 40), number)]
+            ended = [s for s in added if s.finished and s.error is None]
+            again = numbers.choice(ended[-9:]).token_ids if ended and numbers.random() < 0.6 else []
+            kept = 250 if numbers.random() < 0.5 else numbers.randrange(250)
+            ids = [*again[:kept], *prompt(numbers.randrange(1, 40), number)]
             live.append(FakeSequence(ids, numbers.randrange(1, 240)))
+            added.append(live[-1])
             scheduler.add(live[-1])
         if live and numbers.random() < 0.03:
             scheduler.cancel(live.pop(numbers.randrange(len(live))))
         if scheduler.decoding and numbers.random() < 0.02:
             numbers.choice(scheduler.decoding).error = EngineError("not finite")
             scheduler.release()
-        windowed_step(scheduler, cells, numbers)
-        finished += [s for s in live if s.finished and s.error is None]
+        device.step()
         live = [sequence for sequence in live if not sequence.finished]
-        for group, pool in enumerate(pools):
-            tables = [sequence.block_tables[group] for sequence in scheduler._running]
-            owned = {block for table in tables for block in table} - {PADDING_BLOCK}
-            assert scheduler.blocks._pools[group].num_free == pool.num_blocks - len(owned)
-            for table in tables:
-                assert len(table) - table.count(PADDING_BLOCK) <= pool.most_blocks(1000)
-    while windowed_step(scheduler, cells, numbers):
+        check_owners(scheduler, device.cells.pools)
+    while device.step():
         pass
     assert all(sequence.finished for sequence in live) and scheduler.blocks.num_used == 0
-    assert preempted and any(sequence.reused_tokens for sequence in finished)
+    return len(preempted), sum(sequence.reused_tokens > 0 for sequence in added)
+
+
+def check_owners(scheduler: Scheduler, pools: tuple[CachePool, ...]) -> None:
+    """Every block that is not free is in the table of a running sequence; none has more than its window needs."""
+    for group, pool in enumerate(pools):
+        tables = [sequence.block_tables[group] for sequence in scheduler._running]
+        owned = {block for table in tables for block in table} - {PADDING_BLOCK}
+        assert scheduler.blocks._pools[group].num_free == pool.num_blocks - len(owned)
+        for table in tables:
+            assert len(table) - table.count(PADDING_BLOCK) <= pool.most_blocks(1000)
+
+
+@pytest.mark.parametrize("pools", WINDOWS)
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_text_goes_on_from_all_full_blocks_of_the_one_before_it(
+    pools: tuple[CachePool, ...], most: int
+) -> None:
+    """With windows, and steps in flight when the earlier text ends: a block is noted before it is freed."""
+    for length in range(3, 200, 13):
+        scheduler = Scheduler(KVCache([], 1000, pools), 5, 64, 16)
+        device, numbers = FakeDevice(scheduler, pools, length, most), random.Random(length)
+        text, held = prompt(length, length), 0
+        for _turn in range(3):
+            first, beside = FakeSequence([*text], numbers.randrange(1, 40)), FakeSequence([*text, 7], 1)
+            scheduler.add(first)
+            scheduler.add(beside)
+            while device.step():
+                pass
+            assert first.finished and first.reused_tokens == held
+            assert beside.reused_tokens == length_of_blocks(text)
+            held, text = length_of_blocks(first.token_ids[:-1]), [*first.token_ids, *prompt(9)]
+
+
+def length_of_blocks(ids: list[int]) -> int:
+    """Tokens in the full blocks of these."""
+    return len(ids) // BLOCK * BLOCK
 
 
 def test_a_windowed_group_is_refused_by_what_it_needs_at_once() -> None:
