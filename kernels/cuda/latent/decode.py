@@ -67,9 +67,12 @@ def most_splits(coarse: bool) -> int:
     return _MOST_SPLITS // 4 if coarse else _MOST_SPLITS
 
 
-def decode_tile(q8_0: bool) -> DecodeTile:
-    """The tile shape by the cache's type: what fits 99 KiB of shared memory (sm_89) and does not spill."""
-    return DecodeTile(16, 8, 2) if q8_0 else DecodeTile(32, 4, 2)
+def decode_tile(q8_0: bool, rank: int) -> DecodeTile:
+    """The tile shape by the cache's type and the latent's elements: what fits 99 KiB of shared memory (sm_89) and does
+    not spill."""
+    if q8_0:
+        return DecodeTile(16, 8 if rank > 256 else 4, 2)
+    return DecodeTile(32, 4, 2)
 
 
 @triton.jit
@@ -308,7 +311,7 @@ def latent_decode(
     splits, least = workspace.acc.shape[2], COARSE if coarse else LEAST
     assert workspace.acc.shape[0] >= tokens and workspace.acc.shape[1:] == (spec.heads, splits, spec.rank)
     assert splits == most_splits(coarse)
-    tile, of_head = decode_tile(q8_0), 1 if places is None else places.of_head
+    tile, of_head = decode_tile(q8_0, spec.rank), 1 if places is None else places.of_head
     room = block_tables.shape[1] * BLOCK_SIZE
     grid = (-(-spec.heads // HEADS_AT_ONCE), min(splits, -(-room // least)), tokens)
     _latent_decode_kernel[grid](
