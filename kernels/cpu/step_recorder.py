@@ -404,9 +404,8 @@ class StepRecorder:
         if self._latest is not None and self._latest[0] is x and self._latest[1] is norm:
             return self._latest[2]
         out = self._fp32("normed", x.values.shape[1])
-        # Another norm of the same rows takes the first one's place once what read that has ended.
-        before = self.stages[-1] if self._latest is not None and self._latest[0] is x else x.stage
-        stage = self._after(before, norm_launch(x.values, norm, out))
+        # After the newest stage: what was normalised before may have been overwritten, and is made again.
+        stage = self._after(self.stages[-1], norm_launch(x.values, norm, out))
         self._latest = x, norm, Rows(out, stage)
         return self._latest[2]
 

@@ -182,7 +182,10 @@ assert {v.archs for v in work} == {(80, 89), (90,)}
 
 
 TWINS = """
+import tempfile
 import triton
+folder = tempfile.TemporaryDirectory()
+triton.knobs.cache.dir = folder.name  # what an earlier run left of these kernels may be without PTX
 from triton.backends.compiler import GPUTarget
 from quengine.kernels.cuda.aot import aot, aot_compile
 for only, name in (("Q8_0, matmul, 16", "fused_kernel"), ("smollm2 9/3x64 q8_0, prompt of 32", "rope_store_kernel")):

@@ -14,10 +14,22 @@ from tests.llama_cpp_vocab import LlamaCppVocab
 from tests.text_samples import HAND_PICKED, marked_texts, random_texts
 
 SUPPORTED = (
-    *("aquila", "baichuan", "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2"),
+    *(
+        "aquila",
+        "baichuan",
+        "bert-bge",
+        "command-r",
+        "deepseek-coder",
+        "deepseek-llm",
+        "falcon",
+        "gemma-4",
+        "gpt-2",
+    ),
     *("gpt-neox", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
 )
-REFUSED = {"bert-bge": "'bert' (WordPiece)", "nomic-bert-moe": "'t5' (Unigram)"}
+WORDPIECE = ("bert-bge",)
+"""As in transformers, a word of more than 100 characters is unknown, which llama.cpp cuts."""
+REFUSED = {"nomic-bert-moe": "'t5' (Unigram)"}
 # Texts that are special tokens somewhere; each file's own come to them.
 MARKS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<|im_end|>", "<|im_start|>", "<eos>", "<0x0A>"]
 # Qwen's published pattern (tokenization_qwen.py of its first model, and tokenizer.json of the later ones).
@@ -52,7 +64,13 @@ def published_pairs(path: Path) -> Iterator[tuple[str, list[int]]]:
 
 def test_every_vocabulary_file_is_here() -> None:
     found = {path.name for path in (llama_cpp_source() / "models").glob("*.gguf")}
-    assert found == {vocab_file(name).name for name in (*SUPPORTED, *REFUSED)}
+    assert found == {vocab_file(name).name for name in (*SUPPORTED, *WORDPIECE, *REFUSED)}
+
+
+@pytest.mark.parametrize("name", WORDPIECE)
+def test_ids_are_those_of_the_models_own_tokenizer(name: str) -> None:
+    ours, pairs = Tokenizer.from_gguf(vocab_file(name)), list(published_pairs(vocab_file(name)))
+    assert pairs and all(ours.encode(text) == ids for text, ids in pairs)
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
