@@ -14,17 +14,7 @@ from tests.llama_cpp_vocab import LlamaCppVocab
 from tests.text_samples import HAND_PICKED, marked_texts, random_texts
 
 SUPPORTED = (
-    *(
-        "aquila",
-        "baichuan",
-        "bert-bge",
-        "command-r",
-        "deepseek-coder",
-        "deepseek-llm",
-        "falcon",
-        "gemma-4",
-        "gpt-2",
-    ),
+    *("aquila", "baichuan", "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4", "gpt-2"),
     *("gpt-neox", "llama-bpe", "llama-spm", "mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
 )
 WORDPIECE = ("bert-bge",)
