@@ -162,7 +162,8 @@ def test_where_no_slot_is_free_slots_may_say_so_by_their_status() -> None:
         assert client.get(path).json() == client.get("/slots").json()
         body = {"prompt": "hi", "n_predict": 1500, "n": 2, "stream": True}
         with client.stream("POST", "/completion", json=body) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # kept: a generator that goes closes the answer
+            next(lines)
             assert served.wait_until(lambda: client.get(path).status_code == 503)
             assert client.get("/slots").status_code == 200
         assert served.wait_until(lambda: client.get(path).status_code == 200)
