@@ -75,7 +75,9 @@ known = cache(known_keys)
 def test_a_change_is_computed_as_transformers_does_or_refused(root: Path, tmp_path: Path, name: str) -> None:
     folder = write_seed(root, name)
     config = json.loads((folder / "config.json").read_text())
-    for change in sample(list(changes(name, config, known())), A_SEED, seed=7):
+    # Of another type `transformers` may make a whole model of that type's sizes, gigabytes; the sweep does.
+    found = [change for change in changes(name, config, known()) if change.path != ("model_type",)]
+    for change in sample(found, A_SEED, seed=7):
         outcome, said = compare(folder, change, tmp_path)
         assert outcome not in ("other", "failed"), f"{change}: {said}"
 
