@@ -107,8 +107,8 @@ def test_prompts_computed_in_one_step_give_the_texts_they_give_alone(
 
         llm.runner.launch = counted  # type: ignore[method-assign]
         same(llm.generate(PROMPTS, params), expected)
-        # SHARED is the beginning of others, which wait for it; the CPU gains nothing by more than one at a time. Of 4 that
-        # can be together, those that come once a step has begun are in the next one.
+        # SHARED is the beginning of others, which wait for it; the CPU gains nothing by more than one at a time. Of 4
+        # that can be together, those that come once a step has begun are in the next one.
         assert sum(computed) >= 6 and (max(computed) == 1 if backend == "auto" else 1 < max(computed) <= 4)
         assert paged(llm).blocks.num_used == 0
 
