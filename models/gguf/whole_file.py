@@ -1,10 +1,11 @@
 """A file that appears at its place when it is complete: written beside it, then renamed."""
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,6 +13,29 @@ from quengine.errors import CannotRunError, EngineError
 
 _SPARE = 1 << 26
 """Bytes of the disk that are left to others."""
+
+
+PARTIAL = ".partial"
+"""How the names of files end that are not complete yet."""
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[BinaryIO]:
+    """A file next to `path` to be written, locked meanwhile so that nobody takes it for what a dead process left; at
+    the end of the block it takes `path`, after an error it is removed."""
+    partial = _partial(path)
+    try:
+        with partial.open("wb") as file:
+            with suppress(OSError):  # a file system without locks, of which nobody else has any either
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
 
 
 @contextmanager
@@ -23,21 +47,17 @@ def whole_file(path: Path, nbytes: int) -> Iterator[BinaryIO]:
         CannotRunError: too little free disk, before or while it is written.
     """
     check_disk(path, nbytes)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with beside(path) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
     except OSError as failure:
         if failure.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CannotRunError(f"{path}: the disk is full, {nbytes / 1e9:.2f} GB are needed") from None
-        if failure.filename == str(partial):
+        if failure.filename == str(_partial(path)):
             raise EngineError(f"{path}: cannot be written: {failure.strerror}") from None
         raise
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def check_disk(path: Path, nbytes: int) -> None:

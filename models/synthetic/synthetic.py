@@ -5,7 +5,6 @@ Those of experts, and of the layers of `pooled` presets, come from a pool (`Pool
 """
 
 import fcntl
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from quengine.models.blocks.block import Shape, TensorSpec, Uniform
 from quengine.models.config import ExpertConfig, Mamba2Sizes, ModelConfig
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
+from quengine.models.gguf.whole_file import PARTIAL, beside
 from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel, find_preset
 from quengine.models.synthetic.random_blocks import PooledRows, random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
@@ -47,24 +47,15 @@ def write_synthetic(
     types = {name: tensor_type(spec, name, shape) for name, shape in shapes.items()}
     _check_blocks(spec, shapes, types)
     _check_disk(path, sum(_nbytes(shapes[name], types[name]) for name in shapes))
-    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
-    try:
-        with partial.open("wb") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)  # as long as it is written: nobody takes it for a dead process's
-            _write(partial, spec, config, shapes, types, seed, progress)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with beside(path) as file:
+        _write(Path(file.name), spec, config, shapes, types, seed, progress)
     return path
-
-
-_PARTIAL = ".partial"
 
 
 def remove_partial_files(folder: Path) -> int:
     """Remove what `write_synthetic` of processes that were killed left in a folder; its size in bytes."""
     removed = 0
-    for partial in folder.glob(f".*.gguf.*{_PARTIAL}"):
+    for partial in folder.glob(f".*.gguf.*{PARTIAL}"):
         with suppress(OSError), partial.open("rb") as file:  # BlockingIOError: it is being written
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             removed += partial.stat().st_size
