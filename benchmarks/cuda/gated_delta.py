@@ -14,7 +14,6 @@ import importlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.cuda.cuda_timing import COPY_BYTES_PER_SECOND, graph_time, launch_time
+from benchmarks.cuda.state_layers import (
+    DEVICE,
+    HOST,
+    decode_step,
+    layers_in_a_graph,
+    moved,
+    nmse,
+    out_of,
+    prompt_step,
+    replaced,
+    step_of,
+)
 from quengine.kernels.backend import SlotLayer
-from quengine.kernels.cuda.attention.prefill_tiles import cut_tiles
 from quengine.kernels.cuda.gated_delta import decode, recurrence
 from quengine.kernels.cuda.gated_delta import gated_delta as operations
 from quengine.kernels.cuda.gated_delta.arithmetic import net_of
@@ -34,22 +44,14 @@ from quengine.kernels.cuda.gated_delta.decode import DecodeShape
 from quengine.kernels.cuda.gated_delta.gated_delta import gated_delta_decode, gated_delta_rows
 from quengine.kernels.cuda.gated_delta.gated_norm import gated_norm
 from quengine.kernels.cuda.gated_delta.recurrence import ChunkShape, carry_by_chunks, carry_by_rows
-from quengine.kernels.cuda.gated_delta.rows import StepRows
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
-from quengine.kernels.cuda.gemv.activations import QuantizedActivations
-from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 
-DEVICE = torch.device("cuda")
 TAPS = 4
+VECTORS = ("conv", "decay", "bias", "norm")
+"""Of a spec, on the device."""
+
 BATCHES = (1, 8, 32, 64)
 PROMPTS = (512, 2048, 16384)
-STATE_BYTES = 4 << 30
-"""Of the states of all layers that a decode step goes through, at most: far more than the L2 cache holds."""
-
-MOST_LAYERS = 32
-"""Layers in a graph at most."""
-
 SWEPT_DECODE = tuple(
     DecodeShape(*shape)
     for shape in ((32, 2, False), (32, 4, False), (64, 4, False), (64, 8, False), (128, 8, False))
@@ -77,6 +79,16 @@ class Shape:
         return (2 * self.key_heads + self.value_heads) * self.head_dim
 
     @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.value_heads * self.head_dim
+
+    @property
+    def columns(self) -> int:
+        """Of the input."""
+        return self.channels + self.width + 2 * self.value_heads
+
+    @property
     def state_bytes(self) -> int:
         """Of a sequence's S, which a step reads and writes; its history is a hundredth of that."""
         return 4 * self.value_heads * self.head_dim**2
@@ -101,13 +113,7 @@ def spec_of(shape: Shape) -> GatedDeltaSpec:
         norm=torch.ones(shape.head_dim), key_heads=shape.key_heads, value_heads=shape.value_heads,
         head_dim=shape.head_dim, tiled=True, eps=1e-6, cache_group=0,
     )  # fmt: skip
-    return on_device(spec)
-
-
-def on_device(spec: GatedDeltaSpec) -> GatedDeltaSpec:
-    return replace(
-        spec, **{name: getattr(spec, name).to(DEVICE) for name in ("conv", "decay", "bias", "norm")}
-    )
+    return moved(spec, *VECTORS)
 
 
 def states(shape: Shape, sequences: int) -> SlotLayer:
@@ -116,31 +122,13 @@ def states(shape: Shape, sequences: int) -> SlotLayer:
     return SlotLayer((history, memory * 0.1))
 
 
-def step_of(batch: ForwardBatch, shape: Shape) -> StepRows:
-    tiles = cut_tiles(batch, 64) if batch.phase == "prefill" else None
-    width = shape.channels + shape.value_heads * (shape.head_dim + 2)
-    x = torch.randn(len(batch), width, device=DEVICE)
-    return StepRows(
-        x, torch.ones(len(batch), device=DEVICE), 1.0, batch.positions, batch.block_tables_of(0), tiles
-    )
-
-
-def out_of(rows: int, shape: Shape) -> QuantizedActivations | Fp16Operand:
-    """As the backend has it on Hopper."""
-    width = shape.value_heads * shape.head_dim
-    if rows == 1:
-        return QuantizedActivations.empty(1, width, DEVICE)
-    return Fp16Operand.empty(rows, width, DEVICE, OperandLayout.WGMMA)
-
-
-def decode_step(sequences: int) -> ForwardBatch:
-    tables = [[[1 + sequence]] for sequence in range(sequences)]
-    return decode_batch([0] * sequences, [100] * sequences, tables, DEVICE)
-
-
 def time_decode(shape: Shape, sequences: int, pdl: bool = True) -> float:
-    spec, step, out = spec_of(shape), step_of(decode_step(sequences), shape), out_of(sequences, shape)
-    count = max(2, min(MOST_LAYERS, STATE_BYTES // (shape.state_bytes * sequences)))
+    spec, step, out = (
+        spec_of(shape),
+        step_of(decode_step(sequences), shape.columns),
+        out_of(sequences, shape.width),
+    )
+    count = layers_in_a_graph(shape.state_bytes * sequences)
     layers = [states(shape, sequences) for _ in range(count)]
     return launch_time(
         [lambda layer=layer: gated_delta_decode(step, spec, layer, out, pdl, pdl) for layer in layers]
@@ -184,12 +172,8 @@ def decode_row(shape: Shape, sequences: int, moved: int, us: float, kind: str) -
     return {"decode": shape.name, "sequences": sequences, "kind": kind, "us": us, "bytes": moved}
 
 
-def prompt_step(rows: int) -> ForwardBatch:
-    return prefill_batch([[0] * rows], [0], [[[1]]], DEVICE)
-
-
 def time_prefill(shape: Shape, rows: int, batch_invariant: bool = False) -> float:
-    spec, step, out = spec_of(shape), step_of(prompt_step(rows), shape), out_of(rows, shape)
+    spec, step, out = spec_of(shape), step_of(prompt_step(rows), shape.columns), out_of(rows, shape.width)
     layer = states(shape, 1)
     return graph_time([lambda: gated_delta_rows(step, spec, layer, out, batch_invariant, True)])
 
@@ -198,8 +182,8 @@ def prefill_parts(shape: Shape, rows: int) -> dict[str, float]:
     """Microseconds of each launch alone."""
     spec, step, out, (history, memory) = (
         spec_of(shape),
-        step_of(prompt_step(rows), shape),
-        out_of(rows, shape),
+        step_of(prompt_step(rows), shape.columns),
+        out_of(rows, shape.width),
         states(shape, 1).parts,
     )
     net = net_of(spec, TAPS)
@@ -246,16 +230,6 @@ def prefill_row(shape: Shape, rows: int, us: float, kind: str) -> Row:
     return {"prefill": shape.name, "rows": rows, "kind": kind, "us": us}
 
 
-@contextmanager
-def replaced(module: Any, name: str, value: object) -> Iterator[None]:
-    own = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
-
-
 def fla_inputs(shape: Shape, batch: int, rows: int) -> dict[str, Tensor]:
     """Keys and queries of each value head, since fla's kernels have as many of one as of the other."""
     heads = (batch, rows, shape.value_heads)
@@ -287,7 +261,7 @@ def fla_decode(shape: Shape, sequences: int) -> float | None:
     if operation is None:
         return None
     given = fla_inputs(shape, sequences, 1)
-    count = max(2, min(MOST_LAYERS, STATE_BYTES // (2 * shape.state_bytes * sequences)))
+    count = layers_in_a_graph(2 * shape.state_bytes * sequences)
     size = (sequences, shape.value_heads, shape.head_dim, shape.head_dim)
     held = [torch.randn(size, device=DEVICE) for _ in range(count)]
     return launch_time(
@@ -310,26 +284,17 @@ def check() -> None:
     """A prompt and a batch of tokens against the definition in fp64, on the CPU: NMSE of results and of S."""
     shape = replace(SHAPES[0], key_heads=2, value_heads=4)
     for name, batch, host in (
-        ("prompt", prompt_step(200), prefill_batch([[0] * 200], [0], [[[1]]], torch.device("cpu"))),
-        (
-            "tokens",
-            decode_step(3),
-            decode_batch([0] * 3, [100] * 3, [[[1]], [[2]], [[3]]], torch.device("cpu")),
-        ),
+        ("prompt", prompt_step(200), prompt_step(200, HOST)),
+        ("tokens", decode_step(3), decode_step(3, HOST)),
     ):
-        spec, layer, step = spec_of(shape), states(shape, 3), step_of(batch, shape)
+        spec, layer, step = spec_of(shape), states(shape, 3), step_of(batch, shape.columns)
         parts = tuple(part.cpu().clone() for part in layer.parts)
-        exact = replace(
-            spec, **{n: getattr(spec, n).cpu().double() for n in ("conv", "decay", "bias", "norm")}
-        )
+        exact = replace(spec, **{n: getattr(spec, n).cpu().double() for n in VECTORS})
         wanted = gated_delta(host, step.x.cpu().double(), exact, *parts)
-        out = torch.empty(len(batch), shape.value_heads * shape.head_dim, device=DEVICE)
+        out = torch.empty(len(batch), shape.width, device=DEVICE)
         run = gated_delta_rows if batch.phase == "prefill" else gated_delta_decode
         run(step, spec, layer, out)
-        errors = [
-            float((found.cpu().double() - true.double()).square().sum() / true.double().square().sum())
-            for found, true in ((out, wanted), (layer.parts[1], parts[1]))
-        ]
+        errors = [nmse(out, wanted), nmse(layer.parts[1], parts[1])]
         print(f"check {name}: NMSE of results {errors[0]:.2e}, of S {errors[1]:.2e}", flush=True)
 
 

@@ -10,38 +10,40 @@ second against a copy's. Prefill: tokens a second of one layer, in chunks and ro
 import argparse
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from benchmarks.cuda.cuda_timing import COPY_BYTES_PER_SECOND, graph_time, launch_time
+from benchmarks.cuda.state_layers import (
+    DEVICE,
+    HOST,
+    decode_step,
+    layers_in_a_graph,
+    moved,
+    nmse,
+    out_of,
+    prompt_step,
+    replaced,
+    step_of,
+)
 from quengine.kernels.backend import SlotLayer
-from quengine.kernels.cuda.attention.prefill_tiles import cut_tiles
-from quengine.kernels.cuda.gated_delta.rows import StepRows
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
-from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.mamba2 import decode, scan
 from quengine.kernels.cuda.mamba2.arithmetic import net_of
 from quengine.kernels.cuda.mamba2.convolve import convolve
-from quengine.kernels.cuda.mamba2.decode import DecodeShape
+from quengine.kernels.cuda.mamba2.decode import TokenShape
 from quengine.kernels.cuda.mamba2.gated_norm import gated_norm
 from quengine.kernels.cuda.mamba2.mamba2 import mamba2_decode, mamba2_rows
-from quengine.kernels.cuda.mamba2.scan import ChunkShape, scan_by_chunks
-from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
+from quengine.kernels.cuda.mamba2.scan import ScanShape, scan_by_chunks
 from quengine.kernels.mamba2 import Mamba2Spec, mamba2
 
-DEVICE, HOST = torch.device("cuda"), torch.device("cpu")
 TAPS, BATCHES, PROMPTS = 4, (1, 8, 64), (512, 2048)
-STATE_BYTES, MOST_LAYERS = 4 << 30, 32
-"""Of the states of all layers that a decode step goes through, at most; layers in a graph at most."""
+VECTORS = ("conv", "conv_bias", "decay", "bias", "skip", "norm")
+"""Of a spec, on the device."""
 
-SWEPT_DECODE = tuple(DecodeShape(*shape) for shape in ((16, 2), (16, 4), (32, 4), (32, 8), (64, 8)))
+SWEPT_DECODE = tuple(TokenShape(*shape) for shape in ((16, 2), (16, 4), (32, 4), (32, 8), (64, 8)))
 SWEPT_CHUNKS = tuple(
-    ChunkShape(*shape)
+    ScanShape(*shape)
     for shape in ((32, 32, 32, 4, 1), (32, 32, 64, 8, 1), (64, 32, 32, 8, 1), (64, 64, 64, 8, 1))
 )
 
@@ -64,6 +66,11 @@ class Shape:
     @property
     def channels(self) -> int:
         return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def columns(self) -> int:
+        """Of the input."""
+        return self.inner + self.channels + self.heads
 
     @property
     def state_bytes(self) -> int:
@@ -91,44 +98,16 @@ def spec_of(shape: Shape) -> Mamba2Spec:
     )  # fmt: skip
 
 
-def on_device(spec: Mamba2Spec) -> Mamba2Spec:
-    names = ("conv", "conv_bias", "decay", "bias", "skip", "norm")
-    return replace(spec, **{name: getattr(spec, name).to(DEVICE) for name in names})
-
-
 def states(shape: Shape, sequences: int) -> SlotLayer:
     history = torch.randn(1 + sequences, TAPS, shape.channels, device=DEVICE)
     memory = torch.randn(1 + sequences, shape.heads, shape.head_dim, shape.state_dim, device=DEVICE)
     return SlotLayer((history, memory * 0.1))
 
 
-def step_of(batch: ForwardBatch, shape: Shape) -> StepRows:
-    tiles = cut_tiles(batch, 64) if batch.phase == "prefill" else None
-    x = torch.randn(len(batch), shape.inner + shape.channels + shape.heads, device=DEVICE)
-    ones = torch.ones(len(batch), device=DEVICE)
-    return StepRows(x, ones, 1.0, batch.positions, batch.block_tables_of(0), tiles)
-
-
-def out_of(rows: int, shape: Shape) -> QuantizedActivations | Fp16Operand:
-    """As the backend has it on Hopper."""
-    if rows == 1:
-        return QuantizedActivations.empty(1, shape.inner, DEVICE)
-    return Fp16Operand.empty(rows, shape.inner, DEVICE, OperandLayout.WGMMA)
-
-
-def decode_step(sequences: int, device: torch.device = DEVICE) -> ForwardBatch:
-    tables = [[[1 + sequence]] for sequence in range(sequences)]
-    return decode_batch([0] * sequences, [100] * sequences, tables, device)
-
-
-def prompt_step(rows: int, device: torch.device = DEVICE) -> ForwardBatch:
-    return prefill_batch([[0] * rows], [0], [[[1]]], device)
-
-
 def time_decode(shape: Shape, sequences: int, pdl: bool = True) -> float:
-    spec, step = on_device(spec_of(shape)), step_of(decode_step(sequences), shape)
-    out = out_of(sequences, shape)
-    count = max(2, min(MOST_LAYERS, STATE_BYTES // (shape.state_bytes * sequences)))
+    spec, step = moved(spec_of(shape), *VECTORS), step_of(decode_step(sequences), shape.columns)
+    out = out_of(sequences, shape.inner)
+    count = layers_in_a_graph(shape.state_bytes * sequences)
     layers = [states(shape, sequences) for _ in range(count)]
     return launch_time(
         [lambda layer=layer: mamba2_decode(step, spec, layer, out, pdl, pdl) for layer in layers]
@@ -155,14 +134,22 @@ def decode_table(sweep: bool) -> None:
 
 
 def time_prefill(shape: Shape, rows: int, batch_invariant: bool = False) -> float:
-    spec, step, out = on_device(spec_of(shape)), step_of(prompt_step(rows), shape), out_of(rows, shape)
+    spec, step, out = (
+        moved(spec_of(shape), *VECTORS),
+        step_of(prompt_step(rows), shape.columns),
+        out_of(rows, shape.inner),
+    )
     layer = states(shape, 1)
     return graph_time([lambda: mamba2_rows(step, spec, layer, out, batch_invariant, True)])
 
 
 def prefill_parts(shape: Shape, rows: int) -> dict[str, float]:
     """Microseconds of each launch alone."""
-    spec, step, out = on_device(spec_of(shape)), step_of(prompt_step(rows), shape), out_of(rows, shape)
+    spec, step, out = (
+        moved(spec_of(shape), *VECTORS),
+        step_of(prompt_step(rows), shape.columns),
+        out_of(rows, shape.inner),
+    )
     history, memory = states(shape, 1).parts
     net = net_of(spec, TAPS)
     xbc, gates = convolve(step, spec, net, history, False)
@@ -189,16 +176,6 @@ def prefill_table(sweep: bool) -> None:
         print("   ", *(f"{name} {us:.1f} us;" for name, us in prefill_parts(shape, rows).items()), flush=True)
 
 
-@contextmanager
-def replaced(module: Any, name: str, value: object) -> Iterator[None]:
-    own = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, own)
-
-
 def check() -> None:
     """A prompt and a batch of tokens against the definition in fp64, on the CPU: NMSE of results and of S."""
     for shape in SHAPES:
@@ -206,18 +183,14 @@ def check() -> None:
             ("prompt", prompt_step(200), prompt_step(200, HOST)),
             ("tokens", decode_step(3), decode_step(3, HOST)),
         ):
-            spec, layer, step = spec_of(shape), states(shape, 3), step_of(batch, shape)
+            spec, layer, step = spec_of(shape), states(shape, 3), step_of(batch, shape.columns)
             parts = tuple(part.cpu().clone() for part in layer.parts)
             wanted = mamba2(host, step.x.cpu().double(), spec, *parts)
             out = torch.empty(len(batch), shape.inner, device=DEVICE)
             run = mamba2_rows if batch.phase == "prefill" else mamba2_decode
-            run(step, on_device(spec), layer, out)
-            errors = [_nmse(out, wanted), _nmse(layer.parts[1], parts[1])]
+            run(step, moved(spec, *VECTORS), layer, out)
+            errors = [nmse(out, wanted), nmse(layer.parts[1], parts[1])]
             print(f"check {shape.name}, {name}: NMSE of results {errors[0]:.2e}, of S {errors[1]:.2e}")
-
-
-def _nmse(found: Tensor, true: Tensor) -> float:
-    return float((found.cpu().double() - true.double()).square().sum() / true.double().square().sum())
 
 
 def main() -> None:
