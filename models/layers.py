@@ -59,11 +59,14 @@ class LayerTensors:
 
     def scaled_norm(self, name: str, scale: float) -> Norm:
         """The norm with weights `name`, whose result is multiplied by `scale`."""
-        weight = self.vector(name) * scale
+
+        def scaled(kind: str) -> Tensor:
+            vector = self.vector(name, kind=kind)
+            return vector if scale == 1.0 else vector * scale
+
         if self.kind == "rms":
-            return RMSNorm(weight, self.eps)
-        bias = self.vector(name, kind="bias") * scale if self.has(name, "bias") else None
-        return LayerNorm(weight, bias, self.eps)
+            return RMSNorm(scaled("weight"), self.eps)
+        return LayerNorm(scaled("weight"), scaled("bias") if self.has(name, "bias") else None, self.eps)
 
     def rms_norm(self, name: str, there: bool = True) -> RMSNorm | None:
         """`norm` where it is an RMSNorm in every architecture."""

@@ -6,7 +6,7 @@ A prompt, then a token, then rows of several sequences, over the state that the 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ STATES = (
 )
 """The subjects."""
 
+_Spec = TypeVar("_Spec", GatedDeltaSpec, Mamba2Spec)
 Run = Callable[[Backend[Any], ForwardBatch, Hidden, SlotLayer], Tensor]
 
 
@@ -96,14 +97,8 @@ def _gated_delta(size: int, random: torch.Generator) -> _Subject:
     memory = torch.randn(SLOTS + 1, VALUE_HEADS, size, size, generator=random) * size**-0.5
 
     def run(backend: Backend[Any], batch: ForwardBatch, x: Hidden, layer: SlotLayer) -> Tensor:
-        vectors = {name: getattr(spec, name) for name in ("conv", "decay", "bias", "norm")}
-        there = replace(spec, **{name: v.to(backend.device, backend.dtype) for name, v in vectors.items()})
-        # The result may be quantized for a matrix, which alone reads it: one row of it for each output.
-        identity = backend.weight([floats(torch.eye(width))])
-        mixed = backend.gated_delta(batch, x, there, layer)
-        zero = torch.zeros(len(batch), width, dtype=backend.dtype, device=backend.device)
-        result: Tensor = backend.linear_add(batch, mixed, identity, zero)
-        return result
+        there = _on(backend, spec, "conv", "decay", "bias", "norm")
+        return _read(backend, batch, lambda: backend.gated_delta(batch, x, there, layer), width)
 
     def define(batch: ForwardBatch, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
         return gated_delta(batch, x, spec, *state)
@@ -130,20 +125,27 @@ def _mamba2(state_dim: int, random: torch.Generator) -> _Subject:
     memory = torch.randn(SLOTS + 1, MAMBA_HEADS, MAMBA_SIZE, state_dim, generator=random) * state_dim**-0.5
 
     def run(backend: Backend[Any], batch: ForwardBatch, x: Hidden, layer: SlotLayer) -> Tensor:
-        names = ("conv", "conv_bias", "decay", "bias", "skip", "norm")
-        vectors = {name: getattr(spec, name).to(backend.device, backend.dtype) for name in names}
-        # The result may be quantized for a matrix, which alone reads it: one row of it for each output.
-        identity = backend.weight([floats(torch.eye(inner))])
-        mixed = backend.mamba2(batch, x, replace(spec, **vectors), layer)
-        zero = torch.zeros(len(batch), inner, dtype=backend.dtype, device=backend.device)
-        result: Tensor = backend.linear_add(batch, mixed, identity, zero)
-        return result
+        there = _on(backend, spec, "conv", "conv_bias", "decay", "bias", "skip", "norm")
+        return _read(backend, batch, lambda: backend.mamba2(batch, x, there, layer), inner)
 
     def define(batch: ForwardBatch, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
         return mamba2(batch, x, spec, *state)
 
     limits = {"prompt": HALF, "1 token": ROUNDED, "batch": HALF}
     return _Subject(sum(spec.widths), (history, memory), run, define, limits)
+
+
+def _on(backend: Backend[Any], spec: _Spec, *names: str) -> _Spec:
+    """The spec with these vectors as the backend has them."""
+    return replace(spec, **{name: getattr(spec, name).to(backend.device, backend.dtype) for name in names})
+
+
+def _read(backend: Backend[Any], batch: ForwardBatch, mix: Callable[[], Hidden], width: int) -> Tensor:
+    """What `mix` computes, which may be quantized for a matrix, by the one that gives a row of it for each output."""
+    identity = backend.weight([floats(torch.eye(width))])  # loaded first: the result may lie in the workspace
+    zero = torch.zeros(len(batch), width, dtype=backend.dtype, device=backend.device)
+    result: Tensor = backend.linear_add(batch, mix(), identity, zero)
+    return result
 
 
 def _steps(device: torch.device) -> Iterator[tuple[str, ForwardBatch, ForwardBatch]]:
