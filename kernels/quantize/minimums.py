@@ -16,7 +16,7 @@ ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Fit:
+class RangeFit:
     """What is to be approximated: x and the weights of its squared errors, fp32 [group, groups, blocks].
 
     `top` is the largest code; `sum_w` and `sum_x` are the sums of the weights and of weighted x over groups.
@@ -46,9 +46,9 @@ class Fit:
         return sum_q, total(first.mul_(q)), total(self.weighted * q)
 
 
-def fit_of(top: int, x: Tensor, weights: Tensor) -> Fit:
+def fit_of(top: int, x: Tensor, weights: Tensor) -> RangeFit:
     weighted = weights * x
-    return Fit(top, x, weights, weighted, total(weights), total(weighted))
+    return RangeFit(top, x, weights, weighted, total(weights), total(weighted))
 
 
 def search_minimums(fmt: BlockFormat, rows: Tensor, x: Tensor, weights: Tensor) -> Groups:
@@ -66,7 +66,7 @@ def search_minimums(fmt: BlockFormat, rows: Tensor, x: Tensor, weights: Tensor) 
     return Groups(fmt, codes, by_row(d, count), sub, by_row(dmin, count), sub_min)
 
 
-def _codes(fit: Fit, scale: Tensor, low: Tensor, count: int) -> Tensor:
+def _codes(fit: RangeFit, scale: Tensor, low: Tensor, count: int) -> Tensor:
     return by_row(fit.values(scale, low).to(torch.uint8), count)
 
 
@@ -77,7 +77,7 @@ def _widenings(fmt: BlockFormat) -> list[float]:
     return [i * 0.1 for i in range(-9, 10)] if fmt.bits == 2 else [i * 0.2 for i in range(-5, 6)]
 
 
-def _group_fits(fit: Fit, widenings: list[float]) -> tuple[Tensor, Tensor]:
+def _group_fits(fit: RangeFit, widenings: list[float]) -> tuple[Tensor, Tensor]:
     """Scale and negated minimum, neither negative, of least squares for the best range: [groups, blocks] each."""
     least = fit.x.amin(0).clamp_(max=0)
     span = fit.x.amax(0) - least
@@ -95,7 +95,7 @@ def _group_fits(fit: Fit, widenings: list[float]) -> tuple[Tensor, Tensor]:
     return scale, low
 
 
-def _solved(fit: Fit, sum_q: Tensor, sum_qq: Tensor, sum_qx: Tensor) -> tuple[Tensor, Tensor]:
+def _solved(fit: RangeFit, sum_q: Tensor, sum_qq: Tensor, sum_qx: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and negated minimum of least squares; a minimum above 0 becomes 0."""
     determinant = fit.sum_w * sum_qq - sum_q * sum_q
     low = divided(sum_q * sum_qx - sum_qq * fit.sum_x, determinant)
@@ -104,7 +104,7 @@ def _solved(fit: Fit, sum_q: Tensor, sum_qq: Tensor, sum_qx: Tensor) -> tuple[Te
     return torch.where(alone, divided(sum_qx, sum_qq), scale), torch.where(alone, 0.0, low)
 
 
-def _refined(fit: Fit, scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
+def _refined(fit: RangeFit, scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """d and dmin of blocks of one group, fp16 [1, blocks]."""
     d, dmin = scale.half(), low.half()
     error = fit.error(d.float(), dmin.float())
@@ -119,7 +119,9 @@ def _refined(fit: Fit, scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     return d, dmin
 
 
-def _block_fits(fit: Fit, scale: Tensor, low: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _block_fits(
+    fit: RangeFit, scale: Tensor, low: Tensor, limit: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """d and dmin fp16 [blocks], and the integers sc and mn as fp32 [groups, blocks], from 0 to limit."""
     d, dmin = common_unit(scale, fit.sum_w, limit), common_unit(low, fit.sum_w, limit)
     sc, mn = _integers(scale, d, limit), _integers(low, dmin, limit)
@@ -153,7 +155,7 @@ def _integers(values: Tensor, unit: Tensor, limit: int) -> Tensor:
 
 
 def _better_integers(
-    fit: Fit, d: Tensor, dmin: Tensor, found: tuple[Tensor, Tensor, Tensor], limit: int
+    fit: RangeFit, d: Tensor, dmin: Tensor, found: tuple[Tensor, Tensor, Tensor], limit: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the scales beside a group's, each with the minimum of least squares for its codes, the best."""
     sc, mn, error = found
@@ -171,7 +173,7 @@ def _better_integers(
     return sc, mn, error
 
 
-def _solved_block(fit: Fit, sc: Tensor, mn: Tensor, d: Tensor, dmin: Tensor) -> tuple[Tensor, Tensor]:
+def _solved_block(fit: RangeFit, sc: Tensor, mn: Tensor, d: Tensor, dmin: Tensor) -> tuple[Tensor, Tensor]:
     """d and dmin of least squares for the codes that these give, fp16 [blocks]; unchanged where they are none."""
     sum_q, sum_qq, sum_qx = fit.moments(fit.values(d * sc, dmin * mn))
     qq, qm = total(sc * sc * sum_qq), total(sc * mn * sum_q)

@@ -17,7 +17,7 @@ ROUNDS = 2
 
 
 @dataclass(frozen=True)
-class Fit:
+class ScaleFit:
     """What is to be approximated: x and the weights of its squared errors, fp32 [group, groups, blocks]."""
 
     grid: Grid
@@ -36,7 +36,7 @@ class Fit:
 
 def search_scales(fmt: BlockFormat, rows: Tensor, x: Tensor, weights: Tensor) -> Groups:
     """fp32 rows [R, K], with `x` = by_group(rows) and the weights of its errors, as a type without minimums."""
-    fit = Fit(Grid(fmt, x.device), x, weights)
+    fit = ScaleFit(Grid(fmt, x.device), x, weights)
     scale = _group_scales(fit, _targets(fit.grid, fmt))
     count = rows.shape[0]
     if not fmt.sub_scale_bits:
@@ -47,7 +47,7 @@ def search_scales(fmt: BlockFormat, rows: Tensor, x: Tensor, weights: Tensor) ->
     return Groups(fmt, codes, by_row(d, count), by_row(sc.to(torch.int8), count))
 
 
-def _codes(fit: Fit, scale: Tensor, count: int) -> Tensor:
+def _codes(fit: ScaleFit, scale: Tensor, count: int) -> Tensor:
     return by_row(fit.grid.codes(fit.x * divided(torch.ones_like(scale), scale)), count)
 
 
@@ -61,7 +61,7 @@ def _targets(grid: Grid, fmt: BlockFormat) -> list[float]:
     return [low + i * 0.25 for i in range(-3, 4)] + [high + step for step in (-0.5, 0.0, 0.5)]
 
 
-def _group_scales(fit: Fit, targets: list[float]) -> Tensor:
+def _group_scales(fit: ScaleFit, targets: list[float]) -> Tensor:
     """The scale of least squares for the best of `targets`, [groups, blocks]."""
     high, low = fit.x.amax(0), fit.x.amin(0)
     peak = torch.where(high > -low, high, low)
@@ -81,7 +81,7 @@ def _group_scales(fit: Fit, targets: list[float]) -> Tensor:
     return scale
 
 
-def _least_squares(fit: Fit, sc: Tensor | None, scale: Tensor) -> Tensor:
+def _least_squares(fit: ScaleFit, sc: Tensor | None, scale: Tensor) -> Tensor:
     """d of least squares for the values that a scale gives: [blocks], or [1, blocks] without sub-scales."""
     q = fit.values(scale)
     dot, square = total(fit.weights * fit.x * q), total(q * q * fit.weights)
@@ -90,7 +90,7 @@ def _least_squares(fit: Fit, sc: Tensor | None, scale: Tensor) -> Tensor:
     return divided(total(dot * sc), total(square * sc * sc))
 
 
-def _refined(fit: Fit, scale: Tensor) -> Tensor:
+def _refined(fit: ScaleFit, scale: Tensor) -> Tensor:
     """d of blocks of one group, fp16 [1, blocks]."""
     d = scale.half()
     error = fit.error(d.float())
@@ -102,7 +102,7 @@ def _refined(fit: Fit, scale: Tensor) -> Tensor:
     return d
 
 
-def _block_scales(fit: Fit, scale: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+def _block_scales(fit: ScaleFit, scale: Tensor, limit: int) -> tuple[Tensor, Tensor]:
     """d fp16 [blocks] and the integers sc as fp32 [groups, blocks], from -limit to limit - 1."""
     d = _common_unit(scale, total(fit.weights * fit.x * fit.x), limit)
     sc = _integers(scale, d, limit)

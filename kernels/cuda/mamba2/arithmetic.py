@@ -10,7 +10,7 @@ from quengine.kernels.cuda.gated_delta.arithmetic import log_decay
 from quengine.kernels.mamba2 import Mamba2Spec
 
 
-class Net(NamedTuple):
+class Mamba2Net(NamedTuple):
     """What a kernel is compiled for: heads, elements of a head, groups, elements of B and of C in a group, taps of the
     convolution, and positions that its history has room for."""
 
@@ -31,10 +31,10 @@ class Net(NamedTuple):
         return self.width + 2 * self.groups * self.state_dim
 
 
-def net_of(spec: Mamba2Spec, ring: int) -> Net:
+def net_of(spec: Mamba2Spec, ring: int) -> Mamba2Net:
     """ring: rows of the history, at least the taps: a position is stored where none that is still read lies."""
     assert ring >= spec.taps, f"a history of {ring} positions is too short for a convolution over {spec.taps}"
-    return Net(spec.heads, spec.head_dim, spec.groups, spec.state_dim, spec.taps, ring)
+    return Mamba2Net(spec.heads, spec.head_dim, spec.groups, spec.state_dim, spec.taps, ring)
 
 
 def check_sizes(spec: Mamba2Spec) -> None:

@@ -13,7 +13,7 @@ from quengine.kernels.cuda.causal_conv import rows_sum
 from quengine.kernels.cuda.gated_delta.arithmetic import silu
 from quengine.kernels.cuda.gated_delta.rows import StepRows
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.cuda.mamba2.arithmetic import Net, step_of_time
+from quengine.kernels.cuda.mamba2.arithmetic import Mamba2Net, step_of_time
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.mamba2 import Mamba2Spec
 
@@ -58,7 +58,9 @@ def _convolve_kernel(
         tl.store(gate + NET.heads, step, mask=both)
 
 
-def convolve(step: StepRows, spec: Mamba2Spec, net: Net, history: Tensor, pdl: bool) -> tuple[Tensor, Tensor]:
+def convolve(
+    step: StepRows, spec: Mamba2Spec, net: Mamba2Net, history: Tensor, pdl: bool
+) -> tuple[Tensor, Tensor]:
     """x, B and C fp32 [T, channels] of a step's rows, and gates fp32 [T, 2, heads]: the log of what a state keeps, and
     the step of time."""
     rows = len(step.x)

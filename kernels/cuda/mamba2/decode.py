@@ -18,22 +18,22 @@ from quengine.kernels.backend import SlotLayer
 from quengine.kernels.cuda.causal_conv import past_sum
 from quengine.kernels.cuda.gated_delta.arithmetic import silu
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.cuda.mamba2.arithmetic import Net, net_of, step_of_time
+from quengine.kernels.cuda.mamba2.arithmetic import Mamba2Net, net_of, step_of_time
 from quengine.kernels.mamba2 import Mamba2Spec
 
 
-class DecodeShape(NamedTuple):
+class TokenShape(NamedTuple):
     """Rows of S a program holds, and its warps."""
 
     rows: int
     warps: int
 
 
-def decode_shape(net: Net) -> DecodeShape:
+def decode_shape(net: Mamba2Net) -> TokenShape:
     """16 KiB of S, 32 registers a thread: a multiprocessor has several programs, so that the loads of some overlap the
     sums of others. Not measured."""
     rows = min(net.head_dim, max(1, 4096 // net.state_dim))
-    return DecodeShape(rows, max(1, min(8, rows * net.state_dim // 1024)))
+    return TokenShape(rows, max(1, min(8, rows * net.state_dim // 1024)))
 
 
 @DirectLaunch

@@ -12,7 +12,7 @@ from quengine.kernels.cuda.gated_delta.rows import StepRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, fp16_row_scale, store_row
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.cuda.mamba2.arithmetic import Net
+from quengine.kernels.cuda.mamba2.arithmetic import Mamba2Net
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.mamba2 import Mamba2Spec
 
@@ -79,7 +79,7 @@ def gated_norm(
     y: Tensor,
     step: StepRows,
     spec: Mamba2Spec,
-    net: Net,
+    net: Mamba2Net,
     out: Tensor | QuantizedActivations | Fp16Operand,
     pdl: bool = False,
 ) -> None:

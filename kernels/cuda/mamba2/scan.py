@@ -21,7 +21,7 @@ from torch import Tensor
 from quengine.kernels.cuda.gated_delta.chunks import PRECISION
 from quengine.kernels.cuda.gated_delta.rows import StepRows, chunk_of, keep_history, row_at, run_of
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.cuda.mamba2.arithmetic import Net
+from quengine.kernels.cuda.mamba2.arithmetic import Mamba2Net
 from quengine.kernels.cuda.mamba2.decode import decode_shape
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -29,7 +29,7 @@ from quengine.kernels.mamba2 import Mamba2Spec
 _PRECISION = tl.constexpr(PRECISION.value)
 
 
-class ChunkShape(NamedTuple):
+class ScanShape(NamedTuple):
     """Rows of a chunk, elements of a head in a program, elements of B and C multiplied at once, warps, chunks in
     flight."""
 
@@ -40,10 +40,10 @@ class ChunkShape(NamedTuple):
     stages: int
 
 
-def chunk_shape(net: Net) -> ChunkShape:
+def chunk_shape(net: Mamba2Net) -> ScanShape:
     """Not measured; what compiles without spills. With chunks of 64 rows, which Hopper's matrix instruction takes, the
     products of three terms spill."""
-    return ChunkShape(32, min(net.head_dim, 32), min(net.state_dim, 32), 8, 1)
+    return ScanShape(32, min(net.head_dim, 32), min(net.state_dim, 32), 8, 1)
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def scan_by_chunks(
     spec: Mamba2Spec,
     xbc: Tensor,
     gates: Tensor,
-    net: Net,
+    net: Mamba2Net,
     history: Tensor,
     memory: Tensor,
     pdl: bool,
@@ -218,7 +218,7 @@ def scan_by_rows(
     spec: Mamba2Spec,
     xbc: Tensor,
     gates: Tensor,
-    net: Net,
+    net: Mamba2Net,
     history: Tensor,
     memory: Tensor,
     pdl: bool,
