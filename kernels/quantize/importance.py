@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat
-from quengine.kernels.quantize.layout import by_group, by_number, total
+from quengine.kernels.quantize.layout import by_group, by_number, root, total
 
 _DOUBLED = frozenset(("Q3_K", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS"))
 """Types whose mean square of a block counts twice beside a weight's own."""
@@ -29,14 +29,14 @@ def error_weights(fmt: BlockFormat, rows: Tensor, x: Tensor, importance: Tensor 
         mean = total(square) / fmt.group
         if not fmt.has_min:
             return square.add_(mean)
-        return x.abs() if fmt.name == "Q2_K" else x.abs().add_(mean.sqrt_())
-    mean = importance.mean(1, keepdim=True)
+        return x.abs() if fmt.name == "Q2_K" else x.abs().add_(root(mean))
+    mean = by_number(total(importance.t().contiguous()), importance.shape[1]).unsqueeze(1)
     floored = torch.maximum(importance, mean * _LEAST)
     q = by_group(torch.where(mean > 0, floored, 1.0).expand_as(rows), fmt)
     if fmt.name == "Q6_K":
         return q
     square = x * x
-    return q.mul_(square.add_(_mean_square(fmt, rows, square)).sqrt_())
+    return q.mul_(root(square.add_(_mean_square(fmt, rows, square))))
 
 
 def _mean_square(fmt: BlockFormat, rows: Tensor, square: Tensor) -> Tensor:

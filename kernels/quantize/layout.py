@@ -39,6 +39,12 @@ def by_number(numerator: Tensor, number: float) -> Tensor:
     return numerator / numerator.new_full((), number)
 
 
+def root(values: Tensor) -> Tensor:
+    """The square root of fp32, rounded once. A CPU's fp32 roots may be off by a bit (torch takes them from MKL's vector
+    library), and a root in double precision is never so near a midpoint of fp32 that its own error matters."""
+    return values.double().sqrt_().float()
+
+
 def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient, 0 where the denominator is 0."""
     return torch.where(denominator == 0, 0.0, numerator / denominator)
