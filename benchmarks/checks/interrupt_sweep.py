@@ -25,6 +25,7 @@ from pathlib import Path
 
 from quengine.cli.command_table import COMMANDS
 from tests.gguf_builder import ModelSizes
+from tests.hf_mutations import seeds, write_files
 from tests.tiny_models import write_tiny
 
 ENGINE = Path(sys.executable).with_name("engine")
@@ -46,16 +47,21 @@ class Command:
 SWEPT = {
     "help": Command("--help"),
     "generate": Command(
-        "generate -m {model} --raw -p a -n 100000 --ignore-eos --context-shift --device cpu -t 1"
+        "generate -m {model} --raw -p a -n 100000 --ignore-eos --context-shift -c 256 --device cpu -t 1"
     ),
     "chat": Command("chat -m {model} --device cpu -t 1"),
-    "run": Command("run {model} hello -n 100000 --ignore-eos --context-shift --device cpu -t 1"),
+    "run": Command("run {model} hello -n 100000 --ignore-eos --context-shift -c 256 --device cpu -t 1"),
     "serve": Command("serve -m {model} --device cpu -t 1 --port {port}", drains=True),
     "ps": Command("ps --url http://127.0.0.1:{stalled}"),
     "stop": Command("stop tiny --url http://127.0.0.1:{stalled}"),
     "list": Command("list --all"),
     "pull": Command("pull hf:user/repo:Q8_0"),
     "show": Command("show {model} --tensors"),
+    "convert": Command("convert {checkpoint} -o {folder}/converted.gguf"),
+    "quantize": Command(
+        "quantize {model} -o {folder}/quantized.gguf --type Q4_K_M --allow-requantize --device cpu"
+    ),
+    "launch": Command("launch codex -m {model} --device cpu -t 1", drains=True),
     "create": Command("create swept -f {preset}"),
     "cp": Command("cp {model} swept"),
     "rm": Command("rm -y swept"),
@@ -70,16 +76,19 @@ SWEPT = {
 
 @dataclass
 class Place:
-    """What the commands find: a model, a preset, a port where nothing answers, and a folder of their own."""
+    """What the commands find: a model, a checkpoint, a preset, a port where nothing answers, a folder of their own, and
+    in `folder` programs that end at once."""
 
     folder: Path
     model: Path
+    checkpoint: Path
     preset: Path
     stalled: int
 
     def arguments(self, command: Command, own: Path) -> list[str]:
         values = {
             "model": self.model,
+            "checkpoint": self.checkpoint,
             "preset": self.preset,
             "stalled": self.stalled,
             "port": 0,
@@ -90,6 +99,7 @@ class Place:
     def environment(self, own: Path) -> dict[str, str]:
         """Caches that are kept (kernels are compiled once), and temporary files in a folder of each process."""
         return os.environ | {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
             "TMPDIR": str(own),
             "XDG_DATA_HOME": str(own),
             "XDG_STATE_HOME": str(own),
@@ -117,11 +127,27 @@ def place() -> Iterator[Place]:
         folder = Path(name)
         stalled.bind(("127.0.0.1", 0))
         stalled.listen(4096)
-        sizes = ModelSizes(embedding=64, feed_forward=128, context=256)
+        sizes = ModelSizes(embedding=64, feed_forward=128, context=32768)
         preset = folder / "preset.toml"
         model = write_tiny(folder / "tiny.gguf", kind="Q8_0", sizes=sizes)
         preset.write_text(f'model = "{model}"\n')
-        yield Place(folder, model, preset, stalled.getsockname()[1])
+        agent = folder / "codex"
+        agent.write_text("#!/bin/sh\n")
+        agent.chmod(0o755)
+        yield Place(folder, model, checkpoint(folder / "checkpoint"), preset, stalled.getsockname()[1])
+
+
+def checkpoint(folder: Path) -> Path:
+    """A small Hugging Face folder, whose text is split as GPT-2's."""
+    files = seeds(folder.with_name("seeds"))[2]
+    files["tokenizer.json"]["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    write_files(folder, files)
+    return folder
 
 
 def strike(where: Place, command: Command, number: int, after: float, within: float) -> tuple[str, float]:
