@@ -168,10 +168,10 @@ def _wgmma_groups_kernel(
 
 def subnormal_weight_scale(part: PackedPart) -> float:
     """The weight scale for codes read as subnormal fp16: scales must fit fp16 after multiplication by 2^24.
-    It brings the largest weight to about 2^-5, or 2^-8 with codes of one bit; fp16 keeps its 11 bits down to 2^-14.
+    It brings the largest weight to about 2^-5, or 2^-9 with codes of one bit; fp16 keeps its 11 bits down to 2^-14.
     """
     few = 0 if part.layout.offset else part.layout.bits
-    return part.weight_scale * 2.0 ** {1: -12, 2: -11}.get(few, -9)
+    return part.weight_scale * 2.0 ** {1: -13, 2: -11}.get(few, -9)
 
 
 def launch_wgmma(
