@@ -39,9 +39,11 @@ class LayerTensors:
         self.eps, self.kind = eps, kind
 
     def take(self, *names: str, kind: str = "weight") -> list[QuantTensor]:
-        """`kind`: weight, bias, or "" for tensors whose names have none."""
+        """`kind`: weight, bias, or "" for tensors whose names have none. One that is named twice is fetched once: on its
+        way to a device it can be taken no second time."""
         ends = f".{kind}" if kind else ""
-        return [self.tensors[f"{self.prefix}{name}{ends}"] for name in names]
+        found = {name: self.tensors[f"{self.prefix}{name}{ends}"] for name in dict.fromkeys(names)}
+        return [found[name] for name in names]
 
     def has(self, name: str, kind: str = "weight") -> bool:
         return f"{self.prefix}{name}.{kind}" in self.tensors

@@ -1,6 +1,9 @@
 """Synthetic models: valid files of true shapes, in every type, the same for the same seed."""
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -9,7 +12,11 @@ import torch
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.reference import ReferenceBackend
 from quengine.models.architectures import ARCHITECTURES
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.decoder import Decoder
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.gguf.vocab_checks import BYTE, CONTROL, NORMAL, check_vocabulary
@@ -259,3 +266,32 @@ def test_tiny_presets_are_as_described(tmp_path, preset):
         config = read_gguf_config(file)
         check_tensors(file, config)
     assert config == PRESETS[preset].config()
+
+
+class Fetched(Mapping[str, QuantTensor]):
+    """Tensors, and how often each was taken."""
+
+    def __init__(self, source: Mapping[str, QuantTensor]) -> None:
+        self.source, self.taken = source, Counter[str]()
+
+    def __getitem__(self, name: str) -> QuantTensor:
+        self.taken[name] += 1
+        return self.source[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@pytest.mark.parametrize("preset", ["gemma-4-moe-tiny", "phi3-tiny", "deepseek2-tiny", "qwen3.5moe-tiny"])
+def test_no_tensor_is_taken_twice(tmp_path: Path, preset: str) -> None:
+    """Loading onto a device moves each tensor once; what is taken again comes from the host."""
+    checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", preset))
+    tensors = Fetched(checkpoint.tensors)
+    Decoder(checkpoint.config, tensors, ReferenceBackend(keep=False), 64, 64)
+    assert max(tensors.taken.values()) == 1
