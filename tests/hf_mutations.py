@@ -9,6 +9,7 @@ import json
 import os
 import random
 import struct
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -280,6 +281,20 @@ def seeds(folder: Path) -> list[Files]:
     found[1][TOKENIZER_CONFIG]["chat_template"] = named
     found[2][TEMPLATE] = CHATML
     return found
+
+
+def write_convertible(folder: Path) -> Path:
+    """A small folder of Qwen3 whose text is split as GPT-2's, so that a GGUF file can say how."""
+    with tempfile.TemporaryDirectory() as scratch:
+        files = seeds(Path(scratch))[2]
+    files[TOKENIZER]["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    write_files(folder, files)
+    return folder
 
 
 class Mutator:

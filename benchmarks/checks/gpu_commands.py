@@ -29,13 +29,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from gguf import GGUFReader
 
 from benchmarks.startup import PORT, healthy
 from quengine.cli.command_table import COMMANDS
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.cli.test_documents import PRESENT, ROOT, benchmark_lines, command_lines
+from tests.gguf_builder import ModelSizes
+from tests.hf_mutations import write_convertible
+from tests.models.quantize.test_quantize_file import write_imatrix
+from tests.tiny_models import write_tiny
 
 ENGINE = (sys.executable, "-m", "quengine.cli")
 MODEL_FLAGS = {"-m", "--model", "--draft-model", "--a", "--b"}
@@ -135,6 +141,13 @@ class Check:
         (folder / "keys").chmod(0o600)
         for name in ("project", "talks"):
             (folder / name).mkdir()
+        write_convertible(folder / "folder")
+        sizes = ModelSizes(embedding=256, feed_forward=512)
+        tensors = GGUFReader(write_tiny(folder / "model-f16.gguf", kind="F16", sizes=sizes)).tensors
+        columns = {each.name: int(each.shape[0]) for each in tensors if len(each.shape) == 2}
+        write_imatrix(
+            folder / "imatrix.gguf", {name: np.ones((1, n), np.float32) for name, n in columns.items()}
+        )
         self.environment = {
             **os.environ,
             "HOME": str(folder),
@@ -201,7 +214,7 @@ class Check:
                 made.append(word.replace("~", str(self.folder)))
         if words[0] in ("chat", "run"):
             made += ["--chat-template", "chatml"]
-        if words[0] == "generate" and "-n" not in words:
+        if words[0] in ("generate", "chat", "run") and "-n" not in words:
             made += ["-n", "16"]
         if words[:2] == ["kernels", "clear"]:
             made.append("-y")

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from quengine.cli.command_table import COMMANDS
 from tests.gguf_builder import ModelSizes
-from tests.hf_mutations import seeds, write_files
+from tests.hf_mutations import write_convertible
 from tests.tiny_models import write_tiny
 
 ENGINE = Path(sys.executable).with_name("engine")
@@ -134,20 +134,7 @@ def place() -> Iterator[Place]:
         agent = folder / "codex"
         agent.write_text("#!/bin/sh\n")
         agent.chmod(0o755)
-        yield Place(folder, model, checkpoint(folder / "checkpoint"), preset, stalled.getsockname()[1])
-
-
-def checkpoint(folder: Path) -> Path:
-    """A small Hugging Face folder, whose text is split as GPT-2's."""
-    files = seeds(folder.with_name("seeds"))[2]
-    files["tokenizer.json"]["pre_tokenizer"] = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
-    write_files(folder, files)
-    return folder
+        yield Place(folder, model, write_convertible(folder / "checkpoint"), preset, stalled.getsockname()[1])
 
 
 def strike(where: Place, command: Command, number: int, after: float, within: float) -> tuple[str, float]:

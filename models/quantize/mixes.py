@@ -232,9 +232,9 @@ def _type_of(tensor: GGUFTensor, mix: Mix, overrides: Overrides, rules: "_Rules"
     named = next((kind for pattern, kind in overrides.patterns if pattern.search(tensor.name)), None)
     if overrides.token_embedding and category == "token_embd":
         if tensor.name != "per_layer_token_embd.weight" or named is None:
-            return overrides.token_embedding
+            return _fitting(tensor, overrides.token_embedding)
     elif overrides.output and category == "output":
-        return overrides.output
+        return _fitting(tensor, overrides.output)
     if not FORMATS[mix.base].is_quantized:
         return mix.base
     if named is not None:

@@ -128,3 +128,12 @@ def test_other_names_are_refused_with_the_nearest() -> None:
 def test_a_pattern_that_no_name_has_is_an_error() -> None:
     with pytest.raises(EngineError, match="--tensor-type fnn_down=Q6_K: no tensor's name has that in it"):
         chosen("gqa", "Q4_K_M", overrides=Overrides(patterns=[(re.compile("fnn_down"), "Q6_K")]))
+
+
+@pytest.mark.parametrize("name", ["output.weight", "token_embd.weight"])
+def test_a_type_that_rows_do_not_fit_is_replaced(name: str) -> None:
+    """llama-quantize stops at it."""
+    overrides = Overrides(output="Q8_0", token_embedding="Q8_0")
+    narrow = tensor(name, 512, 40)
+    (kind,) = choose_types([narrow], mix_of("Q4_K_M"), MODELS["gqa"], overrides, False).values()
+    assert kind == "F16"
