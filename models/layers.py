@@ -39,8 +39,8 @@ class LayerTensors:
         self.eps, self.kind = eps, kind
 
     def take(self, *names: str, kind: str = "weight") -> list[QuantTensor]:
-        """`kind`: weight, bias, or "" for tensors whose names have none. One that is named twice is fetched once: on its
-        way to a device it can be taken no second time."""
+        """`kind`: weight, bias, or "" for tensors whose names have none. One that is named twice is fetched once, as it
+        can be taken only once on its way to a device."""
         ends = f".{kind}" if kind else ""
         found = {name: self.tensors[f"{self.prefix}{name}{ends}"] for name in dict.fromkeys(names)}
         return [found[name] for name in names]

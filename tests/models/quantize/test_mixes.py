@@ -26,7 +26,13 @@ from quengine.models.quantize.mixes import (
     tensor_type,
 )
 
-RECORDED = json.loads((Path(__file__).parent / "llama_quantize_types.json").read_text())
+STOPS = "--token-embedding-type q5_k --output-tensor-type q8_0"
+"""With these options llama-quantize stops at rows that hold no whole blocks ("odd"); we take a type that they fit."""
+RECORDED = {
+    key: value
+    for key, value in json.loads((Path(__file__).parent / "llama_quantize_types.json").read_text()).items()
+    if not (key.startswith("odd ") and key.endswith(STOPS))
+}
 
 GROUPED = ModelTraits("llama", layers=17, experts=0, heads=4, kv_heads=1)
 MODELS = {
@@ -41,7 +47,7 @@ MODELS = {
 
 OPTIONS = {
     "--pure": Overrides(pure=True),
-    "--token-embedding-type q5_k --output-tensor-type q8_0": Overrides("Q8_0", "Q5_K"),
+    STOPS: Overrides("Q8_0", "Q5_K"),
     "--tensor-type ffn_down=q6_k --tensor-type blk.1.*attn=iq4_nl": Overrides(
         patterns=[(re.compile("ffn_down"), "Q6_K"), (re.compile("blk.1.*attn"), "IQ4_NL")]
     ),
