@@ -12,8 +12,8 @@ remaining position attends to is released, and its entry in the table becomes th
 In a group of layers that keep a state, a block is a state, and a sequence has one from admission to release, the first
 entry of its table; behind it come copies that it keeps for itself: `CachePool.spares`, for drafts, and one of the state
 at the end of its last full block, where there is room. Blocks without an owner hold checkpoints: copies of states at
-the ends of full blocks, found by the same keys. A prefix is found where every group holds it, so only as far as there
-is a checkpoint at its end.
+the ends of full blocks, found by the same keys. One that a step of a prompt writes on its way has an owner until that
+step is launched. A prefix is found where every group holds it, so only as far as there is a checkpoint at its end.
 """
 
 from array import array
@@ -165,6 +165,21 @@ class BlockManager:
             if pool.shape.is_state and key not in pool.by_key and pool.num_free:
                 copies.append(StateCopy(group, table[0], pool.keep_new(key, on_the_way)))
         return copies
+
+    def take_checkpoint(self, key: bytes) -> list[int]:
+        """Blocks that the next step writes the states to which stand for the tokens up to the end of the block with
+        this key: of each group, 0 in one without a state. Empty where the key is known, or no block is free. The caller
+        owns them until `give_checkpoint`; least recently used checkpoints make room."""
+        if any(key in pool.by_key or not pool.num_free for pool in self._states):
+            return []
+        return [pool.take() if pool.shape.is_state else PADDING_BLOCK for pool in self._pools]
+
+    def give_checkpoint(self, blocks: Seq[int], key: bytes | None = None, on_the_way: bool = False) -> None:
+        """Gives back blocks of `take_checkpoint`, which with a key are found by it from now on; without one what they
+        hold is not known. `on_the_way`: see `checkpoint`."""
+        for pool, number in zip(self._pools, blocks, strict=True):
+            if pool.shape.is_state:
+                pool.keep(number, key, on_the_way)
 
     def spares(self, tables: Seq[Seq[int]]) -> list[StateCopy]:
         """What brings a sequence's states back to the copies that were made of them before its draft; empty where
@@ -334,11 +349,16 @@ class _Pool:
     def keep_new(self, key: bytes, evicted_first: bool) -> int:
         """A free block that gets this content, and stays free."""
         number = self.take()
-        self.name(number, key)
-        self.release([number])
-        if evicted_first:
-            self._kept = {number: None, **self._kept}
+        self.keep(number, key, evicted_first)
         return number
+
+    def keep(self, number: int, key: bytes | None, evicted_first: bool) -> None:
+        """Releases a block, which has this content from now on."""
+        if key is not None:
+            self.name(number, key)
+        self.release([number])
+        if evicted_first and number in self._kept:
+            self._kept = {number: None, **self._kept}
 
     def blocks_of(self, keys: Seq[bytes], count: int) -> list[int]:
         """The cached blocks of keys[:count] that the next token attends to; none for states, which are not shared."""

@@ -21,9 +21,10 @@ from itertools import chain, islice
 
 from quengine.block_manager import BlockManager, StateCopy, extend_keys
 from quengine.errors import EngineError
+from quengine.kernels.forward_batch import MOST_CHECKPOINTS, Checkpoint, state_table
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
-from quengine.request.sequence import Sequence
+from quengine.request.sequence import BegunCheckpoint, Sequence
 from quengine.slot import Slot
 from quengine.step_plan import SequenceRows, StepPlan, samples
 
@@ -287,9 +288,42 @@ class Scheduler:
         for sequence, chunk in plan.running():
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
                 self._cached(sequence, chunk.end - sequence.num_cached_tokens)
-                if self.blocks.has_states and chunk.end in sequence.checkpoints_at:
-                    is_last = chunk.end == sequence.checkpoints_at[-1]
-                    self._checkpoint(sequence, chunk.end, chunk.end % CHECKPOINT_EVERY == 0 and not is_last)
+                if self.blocks.has_states:
+                    self._keep_checkpoints(sequence, chunk)
+
+    def _keep_checkpoints(self, sequence: Sequence, chunk: SequenceRows) -> None:
+        """The step of a chunk is launched: the states that it writes on its way are found from now on, or, where they
+        go back, copies of those that it ends with."""
+        for end, blocks in sequence.checkpoints_begun:
+            key = self._keys(sequence, end)[-1]
+            self.blocks.give_checkpoint(blocks, key, self._is_on_the_way(sequence, end))
+        sequence.checkpoints_begun.clear()
+        for end in sequence.checkpoints_at if self.blocks.rewinds else ():
+            if chunk.start < end <= chunk.end <= end + self.blocks.rewinds:
+                self._checkpoint(sequence, end, self._is_on_the_way(sequence, end))
+
+    def _is_on_the_way(self, sequence: Sequence, end: int) -> bool:
+        return end % CHECKPOINT_EVERY == 0 and end != sequence.checkpoints_at[-1]
+
+    def _begin_checkpoints(self, sequence: Sequence, chunk: range) -> tuple[list[int], ...]:
+        """Block tables for a chunk of a prompt, which of groups with states name the checkpoints that it writes."""
+        self._drop_checkpoints(sequence)
+        passed = [end for end in sequence.checkpoints_at if chunk.start < end <= chunk.stop]
+        for end in passed if not self.blocks.rewinds else ():
+            if blocks := self.blocks.take_checkpoint(self._keys(sequence, end)[-1]):
+                sequence.checkpoints_begun.append(BegunCheckpoint(end, blocks))
+        return tuple(
+            state_table(table[0], [Checkpoint(end, blocks[n]) for end, blocks in sequence.checkpoints_begun])
+            if pool.is_state
+            else table
+            for n, (pool, table) in enumerate(zip(self.cache.pools, sequence.block_tables, strict=True))
+        )
+
+    def _drop_checkpoints(self, sequence: Sequence) -> None:
+        """Whether a step writes a sequence's checkpoints is not known: what their blocks hold is not used."""
+        for _, blocks in sequence.checkpoints_begun:
+            self.blocks.give_checkpoint(blocks)
+        sequence.checkpoints_begun.clear()
 
     def _checkpoint(self, sequence: Sequence, end: int, on_the_way: bool = False) -> None:
         """Keep the states of a sequence, which serve to go on behind its first `end` tokens, for prompts that begin
@@ -334,8 +368,8 @@ class Scheduler:
             places.add(last - BLOCK_SIZE)
         return sorted(place for place in places if start < place <= last)
 
-    def _next_checkpoint(self, sequence: Sequence) -> int | None:
-        """Behind how many of its first tokens its states are to be kept next; also where waiting sequences part from
+    def _next_checkpoints(self, sequence: Sequence) -> list[int]:
+        """Behind how many of its first tokens its states are yet to be kept; also where waiting sequences part from
         it, which then go on from there."""
         start, keys = sequence.num_cached_tokens, self._keys(sequence, self._most_shared(sequence))
         for waiting in islice(self.waiting, _MOST_PARTINGS):
@@ -343,7 +377,7 @@ class Scheduler:
             parting = _common(keys, others) * BLOCK_SIZE
             if parting > start and parting not in sequence.checkpoints_at:
                 insort(sequence.checkpoints_at, parting)
-        return next((place for place in sequence.checkpoints_at if place > start), None)
+        return [place for place in sequence.checkpoints_at if place > start]
 
     def _cached(self, sequence: Sequence, count: int) -> None:
         """Notes that `count` more tokens are in the cache, and shares the blocks that they fill."""
@@ -515,11 +549,22 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, most: int) -> SequenceRows:
         start = sequence.num_cached_tokens
         end = min(start + most, self._prompt_end(sequence))
-        if self.blocks.has_states and (place := self._next_checkpoint(sequence)) is not None:
-            end = min(end, place)
-            # Up to the end of a block, behind which the states can be kept if the sequence is preempted.
-            end -= end % BLOCK_SIZE if end - end % BLOCK_SIZE > start else 0
-        return SequenceRows(sequence.token_ids[start:end], start, sequence.block_tables)
+        if not self.blocks.has_states:
+            return SequenceRows(sequence.token_ids[start:end], start, sequence.block_tables)
+        if places := self._next_checkpoints(sequence):
+            end = self._chunk_end(end, places)
+            if end < places[-1]:
+                # Up to the end of a block, behind which the states can be kept if the sequence is preempted.
+                end -= end % BLOCK_SIZE if end - end % BLOCK_SIZE > start else 0
+        tables = self._begin_checkpoints(sequence, range(start, end))
+        return SequenceRows(sequence.token_ids[start:end], start, tables)
+
+    def _chunk_end(self, end: int, places: Seq[int]) -> int:
+        """`end`, or where a chunk ends earlier that passes these places of checkpoints: a step writes few states on its
+        way, and a state that goes back serves for places that are not far."""
+        if self.blocks.rewinds:
+            return min(end, places[0] + self.blocks.rewinds)
+        return min(end, places[MOST_CHECKPOINTS - 1]) if len(places) > MOST_CHECKPOINTS else end
 
     def _chunk_size(self, beside: bool) -> int:
         """Maximum number of prompt tokens per step. beside: other sequences wait for their next token meanwhile."""
@@ -579,6 +624,8 @@ class Scheduler:
         """Take a running sequence out and free its blocks; what a failed one has computed is not to be shared."""
         ahead = 0 if sequence in self.prefilling else self._ahead
         (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
+        if self.blocks.has_states:
+            self._drop_checkpoints(sequence)
         if self.blocks.has_states and keeps and sequence.error is None:
             self._checkpoint_end(sequence, ahead)
         if sequence.error is not None:

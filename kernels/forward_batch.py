@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Literal, TypeAlias
+from itertools import accumulate, chain
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,28 @@ from quengine.kernels.kv.cache_types import PADDING_BLOCK
 Phase = Literal["prefill", "decode"]
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
-"""The block tables of one sequence: for each cache group, the blocks of its positions in order."""
+"""The block tables of one sequence: for each cache group, the blocks of its positions in order. In prefill the table of
+a group with a recurrent state is a `state_table`."""
+
+MOST_CHECKPOINTS = 2
+"""States of a sequence that a prefill step keeps beside the one that it ends with, at most."""
+
+STATE_ENTRIES = 1 + 2 * MOST_CHECKPOINTS
+"""Entries of a `state_table`, padding included."""
+
+
+class Checkpoint(NamedTuple):
+    """A prefill step also writes a sequence's state after its first `position` tokens to block `block`; the step has
+    the row before that position. `block` 0: nothing is written."""
+
+    position: int
+    block: int
+
+
+def state_table(slot: int, checkpoints: Sequence[Checkpoint]) -> list[int]:
+    """The block table of a prefill step in a group with a state: the slot, then each checkpoint, in order of
+    position."""
+    return [slot, *chain.from_iterable(checkpoints)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,20 +105,55 @@ class ForwardBatch:
         return self.block_tables[group]
 
     def slots_of(self, group: int) -> Tensor:
-        """The slots [S] of the sequences in a cache group with recurrent state, whose tables have one entry."""
+        """The slots [S] of the sequences in a cache group with recurrent state: the first entries of their tables."""
         return self.block_tables[group][:, 0]
 
-    def sequences(self, group: int) -> Iterator[tuple[slice, int, int]]:
+    def sequences(self, group: int, *parts: Tensor) -> Iterator[tuple[slice, int, int]]:
         """In a group of layers that keep a state, of each sequence in prefill and of each row in decode: its rows, the
-        position of the first, and its slot."""
-        slots = self.slots_of(group).tolist()
-        if self.phase == "prefill":
-            ends = list(accumulate(self.query_lens))
-            spans = [slice(end - length, end) for length, end in zip(self.query_lens, ends, strict=True)]
-            yield from zip(spans, self.starts, slots, strict=True)
-        else:
+        position of the first, and its slot.
+
+        A sequence comes in pieces that end at its checkpoints. Once a piece is computed, when the next one is
+        requested, the `parts` [slots, ...] of its state are copied.
+        """
+        if self.phase == "decode":
+            slots = self.slots_of(group).tolist()
             spans = [slice(row, row + 1) for row in range(len(self))]
             yield from zip(spans, self.positions.tolist(), slots, strict=True)
+            return
+        row = 0
+        for start, length, slot, checkpoints in self.with_checkpoints(group):
+            at, end = start, start + length
+            for position, block in checkpoints:
+                yield slice(row, row + position - at), at, slot
+                row, at = row + position - at, position
+                _copy(parts, slot, block)
+            if at < end:
+                yield slice(row, row + end - at), at, slot
+                row += end - at
+
+    def state_pieces(self, group: int, *parts: Tensor) -> Iterator[slice]:
+        """The rows of a step in pieces that end at checkpoints of any sequence, in decode all of them, for operations
+        that go on from states which the pieces before have left. `parts`: as in `sequences`."""
+        if self.phase == "decode":
+            yield slice(0, len(self))
+            return
+        done = row = 0
+        for start, length, slot, checkpoints in self.with_checkpoints(group):
+            for position, block in checkpoints:
+                yield slice(done, row + position - start)
+                done = row + position - start
+                _copy(parts, slot, block)
+            row += length
+        if done < row:
+            yield slice(done, row)
+
+    def with_checkpoints(self, group: int) -> Iterator[tuple[int, int, int, list[Checkpoint]]]:
+        """Of each sequence of a prefill step: the position of its first row, its rows, its slot in a group with a
+        state, and the checkpoints that are written."""
+        tables = self.block_tables_of(group)[:, :STATE_ENTRIES].tolist()
+        for start, length, (slot, *entries) in zip(self.starts, self.query_lens, tables, strict=True):
+            pairs = map(Checkpoint, entries[::2], entries[1::2])
+            yield start, length, slot, [each for each in pairs if each.block != PADDING_BLOCK]
 
     def chunks(self, group: int) -> Iterator[tuple[slice, int, Tensor]]:
         """For each sequence in prefill: its rows, the position of the first, and its block table [blocks]."""
@@ -106,6 +162,11 @@ class ForwardBatch:
             self.starts, self.query_lens, ends, self.block_tables_of(group), strict=True
         ):
             yield slice(end - length, end), start, table
+
+
+def _copy(parts: Sequence[Tensor], slot: int, block: int) -> None:
+    for part in parts:
+        part[block].copy_(part[slot])
 
 
 def prefill_batch(
@@ -131,7 +192,7 @@ def prefill_batch(
         phase="prefill",
         token_ids=torch.tensor([token for chunk in ids for token in chunk], device=device),
         positions=positions,
-        block_tables=torch.tensor(pad_block_tables(tables), dtype=torch.int32, device=device),
+        block_tables=torch.tensor(pad_block_tables(tables, STATE_ENTRIES), dtype=torch.int32, device=device),
         starts=tuple(starts),
         query_lens=tuple(lengths),
         logits_rows=None if every else torch.tensor(last, device=device),
@@ -157,9 +218,10 @@ def decode_batch(
     )
 
 
-def pad_block_tables(tables: Sequence[BlockTables]) -> list[list[list[int]]]:
-    """The block tables [G][S][most blocks] of sequences, padded to the longest with the padding block."""
-    most = max(len(table) for of_sequence in tables for table in of_sequence)
+def pad_block_tables(tables: Sequence[BlockTables], least: int = 1) -> list[list[list[int]]]:
+    """The block tables [G][S][most blocks] of sequences, padded with the padding block to the longest, and to `least`
+    entries."""
+    most = max(least, *(len(table) for of_sequence in tables for table in of_sequence))
     return [
         [[*table, *([PADDING_BLOCK] * (most - len(table)))] for table in of_group]
         for of_group in zip(*tables, strict=True)

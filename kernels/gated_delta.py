@@ -84,9 +84,10 @@ def gated_delta(
 
     history fp32 [slots, taps - 1 or more, channels] and memory fp32 [slots, value_heads, head_dim, head_dim] are
     written in place; what a slot holds is not read by a sequence's first position. Rows of one sequence are in the
-    order of their positions. In x's dtype; the state is read and written in its own.
+    order of their positions. In x's dtype; the state is read and written in its own. Checkpoints of the batch
+    (`state_table`) are written too.
     """
-    sequences = batch.sequences(spec.cache_group)
+    sequences = batch.sequences(spec.cache_group, history, memory)
     return torch.cat(
         [_of_sequence(x[rows], at, spec, history[slot], memory[slot]) for rows, at, slot in sequences]
     )

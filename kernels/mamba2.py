@@ -88,9 +88,10 @@ def mamba2(batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, history: Tensor, me
 
     history fp32 [slots, taps - 1 or more, channels] and memory fp32 [slots, heads, head_dim, state_dim] are written in
     place; what a slot holds is not read by a sequence's first position. Rows of one sequence are in the order of their
-    positions. In x's dtype; the state is read and written in its own.
+    positions. In x's dtype; the state is read and written in its own. Checkpoints of the batch (`state_table`) are
+    written too.
     """
-    sequences = batch.sequences(spec.cache_group)
+    sequences = batch.sequences(spec.cache_group, history, memory)
     return torch.cat(
         [_of_sequence(x[rows], at, spec, history[slot], memory[slot]) for rows, at, slot in sequences]
     )

@@ -38,7 +38,7 @@ def short_conv(batch: ForwardBatch, bcx: Tensor, spec: ShortConvSpec, state: Ten
 
     Rows of one sequence are in order of position. Computed in bcx's dtype; the state is stored in its own.
     """
-    sequences = batch.sequences(spec.cache_group)
+    sequences = batch.sequences(spec.cache_group, state)
     return torch.cat([_of_sequence(bcx[rows], at, spec, state[slot]) for rows, at, slot in sequences])
 
 

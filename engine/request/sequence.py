@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quengine.context.context_shift import ContextShift
 from quengine.kernels import compile_clock
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class BegunCheckpoint(NamedTuple):
+    """Blocks, one of each cache group, that a step writes the states to which a sequence has after `end` tokens."""
+
+    end: int
+    blocks: list[int]
+
+
 @dataclass(eq=False)
 class Sequence:
     """A prompt and what has been generated after it. The sequence decides itself when it is finished.
@@ -34,7 +41,8 @@ class Sequence:
             but for entries behind a window, which become the padding block; after a preemption there are new lists.
         block_keys: identify the contents of its full blocks (block_manager.extend_keys).
         checkpoints_at: of a model that keeps states, the numbers of its first tokens behind which they are copied.
-        state_copy_at: how many of its first tokens the copy that it keeps of its states stands for; 0: none.
+        checkpoints_begun: those that its chunk in the next step, or the newest one in flight, writes on the way.
+    state_copy_at: how many of its first tokens the copy that it keeps of its states stands for; 0: none.
         replay: how many of the cached tokens its states lack, which the next step computes again.
         error: why the sequence could not go on.
         thread: the one that made the sequence.
@@ -63,6 +71,7 @@ class Sequence:
     block_tables: tuple[list[int], ...] = ()
     block_keys: list[bytes] = field(default_factory=list)
     checkpoints_at: list[int] = field(default_factory=list)
+    checkpoints_begun: list[BegunCheckpoint] = field(default_factory=list)
     state_copy_at: int = 0
     replay: int = 0
     finish_reason: str | None = None

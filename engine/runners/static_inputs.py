@@ -16,7 +16,7 @@ from torch import Tensor
 from quengine.kernels.cuda.attention.attention_prefill import tile_rows
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, tile_entries
 from quengine.kernels.cuda.sampling.batch_rows import RowInputs, SlotTables, StepRows
-from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles, pad_block_tables
+from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch, PrefillTiles, pad_block_tables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
 from quengine.step_plan import SequenceRows
@@ -147,7 +147,7 @@ class PrefillInputs:
         self._tile_rows = cache(lambda longest: tile_rows(head_dim, longest, device, batch_invariant))
         sizes = [self.layout(GraphKey("prefill", r, s)) for r in PREFILL_ROWS for s in PREFILL_SEQUENCES]
         self._all = torch.zeros(max(s.entries for s in sizes), dtype=torch.int32, device=device)
-        shape = (groups, PREFILL_SEQUENCES[-1] + 1, -(-ctx_size // BLOCK_SIZE))
+        shape = (groups, PREFILL_SEQUENCES[-1] + 1, max(STATE_ENTRIES, -(-ctx_size // BLOCK_SIZE)))
         self.tables = torch.full(shape, PADDING_BLOCK, dtype=torch.int32, device=device)
 
     def layout(self, key: GraphKey) -> PrefillLayout:
@@ -173,8 +173,7 @@ class PrefillInputs:
     def send(self, key: GraphKey, rows: Seq[SequenceRows]) -> None:
         """Makes these the rows of the next step, in stream order, without waiting for the device."""
         if rows:
-            tables = self._pinned(pad_block_tables([part.block_tables for part in rows]))
-            tables = tables[:, :, : self.tables.shape[2]]  # a sequence's states may be more than its blocks
+            tables = self._pinned(pad_block_tables([part.block_tables for part in rows], STATE_ENTRIES))
             self.tables[:, : len(rows), : tables.shape[2]].copy_(tables, non_blocking=True)
         layout = self.layout(key)
         entries = [0] * layout.entries

@@ -34,12 +34,9 @@ def _state(self: ShortConv) -> SlotState:
 
 def _counted(batch: ForwardBatch, state: SlotLayer, group: int) -> None:
     """Each row is the one behind those that its state stands for; the first begins anew whatever the slot held."""
-    counts, slots = state.parts[1], batch.slots_of(group).tolist()
-    if batch.phase == "prefill":
-        spans = list(zip(slots, batch.starts, batch.query_lens, strict=True))
-    else:
-        spans = [(slot, at, 1) for slot, at in zip(slots, batch.positions.tolist(), strict=True)]
-    for slot, start, rows in spans:
+    counts = state.parts[1]
+    for span, start, slot in batch.sequences(group, counts):
+        rows = span.stop - span.start
         assert start == 0 or (counts[slot] == start).all(), (
             f"slot {slot}: {counts[slot, 0, 0]} tokens, {start} due"
         )

@@ -81,7 +81,7 @@ def test_the_second_turn_computes_its_new_tokens(tiny: Path, alone: list[Complet
     with engine(tiny) as llm:
         counts = computed_tokens(llm)
         first = llm.generate(PROMPTS[2], PARAMS)[0]
-        assert first.tokens == alone[2].tokens and counts[:3] == [96, 32, 2]
+        assert first.tokens == alone[2].tokens and counts[:2] == [130, -1]
         # 130 tokens and 39 of the answer have states: the copy is of the first 160.
         second = [*PROMPTS[2], *first.tokens, 5, 6, 7]
         counts.clear()
@@ -117,11 +117,16 @@ def test_requests_that_part_compute_what_they_share_once(tiny: Path) -> None:
         assert [each.timings.cached_tokens for each in found] == [0, 0, 96, 96]
 
 
-def test_a_long_prompt_has_checkpoints_on_the_way(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("chunk_size", "steps"), [(48, [32, 32, 32, 32, 32, 40]), (512, [128, 72])])
+def test_a_long_prompt_has_checkpoints_on_the_way(
+    tiny: Path, chunk_size: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quengine.scheduler.CHECKPOINT_EVERY", 64)
     prompt = [(13 * i) % 250 for i in range(200)]
-    with engine(tiny, chunk_size=48) as llm:
+    with engine(tiny, chunk_size=chunk_size) as llm:
+        counts = computed_tokens(llm)
         llm.generate(prompt, FEW)
+        assert [count for count in counts if count > 0] == steps
         changed = [llm.generate([*prompt[:end], 251, 1], FEW)[0] for end in (70, 130)]
         assert [each.timings.cached_tokens for each in changed] == [64, 128]
     # Where there is room for few, those at the ends of prompts stay.
@@ -305,6 +310,25 @@ def test_drafts_of_a_model_are_taken_back_where_they_are_wrong(
     drafts = [each.timings for each in found]
     assert 0 < sum(t.accepted_tokens for t in drafts) < sum(t.drafted_tokens for t in drafts)
     assert again.timings.cached_tokens == 64, "40 tokens of the prompt and 24 of the answer"
+
+
+def test_a_prompt_that_failed_has_no_checkpoint(tiny: Path, alone: list[Completion]) -> None:
+    with engine(tiny) as llm:
+        stream, forward = llm.stream(PROMPTS[2], PARAMS), llm.runner.forward
+        stream.start()
+
+        def fails(*args, **options):  # type: ignore[no-untyped-def]
+            forward(*args, **options)
+            raise MemoryError("in the middle of a prompt")
+
+        llm.runner.forward = fails  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            llm.step()
+        (states,) = llm.scheduler.blocks._states
+        assert not states.by_key and states.num_free == states.shape.num_blocks
+        llm.runner.forward = forward  # type: ignore[method-assign]
+        llm.scheduler.retry_alone()
+        assert stream.finish().tokens == alone[2].tokens and states.by_key
 
 
 def test_a_step_that_failed_is_computed_from_the_beginning(tiny: Path, alone: list[Completion]) -> None:

@@ -1,11 +1,11 @@
 """Steps of the gated short convolution, as the definition computes them, for the tests of both devices' kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
+from quengine.kernels.forward_batch import Checkpoint, ForwardBatch, decode_batch, prefill_batch, state_table
 from quengine.kernels.kv.cache_types import CONV_HISTORY
 from quengine.kernels.short_conv import ShortConvSpec, short_conv
 
@@ -25,9 +25,17 @@ def rows_of(count: int, channels: int, seed: int) -> Tensor:
     return torch.randn(count, 3 * channels, generator=torch.Generator().manual_seed(seed))
 
 
-def prompt(lengths: Sequence[int], starts: Sequence[int], slots: Sequence[int]) -> ForwardBatch:
-    """Chunks of sequences with these slots, in the second group of layers."""
-    tables = [[list(range(1, 7)), [slot]] for slot in slots]
+def prompt(
+    lengths: Sequence[int],
+    starts: Sequence[int],
+    slots: Sequence[int],
+    checkpoints: Sequence[Sequence[Checkpoint]] = (),
+) -> ForwardBatch:
+    """Chunks of sequences with these slots, in the second group of layers, and the first ones' checkpoints."""
+    of_slots = [*checkpoints, *([()] * (len(slots) - len(checkpoints)))]
+    tables = [
+        [list(range(1, 7)), state_table(slot, each)] for slot, each in zip(slots, of_slots, strict=True)
+    ]
     return prefill_batch([[0] * length for length in lengths], starts, tables, torch.device("cpu"))
 
 
@@ -44,6 +52,39 @@ STEPS: dict[str, ForwardBatch] = {
     "tokens": tokens([40, CONV_HISTORY - 1, CONV_HISTORY, 199], [3, 1, 2, 0]),
     "tokens behind drafts": tokens([65, 66, 67, 68, 5, 6], [2, 2, 2, 2, 1, 1], shares=True),
 }
+
+
+CHECKPOINTS: dict[str, ForwardBatch] = {
+    "a checkpoint within a chunk of 64": prompt([100], [5], [1], [[Checkpoint(5 + 37, 3)]]),
+    "at the border of one": prompt([70], [0], [1], [[Checkpoint(64, 2)]]),
+    "behind rows that are few": prompt([9, 3], [3, 8], [1, 3], [[Checkpoint(5, 2)]]),
+    "two, one at the end": prompt([96], [32], [2], [[Checkpoint(96, 3), Checkpoint(128, 1)]]),
+    "two in a chunk of 64": prompt([2, 96], [5, 0], [0, 2], [[], [Checkpoint(8, 3), Checkpoint(40, 1)]]),
+}
+"""Prompts of which states are kept on the way."""
+
+ALL_STEPS = STEPS | CHECKPOINTS
+
+
+def stands_for(batch: ForwardBatch) -> dict[int, int]:
+    """Of each slot that a step writes, checkpoints included, how many positions its state stands for."""
+    ends = {slot: start + rows.stop - rows.start for rows, start, slot in batch.sequences(1)}
+    if batch.phase == "prefill":
+        for *_, checkpoints in batch.with_checkpoints(1):
+            ends |= {block: position for position, block in checkpoints}
+    ends.pop(0, None)
+    return ends
+
+
+def prefixes(batch: ForwardBatch) -> Iterator[tuple[ForwardBatch, slice, int, int]]:
+    """Of each checkpoint of a prompt's step: its sequence's rows before it as a step of their own, which rows those
+    are, the sequence's slot, and the checkpoint's block."""
+    row = 0
+    for start, length, slot, checkpoints in batch.with_checkpoints(1):
+        for position, block in checkpoints:
+            rows = position - start
+            yield prompt([rows], [start], [slot]), slice(row, row + rows), slot, block
+        row += length
 
 
 def expected(batch: ForwardBatch, bcx: Tensor, spec: ShortConvSpec, state: Tensor) -> tuple[Tensor, Tensor]:

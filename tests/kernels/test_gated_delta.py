@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
-from tests.kernels.gated_delta_steps import Shape, states
-from tests.kernels.short_conv_steps import prompt, tokens
+from tests.kernels.gated_delta_steps import Shape, rows_of, spec_of, states
+from tests.kernels.short_conv_steps import CHECKPOINTS, prefixes, prompt, tokens
 
 if TYPE_CHECKING:
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -113,3 +113,14 @@ def test_another_sequence_leaves_a_state_as_it_is() -> None:
         gated_delta(prompt([5, 3], [0, 9], [1, 3]), torch.randn(8, sum(spec.widths)), spec, history, memory)
     for part, old in zip((history, memory), before, strict=True):
         assert [torch.equal(part[slot], old[slot]) for slot in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("step", CHECKPOINTS)
+def test_a_checkpoint_is_the_state_of_the_rows_before_it(step: str) -> None:
+    shape, batch = Shape(1, 2, 16), CHECKPOINTS[step]
+    spec, x, kept = spec_of(shape), rows_of(len(batch), shape, 3), states(shape)
+    gated_delta(batch, x, spec, *kept)
+    for prefix, rows, slot, block in prefixes(batch):
+        alone = states(shape)
+        gated_delta(prefix, x[rows], spec, *alone)
+        assert all(torch.equal(part[block], own[slot]) for part, own in zip(kept, alone, strict=True))

@@ -7,8 +7,8 @@ from transformers import NemotronHConfig
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from quengine.kernels.mamba2 import Mamba2Spec, mamba2
-from tests.kernels.mamba2_steps import Shape, states
-from tests.kernels.short_conv_steps import prompt, tokens
+from tests.kernels.mamba2_steps import Shape, rows_of, spec_of, states
+from tests.kernels.short_conv_steps import CHECKPOINTS, prefixes, prompt, tokens
 
 WIDTH, COUNT = 24, 300
 
@@ -92,3 +92,14 @@ def test_another_sequence_leaves_a_state_as_it_is() -> None:
         mamba2(prompt([5, 3], [0, 9], [1, 3]), torch.randn(8, sum(spec.widths)), spec, history, memory)
     for part, old in zip((history, memory), before, strict=True):
         assert [torch.equal(part[slot], old[slot]) for slot in range(4)] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("step", CHECKPOINTS)
+def test_a_checkpoint_is_the_state_of_the_rows_before_it(step: str) -> None:
+    shape, batch = Shape(2, 16, 1, 16), CHECKPOINTS[step]
+    spec, x, kept = spec_of(shape), rows_of(len(batch), shape, 3), states(shape)
+    mamba2(batch, x, spec, *kept)
+    for prefix, rows, slot, block in prefixes(batch):
+        alone = states(shape)
+        mamba2(prefix, x[rows], spec, *alone)
+        assert all(torch.equal(part[block], own[slot]) for part, own in zip(kept, alone, strict=True))

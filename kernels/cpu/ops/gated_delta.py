@@ -121,6 +121,8 @@ def gated_delta(batch: ForwardBatch, x: Tensor, spec: GatedDeltaSpec, layer: Slo
     if batch.phase == "prefill":
         slots = slots.repeat_interleave(torch.tensor(batch.query_lens))
     out = torch.empty(len(x), spec.value_heads * spec.head_dim)
-    positions = batch.positions.to(torch.int64)
-    run([*gated_delta_launches(x, spec, layer, positions, slots.view(-1, 1), out)])
+    positions, slots = batch.positions.to(torch.int64), slots.view(-1, 1)
+    for rows in batch.state_pieces(spec.cache_group, *layer.parts):
+        of_rows = positions[rows], slots[rows], out[rows]
+        run([*gated_delta_launches(x[rows], spec, layer, *of_rows)])
     return out

@@ -132,6 +132,7 @@ def mamba2(batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, layer: SlotLayer) -
     if batch.phase == "prefill":
         slots = slots.repeat_interleave(torch.tensor(batch.query_lens))
     out = torch.empty(len(x), spec.inner)
-    positions = batch.positions.to(torch.int64)
-    run([*mamba2_launches(x, spec, layer, positions, slots.view(-1, 1), out)])
+    positions, slots = batch.positions.to(torch.int64), slots.view(-1, 1)
+    for rows in batch.state_pieces(spec.cache_group, *layer.parts):
+        run([*mamba2_launches(x[rows], spec, layer, positions[rows], slots[rows], out[rows])])
     return out

@@ -78,6 +78,7 @@ def short_conv(batch: ForwardBatch, bcx: Tensor, spec: ShortConvSpec, layer: Slo
     if batch.phase == "prefill":
         slots = slots.repeat_interleave(torch.tensor(batch.query_lens))
     out = torch.empty(len(bcx), spec.channels)
-    positions = batch.positions.to(torch.int64)
-    run([short_conv_launch(bcx.contiguous(), spec, layer, positions, slots.view(-1, 1), out)])
+    positions, slots, bcx = batch.positions.to(torch.int64), slots.view(-1, 1), bcx.contiguous()
+    for rows in batch.state_pieces(spec.cache_group, *layer.parts):
+        run([short_conv_launch(bcx[rows], spec, layer, positions[rows], slots[rows], out[rows])])
     return out

@@ -16,7 +16,18 @@ from torch import Tensor
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gated_delta.arithmetic import Net, delta_step, key_head_of
 from quengine.kernels.cuda.gated_delta.chunks import PRECISION, chunk_rows
-from quengine.kernels.cuda.gated_delta.rows import StepRows, chunk_of, keep_history, row_at, run_of
+from quengine.kernels.cuda.gated_delta.rows import (
+    StepRows,
+    block_at,
+    checkpoints_of,
+    chunk_of,
+    keep_checkpoints,
+    keep_history,
+    piece_end,
+    pieces_of,
+    row_at,
+    run_of,
+)
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.many_rows import MULTIPROCESSORS
@@ -87,6 +98,7 @@ def _by_chunks_kernel(
     if rows > 0:
         slot = tl.load(table_ptr + sequence * table_stride)
         kept = slot != 0
+        ends, blocks = checkpoints_of(table_ptr, sequence, table_stride, start)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         memory = ()
         for part in tl.static_range(PARTS):
@@ -94,9 +106,12 @@ def _by_chunks_kernel(
             memory = memory + (tl.load(place, mask=kept & (start > 0), other=0.0),)
         i = tl.arange(0, C)
         element = key_head_of(head, NET) * D + tl.arange(0, BLOCK)[None, :]
-        for begin in range(0, rows, C):
-            live = begin + i < rows
-            row = (first + begin + i).to(tl.int64)
+        begin = 0
+        for _ in range(pieces_of(rows, ends, C)):
+            end = piece_end(begin, rows, ends, C)
+            n = begin // C * C + i
+            live = (n >= begin) & (n < end)
+            row = (first + n).to(tl.int64)
             gate = gates_ptr + row * (2 * NET.value_heads) + head
             kept_log = tl.load(gate, mask=live, other=0.0)
             beta = tl.load(gate + NET.value_heads, mask=live, other=0.0)
@@ -126,11 +141,21 @@ def _by_chunks_kernel(
                 kept_part = memory[part] * tl.exp(whole)
                 after = after + (tl.dot(tl.trans(k), left, kept_part, input_precision=_PRECISION),)
             memory = after
+            block = block_at(ends, blocks, end)
+            if block != 0:
+                for part in tl.static_range(PARTS):
+                    place = _state(memory_ptr, block, head, part * BLOCK, BLOCK, column, NET)
+                    tl.store(place, memory[part])
+            begin = end
         for part in tl.static_range(PARTS):
             place = _state(memory_ptr, slot, head, part * BLOCK, BLOCK, column, NET)
             tl.store(place, memory[part], mask=kept)
         if slot != 0:
             channel, inside = _own_channels(COLUMNS, NET)
+            keep_checkpoints(
+                x_ptr, row_scale_ptr, weight_scale, history_ptr, slot, ends, blocks, first, start, channel, inside,
+                x_stride, CHANNELS, NET.ring,
+            )  # fmt: skip
             keep_history(
                 x_ptr, row_scale_ptr, weight_scale, history_ptr + slot.to(tl.int64) * (NET.ring * CHANNELS),
                 first, tl.maximum(rows - NET.ring, 0), rows, start, channel, inside, x_stride, CHANNELS, NET.ring,
@@ -159,13 +184,19 @@ def _by_rows_kernel(
         count, start = run_of(position_ptr, table_ptr, sequence, rows, table_stride, ALL_ROWS)
     if count > 0:
         slot = tl.load(table_ptr + sequence * table_stride)
-        history_ptr += slot.to(tl.int64) * (NET.ring * CHANNELS)
+        own_history = history_ptr + slot.to(tl.int64) * (NET.ring * CHANNELS)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         place = _state(memory_ptr, slot, head, 0, D, column, NET)
         kept = slot != 0
         memory = tl.load(place, mask=kept & (start > 0), other=0.0)
         element = key_head_of(head, NET) * D + tl.arange(0, D)
         channel, inside = _own_channels(COLUMNS, NET)
+        if ALL_ROWS == 0:
+            ends, blocks = checkpoints_of(table_ptr, sequence, table_stride, start)
+            keep_checkpoints(
+                x_ptr, row_scale_ptr, weight_scale, history_ptr, slot, ends, blocks, first, start, channel, inside,
+                x_stride, CHANNELS, NET.ring,
+            )  # fmt: skip
         for n in range(count):
             if ALL_ROWS == 0:
                 row = first + n
@@ -181,9 +212,13 @@ def _by_rows_kernel(
             kq = tl.sum(q * k, 0)
             memory, o = delta_step(memory, q, k, kq, tl.load(v_place), decay, beta)
             tl.store(v_place, o)
+            if ALL_ROWS == 0:
+                block = block_at(ends, blocks, n + 1)
+                if block != 0:
+                    tl.store(_state(memory_ptr, block, head, 0, D, column, NET), memory)
             if (n + NET.ring >= count) & (slot != 0):
                 keep_history(
-                    x_ptr, row_scale_ptr, weight_scale, history_ptr, row - n, n, n + 1, start, channel, inside,
+                    x_ptr, row_scale_ptr, weight_scale, own_history, row - n, n, n + 1, start, channel, inside,
                     x_stride, CHANNELS, NET.ring,
                 )  # fmt: skip
         tl.store(place, memory, mask=kept)

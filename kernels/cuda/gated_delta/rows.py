@@ -7,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS
-from quengine.kernels.forward_batch import PrefillTiles
+from quengine.kernels.forward_batch import MOST_CHECKPOINTS, PrefillTiles
 
 _FIELDS = tl.constexpr(TILE_FIELDS)
+_CHECKPOINTS = tl.constexpr(MOST_CHECKPOINTS)
 _AT_ONCE = tl.constexpr(128)
 
 
@@ -21,7 +22,7 @@ class StepRows:
         x: what the input matmul gave.
         row_scale, weight_scale: x stands for x * row_scale * weight_scale, fp32 [T] and a number.
         positions: int32 [T].
-        block_tables: int32 [S, ...], whose first column has the slots.
+        block_tables: int32 [S, ...], whose first column has the slots; of prompts they are `state_table`s.
         tiles: of a prompt's chunks. None: each row has a table of its own, as rows of decode have; rows of one slot
             are at positions that follow each other, in any order.
     """
@@ -64,6 +65,47 @@ def chunk_of(tile_ptr, tiles, sequence):
 
 
 @triton.jit
+def checkpoints_of(table_ptr, sequence, table_stride, start):
+    """Of a prompt's chunk from position `start` on, each checkpoint's number of rows before it, 0 where there is none,
+    and its block (forward_batch.state_table)."""
+    ends = ()
+    blocks = ()
+    for n in tl.static_range(_CHECKPOINTS):
+        entry = table_ptr + sequence * table_stride + (1 + 2 * n)
+        block = tl.load(entry + 1)
+        ends = ends + (tl.where(block != 0, tl.load(entry) - start, 0),)
+        blocks = blocks + (block,)
+    return ends, blocks
+
+
+@triton.jit
+def block_at(ends, blocks, end):
+    """The block of the checkpoint before row `end` of a chunk; 0: there is none."""
+    block = 0
+    for n in tl.static_range(_CHECKPOINTS):
+        block = tl.where(ends[n] == end, blocks[n], block)
+    return block
+
+
+@triton.jit
+def pieces_of(rows, ends, C: tl.constexpr):
+    """How many pieces a chunk of a prompt is computed in: they end every C rows and at checkpoints."""
+    pieces = tl.cdiv(rows, C)
+    for n in tl.static_range(_CHECKPOINTS):
+        pieces += ((ends[n] % C != 0) & (ends[n] < rows)).to(tl.int32)
+    return pieces
+
+
+@triton.jit
+def piece_end(begin, rows, ends, C: tl.constexpr):
+    """The end of the piece that begins with row `begin`."""
+    end = tl.minimum(begin // C * C + C, rows)
+    for n in tl.static_range(_CHECKPOINTS):
+        end = tl.where((ends[n] > begin) & (ends[n] < end), ends[n], end)
+    return end
+
+
+@triton.jit
 def run_of(position_ptr, table_ptr, row, rows, table_stride, ALL_ROWS: tl.constexpr):
     """Of the rows of a decode step that have the slot of row `row`: how many, and the first position. 0 rows where
     `row` is not the first of them, or its slot is padding."""
@@ -97,3 +139,25 @@ def keep_history(
         x = tl.load(x_ptr + (first + n).to(tl.int64) * x_stride + channel, mask=inside, other=0.0)
         x *= tl.load(row_scale_ptr + first + n) * weight_scale
         tl.store(history_ptr + (start + n) % RING * CHANNELS + channel, x, mask=inside)
+
+
+@triton.jit
+def keep_checkpoints(
+    x_ptr, row_scale_ptr, weight_scale, history_ptr, slot, ends, blocks, first, start, channel, inside, x_stride,
+    CHANNELS: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Store the history before each checkpoint of a chunk: the chunk's rows, and before these what the slot's history
+    holds, which is not overwritten yet. history_ptr: of block 0."""
+    for n in tl.static_range(_CHECKPOINTS):
+        if blocks[n] != 0:
+            end = ends[n]
+            own = history_ptr + slot.to(tl.int64) * (RING * CHANNELS) + channel
+            kept = history_ptr + blocks[n].to(tl.int64) * (RING * CHANNELS)
+            if (end < RING) & (start > 0):
+                for place in range(RING):
+                    old = tl.load(own + place * CHANNELS, mask=inside, other=0.0)
+                    tl.store(kept + place * CHANNELS + channel, old, mask=inside)
+            keep_history(
+                x_ptr, row_scale_ptr, weight_scale, kept, first, tl.maximum(end - RING, 0), end, start, channel,
+                inside, x_stride, CHANNELS, RING,
+            )  # fmt: skip

@@ -19,7 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gated_delta.chunks import PRECISION
-from quengine.kernels.cuda.gated_delta.rows import StepRows, chunk_of, keep_history, row_at, run_of
+from quengine.kernels.cuda.gated_delta.rows import (
+    StepRows,
+    block_at,
+    checkpoints_of,
+    chunk_of,
+    keep_checkpoints,
+    keep_history,
+    piece_end,
+    pieces_of,
+    row_at,
+    run_of,
+)
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.mamba2.arithmetic import Mamba2Net
 from quengine.kernels.cuda.mamba2.decode import decode_shape
@@ -87,6 +98,7 @@ def _by_chunks_kernel(
     if rows > 0:
         slot = tl.load(table_ptr + sequence * table_stride)
         kept = slot != 0
+        ends, blocks = checkpoints_of(table_ptr, sequence, table_stride, start)
         element = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         skip = tl.load(skip_ptr + head)
         memory = ()
@@ -96,9 +108,12 @@ def _by_chunks_kernel(
         i = tl.arange(0, C)
         behind = i[:, None] >= i[None, :]
         n = WIDTH + head // (NET.heads // NET.groups) * N + tl.arange(0, BLOCK)[None, :]
-        for begin in range(0, rows, C):
-            live = begin + i < rows
-            row = (first + begin + i).to(tl.int64)
+        begin = 0
+        for _ in range(pieces_of(rows, ends, C)):
+            end = piece_end(begin, rows, ends, C)
+            at = begin // C * C + i
+            live = (at >= begin) & (at < end)
+            row = (first + at).to(tl.int64)
             gate = gates_ptr + row * (2 * NET.heads) + head
             kept_log = tl.load(gate, mask=live, other=0.0)
             step = tl.load(gate + NET.heads, mask=live, other=0.0)
@@ -125,11 +140,21 @@ def _by_chunks_kernel(
                 kept_part = memory[part] * tl.exp(whole)
                 after = after + (tl.dot(tl.trans(b), left, kept_part, input_precision=_PRECISION),)
             memory = after
+            block = block_at(ends, blocks, end)
+            if block != 0:
+                for part in tl.static_range(PARTS):
+                    place = _state(memory_ptr, block, head, part * BLOCK, BLOCK, element, NET)
+                    tl.store(place, memory[part])
+            begin = end
         for part in tl.static_range(PARTS):
             place = _state(memory_ptr, slot, head, part * BLOCK, BLOCK, element, NET)
             tl.store(place, memory[part], mask=kept)
         if slot != 0:
             channel, inside = _own_channels(PROGRAMS, COLUMNS, NET)
+            keep_checkpoints(
+                x_ptr + WIDTH, row_scale_ptr, weight_scale, history_ptr, slot, ends, blocks, first, start, channel,
+                inside, x_stride, CHANNELS, NET.ring,
+            )  # fmt: skip
             keep_history(
                 x_ptr + WIDTH, row_scale_ptr, weight_scale,
                 history_ptr + slot.to(tl.int64) * (NET.ring * CHANNELS), first, tl.maximum(rows - NET.ring, 0), rows,
@@ -160,16 +185,23 @@ def _by_rows_kernel(
         count, start = run_of(position_ptr, table_ptr, sequence, rows, table_stride, ALL_ROWS)
     if count > 0:
         slot = tl.load(table_ptr + sequence * table_stride)
-        history_ptr += slot.to(tl.int64) * (NET.ring * CHANNELS)
+        own_history = history_ptr + slot.to(tl.int64) * (NET.ring * CHANNELS)
         element = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         n = tl.arange(0, N)
-        memory_ptr += (slot.to(tl.int64) * NET.heads + head) * (NET.head_dim * N)
-        place = memory_ptr + element[:, None] * N + n[None, :]
+        whole = NET.head_dim * N
+        of_head = memory_ptr + head * whole + element[:, None] * N + n[None, :]
+        place = of_head + slot.to(tl.int64) * (NET.heads * whole)
         kept = slot != 0
         memory = tl.load(place, mask=kept & (start > 0), other=0.0)
         skip = tl.load(skip_ptr + head)
         of_b = WIDTH + head // (NET.heads // NET.groups) * N + n
         channel, inside = _own_channels(PROGRAMS, COLUMNS, NET)
+        if ALL_ROWS == 0:
+            ends, blocks = checkpoints_of(table_ptr, sequence, table_stride, start)
+            keep_checkpoints(
+                x_ptr + WIDTH, row_scale_ptr, weight_scale, history_ptr, slot, ends, blocks, first, start, channel,
+                inside, x_stride, CHANNELS, NET.ring,
+            )  # fmt: skip
         for at in range(count):
             if ALL_ROWS == 0:
                 row = first + at
@@ -185,9 +217,13 @@ def _by_rows_kernel(
             x = tl.load(x_place)
             memory = memory * decay + (step * x)[:, None] * b[None, :]
             tl.store(x_place, tl.sum(memory * c[None, :], 1) + skip * x)
+            if ALL_ROWS == 0:
+                block = block_at(ends, blocks, at + 1)
+                if block != 0:
+                    tl.store(of_head + block.to(tl.int64) * (NET.heads * whole), memory)
             if (at + NET.ring >= count) & (slot != 0):
                 keep_history(
-                    x_ptr + WIDTH, row_scale_ptr, weight_scale, history_ptr, row - at, at, at + 1, start, channel,
+                    x_ptr + WIDTH, row_scale_ptr, weight_scale, own_history, row - at, at, at + 1, start, channel,
                     inside, x_stride, CHANNELS, NET.ring,
                 )  # fmt: skip
         tl.store(place, memory, mask=kept)

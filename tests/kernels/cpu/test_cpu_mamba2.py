@@ -5,8 +5,8 @@ import torch
 
 from quengine.kernels import cpu
 from quengine.kernels.backend import SlotLayer
-from tests.kernels.mamba2_steps import STEPS, Shape, expected, rows_of, spec_of, states
-from tests.kernels.short_conv_steps import prompt, tokens
+from tests.kernels.mamba2_steps import Shape, expected, rows_of, spec_of, states
+from tests.kernels.short_conv_steps import ALL_STEPS, prompt, tokens
 from tests.kernels.weights import nmse
 
 SHAPES = [
@@ -17,10 +17,10 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", ALL_STEPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_steps_are_those_of_the_definition(step: str, shape: Shape) -> None:
-    batch, spec, (history, memory) = STEPS[step], spec_of(shape), states(shape)
+    batch, spec, (history, memory) = ALL_STEPS[step], spec_of(shape), states(shape)
     x = rows_of(len(batch), shape, 3)
     wanted, *after = expected(batch, x, spec, history, memory)
     layer = SlotLayer((history.clone(), memory.clone()))

@@ -5,13 +5,13 @@ import torch
 
 from quengine.kernels import cpu
 from quengine.kernels.backend import SlotLayer
-from tests.kernels.short_conv_steps import STEPS, expected, rows_of, spec_of, states
+from tests.kernels.short_conv_steps import ALL_STEPS, expected, rows_of, spec_of, states
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", ALL_STEPS)
 @pytest.mark.parametrize(("channels", "taps"), [(1000, 3), (24, 4), (64, 1)])
 def test_steps_are_those_of_the_definition(step: str, channels: int, taps: int) -> None:
-    batch, spec, state = STEPS[step], spec_of(channels, taps), states(channels)
+    batch, spec, state = ALL_STEPS[step], spec_of(channels, taps), states(channels)
     bcx = rows_of(len(batch), channels, 3)
     wanted, after = expected(batch, bcx, spec, state)
     layer = SlotLayer((state.clone(),))

@@ -16,7 +16,7 @@ from quengine.kernels.cuda.mamba2.mamba2 import mamba2_decode, mamba2_rows
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.mamba2 import Mamba2Spec
 from tests.kernels.mamba2_steps import STEPS, Shape, expected, rows_of, spec_of, states
-from tests.kernels.short_conv_steps import prompt, tokens
+from tests.kernels.short_conv_steps import CHECKPOINTS, prompt, stands_for, tokens
 
 SMALL = Shape(2, 16, 1, 16)
 GROUPS = [
@@ -77,18 +77,16 @@ def check(
     wanted, history, memory = expected(batch, x, spec, *state)
     layer = SlotLayer(tuple(part.clone().to(device) for part in state))
     y = run(batch, x, spec, layer, device, batch_invariant, block_rows).cpu()
-    last = {}
-    for rows, start, slot in batch.sequences(1):
+    for rows, _, slot in batch.sequences(1):
         if slot:
             torch.testing.assert_close(y[rows], wanted[rows], **TOLERANCE)
-            last[slot] = start + rows.stop - rows.start - 1
         else:
             assert torch.equal(y[rows], torch.zeros_like(y[rows]))
     found_history, found_memory = (part.cpu() for part in layer.parts)
     torch.testing.assert_close(found_memory[1:], memory[1:], **TOLERANCE)
     assert torch.equal(found_memory[0], state[1][0]) and torch.equal(found_history[0], state[0][0])
-    for slot, end in last.items():
-        places = [position % shape.rows for position in range(max(0, end - shape.taps + 2), end + 1)]
+    for slot, end in stands_for(batch).items():
+        places = [position % shape.rows for position in range(max(0, end - shape.taps + 1), end)]
         assert torch.equal(found_history[slot, places], history[slot, places])
 
 
@@ -101,6 +99,12 @@ def test_steps_are_those_of_the_definition(step: str, device: torch.device) -> N
 def test_heads_share_groups(shape: Shape, device: torch.device) -> None:
     check(STEPS["tokens"], shape, device)
     check(prompt([70], [5], [2]), shape, device)
+
+
+@pytest.mark.parametrize("step", CHECKPOINTS)
+def test_states_are_kept_on_the_way(step: str, device: torch.device) -> None:
+    check(CHECKPOINTS[step], SMALL, device)
+    check(CHECKPOINTS[step], SMALL, device, batch_invariant=True)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 130])
