@@ -24,7 +24,6 @@ from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.runners.graph_keys import GraphKey
-from quengine.runners.host_copy import HostCopy
 from quengine.runners.state_copies import copies_before
 from quengine.sampler import NO_CHOICE, Result
 from quengine.slot import Slot
@@ -33,6 +32,9 @@ from quengine.step_plan import SequenceRows, StepPlan, forward_batch, samples, s
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
     from quengine.runners.device_decode import DeviceDecoder
+
+_NAMES: dict[Phase, str] = {"prefill": "prefill", "decode": "decode step"}
+"""Of the ranges of a profile."""
 
 
 class StepGraphs(Protocol):
@@ -91,7 +93,7 @@ class ModelRunner:
     Args:
         decoder, cache: decoder and KV cache of one model.
         graphs: captured steps; None: every step is computed eagerly.
-        device_decoder: decode steps that sample on the device; None: tokens are sampled on the host.
+        device_decoder: steps that sample on the device; None: tokens are sampled on the host.
         choose: samples tokens on the host.
         packs_prompts: whether chunks of several prompts are faster in one step than one after the other.
     """
@@ -150,8 +152,8 @@ class ModelRunner:
         if any(scored_rows(s, chunk) for s, chunk in zip(plan.sequences, plan.chunks, strict=False)):
             scored = self._score(plan)
             return LaunchedStep(plan, lambda: scored)
-        if plan.phase == "decode" and self.device_decoder is not None:
-            with Range("launch decode step"):
+        if self.device_decoder is not None:
+            with Range(f"launch {_NAMES[plan.phase]}"):
                 results = self.device_decoder.launch(plan)
             if results is not None:
                 return LaunchedStep(plan, lambda: self._explained(plan, results()), True)
@@ -161,11 +163,10 @@ class ModelRunner:
         """`launch`, with tokens sampled on the host."""
         if plan.phase == "decode" and self._has_states:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
-        with Range(plan.phase if plan.phase == "prefill" else "decode step"):
-            logits = HostCopy(self.forward(plan.phase, plan.rows).float())
+        with Range(_NAMES[plan.phase]):
+            logits = self.forward(plan.phase, plan.rows).float().cpu()
         sampled = _prompts_sampled if plan.phase == "prefill" else _decode_sampled
-        is_async = self.device_decoder is not None and plan.phase == "prefill"
-        return LaunchedStep(plan, lambda: sampled(plan, logits.wait()), is_async)
+        return LaunchedStep(plan, lambda: sampled(plan, logits))
 
     @torch.no_grad()
     def forward(
@@ -256,15 +257,20 @@ class ModelRunner:
             return results
         found = zip(plan.sequences, plan.slots, results, strict=True)
         return [
-            self._explain(sequence) if result is NO_CHOICE and sequence.slot is slot else result
-            for sequence, slot, result in found
+            self._explain(plan, number) if result is NO_CHOICE and sequence.slot is slot else result
+            for number, (sequence, slot, result) in enumerate(found)
         ]
 
-    def _explain(self, sequence: Sequence) -> Result:
+    def _explain(self, plan: StepPlan, number: int) -> Result:
         """Recomputes the step of a sequence for which a device found no token, on the host, to get the error."""
+        sequence = plan.sequences[number]
         sequence.draft = []
         sequence.slot = Slot(sequence.slot.index, sequence.slot.end)  # a step in flight goes on from no token
-        result = self._launch_on_host(StepPlan.decode([sequence])).results()[0]
+        if plan.phase == "prefill":
+            alone = StepPlan.prefill([sequence], [plan.chunks[number]])
+        else:
+            alone = StepPlan.decode([sequence])
+        result = self._launch_on_host(alone).results()[0]
         sequence.slot.launched = 0
         return result
 

@@ -12,6 +12,7 @@ import cProfile
 import pstats
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,13 +23,12 @@ from quengine.model_runner import LaunchedStep
 from quengine.platform import collector
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.device_decode import DeviceDecoder
-from quengine.runners.graph_keys import GraphKey, padded_rows
+from quengine.runners.graph_keys import GraphKey, SamplingKind, padded_rows
 from quengine.runners.static_inputs import DecodeInputs
-from quengine.sampler import Result, Sample
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_wire import Step
-from quengine.step_plan import StepPlan, samples
+from quengine.step_plan import SequenceRows, StepPlan
 
 PROMPT = 128
 
@@ -58,6 +58,10 @@ class Graphs:
         self._launched += 1
         return Tokens(self._tokens[self._launched % 16])
 
+    def prefill(self, rows: Sequence[SequenceRows], slots: list[int], kind: SamplingKind) -> Tokens:
+        del slots, kind
+        return Tokens([100] * len(rows))
+
     def configure(self, *settings: Any) -> None:
         """Settings of a slot, which are sent once a sequence."""
 
@@ -68,12 +72,9 @@ def measure(given: argparse.Namespace, streams: int) -> None:
         decoder = DeviceDecoder(Graphs(streams, -(-llm.ctx_size // 32), 32000))  # type: ignore[arg-type]
 
         def launch(plan: StepPlan) -> LaunchedStep:
-            if plan.phase == "decode":
-                results = decoder.launch(plan)
-                assert results is not None
-                return LaunchedStep(plan, results, True)
-            first = [Sample(100) if samples(s, chunk) else None for s, chunk in plan.running()]
-            return LaunchedStep(plan, lambda: list[Result](first), True)
+            results = decoder.launch(plan)
+            assert results is not None
+            return LaunchedStep(plan, results, True)
 
         llm.runner.launch = launch  # type: ignore[method-assign]
         engine = LLMEngine(llm)

@@ -1,4 +1,4 @@
-"""The captured steps of a model on a CUDA device: decode steps with sampling, and steps of prompts.
+"""The steps of a model on a CUDA device, captured or not: decode steps with sampling, and steps of prompts.
 
 A graph is found by its key (graph_keys.py). All graphs read one set of static inputs (static_inputs.py) and share one
 memory pool, since they run one after another; results for the host are copied, or read, before the next one runs.
@@ -22,7 +22,7 @@ from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
 from quengine.models.architectures import attentions_of
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import Capture, Configure, Launch, Prompts, Together, alone
+from quengine.parallel.wire import Capture, Configure, Launch, Prefill, Prompts, Together, alone
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
@@ -37,7 +37,7 @@ from quengine.runners.graph_keys import (
     prefill_key,
     rarer_keys,
 )
-from quengine.runners.static_inputs import DecodeInputs, PrefillInputs
+from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds
 from quengine.sampler import Sampler
 from quengine.step_plan import SequenceRows, forward_batch
 
@@ -49,7 +49,7 @@ _ONE_SEQUENCE = 8
 
 
 class StepTokens:
-    """The tokens that a decode step samples and stores in pinned memory.
+    """The tokens that a step samples and stores in pinned memory.
 
     `logits`: fp32 [rows, vocab] on the device, until the next step is launched.
     """
@@ -75,7 +75,7 @@ class CudaGraphs:
         rows: most rows of a decode step.
         prefill_tokens: most prompt tokens in a step.
         shares_sequences: whether a sequence may have several rows in a decode step.
-        pending: most decode steps in flight, whose tokens have not been read yet.
+        pending: most steps of a phase in flight, whose tokens have not been read yet.
         capture: `graph_capture.capture_step`.
         slots: most sequences that run at once; None: as many as rows.
     """
@@ -111,9 +111,11 @@ class CudaGraphs:
         held = len(self.inputs.of_slots.tokens)
         self._history = torch.zeros(held, cache.ctx_size, dtype=torch.int32, device=device)
         self._chosen = ChosenTokens.allocate(pending, self.inputs.rows, device)
-        events = 0 if device.type == "meta" else pending
-        self._events = [torch.cuda.Event() for _ in range(events)]  # type: ignore[no-untyped-call]
-        self._launched = 0
+        self._ends = PromptEnds(slots, pending, device)
+        events = range(0 if device.type == "meta" else pending)
+        self._events = [torch.cuda.Event() for _ in events]  # type: ignore[no-untyped-call]
+        self._prompt_events = [torch.cuda.Event() for _ in events]  # type: ignore[no-untyped-call]
+        self._launched = self._launched_prompts = 0
         self._sampling: dict[SamplingKind, SamplingBuffers] = {}
         self._steps: dict[GraphKey, CapturedStep] = {}
         self._seen: Counter[GraphKey] = Counter()
@@ -154,10 +156,30 @@ class CudaGraphs:
 
     def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
         """Logits fp32 [sequences, vocab] after the last row of each of these sequences."""
-        step = self.capture(key)
-        self.prompts.send(key, rows)
-        step.graph.replay()
-        return step.logits[: len(rows)].clone()
+        return self._replayed(key, rows).clone()
+
+    @torch.no_grad()
+    def prefill(self, rows: Seq[SequenceRows], slots: Seq[int], kind: SamplingKind) -> StepTokens:
+        """Starts a step of prompts' chunks, captured or not, and samples after their last rows; returns without
+        waiting.
+
+        slots: of each chunk, the slot that takes the token; `inputs.slots`: none. They are set by `configure` for
+        `kind`. Where no slot takes a token, there is none to wait for.
+        """
+        number = self._launched_prompts % len(self._prompt_events)
+        self._launched_prompts += 1
+        with self.together(Prefill(rows, slots, kind)):
+            key = self.lookup("prefill", rows)
+            if key is None:
+                batch = forward_batch("prefill", rows, self._backend.device)
+                logits = self.decoder.forward(batch, self.cache.layers)
+            else:
+                logits = self._replayed(key, rows)
+            if any(slot != self.inputs.slots for slot in slots):
+                self._ends.send(slots, [part.end - 1 for part in rows], number)
+                self._sample_ends(logits, kind)
+        self._prompt_events[number].record()
+        return StepTokens(self._ends.chosen.tokens[number], self._prompt_events[number], logits)
 
     @torch.no_grad()
     def launch(self, key: GraphKey) -> StepTokens:
@@ -325,6 +347,20 @@ class CudaGraphs:
         )
         sample_step(logits, state, buffers, pdl)
         return logits
+
+    def _replayed(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
+        """`replay`; the next step overwrites the logits."""
+        step = self.capture(key)
+        self.prompts.send(key, rows)
+        step.graph.replay()
+        return step.logits[: len(rows)]
+
+    def _sample_ends(self, logits: Tensor, kind: SamplingKind) -> None:
+        """Samples after the rows that `_ends` has."""
+        held, ends = self.inputs.of_slots, self._ends
+        taking = (ends.slots, ends.slots, ends.positions)
+        state = DecodeState(held.tokens, held.positions, self._history, *taking, ends.chosen)
+        sample_step(logits, state, self._sampling_buffers(kind), has_dependent_launch(logits.device))
 
     def _sampling_buffers(self, kind: SamplingKind) -> SamplingBuffers:
         if kind not in self._sampling:

@@ -1,5 +1,6 @@
-"""Decode steps on a device that samples the tokens itself, so that a step can be launched before the tokens of the one
-before it are read: the host's work on them (text, stop strings, output) overlaps with the device.
+"""Steps on a device that samples the tokens itself, so that a step can be launched before the tokens of the one before
+it are read: the host's work on them (text, stop strings, output) overlaps with the device. A prompt's first token is
+sampled there too, and the decode step after it is launched before that token is read.
 
 Rows with settings that the device cannot sample (log-probabilities, a constraint, penalties beside drafts) are sampled
 on the host from a copy of their logits. Their sequences, and those with drafts, have no row in a step that is launched
@@ -21,7 +22,7 @@ from quengine.runners.host_copy import HostCopy
 from quengine.runners.static_inputs import Row
 from quengine.sampler import NO_CHOICE, Result, Sample
 from quengine.slot import Slot
-from quengine.step_plan import StepPlan, decode_ids
+from quengine.step_plan import StepPlan, decode_ids, samples
 
 Results = Callable[[], list[Result]]
 """Waits for a step's results, one for each sequence; NO_CHOICE where the device found no token to sample."""
@@ -30,7 +31,7 @@ Results = Callable[[], list[Result]]
 class DeviceDecoder:
     """See the module docstring. With `graphs.shares_sequences` sequences may have drafts.
 
-    before_launch: called before each launch with the sequences and the positions of their first rows.
+    before_launch: called before each decode step with the sequences and the positions of their first rows.
     """
 
     def __init__(self, graphs: CudaGraphs) -> None:
@@ -38,9 +39,12 @@ class DeviceDecoder:
         self.most_rows = graphs.rows
         self._drafts = graphs.shares_sequences
         self._rows = DeviceRows(graphs)
+        self._decoding = list[Slot]()
 
     def launch(self, plan: StepPlan) -> Results | None:
-        """Launches a decode step without waiting; None if it has too many rows."""
+        """Launches a step without waiting; None if it is a decode step of too many rows."""
+        if plan.phase == "prefill":
+            return self._launch_prompts(plan)
         count = len(plan.sequences)
         if self._drafts:
             count += sum(len(sequence.draft) + sequence.replay for sequence in plan.sequences)
@@ -50,12 +54,38 @@ class DeviceDecoder:
             return None
         if self.before_launch is not None:
             self.before_launch(list(zip(plan.sequences, plan.starts, strict=True)))
+        self._decoding = plan.slots
         changed = self._update(plan)
         rows = [slot.row for slot in plan.slots]
         if not changed:
             step = self._rows.launch(rows)
             return lambda: _tokens(step.wait(), len(rows))
         return self._launch_changed(plan, changed, rows)
+
+    def _launch_prompts(self, plan: StepPlan) -> Results:
+        """Launches a step of prompts; the device samples after those that end with their newest token, where it can."""
+        kinds = dict[int, SamplingKind | None]()
+        for number, (sequence, slot, chunk) in enumerate(
+            zip(plan.sequences, plan.slots, plan.chunks, strict=True)
+        ):
+            if samples(sequence, chunk):
+                self._send_tables(sequence, slot)
+                kinds[number] = self._kind_of(sequence, slot)
+        taking: list[Slot | None] = [None] * len(plan.slots)
+        if any(kind is not None for kind in kinds.values()):
+            self._rows.choose_kind(self._decoding, kinds.values())
+        for number in (number for number, kind in kinds.items() if kind is not None):
+            sequence, slot = plan.sequences[number], plan.slots[number]
+            self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids)
+            taking[number] = slot
+        step = self._rows.launch_prompts(plan.chunks, taking)
+        for number, kind in kinds.items():
+            plan.slots[number].has_token = kind is not None
+        chosen = _Chosen(step, [number for number, kind in kinds.items() if kind is None])
+        return lambda: [
+            chosen.after(sequence, row, 0) if row in kinds and sequence.slot is slot else None
+            for row, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True))
+        ]
 
     def _update(self, plan: StepPlan) -> dict[int, SamplingKind | None]:
         """Sends what the device lacks of the sequences; returns those whose next input it has not, by number, with the
@@ -65,9 +95,7 @@ class DeviceDecoder:
         for number, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True)):
             tables = sequence.block_tables
             if not slot.written or len(tables) > 1 or len(tables[0]) != slot.written[0]:
-                if not slot.written:
-                    slot.wanted = SamplingKind.of(sequence.params)
-                self._rows.send_tables(slot, tables)
+                self._send_tables(sequence, slot)
             if not slot.has_token or sequence.draft:
                 given[number] = self._kind_now(sequence, slot)
             if slot.kind is not kind:
@@ -76,6 +104,11 @@ class DeviceDecoder:
             self._set_sampling(plan, unset, given)
         return given
 
+    def _send_tables(self, sequence: Sequence, slot: Slot) -> None:
+        if not slot.written:
+            slot.wanted = SamplingKind.of(sequence.params)
+        self._rows.send_tables(slot, sequence.block_tables)
+
     def _set_sampling(self, plan: StepPlan, unset: list[int], given: dict[int, SamplingKind | None]) -> None:
         """Sends the settings of the sequences that the device samples and that have none for the step's kind."""
         slots, before = plan.slots, self._rows.kind
@@ -83,15 +116,17 @@ class DeviceDecoder:
         for number in range(len(slots)) if self._rows.kind != before else unset:
             sequence, slot = plan.sequences[number], slots[number]
             if given.get(number, slot.wanted) is not None and slot.kind != self._rows.kind:
-                in_flight = slot.launched - 1
+                in_flight = sequence.num_cached_tokens + slot.launched - len(sequence.token_ids)
                 self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids, in_flight)
 
     def _kind_now(self, sequence: Sequence, slot: Slot) -> SamplingKind | None:
         """The kind of sampling after the next row of a sequence; None: none, or the host does it."""
+        return self._kind_of(sequence, slot) if sequence.next_is_newest else None
+
+    def _kind_of(self, sequence: Sequence, slot: Slot) -> SamplingKind | None:
+        """The kind of sampling of a sequence's tokens; None: the host does it."""
         # Penalties count the tokens before a row, which after a drafted token may differ from the device's.
-        if not sequence.next_is_newest or (self._drafts and sequence.params.penalizes):
-            return None
-        return slot.wanted
+        return None if self._drafts and sequence.params.penalizes else slot.wanted
 
     def _launch_changed(
         self, plan: StepPlan, given: dict[int, SamplingKind | None], continued: list[Row]

@@ -1,4 +1,4 @@
-"""Decode steps over the slots of a device: sends what the device lacks of their sequences, and launches.
+"""Steps over the slots of a device: sends what the device lacks of their sequences, and launches.
 
 The device advances a slot by itself, with the token that it sampled. Only changes are sent: a new sequence, an appended
 block, rows that are not those of the step before, an input that is not the last sampled token.
@@ -13,6 +13,7 @@ from quengine.runners.graph_keys import GREEDY, SamplingKind, decode_key, padded
 from quengine.runners.static_inputs import Row
 from quengine.sampler import Sampler
 from quengine.slot import Slot
+from quengine.step_plan import SequenceRows
 
 
 class DeviceRows:
@@ -52,6 +53,12 @@ class DeviceRows:
         """Launches a step of these rows, in the smallest captured step that holds them."""
         self._inputs.set_rows(rows)
         return self._graphs.launch(decode_key(padded_rows(len(rows)), self.kind))
+
+    def launch_prompts(self, chunks: Seq[SequenceRows], slots: Seq[Slot | None]) -> StepTokens:
+        """Launches a step of these chunks; each slot takes the token sampled after its chunk (None: none is)."""
+        nowhere = self._inputs.slots
+        targets = [nowhere if slot is None else slot.index for slot in slots]
+        return self._graphs.prefill(chunks, targets, self.kind)
 
     def given(self, slot: Slot, tokens: Seq[int], start: int) -> list[Row]:
         """Rows of a slot whose inputs are these tokens, at positions `start`, ...: the last one moves the slot on."""

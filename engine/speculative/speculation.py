@@ -143,7 +143,7 @@ class Speculation:
 
     def _proposal(self, sequence: Sequence) -> _Proposal | None:
         """The draft that is worth a try, as long as it can be; none after a token that is still in flight."""
-        if sequence.slot.launched > 1:
+        if sequence.num_cached_tokens + sequence.slot.launched > len(sequence.token_ids):
             self._drafting(sequence).wait()
             return None
         most = min(self._most - sequence.replay, sequence.max_positions - len(sequence.token_ids) - 1)
