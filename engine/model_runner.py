@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -165,8 +164,7 @@ class ModelRunner:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
         with Range(_NAMES[plan.phase]):
             logits = self.forward(plan.phase, plan.rows).float().cpu()
-        sampled = _prompts_sampled if plan.phase == "prefill" else _decode_sampled
-        return LaunchedStep(plan, lambda: sampled(plan, logits))
+        return LaunchedStep(plan, lambda: _sampled(plan, logits))
 
     @torch.no_grad()
     def forward(
@@ -311,30 +309,24 @@ class ModelRunner:
         return None
 
 
-def _prompts_sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
-    """The next tokens of prompts that end with their chunk, given the logits [chunks, vocab] on the host."""
-    with Range("sample"):
-        return [
-            sequence.sample_next(row) if samples(sequence, chunk) and sequence.slot is slot else None
-            for sequence, slot, chunk, row in zip(
-                plan.sequences, plan.slots, plan.chunks, logits, strict=True
-            )
-        ]
+def _sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
+    """The results of a step, given the logits on the host: [chunks, vocab] of prompts, [rows, vocab] in decode."""
 
+    def after(sequence: Sequence, row: int) -> Result:
+        return sequence.sample_next(logits[row])
 
-def _decode_sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
-    """The results of a decode step, given the logits [rows, vocab] on the host."""
     with Range("sample"):
+        if plan.phase == "prefill":
+            pairs = enumerate(zip(plan.sequences, plan.chunks, strict=True))
+            return [
+                after(sequence, row) if samples(sequence, chunk) else None for row, (sequence, chunk) in pairs
+            ]
         results, row = list[Result](), 0
         for sequence in plan.sequences:
             row += sequence.replay
-            results.append(sequence.result(partial(_sampled, sequence, logits, row)))
+            results.append(sequence.result(after, row))
             row += 1 + len(sequence.draft)
     return results
-
-
-def _sampled(sequence: Sequence, logits: Tensor, first: int, number: int) -> Result:
-    return sequence.sample_next(logits[first + number])
 
 
 def _wanted_rows(

@@ -16,7 +16,13 @@ from quengine.config import BACKLOG_CHUNK, MIXED_CHUNK
 from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
 from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
 from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, place_rows
-from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
+from quengine.kernels.cuda.sampling.sampling import (
+    NO_TOKEN,
+    DecodeState,
+    SamplingBuffers,
+    Settings,
+    sample_step,
+)
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
@@ -24,6 +30,7 @@ from quengine.models.architectures import attentions_of
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import Capture, Configure, Launch, Prefill, Prompts, Together, alone
 from quengine.request.sampling_params import SamplingParams
+from quengine.request.sequence import Sequence
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
     CAPTURED_AT,
@@ -38,7 +45,7 @@ from quengine.runners.graph_keys import (
     rarer_keys,
 )
 from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds
-from quengine.sampler import Sampler
+from quengine.sampler import NO_CHOICE, Result, Sample, Sampler
 from quengine.step_plan import SequenceRows, forward_batch
 
 PENDING = 4
@@ -49,16 +56,26 @@ _ONE_SEQUENCE = 8
 
 
 class StepTokens:
-    """The tokens that a step samples and stores in pinned memory.
+    """The results of a step: the tokens that it samples and stores in pinned memory, and logits for the host.
 
-    `logits`: fp32 [rows, vocab] on the device, until the next step is launched.
+    Args:
+        memory: int64 [rows or more], where the tokens are stored.
+        arrived: an event after the step.
+        logits: fp32 [rows, vocab] on the device, until the next step is launched.
     """
 
     def __init__(self, memory: Tensor, arrived: torch.cuda.Event, logits: Tensor) -> None:
         self._memory = memory
         self._arrived = arrived
-        self.logits = logits
+        self._logits = logits
+        self._kept: dict[int, Tensor] = {}
         self._tokens: list[int] | None = None
+
+    def keep_logits(self, rows: Seq[int]) -> None:
+        """Copies the logits of these rows to the host, in stream order, before the next step is launched."""
+        self._kept = {row: self._logits[row].to("cpu", non_blocking=True, copy=True) for row in rows}
+        if rows:
+            self._arrived.record()
 
     def wait(self) -> list[int]:
         """The sampled tokens, row by row; NO_TOKEN where there is none."""
@@ -66,6 +83,17 @@ class StepTokens:
             self._arrived.synchronize()
             self._tokens = self._memory.tolist()
         return self._tokens
+
+    def samples(self, rows: int) -> list[Result]:
+        """The tokens of the first rows; NO_CHOICE where there is none."""
+        return [NO_CHOICE if token == NO_TOKEN else Sample(token) for token in self.wait()[:rows]]
+
+    def after(self, sequence: Sequence, row: int) -> Result:
+        """The token after a row of a sequence; the host samples it where the row's logits are kept."""
+        token = self.wait()[row]
+        if row in self._kept:
+            return sequence.sample_next(self._kept[row])
+        return NO_CHOICE if token == NO_TOKEN else Sample(token)
 
 
 class CudaGraphs:

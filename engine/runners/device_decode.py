@@ -11,16 +11,13 @@ In steps of many rows every row costs the host Python time: nearly all are conti
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 
-from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.request.sequence import Sequence
-from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
+from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_rows import DeviceRows
 from quengine.runners.graph_keys import SamplingKind
-from quengine.runners.host_copy import HostCopy
 from quengine.runners.static_inputs import Row
-from quengine.sampler import NO_CHOICE, Result, Sample
+from quengine.sampler import Result
 from quengine.slot import Slot
 from quengine.step_plan import StepPlan, decode_ids, samples
 
@@ -59,7 +56,7 @@ class DeviceDecoder:
         rows = [slot.row for slot in plan.slots]
         if not changed:
             step = self._rows.launch(rows)
-            return lambda: _tokens(step.wait(), len(rows))
+            return lambda: step.samples(len(rows))
         return self._launch_changed(plan, changed, rows)
 
     def _launch_prompts(self, plan: StepPlan) -> Results:
@@ -81,9 +78,9 @@ class DeviceDecoder:
         step = self._rows.launch_prompts(plan.chunks, taking)
         for number, kind in kinds.items():
             plan.slots[number].has_token = kind is not None
-        chosen = _Chosen(step, [number for number, kind in kinds.items() if kind is None])
+        step.keep_logits([number for number, kind in kinds.items() if kind is None])
         return lambda: [
-            chosen.after(sequence, row, 0) if row in kinds and sequence.slot is slot else None
+            step.after(sequence, row) if row in kinds and sequence.slot is slot else None
             for row, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True))
         ]
 
@@ -145,32 +142,8 @@ class DeviceDecoder:
             slot.waits = given[number] is None or len(ids) > 1
             slot.has_token = given[number] is not None and not sequence.draft
         step = self._rows.launch(rows)
-        chosen = _Chosen(step, on_host)
+        step.keep_logits(on_host)
         return lambda: [
-            sequence.result(partial(chosen.after, sequence, row)) if sequence.slot is slot else None
+            sequence.result(step.after, row) if sequence.slot is slot else None
             for sequence, slot, row in zip(plan.sequences, plan.slots, first, strict=True)
         ]
-
-
-class _Chosen:
-    """The tokens after the rows of a step; those of `on_host` are sampled on the host, from a copy of their logits."""
-
-    def __init__(self, step: StepTokens, on_host: list[int]) -> None:
-        self._step = step
-        self._copied = {row: number for number, row in enumerate(on_host)}
-        self._logits = HostCopy(step.logits, on_host) if on_host else None
-
-    def after(self, sequence: Sequence, first: int, number: int) -> Result:
-        """The token after a sequence's row `number`, counted from `first`, that of its newest token."""
-        row = first + number
-        if self._logits is not None and row in self._copied:
-            return sequence.sample_next(self._logits.wait()[self._copied[row]])
-        return _sample(self._step.wait()[row])
-
-
-def _tokens(tokens: list[int], rows: int) -> list[Result]:
-    return [_sample(token) for token in tokens[:rows]]
-
-
-def _sample(token: int) -> Result:
-    return NO_CHOICE if token == NO_TOKEN else Sample(token)

@@ -19,6 +19,7 @@ from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import blocks_for
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
+from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import GraphKey, padded_rows
 from quengine.runners.static_inputs import DecodeInputs
@@ -44,16 +45,20 @@ PROMPTS = [
 ]
 
 
-class Tokens:
-    """`StepTokens` of a step whose end is noted when its tokens are waited for."""
+class End:
+    """The end of a step, which is noted when it is waited for."""
 
-    def __init__(self, log: list[str], number: int, tokens: list[int], logits: Tensor) -> None:
-        self._log, self._number, self._tokens, self.logits = log, number, tokens, logits
+    def __init__(self, log: list[str]) -> None:
+        self._log, self._number = log, len(log)
 
-    def wait(self) -> list[int]:
-        if (entry := f"read {self._number}") not in self._log:
-            self._log.append(entry)
-        return self._tokens
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        self._log.append(f"read {self._number}")
+
+
+def results_of(log: list[str], tokens: list[int], logits: Tensor) -> StepTokens:
+    return StepTokens(torch.tensor(tokens), End(log), logits)  # type: ignore[arg-type]
 
 
 class Device:
@@ -72,7 +77,7 @@ class Device:
         self._samplers[slot] = sampler
 
     @torch.no_grad()
-    def launch(self, key: GraphKey) -> Tokens:
+    def launch(self, key: GraphKey) -> StepTokens:
         self.inputs.send()
         self.inputs.of_slots.tokens.clamp_(min=0)
         live = self._place(key.rows)
@@ -84,10 +89,10 @@ class Device:
             self.inputs.of_slots.tokens[target] = tokens[row]
             self.inputs.of_slots.positions[target] = self.inputs.placed.positions[row] + 1
         self.log.append(f"decode {live}")
-        return Tokens(self.log, len(self.log), tokens, logits)
+        return results_of(self.log, tokens, logits)
 
     @torch.no_grad()
-    def prefill(self, rows: list[SequenceRows], slots: list[int], _kind: Any) -> Tokens:
+    def prefill(self, rows: list[SequenceRows], slots: list[int], _kind: Any) -> StepTokens:
         logits = self._decoder.forward(
             forward_batch("prefill", rows, torch.device("cpu")), self._cache.layers
         )
@@ -98,7 +103,7 @@ class Device:
                 self.inputs.of_slots.tokens[slot] = tokens[number]
                 self.inputs.of_slots.positions[slot] = part.end
         self.log.append(f"prompts {sum(len(part.ids) for part in rows)}")
-        return Tokens(self.log, len(self.log), tokens, logits.float())
+        return results_of(self.log, tokens, logits.float())
 
     def _place(self, rows: int) -> int:
         """`batch_rows.place_rows`; returns how many rows are no padding."""

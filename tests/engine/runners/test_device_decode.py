@@ -14,6 +14,7 @@ from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
+from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder, Results
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, GraphKey, SamplingKind, padded_rows
 from quengine.runners.static_inputs import DecodeInputs, Row
@@ -76,14 +77,21 @@ class FakeSequence:
             return error
 
 
-class FakeStep:
-    def __init__(self, log: list[str], number: int, tokens: list[int]) -> None:
-        self.log, self.number, self.tokens = log, number, tokens
-        self.logits = torch.tensor([[float(token)] for token in tokens])
+class FakeEvent:
+    """An event that notes when it is waited for."""
 
-    def wait(self) -> list[int]:
-        self.log.append(f"wait {self.number}")
-        return self.tokens
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        self.log.append(self.name)
+
+
+def fake_step(log: list[str], number: int, tokens: list[int]) -> StepTokens:
+    logits = torch.tensor([[float(token)] for token in tokens])
+    return StepTokens(torch.tensor(tokens), FakeEvent(log, f"wait {number}"), logits)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -153,7 +161,7 @@ class FakeDevice:
             held.counted = len(ids) + in_flight
         self.sent.append("settings")
 
-    def prefill(self, rows: list[SequenceRows], slots: list[int], kind: SamplingKind) -> FakeStep:
+    def prefill(self, rows: list[SequenceRows], slots: list[int], kind: SamplingKind) -> StepTokens:
         """Chunks of prompts, and the tokens after those whose slots take one; what others get nobody is to read."""
         self.prompt_kinds.append(kind)
         tokens = []
@@ -165,9 +173,9 @@ class FakeDevice:
             held = FakeSlot(table=dict(enumerate(table))) if slot == self.slots else self.of_slots[slot]
             tokens.append(self._sample(held, slot, part.end - 1))
         self.log.append("prompts")
-        return FakeStep(self.log, 0, tokens)
+        return fake_step(self.log, 0, tokens)
 
-    def launch(self, key: GraphKey) -> FakeStep:
+    def launch(self, key: GraphKey) -> StepTokens:
         assert len(self.step) <= key.rows
         self.sizes.append(key.rows)
         self.counts.append(len(self.step))
@@ -180,7 +188,7 @@ class FakeDevice:
             self._write(held, token if token >= 0 else max(held.token, 0), at)
         tokens = [self._sample(*each) for each in placed]
         self.log.append(f"launch {len(self.sizes)}")
-        return FakeStep(self.log, len(self.sizes), tokens)
+        return fake_step(self.log, len(self.sizes), tokens)
 
     def _write(self, held: FakeSlot, token: int, at: int) -> None:
         self.pool[held.table[at // BLOCK_SIZE], at % BLOCK_SIZE] = token

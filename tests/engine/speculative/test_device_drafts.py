@@ -7,6 +7,7 @@ import pytest
 
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.sampling_params import SamplingParams
+from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, GraphKey, SamplingKind
 from quengine.sampler import NO_CHOICE, Result, Sample, Sampler, Verified
@@ -19,7 +20,6 @@ from tests.engine.runners.test_device_decode import (
     VOCAB,
     FakeDevice,
     FakeSequence,
-    FakeStep,
     as_alone,
     next_token,
 )
@@ -43,12 +43,12 @@ class Device(FakeDevice):
         params: SamplingParams,
         sampler: Any,
         ids: list[int],
-        in_flight: int,
+        in_flight: int = 0,
     ) -> None:
         assert not params.penalizes
         super().configure(slot, kind, params, sampler, ids, in_flight)
 
-    def launch(self, key: GraphKey) -> FakeStep:
+    def launch(self, key: GraphKey) -> StepTokens:
         written = set()
         for slot, _, token, position in self.step:
             held = self.of_slots[slot]
