@@ -262,7 +262,7 @@ class ModelRunner:
     def _explain(self, plan: StepPlan, number: int) -> Result:
         """Recomputes the step of a sequence for which a device found no token, on the host, to get the error."""
         sequence = plan.sequences[number]
-        sequence.draft = []
+        sequence.draft = ()
         sequence.slot = Slot(sequence.slot.index, sequence.slot.end)  # a step in flight goes on from no token
         if plan.phase == "prefill":
             alone = StepPlan.prefill([sequence], [plan.chunks[number]])

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,7 @@ class Sequence:
     cached_at_token: int = 0
     pool: Pool | None = None
     scores: PromptScores | None = None
-    draft: list[int] = field(default_factory=list)
+    draft: Seq[int] = ()
     drafts_by_length: Counter[int] = field(default_factory=Counter)
     accepted_tokens: int = 0
     draft_bytes: int = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from quengine.config import BACKLOG_CHUNK, MIXED_CHUNK
 from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
 from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
-from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, place_rows
+from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, place_rows, take_drafts
 from quengine.kernels.cuda.sampling.sampling import (
     NO_TOKEN,
     DecodeState,
@@ -106,6 +106,9 @@ class CudaGraphs:
         pending: most steps of a phase in flight, whose tokens have not been read yet.
         capture: `graph_capture.capture_step`.
         slots: most sequences that run at once; None: as many as rows.
+
+    `drafted`: `history` of the graphs of a model that drafts for this one, set before a step is captured; None: the
+    host gives all drafts.
     """
 
     captured_at = CAPTURED_AT
@@ -152,6 +155,7 @@ class CudaGraphs:
         self._pool: Any = None
         self._backend = decoder.backend
         self._moves = -1
+        self.drafted: Tensor | None = None
         self.together: Together = alone
         self.kernels_per_step: int | None = None
 
@@ -159,6 +163,11 @@ class CudaGraphs:
     def longest_chunk(self) -> int:
         """The most tokens of one prompt in a step."""
         return min(self.cache.ctx_size, self.decoder.chunk_size)
+
+    @property
+    def history(self) -> Tensor:
+        """int32 [slots, context], the tokens that steps have sampled for each slot, by position."""
+        return self._history
 
     @property
     def keys(self) -> list[GraphKey]:
@@ -368,6 +377,8 @@ class CudaGraphs:
         rows, step, slots = key.rows, inputs.step, inputs.of_slots
         batch = inputs.batch(rows, self.shares_sequences and rows > 1)
         pdl = has_dependent_launch(batch.device)
+        if self.drafted is not None:
+            take_drafts(step, self.drafted, rows, pdl)
         place_rows(step, slots, inputs.placed, chosen, rows, pdl)
         logits = self.decoder.forward(batch, self.cache.layers)
         state = DecodeState(

@@ -14,12 +14,12 @@ from collections.abc import Sequence as Seq
 
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import CudaGraphs
-from quengine.runners.device_rows import DeviceRows
+from quengine.runners.device_rows import DeviceRows, Drafted
 from quengine.runners.graph_keys import SamplingKind
 from quengine.runners.static_inputs import Row
 from quengine.sampler import Result
 from quengine.slot import Slot
-from quengine.step_plan import StepPlan, decode_ids, samples
+from quengine.step_plan import StepPlan, known_ids, samples
 
 Results = Callable[[], list[Result]]
 """Waits for a step's results, one for each sequence; NO_CHOICE where the device found no token to sample."""
@@ -129,19 +129,22 @@ class DeviceDecoder:
         self, plan: StepPlan, given: dict[int, SamplingKind | None], continued: list[Row]
     ) -> Results:
         """Launches a step in which the host gives the inputs of some sequences."""
-        rows, first, on_host = list[Row](), list[int](), list[int]()
+        rows, first, on_host, has_drafts = list[Row](), list[int](), list[int](), False
         for number, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True)):
             first.append(len(rows) + sequence.replay)
             if number not in given:
                 rows.append(continued[number])
                 continue
-            ids = decode_ids(sequence)
+            ids, draft = known_ids(sequence), sequence.draft
+            if isinstance(draft, Drafted):
+                draft, has_drafts = draft.inputs, True
+            ids += draft
             rows += self._rows.given(slot, ids, plan.starts[number])
             if given[number] is None:
                 on_host += range(len(rows) - len(ids), len(rows)) if sequence.next_is_newest else ()
             slot.waits = given[number] is None or len(ids) > 1
             slot.has_token = given[number] is not None and not sequence.draft
-        step = self._rows.launch(rows)
+        step = self._rows.launch(rows, has_drafts)
         step.keep_logits(on_host)
         return lambda: [
             sequence.result(step.after, row) if sequence.slot is slot else None

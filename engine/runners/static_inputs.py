@@ -31,6 +31,9 @@ _ALIGNED = 4
 Row: TypeAlias = tuple[int, int, int, int]
 """A row of a decode step: slot, target, token, position, as in `batch_rows.StepRows`."""
 
+_UNKNOWN: Row = (-1, -1, -1, -1)
+"""A row that no step has."""
+
 
 class DecodeInputs:
     """The inputs of decode steps of up to R rows, of sequences in up to S slots.
@@ -78,6 +81,10 @@ class DecodeInputs:
             if new != old:
                 self.changes.update((part * self.rows + number, value) for part, value in enumerate(new))
         self._sent = rows
+
+    def reset_drafts(self) -> None:
+        """Rows whose tokens the device has put in place of what was sent are sent again in the next step."""
+        self._sent = [row if row[2] >= -1 else _UNKNOWN for row in self._sent]
 
     def send(self) -> None:
         """Sends the changes since the last call, in stream order, without waiting for the device."""

@@ -98,7 +98,7 @@ class Speculation:
 
     def take(self, sequence: Sequence, verified: Verified) -> str:
         """Appends the verified tokens of a sequence's draft; returns the text that becomes visible."""
-        draft, sequence.draft = sequence.draft, []
+        draft, sequence.draft = sequence.draft, ()
         before = sequence.num_cached_tokens - 1 - sequence.replay  # what the states stood for before the step
         accepted, sample = 0, verified.first
         text = sequence.advance(sample)
@@ -123,7 +123,7 @@ class Speculation:
 
     def _draft(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
-            sequence.draft = []
+            sequence.draft = ()
         room = self._rows - sum(1 + sequence.replay for sequence in sequences)
         if room <= 0:
             return

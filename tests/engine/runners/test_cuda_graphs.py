@@ -30,6 +30,7 @@ from quengine.request.text_stream import TextStream
 from quengine.runners import cuda_graphs, graph_keys, static_inputs
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_decode import DeviceDecoder
+from quengine.runners.device_rows import Drafted
 from quengine.runners.graph_capture import CapturedStep, GraphNodes, capture_step
 from quengine.runners.graph_keys import (
     GREEDY,
@@ -42,6 +43,8 @@ from quengine.runners.graph_keys import (
 )
 from quengine.runners.static_inputs import PrefillInputs
 from quengine.sampler import Sample, Sampler, Verified
+from quengine.speculative.device_drafts import DeviceDraftSteps
+from quengine.speculative.draft_model import DraftJob
 from quengine.step_plan import SequenceRows, StepPlan, forward_batch
 from tests.engine.steps import decode, with_slots
 from tests.gguf_builder import ModelSizes
@@ -408,6 +411,41 @@ def test_first_tokens_are_those_of_the_host_and_the_next_steps_input(
         assert isinstance(second, Sample)
         texts.append([*tokens, second.token])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.cuda_kernel
+def test_a_draft_is_verified_where_it_lies_on_the_device(make_rig: Callable[[int], Rig]) -> None:
+    """By steps of the same weights in another cache, whose tokens the host reads with the results."""
+    rig = make_rig(5)
+    capture = capture_step if ON_GPU else rig.again
+    for cache in (rig.cache, rig.other):
+        for tensor in cache.layers[0].tensors:
+            tensor.fill_(0.25)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True)
+    vocab = rig.decoder.config.vocab_size
+    rig.graphs = CudaGraphs(rig.decoder, rig.cache, 4, shares_sequences=True, capture=capture)
+    drafting = CudaGraphs(rig.decoder, rig.other, 2, shares_sequences=True, pending=3, capture=capture)
+    steps = DeviceDraftSteps(drafting, rig.graphs)
+    runner = ModelRunner(rig.decoder, rig.cache, rig.graphs, DeviceDecoder(rig.graphs))
+    sampler = Sampler(params, vocab)
+    one = Sequence([5, 6, 7], params, sampler, TextStream(lambda _: b""), frozenset(), CTX)
+    one.num_cached_tokens, one.block_tables = 2, ([4],)
+    with_slots([one])
+    accepted = []
+    for _ in range(2):
+        length = len(one.token_ids)
+        job = DraftJob([one.token_ids[-1]], length - 1, [4], 2, list(one.token_ids), Sampler(params, vocab))
+        (one.draft,) = steps.draft([job])
+        (result,) = decode(runner, [one])
+        assert isinstance(one.draft, Drafted) and isinstance(result, Verified)
+        taken = [result.first, *(result.later(number) for number in (1, 2))]
+        tokens = [each.token for each in taken if isinstance(each, Sample)]
+        accepted.append(tokens[:2] == list(one.draft))
+        one.token_ids += tokens
+        one.num_cached_tokens = len(one.token_ids) - 1
+        for mine, other in zip(rig.cache.layers[0].tensors, rig.other.layers[0].tensors, strict=True):
+            other.copy_(mine)
+    assert accepted == [True, True] and len(one.token_ids) == 9
 
 
 def test_a_step_that_comes_often_is_captured_though_a_larger_one_is_there(

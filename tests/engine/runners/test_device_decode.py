@@ -120,7 +120,8 @@ class FakeDevice:
 
     def __init__(self) -> None:
         self.inputs = self
-        self.of_slots = [FakeSlot() for _ in range(self.slots + 1)]
+        self.drafted: list[FakeSlot] | None = None
+        self.of_slots = self.history = [FakeSlot() for _ in range(self.slots + 1)]
         self.step: list[Row] = []
         self.states: dict[int, int] = {}
         """Of each sequence, by its first block, how many tokens its state stands for."""
@@ -138,6 +139,9 @@ class FakeDevice:
         held.counted = held.counted if first else None  # of the sequence before
         held.table.update(enumerate(blocks, first))
         self.sent.append("blocks")
+
+    def reset_drafts(self) -> None:
+        self.step = []
 
     def set_rows(self, rows: list[Row]) -> None:
         if rows != self.step:
@@ -181,6 +185,13 @@ class FakeDevice:
         self.counts.append(len(self.step))
         self.kinds.append(key.sampling)
         placed = []
+        if self.drafted is not None:
+            self.step = [
+                (*each[:2], max(0, self.drafted[-2 - each[2]].history[each[3]]), each[3])
+                if each[2] < -1
+                else each
+                for each in self.step
+            ]
         for slot, target, token, position in self.step:
             held = self.of_slots[slot]
             at = position if token >= 0 else held.position
