@@ -120,7 +120,7 @@ class Machine:
         draft_pools = [CachePool(pools[0].num_blocks) for _ in checkpoint.config.cache_groups]
         try:
             runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
-            model = DraftModel(runner, self.draft_steps(runner))
+            model = DraftModel(runner, self.draft_steps(runner, target))
         except BaseException:
             if target.ranks is not None:
                 target.ranks.close()
@@ -150,15 +150,19 @@ class Machine:
         )
         compile_ahead(plan, gpu, self.progress)
 
-    def draft_steps(self, runner: ModelRunner) -> DraftSteps:
-        """Runs the decode steps of a draft model."""
+    def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
+        """Runs the decode steps of a model that drafts for `target`."""
         if self.device.type != "cuda" or self.experts.layers:
             return HostDraftSteps(runner)
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.speculative.device_drafts import DeviceDraftSteps
 
         assert isinstance(runner.graphs, CudaGraphs)
-        return DeviceDraftSteps(runner.graphs)
+        if target.ranks is None and isinstance(target.graphs, CudaGraphs):
+            return DeviceDraftSteps(runner.graphs, target.graphs)
+        return DeviceDraftSteps(
+            runner.graphs
+        )  # other ranks, which have no model that drafts, get tokens of the host
 
 
 def _draft_note(draft: Checkpoint, cache: KVCache, ctx_size: int) -> str:
