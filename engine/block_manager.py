@@ -3,8 +3,9 @@
 The layers of a model form cache groups (ModelConfig.cache_groups). Each group has a pool of blocks, and each sequence
 has one block table per group. A block may be owned by several sequences, and is owned by each whose table lists it.
 Only full blocks are shared, and only if all tokens up to the block's end are equal, so a shared block is never written
-again. A free block keeps its content, and can be found by it (prefix cache), until the block is reallocated; the least
-recently used block goes first.
+again. Of a block that begins as a prompt goes on, a full one or the last one of a sequence that has ended, the prompt
+takes a copy, and computes the rows from the first token on that differs. A free block keeps its content, and can be
+found by it (prefix cache), until the block is reallocated; the least recently used block goes first.
 
 In a group whose attention has a window W, the token at position p attends to positions p-W+1 .. p. A block that no
 remaining position attends to is released, and its entry in the table becomes the padding block.
@@ -24,6 +25,12 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, blocks_for
+
+LEAST_COPIED = 8
+"""Tokens that a block has to begin with as a prompt goes on to be copied: fewer are computed as quickly."""
+_MOST_BEGINNINGS = 4
+"""Blocks after one block that are known by their tokens."""
+_FEW = 1024
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,8 @@ class CachePool:
         return every if self.window is None else min(every, blocks_for(self.window + self.chunk) + 1)
 
 
-class StateCopy(NamedTuple):
-    """A pending copy of the state in block `source` of cache group `group` to block `target`."""
+class BlockCopy(NamedTuple):
+    """A pending copy of block `source` of cache group `group` to block `target`."""
 
     group: int
     source: int
@@ -68,14 +75,15 @@ class StateCopy(NamedTuple):
 class Allocation:
     """New block tables, one per cache group, whose blocks already hold the first `num_cached_tokens` tokens.
 
-    states: of each group with a state the checkpoint, and the block that it is to be copied to before the next step.
+    copies: what is to be copied before the next step: of each group with a state its checkpoint; of others the block
+        that begins as the prompt goes on.
     num_held_tokens: those whose keys and values are in the cache; more than `num_cached_tokens` where no checkpoint is
         at their end.
     """
 
     block_tables: tuple[list[int], ...]
     num_cached_tokens: int
-    states: tuple[StateCopy, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
     num_held_tokens: int = 0
 
 
@@ -86,8 +94,18 @@ def extend_keys(keys: list[bytes], token_ids: Seq[int]) -> None:
     identifies all tokens up to the block's end.
     """
     for start in range(len(keys) * BLOCK_SIZE, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
-        own = array("q", token_ids[start : start + BLOCK_SIZE]).tobytes()
-        keys.append(sha256((keys[-1] if keys else b"") + own).digest())
+        keys.append(_key(keys[-1] if keys else b"", token_ids[start : start + BLOCK_SIZE]))
+
+
+def _key(before: bytes, tokens: Seq[int]) -> bytes:
+    return sha256(before + array("q", tokens).tobytes()).digest()
+
+
+class _Beginning(NamedTuple):
+    """A cached block that others may begin as: its key, and its tokens."""
+
+    key: bytes
+    tokens: Seq[int]
 
 
 class BlockManager:
@@ -99,6 +117,7 @@ class BlockManager:
         self._paged = [self._pools[n] for n in self._paged_groups]
         self._states = [pool for pool in self._pools if pool.shape.is_state]
         self._kept_copies = 0  # sequences with a copy of the state at the end of a block
+        self._beginnings: dict[bytes, list[_Beginning]] = {}  # the newest ones after the block with each key
 
     @property
     def num_free(self) -> int:
@@ -123,10 +142,13 @@ class BlockManager:
         """Whether a sequence of `positions` positions fits into the cache when no other sequence is running."""
         return all(pool.shape.most_blocks(positions) <= pool.shape.num_blocks for pool in self._pools)
 
-    def allocate(self, keys: Seq[bytes], positions: int, reserve: int = 0) -> Allocation | None:
+    def allocate(
+        self, keys: Seq[bytes], positions: int, reserve: int = 0, tokens: Seq[int] = ()
+    ) -> Allocation | None:
         """Block tables for `positions` positions, which share the blocks of the longest prefix that all groups hold.
 
-        `keys`: the keys of the prompt's full blocks. In a group with a window the table covers as much as the first
+        `keys`: the keys of the prompt's full blocks. `tokens`: the prompt's, as many as may come from the cache: to
+        find a block that begins as the prompt goes on. In a group with a window the table covers as much as the first
         steps need. Returns None, with no block allocated, if fewer than `reserve` blocks of a pool would be left free.
         """
         found = _match(self._pools, keys)
@@ -137,25 +159,68 @@ class BlockManager:
             needed = count + pool.count_free(blocks) + (0 if pool.shape.is_state else reserve)
             if needed > pool.num_free:
                 return None
-        tables, states = [], []
+        before = keys[found - 1] if found else b""
+        source_key, common = self._beginning_of(before, tokens[found * BLOCK_SIZE :])
+        tables, copies = [], []
         for group, (pool, blocks, count) in enumerate(zip(self._pools, shared, new, strict=True)):
             if pool.shape.is_state:
                 source = pool.checkpoint_of(keys[found - 1]) if found else PADDING_BLOCK
                 tables.append([pool.take() for _ in range(count)])
                 if found:
-                    states.append(StateCopy(group, source, tables[-1][0]))
+                    copies.append(BlockCopy(group, source, tables[-1][0]))
                 continue
+            source = pool.checkpoint_of(source_key) if common else PADDING_BLOCK
             pool.own(blocks)
             hidden = [PADDING_BLOCK] * (found - len(blocks))
             tables.append(hidden + blocks + [pool.take() for _ in range(count)])
-        return Allocation(tuple(tables), found * BLOCK_SIZE, tuple(states), held * BLOCK_SIZE)
+            if common and tables[-1][found] != source:
+                # Where the source had to go for the sequence's other blocks, it is copied before they are written.
+                copies.append(BlockCopy(group, source, tables[-1][found]))
+        cached = found * BLOCK_SIZE + common
+        return Allocation(tuple(tables), cached, tuple(copies), max(cached, held * BLOCK_SIZE))
+
+    def _beginning_of(self, before: bytes, tokens: Seq[int]) -> tuple[bytes, int]:
+        """The key of a cached block after the one with key `before`, and how many tokens it begins with as `tokens`, if
+        these are worth a copy; else none."""
+        best, most = b"", 0
+        if len(tokens) >= LEAST_COPIED and not self._states:
+            for known in filter(self._is_cached, self._beginnings.get(before, ())):
+                if (common := _alike(known.tokens, tokens)) > most:
+                    best, most = known.key, min(common, BLOCK_SIZE - 1)
+        return (best, most) if most >= LEAST_COPIED else (b"", 0)
+
+    def _is_cached(self, beginning: _Beginning) -> bool:
+        return all(beginning.key in pool.by_key for pool in self._paged)
+
+    def keep_beginning(self, tables: Seq[Seq[int]], keys: Seq[bytes], tokens: Seq[int]) -> None:
+        """Registers the block after those with `keys`, which are all full ones of a sequence that ends, under the
+        tokens that it holds: fewer than a block's."""
+        index = len(keys)
+        if self._states or len(tokens) < LEAST_COPIED or any(table[index] == PADDING_BLOCK for table in tables):
+            return
+        before = keys[-1] if keys else b""
+        key = _key(before, tokens)
+        for pool, table in zip(self._pools, tables, strict=True):
+            pool.name(table[index], key)
+        self._note_beginning(before, key, tokens)
+
+    def _note_beginning(self, before: bytes, key: bytes, tokens: Seq[int]) -> None:
+        if len(self._beginnings) > 2 * sum(len(pool.by_key) for pool in self._paged) + _FEW:
+            kept = {each: list(filter(self._is_cached, known)) for each, known in self._beginnings.items()}
+            self._beginnings = {each: known for each, known in kept.items() if known}
+        others = [
+            known
+            for known in self._beginnings.get(before, ())
+            if self._is_cached(known) and _alike(known.tokens, tokens) < len(known.tokens)
+        ]
+        self._beginnings[before] = [_Beginning(key, array("q", tokens)), *others[: _MOST_BEGINNINGS - 1]]
 
     @property
     def rewinds(self) -> int:
         """How many positions before the newest one all states serve to go on from."""
         return min((pool.shape.rewinds for pool in self._states), default=0)
 
-    def checkpoint(self, tables: Seq[Seq[int]], key: bytes, on_the_way: bool = False) -> list[StateCopy]:
+    def checkpoint(self, tables: Seq[Seq[int]], key: bytes, on_the_way: bool = False) -> list[BlockCopy]:
         """Blocks for copies of a sequence's states, which stand for the tokens up to the end of the block with this
         key: they are found by it from now on, and are to be copied before the next step. Least recently used ones make
         room; where no block is free there is none. `on_the_way`: they make room for others first, until they are
@@ -163,7 +228,7 @@ class BlockManager:
         copies = []
         for group, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
             if pool.shape.is_state and key not in pool.by_key and pool.num_free:
-                copies.append(StateCopy(group, table[0], pool.keep_new(key, on_the_way)))
+                copies.append(BlockCopy(group, table[0], pool.keep_new(key, on_the_way)))
         return copies
 
     def take_checkpoint(self, key: bytes) -> list[int]:
@@ -181,11 +246,11 @@ class BlockManager:
             if pool.shape.is_state:
                 pool.keep(number, key, on_the_way)
 
-    def spares(self, tables: Seq[Seq[int]]) -> list[StateCopy]:
+    def spares(self, tables: Seq[Seq[int]]) -> list[BlockCopy]:
         """What brings a sequence's states back to the copies that were made of them before its draft; empty where
         there are none (CachePool.spares)."""
         return [
-            StateCopy(group, table[1], table[0])
+            BlockCopy(group, table[1], table[0])
             for group, (pool, table) in enumerate(zip(self._pools, tables, strict=True))
             if pool.shape.spares
         ]
@@ -237,8 +302,12 @@ class BlockManager:
             table += [pool.take() for _ in range(count)]
         return True
 
-    def computed(self, tables: Seq[Seq[int]], keys: Seq[bytes], first: int) -> None:
-        """Registers the full blocks `first`, ... of these tables under their keys, so that others can share them."""
+    def computed(self, tables: Seq[Seq[int]], keys: Seq[bytes], first: int, tokens: Seq[int] = ()) -> None:
+        """Registers the full blocks `first`, ... of these tables under their keys, so that others can share them, or,
+        with the sequence's `tokens`, their beginnings."""
+        for index in range(first, len(keys)) if tokens and not self._states else ():
+            own = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+            self._note_beginning(keys[index - 1] if index else b"", keys[index], own)
         for pool, table in zip(self._pools, tables, strict=True):
             if pool.shape.is_state:  # states change with every step: see `checkpoint`
                 continue
@@ -303,8 +372,15 @@ class BlockManager:
 
     def reset(self) -> None:
         """Empties the prefix cache: the content of all free blocks is invalid."""
+        self._beginnings.clear()
         for pool in self._pools:
             pool.reset()
+
+
+def _alike(some: Seq[int], others: Seq[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    pairs = enumerate(zip(some, others, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(some), len(others)))
 
 
 class _Pool:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quengine.block_manager import CachePool, StateCopy
-from quengine.kernels.backend import LayerState, SlotLayer
+from quengine.block_manager import BlockCopy, CachePool
+from quengine.kernels.backend import KVLayer, LayerState, SlotLayer
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType, blocks_for
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.memory import state_pool
@@ -67,6 +67,8 @@ class KVCache:
     pools: tuple[CachePool, ...]
     states: tuple[tuple[Tensor, ...], ...] = ()
     """Of each group, where its layers keep states, these once more, of all layers: [layers, blocks, ...]."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """The layers of each group."""
 
     @classmethod
     def allocate(
@@ -99,13 +101,18 @@ class KVCache:
         ]
         for tensor in (tensor for layer in layers for tensor in layer.blocks if len(tensor)):
             tensor[PADDING_BLOCK].zero_()
-        return cls(layers, ctx_size, tuple(pools), tuple(states))
+        groups = tuple(tuple(group.layers) for group in config.cache_groups)
+        return cls(layers, ctx_size, tuple(pools), tuple(states), groups)
 
-    def copy_states(self, copies: Iterable[StateCopy]) -> None:
-        """Copy states between blocks of their groups, behind the steps that were launched before."""
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy blocks within their groups, behind the steps that were launched before."""
         for group, source, target in copies:
             for part in self.states[group]:
                 part[:, target].copy_(part[:, source])
+            held = (self.layers[layer] for layer in self.groups[group])
+            blocks = [block for layer in held if isinstance(layer, KVLayer) for block in layer.blocks]
+            for block in blocks:
+                block[target].copy_(block[source])
 
     @property
     def whole_tables(self) -> tuple[list[int], ...]:

@@ -535,7 +535,7 @@ class LLM:
             packed,
             config.reuse_prefix or config.parallel > 1,
             BACKLOG_CHUNK[kind],
-            self.runner.copy_states,
+            self.runner.copy_blocks,
             0 if self.runner.device_decoder is None else PENDING,
             None if self.runner.device_decoder is None else self.runner.device_decoder.most_rows,
         )

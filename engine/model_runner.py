@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from quengine.block_manager import StateCopy
+from quengine.block_manager import BlockCopy
 from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import CopyStates, Forward, Hidden, Message, Parts, Together, alone
+from quengine.parallel.wire import CopyBlocks, Forward, Hidden, Message, Parts, Together, alone
 from quengine.platform.ranges import Range
 from quengine.request.pooling import RANK
 from quengine.request.prompt_scores import split_rows
@@ -199,10 +199,10 @@ class ModelRunner:
             tensors = (torch.tensor(part, device=device) for part in parts)
             yield from self.decoder.forward_parts(batch, self.cache.layers, tensors)
 
-    def copy_states(self, copies: Seq[StateCopy]) -> None:
-        """Copies sequences' states, in stream order after the steps launched so far."""
-        with self.together(CopyStates(copies)):
-            self.cache.copy_states(copies)
+    def copy_blocks(self, copies: Seq[BlockCopy]) -> None:
+        """Copies blocks of the cache, in stream order after the steps launched so far."""
+        with self.together(CopyBlocks(copies)):
+            self.cache.copy_blocks(copies)
 
     def together(self, message: Message) -> AbstractContextManager[None]:
         """A block that all ranks compute: `message` tells the others what to do."""
@@ -247,7 +247,7 @@ class ModelRunner:
         """Copy states that a decode step changes, given each sequence with the position of its first row."""
         copies = [copy for each, at in rows for copy in copies_before(self.cache.pools, each, at)]
         if copies:
-            self.copy_states(copies)
+            self.copy_blocks(copies)
 
     def _explained(self, plan: StepPlan, results: list[Result]) -> list[Result]:
         """The results of a device, with the error for each sequence for which it found no token."""

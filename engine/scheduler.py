@@ -19,7 +19,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import chain, islice
 
-from quengine.block_manager import BlockManager, StateCopy, extend_keys
+from quengine.block_manager import BlockCopy, BlockManager, extend_keys
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import MOST_CHECKPOINTS, Checkpoint, state_table
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
@@ -61,7 +61,7 @@ class Scheduler:
         packed: a step may hold the chunks of several prompts.
         shares: blocks that hold the beginning of a prompt already are taken for it.
         backlog_chunk: `mixed_chunk` while more tokens of prompts wait than `chunk_size`.
-        copy_states: copies states of sequences behind the steps that were launched before (ModelRunner.copy_states).
+        copy_blocks: copies blocks behind the steps that were launched before (ModelRunner.copy_blocks).
         ahead: positions behind the tokens that the host knows which steps launched ahead may have computed.
         most_ahead: most rows of a decode step that is launched ahead; None: no limit.
     """
@@ -77,7 +77,7 @@ class Scheduler:
         packed: bool = False,
         shares: bool = True,
         backlog_chunk: int = 0,
-        copy_states: Callable[[Seq[StateCopy]], None] | None = None,
+        copy_blocks: Callable[[Seq[BlockCopy]], None] | None = None,
         ahead: int = 0,
         most_ahead: int | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class Scheduler:
         self.packed = packed
         self.shares = shares
         self.blocks = BlockManager(cache.pools)
-        self._copy_states = copy_states or (lambda _copies: None)
+        self._copy_blocks = copy_blocks or (lambda _copies: None)
         self._ahead, self._most_ahead = ahead, most_ahead
         # States that cannot go back to the last full block are copied as they come to its end.
         self._keeps_copies = (
@@ -255,7 +255,7 @@ class Scheduler:
         """Its states are those behind its first `base` tokens again, as they were copied before its draft."""
         copies = self.blocks.spares(sequence.block_tables)
         if copies:
-            self._copy_states(copies)
+            self._copy_blocks(copies)
             sequence.replay = sequence.num_cached_tokens - base
 
     def reset(self) -> None:
@@ -335,7 +335,7 @@ class Scheduler:
         with these: whole blocks. `on_the_way`: its prompt goes on, and no other was seen to part from it here."""
         key = self._keys(sequence, end)[-1]
         if copies := self.blocks.checkpoint(sequence.block_tables, key, on_the_way):
-            self._copy_states(copies)
+            self._copy_blocks(copies)
 
     def _checkpoint_end(self, sequence: Sequence, ahead: int) -> None:
         """Keep the states of a sequence that ends, or is preempted, at its last full block if they serve there, else
@@ -391,7 +391,7 @@ class Scheduler:
         if self.shares and sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
             shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
             keys = self._keys(sequence, shareable)
-            self.blocks.computed(sequence.block_tables, keys, before // BLOCK_SIZE)
+            self.blocks.computed(sequence.block_tables, keys, before // BLOCK_SIZE, sequence.token_ids)
             if self._keeps_copies and sequence in self.decoding:
                 self._add_copies(sequence)
 
@@ -529,6 +529,7 @@ class Scheduler:
             self._keys(sequence, self._most_shared(sequence)),
             min(len(sequence.token_ids) + 1, sequence.max_positions),  # with the first token after them
             reserve=sum(map(self._may_grow, self._running)),
+            tokens=sequence.token_ids[: self._most_shared(sequence)],
         )
         if allocation is None:
             return False
@@ -536,9 +537,9 @@ class Scheduler:
         sequence.slot = Slot(self._free_slots.pop(0), sequence.max_positions)
         sequence.block_tables = allocation.block_tables
         sequence.num_cached_tokens = allocation.num_cached_tokens
+        if allocation.copies:
+            self._copy_blocks(allocation.copies)
         if self.blocks.has_states:
-            if allocation.states:
-                self._copy_states(allocation.states)
             sequence.state_copy_at = sequence.replay = 0
             sequence.checkpoints_at = self._checkpoints_of(sequence, allocation.num_held_tokens)
         if not sequence.started:
@@ -638,10 +639,21 @@ class Scheduler:
             self._checkpoint_end(sequence, ahead)
         if sequence.error is not None:
             self.blocks.discard(sequence.block_keys)
+        else:
+            self._keep_beginning(sequence)
         self.blocks.free(sequence.block_tables)
         self._free_slots.append(sequence.slot.index)
         sequence.slot.kind = None
         sequence.block_tables, sequence.slot = (), Slot()
+
+    def _keep_beginning(self, sequence: Sequence) -> None:
+        """Let prompts that go on as a sequence did find what its last block holds, if that is not full."""
+        known = min(sequence.num_cached_tokens, self._prompt_end(sequence))
+        if self.shares and sequence.pool is None and known % BLOCK_SIZE:
+            keys = self._keys(sequence, known)
+            self.blocks.keep_beginning(
+                sequence.block_tables, keys, sequence.token_ids[len(keys) * BLOCK_SIZE : known]
+            )
 
 
 def _common(keys: Seq[bytes], others: Seq[bytes]) -> int:

@@ -11,7 +11,7 @@ from quengine.parallel.wire import (
     Capture,
     Choose,
     Configure,
-    CopyStates,
+    CopyBlocks,
     Forward,
     Graphs,
     Hidden,
@@ -40,8 +40,8 @@ def run(runner: ModelRunner, message: Message) -> None:
             read_rows(runner, start, end)
         case WriteCache(start, end):
             write_rows(runner, start, end, None)
-        case CopyStates(copies):
-            runner.copy_states(copies)
+        case CopyBlocks(copies):
+            runner.copy_blocks(copies)
         case Choose(experts):
             _choose(runner, experts)
         case _:

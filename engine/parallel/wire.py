@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from quengine.block_manager import CachePool, StateCopy
+from quengine.block_manager import BlockCopy, CachePool
 from quengine.kernels.forward_batch import Phase
 from quengine.models.tensor_split import Rank
 from quengine.platform.failure import Failure
@@ -125,13 +125,13 @@ class Prompts(_ToRank, frozen=True):
     lengths: Sequence[int]
 
 
-class CopyStates(_ToRank, frozen=True):
-    """`ModelRunner.copy_states`."""
+class CopyBlocks(_ToRank, frozen=True):
+    """`ModelRunner.copy_blocks`."""
 
-    copies: Sequence[StateCopy]
+    copies: Sequence[BlockCopy]
 
 
-Step: TypeAlias = Forward | Hidden | Parts | ReadCache | WriteCache | CopyStates | Choose
+Step: TypeAlias = Forward | Hidden | Parts | ReadCache | WriteCache | CopyBlocks | Choose
 Graphs: TypeAlias = Launch | Prefill | Configure | Capture | Prompts
 Message: TypeAlias = Step | Graphs
 

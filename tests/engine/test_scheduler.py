@@ -3,12 +3,13 @@
 import random
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
 
 import pytest
 
-from quengine.block_manager import CachePool
+from quengine.block_manager import LEAST_COPIED, BlockCopy, CachePool
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kv_cache import KVCache
@@ -285,7 +286,7 @@ def test_without_sharing_every_request_starts_from_an_empty_cache() -> None:
 
 
 def test_a_deterministic_run_shares_no_answer() -> None:
-    for deterministic, shared in ((False, 64), (True, 32)):
+    for deterministic, shared in ((False, 79), (True, 40)):
         scheduler = make(deterministic=deterministic)
         first = FakeSequence(prompt(40), 40)
         scheduler.add(first)
@@ -505,8 +506,8 @@ def test_a_prompt_that_is_scored_shares_only_what_has_been_scored_already() -> N
     scored.scores.logprobs += [TokenLogprobs(token, 0.0, ()) for token in numbers[1:51]]
     scheduler._preempt(scored)
     batch = scheduler.plan()
-    assert batch is not None and batch.chunks[0].start == 32, "whole blocks of the 50 rows that are scored"
-    assert scored_rows(scored, batch.chunks[0]) == range(18, 64)
+    assert batch is not None and batch.chunks[0].start == 50, "the rows that are scored"
+    assert scored_rows(scored, batch.chunks[0]) == range(54)
     scored.scores.logprobs += [TokenLogprobs(token, 0.0, ()) for token in numbers[51:]]
     scheduler._preempt(scored)
     batch = scheduler.plan()
@@ -527,6 +528,13 @@ class Cells:
     def __init__(self, pools: tuple[CachePool, ...]) -> None:
         self.pools = pools
         self.held: list[dict[tuple[int, int], int]] = [{} for _ in pools]
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Copies blocks, whatever rows are written."""
+        for group, source, target in copies:
+            held = self.held[group]
+            for row in range(BLOCK):
+                held[target, row] = held.get((source, row), 0)
 
     def compute(self, sequence: FakeSequence, ids: list[int], start: int, count: int) -> None:
         """Write `count` rows of these ids from position `start` on; every row then finds what it sees."""
@@ -550,6 +558,7 @@ class FakeDevice:
 
     def __init__(self, scheduler: Scheduler, pools: tuple[CachePool, ...], seed: int, most: int) -> None:
         self.scheduler, self.cells, self.most = scheduler, Cells(pools), most
+        scheduler._copy_blocks = self.cells.copy
         self.in_flight = deque[tuple[StepPlan, dict[Slot, list[int]]]]()
         self.phases: set[tuple[str, ...]] = set()
         self._numbers = random.Random(seed)
@@ -673,9 +682,7 @@ def check_owners(scheduler: Scheduler, pools: tuple[CachePool, ...]) -> None:
 
 @pytest.mark.parametrize("pools", WINDOWS)
 @pytest.mark.parametrize("most", [1, 3])
-def test_a_text_goes_on_from_all_full_blocks_of_the_one_before_it(
-    pools: tuple[CachePool, ...], most: int
-) -> None:
+def test_a_text_goes_on_from_where_the_one_before_it_ended(pools: tuple[CachePool, ...], most: int) -> None:
     """With windows, and steps in flight when the earlier text ends: a block is noted before it is freed."""
     for length in range(3, 200, 13):
         scheduler = Scheduler(KVCache([], 1000, pools), 5, 64, 16)
@@ -688,13 +695,9 @@ def test_a_text_goes_on_from_all_full_blocks_of_the_one_before_it(
             while device.step():
                 pass
             assert first.finished and first.reused_tokens == held
-            assert beside.reused_tokens == length_of_blocks(text)
-            held, text = length_of_blocks(first.token_ids[:-1]), [*first.token_ids, *prompt(9)]
-
-
-def length_of_blocks(ids: list[int]) -> int:
-    """Tokens in the full blocks of these."""
-    return len(ids) // BLOCK * BLOCK
+            assert beside.reused_tokens >= len(text) // BLOCK * BLOCK
+            held, text = len(first.token_ids) - 1, [*first.token_ids, *prompt(9)]
+            held -= held % BLOCK if held % BLOCK < LEAST_COPIED else 0
 
 
 def test_a_windowed_group_is_refused_by_what_it_needs_at_once() -> None:

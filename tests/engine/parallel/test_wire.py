@@ -2,14 +2,14 @@
 
 import pytest
 
-from quengine.block_manager import CachePool, StateCopy
+from quengine.block_manager import BlockCopy, CachePool
 from quengine.kernels.channel import encode
 from quengine.parallel.wire import (
     TO_RANK,
     Capture,
     Choose,
     Configure,
-    CopyStates,
+    CopyBlocks,
     Forward,
     Hidden,
     Launch,
@@ -51,7 +51,7 @@ ROWS = [
         ),
         Capture(GraphKey("prefill", 1024, 4)),
         Prompts([2048, 7]),
-        CopyStates([StateCopy(1, 5, 2), StateCopy(1, 0, 9)]),
+        CopyBlocks([BlockCopy(1, 5, 2), BlockCopy(1, 0, 9)]),
         RankPlan(
             "m.gguf", {"device": "cpu", "threads": None}, 1, 2, 64, [CachePool(9, 32, 4)], 3, "/m", (0, 4, 8)
         ),
