@@ -511,7 +511,7 @@ def test_a_prompt_that_is_scored_shares_only_what_has_been_scored_already() -> N
     scored.scores.logprobs += [TokenLogprobs(token, 0.0, ()) for token in numbers[51:]]
     scheduler._preempt(scored)
     batch = scheduler.plan()
-    assert batch is not None and batch.chunks[0].start == 96 and not scored_rows(scored, batch.chunks[0])
+    assert batch is not None and batch.chunks[0].start == 104 and not scored_rows(scored, batch.chunks[0])
 
 
 WINDOWS = [
