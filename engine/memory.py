@@ -12,7 +12,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.blocks.block import SlotState, State
-from quengine.models.config import CacheGroup, GatedDeltaSizes, LatentSizes, ModelConfig
+from quengine.models.config import CacheGroup, ExpertConfig, GatedDeltaSizes, LatentSizes, ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes reserved, by kind of device, for everything independent of the model's size: the process, kernels,
@@ -354,9 +354,9 @@ def expert_bytes(config: ModelConfig, chunk: int) -> int:
     )
     places = 0
     for rows in (min(chunk, _FEW_ROWS), chunk):
-        pairs = rows * experts.router.used
-        block = default_block(pairs, experts.count)
-        places += most_blocks(pairs, experts.count, block) * block
+        pairs, count = rows * (experts.router.used + _joined(experts)), experts.count + _joined(experts)
+        block = default_block(pairs, count)
+        places += most_blocks(pairs, count, block) * block
     return places * place + _EXPERT_PRODUCTS
 
 
@@ -365,7 +365,12 @@ def cpu_expert_bytes(config: ModelConfig, chunk: int) -> int:
     if config.experts is None:
         return 0
     row = 4 * (3 * config.experts.feed_forward_length + config.embedding_length)
-    return chunk * config.experts.router.used * row
+    return chunk * (config.experts.router.used + _joined(config.experts)) * row
+
+
+def _joined(experts: ExpertConfig) -> int:
+    """1 where the shared expert may be one of the others (models/experts.py)."""
+    return int(experts.shared_feed_forward_length == experts.feed_forward_length)
 
 
 def _every_rows_feed_forward(config: ModelConfig) -> int:

@@ -25,16 +25,16 @@ STATE_ENTRIES = 1 + 2 * MOST_CHECKPOINTS
 
 class Checkpoint(NamedTuple):
     """A prefill step also writes a sequence's state after its first `position` tokens to block `block`; the step has
-    the row before that position. `block` 0: nothing is written."""
+    the row before that position."""
 
     position: int
     block: int
 
 
 def state_table(slot: int, checkpoints: Sequence[Checkpoint]) -> list[int]:
-    """The block table of a prefill step in a group with a state: the slot, then each checkpoint, in order of
-    position."""
-    return [slot, *chain.from_iterable(checkpoints)]
+    """The block table of a prefill step in a group with a state: the slot, then for each checkpoint, in order of
+    position, the negative position and the block. No block is negative, so that other entries are no checkpoints."""
+    return [slot, *chain.from_iterable((-position, block) for position, block in checkpoints)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,8 +152,8 @@ class ForwardBatch:
         state, and the checkpoints that are written."""
         tables = self.block_tables_of(group)[:, :STATE_ENTRIES].tolist()
         for start, length, (slot, *entries) in zip(self.starts, self.query_lens, tables, strict=True):
-            pairs = map(Checkpoint, entries[::2], entries[1::2])
-            yield start, length, slot, [each for each in pairs if each.block != PADDING_BLOCK]
+            pairs = zip(entries[::2], entries[1::2], strict=False)
+            yield start, length, slot, [Checkpoint(-mark, block) for mark, block in pairs if mark < 0]
 
     def chunks(self, group: int) -> Iterator[tuple[slice, int, Tensor]]:
         """For each sequence in prefill: its rows, the position of the first, and its block table [blocks]."""

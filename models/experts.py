@@ -1,5 +1,6 @@
 """The feed-forward of a mixture of experts: a router, experts that compute the rows routed to them, a shared expert."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from quengine.models.layers import FeedForwardEntry, LayerTensors
 class MixtureOfExperts:
     """After one norm, the weighted sum of the experts that the router selects for a row, plus a shared expert, if any.
 
+    A shared expert of the size and formats of the others is one of them: the last, which every row has.
+
     Tensors of experts are `ffn_*_exps`, [E, rows, columns]. `host`: computes the experts that stay in host memory.
     `chosen`, int32 [T, k], ascending: the experts of a step's rows, which replace the router's selection.
 
@@ -36,23 +39,27 @@ class MixtureOfExperts:
         self.partial = declared.partial
         self.activation = form.pointwise or form.activation
         self.experts = experts
-        alone = host is None and not experts.shared_feed_forward_length
-        norm = RMSNorm(tensors.vector(declared.norm), tensors.eps, experts.router.used if alone else 0)
-        self.norm: RMSNorm | None = norm
-        self.expert_norm = self.router_norm = norm
-        self.router = _router(declared, tensors)
         bias, count, held = form.expert_bias, experts.count, experts.held
         self.local = None if held is None else _local_numbers(held, count).to(self.backend.device)
         count = count if held is None else len(held) + 1
         gate, up = _gate_and_up(tensors, count, experts.feed_forward_length, form.has_gate)
         down = _of_experts(tensors, "down", count)
+        shared = [] if host is not None else _joined_shared(declared, tensors, [gate, up, down])
+        alone = host is None and (bool(shared) or not experts.shared_feed_forward_length)
+        self.router = _router(declared, tensors, bool(shared))
+        norm = RMSNorm(tensors.vector(declared.norm), tensors.eps, self.router.width if alone else 0)
+        self.norm: RMSNorm | None = norm
+        self.expert_norm = self.router_norm = norm
+        if shared:
+            *gates, own_up, own_down = shared
+            gate, up, down = gate and [*gate, *gates], [*up, own_up], [*down, own_down]
         gate_up_bias = _bias(tensors, "gate", "up", count=count) if bias else None
         self.gate_up = self.expert_backend.gate_up_experts(gate, up, gate_up_bias)
         self.down = self.expert_backend.down_experts(
             down, _bias(tensors, "down", count=count) if bias else None
         )
         self.shared_entry = self.shared_down = None
-        if experts.shared_feed_forward_length:
+        if experts.shared_feed_forward_length and not shared:
             self.shared_entry = FeedForwardEntry(form, tensors, "_shexp")
             self.shared_down = tensors.weight("ffn_down_shexp")
 
@@ -94,8 +101,9 @@ class MixtureOfExperts:
         every = router.numel() * router.element_size()
         if self.shared_entry is not None and self.shared_down is not None:
             every += self.shared_entry.nbytes + self.shared_down.nbytes
-        experts = self.gate_up.nbytes + self.down.nbytes
-        return int(every + experts * self.experts.expected(rows) / self.experts.count)
+        joined = int(self.router.joins_shared)
+        experts = (self.gate_up.nbytes + self.down.nbytes) / (self.experts.count + joined)
+        return int(every + experts * (self.experts.expected(rows) + joined))
 
 
 def _local_numbers(held: range, count: int) -> Tensor:
@@ -105,7 +113,30 @@ def _local_numbers(held: range, count: int) -> Tensor:
     return numbers
 
 
-def _router(declared: Experts, tensors: LayerTensors) -> Router:
+def _joined_shared(
+    declared: Experts, tensors: LayerTensors, experts: Sequence[Sequence[QuantTensor] | None]
+) -> list[QuantTensor]:
+    """The matrices of the shared expert where it is one of the `experts`, by kind: gate, if they have one, up and down.
+    Empty where there is none, it has another size or format, or it reads other rows or is divided otherwise among
+    ranks."""
+    sizes, form = declared.experts, declared.form
+    if (
+        sizes.shared_feed_forward_length != sizes.feed_forward_length
+        or declared.partial
+        or sizes.held is not None
+        or form.expert_bias
+        or form.merged_gate
+        or sizes.router.weighs_inputs
+    ):
+        return []
+    others = [matrices[0] for matrices in experts if matrices is not None]
+    kinds = ("gate", "up", "down") if form.has_gate else ("up", "down")
+    shared = tensors.take(*(f"ffn_{kind}_shexp" for kind in kinds))
+    alike = all(own.format == other.format for own, other in zip(shared, others, strict=True))
+    return shared if alike else []
+
+
+def _router(declared: Experts, tensors: LayerTensors, joins_shared: bool) -> Router:
     block, count = declared.form, declared.experts.count
     return Router(
         kind=declared.experts.router,
@@ -114,6 +145,7 @@ def _router(declared: Experts, tensors: LayerTensors) -> Router:
         selection_bias=tensors.vector("exp_probs_b", kind="bias") if block.selection_bias else None,
         shared_gate=tensors.vector("ffn_gate_inp_shexp") if block.shared_gate else None,
         expert_scale=tensors.vector("ffn_down_exps", kind="scale") if declared.beside_dense else None,
+        joins_shared=joins_shared,
     )
 
 

@@ -206,11 +206,12 @@ class StepRecorder:
         return self._after(stage, _add_rows(product, other))
 
     def route(self, x: Rows, norm: RMSNorm, router: Router, experts: Tensor | None) -> Routing:
-        source, used = self._normed(x, norm), router.kind.used
+        source, gate = self._normed(x, norm), router.shared_gate
         logits = self._fp32("router logits", logits_width(router))
-        shared = None if router.shared_gate is None else self._fp32("shared weight", 1)[:, 0]
-        chosen = self._buffer("experts", used, torch.int32)
-        routing = Routing(chosen, self._fp32("expert weights", used), shared)
+        shared = None if gate is None or router.joins_shared else self._fp32("shared weight", 1)[:, 0]
+        chosen = self._buffer("experts", router.width, torch.int32)
+        weights = self._fp32("expert weights", router.width)
+        routing = Routing(chosen, weights, shared, router.joins_shared)
         stage = self._stage(*([launch] for launch in logits_launches(source.values, router, logits)))
         self._after(stage, router_launch(logits, router, routing, experts))
         return routing

@@ -24,6 +24,8 @@ class Router:
     selection_bias: [E], added to the scores for the selection of experts, not for their weights.
     shared_gate: [K]; the sigmoid of its product with the row weights the shared expert (Qwen2-MoE).
     expert_scale: [E]; multiplies the weights of the selected experts, after all else (Gemma 4).
+    joins_shared: the shared expert's matrices follow those of the E experts: every row has it as expert E, with the
+      weight of its gate, or 1.
     """
 
     kind: RouterKind
@@ -32,6 +34,12 @@ class Router:
     selection_bias: Tensor | None = None
     shared_gate: Tensor | None = None
     expert_scale: Tensor | None = None
+    joins_shared: bool = False
+
+    @property
+    def width(self) -> int:
+        """Experts of a row in a Routing."""
+        return self.kind.used + self.joins_shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +48,19 @@ class Routing:
 
     experts: int32 [T, k], ascending within a row.
     weights: [T, k], in the router's dtype.
-    shared: [T], the weights of the shared expert, if the router has a gate for it.
+    shared: [T], the weights of the shared expert, if the router has a gate for it and it is none of the k.
+    joined: whether the last expert of each row is the shared one (Router.joins_shared).
     """
 
     experts: Tensor
     weights: Tensor
     shared: Tensor | None = None
+    joined: bool = False
+
+    @property
+    def selected(self) -> Tensor:
+        """The experts that the router selected, int32 [T, used]."""
+        return self.experts[:, :-1] if self.joined else self.experts
 
 
 def route(x: Tensor, router: Router, experts: Tensor | None = None) -> Routing:
@@ -67,7 +82,11 @@ def route(x: Tensor, router: Router, experts: Tensor | None = None) -> Routing:
     weights = weights * kind.scale
     if router.expert_scale is not None:
         weights = weights * router.expert_scale[experts.long()]
-    return Routing(experts, weights, shared)
+    if not router.joins_shared:
+        return Routing(experts, weights, shared)
+    own = torch.full_like(experts[:, :1], len(router.weight))
+    weight = torch.ones_like(weights[:, :1]) if shared is None else shared[:, None]
+    return Routing(torch.cat([experts, own], 1), torch.cat([weights, weight], 1), joined=True)
 
 
 def chosen(scores: Tensor, router: Router) -> Tensor:

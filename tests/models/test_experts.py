@@ -1,5 +1,6 @@
 """Gate and up of a layer's experts in one tensor of a GGUF file are the matrices of two, where they lie in the file."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from quengine.models.experts import MixtureOfExperts
 from quengine.models.gguf import StringArray, open_gguf
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.model_summary import summarize
+from quengine.models.synthetic.presets import find_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.platform.host_experts import expert_bytes
 from tests.gguf_builder import GGUFBuilder
+from tests.kernels.weights import nmse, random_weight
 
 GATE_AND_UP = ("blk.*.ffn_gate_exps.weight", "blk.*.ffn_up_exps.weight")
 
@@ -99,3 +102,42 @@ def test_parameters_and_bytes_are_counted_alike(files: tuple[Path, Path]) -> Non
     assert both.nbytes == sum(group.nbytes for group in kinds) and len(kinds) == 2
     sizes = [expert_bytes(GGUFCheckpoint(path).tensors) for path in files]
     assert sizes[0] == sizes[1] and len(sizes[0]) == one.config.block_count  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def with_shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose shared expert has the size and formats of the others."""
+    preset = find_preset("qwen2moe-tiny")
+    assert preset is not None
+    preset = replace(preset, shared_feed_forward_length=preset.expert_feed_forward_length)
+    return write_synthetic(tmp_path_factory.mktemp("shared") / "tiny.gguf", preset)
+
+
+@pytest.mark.parametrize(("backend", "most"), [("reference", 1e-24), ("auto", 1e-6)])
+def test_a_shared_expert_as_the_others_is_one_of_them(
+    with_shared: Path, backend: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, logits = list(range(40)), []
+    for joins in (True, False):
+        if not joins:
+            monkeypatch.setattr("quengine.models.experts._joined_shared", lambda *_: [])
+        with LLM(with_shared, "cpu", backend=backend, ctx_size=64) as llm:
+            mixtures = [block.ffn for block in llm.runner.decoder.blk]
+            assert all(ffn.router.joins_shared == joins == (ffn.shared_entry is None) for ffn in mixtures)
+            logits.append((llm.logits(ids), llm.logits(ids[:8], decode=True)))
+            read = {ffn.step_bytes(1) for ffn in mixtures}
+        logits[-1] += (read,)
+    for joined, apart in zip(logits[0][:2], logits[1][:2], strict=True):
+        assert nmse(joined, apart) < most
+    assert logits[0][2] == logits[1][2]
+
+
+def test_a_shared_expert_of_another_format_stays_apart(with_shared: Path) -> None:
+    checkpoint = GGUFCheckpoint(with_shared)
+    tensors, name = dict(checkpoint.tensors), "blk.0.ffn_down_shexp.weight"
+    rows, cols = tensors[name].shape
+    tensors[name] = random_weight("Q8_0", rows, cols // 32)
+    first, second = Decoder(checkpoint.config, tensors, CpuBackend(1), 64, 64).blk[:2]
+    assert isinstance(first.ffn, MixtureOfExperts) and isinstance(second.ffn, MixtureOfExperts)
+    assert first.ffn.shared_down is not None and not first.ffn.router.joins_shared
+    assert second.ffn.shared_down is None and second.ffn.router.joins_shared

@@ -160,7 +160,7 @@ def _calls_of(side: LLMSide, ids: list[int], start: int) -> list[_Call]:
         # Copied before it runs: an operation may write over what it is given.
         held = tuple(_on_host(value) for value in inputs)
         output = run(*inputs)
-        experts = _on_host(output.experts) if isinstance(output, Routing) else None
+        experts = _on_host(output.selected) if isinstance(output, Routing) else None
         calls.append(_Call(operation, held, _on_host(output), experts))
         return output
 

@@ -45,7 +45,7 @@ EXPERT_OPERATIONS: tuple[Operation, ...] = (
     *(*LAYER_OPERATIONS[:3], "route", "experts+glu"),
     *(*LAYER_OPERATIONS[3:], "experts+residual"),
 )
-"""Of a layer with experts; "norm+glu" and "down+residual" are the shared expert's, where it has one."""
+"""Of a layer with experts; "norm+glu" and "down+residual" are the shared expert's, where it has one apart."""
 
 _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "embed": ("embed", ()),

@@ -163,19 +163,19 @@ class Pair:
         routing = call.own()
         logits = call.logits()
         if layer not in self._chosen:
-            used, count = routing.experts.shape[1], logits.shape[1]
+            used, count = routing.selected.shape[1], logits.shape[1]
             experts = torch.zeros(self._rows, used, dtype=torch.int64)
             scores = torch.zeros(self._rows, count, dtype=torch.float64)
             self._chosen[layer] = _Choices(call.router, experts, scores)
         rows = call.positions - self._start
-        self._chosen[layer].experts[rows] = routing.experts.long().cpu()
+        self._chosen[layer].experts[rows] = routing.selected.long().cpu()
         self._chosen[layer].logits[rows] = logits
         return routing
 
     def _force(self, layer: int, call: "RouteCall") -> Routing:
         chosen, rows = self._chosen[layer], call.positions - self._start
         wanted, logits = chosen.experts[rows], chosen.logits[rows]
-        free = call.own().experts.long().cpu()
+        free = call.own().selected.long().cpu()
         differing = (free != wanted).any(dim=1)
         if differing.any():
             margins = choice_margins(logits, chosen.router, wanted, free)

@@ -26,7 +26,7 @@ _MOST_BLOCK_ROWS = 32
 
 def group_kernel() -> bytes:
     """One task: a stable sort of the slots by expert."""
-    start_floats = 2 * MOST_EXPERTS
+    start_floats = 2 * (MOST_EXPERTS + 1)  # with a shared expert
 
     def group(args: GroupArguments, _task: int) -> None:
         experts, slots, table = args.experts, args.slots, args.table

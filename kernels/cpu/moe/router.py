@@ -27,8 +27,9 @@ _TASKS = 4  # per thread
 class RouterArguments(Arguments):
     """logits: fp32 rows of `count` values, followed by the logit of the shared expert's gate if there is one.
 
-    bias, selection_bias, expert_scale: fp32 [count], or 0. forced: int32 [T, used], or 0. experts: int32 [T, used];
-    weights: fp32 [T, used]; shared: fp32 [T], or 0. All are addresses.
+    bias, selection_bias, expert_scale: fp32 [count], or 0. forced: int32 [T, used], or 0. experts: int32 [T, width];
+    weights: fp32 [T, width]; shared: fp32 [T], or 0. All are addresses. width: `used`, or one more: expert `count` is
+    then the last of every row, with the weight of the gate if `gated`, else 1.
     """
 
     logits: int
@@ -46,6 +47,8 @@ class RouterArguments(Arguments):
     weights: int
     shared: int
     expert_scale: int
+    width: int
+    gated: int
 
 
 def logits_width(router: Router) -> int:
@@ -65,7 +68,8 @@ def logits_launches(x: Tensor, router: Router, logits: Tensor) -> list[Launch]:
 
 
 def router_launch(logits: Tensor, router: Router, routing: Routing, forced: Tensor | None = None) -> Launch:
-    """The kernel that fills in a routing: experts int32 [T, k], weights fp32 [T, k], shared fp32 [T]. A task is a row.
+    """The kernel that fills in a routing: experts int32 [T, router.width], weights fp32 [T, router.width], shared fp32
+    [T]. A task is a row.
 
     forced: int32 [T, k], contiguous: each row's experts in ascending order, read when the kernel runs, not checked.
     Raises ValueError for more experts than the kernel supports.
@@ -84,6 +88,8 @@ def router_launch(logits: Tensor, router: Router, routing: Routing, forced: Tens
         weights=routing.weights.data_ptr(),
         shared=_address(routing.shared),
         expert_scale=_address(router.expert_scale),
+        width=router.width,
+        gated=int(router.shared_gate is not None),
     )
     keep = (logits, router, routing, forced)
     return Launch(router_kernel(kind.scores), arguments, logits.shape[0], keep=keep)
@@ -94,15 +100,16 @@ def route(x: Tensor, router: Router, forced: Tensor | None = None) -> Routing:
 
     Raises ValueError for an expert of `forced` that the layer lacks.
     """
-    rows, used, count = x.shape[0], router.kind.used, router.weight.shape[0]
+    rows, width, count = x.shape[0], router.width, router.weight.shape[0]
     if forced is not None:
         forced = forced.to(torch.int32).contiguous()
         asked = sorted(set(forced.flatten().tolist()))
         if not all(0 <= expert < count for expert in asked):
             raise ValueError(f"a layer has experts 0 to {count - 1}; asked for {asked}")
     x, logits = x.contiguous(), torch.empty(rows, logits_width(router))
-    shared = None if router.shared_gate is None else torch.empty(rows)
-    routing = Routing(torch.empty(rows, used, dtype=torch.int32), torch.empty(rows, used), shared)
+    shared = None if router.shared_gate is None or router.joins_shared else torch.empty(rows)
+    chosen, weights = torch.empty(rows, width, dtype=torch.int32), torch.empty(rows, width)
+    routing = Routing(chosen, weights, shared, router.joins_shared)
     run([*logits_launches(x, router, logits), router_launch(logits, router, routing, forced)])
     return routing
 

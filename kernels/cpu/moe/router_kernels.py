@@ -30,7 +30,7 @@ def router_kernel(scores_kind: Scores) -> bytes:
         logits, count, used = args.logits + task * args.stride, args.count, args.used
         scores, ranks = stack_floats(most_experts), stack_floats(most_experts)
         chosen, head, sums = stack_floats(most_used), stack_floats(head_floats), stack_floats(most_experts)
-        experts, weights = args.experts + 4 * used * task, args.weights + 4 * used * task
+        experts, weights = args.experts + 4 * args.width * task, args.weights + 4 * args.width * task
         copy_floats(logits, scores, count)
         if args.bias:
             add_floats(scores, args.bias, count)
@@ -68,6 +68,12 @@ def router_kernel(scores_kind: Scores) -> bytes:
         if args.shared:
             copy_floats(logits + 4 * count, args.shared + 4 * task, 1)
             sigmoid_floats(args.shared + 4 * task, 1)
+        if args.width > used:
+            put_int32(experts, used, count)
+            put_float(weights, used, 1.0)
+            if args.gated:
+                copy_floats(logits + 4 * count, weights + 4 * used, 1)
+                sigmoid_floats(weights + 4 * used, 1)
 
     return compile_kernel(router, RouterArguments)
 

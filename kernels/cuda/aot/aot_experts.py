@@ -25,7 +25,8 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class Experts:
-    """One layer's experts: hidden size, feed-forward length, number of experts, and how a router selects them."""
+    """One layer's experts: hidden size, feed-forward length, number of experts, and how a router selects them. joined:
+    a shared expert is one more."""
 
     hidden: int
     ffn: int
@@ -35,12 +36,14 @@ class Experts:
     bias: bool = False
     shared_gate: bool = False
     expert_scale: bool = False
+    joined: bool = False
 
 
 MODELS = {
     "qwen3-30b-a3b": Experts(2048, 768, 128, RouterKind(8)),
     "mixtral-8x7b": Experts(4096, 14336, 8, RouterKind(2, "softmax_of_chosen")),
     "gpt-oss-20b": Experts(2880, 2880, 32, RouterKind(4, "softmax_of_chosen"), "clamped_swish", True),
+    "qwen3.6-35b-a3b": Experts(2048, 512, 256, RouterKind(8), shared_gate=True, joined=True),
 }
 ROUTERS = {
     **MODELS,
@@ -49,7 +52,11 @@ ROUTERS = {
     "gemma-4-26b-a4b": Experts(2816, 704, 128, RouterKind(8), "gelu_tanh", expert_scale=True),
     "deepseek-v3": Experts(7168, 2048, 256, RouterKind(8, "sigmoid", scale=2.5, groups=8, groups_used=4)),
 }
-_TYPES = {"qwen3-30b-a3b": ("Q4_K", "Q6_K"), "gpt-oss-20b": ("MXFP4",)}
+_TYPES = {
+    "qwen3-30b-a3b": ("Q4_K", "Q6_K"),
+    "gpt-oss-20b": ("MXFP4",),
+    "qwen3.6-35b-a3b": ("Q4_K", "Q6_K"),
+}
 """The types in files of these models; every type is compiled at _TYPES_WIDTH columns. (Mixtral's wide
 matrices are the slowest to compile and need fewer registers than these.)
 """
@@ -85,7 +92,7 @@ def _layer(
     """Gate, up and down of one row, whose norm the launch before has started; the last launch starts the next norm.
     alone: also without a norm after it."""
     batch = ForwardBatch("decode", empty(1), empty(1), empty(1, 1, 1))
-    hidden, ffn, count = experts.hidden, experts.ffn, experts.count
+    hidden, ffn, count = experts.hidden, experts.ffn, experts.count + experts.joined
     gate, up = ([stored(name, ffn, hidden)] * count for name in types[:2])
     bias = (empty(count, 2 * ffn), empty(count, hidden)) if experts.bias else (None, None)
     gate_up = backend.gate_up_experts(None if experts.activation in GATELESS else gate, up, bias[0])
@@ -107,7 +114,7 @@ def _router(experts: Experts, rows: int, backend: CudaBackend) -> None:
     """The router, and the router with given experts."""
     x, norm, router = empty(rows, experts.hidden), RMSNorm(empty(experts.hidden), _EPS), _router_of(experts)
     routing = route(x, norm, router, pdl=backend.pdl)
-    route(x, norm, router, routing.experts, pdl=backend.pdl)
+    route(x, norm, router, routing.selected.contiguous(), pdl=backend.pdl)
 
 
 def _router_of(experts: Experts) -> Router:
@@ -115,4 +122,5 @@ def _router_of(experts: Experts) -> Router:
     selection = empty(experts.count) if experts.router.scores == "sigmoid" else None
     gate = empty(experts.hidden) if experts.shared_gate else None
     scale = empty(experts.count) if experts.expert_scale else None
-    return Router(experts.router, empty(experts.count, experts.hidden), bias, selection, gate, scale)
+    weight = empty(experts.count, experts.hidden)
+    return Router(experts.router, weight, bias, selection, gate, scale, experts.joined)

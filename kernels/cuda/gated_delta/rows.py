@@ -72,9 +72,9 @@ def checkpoints_of(table_ptr, sequence, table_stride, start):
     blocks = ()
     for n in tl.static_range(_CHECKPOINTS):
         entry = table_ptr + sequence * table_stride + (1 + 2 * n)
-        block = tl.load(entry + 1)
-        ends = ends + (tl.where(block != 0, tl.load(entry) - start, 0),)
-        blocks = blocks + (block,)
+        mark = tl.load(entry)
+        ends = ends + (tl.where(mark < 0, -mark - start, 0),)
+        blocks = blocks + (tl.where(mark < 0, tl.load(entry + 1), 0),)
     return ends, blocks
 
 

@@ -8,6 +8,7 @@ Defined in kernels/moe/router.py, kernels/rms_norm.py.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -201,16 +202,15 @@ def route(
     The router's tensors are fp32. `experts`, int32 [T, k], ascending: use these, without selection. `scratch`, for
     `scratch_width` values, avoids an allocation. Raises ValueError for other shapes.
     """
-    count, rows, used = router.weight.shape[0], x.shape[0], router.kind.used
+    count, rows, joined = router.weight.shape[0], x.shape[0], router.joins_shared
     _check(x, norm, router, experts)
     program = _program(rows, router, pdl)
     room = QuantizationScratch.of(scratch, scratch_width(rows, router), x.device)
-    routing = Routing(
-        torch.empty(rows, used, dtype=torch.int32, device=x.device) if experts is None else experts,
-        torch.empty(rows, used, dtype=torch.float32, device=x.device),
-        None if router.shared_gate is None else torch.empty(rows, dtype=torch.float32, device=x.device),
-    )
-    constants = RouterConstants.of(router.kind, count)
+    made = partial(torch.empty, device=x.device)
+    chosen = made(rows, router.width, dtype=torch.int32) if joined or experts is None else experts
+    shared = None if joined or router.shared_gate is None else made(rows, dtype=torch.float32)
+    routing = Routing(chosen, made(rows, router.width, dtype=torch.float32), shared, joined)
+    constants = RouterConstants.of(router.kind, count, joined)
     _route_kernel[(triton.cdiv(rows, program.rows), program.blocks)](
         x, norm.weight, router.weight, router.shared_gate, router.bias, router.selection_bias, experts,
         router.expert_scale, room.values, room.arrivals, routing.experts, routing.weights, routing.shared, rows,

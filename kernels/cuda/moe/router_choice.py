@@ -29,7 +29,8 @@ _MOST_COMPARED = tl.constexpr(128)
 
 @dataclass(frozen=True)
 class RouterConstants:
-    """A RouterKind and the number of experts, as compile-time constants of the kernel; scores: see SCORES."""
+    """A RouterKind and the number of experts, as compile-time constants of the kernel; scores: see SCORES; joined: as
+    Router.joins_shared."""
 
     count: int
     used: int
@@ -38,12 +39,19 @@ class RouterConstants:
     scale: float
     groups: int
     groups_used: int
+    joined: bool = False
 
     @classmethod
-    def of(cls, kind: RouterKind, count: int) -> "RouterConstants":
+    def of(cls, kind: RouterKind, count: int, joined: bool = False) -> "RouterConstants":
         return cls(
-            count, kind.used, SCORES[kind.scores], kind.normalized, kind.scale, kind.groups, kind.groups_used
+            *(count, kind.used, SCORES[kind.scores], kind.normalized, kind.scale, kind.groups),
+            *(kind.groups_used, joined),
         )
+
+    @property
+    def width(self) -> int:
+        """Experts of a row that are stored."""
+        return self.used + self.joined
 
     @property
     def group_size(self) -> int:
@@ -144,7 +152,8 @@ def choose(
     GATE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Stores the routing of row `row` of logits [T, stride]: its experts, unless `forced`, in ascending
-    order, their weights, times those at scale_ptr [experts], if any, and with GATE the weight of the shared expert.
+    order, their weights, times those at scale_ptr [experts], if any, and with GATE the weight of the shared expert, at
+    shared_ptr, or, if joined, after those of the others.
     """
     SIZE: tl.constexpr = C.padded_size
     PLACES: tl.constexpr = C.padded_groups * C.padded_size
@@ -165,13 +174,19 @@ def choose(
             chosen |= expert == tl.load(forced_ptr + row * USED + slot)
         chosen &= real
     slot = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    at = row * USED + slot
-    if forced_ptr is None:
+    at = row * C.width + slot
+    if C.joined or forced_ptr is None:
         tl.store(experts_ptr + at, expert, mask=chosen)
     weights = _weights(scores, chosen, C)
     if scale_ptr is not None:
         weights *= tl.load(scale_ptr + expert, mask=chosen, other=0.0)
     tl.store(weights_ptr + at, weights, mask=chosen)
+    share = 1.0
     if GATE:
         logit = tl.load(logits_ptr + row * stride + C.count, cache_modifier=".cg")
-        tl.store(shared_ptr + row, 1.0 / (1.0 + tl.exp(-logit)))
+        share = 1.0 / (1.0 + tl.exp(-logit))
+    if C.joined:
+        tl.store(experts_ptr + (row * C.width + USED), C.count)
+        tl.store(weights_ptr + (row * C.width + USED), share)
+    elif GATE:
+        tl.store(shared_ptr + row, share)

@@ -273,12 +273,13 @@ def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS
 
 def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
     """Up to 16 warps per program, experts first, then columns. A warp with few chunks loads them all at once;
-    with many, two programs share a multiprocessor.
+    with many, two programs share a multiprocessor. 9 to 15 experts are taken at once, as by 16: some warps have
+    nothing to do, where in two turns all of them would wait for memory twice.
     """
-    slots = 1
+    in_program = 1 if tiles <= 2 * MULTIPROCESSORS else 2
+    slots = 16 if in_program == 1 and 8 < used < 16 else 1
     while slots < 8 and 2 * slots <= used:
         slots *= 2
-    in_program = 1 if tiles <= 2 * MULTIPROCESSORS else 2
     k_warps = 1
     while in_program * slots * k_warps < 16 and part.chunks > 3 * k_warps:
         k_warps *= 2

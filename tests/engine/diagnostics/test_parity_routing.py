@@ -39,6 +39,9 @@ MODEL = SyntheticModel(
     experts=EXPERTS,
     experts_used=USED,
 )
+OPERATIONS = [name for name in EXPERT_OPERATIONS if name not in ("norm+glu", "down+residual")]
+"""Of a layer whose shared expert is one of the others."""
+
 TEXT = "The wheel turns, and 17 x 23 = 391; the old clock does not mind. " * 2
 
 
@@ -220,8 +223,17 @@ def test_every_operation_of_a_layer_with_experts_is_compared(
     for location in located(reference, model, workload, choose_otherwise(0.05)):
         assert location.first is None  # the experts are those of side a
         found = [(o.operation, o.layer) for o in location.operations]
-        in_layers = [(name, layer) for layer in range(LAYERS) for name in EXPERT_OPERATIONS]
+        in_layers = [(name, layer) for layer in range(LAYERS) for name in OPERATIONS]
         assert found[: len(in_layers) + 2] == [("embed", None), *in_layers, ("logits", None)]
+
+
+def test_a_shared_expert_of_another_size_is_compared_by_itself(workload: Workload, tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path / "apart.gguf", replace(MODEL, shared_feed_forward_length=512))
+    with LLM(path, "cpu", workload.ctx_size, 1, "reference") as llm:
+        for location in located(LLMSide("reference", llm), path, workload, choose_otherwise(0.05)):
+            assert location.first is None
+            operations = [o.operation for o in location.operations if o.layer is not None]
+            assert operations == [*EXPERT_OPERATIONS] * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -232,8 +244,8 @@ def test_every_operation_of_a_layer_with_experts_is_compared(
         ("blk.2.ffn_down_exps.weight", "layer 2, experts+residual"),
         ("blk.1.ffn_gate_inp.weight", "layer 1, route"),
         ("blk.1.ffn_gate_inp_shexp.weight", "layer 1, route"),
-        ("blk.0.ffn_up_shexp.weight", "layer 0, norm+glu"),
-        ("blk.2.ffn_down_shexp.weight", "layer 2, down+residual"),
+        ("blk.0.ffn_up_shexp.weight", "layer 0, experts+glu"),
+        ("blk.2.ffn_down_shexp.weight", "layer 2, experts+residual"),
     ],
 )
 def test_a_wrong_block_of_experts_or_routers_is_found(

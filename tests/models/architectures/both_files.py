@@ -156,7 +156,7 @@ class ChoosingReference(ReferenceBackend):
 
     def route(self, *arguments: Any, **options: Any) -> Routing:
         routing = super().route(*arguments, **options)
-        self.chosen.append(routing.experts)
+        self.chosen.append(routing.selected)
         return routing
 
 

@@ -67,6 +67,19 @@ def test_every_kind_is_its_definition(name: str, extras: str, rows: int) -> None
     check(randn(rows, WIDTH, seed=5), make_router(KINDS[name], **parts))
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_shared_expert_that_is_joined_is_the_last_of_each_row(gated: bool) -> None:
+    parts = {"shared_gate": randn(WIDTH, seed=4)} if gated else {}
+    router = dataclasses.replace(make_router(KINDS["qwen2moe"], **parts), joins_shared=True)
+    x, forced = randn(3, WIDTH, seed=5), torch.tensor([[0, 3, 5, 7]] * 3, dtype=torch.int32)
+    for experts in (None, forced):
+        made = check(x, router, experts)
+        assert made.joined and made.shared is None and made.experts[:, 4].tolist() == [EXPERTS] * 3
+        apart = route(x, dataclasses.replace(router, joins_shared=False), experts)
+        weight = torch.ones(3) if apart.shared is None else apart.shared
+        assert torch.equal(made.weights, torch.cat([apart.weights, weight[:, None]], 1))
+
+
 @pytest.mark.parametrize(
     ("experts", "used", "width"), [(1024, 64, 33), (128, 8, 2048), (3, 3, 31), (2, 1, 1)]
 )

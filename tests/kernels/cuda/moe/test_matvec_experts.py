@@ -14,7 +14,9 @@ from quengine.kernels.cuda.moe.matvec_experts_add import matvec_experts_add
 from quengine.kernels.cuda.moe.matvec_experts_glu import matvec_experts_glu
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.geometry import Geometry
+from quengine.kernels.cuda.weights.launch_table import experts_add_geometry
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
+from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.rms_norm import RMSNorm, rms_norm
@@ -154,6 +156,20 @@ def test_down_begins_the_next_norm(
         assert torch.equal(y.rms_normed.ints().cpu(), ints.a)
         assert torch.equal(y.rms_normed.sums.cpu(), ints.sums(16))
         assert bool((scratch.words == -1).all())
+
+
+@pytest.mark.parametrize("used", [8, 9, 15, 16])
+def test_down_takes_nine_to_fifteen_experts_at_once(used: int, device: torch.device) -> None:
+    """As by 16, some of whose warps have none; 8 of 16 at a time."""
+    down, chosen = experts_of("Q4_K", 17, 32, 256), [list(range(1, used + 1))]
+    x, routing, residual = gated_rows(1, used, 256), routing_of(chosen, device), torch.randn(1, 32)
+    weights = pack_experts(down, device)
+    (part,) = weights.parts
+    assert isinstance(part, PackedPart)
+    assert experts_add_geometry(part, weights.expert_tiles, used)[1] == (16 if 8 < used < 16 else 8)
+    y = matvec_experts_add(quantize_activations(x.to(device)), routing, weights, residual.to(device))
+    assert isinstance(y, torch.Tensor)
+    assert nmse(y, expected_add(x.view(1, used, 256), routing, down, None, residual)) < FP32_NOISE
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "F16"])

@@ -17,6 +17,7 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.config import BlockKind, ExpertConfig, ModelConfig
 from quengine.models.decoder import Decoder
+from quengine.models.experts import MixtureOfExperts
 from quengine.models.tensor_table import required_tensors
 from tests.forward import forward
 from tests.kernels.cuda.weights import nmse
@@ -33,6 +34,7 @@ CONFIGS = {
         small_config(), block=BlockKind(expert_bias=True, activation="clamped_swish"), block_count=1
     ),
     "weighed inputs": replace(small_config(), architecture="llama4", block=BlockKind(unit_norms=True)),
+    "a shared expert": replace(small_config(), architecture="qwen2moe", block=BlockKind(shared_gate=True)),
 }
 
 
@@ -42,6 +44,8 @@ def model(name: str, kind: str) -> tuple[ModelConfig, dict[str, QuantTensor]]:
     experts = (
         WEIGHED
         if name == "weighed inputs"
+        else replace(EXPERTS, shared_feed_forward_length=32)
+        if name == "a shared expert"
         else EXPERTS
         if config.block_count > 1
         else replace(EXPERTS, dense_layers=())
@@ -61,6 +65,9 @@ def model(name: str, kind: str) -> tuple[ModelConfig, dict[str, QuantTensor]]:
 def logits(name: str, kind: str, backend: CudaBackend | ReferenceBackend, chunks: list[int]) -> torch.Tensor:
     config, tensors = model(name, kind)
     decoder = Decoder(config, tensors, backend, 32, 32)
+    if name == "a shared expert":
+        mixtures = [block.ffn for block in decoder.blk if isinstance(block.ffn, MixtureOfExperts)]
+        assert mixtures and all(ffn.router.joins_shared and ffn.gate_up.rows == 5 * 64 for ffn in mixtures)
     cache = KVCache.allocate(config, 32, backend.device)
     parts, start = [], 0
     for length in chunks:
@@ -77,6 +84,8 @@ def logits(name: str, kind: str, backend: CudaBackend | ReferenceBackend, chunks
         ("dense layer first", "Q8_0", [3]),
         ("biases, clamped", "F16", [3, 1]),
         ("weighed inputs", "Q8_0", [3, 1]),
+        ("a shared expert", "Q8_0", [1, 1]),
+        ("a shared expert", "Q8_0", [3, 1]),
     ],
 )
 def test_a_decoder_with_experts_is_the_reference(

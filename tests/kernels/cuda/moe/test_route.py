@@ -104,6 +104,20 @@ def test_forced_experts_are_weighted_without_a_choice(name: str, device: torch.d
     assert not torch.equal(expected(x, norm, router).experts, ours.experts.cpu())
 
 
+@pytest.mark.parametrize("rows", [1, 18])
+@pytest.mark.parametrize("gate", [(), ("shared_gate",)])
+def test_a_shared_expert_that_is_joined_is_the_last_of_each_row(
+    gate: tuple[str, ...], rows: int, device: torch.device
+) -> None:
+    router = replace(random_router(KINDS["qwen2"], 24, 96, device, *gate), joins_shared=True)
+    x, norm, used = rows_of(rows, 96), random_norm(96, device), router.kind.used
+    forced = torch.arange(used, dtype=torch.int32, device=device).expand(rows, used).contiguous()
+    for experts in (None, forced):
+        ours = route(x.to(device), norm, router, experts)
+        assert_routing(ours, expected(x, norm, router, experts))
+        assert ours.joined and ours.experts[:, used].tolist() == [24] * rows
+
+
 @pytest.mark.parametrize(("rows", "count"), [(1, 16), (5, 16), (1, 130)])
 def test_of_equal_scores_the_lower_expert_is_chosen(rows: int, count: int, device: torch.device) -> None:
     for kind in (RouterKind(5), RouterKind(5, "sigmoid"), RouterKind(5, "softmax_of_chosen")):
