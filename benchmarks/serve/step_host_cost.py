@@ -14,7 +14,6 @@ import random
 import time
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 
@@ -35,6 +34,15 @@ from quengine.step_plan import SequenceRows, StepPlan
 PROMPT = 128
 
 
+class Event:
+    """The end of a step that is there at once."""
+
+    def synchronize(self) -> None: ...
+
+
+END: Any = Event()
+
+
 class Graphs:
     """`CudaGraphs` that compute nothing."""
 
@@ -53,11 +61,11 @@ class Graphs:
         del key
         self.inputs.send()
         self._launched += 1
-        return StepTokens(self._tokens[self._launched % 16], MagicMock(), self._tokens)
+        return StepTokens(self._tokens[self._launched % 16], END, self._tokens)
 
     def prefill(self, rows: Sequence[SequenceRows], slots: list[int], kind: SamplingKind) -> StepTokens:
         del slots, kind
-        return StepTokens(torch.full((len(rows),), 100), MagicMock(), self._tokens)
+        return StepTokens(torch.full((len(rows),), 100), END, self._tokens)
 
     def configure(self, *settings: Any) -> None:
         """Settings of a slot, which are sent once a sequence."""
