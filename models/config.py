@@ -329,12 +329,14 @@ class EncoderSizes:
     token_types: rows of the table by kind of segment; 0: there is none. biases: its matrices have biases.
     classes: outputs of a trained head on the first position, of `embedding_length` columns; 0: there is none.
     head_dense: the head has a dense layer and tanh in front.
+    rotates: queries and keys are rotated, and there is no table of positions.
     """
 
     token_types: int
     biases: bool = True
     classes: int = 0
     head_dense: bool = False
+    rotates: bool = False
 
 
 @dataclass(frozen=True)

@@ -348,7 +348,7 @@ class CudaBackend:
     ) -> Tensor:
         """In fp16, as keys and values of a cache are."""
         rows = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
-        return fused_attention(batch, rows.half(), spec).float()
+        return fused_attention(batch, rows, spec, torch.float16).float()
 
     def short_conv(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: ShortConvSpec, state: SlotLayer

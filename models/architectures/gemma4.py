@@ -107,7 +107,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
     return {
         **found,
         "rope_scaling": _scaling(number(keys, "turned_share", 1.0), found["rope_dim"], config.context_length),
-        "keys_as_values": tuple(i for i in range(blocks) if same and not windowed[i]),
+        "keys_as_values": tuple(i for i in range(blocks - shared) if same and not windowed[i]),
         "shared_kv_layers": shared,
         "layer_input": _layer_input(keys, config),
         "rope_freq_base_swa": number(keys, "rope_local_base_freq", _LOCAL_BASE),
@@ -196,21 +196,22 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     cap, length = file.get_float(f"gemma4.{_CAP}"), file.get_int(f"gemma4.{_PER_LAYER}") or 0
+    shared = file.get_int(f"gemma4.{_SHARED}") or 0
     found: dict[str, Any] = {
         "logit_softcap": 0.0 if cap is None else cap,
-        "shared_kv_layers": file.get_int(f"gemma4.{_SHARED}") or 0,
+        "shared_kv_layers": shared,
         "layer_input": LayerInputSizes(length) if length else None,
     }
     if config.sliding_window is None:
         if "gemma4.attention.sliding_window" in file.metadata:
             raise file.error("gemma4.attention.sliding_window", "0: leave it out where no layer has a window")
-        layers = range(config.block_count)
+        layers = range(config.block_count - shared)
         return {**found, "keys_as_values": tuple(i for i in layers if _lacks_values(file, i))}
-    return {**found, **_windows_of_gguf(file, config)}
+    return {**found, **_windows_of_gguf(file, config, shared)}
 
 
-def _windows_of_gguf(file: GGUFFile, config: ModelConfig) -> Fields:
-    """Which layers have the window, and what differs in them."""
+def _windows_of_gguf(file: GGUFFile, config: ModelConfig, shared: int) -> Fields:
+    """Which layers have the window, and what differs in them. shared: so many of the last have no keys of their own."""
     for suffix in (PATTERN, *_LOCAL_SIZES, LOCAL_BASE, "rope.freq_base"):
         if f"gemma4.{suffix}" not in file.metadata:
             raise file.error(f"gemma4.{suffix}", "missing from the metadata")
@@ -233,7 +234,9 @@ def _windows_of_gguf(file: GGUFFile, config: ModelConfig) -> Fields:
         "head_dim": max(config.head_dim, local),
         "rope_dim": config.rope_dim,
         "rope_dim_swa": file.require_int(f"gemma4.{_LOCAL_SIZES[2]}", *LIMITS["rope_dim"]),
-        "keys_as_values": tuple(sorted(i for i in full if _lacks_values(file, i))),
+        "keys_as_values": tuple(
+            sorted(i for i in full if i < config.block_count - shared and _lacks_values(file, i))
+        ),
     }
 
 

@@ -57,7 +57,7 @@ class Attention:
         scale, length = config.attention_temperature_scale, config.attention_temperature_length
         rotation = config.rotation(layer)
         heads, kv_heads, *_ = config.sizes(layer)
-        size, shared = config.head_size(layer), config.kv_source(layer) != layer
+        size = config.head_size(layer)
         return cls(
             form=config.block,
             width=config.embedding_length,
@@ -70,8 +70,8 @@ class Attention:
             temperature=(scale, length, config.attention_temperature_offset) if scale else None,
             unit_norms=config.block.unit_norms and rotation.turns,
             partial=config.ranks > 1 and config.splits_heads,
-            keys_as_values=layer in config.keys_as_values and not shared,
-            shared=shared,
+            keys_as_values=layer in config.keys_as_values,
+            shared=config.kv_source(layer) != layer,
             softcap=config.attention_softcap,
         )
 
