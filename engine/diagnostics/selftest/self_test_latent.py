@@ -48,8 +48,8 @@ def check_latent(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
             if not sides:
                 sides = [(_spec(side), _layer(side, cache_type)) for side in (reference, backend)]
             wanted = reference.latent_attention(here, q.double(), latent.double(), *sides[0])
-            rows = (x.to(backend.device, backend.dtype) for x in (q, latent))
-            found: Tensor = backend.latent_attention(there, *rows, *sides[1])
+            rows, latents = (x.to(backend.device, backend.dtype) for x in (q, latent))
+            found: Tensor = backend.latent_attention(there, rows, latents, *sides[1])
             yield KernelCheck(name, test, nmse(found, wanted), limits[test])
         except Exception as error:  # whatever stops a kernel is what this test looks for
             yield failure(name, test, error)
