@@ -50,6 +50,9 @@ EXPERT_OPERATIONS: tuple[Operation, ...] = (
 )
 """Of a layer with experts; "norm+glu" and "down+residual" are the shared expert's, where it has one."""
 
+IN_LAYERS: tuple[Operation, ...] = (*EXPERT_OPERATIONS, "input+glu", "input+residual")
+"""Of any layer: the last two are of one that gets inputs beside the stream."""
+
 _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "embed": ("embed", ()),
     "norm_linear": ("norm+qkv", (1,)),
