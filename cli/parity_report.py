@@ -11,7 +11,7 @@ from quengine import __version__
 from quengine.diagnostics.parity.parity import ParityReport
 from quengine.diagnostics.parity.parity_files import FileComparison
 from quengine.diagnostics.parity.parity_locate import Location
-from quengine.diagnostics.parity.parity_operations import EXPERT_OPERATIONS
+from quengine.diagnostics.parity.parity_operations import IN_LAYERS
 from quengine.diagnostics.parity.parity_routing import RoutingMetrics
 from quengine.diagnostics.parity.parity_sides import LLMSide, SidePair
 from quengine.diagnostics.parity.parity_workload import Workload
@@ -191,7 +191,7 @@ def _location_table(location: Location) -> str:
     lines += [f"  {found.operation:14}{_marked(found.nmse, found.within)}" for found in outside[:1]]
     layers = [found for found in location.operations if found.layer is not None]
     there = {found.operation for found in layers}
-    columns = [name for name in EXPERT_OPERATIONS if name in there]
+    columns = [name for name in IN_LAYERS if name in there]
     lines.append("  layer" + "".join(f"{name:>18}" for name in columns) + f"{'keys, values':>18}")
     for layer, row in groupby(layers, key=lambda found: found.layer):
         of = {found.operation: found for found in row}

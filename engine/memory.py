@@ -1,6 +1,7 @@
 """Memory planning: the memory that a run needs, the context that fits, and the number of blocks, before allocation."""
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import mul
@@ -11,7 +12,7 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.architectures import attentions_of, layers_of
-from quengine.models.blocks.block import SlotState, State
+from quengine.models.blocks.block import PagedKV, SlotState, State
 from quengine.models.config import CacheGroup, ExpertConfig, GatedDeltaSizes, LatentSizes, ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
@@ -229,7 +230,8 @@ def kv_cache_bytes(config: ModelConfig, positions: int, cache_type: CacheType = 
 
     Raises EngineError where the heads cannot be stored in `cache_type`.
     """
-    return sum(a.state.bytes_of(positions, cache_type) for a in attentions_of(config))
+    states = (attention.state for attention in attentions_of(config))
+    return sum(state.bytes_of(positions, cache_type) for state in states if isinstance(state, PagedKV))
 
 
 def _block_bytes(state: State, cache_type: CacheType) -> int:
@@ -304,8 +306,9 @@ def workspace_bytes(
         draft: whether this is a draft model.
     """
     fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind]
+    inputs = 0 if config.layer_input is None else config.block_count * config.layer_input.length
     if kind == "cpu":
-        return fixed + cpu_expert_bytes(config, chunk)
+        return fixed + cpu_expert_bytes(config, chunk) + chunk * 8 * inputs
     width, attentions, net = config.embedding_length, attentions_of(config), config.gated_delta
     queries = max((a.heads * a.head_dim for a in attentions), default=0)
     qkv = max((a.rows for a in attentions), default=0)
@@ -315,9 +318,10 @@ def workspace_bytes(
     if mamba is not None:
         qkv = max(qkv, mamba.rows)
     inner = _every_rows_feed_forward(config)
-    largest = width * max(inner, qkv)
+    largest = width * max(inner, qkv, inputs)
     # fp32: the residual stream, products of qkv; fp16: normed rows, then queries or the rows of SwiGLU.
     activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, inner))
+    activations += chunk * 8 * inputs  # what layers get beside the stream, and its projected part
     logits = (12 if draft else LOGIT_BYTES) * rows * config.vocab_size
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
     dequantized = min(2 * largest, _MOST_DEQUANTIZED)
@@ -382,9 +386,9 @@ def _every_rows_feed_forward(config: ModelConfig) -> int:
 def attended_bytes(config: ModelConfig, positions: int, cache_type: CacheType) -> int:
     """Bytes of keys, values and states that the last token of a sequence of `positions` tokens reads."""
     total = 0
-    layers = layers_of(config)
+    layers, readers = layers_of(config), Counter(map(config.kv_source, config.held_layers))
     for group in config.cache_groups:
-        for state in (layers[i].state for i in group.layers):
+        for state in (layers[i].state for i in group.layers for _ in range(readers[i])):
             if isinstance(state, SlotState):
                 total += state.nbytes
             else:

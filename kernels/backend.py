@@ -100,6 +100,8 @@ class AttentionSpec:
     `gated`: each query head's columns are followed by head_dim gates (`gate_output` of kernels/attention.py).
     `v_norm`: each value head is divided by its root mean square before it is cached.
     `softcap`: scores s become `softcap * tanh(s / softcap)`; 0: they stay as they are.
+    `shared`: keys and values are those that an earlier layer of the step has written; the rows are queries alone, and
+    there is no k_norm.
     `widest_head`: the largest head_dim of the model's attentions, which share a step's tiles; 0: this one's.
     """
 
@@ -122,6 +124,7 @@ class AttentionSpec:
     gated: bool = False
     v_norm: bool = False
     softcap: float = 0.0
+    shared: bool = False
     widest_head: int = 0
 
 
@@ -179,6 +182,29 @@ class Backend(Protocol[WeightT]):
 
     def embed(self, batch: ForwardBatch, weight: WeightT, scale: float = 1.0) -> Hidden:
         """Rows `batch.token_ids` of a one-part weight, times `scale`: [T, K]."""
+        ...
+
+    def row_table(self, table: QuantTensor) -> WeightT:
+        """Loads a matrix of which steps read rows of single tokens (`layer_inputs`): it stays in host memory."""
+        ...
+
+    def layer_inputs(
+        self, batch: ForwardBatch, projected: Hidden, norm: RMSNorm, table: WeightT, scale: float
+    ) -> Hidden:
+        """What layers get beside the residual stream, [T, layers * n], for weights [n] of the norm.
+
+        `norm` of each n columns of `projected`, a result of `norm_linear` that is written over, plus rows
+        `batch.token_ids` of `table` [vocab, layers * n] times `scale`. It stays valid until the step's end.
+        """
+        ...
+
+    def input_glu(
+        self, batch: ForwardBatch, x: Hidden, gate: WeightT, inputs: Hidden, layer: int, activation: Gating
+    ) -> Hidden:
+        """activation(gate @ x) times the columns of a layer, by number, of `inputs`: [T, n] for a gate [n, K].
+
+        x is not changed: `linear_add` adds to it. activation: "gelu_tanh" or "silu".
+        """
         ...
 
     def norm_linear(
@@ -308,7 +334,8 @@ class Backend(Protocol[WeightT]):
         """Rotary embedding, cache write and causal attention of the step's tokens.
 
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first, where the spec is `gated` heads * head_dim
-        columns more. The keys and values are written to `layer` before they are read. Returns [T, heads * head_dim].
+        columns more. The keys and values are written to `layer` before they are read; where it is `shared` qkv has the
+        queries alone, and `layer` is the one that another layer wrote to. Returns [T, heads * head_dim].
         """
         ...
 

@@ -22,6 +22,7 @@ from quengine.kernels.glu import Activation, Gating, glu
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.latent_attention import latent_attention
 from quengine.kernels.latent_spec import LatentSpec
+from quengine.kernels.layer_inputs import input_glu, layer_inputs
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.layer_norm import normed as _normed
 from quengine.kernels.mamba2 import Mamba2Spec, mamba2
@@ -103,6 +104,25 @@ class ReferenceBackend:
             return weight.dense[ids] * scale
         (part,) = weight.parts
         return dequantize(part.format, part.data[ids]).to(self.dtype) * scale
+
+    def row_table(self, table: QuantTensor) -> ReferenceWeight:
+        return ReferenceWeight((table,), None)
+
+    def layer_inputs(
+        self, batch: ForwardBatch, projected: Tensor, norm: RMSNorm, table: ReferenceWeight, scale: float
+    ) -> Tensor:
+        return layer_inputs(projected, norm, self.embed(batch, table, scale))
+
+    def input_glu(
+        self,
+        _batch: ForwardBatch,
+        x: Tensor,
+        gate: ReferenceWeight,
+        inputs: Tensor,
+        layer: int,
+        activation: Gating,
+    ) -> Tensor:
+        return input_glu(self._matmul(x, gate), inputs, layer, activation)
 
     def norm_linear(
         self,

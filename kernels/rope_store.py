@@ -17,7 +17,8 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
     """Rotates queries and keys of the T tokens of a step, and writes keys and values to `layer`.
 
     qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64, computed in that type, of a gated attention without its
-    gates (`split_gates` of kernels/attention.py). Returns the rotated queries [T, heads, head_dim].
+    gates (`split_gates` of kernels/attention.py), of a `shared` one heads * head_dim columns, and nothing is written.
+    Returns the rotated queries [T, heads, head_dim].
     """
     tokens = qkv.shape[0]
     positions = batch.positions.long()
@@ -34,6 +35,8 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
         v = rms_norm(v, v.new_ones(spec.head_dim), spec.eps)
     if spec.query_scale is not None:
         q = q * spec.query_scale[positions, None, None].to(qkv.dtype)
+    if spec.shared:
+        return q
     write_rows(layer, slot_mapping(positions, row_tables(batch, spec.cache_group)), k, v)
     return q
 
@@ -50,9 +53,10 @@ def row_tables(batch: ForwardBatch, group: int) -> Tensor:
 
 def _qk_norms(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Queries and keys, normalized where the layer has norms of them."""
-    if spec.q_norm is None or spec.k_norm is None:
+    if spec.q_norm is None:
         return q, k
-    return _qk_norm(q, spec.q_norm, spec.eps), _qk_norm(k, spec.k_norm, spec.eps)
+    k = k if spec.k_norm is None else _qk_norm(k, spec.k_norm, spec.eps)
+    return _qk_norm(q, spec.q_norm, spec.eps), k
 
 
 def _qk_norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:

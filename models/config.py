@@ -313,18 +313,30 @@ def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
+class LayerInputSizes:
+    """Of what each layer gets of a token beside the residual stream (blocks/layer_input.py).
+
+    length: elements of it for a layer.
+    """
+
+    length: int
+
+
+@dataclass(frozen=True)
 class EncoderSizes:
     """Of a model whose positions all see each other, which makes embeddings and scores (blocks/encoder.py).
 
     token_types: rows of the table by kind of segment; 0: there is none. biases: its matrices have biases.
     classes: outputs of a trained head on the first position, of `embedding_length` columns; 0: there is none.
     head_dense: the head has a dense layer and tanh in front.
+    rotates: queries and keys are rotated, and there is no table of positions.
     """
 
     token_types: int
     biases: bool = True
     classes: int = 0
     head_dense: bool = False
+    rotates: bool = False
 
 
 @dataclass(frozen=True)
@@ -388,11 +400,11 @@ class ModelConfig:
     state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
     (blocks/short_conv.py); `gated_delta`, `mamba2`: the sizes of their mixer. `mixerless_layers` are a feed-forward
     alone, and keep nothing. `latent`: the sizes of every layer's latent attention; `head_dim` is then that of queries
-    before their matrix is applied. `encoder`: of a model that generates no text (EncoderSizes). `output_norm`: GGUF's
-    name of the norm in
-    front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths are then
-    those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole ones
-    (layer_split.py).
+    before their matrix is applied. `shared_kv_layers`: so many of the last layers have no keys and values of their own
+    (`kv_source`). `layer_input`: what layers get of each token beside the residual stream. `encoder`: of a model that
+    generates no text (EncoderSizes). `output_norm`: GGUF's name of the norm in front of the output matrix. `ranks`: how
+    many processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
+    `stage`: which layers this process has, where processes have whole ones (layer_split.py).
     """
 
     architecture: str
@@ -434,6 +446,8 @@ class ModelConfig:
     conv_channels: int = 0
     gated_delta: GatedDeltaSizes | None = None
     latent: LatentSizes | None = None
+    shared_kv_layers: int = 0
+    layer_input: LayerInputSizes | None = None
     encoder: EncoderSizes | None = None
     mamba2: Mamba2Sizes | None = None
     mixerless_layers: tuple[int, ...] = ()
@@ -465,13 +479,22 @@ class ModelConfig:
         """
         groups: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.layer_windows):
-            if layer not in self.recurrent_layers and layer not in self.mixerless_layers:
+            keeps = self.kv_source(layer) == layer
+            if keeps and layer not in self.recurrent_layers and layer not in self.mixerless_layers:
                 groups.setdefault(window, []).append(layer)
         order = sorted(groups, key=lambda window: (window is not None, window))
         found = [CacheGroup(window, self._held(groups[window])) for window in order]
         if self.recurrent_layers:
             found.append(CacheGroup(None, self._held(self.recurrent_layers), is_state=True))
         return tuple(found)
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to: itself; where it shares, the last of the same window that
+        has some."""
+        owners, windows = self.block_count - self.shared_kv_layers, self.layer_windows
+        if layer < owners:
+            return layer
+        return max((i for i in range(owners) if windows[i] == windows[layer]), default=layer)
 
     def _held(self, layers: Iterable[int]) -> tuple[int, ...]:
         return tuple(layer for layer in layers if layer in self.held_layers)
@@ -532,6 +555,38 @@ class ModelConfig:
             yield from _mamba2_problems(self.mamba2)
         if self.latent is not None:
             yield from _latent_problems(self.latent)
+        if self.shared_kv_layers:
+            yield from self._sharing_problems()
+        if self.layer_input is not None and not 1 <= self.layer_input.length <= LIMITS["embedding_length"][1]:
+            yield (
+                "layer_input.length",
+                f"{self.layer_input.length} is not from 1 to {LIMITS['embedding_length'][1]}",
+            )
+
+    def _sharing_problems(self) -> Iterator[tuple[str, str]]:
+        """Of layers that share the keys and values of others."""
+        shared, blocks = self.shared_kv_layers, self.block_count
+        if not 0 < shared < blocks:
+            yield "shared_kv_layers", f"{shared} is not from 0 to {blocks - 1}, the layers behind the first"
+            return
+        for layer in range(blocks - shared, blocks):
+            source = self.kv_source(layer)
+            if source == layer:
+                window = self.layer_windows[layer]
+                kind = "without a window" if window is None else f"with a window of {window}"
+                yield (
+                    "shared_kv_layers",
+                    f"{shared}: no layer {kind} is left whose keys and values layer {layer} has",
+                )
+                return
+            own, held = self.sizes(layer), self.sizes(source)
+            if (own.head_count_kv, self.head_size(layer)) != (held.head_count_kv, self.head_size(source)):
+                yield (
+                    "shared_kv_layers",
+                    f"layer {layer} has {own.head_count_kv} key/value heads of {self.head_size(layer)}, and layer "
+                    f"{source}, whose it shares, {held.head_count_kv} of {self.head_size(source)}",
+                )
+                return
 
     def _problems_of_windows(self) -> Iterator[tuple[str, str]]:
         """Of heads in layers with a window that have other sizes."""

@@ -18,6 +18,7 @@ from quengine.models.config import ModelConfig, Stage
 from quengine.models.decoder_layer import DecoderLayer
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.handed_rows import HandedRows
+from quengine.models.layer_input import LayerInputs
 from quengine.models.layer_tables import LayerTables
 from quengine.models.layers import LayerTensors
 from quengine.models.tensor_split import token_counts
@@ -70,6 +71,8 @@ class Decoder:
             self.output_norm = top.scaled_norm(config.output_norm, config.logit_scale)
             self.output = top.weight("output") if top.has("output") else self.token_embd
         self._output_rows = token_counts(config.vocab_size, config.ranks)
+        inputs = config.layer_input
+        self.inputs = None if inputs is None else LayerInputs(top, config.embedding_length, inputs.length)
         tables = LayerTables(config, backend.device, ctx_size, chunk_size, host_experts)
         layers = layers_of(config)
         self.blk = [DecoderLayer(layers[i], self._of_layer(tensors, i), tables) for i in config.held_layers]
@@ -80,6 +83,7 @@ class Decoder:
         self._step_bytes: dict[int, int] = {}
         self._next_norms = [*(block.norm for block in self.blk[1:]), last_norm]
         self._last_mixer = max((i for i, block in enumerate(self.blk) if block.mixer is not None), default=0)
+        self._sources = [config.kv_source(i) for i in config.held_layers]
         self._handed = HandedRows(stage, backend, config.embedding_length)
 
     def _of_layer(self, tensors: Mapping[str, QuantTensor], layer: int) -> LayerTensors:
@@ -131,9 +135,11 @@ class Decoder:
             x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
         else:
             x = self._handed.receive(len(batch), self.blk[0].norm)
-        held = cache[stage.layers.start : stage.layers.stop]
+        inputs = None if self.inputs is None else self.inputs(batch, x)
+        held = [cache[source] for source in self._sources]
         for i, (block, layer, next_norm) in enumerate(zip(self.blk, held, self._next_norms, strict=True)):
-            x = block(batch, x, layer, next_norm, rows if stage.is_last and i == self._last_mixer else None)
+            kept = rows if stage.is_last and i == self._last_mixer else None
+            x = block(batch, x, layer, next_norm, kept, inputs)
         if not stage.is_last:
             self._handed.send(x, len(batch))
         return x
@@ -152,6 +158,7 @@ class Decoder:
         """Weight bytes that one decoded token reads: every matrix once, the selected experts, one embedding row."""
         blocks = sum(block.nbytes for block in self.blk)
         read = self.token_embd.nbytes // self.token_embd.rows if self._stage.is_first else 0
+        read += 0 if self.inputs is None else self.inputs.nbytes
         return int(blocks + read + (self.output.nbytes if self._stage.is_last else 0))
 
     def step_bytes(self, rows: int) -> int:

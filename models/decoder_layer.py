@@ -18,12 +18,14 @@ from quengine.models.blocks.experts import Experts
 from quengine.models.blocks.feed_forward import FeedForward
 from quengine.models.blocks.gated_delta import GatedDelta
 from quengine.models.blocks.latent_attention import LatentAttention
+from quengine.models.blocks.layer_input import LayerInput
 from quengine.models.blocks.mamba2 import Mamba2
 from quengine.models.blocks.short_conv import ShortConv
 from quengine.models.dense_and_experts import DenseAndExpertsLayer
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.gated_delta import GatedDeltaLayer
 from quengine.models.latent_attention import LatentAttentionLayer
+from quengine.models.layer_input import LayerInputLayer
 from quengine.models.layer_tables import LayerTables
 from quengine.models.layers import AttentionLayer, FeedForwardLayer, LayerTensors
 from quengine.models.mamba2 import Mamba2Layer
@@ -91,6 +93,7 @@ class DecoderLayer:
         self.backend = tensors.backend
         self.mixer = None if mixer is None else mixer_layer(mixer, tensors, tables)
         self.ffn = None if ffn is None else feed_forward_layer(ffn, tensors, tables)
+        self.input = LayerInputLayer(block.input, tensors) if isinstance(block.input, LayerInput) else None
         self._beside: tuple[MixerLayer, FeedForwardLayer] | None = None
         if block.parallel:
             assert self.mixer is not None and isinstance(self.ffn, FeedForwardLayer)
@@ -108,7 +111,7 @@ class DecoderLayer:
     @property
     def nbytes(self) -> int:
         """Bytes of weights that a step of one row reads."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(part.nbytes for part in self.parts) + (0 if self.input is None else self.input.nbytes)
 
     def __call__(
         self,
@@ -117,12 +120,25 @@ class DecoderLayer:
         cache: LayerState,
         next_norm: Norm | None,
         rows: Tensor | None = None,
+        inputs: Hidden | None = None,
     ) -> Hidden:
         """Computes the layer on `x`, and returns the new residual stream.
 
         `next_norm`: the norm after this layer, the next layer's or the output's. `rows`: the rows to keep after the
-        mixer, or where there is none of x; None: all.
+        mixer, or where there is none of x; None: all. `inputs`: what layers get beside the stream, where they do
+        (`Backend.layer_inputs`).
         """
+        if self.input is None:
+            return self._parts(batch, x, cache, next_norm, rows)
+        x = self._parts(batch, x, cache, None, rows)
+        if rows is not None:
+            inputs = self.backend.gather_rows(inputs, rows)
+        return self.input(batch, x, inputs, next_norm)
+
+    def _parts(
+        self, batch: ForwardBatch, x: Hidden, cache: LayerState, next_norm: Norm | None, rows: Tensor | None
+    ) -> Hidden:
+        """Mixer and feed-forward."""
         if self._beside is not None:  # computed first: the mixer may overwrite x
             mixer, beside = self._beside
             own = x if rows is None else self.backend.gather_rows(x, rows)

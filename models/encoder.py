@@ -16,9 +16,10 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rope import rope_table
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.encoder import EncoderAttention
+from quengine.models.blocks.encoder import EncoderAttention, EncoderFeedForward
 from quengine.models.config import ModelConfig, no_text
 from quengine.models.layers import LayerTensors
 
@@ -26,17 +27,25 @@ from quengine.models.layers import LayerTensors
 class EncoderLayer:
     """Attention, then the feed-forward; what goes on is the LayerNorm of each one's sum with its input."""
 
-    def __init__(self, block: Block, tensors: LayerTensors) -> None:
-        assert isinstance(block.mixer, EncoderAttention)
+    def __init__(self, block: Block, tensors: LayerTensors, turn: tuple[Tensor, Tensor] | None) -> None:
+        assert isinstance(block.mixer, EncoderAttention) and isinstance(
+            block.feed_forward, EncoderFeedForward
+        )
         declared = block.mixer
         self.backend = tensors.backend
-        self.spec = EncoderAttentionSpec(declared.heads, declared.head_dim, declared.scale)
+        cos, sin = (None, None) if turn is None else turn
+        self.spec = EncoderAttentionSpec(declared.heads, declared.head_dim, declared.scale, cos, sin)
         merged = tensors.has("attn_qkv")
         self.entry = tensors.weight(*(["attn_qkv"] if merged else ["attn_q", "attn_k", "attn_v"]))
         self.entry_bias = _bias(tensors, *(["attn_qkv"] if merged else ["attn_q", "attn_k", "attn_v"]))
         self.output, self.output_bias = tensors.weight("attn_output"), _bias(tensors, "attn_output")
         self.attention_norm = _layer_norm(tensors, "attn_output_norm")
-        self.up, self.up_bias = tensors.weight("ffn_up"), _bias(tensors, "ffn_up")
+        self.gated = block.feed_forward.gated
+        if self.gated:
+            self.up = self.backend.gate_up_weight(*tensors.take("ffn_gate", "ffn_up"))
+        else:
+            self.up = tensors.weight("ffn_up")
+        self.up_bias = _bias(tensors, "ffn_up")
         self.down, self.down_bias = tensors.weight("ffn_down"), _bias(tensors, "ffn_down")
         self.output_norm = _layer_norm(tensors, "layer_output_norm")
 
@@ -46,7 +55,10 @@ class EncoderLayer:
         y = backend.encoder_attention(batch, qkv, self.spec)
         total = backend.linear_add(batch, y, self.output, x, bias=self.output_bias)
         x = backend.normed(total, self.attention_norm)
-        inner = backend.norm_pointwise(batch, x, None, self.up, "gelu", self.up_bias)
+        if self.gated:
+            inner = backend.norm_glu(batch, x, None, self.up)
+        else:
+            inner = backend.norm_pointwise(batch, x, None, self.up, "gelu", self.up_bias)
         total = backend.linear_add(batch, inner, self.down, x, bias=self.down_bias)
         return backend.normed(total, self.output_norm)
 
@@ -92,13 +104,15 @@ class Encoder:
         sizes, width = config.encoder, config.embedding_length
         top = LayerTensors(tensors, None, backend, config.rms_eps)
         self.token_embd = top.weight("token_embd")
-        self.positions = top.vector("position_embd").view(-1, width)
+        self.positions = None if sizes.rotates else top.vector("position_embd").view(-1, width)
         self.token_types = top.vector("token_types").view(-1, width) if sizes.token_types else None
         self.norm: Norm = _layer_norm(top, "token_embd_norm")
-        layers = layers_of(config)
+        turn = None
+        if sizes.rotates:
+            turn = rope_table(config.rotation(0).spec(ctx_size), ctx_size, backend.device)
         self.blk = [
-            EncoderLayer(block, LayerTensors(tensors, i, backend, config.rms_eps))
-            for i, block in enumerate(layers)
+            EncoderLayer(block, LayerTensors(tensors, i, backend, config.rms_eps), turn)
+            for i, block in enumerate(layers_of(config))
         ]
         self._head = _Head(top, width, sizes.head_dense) if sizes.classes else None
 
@@ -112,7 +126,9 @@ class Encoder:
             raise EngineError(
                 "a text for an encoder is computed in one step, and this one goes on from another"
             )
-        x = self.backend.embed(batch, self.token_embd) + self.positions[batch.positions.long()]
+        x = self.backend.embed(batch, self.token_embd)
+        if self.positions is not None:
+            x = x + self.positions[batch.positions.long()]
         if self.token_types is not None:
             x = x + self.token_types[self._kinds(batch)]
         x = self.backend.normed(x, self.norm)

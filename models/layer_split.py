@@ -38,7 +38,20 @@ def layer_bounds(sizes: Sequence[int], shares: Sequence[float]) -> tuple[int, ..
 
 
 def layer_bytes(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> list[int]:
-    """Bytes of each layer of a model, the first including the embedding, the last the output matrix."""
+    """Bytes of each layer of a model, the first including the embedding, the last the output matrix.
+
+    Raises:
+        EngineError: layers need more than the rows of the one before.
+    """
+    needs = {
+        "keys and values of earlier layers": bool(config.shared_kv_layers),
+        "per-layer embeddings": config.layer_input is not None,
+    }
+    if given := next((what for what, there in needs.items() if there), None):
+        raise EngineError(
+            f"--split layer: layers of {config.architecture} model {config.name!r} have {given}, with which whole "
+            "layers are not shared out; use --split tensor"
+        )
     sizes = [0] * config.block_count
     for name in tensors:
         layer = _LAYER.match(name)

@@ -36,6 +36,11 @@ class LayerTables:
         self._device, self._ctx_size, self._chunk_size = device, ctx_size, chunk_size
         self._host = host
         self._groups = {layer: n for n, group in enumerate(config.cache_groups) for layer in group.layers}
+        self._groups |= {
+            layer: self._groups[source]
+            for layer in config.held_layers
+            if (source := config.kv_source(layer)) != layer
+        }
         self._widest = max((attention.head_dim for attention in attentions_of(config)), default=0)
         self._masks: dict[int | None, Tensor] = {}
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
@@ -64,6 +69,7 @@ class LayerTables:
             window=declared.window,
             v_norm=declared.form.v_norm,
             softcap=declared.softcap,
+            shared=declared.shared,
             widest_head=self._widest,
             mask_band=self._mask(declared.window),
             cos=cos,

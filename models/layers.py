@@ -76,8 +76,12 @@ class LayerTensors:
 
     def last_norm(self, form: BlockKind) -> RMSNorm | None:
         """The norm of what a layer's last part adds, with the number that its sum is multiplied by."""
-        norm = self.rms_norm("post_ffw_norm", form.norms in ("post", "both"))
-        if norm is None or not form.layer_scale:
+        return self.ending_norm("post_ffw_norm", form) if form.norms in ("post", "both") else None
+
+    def ending_norm(self, name: str, form: BlockKind) -> RMSNorm:
+        """The norm `name`, with the number that its sum is multiplied by where the layer ends with it."""
+        norm = RMSNorm(self.vector(name), self.eps)
+        if not form.layer_scale:
             return norm
         scale = self.vector("layer_output_scale")
         return replace(norm, weight=norm.weight * scale, residual_scale=float(scale))
@@ -96,7 +100,8 @@ class AttentionLayer:
         self.partial = declared.partial
         spec = tables.attention(tensors.layer, declared, tensors.eps)
         if form.qk_norm:
-            q_norm, k_norm = tensors.vector("attn_q_norm"), tensors.vector("attn_k_norm")
+            q_norm = tensors.vector("attn_q_norm")
+            k_norm = None if declared.shared else tensors.vector("attn_k_norm")
             rotated = form.qk_norm == "rotated head"
             spec = replace(spec, q_norm=q_norm, k_norm=k_norm, norms_rotated=rotated)
         if declared.unit_norms:
@@ -105,7 +110,8 @@ class AttentionLayer:
         spec = replace(spec, gated=form.gated)
         self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if form.sinks else spec
         self.norm = tensors.norm("attn_norm", form.norms != "post")
-        self.entry = tensors.weight(*_qkv(tensors, "weight", declared.keys_as_values))
+        names = ["attn_q"] if declared.shared else _qkv(tensors, "weight", declared.keys_as_values)
+        self.entry = tensors.weight(*names)
         self.entry_bias = tensors.vector(*_qkv(tensors, "bias"), kind="bias") if form.qkv_bias else None
         self.output = tensors.weight("attn_output")
         self.output_bias = tensors.vector("attn_output", kind="bias") if form.output_bias else None

@@ -20,6 +20,8 @@ _EXPERTS = re.compile(
 
 _EMBEDDING = re.compile(r"^token_embd\.weight$|(^|\.)(embed_tokens|token_embeddings)\.weight$")
 
+_TABLE = re.compile(r"^per_layer_token_embd\.weight$|(^|\.)embed_tokens_per_layer\.weight$")
+
 
 def count_text(parameters: int) -> str:
     """A number of parameters, formatted: 30.53 B."""
@@ -35,7 +37,8 @@ class ParameterCounts:
 
     parameters, nbytes: of all tensors.
     active_parameters: those that compute a token, embedding and output included.
-    active_bytes: bytes of the weights that a token reads: of an embedding that is not the output matrix, only one row.
+    active_bytes: bytes of the weights that a token reads: of an embedding that is not the output matrix, and of a table
+        by layer, only one row.
     """
 
     parameters: int
@@ -57,7 +60,7 @@ def count_parameters(
         if experts is not None and _EXPERTS.search(name):
             count = count * experts.router.used // experts.count
             read = read * experts.router.used // experts.count
-        elif _EMBEDDING.search(name) and not tied:
+        elif _TABLE.search(name) or (_EMBEDDING.search(name) and not tied):
             read //= shape[0]
         active_parameters, active_bytes = active_parameters + count, active_bytes + read
     return ParameterCounts(parameters, active_parameters, nbytes, active_bytes)

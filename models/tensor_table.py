@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sized
 from functools import lru_cache
 
 from quengine.models.architectures import ARCHITECTURES, layers_of
-from quengine.models.blocks import attention, experts
+from quengine.models.blocks import attention, experts, layer_input
 from quengine.models.blocks.block import NORM, OUTPUT_CUT, Draw, Shape, TensorSpec
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile, GGUFTensor
@@ -53,6 +53,7 @@ def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     logits = Draw(LOGIT_STD)
     embedding = logits if config.tied_output else Draw(by_columns=False)
     specs = {"token_embd.weight": TensorSpec((vocab, width), hf="{body}embed_tokens.weight", draw=embedding)}
+    specs |= layer_input.top_tensors(config)
     specs |= _of_layers(config)
     specs[f"{config.output_norm}.weight"] = TensorSpec((width,), hf="{body}norm.weight", draw=NORM)
     if not config.tied_output:
@@ -90,6 +91,18 @@ def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.")
     return frozenset(name for name in names if name.startswith((*layers, "mtp.", "model.mtp.")))
 
 
+def keys_of_sharing_layers(config: ModelConfig) -> Mapping[str, str]:
+    """Tensors of keys and values that files may have of layers that use those of another layer: nothing reads them. By
+    name, with that of a folder below the layer."""
+    modules = {"attn_k": "k_proj", "attn_v": "v_proj", "attn_k_norm": "k_norm"}
+    return {
+        f"blk.{i}.{name}.weight": f"self_attn.{module}.weight"
+        for i in range(config.block_count)
+        if config.kv_source(i) != i
+        for name, module in modules.items()
+    }
+
+
 def draft_note(names: Sized) -> list[str]:
     """A note for the user on ignored draft tensors, if there are any."""
     return [f"the model's own draft layer is ignored: {len(names)} tensors"] if names else []
@@ -124,7 +137,7 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     scales = tensor_scales(file.tensors)
     for name, scale in scales.items():
         _check_scale(file, file.tensors[name], file.tensors[scale])
-    known = {*required, *unused, *scales.values()}
+    known = {*required, *unused, *scales.values(), *keys_of_sharing_layers(config)}
     _check_extra(file, config, [name for name in file.tensors if name not in known])
 
 

@@ -538,8 +538,11 @@ DENSE_BESIDE = {
 }
 """What layers of such architectures have besides or otherwise where they have experts."""
 
-LAYER_NORMED = ("cohere2", "bert")
+LAYER_NORMED = ("cohere2", "bert", "nomic-bert")
 """Architectures whose norms are LayerNorms."""
+
+ENCODERS = ("bert", "nomic-bert")
+"""Architectures whose positions all see each other."""
 
 LATENTS = ("deepseek2", "mistral4")
 """Architectures with latent attention."""
@@ -626,8 +629,8 @@ class ModelSizes:
             f"{a}.attention.{'layer_norm' if a in LAYER_NORMED else 'layer_norm_rms'}_epsilon": 1e-5,
             **self._of_cohere(),
             **(
-                {"bert.attention.causal": False, "bert.attention.head_count_kv": self.heads}
-                if a == "bert"
+                {f"{a}.attention.causal": False, f"{a}.attention.head_count_kv": self.heads}
+                if a in ENCODERS
                 else {}
             ),
             **({f"{a}.interleave_moe_layer_step": 1} if a == "llama4" else {}),
@@ -748,7 +751,7 @@ class ModelSizes:
     def tensor_shapes(self, vocab: int, tied: bool = False) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model and its torch-order shape."""
         shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
-        if self.architecture == "bert":
+        if self.architecture in ENCODERS:
             return shapes | self._bert_shapes()
         for i in range(self.blocks):
             wider = self.architecture in WIDENING and i % 2 == 1
@@ -782,11 +785,18 @@ class ModelSizes:
         d, f, q = self.embedding, self.feed_forward, self.heads * self.head_dim
         matrices = {"attn_q": (q, d), "attn_k": (q, d), "attn_v": (q, d), "attn_output": (d, q)}
         matrices |= {"ffn_up": (f, d), "ffn_down": (d, f)}
-        found = {"position_embd.weight": (self.context, d), "token_types.weight": (2, d)}
+        found: dict[str, tuple[int, ...]] = {"token_types.weight": (2, d)}
+        if self.architecture == "bert":
+            found["position_embd.weight"] = self.context, d
+        else:
+            matrices = {"attn_qkv": (3 * q, d), "attn_output": (d, q), "ffn_gate": (f, d)} | {
+                name: shape for name, shape in matrices.items() if name.startswith("ffn")
+            }
         found |= {f"token_embd_norm.{kind}": (d,) for kind in ("weight", "bias")}
         for i in range(self.blocks):
             for name, shape in matrices.items():
-                found |= {f"blk.{i}.{name}.weight": shape, f"blk.{i}.{name}.bias": shape[:1]}
+                found[f"blk.{i}.{name}.weight"] = shape
+                found |= {f"blk.{i}.{name}.bias": shape[:1]} if self.architecture == "bert" else {}
             for norm in ("attn_output_norm", "layer_output_norm"):
                 found |= {f"blk.{i}.{norm}.{kind}": (d,) for kind in ("weight", "bias")}
         return found

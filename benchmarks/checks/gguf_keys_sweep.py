@@ -365,7 +365,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--architectures", nargs="*", default=sorted(set(ARCHITECTURES) - {"bert"}))
+    parser.add_argument(
+        "--architectures", nargs="*", default=sorted(set(ARCHITECTURES) - {"bert", "nomic-bert"})
+    )
     parser.add_argument("--every", type=int, default=1, help="only every so many changes")
     options = parser.parse_args()
     torch.set_num_threads(1)

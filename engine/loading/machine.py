@@ -23,7 +23,7 @@ from quengine.models.checkpoint import Checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.tensor_split import SplitTensors
 from quengine.platform import cuda_start
-from quengine.platform.host_experts import ExpertPlacement, split_tensors
+from quengine.platform.host_experts import ROW_TABLE, ExpertPlacement, split_tensors
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
 from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
@@ -180,11 +180,14 @@ def _weights(
     host_layers: int,
 ) -> Iterator[Mapping[str, QuantTensor]]:
     """The tensors as the decoder takes them: on the CPU the mapped file's, or copies; read ahead for a CUDA device, but
-    for the experts of the first `host_layers` layers."""
+    for the experts of the first `host_layers` layers, and tables of single rows."""
     if device.type != "cuda":
         yield checkpoint.tensors if mapped else _copied(checkpoint, progress)
         return
-    host, rest = split_tensors(checkpoint.tensors, host_layers) if host_layers else ({}, checkpoint.tensors)
+    host: dict[str, QuantTensor] = {}
+    rest = checkpoint.tensors
+    if host_layers or ROW_TABLE in checkpoint.tensors:
+        host, rest = split_tensors(checkpoint.tensors, host_layers)
     nbytes = checkpoint.nbytes - sum(tensor.nbytes for tensor in host.values())
     with WeightLoader(rest, CudaTransfer(device), nbytes, progress) as tensors:
         yield ChainMap(host, tensors) if host else tensors  # type: ignore[arg-type]  # it is not written to

@@ -146,7 +146,7 @@ def _memory_needs(
     if config.parallel == 1:
         chunk = min(chunk, config.ctx_size or shape.context_length)
     rows = max(config.parallel, draft_rows(config, device.type))
-    weights = checkpoint.nbytes - sum(experts.host.values())
+    weights = checkpoint.nbytes - experts.host_bytes
     workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
     workspace += RANKS_WORKSPACE[device.type] if config.ranks > 1 else 0
     if draft is not None:

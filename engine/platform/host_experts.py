@@ -11,9 +11,11 @@ from quengine.kernels.backend import Backend
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.memory import gib
+from quengine.models.blocks.layer_input import TABLE
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 
+ROW_TABLE = f"{TABLE}.weight"
 _EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)(?:_exps|\.\d+)\.(?:weight|bias)")
 
 
@@ -22,16 +24,21 @@ class ExpertPlacement:
     """The experts of the first `layers` layers are in host memory, all others where the model runs.
 
     sizes: bytes of each layer's experts as stored, on a CUDA device; layers without experts are not there.
+    tables: bytes of tables of which steps read single rows, which are in host memory, too.
     """
 
     layers: int = 0
     sizes: Mapping[int, int] = field(default_factory=dict)
+    tables: int = 0
 
     @classmethod
     def choose(cls, config: EngineConfig, checkpoint: Checkpoint, kind: str) -> "ExpertPlacement":
         """By the options, for a device of this kind. Raises EngineError as `host_layers`."""
         layers = host_layers(config, checkpoint.config)
-        return cls(layers, expert_bytes(checkpoint.tensors)) if kind == "cuda" else cls()
+        if kind != "cuda":
+            return cls()
+        table = checkpoint.tensors.get(ROW_TABLE)
+        return cls(layers, expert_bytes(checkpoint.tensors), 0 if table is None else table.nbytes)
 
     @property
     def host(self) -> dict[int, int]:
@@ -43,9 +50,19 @@ class ExpertPlacement:
         """Bytes by layer of the experts on the device."""
         return {layer: size for layer, size in self.sizes.items() if layer >= self.layers}
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all that is in host memory."""
+        return sum(self.host.values()) + self.tables
+
     def check_host_memory(self, free: int) -> None:
-        """Raises CannotRunError where `free` bytes of host memory do not hold its experts."""
-        nbytes = sum(self.host.values())
+        """Raises CannotRunError where `free` bytes of host memory do not hold what lies there."""
+        nbytes = self.host_bytes
+        if nbytes > free and not self.layers:
+            raise CannotRunError(
+                f"not enough host memory: the per-layer embeddings need {gib(nbytes)}, free {gib(free)}; use a smaller "
+                "model or a smaller quantization"
+            )
         if nbytes > free:
             raise CannotRunError(
                 f"not enough host memory: the experts of the first {self.layers} layers need {gib(nbytes)}, free "
@@ -101,12 +118,14 @@ def expert_bytes(tensors: Mapping[str, QuantTensor]) -> dict[int, int]:
 def split_tensors(
     tensors: Mapping[str, QuantTensor], layers: int
 ) -> tuple[dict[str, QuantTensor], dict[str, QuantTensor]]:
-    """The experts of the first `layers` layers, and all other tensors."""
+    """What stays in host memory, the experts of the first `layers` layers and tables of which steps read single rows;
+    and all other tensors."""
     host: dict[str, QuantTensor] = {}
     rest: dict[str, QuantTensor] = {}
     for name, tensor in tensors.items():
         layer = _expert_layer(name)
-        (rest if layer is None or layer >= layers else host)[name] = tensor
+        stays = name == ROW_TABLE if layer is None else layer < layers
+        (host if stays else rest)[name] = tensor
     return host, rest
 
 

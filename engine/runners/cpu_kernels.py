@@ -108,6 +108,8 @@ def _name_operations(config: ModelConfig) -> None:
             _name_latent_attention(attention)
         else:
             _name_attention(attention)
+    if config.layer_input is not None:
+        table.input_glu_kernel(config.block.activation)
     if config.conv_channels:
         table.short_conv_kernel()
     if config.gated_delta is not None:

@@ -12,6 +12,8 @@
     mamba2(batch, x, spec, layer)                                   Mamba2 layer [T, H * hd]; also to the state
     output_gate(y, qkv, spec)                                       an attention's result times its gates, in place
     softcap(y, cap)                                                 cap * tanh(y / cap), in place [T, N]
+    layer_inputs(projected, norm, table, ids, scale)                what layers get beside the stream [T, L * n]
+    input_glu(gate, up, activation)                                 activation(gate) * up, rows of any stride: [T, F]
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
     batch_attention(q, layer, batch, scale, window)                 decode, one token of B sequences: q [B, H, hd]
     prefill_attention(q, layer, start, scale, window, block_table)  T tokens of one sequence: q [T, H, hd]
@@ -34,7 +36,8 @@ from quengine.kernels.cpu.gemv.matmul import (
     prompt_linear,
 )
 from quengine.kernels.cpu.ops.gated_delta import gated_delta
-from quengine.kernels.cpu.ops.glu import glu
+from quengine.kernels.cpu.ops.glu import glu, input_glu
+from quengine.kernels.cpu.ops.layer_inputs import layer_inputs
 from quengine.kernels.cpu.ops.layer_norm import normed
 from quengine.kernels.cpu.ops.mamba2 import mamba2
 from quengine.kernels.cpu.ops.output_gate import output_gate
@@ -53,7 +56,9 @@ __all__ = [
     "gated_delta",
     "get_threads",
     "glu",
+    "input_glu",
     "latent_attention",
+    "layer_inputs",
     "mamba2",
     "max_threads",
     "normed",

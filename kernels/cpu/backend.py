@@ -83,6 +83,31 @@ class CpuBackend:
         (part,) = weight.parts
         return cpu.embed(part, batch.token_ids, scale)
 
+    def row_table(self, table: QuantTensor) -> CpuWeight:
+        return self.weight([table])
+
+    def layer_inputs(
+        self, batch: ForwardBatch, projected: Hidden, norm: RMSNorm, table: CpuWeight, scale: float
+    ) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.layer_inputs(projected, norm, table, scale)
+        (part,) = table.parts
+        return cpu.layer_inputs(projected, norm, part, batch.token_ids, scale)
+
+    def input_glu(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        gate: CpuWeight,
+        inputs: Hidden,
+        layer: int,
+        activation: Gating,
+    ) -> Hidden:
+        if self._recorder is not None:
+            return self._recorder.input_glu(x, gate, inputs, layer, activation)
+        n = gate.rows
+        return cpu.input_glu(_linear(batch, x, gate), inputs[:, layer * n : (layer + 1) * n], activation)
+
     def norm_linear(
         self,
         batch: ForwardBatch,

@@ -25,8 +25,9 @@ from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.cpu.moe.router import logits_launches, logits_width, router_launch
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
 from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
-from quengine.kernels.cpu.ops.glu import glu_launch
+from quengine.kernels.cpu.ops.glu import glu_launch, input_glu_launch
 from quengine.kernels.cpu.ops.latent_store import latent_store_launch
+from quengine.kernels.cpu.ops.layer_inputs import norm_parts_launch
 from quengine.kernels.cpu.ops.layer_norm import norm_launch
 from quengine.kernels.cpu.ops.mamba2 import mamba2_launches
 from quengine.kernels.cpu.ops.output_gate import output_gate_launch
@@ -136,6 +137,27 @@ class StepRecorder:
         self.vocabulary = part.rows
         out = self._fp32("hidden 0", part.cols)
         return Rows(out, self._stage([embed_launch(part, ids, out, scale)]))
+
+    def layer_inputs(self, projected: Rows, norm: RMSNorm, table: CpuWeight, scale: float) -> Rows:
+        (part,) = table.parts
+        out = self._fp32("layer inputs", part.cols)
+        self._after(projected.stage, norm_parts_launch(projected.values, norm))
+        stage = self._stage([embed_launch(part, self.tokens, out, scale)])
+        return Rows(out, self._after(stage, _add_rows(out, projected.values)))
+
+    def input_glu(self, x: Rows, gate: CpuWeight, inputs: Rows, layer: int, activation: Gating) -> Rows:
+        (part,), n = gate.parts, gate.rows
+        between, out = self._fp32("input gate", n), self._fp32("gated", n)
+        records = None if n % 32 else self._records("gated", n)
+        step = max(32, min(task_rows(part), _fair_rows(n)) // 32 * 32)
+        up = inputs.values[:, layer * n : (layer + 1) * n]
+        stage = self._stage(
+            [
+                matvec_launch(self._input(x, part), part, between, 0, step=step),
+                input_glu_launch(between, up, out, records, step, activation),
+            ]
+        )
+        return Rows(out, stage, records)
 
     def norm_linear(self, x: Rows, norm: Norm | None, weight: CpuWeight, bias: Tensor | None) -> Rows:
         source = self._normed(x, norm)

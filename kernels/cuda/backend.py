@@ -56,6 +56,7 @@ from quengine.kernels.cuda.latent.latent_attention import LatentOperations
 from quengine.kernels.cuda.latent.shapes import check_latent
 from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
+from quengine.kernels.cuda.layer_inputs import input_glu, input_glu_quantize, layer_inputs
 from quengine.kernels.cuda.layer_norm import layer_norm, layer_norm_fp16, layer_norm_quantize
 from quengine.kernels.cuda.mamba2.arithmetic import check_sizes
 from quengine.kernels.cuda.mamba2.mamba2 import mamba2_decode, mamba2_rows
@@ -69,7 +70,7 @@ from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_qua
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.short_conv import short_conv
 from quengine.kernels.cuda.softcap import softcap_logits
-from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
+from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack, pack_on_host
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
@@ -151,6 +152,33 @@ class CudaBackend:
 
     def embed(self, batch: ForwardBatch, weight: PackedWeight, scale: float = 1.0) -> Tensor:
         return embedding(weight, batch.token_ids, scale, self.pdl)
+
+    def row_table(self, table: QuantTensor) -> PackedWeight:
+        return pack_on_host(table, self.device)
+
+    def layer_inputs(
+        self,
+        batch: ForwardBatch,
+        projected: Tensor | ScaledProduct,
+        norm: RMSNorm,
+        table: PackedWeight,
+        scale: float,
+    ) -> Tensor:
+        return layer_inputs(projected, norm, table, batch.token_ids, scale, self.pdl)
+
+    def input_glu(
+        self,
+        batch: ForwardBatch,
+        x: Residual,
+        gate: PackedWeight,
+        inputs: Tensor,
+        layer: int,
+        activation: Gating,
+    ) -> Tensor | QuantizedActivations:
+        product = self.norm_linear(batch, x, None, gate)
+        if isinstance(product, Tensor) and self._takes_q_dot(len(product)):
+            return input_glu_quantize(product, inputs, layer, activation, self.pdl)
+        return input_glu(product, inputs, layer, activation, self.pdl)
 
     def norm_linear(
         self,
@@ -286,7 +314,7 @@ class CudaBackend:
             spec = qk_row_norm(qkv, spec, self.pdl)
         if batch.phase == "prefill" and (len(batch) > 1 or self.batch_invariant):
             return self._prefill(batch, qkv, spec, layer)
-        if batch.shares_sequences:
+        if batch.shares_sequences and not spec.shared:
             qkv = self._write_rows(batch, qkv, spec, layer)
         # Rows written by the previous launch must be complete: a chunk's positions, keys that other rows read.
         overlaps = self.pdl and batch.phase == "decode" and not batch.shares_sequences
@@ -320,7 +348,7 @@ class CudaBackend:
     ) -> Tensor:
         """In fp16, as keys and values of a cache are."""
         rows = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
-        return fused_attention(batch, rows.half(), spec).float()
+        return fused_attention(batch, rows, spec, torch.float16).float()
 
     def short_conv(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: ShortConvSpec, state: SlotLayer

@@ -14,29 +14,36 @@ from quengine.models.config import BlockKind, EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error
 
-_CAUSAL = "attention.causal"
+CAUSAL = "attention.causal"
 _BIASES = {
     f"{name}.bias" for name in ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_up", "ffn_down")
 }
 _HEADED = "BertForSequenceClassification"
 
 
-def _layers(config: ModelConfig) -> Sequence[Block]:
+def encoder_layers(config: ModelConfig) -> Sequence[Block]:
+    """Attention and a feed-forward, alike in all layers, of the form that the architecture's block has."""
     assert config.encoder is not None
-    width, biases = config.embedding_length, config.encoder.biases
-    attention = EncoderAttention(width, config.head_count, config.head_dim, biases)
-    return config.block_count * [
-        Block(attention, EncoderFeedForward(width, config.feed_forward_length, biases))
-    ]
+    width, biases, form = config.embedding_length, config.encoder.biases, config.block
+    attention = EncoderAttention(
+        width,
+        config.head_count,
+        config.head_dim,
+        biases,
+        config.rotation(0) if config.encoder.rotates else None,
+        form.merged,
+    )
+    feed_forward = EncoderFeedForward(width, config.feed_forward_length, biases, form.has_gate)
+    return config.block_count * [Block(attention, feed_forward)]
 
 
-def _top_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
+def encoder_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    """Those of no layer: tables of tokens, positions and kinds of segments, the norm of their sum, a head."""
     sizes, width = config.encoder, config.embedding_length
     assert sizes is not None
-    tables = {
-        "token_embd.weight": (config.vocab_size, "word_embeddings"),
-        "position_embd.weight": (config.context_length, "position_embeddings"),
-    }
+    tables = {"token_embd.weight": (config.vocab_size, "word_embeddings")}
+    if not sizes.rotates:
+        tables["position_embd.weight"] = (config.context_length, "position_embeddings")
     if sizes.token_types:
         tables["token_types.weight"] = (sizes.token_types, "token_type_embeddings")
     found = {
@@ -64,10 +71,16 @@ def _common_keys(keys: Keys) -> Keys:
     return {**keys, "rms_norm_eps": keys["layer_norm_eps"], "is_causal": True}
 
 
-def _fields(keys: Keys, _config: ModelConfig) -> Fields:
+def kinds_of_segments(keys: Keys) -> int:
+    """How many there are. Raises EngineError."""
     types = keys["type_vocab_size"]
     if type(types) is not int or not 1 <= types <= 1 << 16:
         raise config_error("type_vocab_size", f"{types!r} is not a number from 1 to {1 << 16}")
+    return types
+
+
+def _fields(keys: Keys, _config: ModelConfig) -> Fields:
+    types = kinds_of_segments(keys)
     headed = _HEADED in (keys.get("architectures") or ())
     labels = keys.get("id2label") or {}
     classes = (len(labels) or 2) if headed else 0
@@ -84,29 +97,35 @@ def _size_fields(config: ModelConfig) -> Fields:
     }
 
 
-def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    if file.get_bool(f"bert.{_CAUSAL}") is not False:
+def encoder_sizes(file: GGUFFile, config: ModelConfig, rotates: bool = False) -> EncoderSizes:
+    """What tensors and metadata of a file say. Raises GGUFError where positions do not see each other."""
+    a = config.architecture
+    if file.get_bool(f"{a}.{CAUSAL}") is not False:
         raise file.error(
-            f"bert.{_CAUSAL}", "missing, or true: positions see each other in a model of this kind"
+            f"{a}.{CAUSAL}", "missing, or true: positions see each other in a model of this kind"
         )
-    if file.get_int("bert.attention.head_count_kv") not in (None, config.head_count):
-        raise file.error("bert.attention.head_count_kv", "other than attention.head_count is not implemented")
+    if file.get_int(f"{a}.attention.head_count_kv") not in (None, config.head_count):
+        raise file.error(f"{a}.attention.head_count_kv", "other than attention.head_count is not implemented")
     tensors = file.tensors
     types, output = tensors.get("token_types.weight"), tensors.get("cls.output.weight")
-    sizes = EncoderSizes(
+    return EncoderSizes(
         token_types=0 if types is None else types.shape[0],
         biases=not _BIASES.isdisjoint(tensor_kinds(file)),
         classes=0 if output is None else output.shape[0],
         head_dense="cls.weight" in tensors,
+        rotates=rotates,
     )
-    pooling = config.pooling or ("rank" if sizes.classes else None)
-    return {"encoder": sizes, "pooling": pooling}
+
+
+def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
+    sizes = encoder_sizes(file, config)
+    return {"encoder": sizes, "pooling": config.pooling or ("rank" if sizes.classes else None)}
 
 
 BERT = Architecture(
     name="bert",
     block=BlockKind(norm="layer", pointwise="gelu", qkv_bias=True),
-    build=_layers,
+    build=encoder_layers,
     model_types={
         "bert": ModelType(
             {
@@ -125,10 +144,10 @@ BERT = Architecture(
             fields=_fields,
         )
     },
-    top_tensors=_top_tensors,
+    top_tensors=encoder_tensors,
     hf_layers="encoder.layer.",
     hf_unused=("pooler.", "cls."),
     size_fields=_size_fields,
-    gguf_keys=(_CAUSAL,),
+    gguf_keys=(CAUSAL,),
     gguf_fields=_gguf_fields,
 )

@@ -3,9 +3,10 @@
 Scores are not scaled. Query and key heads have norms with weights, value heads one without. In global layers only the
 first elements of a head's halves turn (p-RoPE): the file's divisors of the other frequencies are 1e30. Norms stand on
 both sides of attention and feed-forward, and the residual stream is multiplied by a number of each layer at its end.
-In the mixture of experts each layer has a dense feed-forward, too (blocks/dense_and_experts.py). Logits are
-soft-capped; the output matrix is the embedding. Source: `Gemma4TextModel` in the `transformers` library; llama.cpp's
-converter for the names and orders of GGUF files.
+In the mixture of experts each layer has a dense feed-forward, too (blocks/dense_and_experts.py). In E2B and E4B the
+last layers use the keys and values of earlier ones, and each layer gets a part of each token beside the stream
+(blocks/layer_input.py). Logits are soft-capped; the output matrix is the embedding. Source: `Gemma4TextModel` in the
+`transformers` library; llama.cpp's converter for the names and orders of GGUF files.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,16 @@ import numpy as np
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.windows import LOCAL_BASE, PATTERN, full_layers, gguf_fields, rope_of_kinds
-from quengine.models.config import LIMITS, BlockKind, LayerSizes, ModelConfig, RopeScaling
+from quengine.models.config import (
+    LIMITS,
+    BlockKind,
+    LayerInputSizes,
+    LayerSizes,
+    ModelConfig,
+    RopeScaling,
+)
 from quengine.models.gguf import GGUFFile
-from quengine.models.hf.hf_keys import config_error, integer, number
+from quengine.models.hf.hf_keys import config_error, flag, integer, number
 
 _PERIOD = 6
 _BASE, _LOCAL_BASE = 1e6, 1e4
@@ -46,9 +54,6 @@ def _common_keys(keys: Keys) -> Keys:
     ):  # of text tokens "vision" changes nothing
         problem = f"{keys['use_bidirectional_attention']!r} is not implemented"
         raise config_error("use_bidirectional_attention", problem)
-    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if integer(keys, key, 0, 1 << 24, default=0):
-            raise config_error(key, f"{keys[key]} is not implemented, only 0 is")
     if keys.get("sliding_window") is None:
         raise config_error("sliding_window", "missing: layers of this model have one")
     kinds = keys.get("layer_types")
@@ -81,15 +86,15 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
     same = keys.get("attention_k_eq_v")
     if not isinstance(same, bool):
         raise config_error("attention_k_eq_v", f"{same!r} is not true or false")
-    own = _own_sizes(keys, windowed)
+    own, shared = _own_sizes(keys, windowed), integer(keys, "num_kv_shared_layers", 0, 1 << 24, default=0)
     sizes = [
         LayerSizes(
             config.head_count,
             one.get("num_key_value_heads", config.head_count_kv),
-            config.feed_forward_length,
+            config.feed_forward_length * (2 if _is_wide(keys) and i >= blocks - shared else 1),
             one.get("head_dim", config.head_dim),
         )
-        for one in own
+        for i, one in enumerate(own)
     ]
     for kind in (True, False):
         dims = {size.head_dim for size, is_local in zip(sizes, windowed, strict=True) if is_local == kind}
@@ -102,10 +107,28 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
     return {
         **found,
         "rope_scaling": _scaling(number(keys, "turned_share", 1.0), found["rope_dim"], config.context_length),
-        "keys_as_values": tuple(i for i in range(blocks) if same and not windowed[i]),
+        "keys_as_values": tuple(i for i in range(blocks - shared) if same and not windowed[i]),
+        "shared_kv_layers": shared,
+        "layer_input": _layer_input(keys, config),
         "rope_freq_base_swa": number(keys, "rope_local_base_freq", _LOCAL_BASE),
         "logit_softcap": 0.0 if cap is None else float(cap),
     }
+
+
+def _is_wide(keys: Keys) -> bool:
+    """Whether layers that share keys and values have feed-forwards of twice the length."""
+    return flag(keys, "use_double_wide_mlp")
+
+
+def _layer_input(keys: Keys, config: ModelConfig) -> LayerInputSizes | None:
+    length = integer(keys, "hidden_size_per_layer_input", 0, LIMITS["embedding_length"][1])
+    if not length:
+        return None
+    rows = integer(keys, "vocab_size_per_layer_input", *LIMITS["vocab_size"], default=262144)
+    if rows != config.vocab_size:
+        problem = f"{rows} is not the vocabulary of {config.vocab_size} tokens, which is not implemented"
+        raise config_error("vocab_size_per_layer_input", problem)
+    return LayerInputSizes(length)
 
 
 def _own_sizes(keys: Keys, windowed: Sequence[bool]) -> Sequence[Mapping[str, int]]:
@@ -138,6 +161,7 @@ def _of_sizes(config: ModelConfig, sizes: Sequence[LayerSizes], windowed: Sequen
     return {
         "layer_sizes": tuple(sizes),
         "head_count_kv": max(size.head_count_kv for size in sizes),
+        "feed_forward_length": max(size.feed_forward_length for size in sizes),
         "head_dim": max((*full, *local)),
         "rope_dim": full[0] if full else config.head_dim,
         "rope_dim_swa": local[0] if local else None,
@@ -165,27 +189,29 @@ def _size_fields(config: ModelConfig) -> Fields:
         "full_attention_layers": full,
         "rope_freq_base_swa": _LOCAL_BASE if windowed else None,
         "rope_dim_swa": local or None,
-        "keys_as_values": full,
+        "keys_as_values": full if config.layer_input is None else (),
         "logit_softcap": 30.0,
     }
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    for suffix in (_SHARED, _PER_LAYER):
-        if number_of := file.get_int(f"gemma4.{suffix}"):
-            raise file.error(f"gemma4.{suffix}", f"{number_of}: the decoder does not implement this, only 0")
-    cap = file.get_float(f"gemma4.{_CAP}")
-    found: dict[str, Any] = {"logit_softcap": 0.0 if cap is None else cap}
+    cap, length = file.get_float(f"gemma4.{_CAP}"), file.get_int(f"gemma4.{_PER_LAYER}") or 0
+    shared = file.get_int(f"gemma4.{_SHARED}") or 0
+    found: dict[str, Any] = {
+        "logit_softcap": 0.0 if cap is None else cap,
+        "shared_kv_layers": shared,
+        "layer_input": LayerInputSizes(length) if length else None,
+    }
     if config.sliding_window is None:
         if "gemma4.attention.sliding_window" in file.metadata:
             raise file.error("gemma4.attention.sliding_window", "0: leave it out where no layer has a window")
-        layers = range(config.block_count)
+        layers = range(config.block_count - shared)
         return {**found, "keys_as_values": tuple(i for i in layers if _lacks_values(file, i))}
-    return {**found, **_windows_of_gguf(file, config)}
+    return {**found, **_windows_of_gguf(file, config, shared)}
 
 
-def _windows_of_gguf(file: GGUFFile, config: ModelConfig) -> Fields:
-    """Which layers have the window, and what differs in them."""
+def _windows_of_gguf(file: GGUFFile, config: ModelConfig, shared: int) -> Fields:
+    """Which layers have the window, and what differs in them. shared: so many of the last have no keys of their own."""
     for suffix in (PATTERN, *_LOCAL_SIZES, LOCAL_BASE, "rope.freq_base"):
         if f"gemma4.{suffix}" not in file.metadata:
             raise file.error(f"gemma4.{suffix}", "missing from the metadata")
@@ -208,7 +234,9 @@ def _windows_of_gguf(file: GGUFFile, config: ModelConfig) -> Fields:
         "head_dim": max(config.head_dim, local),
         "rope_dim": config.rope_dim,
         "rope_dim_swa": file.require_int(f"gemma4.{_LOCAL_SIZES[2]}", *LIMITS["rope_dim"]),
-        "keys_as_values": tuple(sorted(i for i in full if _lacks_values(file, i))),
+        "keys_as_values": tuple(
+            sorted(i for i in full if i < config.block_count - shared and _lacks_values(file, i))
+        ),
     }
 
 
@@ -216,6 +244,11 @@ def _lacks_values(file: GGUFFile, layer: int) -> bool:
     names = (f"blk.{layer}.attn_v.weight", f"blk.{layer}.attn_qkv.weight")
     return not any(name in file.tensors for name in names)
 
+
+_SIZE_KEYS = {
+    "shared_kv_layers": "num_kv_shared_layers",
+    "layer_input.length": "hidden_size_per_layer_input",
+}
 
 _TEXT = ModelType(
     {
@@ -231,10 +264,12 @@ _TEXT = ModelType(
         "hidden_size_per_layer_input": 256,
         "attention_k_eq_v": False,
         "enable_moe_block": False,
+        "use_double_wide_mlp": False,
         "tie_word_embeddings": True,
     },
     layer_kinds=_layer_kinds,
     reads_layer_types=True,
+    size_keys=_SIZE_KEYS,
     expert_keys={
         "count": "num_experts",
         "used": "top_k_experts",
@@ -253,6 +288,7 @@ _UNIFIED = ModelType(
     },
     layer_kinds=_layer_kinds,
     reads_layer_types=True,
+    size_keys=_SIZE_KEYS,
     common_keys=_common_keys,
     fields=_fields,
 )
@@ -272,6 +308,23 @@ def _synthetic(layers: int, heads: int, local: int, full: int, length: int) -> t
         else LayerSizes(heads, local, length, 256)
         for i in range(layers)
     )
+
+
+def _small(layers: int, period: int, heads: int, lengths: tuple[int, int], shared: int) -> dict[str, Any]:
+    """E2B and E4B: `heads` key/value heads, and feed-forwards of the second length in layers that share keys."""
+    sizes = [
+        LayerSizes(8, heads, lengths[i >= layers - shared], 512 if (i + 1) % period == 0 else 256)
+        for i in range(layers)
+    ]
+    return {
+        **_RELEASED,
+        "context_length": 131072,
+        "sliding_window": 512,
+        "block_count": layers,
+        "layer_sizes": tuple(sizes),
+        "shared_kv_layers": shared,
+        "layer_input_length": 256,
+    }
 
 
 _RELEASED = {
@@ -327,6 +380,22 @@ GEMMA4 = Architecture(
             "embedding_length": 5376,
             "block_count": 60,
             "layer_sizes": _synthetic(60, 32, 16, 4, 21504),
+        },
+        "gemma-4-e2b": {"embedding_length": 1536, **_small(35, 5, 1, (6144, 12288), 20)},
+        "gemma-4-e4b": {"embedding_length": 2560, **_small(42, 6, 2, (10240, 10240), 18)},
+        "gemma-4-e-tiny": {
+            "block_count": 6,
+            "sliding_window": 64,
+            "rope_freq_factors": (1.0,) * 16 + (_STILL,) * 48,
+            "layer_sizes": (
+                (LayerSizes(4, 1, 512, 64),) * 2
+                + (LayerSizes(4, 1, 512, 128),)
+                + (LayerSizes(4, 1, 768, 64),) * 2
+                + (LayerSizes(4, 1, 768, 128),)
+            ),
+            "shared_kv_layers": 3,
+            "layer_input_length": 64,
+            "tied_output": True,
         },
         "gemma-4-tiny": {
             "block_count": 6,

@@ -3,7 +3,17 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Draw, PagedKV, TensorSpec
+from quengine.models.blocks.block import (
+    BIAS,
+    NORM,
+    STATELESS,
+    Axis,
+    Cut,
+    Draw,
+    PagedKV,
+    SlotState,
+    TensorSpec,
+)
 from quengine.models.config import BlockKind, ModelConfig, Rotation
 
 _HEADS = Cut("columns", ("heads",))
@@ -21,7 +31,8 @@ class Attention:
     positions that a token sees, its own among them; None: all before it. temperature: (scale, length, offset), by which
     queries grow with the position (`ModelConfig.attention_temperature_scale`), or None. unit_norms: of rotated queries
     and keys (`BlockKind.unit_norms`). partial: a rank has some of the heads. keys_as_values: values are keys before
-    their norm and rotation, without a projection. softcap: of the scores, or 0.
+    their norm and rotation, without a projection. softcap: of the scores, or 0. shared: keys and values are those of an
+    earlier layer, with heads of the same number and size.
     """
 
     form: BlockKind
@@ -37,6 +48,7 @@ class Attention:
     partial: bool = False
     keys_as_values: bool = False
     softcap: float = 0.0
+    shared: bool = False
     kind = "attention"
 
     @classmethod
@@ -59,6 +71,7 @@ class Attention:
             unit_norms=config.block.unit_norms and rotation.turns,
             partial=config.ranks > 1 and config.splits_heads,
             keys_as_values=layer in config.keys_as_values,
+            shared=config.kv_source(layer) != layer,
             softcap=config.attention_softcap,
         )
 
@@ -73,12 +86,13 @@ class Attention:
             "value norms": form.v_norm,
             "keys as values": self.keys_as_values,
             "soft-capped scores": self.softcap > 0.0,
+            "keys and values of an earlier layer": self.shared,
         }
         return [trait for trait, there in traits.items() if there]
 
     @property
-    def state(self) -> PagedKV:
-        return PagedKV(self.kv_heads, self.head_dim, self.window)
+    def state(self) -> PagedKV | SlotState:
+        return STATELESS if self.shared else PagedKV(self.kv_heads, self.head_dim, self.window)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         found = self._projections()
@@ -98,7 +112,7 @@ class Attention:
 
     def joined(self) -> Mapping[str, TensorSpec]:
         """The tensors that hold query, key and value rows together, in files that do not have three."""
-        if self.keys_as_values:
+        if self.keys_as_values or self.shared:
             return {}
         cut, units = self.form.qk_norm != "row", (self._rows_of_queries, 1, 1)
         by_rows, by_columns = (
@@ -111,8 +125,9 @@ class Attention:
 
     @property
     def rows(self) -> int:
-        """Of the three projections together."""
-        return (self._rows_of_queries * self.heads + 2 * self.kv_heads) * self.head_dim
+        """Of the projections together."""
+        of_others = 0 if self.shared else 2 * self.kv_heads
+        return (self._rows_of_queries * self.heads + of_others) * self.head_dim
 
     @property
     def _rows_of_queries(self) -> int:
@@ -140,7 +155,8 @@ class Attention:
         for each of their elements."""
         heads, each = (self.heads, self.kv_heads, self.kv_heads), (self._rows_of_queries, 1, 1)
         three = zip("qkv", _ALL, heads, each, strict=True)
-        return [one for one in three if not (self.keys_as_values and one[0] == "v")]
+        without = "kv" if self.shared else "v" if self.keys_as_values else ""
+        return [one for one in three if one[0] not in without]
 
     def _biases(self) -> dict[str, TensorSpec]:
         found: dict[str, TensorSpec] = {}
@@ -165,4 +181,5 @@ class Attention:
                 (count * self.head_dim,), hf=f"self_attn.{name}_norm.weight", draw=NORM
             )
             for name, count in zip("qk", counts, strict=True)
+            if not (self.shared and name == "k")
         }

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quengine.models.blocks.block import BIAS, NORM, PagedKV, TensorSpec
+from quengine.models.config import Rotation
 
 
 def _with_bias(name: str, hf: str, rows: int, cols: int, has_bias: bool = True) -> dict[str, TensorSpec]:
@@ -20,12 +21,17 @@ def layer_norm_specs(name: str, hf: str, width: int) -> dict[str, TensorSpec]:
 
 @dataclass(frozen=True)
 class EncoderAttention:
-    """`heads` heads of `head_dim`. Nothing is kept of a text: the cache has no heads."""
+    """`heads` heads of `head_dim`. Nothing is kept of a text: the cache has no heads.
+
+    rotation: of queries and keys; None: there is none. merged: one matrix has the rows of all three.
+    """
 
     width: int
     heads: int
     head_dim: int
     biases: bool
+    rotation: Rotation | None = None
+    merged: bool = False
     kind = "attention"
 
     @property
@@ -41,8 +47,9 @@ class EncoderAttention:
         return PagedKV(0, self.head_dim)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        found: dict[str, TensorSpec] = {}
-        for letter, module in zip("qkv", ("query", "key", "value"), strict=True):
+        found: dict[str, TensorSpec] = dict(self._merged()) if self.merged else {}
+        three = zip("qkv", ("query", "key", "value"), strict=True)
+        for letter, module in () if self.merged else three:
             rows = self.heads * self.head_dim
             found |= _with_bias(f"attn_{letter}", f"attention.self.{module}", rows, self.width, self.biases)
         found |= _with_bias(
@@ -51,17 +58,21 @@ class EncoderAttention:
         return found | layer_norm_specs("attn_output_norm", "attention.output.LayerNorm", self.width)
 
     def joined(self) -> Mapping[str, TensorSpec]:
+        return {} if self.merged else self._merged()
+
+    def _merged(self) -> Mapping[str, TensorSpec]:
         rows = 3 * self.heads * self.head_dim
         return _with_bias("attn_qkv", "attention.self.qkv", rows, self.width, self.biases)
 
 
 @dataclass(frozen=True)
 class EncoderFeedForward:
-    """GELU of `length` elements, then down to `width`."""
+    """GELU of `length` elements, or where it is `gated` SiLU of as many gates times them, then down to `width`."""
 
     width: int
     length: int
     biases: bool
+    gated: bool = False
     traits = ()
 
     @property
@@ -71,6 +82,8 @@ class EncoderFeedForward:
     def tensors(self) -> Mapping[str, TensorSpec]:
         up = _with_bias("ffn_up", "intermediate.dense", self.length, self.width, self.biases)
         down = _with_bias("ffn_down", "output.dense", self.width, self.length, self.biases)
+        gate = TensorSpec((self.length, self.width), hf="intermediate.gate.weight")
+        up |= {"ffn_gate.weight": gate} if self.gated else {}
         return {**up, **down, **layer_norm_specs("layer_output_norm", "output.LayerNorm", self.width)}
 
     def joined(self) -> Mapping[str, TensorSpec]:

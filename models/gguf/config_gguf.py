@@ -70,6 +70,8 @@ KEYS: Mapping[str, str] = {
     "mamba2.groups": "ssm.group_count",
     "mamba2.state_dim": "ssm.state_size",
     "mamba2.taps": "ssm.conv_kernel",
+    "shared_kv_layers": "attention.shared_kv_layers",
+    "layer_input.length": "embedding_length_per_layer_input",
     **EXPERT_KEYS,
 }
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"

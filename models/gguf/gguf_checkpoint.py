@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
-from quengine.models.tensor_table import check_tensors, draft_note, draft_tensors, tensor_scales
+from quengine.models.tensor_table import (
+    check_tensors,
+    draft_note,
+    draft_tensors,
+    keys_of_sharing_layers,
+    tensor_scales,
+)
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -33,7 +39,8 @@ class GGUFCheckpoint:
         self.config = read_gguf_config(self.file)
         check_tensors(self.file, self.config)
         self._drafts = draft_tensors(self.config, self.file.tensors)
-        self._stored = {name: t for name, t in self.file.tensors.items() if name not in self._drafts}
+        unused = {*self._drafts, *keys_of_sharing_layers(self.config)}
+        self._stored = {name: t for name, t in self.file.tensors.items() if name not in unused}
 
     @cached_property
     def tensors(self) -> "dict[str, QuantTensor]":

@@ -34,6 +34,7 @@ from quengine.models.tensor_table import (
     draft_tensors,
     holder_of,
     joined_specs,
+    keys_of_sharing_layers,
     tensor_specs,
 )
 from quengine.models.tokenizer import Tokenizer
@@ -162,6 +163,10 @@ class HFTensors(Mapping[str, QuantTensor]):
                 self.changes[name] = change
             elif declared.hf_norm_offset and name.endswith("norm.weight"):
                 self.changes[name] = partial(torch.add, other=declared.hf_norm_offset)
+        self._of_sharing = {
+            f"{self._names.body}layers.{name.split('.')[1]}.{module}"
+            for name, module in keys_of_sharing_layers(config).items()
+        }
         self.drafts = draft_tensors(config, shards.files, f"{self._names.body}layers.")
         self.unused = self._unused()
 
@@ -217,7 +222,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         body, output = self._names.body, self._names.output
         # An output matrix that is the embedding again needs no mention.
         known = {stored.name for stored in self.stored.values()} | {output} | self.drafts
-        known |= {name for part in self.within.values() for name in part.names}
+        known |= {name for part in self.within.values() for name in part.names} | self._of_sharing
         rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
         applied = (body, output.removesuffix("weight"))
         unread = tuple(f"{body}{begin}" for begin in self._known)

@@ -13,6 +13,7 @@ from quengine.models.config import (
     ExpertConfig,
     GatedDeltaSizes,
     LatentSizes,
+    LayerInputSizes,
     LayerSizes,
     Mamba2Sizes,
     ModelConfig,
@@ -47,6 +48,7 @@ class SyntheticModel:
         `query_rank` ones (0: of the hidden row), and whose values have `value_dim`; 0: there is none.
     pooled: matrices of layers are cut from a pool of random rows, as those of experts always are.
     layer_sizes: of each layer, where they differ, in place of the numbers of heads and the feed-forward's length.
+    shared_kv_layers, layer_input_length: as ModelConfig and LayerInputSizes have them.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
     """
 
@@ -87,12 +89,22 @@ class SyntheticModel:
     value_dim: int = 0
     pooled: bool = False
     layer_sizes: tuple[LayerSizes, ...] = ()
+    shared_kv_layers: int = 0
+    layer_input_length: int = 0
 
     def of_layers(self, count: int, preset: str) -> "SyntheticModel":
         """The model of `preset`, this one's first `count` layers."""
         dense = min(self.dense_layers, count - 1)
         name, sizes = f"synthetic {preset}", self.layer_sizes[:count]
-        return replace(self, name=name, block_count=count, dense_layers=dense, layer_sizes=sizes)
+        shared = max(0, count - (self.block_count - self.shared_kv_layers))
+        return replace(
+            self,
+            name=name,
+            block_count=count,
+            dense_layers=dense,
+            layer_sizes=sizes,
+            shared_kv_layers=shared,
+        )
 
     def config(self) -> ModelConfig:
         """The configuration that a reader of the file finds."""
@@ -123,6 +135,8 @@ class SyntheticModel:
             gated_delta=self._gated_delta(),
             latent=self._latent(),
             mamba2=self._mamba2(),
+            shared_kv_layers=self.shared_kv_layers,
+            layer_input=LayerInputSizes(self.layer_input_length) if self.layer_input_length else None,
         )
         return replace(config, **declared.size_fields(config))
 

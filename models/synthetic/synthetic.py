@@ -1,7 +1,7 @@
 """Writes GGUF models of true shapes with random weights: for benchmarks without a download, and for tests.
 
 Weights are drawn in their stored format, tensor by tensor, so a 4 GB model needs the memory of its largest tensor.
-Those of experts, and of the layers of `pooled` presets, come from a pool (`PooledRows`).
+Those of experts, of tables by layer, and of the layers of `pooled` presets, come from a pool (`PooledRows`).
 """
 
 import fcntl
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.blocks.block import Shape, TensorSpec, Uniform
+from quengine.models.blocks.layer_input import TABLE
 from quengine.models.config import ExpertConfig, Mamba2Sizes, ModelConfig
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
@@ -136,7 +137,8 @@ def _write(
     pool, written = PooledRows(seed), 0
     for index, (name, shape) in enumerate(shapes.items()):
         rng = np.random.default_rng([seed, index])
-        if len(shape) == 3 or (spec.pooled and len(shape) == 2 and name.startswith("blk.")):
+        pooled = spec.pooled and len(shape) == 2 and name.startswith("blk.")
+        if len(shape) == 3 or pooled or name == f"{TABLE}.weight":
             writer.write_tensor_data(pool.tensor(types[name], shape, rng))
         else:
             writer.write_tensor_data(_weights(spec, name, tensor_specs(config)[name], types[name], rng))
@@ -191,6 +193,10 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         sizes[f"{a}.rope.scaling.type"] = "yarn"
         sizes[f"{a}.rope.scaling.factor"] = config.rope_scaling.factor
         sizes[f"{a}.rope.scaling.original_context_length"] = config.rope_scaling.original_context_length
+    if config.shared_kv_layers:
+        sizes[f"{a}.attention.shared_kv_layers"] = config.shared_kv_layers
+    if config.layer_input is not None:
+        sizes[f"{a}.embedding_length_per_layer_input"] = config.layer_input.length
     if config.conv_taps:
         sizes[f"{a}.shortconv.l_cache"] = config.conv_taps
     if config.gated_delta is not None:

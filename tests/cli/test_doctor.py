@@ -10,6 +10,7 @@ from quengine.cli.main import run
 from quengine.diagnostics.selftest.self_test import USES, KernelCheck
 from quengine.diagnostics.selftest.self_test_attention import OPERATIONS, PAGED
 from quengine.diagnostics.selftest.self_test_experts import ROUTER, SUBJECTS
+from quengine.diagnostics.selftest.self_test_latent import LATENTS
 from quengine.diagnostics.selftest.self_test_run import GPU_UNITS, check_cpu, quick_units
 from quengine.diagnostics.selftest.self_test_states import STATES
 from quengine.kernels.block_formats import FORMATS
@@ -83,7 +84,14 @@ def test_json_has_the_machine_the_models_and_every_kernel(capsys):
     assert isinstance(found["simd"], list) and isinstance(found["models"], list)
     checks = [(check["device"], check["subject"], check["test"]) for check in found["kernels"]]
     assert {("cpu", name, use.name) for name in FORMATS for use in USES} <= set(checks)
-    assert {subject for _, subject, _ in checks} == {*FORMATS, *OPERATIONS, *STATES, *SUBJECTS, ROUTER}
+    assert {subject for _, subject, _ in checks} == {
+        *FORMATS,
+        *OPERATIONS,
+        *STATES,
+        *LATENTS,
+        *SUBJECTS,
+        ROUTER,
+    }
 
 
 @pytest.mark.usefixtures("kernels", "all_formats")
@@ -166,7 +174,7 @@ def test_quick_is_one_check_of_a_kind(capsys):
     assert run(["doctor", "--quick", "--json", "-t", "1"]) == 0
     checks = json.loads(capsys.readouterr().out)["kernels"]
     subjects = [check["subject"] for check in checks]
-    assert set(subjects) == {"Q4_K", *OPERATIONS, *STATES, "experts Q4_K", ROUTER}
+    assert set(subjects) == {"Q4_K", *OPERATIONS, *STATES, *LATENTS, "experts Q4_K", ROUTER}
     assert [check["test"] for check in checks if check["subject"] == "Q4_K"] == [use.name for use in USES]
     units = quick_units()
     assert len(units) < len(GPU_UNITS) / 4 and {unit[0] for unit in units} == {*subjects, *PAGED, "sampling"}

@@ -72,6 +72,10 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
             matrices += 2 * output.rows * output.cols * rows
         if block.ffn is not None:
             matrices += _feed_forward_operations(config, block.ffn) * rows
+        if block.input is not None:
+            matrices += sum(2 * each.rows * each.cols for each in (block.input.gate, block.input.project)) * rows
+    if decoder.inputs is not None:
+        matrices += 2 * decoder.inputs.project.rows * decoder.inputs.project.cols * prompt
     attention = 0
     for layer, mixer in enumerate(block.mixer for block in layers_of(config)):
         if isinstance(mixer, LatentAttention) and layer in config.held_layers:

@@ -180,6 +180,7 @@ class _Replay:
         self._a, self._b, self._phase = a, b, phase
         self._rows = start, end
         self._layer = -1
+        self._last: Operation = "embed"
 
     def __call__(
         self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]
@@ -194,23 +195,29 @@ class _Replay:
         given = placed if operation == "route" else first + placed[1:]
         further = {} if call.experts is None else {"experts": call.experts.to(backend.device)}
         output = run(*given, **further)
-        self._layer += operation == "norm+qkv"
+        # Of a latent attention there are two, one after the other.
+        self._layer += operation == "norm+qkv" and self._last != "norm+qkv"
+        self._last = operation
         self.found.append(self._compared(*_of_one_width(call, _on_host(output))))
         return _weighted_as(call, output) if isinstance(output, Routing) else output
 
     def _compared(self, call: _Call, output: Tensor) -> OperationError:
-        nmse = _of_what_is_added(call, output) if len(call.inputs) == 2 else _largest(call.output, output)
+        adds = call.operation.endswith("+residual") and len(call.inputs) == 2
+        nmse = _of_what_is_added(call, output) if adds else _largest(call.output, output)
         if call.operation in ("embed", "logits"):
             budget = EMBED_BUDGET if call.operation == "embed" else BUDGETS[self._phase]
             return OperationError(call.operation, None, nmse, budget)
+        if call.operation == "layer inputs":
+            return OperationError(call.operation, None, nmse, BUDGETS[self._phase])
         cached = self._cached() if call.operation == "attention" else None
         budget = ROUTE_BUDGET if call.operation == "route" else BUDGETS[self._phase]
         return OperationError(call.operation, self._layer, nmse, budget, cached)
 
-    def _cached(self) -> float:
-        """How far the rows are apart that this layer's attention has just written."""
+    def _cached(self) -> float | None:
+        """How far the rows are apart that this layer's attention has just written; None: it writes none."""
         rows_a, rows_b = (_layer_rows(side, self._layer, *self._rows) for side in (self._a, self._b))
-        return max(_largest(mine, other) for mine, other in zip(rows_a, rows_b, strict=True))
+        pairs = zip(rows_a, rows_b, strict=True)
+        return max((_largest(mine, other) for mine, other in pairs), default=None)
 
 
 def _of_one_width(call: _Call, output: Tensor) -> tuple[_Call, Tensor]:

@@ -6,7 +6,7 @@ The decoder's own code runs, so that what is watched is what serves.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ Operation = Literal[
     "route",
     "experts+glu",
     "experts+residual",
+    "layer inputs",
+    "input+glu",
+    "input+residual",
     "logits",
 ]
 LAYER_OPERATIONS: tuple[Operation, ...] = (
@@ -47,10 +50,14 @@ EXPERT_OPERATIONS: tuple[Operation, ...] = (
 )
 """Of a layer with experts; "norm+glu" and "down+residual" are the shared expert's, where it has one apart."""
 
+IN_LAYERS: tuple[Operation, ...] = (*EXPERT_OPERATIONS, "input+glu", "input+residual")
+"""Of any layer: the last two are of one that gets inputs beside the stream."""
+
 _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "embed": ("embed", ()),
     "norm_linear": ("norm+qkv", (1,)),
     "attention": ("attention", (1,)),
+    "latent_attention": ("attention", (1, 2)),
     "short_conv": ("attention", (1,)),
     "gated_delta": ("attention", (1,)),
     "mamba2": ("attention", (1,)),
@@ -60,9 +67,17 @@ _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "route": ("route", (1,)),
     "experts_glu": ("experts+glu", (1,)),
     "experts_add": ("experts+residual", (1, 4)),
+    "layer_inputs": ("layer inputs", (1,)),
+    "input_glu": ("input+glu", (1,)),
     "logits": ("logits", (1,)),
 }
 """Of the methods of `kernels.backend.Backend` that are watched: which of their arguments are hidden states."""
+
+
+_Names: TypeAlias = Mapping[str, Operation]
+_IN_FFN: _Names = {"linear_add": "down+residual"}
+_IN_INPUT: _Names = {"linear_add": "input+residual"}
+_IN_INPUTS: _Names = {"norm_linear": "layer inputs"}
 
 
 class Watch(Protocol):
@@ -141,18 +156,22 @@ def _grouped(rows: Tensor, own: "GroupedRows") -> "GroupedRows":
 @contextmanager
 def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
     """While it lasts, every operation of `decoder` goes through `watch`."""
-    holders: list[tuple[Any, str, bool]] = [(decoder, "backend", False)]
+    holders: list[tuple[Any, str, _Names]] = [(decoder, "backend", {})]
+    if decoder.inputs is not None:
+        holders.append((decoder.inputs, "backend", _IN_INPUTS))
     for block in decoder.blk:
-        holders.append((block, "backend", False))
+        holders.append((block, "backend", {}))
         if block.mixer is not None:
-            holders.append((block.mixer, "backend", False))
+            holders.append((block.mixer, "backend", {}))
         if block.ffn is not None:
-            holders.append((block.ffn, "backend", True))
+            holders.append((block.ffn, "backend", _IN_FFN))
         if isinstance(block.ffn, MixtureOfExperts):
-            holders.append((block.ffn, "expert_backend", True))
+            holders.append((block.ffn, "expert_backend", _IN_FFN))
+        if block.input is not None:
+            holders.append((block.input, "backend", _IN_INPUT))
     own = [getattr(holder, name) for holder, name, _ in holders]
-    for (holder, name, in_ffn), backend in zip(holders, own, strict=True):
-        setattr(holder, name, _WatchedBackend(backend, watch, in_ffn))
+    for (holder, name, names), backend in zip(holders, own, strict=True):
+        setattr(holder, name, _WatchedBackend(backend, watch, names))
     try:
         yield
     finally:
@@ -163,21 +182,20 @@ def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
 class _WatchedBackend:
     """A backend whose operations go through `watch`; everything else of it is the backend's own.
 
-    in_ffn: its `linear_add` is the feed-forward's, not the attention's.
+    names: what its methods are here, where not what they are in an attention.
     """
 
-    def __init__(self, backend: Backend[Any], watch: Watch, in_ffn: bool) -> None:
+    def __init__(self, backend: Backend[Any], watch: Watch, names: "_Names") -> None:
         self._backend = backend
         self._watch = watch
-        self._in_ffn = in_ffn
+        self._names = names
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self._backend, name)
         if name not in _OPERATIONS:
             return own
         operation, places = _OPERATIONS[name]
-        if name == "linear_add" and self._in_ffn:
-            operation = "down+residual"
+        operation = self._names.get(name, operation)
 
         def watched_operation(*args: Any, **more: Any) -> Hidden:
             def run(*inputs: Hidden, **further: Any) -> Hidden:

@@ -21,6 +21,7 @@ from quengine.diagnostics.selftest.self_test_experts import (
     check_experts,
     check_router,
 )
+from quengine.diagnostics.selftest.self_test_latent import LATENTS, check_latent
 from quengine.diagnostics.selftest.self_test_states import STATES, check_state
 from quengine.kernels.block_formats import FORMATS
 from quengine.platform.machine import usable_cpus
@@ -38,7 +39,7 @@ Unit = tuple[str, str]
 
 GPU_UNITS: tuple[Unit, ...] = (
     *((name, use.name) for name in FORMATS for use in USES),
-    *((name, "") for name in (*OPERATIONS, *PAGED, *STATES)),
+    *((name, "") for name in (*OPERATIONS, *PAGED, *STATES, *LATENTS)),
     *((name, use.name) for name in SUBJECTS for use in EXPERT_USES),
     *((ROUTER, name) for name in ROUTERS),
     *((name, test) for name, tests in SAMPLING.items() for test in tests),
@@ -51,7 +52,7 @@ QUICK_FORMAT = "Q4_K"
 
 def quick_units() -> tuple[Unit, ...]:
     """Of GPU_UNITS one of each kind: every use of one format, every operation, one router."""
-    kinds = {QUICK_FORMAT, *OPERATIONS, *PAGED, *STATES, f"experts {QUICK_FORMAT}", *SAMPLING}
+    kinds = {QUICK_FORMAT, *OPERATIONS, *PAGED, *STATES, *LATENTS, f"experts {QUICK_FORMAT}", *SAMPLING}
     return tuple(unit for unit in GPU_UNITS if unit[0] in kinds or unit == (ROUTER, next(iter(ROUTERS))))
 
 
@@ -67,6 +68,8 @@ def check_cpu(threads: int, quick: bool = False) -> Iterator[KernelCheck]:
         yield from check_operation(backend, name)
     for name in STATES:
         yield from check_state(backend, name)
+    for name in LATENTS:
+        yield from check_latent(backend, name)
     for name in (f"experts {QUICK_FORMAT}",) if quick else SUBJECTS:
         for use in EXPERT_USES:
             yield check_experts(backend, name, use)
@@ -118,6 +121,8 @@ def check_on_gpu(index: int, unit: Unit) -> list[KernelCheck]:
         return list(check_router(backend, test))
     if subject in STATES:
         return list(check_state(backend, subject))
+    if subject in LATENTS:
+        return list(check_latent(backend, subject))
     return list(check_operation(backend, subject))
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.runtime.arguments import Arguments
-from quengine.kernels.cpu.runtime.kernel_table import glu_kernel
+from quengine.kernels.cpu.runtime.kernel_table import glu_kernel, input_glu_kernel
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
-from quengine.kernels.glu import Activation, glu_width
+from quengine.kernels.glu import Activation, Gating, glu_width
 
 _COLUMNS, _TASKS = 64, 4  # columns per task are a multiple of _COLUMNS; _TASKS tasks per thread
 
@@ -51,6 +51,53 @@ def glu_launch(
         record_stride=0 if records is None else records.stride(0),
     )
     return Launch(glu_kernel(activation), arguments, -(-width // step), keep=(gate_up, out, records))
+
+
+@dataclass
+class InputGLUArguments(Arguments):
+    """gate, up: fp32 rows at addresses, strides in bytes; the rest as of GLUArguments."""
+
+    gate: int
+    gate_stride: int
+    up: int
+    up_stride: int
+    rows: int
+    cols: int
+    task_cols: int
+    out: int
+    records: int
+    record_stride: int
+
+
+def input_glu_launch(
+    gate: Tensor, up: Tensor, out: Tensor, records: Tensor | None, step: int, activation: Gating
+) -> Launch:
+    """activation(gate) * up: gate and up fp32 [T, F] with adjacent elements and any row stride; otherwise as
+    `glu_launch`."""
+    rows, width = out.shape
+    assert gate.shape == up.shape == out.shape and gate.stride(1) == up.stride(1) == 1
+    assert records is None or (step % 32 == 0 and width % 32 == 0)
+    arguments = InputGLUArguments(
+        gate=gate.data_ptr(),
+        gate_stride=4 * gate.stride(0),
+        up=up.data_ptr(),
+        up_stride=4 * up.stride(0),
+        rows=rows,
+        cols=width,
+        task_cols=step,
+        out=out.data_ptr(),
+        records=0 if records is None else records.data_ptr(),
+        record_stride=0 if records is None else records.stride(0),
+    )
+    kernel = input_glu_kernel(activation)
+    return Launch(kernel, arguments, -(-width // step), keep=(gate, up, out, records))
+
+
+def input_glu(gate: Tensor, up: Tensor, activation: Gating) -> Tensor:
+    """activation(gate) * up, fp32 [T, F] each, rows of any stride."""
+    out = torch.empty(gate.shape)
+    run([input_glu_launch(gate, up, out, None, _COLUMNS, activation)])
+    return out
 
 
 def glu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:

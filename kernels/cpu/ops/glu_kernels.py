@@ -10,9 +10,9 @@ from quengine.kernels.cpu.ir.attention_ir import emit_exp
 from quengine.kernels.cpu.ir.row_ir import quantize_row
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
-from quengine.kernels.cpu.ops.glu import GLUArguments
+from quengine.kernels.cpu.ops.glu import GLUArguments, InputGLUArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
-from quengine.kernels.glu import CLAMP, GATELESS, SWISH_SLOPE, Activation
+from quengine.kernels.glu import CLAMP, GATELESS, SWISH_SLOPE, Activation, Gating
 
 _LANES = 16
 _MOST = 88.0  # exp of more overflows; silu(-88) is -5e-37
@@ -35,6 +35,22 @@ def glu_kernel(activation: Activation) -> bytes:
                 quantize_row(out, width, first, last, args.records + row * args.record_stride)
 
     return compile_kernel(glu_span, GLUArguments)
+
+
+def input_glu_kernel(activation: Gating) -> bytes:
+    """As `glu_kernel`, of gate and up rows with strides of their own."""
+
+    def input_glu_span(args: InputGLUArguments, task: int) -> None:
+        width = args.cols
+        first, last = task * args.task_cols, min(width, (task + 1) * args.task_cols)
+        for row in range(args.rows):
+            gate, up = args.gate + row * args.gate_stride, args.up + row * args.up_stride
+            out = args.out + 4 * width * row
+            _gated(activation, gate, up, first, last, out)
+            if args.records:
+                quantize_row(out, width, first, last, args.records + row * args.record_stride)
+
+    return compile_kernel(input_glu_span, InputGLUArguments)
 
 
 @vector_code

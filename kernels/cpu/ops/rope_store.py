@@ -62,15 +62,16 @@ def rope_store_launches(
 ) -> list[Launch]:
     """Norms, rotates and scales queries and keys in place in qkv, and stores keys and values to the cache.
 
-    qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], contiguous; the first heads * head_dim elements of a row are its
-    queries afterwards. Of a gated attention queries go to `queries`, fp32 [T, heads * head_dim], contiguous. layer:
-    fp16 or q8_0. positions, slots: int64 [T], where each token is in its sequence and which row of the cache it has,
-    read when the kernel runs.
+    qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], of a shared attention heads * head_dim, contiguous; the first
+    heads * head_dim elements of a row are its queries afterwards. Of a gated attention queries go to `queries`, fp32
+    [T, heads * head_dim], contiguous. layer: fp16 or q8_0. positions, slots: int64 [T], where each token is in its
+    sequence and which row of the cache it has, read when the kernel runs.
     """
+    kv_heads = 0 if spec.shared else spec.kv_heads
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous() and (queries is not None) == spec.gated
     norms, launches, column = [0, 0], [], 0
     ones = torch.ones(spec.head_dim) if spec.v_norm else None
-    for i, (norm, heads) in enumerate(((spec.q_norm, spec.heads), (spec.k_norm, spec.kv_heads))):
+    for i, (norm, heads) in enumerate(((spec.q_norm, spec.heads), (spec.k_norm, kv_heads))):
         width = heads * spec.head_dim
         if norm is not None and norm.numel() == spec.head_dim:
             norms[i] = norm.data_ptr()
@@ -84,7 +85,7 @@ def rope_store_launches(
         qkv=qkv.data_ptr(),
         queries=0 if queries is None else queries.data_ptr(),
         heads=spec.heads,
-        kv_heads=spec.kv_heads,
+        kv_heads=kv_heads,
         width=spec.head_dim,
         positions=positions.data_ptr(),
         slots=slots.data_ptr(),
@@ -101,7 +102,7 @@ def rope_store_launches(
         v=CacheArguments.of(layer.v, layer.v_scale),
     )
     kernel = rope_store_kernel(spec.rope_layout, layer.k_scale is not None)
-    tasks = qkv.shape[0] * (spec.heads + 2 * spec.kv_heads)
+    tasks = qkv.shape[0] * (spec.heads + 2 * kv_heads)
     launches.append(
         Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots, queries, ones))
     )

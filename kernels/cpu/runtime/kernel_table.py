@@ -118,6 +118,7 @@ mamba2_output_kernel = _compiled_by("ops.mamba2_kernels", "mamba2_output_kernel"
 kv_split_kernel = _compiled_by("attention.attention_kernels", "kv_split_kernel")
 combine_kernel = _compiled_by("attention.attention_kernels", "combine_kernel")
 glu_kernel = _compiled_by("ops.glu_kernels", "glu_kernel")
+input_glu_kernel = _compiled_by("ops.glu_kernels", "input_glu_kernel")
 softcap_kernel = _compiled_by("ops.softcap_kernels", "softcap_kernel")
 add_kernel = _compiled_by("ops.add_kernels", "add_kernel")
 scale_kernel = _compiled_by("ops.add_kernels", "scale_kernel")

@@ -72,7 +72,7 @@ class Heads:
     """One layer's attention: query heads / key heads x head size, rotation, window, norms of heads, of these once
     they are rotated, or of a whole row, queries scaled by their position, elements of a head that are rotated (None:
     all), a sink for each query head, output gates, normalized values, soft-capped scores, heads of the model's widest
-    layer."""
+    layer, keys and values of another layer."""
 
     heads: int
     kv_heads: int
@@ -87,10 +87,12 @@ class Heads:
     v_norm: bool = False
     softcap: float = 0.0
     widest: int = 0
+    shared: bool = False
 
     @property
     def width(self) -> int:
-        return ((2 if self.gated else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
+        of_others = 0 if self.shared else 2 * self.kv_heads
+        return ((2 if self.gated else 1) * self.heads + of_others) * self.head_dim
 
     def spec(self) -> AttentionSpec:
         table = empty(CONTEXT, (self.rope_dim or self.head_dim) // 2)
@@ -98,7 +100,8 @@ class Heads:
         q_norm, k_norm = (empty(n * self.head_dim) if self.norm else None for n in (q_heads, k_heads))
         return AttentionSpec(
             heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, scale=0.1, window=self.window,
-            rope_layout=self.layout, cos=table, sin=table, q_norm=q_norm, k_norm=k_norm, eps=EPS,
+            rope_layout=self.layout, cos=table, sin=table, q_norm=q_norm,
+            k_norm=None if self.shared else k_norm, eps=EPS, shared=self.shared,
             norms_rotated=self.norm == "rotated head",
             query_scale=empty(CONTEXT) if self.scaled else None,
             sinks=empty(self.heads) if self.sinks else None,
@@ -133,6 +136,10 @@ HEADS = {
     "gemma4 16/8x256, window": Heads(16, 8, 256, "halves", 1024, "head", v_norm=True, widest=512),
     "gemma4 16/2x512": Heads(16, 2, 512, "halves", norm="head", v_norm=True),
     "gemma4 32/4x512": Heads(32, 4, 512, "halves", norm="head", v_norm=True),
+    "gemma4-e2b 8/1x256, window, shared": Heads(
+        8, 1, 256, "halves", 512, "head", v_norm=True, widest=512, shared=True
+    ),
+    "gemma4-e2b 8/1x512, shared": Heads(8, 1, 512, "halves", norm="head", v_norm=True, shared=True),
     "gemma2 16/8x256, capped, window": Heads(16, 8, 256, "halves", 4096, softcap=50.0),
     "32/8x128, gated": Heads(32, 8, 128, "halves", gated=True),
 }
@@ -233,6 +240,8 @@ def _block_cases() -> Iterator[Case]:
         yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
         call = partial(_branches, "Q4_0", 2816, 2112, _step(rows))
         yield Case(f"gemma4-26b-a4b, two branches, {_rows(rows)}", rows == 1, ARCHS, call)
+        call = partial(_layer_inputs, "Q4_0", "Q6_K", 1536, 256, _step(rows))
+        yield Case(f"gemma4-e2b, inputs of layers, {_rows(rows)}", rows == 1, ARCHS, call)
         call = partial(_projections, "Q8_0", 2880, 4096, _step(rows))
         yield Case(f"gpt-oss output bias, qwen2moe row scales, {_rows(rows)}", rows == 1, (90,), call)
     for name, step in (
@@ -428,6 +437,23 @@ def _branches(name: str, hidden: int, ffn: int, batch: ForwardBatch, backend: Me
     backend.linear_add(batch, gated, down, x, norm, norm, branch=branch)
     output = backend.weight([stored(name, 1024, hidden)])
     backend.logits(batch, empty(len(batch), hidden), norm, output, 30.0)
+
+
+def _layer_inputs(
+    name: str, table: str, hidden: int, length: int, batch: ForwardBatch, backend: MetaBackend
+) -> None:
+    """What Gemma 4 E2B's layers get beside the stream, and what the second of two adds of it at its end."""
+    norm, x = RMSNorm(empty(length), EPS), empty(len(batch), hidden)
+    project = backend.weight([stored(name, 2 * length, hidden)])
+    rows = backend.row_table(stored(table, 1024, 2 * length))
+    inputs = backend.layer_inputs(batch, backend.norm_linear(batch, x, None, project), norm, rows, 11.3)
+    gate, down = (
+        backend.weight([stored(name, length, hidden)]),
+        backend.weight([stored(name, hidden, length)]),
+    )
+    gated = backend.input_glu(batch, x, gate, inputs, 1, "gelu_tanh")
+    after = RMSNorm(empty(hidden), EPS, residual_scale=0.5)
+    backend.linear_add(batch, gated, down, x, after, after)
 
 
 def _short_conv(channels: int, taps: int, batch: ForwardBatch, backend: MetaBackend) -> None:

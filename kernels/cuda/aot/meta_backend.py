@@ -52,6 +52,9 @@ class MetaBackend(CudaBackend):
             PackedWeight(tuple(packed_part(name, rows, parts[0].cols) for name, rows in merged))
         )
 
+    def row_table(self, table: QuantTensor) -> PackedWeight:
+        return PackedWeight((packed_part(table.format.name, table.rows, table.cols),))
+
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
         if not can_pair([gate, up]):
             return self.weight([gate, up])

@@ -75,13 +75,14 @@ class DecodeOutputs(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """Key-value heads, query heads of each, elements of a head, whether each query head has gates: what a kernel is
-    compiled for."""
+    """Key-value heads, query heads of each, elements of a head, whether each query head has gates, whether the newest
+    key and value are in the cache already: what a kernel is compiled for."""
 
     kv_heads: int
     group: int
     head_dim: int
     gated: bool
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class DecodeArguments:
     @property
     def shape(self) -> HeadShape:
         _, kv_heads, head_dim = self.layer.k.shape
-        return HeadShape(kv_heads, self.spec.heads // kv_heads, head_dim, self.spec.gated)
+        return HeadShape(kv_heads, self.spec.heads // kv_heads, head_dim, self.spec.gated, self.spec.shared)
 
     @property
     def splits(self) -> int:

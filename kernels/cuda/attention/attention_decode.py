@@ -43,8 +43,9 @@ def attention_decode(
 ) -> Out:
     """One new token of each of B sequences: rotates, stores its key and value, attends to all keys up to itself.
 
-    qkv: [B, (heads + 2 * kv_heads) * head_dim] fp32 or fp16, unit inner stride. positions: int32 [B] on the device.
-    block_tables: int32 [B, blocks] on the device, contiguous. `coarse`: few KV splits, for batches.
+    qkv: [B, (heads + 2 * kv_heads) * head_dim], of a shared layer [B, heads * head_dim], fp32 or fp16, unit inner
+    stride. positions: int32 [B] on the device. block_tables: int32 [B, blocks] on the device, contiguous. `coarse`: few
+    KV splits, for batches.
 
     `out` is [B, heads * head_dim], written and returned: fp32; quantized activations, int16 per group of 32 for q-dot
     (a head that is not a multiple of 32 takes a second launch); or an fp16 operand, whose row scales must be ones, as

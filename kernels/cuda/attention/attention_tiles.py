@@ -19,6 +19,7 @@ from quengine.kernels.cuda.attention.kv_store import (
     BLOCK,
     cache_pointers,
     dequantize_codes,
+    load_row,
     load_tile,
     store_rows,
     table_rows,
@@ -325,15 +326,19 @@ def _attention_tiles_kernel(
     q = load_rotated(q_rows, g < GROUP, angles, rotation.q_norm, eps, HEAD_DIM, PADDED, ROPE)
     if ROPE.query_scale:
         q *= tl.load(rotation.query_scale + position)
-    k_row = qkv + (QUERIES * HEADS + kv_head + one) * HEAD_DIM
-    v_row = k_row + SHAPE.kv_heads * HEAD_DIM
-    k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE)
-    v_new = load_values(v_row, one == 0, 1.0, eps, HEAD_DIM, PADDED, ROPE)
     # Split 0 stores the new key and value and starts its state from them; they are not read back in this launch.
     owner = part == 0
-    write = (one == 0) & owner & (position < blocks * BLOCK)
-    k_new = store_rows(k_new, new_row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
-    v_new = store_rows(v_new, new_row, write, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
+    if SHAPE.shared:  # an earlier launch of the step has stored them
+        k_new = load_row(k_ptr, k_scale_ptr, new_row, one == 0, HEAD_DIM, PADDED, Q8)
+        v_new = load_row(v_ptr, v_scale_ptr, new_row, one == 0, HEAD_DIM, PADDED, Q8)
+    else:
+        k_row = qkv + (QUERIES * HEADS + kv_head + one) * HEAD_DIM
+        v_row = k_row + SHAPE.kv_heads * HEAD_DIM
+        k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE)
+        v_new = load_values(v_row, one == 0, 1.0, eps, HEAD_DIM, PADDED, ROPE)
+        write = (one == 0) & owner & (position < blocks * BLOCK)
+        k_new = store_rows(k_new, new_row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
+        v_new = store_rows(v_new, new_row, write, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
     new_score = _scaled(tl.sum(q * k_new, 1), scale, CAP)
     row_max = tl.where(owner, new_score, float("-inf"))
     row_sum = tl.where(owner & (r >= 0), 1.0, 0.0)

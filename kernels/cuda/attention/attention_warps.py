@@ -76,7 +76,7 @@ def takes(qkv: Tensor, spec: AttentionSpec) -> bool:
     rotates = 2 * spec.cos.shape[1] == spec.head_dim or spec.rope_layout == "pairs"
     aligned = qkv.dtype == torch.float32 and qkv.stride(0) % 4 == 0 and qkv.data_ptr() % 16 == 0
     shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128) and not spec.gated
-    plain = not spec.v_norm and not spec.softcap
+    plain = not spec.v_norm and not spec.softcap and not spec.shared
     return uses_assembly() and shaped and plain and rotates and aligned
 
 

@@ -136,6 +136,19 @@ def load_tile(
 
 
 @triton.jit
+def load_row(cache_ptr, scale_ptr, row, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, Q8: tl.constexpr):
+    """Cache rows `row` [N] as fp32 [N, PADDED]: what `store_rows` returned when they were stored."""
+    tile, scale = load_tile(cache_ptr, scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
+    values = tile.to(tl.float32)
+    if Q8:
+        N: tl.constexpr = tile.shape[0]
+        GROUPS: tl.constexpr = PADDED // Q8_GROUP
+        groups = tl.reshape(values, [N, GROUPS, Q8_GROUP]) * scale.to(tl.float32)[:, :, None]
+        values = tl.reshape(groups, [N, PADDED])
+    return values
+
+
+@triton.jit
 def dequantize_codes(codes, scale, ASM: tl.constexpr):
     """codes int8 [N, PADDED] times scale fp16 [N, PADDED / 32] as two fp16 terms: the rounded product, the remainder.
 

@@ -18,8 +18,9 @@ _BLOCK = 1024
 
 
 def qkv_width(spec: AttentionSpec) -> int:
-    """Columns of a layer's qkv rows, gates included."""
-    return ((2 if spec.gated else 1) * spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    """Columns of a layer's qkv rows, gates included; of a shared layer's its queries'."""
+    of_others = 0 if spec.shared else 2 * spec.kv_heads
+    return ((2 if spec.gated else 1) * spec.heads + of_others) * spec.head_dim
 
 
 def gate_arguments(

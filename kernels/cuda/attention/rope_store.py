@@ -111,9 +111,10 @@ def rope_store(
 ) -> Tensor:
     """Rotates queries and keys of T tokens and stores their keys and values to the cache.
 
-    qkv: [T, (heads + 2 * kv_heads) * head_dim], where the spec is gated `qkv_width` columns, fp32 or fp16, unit inner
-    stride, or products of that shape, which are scaled here; positions: int32 [T] on the device (one past the block
-    table is not written); block_tables: int32 [sequences, blocks]; sequences: int32 [T], each token's row of them.
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], where the spec is gated or shared `qkv_width` columns, fp32 or fp16,
+    unit inner stride, or products of that shape, which are scaled here; positions: int32 [T] on the device (one past
+    the block table is not written); block_tables: int32 [sequences, blocks]; sequences: int32 [T], each token's row of
+    them.
     Returns the rotated queries [T, heads, head_dim] fp16, in `out` where that is given, contiguous.
     With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """
@@ -129,7 +130,7 @@ def rope_store(
     shape = (tokens, spec.heads, head_dim)
     q = torch.empty(shape, dtype=torch.float16, device=qkv.device) if out is None else out.view(shape)
     block_heads = heads_per_block(spec.heads, kv_heads)
-    grid = (tokens, (spec.heads + 2 * kv_heads) // block_heads)
+    grid = (tokens, (spec.heads + (0 if spec.shared else 2 * kv_heads)) // block_heads)
     _rope_store_kernel[grid](
         qkv, rotation_pointers(spec), spec.cos if row_scale is None else row_scale, positions, sequences,
         block_tables, q, cache_pointers(layer),

@@ -133,6 +133,29 @@ def pack(
     return PackedWeight(tuple(_pack_run(run, device) for run in runs))
 
 
+def pack_on_host(table: QuantTensor, device: torch.device) -> PackedWeight:
+    """As `pack` of one matrix, repacked on `device` some rows at a time, with its planes in host memory.
+
+    For a CUDA device it is page-locked: kernels read it over the bus.
+    """
+    data = table.data.view(table.rows, -1)
+    if not table.format.is_quantized:
+        held = _host_memory(data.shape, device)
+        held.copy_(data)
+        return PackedWeight((FloatPart(held.view(_FLOATS[table.format.name])),))
+    planes = _Planes(table, table.rows, device, on_host=True)
+    for block in _tile_rows([data], rows_at_a_time(table.cols)):
+        planes.append(block)
+    return PackedWeight((planes.finish(),))
+
+
+def _host_memory(shape: Sequence[int], device: torch.device) -> Tensor:
+    """uint8 in host memory that kernels of `device` read; on the device itself where that is no GPU."""
+    if device.type == "cuda":
+        return torch.empty(*shape, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(*shape, dtype=torch.uint8, device=device)
+
+
 def can_pair(tensors: Sequence[QuantTensor]) -> bool:
     """Whether two matrices can share tiles, row by row."""
     if len(tensors) != 2:
@@ -192,9 +215,11 @@ def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
 
 
 class _Planes:
-    """The planes of one part, filled some rows at a time to limit temporary memory."""
+    """The planes of one part, filled some rows at a time to limit temporary memory. on_host: see `pack_on_host`."""
 
-    def __init__(self, like: QuantTensor, rows: int, device: torch.device | str) -> None:
+    def __init__(
+        self, like: QuantTensor, rows: int, device: torch.device | str, on_host: bool = False
+    ) -> None:
         self.format, self.rows, self.cols, self.device = like.format, rows, like.cols, device
         self.layout = packed_layout(like.format, like.cols)
         self.chunks = -(-self.cols // self.layout.chunk)
@@ -208,9 +233,11 @@ class _Planes:
             self.layout.scale_bytes,
             self.layout.super_bytes,
         )
-        self.planes = [
-            torch.empty(self.tiles, self.chunks, size, dtype=torch.uint8, device=device) for size in sizes
-        ]
+        shapes = [(self.tiles, self.chunks, size) for size in sizes]
+        if on_host:
+            self.planes = [_host_memory(shape, torch.device(device)) for shape in shapes]
+        else:
+            self.planes = [torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes]
 
     def append(self, data: Tensor) -> None:
         groups = unpack(self.format, data.to(self.device, non_blocking=True))

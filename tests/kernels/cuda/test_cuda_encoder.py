@@ -16,9 +16,12 @@ from tests.kernels.weights import nmse
 from tests.tiny_models import write_tiny
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [("bert", "F16"), ("bert", "Q8_0"), ("nomic-bert", "Q8_0")]
+)
 @pytest.mark.parametrize("texts", [[[5, 17, 50, 3], [7, 9]], [[5]]], ids=["two texts", "one token"])
 def test_rows_are_the_references(
+    architecture: str,
     kind: str,
     texts: list[list[int]],
     device: torch.device,
@@ -27,7 +30,7 @@ def test_rows_are_the_references(
 ) -> None:
     if device.type == "cpu":
         monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
-    checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", "bert", kind))
+    checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", architecture, kind))
 
     def rows(backend: Any) -> torch.Tensor:
         encoder = Encoder(checkpoint.config, checkpoint.tensors, backend, 64)

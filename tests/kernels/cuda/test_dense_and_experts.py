@@ -1,5 +1,6 @@
 """A whole decoder of Gemma 4 on the CUDA backend against the reference: heads of two sizes, values normalized and
-made of keys, experts beside a feed-forward, numbers of layers, soft-capped logits."""
+made of keys, experts beside a feed-forward, numbers of layers, soft-capped logits, layers that share keys and values,
+embeddings by layer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ def _without_dependent_launch(device: torch.device, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
 
 
-@pytest.fixture(scope="module", params=["gemma-4-moe-tiny", "gemma2-tiny"])
+@pytest.fixture(scope="module", params=["gemma-4-moe-tiny", "gemma2-tiny", "gemma-4-e-tiny"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     preset = find_preset(request.param)
     assert preset is not None
@@ -40,6 +41,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if preset.layer_sizes:
         factors = (1.0,) * 8 + (1e30,) * 24
         small = replace(small, layer_sizes=SIZES, rope_freq_factors=factors, expert_feed_forward_length=32)
+    if preset.shared_kv_layers:
+        small = replace(
+            small, block_count=4, layer_sizes=SIZES * 2, shared_kv_layers=2, layer_input_length=32
+        )
     return open_checkpoint(write_synthetic(tmp_path_factory.mktemp("gemma") / "tiny.gguf", small))
 
 

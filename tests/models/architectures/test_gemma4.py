@@ -1,17 +1,21 @@
 """Gemma 4 as a folder and as GGUF: the logits of `transformers`, heads of two sizes, experts beside a feed-forward."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quengine.errors import EngineError
+from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import CacheGroup, LayerSizes, ModelConfig
-from quengine.models.gguf import GGUFError, open_gguf
+from quengine.models.gguf import GGUFError, StringArray, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.hf.config_hf import read_hf_config
-from tests.gguf_builder import ModelSizes, model_builder
+from tests.gguf_builder import GGUFBuilder, ModelSizes, model_builder
+from tests.llama_cpp_convert import VOCAB
 from tests.llama_cpp_logits import llama_cpp_logits
 from tests.models.architectures.both_files import Case, SameLogits, opened
 from tests.transformers_models import nmse, our_logits
@@ -47,7 +51,21 @@ def scales(model: Any) -> None:
             tensor.mul_(len(tensor) ** -0.5)
 
 
+LAYERED = {
+    **SIZES,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_key_value_heads": 1,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
+"""As E2B: layers that share keys and values, of which the last is global; a part of each token for each layer."""
+
 CASES = {
+    "layered": Case("gemma4_text", LAYERED, change=scales),
+    "layered, no sharing": Case("gemma4_text", {**LAYERED, **SAME, "num_kv_shared_layers": 0}, change=scales),
     "plain": Case("gemma4_text", {**SIZES, **SAME}, change=scales),
     "experts": Case("gemma4_text", {**SIZES, **SAME, **EXPERTS}, change=scales),
     "own values, uncapped": Case("gemma4_text", {**SIZES, "final_logit_softcapping": None}, change=scales),
@@ -55,7 +73,29 @@ CASES = {
 
 
 class TestLogits(SameLogits):
-    main = ("plain", "experts")
+    main = ("plain", "experts", "layered")
+
+
+def test_keys_of_layers_that_share_those_of_others_are_passed_over(root: Path, tmp_path: Path) -> None:
+    """Released files have them, and `transformers` and llama.cpp read none of them."""
+    ours = our_logits(opened(root, "layered", "gguf"), VOCAB)
+    builder = GGUFBuilder()
+    with open_gguf(root / "layered.gguf") as file:
+        for key, value in file.metadata.items():
+            builder.kv(key, list(value) if isinstance(value, StringArray) else value)
+        for name, tensor in file.tensors.items():
+            builder.tensor(name, tensor.shape, tensor.type_name, tensor.data)
+        for name in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
+            tensor = file.tensors[f"blk.2.{name}"]
+            builder.tensor(f"blk.5.{name}", tensor.shape, tensor.type_name, tensor.data)
+    with_keys = open_checkpoint(builder.write(tmp_path / "keys.gguf"))
+    assert torch.equal(our_logits(with_keys, VOCAB), ours)
+    shutil.copytree(root / "layered", tmp_path / "folder")
+    weights = load_file(tmp_path / "folder" / "model.safetensors")
+    weights["model.layers.5.self_attn.k_norm.weight"] = torch.ones(16)
+    save_file(weights, tmp_path / "folder" / "model.safetensors", {"format": "pt"})
+    folder = open_checkpoint(tmp_path / "folder")
+    assert nmse(our_logits(folder, VOCAB), ours) < 1e-9
 
 
 def test_layers_are_in_two_cache_groups(root: Path) -> None:
@@ -102,6 +142,14 @@ def test_a_released_folder_leaves_much_to_defaults() -> None:
     assert config.experts is not None and config.experts.router.used == 8
 
 
+def test_last_layers_use_keys_and_values_of_earlier_ones() -> None:
+    config = config_of(num_kv_shared_layers=10, use_double_wide_mlp=True, hidden_size_per_layer_input=256)
+    assert [config.kv_source(i) for i in (18, 19, 20, 23, 28, 29)] == [18, 19, 19, 17, 19, 17]
+    assert config.cache_groups[0].layers == (5, 11, 17) and len(config.cache_groups[1].layers) == 17
+    assert [config.sizes(i).feed_forward_length for i in (19, 20)] == [2112, 4224]
+    assert config.layer_input is not None and config.layer_input.length == 256
+
+
 def test_a_dense_model_has_no_experts() -> None:
     assert config_of(enable_moe_block=False).experts is None
     unified = {key: value for key, value in TEXT.items() if "expert" not in key and "moe" not in key}
@@ -113,8 +161,12 @@ def test_a_dense_model_has_no_experts() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"hidden_size_per_layer_input": 256},
-        {"num_kv_shared_layers": 18},
+        {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 4096},
+        {"hidden_size_per_layer_input": -1},
+        {"num_kv_shared_layers": 30},
+        {"num_kv_shared_layers": 26},
+        {"num_kv_shared_layers": 2, "per_layer_config": {"29": {"num_key_value_heads": 4}}},
+        {"num_kv_shared_layers": 2, "use_double_wide_mlp": 1},
         {"use_bidirectional_attention": "all"},
         {"hidden_activation": "gelu"},
         {"attention_bias": True},
@@ -144,7 +196,9 @@ def test_what_the_decoder_does_not_compute_is_refused_in_one_line(changes: dict[
     ("key", "value"),
     [
         ("attention.shared_kv_layers", 1),
-        ("embedding_length_per_layer_input", 256),
+        ("attention.shared_kv_layers", 4),
+        ("embedding_length_per_layer_input", -1),
+        ("embedding_length_per_layer_input", 1 << 22),
         ("attention.sliding_window", 0),
         ("attention.sliding_window_pattern", None),
         ("attention.sliding_window_pattern", 2),
@@ -164,11 +218,12 @@ def test_bad_metadata_is_refused(tmp_path: Path, key: str, value: Any) -> None:
     assert caught.value.field == f"gemma4.{key}"
 
 
-def test_llama_cpp_computes_the_same(root: Path) -> None:
-    """Of the file with experts, but for llama.cpp's cache in fp16, which tips the choice of experts at some positions:
-    the median position is compared."""
-    ours = our_logits(opened(root, "experts", "gguf"), CASES["experts"].vocab)
-    theirs = llama_cpp_logits(root / "experts.gguf", CASES["experts"].vocab)
+@pytest.mark.parametrize("name", ["experts", "layered"])
+def test_llama_cpp_computes_the_same(root: Path, name: str) -> None:
+    """But for llama.cpp's cache in fp16, which tips the choice of experts at some positions: the median position is
+    compared."""
+    ours = our_logits(opened(root, name, "gguf"), CASES[name].vocab)
+    theirs = llama_cpp_logits(root / f"{name}.gguf", CASES[name].vocab)
     assert theirs is not None
     rows = zip(ours, torch.from_numpy(theirs).double(), strict=True)
     assert torch.tensor([nmse(*row) for row in rows]).median() < 1e-3

@@ -1,0 +1,25 @@
+"""What layers get of a token beside the residual stream on the CPU; defined in kernels/layer_inputs.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quengine.kernels.cpu.gemv.matmul import embed
+from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
+from quengine.kernels.cpu.runtime.threads import Launch, run
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
+
+
+def norm_parts_launch(projected: Tensor, norm: RMSNorm) -> Launch:
+    """`norm` of each n elements of projected, fp32 [T, layers * n], contiguous, in place, for weights [n]."""
+    parts = projected.view(-1, norm.weight.numel())
+    return rms_norm_launch(parts, norm.weight, norm.eps, parts)
+
+
+def layer_inputs(projected: Tensor, norm: RMSNorm, table: QuantTensor, ids: Tensor, scale: float) -> Tensor:
+    """`norm` of each n elements of projected fp32 [T, layers * n], which is overwritten, plus rows `ids` of the table
+    times `scale`."""
+    projected = projected.contiguous()
+    run([norm_parts_launch(projected, norm)])
+    return embed(table, ids, scale).add_(projected)

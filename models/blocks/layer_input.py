@@ -1,0 +1,65 @@
+"""What a layer gets of each token beside the residual stream (Gemma 4 E2B and E4B: per-layer embeddings), declared.
+
+A table has a row for each token, with `length` elements for each layer; a projection of the token's embedding, each
+layer's part normalized, is added to it (kernels/backend.py: `layer_inputs`). At its end a layer multiplies what a gate
+makes of the stream by its part, and adds a norm of the projection of that to the stream. Source: `Gemma4TextModel` and
+`Gemma4TextDecoderLayer` in the `transformers` library.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quengine.models.blocks.block import NORM, Draw, TensorSpec, Uniform
+from quengine.models.config import BlockKind, ModelConfig
+
+TABLE = "per_layer_token_embd"
+"""The table's name in GGUF files: of it steps read single rows."""
+
+
+@dataclass(frozen=True)
+class LayerInput:
+    """length: elements for a layer. width: of the residual stream. form: of the layer: activation, number at its
+    end."""
+
+    form: BlockKind
+    width: int
+    length: int
+
+    @property
+    def traits(self) -> Sequence[str]:
+        return ("per-layer embeddings",)
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        found = {
+            "inp_gate.weight": TensorSpec((self.length, self.width), hf="per_layer_input_gate.weight"),
+            "proj.weight": TensorSpec((self.width, self.length), hf="per_layer_projection.weight"),
+            "post_norm.weight": TensorSpec((self.width,), hf="post_per_layer_input_norm.weight", draw=NORM),
+        }
+        if self.form.layer_scale:
+            draw = Uniform(0.5, 1.0)
+            found["layer_output_scale.weight"] = TensorSpec((1,), hf="layer_scalar", draw=draw)
+        return found
+
+    def joined(self) -> Mapping[str, TensorSpec]:
+        return {}
+
+
+def top_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    """Those of no layer, by name, for a model whose layers have such inputs."""
+    if config.layer_input is None:
+        return {}
+    width, length = config.embedding_length, config.layer_input.length
+    every = config.block_count * length
+    return {
+        f"{TABLE}.weight": TensorSpec(
+            (config.vocab_size, every),
+            hf="{body}embed_tokens_per_layer.weight",
+            draw=Draw(length**-0.5, by_columns=False),
+        ),
+        "per_layer_model_proj.weight": TensorSpec(
+            (every, width), hf="{body}per_layer_model_projection.weight"
+        ),
+        "per_layer_proj_norm.weight": TensorSpec(
+            (length,), hf="{body}per_layer_projection_norm.weight", draw=NORM
+        ),
+    }

@@ -1,0 +1,61 @@
+"""What layers get of a token beside the residual stream, on a backend."""
+
+from math import sqrt
+
+import numpy as np
+
+from quengine.kernels.backend import Hidden
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.layer_norm import Norm
+from quengine.kernels.rms_norm import RMSNorm
+from quengine.models.blocks.layer_input import TABLE, LayerInput
+from quengine.models.layers import LayerTensors
+
+
+class LayerInputs:
+    """Makes the inputs of all layers of a step's tokens, [T, layers * length]. tensors: those of no layer.
+
+    A token's projected embedding is divided by the root of its width and normalized, its row of the table multiplied by
+    the root of `length`, and their sum divided by the root of 2: those factors are in the norm's weights, in its eps,
+    and in what multiplies the table's rows.
+    """
+
+    def __init__(self, tensors: LayerTensors, width: int, length: int) -> None:
+        self.backend = tensors.backend
+        self.project = tensors.weight("per_layer_model_proj")
+        (table,) = tensors.take(TABLE)
+        self.table = self.backend.row_table(table)
+        weight = tensors.vector("per_layer_proj_norm") * 2.0**-0.5
+        self.norm = RMSNorm(weight, tensors.eps * width)
+        self.scale = float(np.float32(sqrt(length))) * 2.0**-0.5
+
+    def __call__(self, batch: ForwardBatch, x: Hidden) -> Hidden:
+        """x: the embedded tokens, which stay as they are."""
+        projected = self.backend.norm_linear(batch, x, None, self.project)
+        return self.backend.layer_inputs(batch, projected, self.norm, self.table, self.scale)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a step of one row reads."""
+        return int(self.project.nbytes + self.table.nbytes // self.table.rows)
+
+
+class LayerInputLayer:
+    """The end of a layer with such an input, see blocks/layer_input.py."""
+
+    def __init__(self, declared: LayerInput, tensors: LayerTensors) -> None:
+        self.backend = tensors.backend
+        self.layer = tensors.layer
+        self.activation = declared.form.activation
+        self.gate = tensors.weight("inp_gate")
+        self.project = tensors.weight("proj")
+        self.post_norm = tensors.ending_norm("post_norm", declared.form)
+
+    def __call__(self, batch: ForwardBatch, x: Hidden, inputs: Hidden, next_norm: Norm | None) -> Hidden:
+        """The new residual stream. `inputs`: of `LayerInputs`. `next_norm`: the norm that reads the result."""
+        gated = self.backend.input_glu(batch, x, self.gate, inputs, self.layer, self.activation)
+        return self.backend.linear_add(batch, gated, self.project, x, next_norm, self.post_norm)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.gate.nbytes + self.project.nbytes)
