@@ -241,7 +241,7 @@ class CudaBackend:
     ) -> Routing:
         return self._experts.route(_stream(x), norm, router, experts)
 
-    def weighed(self, x: Residual, norm: RMSNorm, weights: Tensor) -> Tensor:
+    def weighed(self, _batch: ForwardBatch, x: Residual, norm: RMSNorm, weights: Tensor) -> Tensor:
         return self.normed(x, norm).mul_(weights)
 
     def experts_glu(

@@ -21,7 +21,7 @@ from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeLayout, RopeSpec, rope_table
 from quengine.kernels.rope_store import rope_store
 from tests.forward import one_sequence
-from tests.kernels.cpu.cpu_runs import linear
+from tests.kernels.cpu.cpu_runs import embed, linear
 from tests.kernels.weights import nmse, randn, random_weight
 
 
@@ -237,5 +237,5 @@ def test_a_program_may_have_fewer_tasks_in_a_later_run() -> None:
 
 def test_nmse_of_the_rounded_matvec_is_within_the_decode_budget() -> None:
     w, x = random_weight("Q4_1", 64, 8), randn(1, 256)
-    exact = x.double() @ cpu.embed(w, torch.arange(64)).double().T
+    exact = x.double() @ embed(w, torch.arange(64)).double().T
     assert nmse(linear(x, [w]), exact) < 1e-8
