@@ -1,4 +1,4 @@
-"""What a recorded step reads beside weights and caches: tokens, positions, cache rows, slots and visible positions."""
+"""What a compiled step, or an operation, reads beside weights and caches: tokens, positions, cache rows, slots."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class RunInputs:
     """
 
     def __init__(self, rows: int, blocks: int, groups: int) -> None:
-        self.ids, self.positions = torch.zeros(2, rows, dtype=torch.int64)
+        self.ids = torch.zeros(rows, dtype=torch.int64)
+        self.positions = torch.zeros(rows, dtype=torch.int64)
         self.slots = torch.zeros(groups, rows, dtype=torch.int64)
         self.tables = torch.zeros(groups, rows, blocks, dtype=torch.int64)
         self.vocabulary, self.context = 0, blocks * BLOCK_SIZE

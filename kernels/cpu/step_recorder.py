@@ -1,6 +1,6 @@
 """Records the operations of kernels.backend.Backend as stages of kernels over buffers at fixed addresses.
 
-A decode step is recorded once and run for every token (step.py); elsewhere an operation is recorded and run at once
+A decode step is compiled once and run for every token (step.py); elsewhere an operation is recorded and run at once
 (`recorded`). A layer of one row is five stages (runtime/stage.py), between which the threads synchronise: QKV |
 attention | output projection | gate and up | down; with experts, the router comes before the last two. Norms, rotation,
 quantization and residuals are parts of these stages; for several rows, those too large for one thread get stages of
