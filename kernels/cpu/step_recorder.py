@@ -48,7 +48,7 @@ from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.ops.short_conv import short_conv_launch
 from quengine.kernels.cpu.ops.softcap import softcap_launch
-from quengine.kernels.cpu.runtime.stage import Stage
+from quengine.kernels.cpu.runtime.stage import KernelStage
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
 from quengine.kernels.cpu.step_inputs import BatchInputs, StepInputs
 from quengine.kernels.forward_batch import ForwardBatch
@@ -94,7 +94,7 @@ class CpuWeight:
 class RecordedAttention:
     """A recorded attention: its stage, whose number of tasks depends on the visible positions."""
 
-    stage: Stage
+    stage: KernelStage
     kv_heads: int
     window: int | None
     visible: Visible
@@ -112,10 +112,10 @@ class StepRecorder:
     rows: int
     inputs: StepInputs
     buffers: Buffers = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
+    stages: list[KernelStage] = field(default_factory=list)
     attentions: list[RecordedAttention] = field(default_factory=list)
     _cleared: set[int] = field(default_factory=set)
-    _row_stage: Stage | None = None  # the newest stage with one task per row
+    _row_stage: KernelStage | None = None  # the newest stage with one task per row
     # The last normalised hidden state: input, norm, result. Router and experts read the same.
     _latest: tuple[Tensor, Norm, Tensor] | None = None
     # The rows that each buffer of quantized rows holds, by its address. Each result is a tensor object of its own, so
@@ -360,8 +360,8 @@ class StepRecorder:
         self._matvecs(self._normed(x, norm), weight, y, cap=softcap)
         return y
 
-    def _stage(self, *parts: list[Launch]) -> Stage:
-        self.stages.append(Stage(list(parts)))
+    def _stage(self, *parts: list[Launch]) -> KernelStage:
+        self.stages.append(KernelStage(list(parts)))
         return self.stages[-1]
 
     def _matvecs(
