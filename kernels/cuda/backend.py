@@ -86,7 +86,7 @@ from quengine.kernels.short_conv import ShortConvSpec
 
 HOPPER = (9, 0)
 
-DECODE_ROWS = 1
+Q_DOT_ROWS = 1
 """Rows that q-dot kernels take: a kernel for more compiles for a minute, too long before a short prompt."""
 
 MAX_DEQUANTIZED = 80 << 20
@@ -109,7 +109,7 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 def takes_q_dot(rows: int) -> bool:
     """Whether `rows` rows are quantized to int16 for q-dot; more rows use fp16 matrix units."""
-    return rows <= DECODE_ROWS
+    return rows <= Q_DOT_ROWS
 
 
 class CudaBackend:
