@@ -196,7 +196,11 @@ class BlockManager:
         """Registers the block after those with `keys`, which are all full ones of a sequence that ends, under the
         tokens that it holds: fewer than a block's."""
         index = len(keys)
-        if self._states or len(tokens) < LEAST_COPIED or any(table[index] == PADDING_BLOCK for table in tables):
+        if (
+            self._states
+            or len(tokens) < LEAST_COPIED
+            or any(table[index] == PADDING_BLOCK for table in tables)
+        ):
             return
         before = keys[-1] if keys else b""
         key = _key(before, tokens)

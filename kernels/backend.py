@@ -291,7 +291,7 @@ class Backend(Protocol[WeightT]):
         """
         ...
 
-    def weighed(self, x: Hidden, norm: RMSNorm, weights: Tensor) -> Hidden:
+    def weighed(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weights: Tensor) -> Hidden:
         """`norm` of x [T, K], each row times its weight, [T, 1], of a routing: [T, K]. x is not changed."""
         ...
 

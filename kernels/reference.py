@@ -199,7 +199,7 @@ class ReferenceBackend:
     ) -> Routing:
         return route(_normed(x, norm), router, experts)
 
-    def weighed(self, x: Tensor, norm: RMSNorm, weights: Tensor) -> Tensor:
+    def weighed(self, _batch: ForwardBatch, x: Tensor, norm: RMSNorm, weights: Tensor) -> Tensor:
         return _normed(x, norm) * weights
 
     def experts_glu(

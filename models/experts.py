@@ -85,7 +85,7 @@ class MixtureOfExperts:
             routing = replace(routing, experts=numbers.view_as(routing.experts))
         norm: RMSNorm | None = self.expert_norm
         if self.router.kind.weighs_inputs:
-            x, norm = self.backend.weighed(x, self.expert_norm, routing.weights), None
+            x, norm = self.backend.weighed(batch, x, self.expert_norm, routing.weights), None
             routing = replace(routing, weights=torch.ones_like(routing.weights))
         rows = self.expert_backend.experts_glu(batch, x, norm, routing, self.gate_up, self.activation)
         return rows, routing

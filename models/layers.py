@@ -84,7 +84,8 @@ class LayerTensors:
         if not form.layer_scale:
             return norm
         scale = self.vector("layer_output_scale")
-        return replace(norm, weight=norm.weight * scale, residual_scale=float(scale))
+        number = 1.0 if scale.is_meta else float(scale)  # kernels compiled ahead take it when they run
+        return replace(norm, weight=norm.weight * scale, residual_scale=number)
 
 
 class AttentionLayer:

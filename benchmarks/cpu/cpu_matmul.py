@@ -17,7 +17,8 @@ from quengine.kernels import cpu
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.gemm import tile_matmul
 from quengine.kernels.cpu.gemm.amx import has_amx
-from quengine.kernels.cpu.gemv.matmul import linear_launches
+from quengine.kernels.cpu.gemv.matmul import matvec_launch, quantize_launch
+from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.runtime.threads import Launch, Program
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.platform.machine import cpu_model, physical_cores
@@ -72,9 +73,10 @@ def decode_rates(samples: int) -> dict[str, float]:
     rates = {}
     for name, rows, cols in DECODE:
         w, x, y = weight(name, rows, cols), torch.randn(1, cols), torch.empty(1, rows)
-        rounding, *dots = linear_launches(x, [w], y)
+        records = torch.empty(1, quantized_row_bytes(cols), dtype=torch.uint8)
         times = max(1, int(_ENOUGH / (rows * cols)))
-        seconds = best_seconds([rounding, *dots * times], samples)
+        dots = [matvec_launch(records, w, y, 0)] * times
+        seconds = best_seconds([quantize_launch(x, records), *dots], samples)
         rates[f"decode {name} {rows}x{cols}"] = times * rows * cols / seconds / 1e9
     return rates
 

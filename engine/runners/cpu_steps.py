@@ -10,8 +10,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from quengine.kernels.cpu.backend import CpuBackend
-from quengine.kernels.cpu.step import Step
+from quengine.kernels.cpu.step import CompiledStep
 from quengine.kernels.cpu.step_recorder import Buffers
 from quengine.kernels.forward_batch import BlockTables, Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
@@ -33,7 +32,7 @@ class CpuSteps:
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: int = 1) -> None:
         self._decoder, self._cache, self._most_rows = decoder, cache, rows
-        self._steps: dict[GraphKey, Step] = {}
+        self._steps: dict[GraphKey, CompiledStep] = {}
         self._buffers: Buffers = {}
         self.capture(decode_key(min(2, rows)))  # loads or compiles the kernels that decode needs
 
@@ -58,14 +57,13 @@ class CpuSteps:
         return step.run(tokens + [0] * padding, positions + [0] * padding, tables)[:count]
 
     @torch.no_grad()
-    def capture(self, key: GraphKey) -> Step:
+    def capture(self, key: GraphKey) -> CompiledStep:
         """The step list of a key, made if missing."""
         if key not in self._steps:
-            backend, layers = self._decoder.backend, self._cache.layers
-            assert isinstance(backend, CpuBackend)
+            decoder, layers = self._decoder, self._cache.layers
             blocks, groups = blocks_for(self._cache.ctx_size), len(self._cache.pools)
-            self._steps[key] = backend.record(
-                lambda batch: self._decoder.forward(batch, layers), key.rows, blocks, self._buffers, groups
+            self._steps[key] = CompiledStep(
+                lambda batch: decoder.forward(batch, layers), key.rows, blocks, self._buffers, groups
             )
         return self._steps[key]
 

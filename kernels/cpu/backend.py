@@ -1,23 +1,28 @@
 """The CPU backend: weights as stored in the mapped file, int16 activations in decode, fp32, int16 or bf16 in prefill.
 
 Implements kernels.backend.Backend with the kernels of kernels/cpu/. A row's result does not depend on its chunk in
-prefill, nor on the other rows in decode. A decode step can be compiled to one list of kernels, with bit-identical
-results.
+prefill, nor on the other rows in decode. An operation is recorded as kernels (step_recorder.py) and run at once; a
+decode step can be recorded whole and run as one list. What differs in a chunk of a prompt, matmuls and attention, has
+kernels of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from quengine.kernels import cpu
-from quengine.kernels.backend import AttentionSpec, Branch, Hidden, KVLayer, SlotLayer
+from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.moe.experts import CpuExperts
-from quengine.kernels.cpu.moe.operations import down_experts, experts_add, experts_glu, gate_up_experts
-from quengine.kernels.cpu.moe.router import route
-from quengine.kernels.cpu.step import Step
-from quengine.kernels.cpu.step_recorder import Buffers, CpuWeight, StepRecorder
+from quengine.kernels.cpu.moe.operations import (
+    ExpertRows,
+    down_experts,
+    gate_up_experts,
+    prompt_experts_add,
+    prompt_experts_glu,
+)
+from quengine.kernels.cpu.step_recorder import CpuWeight, recorded, state_operation
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
@@ -45,28 +50,7 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.communicator: Communicator = ONE_RANK
-        self._recorder: StepRecorder | None = None
         cpu.set_threads(threads)
-
-    def record(
-        self,
-        forward: Callable[[ForwardBatch], Tensor],
-        rows: int,
-        blocks: int,
-        buffers: Buffers,
-        groups: int = 1,
-    ) -> Step:
-        """Compiles a decode step of `rows` tokens to a list of kernels that can be run with any tokens and positions.
-
-        forward(batch) calls this backend's operations, `logits` last, and returns its result; nothing is computed
-        during the call. Each sequence has a block table of at most `blocks` blocks for each of `groups` cache groups.
-        Steps that never run at once may share `buffers`.
-        """
-        self._recorder = recorder = StepRecorder(rows, blocks, buffers, groups)
-        try:
-            return Step(recorder, forward(recorder.batch))
-        finally:
-            self._recorder = None
 
     def weight(self, parts: Sequence[QuantTensor]) -> CpuWeight:
         return CpuWeight(tuple(parts))
@@ -77,99 +61,98 @@ class CpuBackend:
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts])
 
-    def embed(self, batch: ForwardBatch, weight: CpuWeight, scale: float = 1.0) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.embed(weight, batch.token_ids, scale)
-        (part,) = weight.parts
-        return cpu.embed(part, batch.token_ids, scale)
+    def embed(self, batch: ForwardBatch, weight: CpuWeight, scale: float = 1.0) -> Tensor:
+        with recorded(batch, len(batch)) as step:
+            return step.embed(weight, scale)
 
     def row_table(self, table: QuantTensor) -> CpuWeight:
         return self.weight([table])
 
     def layer_inputs(
-        self, batch: ForwardBatch, projected: Hidden, norm: RMSNorm, table: CpuWeight, scale: float
-    ) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.layer_inputs(projected, norm, table, scale)
-        (part,) = table.parts
-        return cpu.layer_inputs(projected, norm, part, batch.token_ids, scale)
+        self, batch: ForwardBatch, projected: Tensor, norm: RMSNorm, table: CpuWeight, scale: float
+    ) -> Tensor:
+        with recorded(batch, len(batch)) as step:
+            return step.layer_inputs(projected.contiguous(), norm, table, scale)
 
     def input_glu(
         self,
         batch: ForwardBatch,
-        x: Hidden,
+        x: Tensor,
         gate: CpuWeight,
-        inputs: Hidden,
+        inputs: Tensor,
         layer: int,
         activation: Gating,
-    ) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.input_glu(x, gate, inputs, layer, activation)
-        n = gate.rows
-        return cpu.input_glu(_linear(batch, x, gate), inputs[:, layer * n : (layer + 1) * n], activation)
+    ) -> Tensor:
+        if batch.phase == "prefill":
+            n = gate.rows
+            up = inputs[:, layer * n : (layer + 1) * n]
+            return cpu.input_glu(_prompt_linear(x, gate), up, activation)
+        with recorded(batch, len(x)) as step:
+            return step.input_glu(x, gate, inputs, layer, activation)
 
     def norm_linear(
         self,
         batch: ForwardBatch,
-        x: Hidden,
+        x: Tensor,
         norm: Norm | None,
         weight: CpuWeight,
         bias: Tensor | None = None,
-    ) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.norm_linear(x, norm, weight, bias)
-        addend = None if bias is None else bias.unsqueeze(0)
-        return _linear(batch, cpu.normed(x, norm), weight, addend)
+    ) -> Tensor:
+        if batch.phase == "prefill":
+            return _prompt_linear(cpu.normed(x, norm), weight, bias)
+        with recorded(batch, len(x)) as step:
+            return step.norm_linear(x, norm, weight, bias)
 
     def norm_glu(
         self,
         batch: ForwardBatch,
-        x: Hidden,
+        x: Tensor,
         norm: Norm | None,
         gate_up: CpuWeight,
         activation: Gating = "silu",
-    ) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.norm_glu(x, norm, gate_up, activation)
-        return cpu.glu(_linear(batch, cpu.normed(x, norm), gate_up), activation)
+    ) -> Tensor:
+        if batch.phase == "prefill":
+            return cpu.glu(_prompt_linear(cpu.normed(x, norm), gate_up), activation)
+        with recorded(batch, len(x)) as step:
+            return step.norm_glu(x, norm, gate_up, activation)
 
     def norm_pointwise(
         self,
         batch: ForwardBatch,
-        x: Hidden,
+        x: Tensor,
         norm: Norm | None,
         up: CpuWeight,
         activation: Pointwise,
         bias: Tensor | None = None,
-    ) -> Hidden:
-        if self._recorder is not None:
-            assert bias is None, "only encoders have biases here, of whose steps there is no list"
-            return self._recorder.norm_pointwise(x, norm, up, activation)
-        addend = None if bias is None else bias.unsqueeze(0)
-        y = _linear(batch, cpu.normed(x, norm), up, addend)
-        return pointwise(y, activation) if activation == "gelu" else cpu.glu(y, activation)
+    ) -> Tensor:
+        if batch.phase == "prefill":
+            y = _prompt_linear(cpu.normed(x, norm), up, bias)
+            return pointwise(y, activation) if activation == "gelu" else cpu.glu(y, activation)
+        assert bias is None, "only encoders have biases here, which have no decode steps"
+        with recorded(batch, len(x)) as step:
+            return step.norm_pointwise(x, norm, up, activation)
 
     def linear_add(
         self,
         batch: ForwardBatch,
-        x: Hidden,
+        x: Tensor,
         weight: CpuWeight,
-        residual: Hidden,
+        residual: Tensor,
         next_norm: Norm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
         post_norm: RMSNorm | None = None,
         bias: Tensor | None = None,
-        row_scale: Hidden | None = None,
+        row_scale: Tensor | None = None,
         branch: Branch | None = None,
         *,
         partial: bool = False,
-    ) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.linear_add(x, weight, residual, post_norm, bias, row_scale, branch)
-        addend = None if bias is None else bias.unsqueeze(0)
-        y = _linear(batch, x, weight, None if partial else addend)
+    ) -> Tensor:
+        if batch.phase == "decode" and not partial:
+            with recorded(batch, len(x)) as step:
+                return step.linear_add(x, weight, residual, post_norm, bias, row_scale, branch)
+        y = self.norm_linear(batch, x, None, weight, None if partial else bias)
         if partial:
             y = self.communicator.all_reduce(y)
-            y = y if addend is None else y.add_(addend)
+            y = y if bias is None else y.add_(bias)
         y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
         # The residual is added last: beside its large values, partial sums of the product would lose bits.
         if branch is not None:
@@ -187,139 +170,128 @@ class CpuBackend:
 
     def route(
         self,
-        _batch: ForwardBatch,
-        x: Hidden,
+        batch: ForwardBatch,
+        x: Tensor,
         norm: RMSNorm,
         router: Router,
         experts: Tensor | None = None,
     ) -> Routing:
-        if self._recorder is not None:
-            return self._recorder.route(x, norm, router, experts)
-        return route(cpu.normed(x, norm), router, experts)
+        with recorded(batch, len(x)) as step:
+            return step.route(x, norm, router, experts)
 
-    def weighed(self, x: Hidden, norm: RMSNorm, weights: Tensor) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.weighed(x, norm, weights)
-        return cpu.normed(x, norm).mul_(weights)
+    def weighed(self, batch: ForwardBatch, x: Tensor, norm: RMSNorm, weights: Tensor) -> Tensor:
+        with recorded(batch, len(x)) as step:
+            return step.weighed(x, norm, weights)
 
     def experts_glu(
         self,
         batch: ForwardBatch,
-        x: Hidden,
+        x: Tensor,
         norm: RMSNorm | None,
         routing: Routing,
         gate_up: CpuExperts,
         activation: Activation = "silu",
-    ) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.experts_glu(x, norm, routing, gate_up, activation)
-        return experts_glu(cpu.normed(x, norm), routing, gate_up, activation, batch.phase)
+    ) -> ExpertRows:
+        if batch.phase == "prefill":
+            return prompt_experts_glu(cpu.normed(x, norm), routing, gate_up, activation)
+        with recorded(batch, len(x)) as step:
+            return step.experts_glu(x, norm, routing, gate_up, activation)
 
     def experts_add(
         self,
         batch: ForwardBatch,
-        gated: Hidden,
+        gated: ExpertRows,
         routing: Routing,
         down: CpuExperts,
-        residual: Hidden | None,
+        residual: Tensor | None,
         next_norm: Norm | None = None,  # noqa: ARG002 (the norm is an operation of its own here)
         *,
         partial: bool = False,
-    ) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.experts_add(gated, routing, down, residual)
+    ) -> Tensor:
         if partial:
-            y = self.communicator.all_reduce(experts_add(gated, routing, down, None, batch.phase))
+            y = self.communicator.all_reduce(self.experts_add(batch, gated, routing, down, None))
             return y if residual is None else y.add_(residual)
-        return experts_add(gated, routing, down, residual, batch.phase)
+        if batch.phase == "prefill":
+            return prompt_experts_add(gated, routing, down, residual)
+        with recorded(batch, len(routing.experts)) as step:
+            return step.experts_add(gated, routing, down, residual)
 
-    def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.attention(qkv, spec, layer, batch)
-        q = cpu.rope_store(qkv, spec, layer, batch)
+    def attention(self, batch: ForwardBatch, qkv: Tensor, spec: AttentionSpec, layer: KVLayer) -> Tensor:
         if batch.phase == "decode":
-            group = spec.cache_group
-            out = cpu.batch_attention(
-                q, layer, batch, spec.scale, spec.window, group, spec.sinks, spec.softcap
+            with recorded(batch, len(qkv)) as step:
+                return step.attention(qkv, spec, layer)
+        q = cpu.rope_store(qkv, spec, layer, batch)
+        chunks = [
+            cpu.prefill_attention(
+                q[rows], layer, start, spec.scale, spec.window, table, spec.sinks, spec.softcap
             )
-        else:
-            chunks = [
-                cpu.prefill_attention(
-                    q[rows], layer, start, spec.scale, spec.window, table, spec.sinks, spec.softcap
-                )
-                for rows, start, table in batch.chunks(spec.cache_group)
-            ]
-            out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        y = out.reshape(len(q), -1)
+            for rows, start, table in batch.chunks(spec.cache_group)
+        ]
+        y = (chunks[0] if len(chunks) == 1 else torch.cat(chunks)).reshape(len(q), -1)
         return cpu.output_gate(y, qkv, spec) if spec.gated else y
 
-    def columns(self, x: Hidden, first: int, last: int) -> Hidden:
-        return x[:, first:last] if self._recorder is None else self._recorder.columns(x, first, last)
+    def columns(self, x: Tensor, first: int, last: int) -> Tensor:
+        return x[:, first:last]
 
     def latent_attention(
-        self, batch: ForwardBatch, q: Hidden, latent: Hidden, spec: LatentSpec, layer: KVLayer
-    ) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.latent_attention(q, latent, spec, layer)
-        return cpu.latent_attention(batch, q, latent, spec, layer)
+        self, batch: ForwardBatch, q: Tensor, latent: Tensor, spec: LatentSpec, layer: KVLayer
+    ) -> Tensor:
+        if batch.phase == "prefill":
+            return cpu.prompt_latent_attention(batch, q, latent, spec, layer)
+        with recorded(batch, len(q)) as step:
+            return step.latent_attention(q, latent, spec, layer)
 
     def check_latent(self, spec: LatentSpec) -> None:
         cpu.check_latent(spec)
 
-    def encoder_attention(self, batch: ForwardBatch, qkv: Hidden, spec: EncoderAttentionSpec) -> Hidden:
-        assert self._recorder is None
+    def encoder_attention(self, batch: ForwardBatch, qkv: Tensor, spec: EncoderAttentionSpec) -> Tensor:
         return fused_attention(batch, qkv, spec)
 
-    def short_conv(self, batch: ForwardBatch, x: Hidden, spec: ShortConvSpec, state: SlotLayer) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.short_conv(x, spec, state)
-        return cpu.short_conv(batch, x, spec, state)
+    def short_conv(self, batch: ForwardBatch, x: Tensor, spec: ShortConvSpec, state: SlotLayer) -> Tensor:
+        return state_operation(
+            batch, x, spec.cache_group, state, lambda step, rows: step.short_conv(rows, spec, state)
+        )
 
-    def gated_delta(self, batch: ForwardBatch, x: Hidden, spec: GatedDeltaSpec, state: SlotLayer) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.gated_delta(x, spec, state)
-        return cpu.gated_delta(batch, x, spec, state)
+    def gated_delta(self, batch: ForwardBatch, x: Tensor, spec: GatedDeltaSpec, state: SlotLayer) -> Tensor:
+        return state_operation(
+            batch, x, spec.cache_group, state, lambda step, rows: step.gated_delta(rows, spec, state)
+        )
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
         """Heads of every size are computed."""
 
-    def kept(self, x: Hidden) -> Hidden:
+    def kept(self, x: Tensor) -> Tensor:
         return x
 
-    def mamba2(self, batch: ForwardBatch, x: Hidden, spec: Mamba2Spec, state: SlotLayer) -> Hidden:
-        if self._recorder is not None:
-            return self._recorder.mamba2(x, spec, state)
-        return cpu.mamba2(batch, x, spec, state)
+    def mamba2(self, batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, state: SlotLayer) -> Tensor:
+        return state_operation(
+            batch, x, spec.cache_group, state, lambda step, rows: step.mamba2(rows, spec, state)
+        )
 
     def check_mamba2(self, spec: Mamba2Spec) -> None:
         """Heads of every size are computed."""
 
-    def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
 
     def flat_hidden(self, x: Tensor) -> Tensor:
         return x.flatten()
 
-    def hidden_of(self, flat: Tensor, rows: int, _norm: Norm | None) -> Hidden:
+    def hidden_of(self, flat: Tensor, rows: int, _norm: Norm | None) -> Tensor:
         return flat.view(rows, -1)
 
-    def normed(self, x: Hidden, norm: Norm) -> Tensor:
+    def normed(self, x: Tensor, norm: Norm) -> Tensor:
         return cpu.normed(x, norm)
 
     def logits(
-        self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: CpuWeight, softcap: float = 0.0
+        self, batch: ForwardBatch, x: Tensor, norm: Norm, weight: CpuWeight, softcap: float = 0.0
     ) -> Tensor:
-        if self._recorder is not None:
-            return self._recorder.logits(x, norm, weight, softcap)
-        x = cpu.normed(x, norm)
         # A single last row takes the decode kernel.
-        decodes = len(x) == 1 or batch.phase == "decode"
-        y = cpu.decode_linear(x, weight.parts) if decodes else cpu.prompt_linear(x, weight.parts)
-        return cpu.softcap(y, softcap)
+        if len(x) == 1 or batch.phase == "decode":
+            with recorded(batch, len(x)) as step:
+                return step.logits(x, norm, weight, softcap)
+        return cpu.softcap(cpu.prompt_linear(cpu.normed(x, norm), weight.parts), softcap)
 
 
-def _linear(batch: ForwardBatch, x: Tensor, weight: CpuWeight, addend: Tensor | None = None) -> Tensor:
-    if batch.phase == "prefill":
-        return cpu.prompt_linear(x, weight.parts, addend)
-    y = cpu.decode_linear(x, weight.parts)
-    return y if addend is None else y.add_(addend)
+def _prompt_linear(x: Tensor, weight: CpuWeight, bias: Tensor | None = None) -> Tensor:
+    return cpu.prompt_linear(x, weight.parts, None if bias is None else bias.unsqueeze(0))

@@ -1,27 +1,41 @@
-"""Runs a compiled decode step (step_recorder.py) for given tokens, positions and block tables."""
+"""A compiled decode step: recorded once (step_recorder.py), run with any tokens, positions and block tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from quengine.kernels.cpu.attention.attention import Visible
 from quengine.kernels.cpu.runtime.threads import Launch, Program
-from quengine.kernels.cpu.step_recorder import RecordedAttention, StepRecorder
-from quengine.kernels.forward_batch import BlockTables
+from quengine.kernels.cpu.step_inputs import RunInputs
+from quengine.kernels.cpu.step_recorder import Buffers, RecordedAttention, StepBatch, StepRecorder
+from quengine.kernels.forward_batch import BlockTables, ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 
-class Step:
-    """A compiled decode step of `rows` tokens; `logits` is the result of the recorder's `logits`."""
+class CompiledStep:
+    """A decode step of `rows` tokens, of sequences with at most `blocks` blocks in each of `groups` cache groups.
 
-    def __init__(self, recorder: StepRecorder, logits: Tensor) -> None:
-        self.rows = recorder.rows
-        self._vocabulary, self._context = recorder.vocabulary, recorder.context
-        self._tokens, self._positions = recorder.tokens.numpy(), recorder.positions.numpy()
-        self._slots, self._tables = recorder.slots.numpy(), recorder.tables.numpy()
-        self._logits = logits
+    forward(batch) calls the backend's operations, `logits` last, and returns its result; nothing is computed during
+    the call. Steps that never run at once may share `buffers`.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[ForwardBatch], Tensor],
+        rows: int,
+        blocks: int,
+        buffers: Buffers,
+        groups: int = 1,
+    ) -> None:
+        inputs = RunInputs(rows, blocks, groups)
+        recorder = StepRecorder(rows, inputs, buffers)
+        batch = StepBatch("decode", inputs.ids, inputs.positions, inputs.tables, recorder=recorder)
+        self._logits = forward(batch)
+        self.rows, self._inputs = rows, inputs
+        self._ids, self._positions = inputs.ids.numpy(), inputs.positions.numpy()
+        self._slots, self._tables = inputs.slots.numpy(), inputs.tables.numpy()
         numbers: dict[int, int] = {}
         launches: list[Launch] = []
         for stage in recorder.stages:
@@ -40,33 +54,30 @@ class Step:
         the cache. Raises ValueError for a token outside the embedding or a position outside the context.
         """
         assert len(tokens) == len(positions) == len(tables) == self.rows
-        self._check(tokens, positions)
-        self._tokens[:], self._positions[:] = tokens, positions
+        vocabulary, context = self._inputs.vocabulary, self._inputs.context
+        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise ValueError(f"the embedding has rows 0 to {vocabulary - 1}; asked for {list(tokens)}")
+        if not 0 <= min(positions) <= max(positions) < context:
+            raise ValueError(f"positions {list(positions)} are not in a cache of {context}")
+        self._ids[:], self._positions[:] = tokens, positions
         for i, (position, of_token) in enumerate(zip(positions, tables, strict=True)):
             used = position // BLOCK_SIZE + 1
             for group, table in enumerate(of_token):
                 filled = min(used, len(table))  # of a group with a state the first entry counts alone
                 self._tables[group, i, :filled] = table[:filled]
-                newest = table[filled - 1]
-                self._slots[group, i] = newest * BLOCK_SIZE + position % BLOCK_SIZE
-        return self._run([position + 1 for position in positions])
-
-    def _check(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        for token, position in zip(tokens, positions, strict=True):
-            if not 0 <= token < self._vocabulary:
-                raise ValueError(f"the embedding has rows 0 to {self._vocabulary - 1}; asked for {token}")
-            if not 0 <= position < self._context:
-                raise ValueError(f"position {position} is not in a cache of {self._context}")
-
-    def _run(self, lengths: list[int]) -> Tensor:
+                self._slots[group, i] = table[filled - 1] * BLOCK_SIZE + position % BLOCK_SIZE
+        lengths = [position + 1 for position in positions]
         for visible, attentions in self._alike.items():
-            window, splits = attentions[0][0].window, visible.splits
-            visible.set(lengths, window)
-            if visible.splits == splits:
-                continue
-            for attention, number in attentions:
-                tasks = attention.kv_heads * visible.splits
-                attention.stage.set_tasks(tasks)
-                self._program.set_tasks(number, tasks)
+            splits = visible.splits
+            visible.set(lengths, attentions[0][0].window)
+            if visible.splits != splits:
+                self._set_splits(visible.splits, attentions)
         self._program.run()
         return self._logits
+
+    def _set_splits(self, splits: int, attentions: list[tuple[RecordedAttention, int]]) -> None:
+        """The numbers of tasks for so many KV splits."""
+        for attention, number in attentions:
+            tasks = attention.kv_heads * splits
+            attention.stage.set_tasks(tasks)
+            self._program.set_tasks(number, tasks)

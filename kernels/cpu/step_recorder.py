@@ -1,13 +1,16 @@
-"""Compiles a decode step: the operations of kernels.backend.Backend, as kernels over buffers at fixed addresses.
+"""Records the operations of kernels.backend.Backend as stages of kernels over buffers at fixed addresses.
 
-A layer is five stages (runtime/stage.py), between which the threads synchronise: QKV | attention | output projection |
-gate and up | down; with experts, the router comes before the last two. Norms, rotation, quantization and residuals are
-parts of these stages; for several rows, those too large for one thread get stages of their own.
+A decode step is compiled once and run for every token (step.py); elsewhere an operation is recorded and run at once
+(`recorded`). A layer of one row is five stages (runtime/stage.py), between which the threads synchronise: QKV |
+attention | output projection | gate and up | down; with experts, the router comes before the last two. Norms, rotation,
+quantization and residuals are parts of these stages; for several rows, those too large for one thread get stages of
+their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -15,9 +18,20 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
-from quengine.kernels.cpu.attention.attention import Visible, attention_launches, check_caches, part_bytes
+from quengine.kernels.cpu.attention.attention import (
+    Visible,
+    attention_launches,
+    check_caches,
+    part_bytes,
+)
 from quengine.kernels.cpu.attention.latent_attention import head_launches, record_bytes, views_of_heads
-from quengine.kernels.cpu.gemv.matmul import embed_launch, matvec_launch, quantize_launch, task_rows
+from quengine.kernels.cpu.gemv.matmul import (
+    check_width,
+    embed_launch,
+    matvec_launch,
+    quantize_launch,
+    task_rows,
+)
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.moe.experts import CpuExperts, down_launches, gate_up_launch, spread_launch
 from quengine.kernels.cpu.moe.groups import GROUP, HEAD, Groups
@@ -35,12 +49,12 @@ from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.ops.short_conv import short_conv_launch
 from quengine.kernels.cpu.ops.softcap import softcap_launch
-from quengine.kernels.cpu.runtime.stage import Stage
-from quengine.kernels.cpu.runtime.threads import Launch, get_threads
+from quengine.kernels.cpu.runtime.stage import KernelStage
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
+from quengine.kernels.cpu.step_inputs import BatchInputs, StepInputs
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -77,23 +91,11 @@ class CpuWeight:
         return sum(part.nbytes for part in self.parts)
 
 
-@dataclass
-class Rows:
-    """Activations of a step being compiled: their buffer, and the stage that writes it.
-
-    values: fp32 [B, K]. records: the same values quantized, if the stage quantizes them.
-    """
-
-    values: Tensor
-    stage: Stage
-    records: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class RecordedAttention:
     """A recorded attention: its stage, whose number of tasks depends on the visible positions."""
 
-    stage: Stage
+    stage: KernelStage
     kv_heads: int
     window: int | None
     visible: Visible
@@ -101,158 +103,153 @@ class RecordedAttention:
 
 @dataclass
 class StepRecorder:
-    """Records the operations of a decode step of `rows` tokens.
+    """Records operations on `rows` rows as stages of kernels, which nothing runs but `run` or a `CompiledStep`.
 
-    `tokens` and `positions`, int64 [rows], are a run's inputs; `tables`, int64 [groups, rows, blocks], are the block
-    tables of each cache group; `batch` holds all three. Operations of one kind share a buffer: a hidden state is valid
-    until the second `linear_add` or `experts_add` after the one that made it, any other result until the next
+    Operations take and return buffers that the stages read and write. Those of one kind share a buffer: a hidden state
+    is valid until the second `linear_add` or `experts_add` after the one that made it, any other result until the next
     operation of its kind. Steps with the same `buffers` share them too, so only one of these may run at a time.
     """
 
     rows: int
-    blocks: int
-    buffers: Buffers
-    groups: int = 1
-    vocabulary: int = 0
-    context: int = 0
-    stages: list[Stage] = field(default_factory=list)
+    inputs: StepInputs
+    buffers: Buffers = field(default_factory=dict)
+    stages: list[KernelStage] = field(default_factory=list)
     attentions: list[RecordedAttention] = field(default_factory=list)
-    _visible: dict[tuple[int, int | None, int], Visible] = field(default_factory=dict)
     _cleared: set[int] = field(default_factory=set)
-    _row_stage: Stage | None = None  # the newest stage with one task per row
+    _row_stage: KernelStage | None = None  # the newest stage with one task per row
     # The last normalised hidden state: input, norm, result. Router and experts read the same.
-    _latest: tuple[Rows, Norm, Rows] | None = None
+    _latest: tuple[Tensor, Norm, Tensor] | None = None
+    # The rows that each buffer of quantized rows holds, by its address. Each result is a tensor object of its own, so
+    # an object stands for values, also where a buffer has been written again.
+    _quantized: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.tokens = torch.zeros(self.rows, dtype=torch.int64)
-        self.positions = torch.zeros(self.rows, dtype=torch.int64)
-        # The cache rows for the tokens' keys and values, per cache group.
-        self.slots = torch.zeros(self.groups, self.rows, dtype=torch.int64)
-        self.tables = torch.zeros(self.groups, self.rows, self.blocks, dtype=torch.int64)
-        self.batch = ForwardBatch("decode", self.tokens, self.positions, self.tables)
+    def run(self) -> None:
+        """Runs what was recorded."""
+        run([launch for stage in self.stages for launch in stage.launches()])
 
-    def embed(self, weight: CpuWeight, ids: Tensor, scale: float) -> Rows:
-        assert ids is self.tokens
+    def embed(self, weight: CpuWeight, scale: float) -> Tensor:
         (part,) = weight.parts
-        self.vocabulary = part.rows
         out = self._fp32("hidden 0", part.cols)
-        return Rows(out, self._stage([embed_launch(part, ids, out, scale)]))
+        self._stage([embed_launch(part, self.inputs.tokens(part.rows), out, scale)])
+        return out
 
-    def layer_inputs(self, projected: Rows, norm: RMSNorm, table: CpuWeight, scale: float) -> Rows:
+    def layer_inputs(self, projected: Tensor, norm: RMSNorm, table: CpuWeight, scale: float) -> Tensor:
         (part,) = table.parts
         out = self._fp32("layer inputs", part.cols)
-        self._after(projected.stage, norm_parts_launch(projected.values, norm))
-        stage = self._stage([embed_launch(part, self.tokens, out, scale)])
-        return Rows(out, self._after(stage, _add_rows(out, projected.values)))
+        self._then(norm_parts_launch(projected, norm))
+        self._stage([embed_launch(part, self.inputs.tokens(part.rows), out, scale)])
+        self._then(_add_rows(out, projected))
+        return out
 
-    def input_glu(self, x: Rows, gate: CpuWeight, inputs: Rows, layer: int, activation: Gating) -> Rows:
+    def input_glu(self, x: Tensor, gate: CpuWeight, inputs: Tensor, layer: int, activation: Gating) -> Tensor:
         (part,), n = gate.parts, gate.rows
         between, out = self._fp32("input gate", n), self._fp32("gated", n)
-        records = None if n % 32 else self._records("gated", n)
+        records = self._records("gated", n)
         step = max(32, min(task_rows(part), _fair_rows(n)) // 32 * 32)
-        up = inputs.values[:, layer * n : (layer + 1) * n]
-        stage = self._stage(
+        up = inputs[:, layer * n : (layer + 1) * n]
+        self._stage(
             [
                 matvec_launch(self._input(x, part), part, between, 0, step=step),
                 input_glu_launch(between, up, out, records, step, activation),
             ]
         )
-        return Rows(out, stage, records)
+        return self._noted(out, records)
 
-    def norm_linear(self, x: Rows, norm: Norm | None, weight: CpuWeight, bias: Tensor | None) -> Rows:
+    def norm_linear(self, x: Tensor, norm: Norm | None, weight: CpuWeight, bias: Tensor | None) -> Tensor:
         source = self._normed(x, norm)
         y = self._fp32("linear", weight.rows)
-        if _share_memory(x.values, y):
+        if _share_memory(x, y):
             y = self._fp32("second linear", weight.rows)
-        return Rows(y, self._matvecs(source, weight, y, bias))
+        self._matvecs(source, weight, y, bias)
+        return y
 
-    def columns(self, x: Rows, first: int, last: int) -> Rows:
-        return Rows(x.values[:, first:last], x.stage)
-
-    def norm_glu(self, x: Rows, norm: Norm | None, gate_up: CpuWeight, activation: Gating) -> Rows:
+    def norm_glu(self, x: Tensor, norm: Norm | None, gate_up: CpuWeight, activation: Gating) -> Tensor:
         source = self._normed(x, norm)
         gate, up = gate_up.parts
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
-        records = None if gate.rows % 32 else self._records("gated", gate.rows)
+        records = self._records("gated", gate.rows)
         # Whole groups of 32, as a task quantizes its own outputs; half the usual rows, as it computes gate and up.
         step = max(32, min(task_rows(gate) // 2, _fair_rows(gate.rows)) // 32 * 32)
-        stage = self._stage(
+        self._stage(
             [
                 matvec_launch(self._input(source, gate), gate, between, 0, step=step),
                 matvec_launch(self._input(source, up), up, between, gate.rows, step=step),
                 glu_launch(between, out, records, step, activation),
             ]
         )
-        return Rows(out, stage, records)
+        return self._noted(out, records)
 
-    def norm_pointwise(self, x: Rows, norm: Norm | None, up: CpuWeight, activation: Pointwise) -> Rows:
+    def norm_pointwise(self, x: Tensor, norm: Norm | None, up: CpuWeight, activation: Pointwise) -> Tensor:
         source, (part,) = self._normed(x, norm), up.parts
         out = self._fp32("gated", part.rows)
-        records = None if part.rows % 32 else self._records("gated", part.rows)
+        records = self._records("gated", part.rows)
         step = max(32, min(task_rows(part), _fair_rows(part.rows)) // 32 * 32)
-        stage = self._stage(
+        self._stage(
             [
                 matvec_launch(self._input(source, part), part, out, 0, step=step),
                 glu_launch(out, out, records, step, activation),
             ]
         )
-        return Rows(out, stage, records)
+        return self._noted(out, records)
 
     def linear_add(
         self,
-        x: Rows,
+        x: Tensor,
         weight: CpuWeight,
-        residual: Rows,
+        residual: Tensor,
         post_norm: RMSNorm | None,
         bias: Tensor | None,
-        row_scale: Rows | Tensor | None,
+        row_scale: Tensor | None,
         branch: Branch | None,
-    ) -> Rows:
+    ) -> Tensor:
         y = self._hidden(weight.rows, residual)
-        scales = row_scale.values if isinstance(row_scale, Rows) else row_scale
         if post_norm is None:
-            return Rows(y, self._matvecs(x, weight, y, bias, scales, residual.values))
+            self._matvecs(x, weight, y, bias, row_scale, residual)
+            return y
         product = self._fp32("product", weight.rows)
-        stage = self._matvecs(x, weight, product, bias, scales)
+        self._matvecs(x, weight, product, bias, row_scale)
         if branch is not None:
-            stage = self._add_branch(stage, product, branch)
-        stage = self._after(stage, rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
-        return Rows(y, self._after(stage, _add_rows(y, residual.values, post_norm.residual_scale)))
+            self._add_branch(product, branch)
+        self._then(rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
+        self._then(_add_rows(y, residual, post_norm.residual_scale))
+        return y
 
-    def _add_branch(self, stage: Stage, product: Tensor, branch: Branch) -> Stage:
-        """product = branch.first_norm(product) + branch.norm(branch.rows), after `stage`."""
+    def _add_branch(self, product: Tensor, branch: Branch) -> None:
+        """product = branch.first_norm(product) + branch.norm(branch.rows)."""
         own, norm = branch.first_norm, branch.norm
         other = self._fp32("normed branch", product.shape[1])
-        stage = self._after(stage, rms_norm_launch(product, own.weight, own.eps, product))
-        stage = self._after(stage, rms_norm_launch(branch.rows.values, norm.weight, norm.eps, other))
-        return self._after(stage, _add_rows(product, other))
+        self._then(rms_norm_launch(product, own.weight, own.eps, product))
+        self._then(rms_norm_launch(branch.rows, norm.weight, norm.eps, other))
+        self._then(_add_rows(product, other))
 
-    def route(self, x: Rows, norm: RMSNorm, router: Router, experts: Tensor | None) -> Routing:
+    def route(self, x: Tensor, norm: RMSNorm | None, router: Router, experts: Tensor | None) -> Routing:
         source, gate = self._normed(x, norm), router.shared_gate
         logits = self._fp32("router logits", logits_width(router))
         shared = None if gate is None or router.joins_shared else self._fp32("shared weight", 1)[:, 0]
         chosen = self._buffer("experts", router.width, torch.int32)
         weights = self._fp32("expert weights", router.width)
         routing = Routing(chosen, weights, shared, router.joins_shared)
-        stage = self._stage(*([launch] for launch in logits_launches(source.values, router, logits)))
-        self._after(stage, router_launch(logits, router, routing, experts))
+        self._stage(*([launch] for launch in logits_launches(source, router, logits)))
+        self._then(router_launch(logits, router, routing, self.inputs.chosen(experts, router)))
         return routing
 
-    def weighed(self, x: Rows, norm: RMSNorm, weights: Tensor) -> Rows:
-        width = x.values.shape[1]
+    def weighed(self, x: Tensor, norm: RMSNorm, weights: Tensor) -> Tensor:
+        width = x.shape[1]
         out = self._fp32("weighed", width)
-        stage = self._after(self.stages[-1], norm_launch(x.values, norm, out))
-        return Rows(out, self._after(stage, scale_launch(out, weights, 0, width, width)))
+        self._then(norm_launch(x, norm, out))
+        self._then(scale_launch(out, weights, 0, width, width))
+        return out
 
     def experts_glu(
-        self, x: Rows, norm: RMSNorm | None, routing: Routing, gate_up: CpuExperts, activation: Activation
+        self, x: Tensor, norm: RMSNorm | None, routing: Routing, gate_up: CpuExperts, activation: Activation
     ) -> ExpertRows:
         source, used, parts = self._normed(x, norm), routing.experts.shape[1], gate_up.parts
         order, places = (self._buffer(role, used, torch.int64) for role in ("slot order", "slot places"))
-        groups = Groups(order, places, self._buffer("expert groups", HEAD + GROUP * used, torch.int64))
-        self._after(self.stages[-1], groups.launch(routing.experts, len(parts[0].matrices)))
+        table = self._buffer("expert groups", HEAD + GROUP * used, torch.int64)
+        groups = Groups(order, places, table, self.inputs.repeats(routing.experts))
+        self._then(groups.launch(routing.experts, len(parts[0].matrices)))
         inputs = [self._input(source, part.first) for part in parts]
-        if self.rows > 1:
+        if not groups.single_places:
             inputs = self._spread(inputs, groups)
         width = parts[0].first.rows
         between = self._by_place("experts' gate_up", len(parts) * width, groups)
@@ -264,21 +261,20 @@ class StepRecorder:
         return ExpertRows(out, groups, records)
 
     def experts_add(
-        self, gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Rows | None
-    ) -> Rows:
+        self, gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Tensor | None
+    ) -> Tensor:
         w, groups = down.parts[0].first, gated.groups
-        if w.cols != gated.values.shape[1]:
-            raise ValueError(f"{w.name} has width {w.cols}; the activations have {gated.values.shape[1]}")
+        check_width(gated.values, w)
         y = self._fp32("branch", w.rows) if residual is None else self._hidden(w.rows, residual)
-        added = self._zeros(w.rows) if residual is None else residual.values
+        added = self._zeros(w.rows) if residual is None else residual
         source = gated.records if w.format.is_quantized else gated.values
         assert source is not None
         products = self._by_place("experts' products", w.rows, groups)
         product, *sums = down_launches(down, groups, source, products, routing.weights, added, y)
-        stage = self._stage([product])
+        self._stage([product])
         for launch in sums:
-            stage = self._after(stage, launch)
-        return Rows(y, stage)
+            self._then(launch)
+        return y
 
     def _spread(self, inputs: Sequence[Tensor], groups: Groups) -> list[Tensor]:
         """Copies the sources to their places, each distinct one once; returns the kernels' inputs."""
@@ -286,7 +282,7 @@ class StepRecorder:
         for rows in inputs:
             if rows.data_ptr() not in spread:
                 out = self._by_place("experts' input", rows.shape[1], groups, rows.dtype)
-                self._after(self.stages[-1], spread_launch(rows, groups, out))
+                self._then(spread_launch(rows, groups, out))
                 spread[rows.data_ptr()] = out
         return [spread[rows.data_ptr()] for rows in inputs]
 
@@ -294,56 +290,59 @@ class StepRecorder:
         """A buffer [slots, width]."""
         return self._buffer(f"{role} {dtype}", groups.used * width, dtype).view(groups.slots, width)
 
-    def attention(self, qkv: Rows, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Rows:
-        assert batch is self.batch
-        context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
-        self.context = min(context, self.context or context)
-        width = spec.heads * spec.head_dim
+    def attention(self, qkv: Tensor, spec: AttentionSpec, layer: KVLayer) -> Tensor:
+        context, width = spec.cos.shape[0], spec.heads * spec.head_dim
+        positions, slots = self.inputs.cache_rows(spec.cache_group, context, layer)
         moved = self._fp32("queries", width) if spec.gated else None
-        queries = qkv.values[:, :width] if moved is None else moved
+        queries = qkv[:, :width] if moved is None else moved
         queries = queries.view(self.rows, spec.heads, spec.head_dim)
         check_caches(queries, layer)
-        slots, stage = self.slots[spec.cache_group], qkv.stage
-        for launch in rope_store_launches(qkv.values, spec, layer, self.positions, slots, moved):
-            stage = self._after(stage, launch)
-        visible = self._visible_of(context, spec.window, spec.cache_group)
-        size = part_bytes(visible, spec.heads, spec.head_dim)
-        parts = self._buffer("parts", size // self.rows, torch.uint8)
+        for launch in rope_store_launches(qkv, spec, layer, positions, slots, moved):
+            self._then(launch)
         out = self._fp32("attended", width)
-        splits, combine = attention_launches(
-            queries, layer, visible, spec.scale, out, parts, spec.sinks, spec.softcap
+        visible = self.inputs.visible(spec.cache_group, context, spec.window)
+        self._then(
+            self._splits(queries, layer, visible, spec.scale, out, spec.window, spec.sinks, spec.softcap)
         )
-        stage = self._stage([splits])
-        self.attentions.append(RecordedAttention(stage, spec.kv_heads, spec.window, visible))
-        stage = self._after(stage, combine)
-        return Rows(
-            out, self._after(stage, output_gate_launch(out, qkv.values, spec)) if spec.gated else stage
-        )
+        if spec.gated:
+            self._then(output_gate_launch(out, qkv, spec))
+        return out
 
-    def latent_attention(self, q: Rows, latent: Rows, spec: LatentSpec, layer: KVLayer) -> Rows:
-        context = min(spec.cos.shape[0], self.blocks * BLOCK_SIZE)
-        self.context = min(context, self.context or context)
-        heads = spec.heads
+    def latent_attention(self, q: Tensor, latent: Tensor, spec: LatentSpec, layer: KVLayer) -> Tensor:
+        heads, held = spec.heads, views_of_heads(layer, spec)
         queries = self._fp32("queries", heads * spec.row).view(self.rows, heads, spec.row)
-        slots, held = self.slots[spec.cache_group], views_of_heads(layer, spec)
-        store = latent_store_launch(q.values, latent.values, spec, layer, self.positions, slots, queries)
-        self._stage([store])
-        plain = q.values.view(self.rows, heads, spec.query)[..., : spec.plain]
+        positions, slots = self.inputs.cache_rows(spec.cache_group, len(spec.cos), layer)
+        self._stage([latent_store_launch(q, latent, spec, layer, positions, slots, queries)])
+        plain = q.view(self.rows, heads, spec.query)[..., : spec.plain]
         self._of_heads("absorbed", plain, spec.absorb, queries[..., : spec.rank])
         check_caches(queries, held)
-        visible = self._visible_of(context, None, spec.cache_group)
-        size = part_bytes(visible, heads, spec.rank)
-        parts = self._buffer("parts", size // self.rows, torch.uint8)
         sums = self._fp32("attended", heads * spec.rank).view(self.rows, heads, spec.rank)
-        splits, combine = attention_launches(queries, held, visible, spec.scale, sums, parts)
-        stage = self._stage([splits])
-        self.attentions.append(RecordedAttention(stage, heads, None, visible))
-        self._stage([combine])
+        visible = self.inputs.visible(spec.cache_group, len(spec.cos), None)
+        self._stage([self._splits(queries, held, visible, spec.scale, sums)])
         out = self._fp32("values", heads * spec.values)
-        stage = self._of_heads("expanded", sums, spec.expand, out.view(self.rows, heads, spec.values))
-        return Rows(out, stage)
+        self._of_heads("expanded", sums, spec.expand, out.view(self.rows, heads, spec.values))
+        return out
 
-    def _of_heads(self, role: str, x: Tensor, matrices: CpuExperts, out: Tensor) -> Stage:
+    def _splits(
+        self,
+        queries: Tensor,
+        layer: KVLayer,
+        visible: Visible,
+        scale: float,
+        out: Tensor,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        cap: float = 0.0,
+    ) -> Launch:
+        """The stage of attention's KV splits; returns the kernel that combines them to `out` (attention_launches)."""
+        size = part_bytes(visible, queries.shape[1], layer.v.shape[2])
+        parts = self._buffer("parts", size // self.rows, torch.uint8)
+        splits, combine = attention_launches(queries, layer, visible, scale, out, parts, sinks, cap)
+        stage = self._stage([splits])
+        self.attentions.append(RecordedAttention(stage, layer.k.shape[1], window, visible))
+        return combine
+
+    def _of_heads(self, role: str, x: Tensor, matrices: CpuExperts, out: Tensor) -> None:
         """The stages of `head_launches`."""
         heads, size = x.shape[1], record_bytes(matrices)
         records = self._buffer(f"{role} rounded", heads * size, torch.uint8) if size else None
@@ -351,59 +350,55 @@ class StepRecorder:
         quantizes, products = head_launches(x, matrices, out, rounded)
         if quantizes:
             self._stage(*([launch] for launch in quantizes))
-        return self._stage(*([launch] for launch in products))
+        self._stage(*([launch] for launch in products))
 
-    def short_conv(self, bcx: Rows, spec: ShortConvSpec, layer: SlotLayer) -> Rows:
+    def short_conv(self, bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer) -> Tensor:
         out = self._fp32("convolved", spec.channels)
-        tables = self.tables[spec.cache_group]
-        launch = short_conv_launch(bcx.values, spec, layer, self.positions, tables, out)
+        launch = short_conv_launch(bcx, spec, layer, *self.inputs.states(spec.cache_group), out)
         if self.rows == 1:
-            return Rows(out, self._after(bcx.stage, launch))
-        return Rows(out, self._stage([launch]))  # a task is a few channels of all rows, never a row
+            self._then(launch)
+        else:  # a task is a few channels of all rows, never a row
+            self._stage([launch])
+        return out
 
-    def gated_delta(self, x: Rows, spec: GatedDeltaSpec, layer: SlotLayer) -> Rows:
+    def gated_delta(self, x: Tensor, spec: GatedDeltaSpec, layer: SlotLayer) -> Tensor:
         out = self._fp32("gated delta", spec.value_heads * spec.head_dim)
-        tables = self.tables[spec.cache_group]
-        launches = gated_delta_launches(x.values, spec, layer, self.positions, tables, out)
-        convolution, memory, output = launches
-        self._stage([convolution])
-        return Rows(out, self._after(self._stage([memory]), output))
+        return self._scan(
+            gated_delta_launches(x, spec, layer, *self.inputs.states(spec.cache_group), out), out
+        )
 
-    def mamba2(self, x: Rows, spec: Mamba2Spec, layer: SlotLayer) -> Rows:
+    def mamba2(self, x: Tensor, spec: Mamba2Spec, layer: SlotLayer) -> Tensor:
         out = self._fp32("scanned", spec.inner)
-        tables = self.tables[spec.cache_group]
-        launches = mamba2_launches(x.values, spec, layer, self.positions, tables, out)
+        return self._scan(mamba2_launches(x, spec, layer, *self.inputs.states(spec.cache_group), out), out)
+
+    def _scan(self, launches: tuple[Launch, Launch, Launch], out: Tensor) -> Tensor:
+        """`out`, after a layer's convolution, scan and output."""
         convolution, scan, output = launches
         self._stage([convolution])
-        return Rows(out, self._after(self._stage([scan]), output))
+        self._stage([scan])
+        self._then(output)
+        return out
 
-    def logits(self, x: Rows, norm: Norm, weight: CpuWeight, softcap: float) -> Tensor:
+    def logits(self, x: Tensor, norm: Norm, weight: CpuWeight, softcap: float) -> Tensor:
         y = self._fp32("logits", weight.rows)
         self._matvecs(self._normed(x, norm), weight, y, cap=softcap)
         return y
 
-    def _visible_of(self, context: int, window: int | None, group: int) -> Visible:
-        """The visible positions of layers alike, in memory that they share."""
-        seen = (context, window, group)
-        if seen not in self._visible:
-            self._visible[seen] = Visible(min(context, window or context), self.tables[group])
-        return self._visible[seen]
-
-    def _stage(self, *parts: list[Launch]) -> Stage:
-        self.stages.append(Stage(list(parts)))
+    def _stage(self, *parts: list[Launch]) -> KernelStage:
+        self.stages.append(KernelStage(list(parts)))
         return self.stages[-1]
 
     def _matvecs(
         self,
-        x: Rows,
+        x: Tensor,
         weight: CpuWeight,
         y: Tensor,
         bias: Tensor | None = None,
         row_scale: Tensor | None = None,
         residual: Tensor | None = None,
         cap: float = 0.0,
-    ) -> Stage:
-        """The stage of row_scale * (products + bias) + residual, soft-capped by `cap` if that is not 0."""
+    ) -> None:
+        """y = row_scale * (products + bias) + residual, soft-capped by `cap` if that is not 0."""
         parts, column = [], 0
         fair = _fair_rows(weight.rows)
         for w in weight.parts:
@@ -419,53 +414,57 @@ class StepRecorder:
                 part.append(softcap_launch(y, cap, column, w.rows, step))
             parts.append(part)
             column += w.rows
-        return self._stage(*parts)
+        self._stage(*parts)
 
-    def _normed(self, x: Rows, norm: Norm | None) -> Rows:
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         if norm is None:
-            return Rows(x.values, x.stage)
+            return x
         if self._latest is not None and self._latest[0] is x and self._latest[1] is norm:
             return self._latest[2]
-        out = self._fp32("normed", x.values.shape[1])
-        # After the newest stage: what was normalised before may have been overwritten, and is made again.
-        stage = self._after(self.stages[-1], norm_launch(x.values, norm, out))
-        self._latest = x, norm, Rows(out, stage)
-        return self._latest[2]
+        out = self._fp32("normed", x.shape[1])
+        self._then(norm_launch(x, norm, out))
+        self._latest = x, norm, out
+        return out
 
-    def _input(self, x: Rows, w: QuantTensor) -> Tensor:
-        """A matvec's input: x itself, or x quantized, once, after the stage that writes it."""
-        if w.cols != x.values.shape[1]:
-            raise ValueError(f"{w.name} has width {w.cols}; the activations have {x.values.shape[1]}")
+    def _input(self, x: Tensor, w: QuantTensor) -> Tensor:
+        """A matvec's input: x itself, or x quantized, once for all matrices that read it."""
+        check_width(x, w)
         if not w.format.is_quantized:
-            return x.values
-        if x.records is None:
-            if self._latest is not None and self._latest[2] is not x:
-                self._latest = None  # its quantized rows are overwritten
-            x.records = self._records("input", w.cols)
-            x.stage = self._after(x.stage, quantize_launch(x.values, x.records))
-        return x.records
+            return x
+        for rows, records in self._quantized.values():
+            if rows is x:
+                return records
+        made = self._records("input", w.cols)
+        assert made is not None
+        self._then(quantize_launch(x, made))
+        self._noted(x, made)
+        return made
 
-    def _after(self, stage: Stage, launch: Launch) -> Stage:
-        """Adds a kernel that needs all of a stage's results; returns the stage that runs it.
+    def _noted(self, x: Tensor, records: Tensor | None) -> Tensor:
+        """x, whose quantized rows `records` holds from now on."""
+        if records is not None:
+            self._quantized[records.data_ptr()] = x, records
+        return x
 
-        With one row, the thread that finishes the stage runs it. With several, it gets a stage of its own, shared by
-        consecutive kernels with one task per row.
+    def _then(self, launch: Launch) -> None:
+        """Adds a kernel that needs all results so far.
+
+        With one row, the thread that finishes the newest stage runs it. With several, it gets a stage of its own,
+        shared by consecutive kernels with one task per row.
         """
-        if self.rows == 1:
-            stage.finals.append(launch)
-            return stage
-        if launch.tasks == self.rows and self.stages[-1] is self._row_stage:
+        if self.rows == 1 and self.stages:
+            self.stages[-1].finals.append(launch)
+        elif self.stages and launch.tasks == self.rows and self.stages[-1] is self._row_stage:
             self._row_stage.parts[0].append(launch)
-            return self._row_stage
-        stage = self._stage([launch])
-        if launch.tasks == self.rows:
-            self._row_stage = stage
-        return stage
+        else:
+            stage = self._stage([launch])
+            if launch.tasks == self.rows:
+                self._row_stage = stage
 
-    def _hidden(self, width: int, residual: Rows) -> Tensor:
+    def _hidden(self, width: int, residual: Tensor) -> Tensor:
         """A buffer for a hidden state other than the residual's."""
         y = self._fp32("hidden 0", width)
-        return self._fp32("hidden 1", width) if y.data_ptr() == residual.values.data_ptr() else y
+        return self._fp32("hidden 1", width) if y.data_ptr() == residual.data_ptr() else y
 
     def _zeros(self, width: int) -> Tensor:
         """fp32 zeros [rows, width], which nothing writes."""
@@ -476,16 +475,54 @@ class StepRecorder:
     def _fp32(self, role: str, width: int) -> Tensor:
         return self._buffer(role, width, torch.float32)
 
-    def _records(self, role: str, width: int) -> Tensor:
-        return self._buffer(f"{role} rounded", quantized_row_bytes(width), torch.uint8)
+    def _records(self, role: str, width: int) -> Tensor | None:
+        """A buffer for rows quantized in groups of 32; None for a width that has no whole groups."""
+        return (
+            None if width % 32 else self._buffer(f"{role} rounded", quantized_row_bytes(width), torch.uint8)
+        )
 
     def _buffer(self, role: str, width: int, dtype: torch.dtype) -> Tensor:
-        """A buffer [rows, width], allocated for the next power of two of rows."""
+        """A buffer [rows, width]; one that other steps share grows to the next power of two of rows."""
         held = self.buffers.get((role, width))
         if held is None or held.shape[0] < self.rows:
-            room = 1 << (self.rows - 1).bit_length()
+            room = self.rows if held is None else 1 << (self.rows - 1).bit_length()
             held = self.buffers[role, width] = torch.empty(room, width, dtype=dtype)
         return held[: self.rows]
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch(ForwardBatch):
+    """A batch whose operations are recorded, not run; their inputs have no values yet."""
+
+    recorder: StepRecorder = field(kw_only=True)
+
+
+@contextmanager
+def recorded(batch: ForwardBatch, rows: int, first: int = 0) -> Iterator[StepRecorder]:
+    """A recorder of an operation on `rows` rows: that of a StepBatch, or one that runs it at the end of the block.
+    `first`: the row of the batch that it begins with, where it goes on from states."""
+    if isinstance(batch, StepBatch):
+        yield batch.recorder
+        return
+    recorder = StepRecorder(rows, BatchInputs(batch, first))
+    yield recorder
+    recorder.run()
+
+
+def state_operation(
+    batch: ForwardBatch,
+    x: Tensor,
+    group: int,
+    layer: SlotLayer,
+    operation: Callable[[StepRecorder, Tensor], Tensor],
+) -> Tensor:
+    """An operation on rows x that goes on from the states of a cache group, recorded in pieces that end where states
+    are kept (ForwardBatch.state_pieces)."""
+    outs = []
+    for rows in batch.state_pieces(group, *layer.parts):
+        with recorded(batch, rows.stop - rows.start, rows.start) as step:
+            outs.append(operation(step, x[rows]))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
 def _add_rows(y: Tensor, addend: Tensor, scale: float = 1.0) -> Launch:

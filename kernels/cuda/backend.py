@@ -87,7 +87,7 @@ from quengine.kernels.short_conv import ShortConvSpec
 
 HOPPER = (9, 0)
 
-DECODE_ROWS = 1
+Q_DOT_ROWS = 1
 """Rows that q-dot kernels take: a kernel for more compiles for a minute, too long before a short prompt."""
 
 MAX_DEQUANTIZED = 80 << 20
@@ -110,7 +110,7 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 def takes_q_dot(rows: int) -> bool:
     """Whether `rows` rows are quantized to int16 for q-dot; more rows use fp16 matrix units."""
-    return rows <= DECODE_ROWS
+    return rows <= Q_DOT_ROWS
 
 
 class CudaBackend:
@@ -269,7 +269,7 @@ class CudaBackend:
     ) -> Routing:
         return self._experts.route(_stream(x), norm, router, experts)
 
-    def weighed(self, x: Residual, norm: RMSNorm, weights: Tensor) -> Tensor:
+    def weighed(self, _batch: ForwardBatch, x: Residual, norm: RMSNorm, weights: Tensor) -> Tensor:
         return self.normed(x, norm).mul_(weights)
 
     def experts_glu(

@@ -73,7 +73,9 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
         if block.ffn is not None:
             matrices += _feed_forward_operations(config, block.ffn) * rows
         if block.input is not None:
-            matrices += sum(2 * each.rows * each.cols for each in (block.input.gate, block.input.project)) * rows
+            matrices += (
+                sum(2 * each.rows * each.cols for each in (block.input.gate, block.input.project)) * rows
+            )
     if decoder.inputs is not None:
         matrices += 2 * decoder.inputs.project.rows * decoder.inputs.project.cols * prompt
     attention = 0

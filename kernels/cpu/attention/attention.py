@@ -20,39 +20,10 @@ from torch import Tensor
 from quengine.kernels.backend import KVLayer
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32, size_of
 from quengine.kernels.cpu.runtime.kernel_table import combine_kernel, kv_split_kernel
-from quengine.kernels.cpu.runtime.threads import Launch, run
-from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.cpu.runtime.threads import Launch
 
 KV_SPLIT = 256  # positions; a multiple of 8
 PART_HEAD_BYTES = 32  # of a split's partial result, before its weighted sum
-
-
-def batch_attention(
-    q: Tensor,
-    layer: KVLayer,
-    batch: ForwardBatch,
-    scale: float,
-    window: int | None,
-    group: int = 0,
-    sinks: Tensor | None = None,
-    cap: float = 0.0,
-) -> Tensor:
-    """softmax(scale * q k^T) v of each of B sequences' newest token, over the positions that it sees.
-
-    q: fp32 [B, H, hd]. Returns fp32 [B, H, elements of a value]. `group`: the cache group whose block tables are read.
-    Positions and block tables must lie within the cache; they are not checked. `sinks`: fp32 [H], extra logits in the
-    softmax's denominator. `cap`: of soft-capped scores (kernels/attention.py), or 0. Raises ValueError for other shapes
-    or types.
-    """
-    check_caches(q, layer)
-    lengths, tables = (batch.positions + 1).tolist(), batch.block_tables_of(group).long()
-    visible = Visible(min(max(lengths), window or max(lengths)), tables)
-    visible.set(lengths, window)
-    values = layer.v.shape[2]
-    out = torch.empty(*q.shape[:2], values)
-    parts = torch.empty(part_bytes(visible, q.shape[1], values), dtype=torch.uint8)
-    run(attention_launches(q, layer, visible, scale, out, parts, sinks, cap))
-    return out
 
 
 def check_caches(q: Tensor, layer: KVLayer) -> None:
@@ -202,11 +173,19 @@ def attention_launches(
     sinks: Tensor | None = None,
     cap: float = 0.0,
 ) -> list[Launch]:
-    """The kernels of `batch_attention`, over the positions that `visible` holds when they run.
+    """The kernels of softmax(scale * q k^T) v of each row, over the positions that `visible` holds when they run.
 
-    q: fp32 [B, H, hd] with adjacent heads. out: fp32 [B, H, value's hd], contiguous. sinks: fp32 [H]. parts: workspace
-    for the partial results, uint8 of `part_bytes`. The first launch has one task per key/value head and current KV
-    split; the second combines the splits, one task per query head and token.
+    Positions and blocks must lie within the cache; they are not checked.
+
+    Args:
+        q: fp32 [B, H, hd] with adjacent heads.
+        out: fp32 [B, H, value's hd], contiguous.
+        parts: workspace for the partial results, uint8 of `part_bytes`.
+        sinks: fp32 [H], extra logits in the softmax's denominator.
+        cap: of soft-capped scores (kernels/attention.py), or 0.
+
+    Returns two launches: one task per key/value head and current KV split; then, to combine the splits, one task per
+    query head and token.
     """
     tokens, heads, width = q.shape
     kv_heads, values = layer.k.shape[1], layer.v.shape[2]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from quengine.errors import CannotRunError
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cpu.attention.attention import batch_attention
 from quengine.kernels.cpu.attention.prefill_attention import WIDEST, prefill_attention
 from quengine.kernels.cpu.gemm.tile_matmul import tile_matmul_launches
 from quengine.kernels.cpu.gemv.matmul import matvec_launch, quantize_launch
@@ -25,27 +24,24 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.latent_spec import LatentSpec
 
 
-def latent_attention(
+def prompt_latent_attention(
     batch: ForwardBatch, q: Tensor, latent: Tensor, spec: LatentSpec, layer: KVLayer
 ) -> Tensor:
-    """fp32 [T, heads * values] of q [T, heads * (plain + rotated)] and latent [T, rank + rotated], written over."""
+    """fp32 [T, heads * values] of q [T, heads * (plain + rotated)] and latent [T, rank + rotated], written over: rows
+    of chunks of prompts.
+    """
     positions, slots = checked_slots(batch, spec.cache_group, len(spec.cos), layer)
     queries = torch.empty(len(q), spec.heads, spec.row)
     run([latent_store_launch(q, latent, spec, layer, positions, slots, queries)])
     plain = q.view(len(q), spec.heads, spec.query)[..., : spec.plain]
-    _of_heads(batch, plain, spec.absorb, queries[..., : spec.rank])
-    held = views_of_heads(layer, spec)
-    if batch.phase == "decode":
-        sums = batch_attention(queries, held, batch, spec.scale, None, spec.cache_group)
-    else:
-        one = views_of_heads(layer, spec, heads=1)
-        chunks = [
-            prefill_attention(queries[rows], one, start, spec.scale, None, table)
-            for rows, start, table in batch.chunks(spec.cache_group)
-        ]
-        sums = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
+    _multiply_heads(plain, spec.absorb, queries[..., : spec.rank])
+    one = views_of_heads(layer, spec, heads=1)
+    chunks = [
+        prefill_attention(queries[rows], one, start, spec.scale, None, table)
+        for rows, start, table in batch.chunks(spec.cache_group)
+    ]
     out = torch.empty(len(q), spec.heads, spec.values)
-    _of_heads(batch, sums, spec.expand, out)
+    _multiply_heads(chunks[0] if len(chunks) == 1 else torch.cat(chunks), spec.expand, out)
     return out.view(len(q), -1)
 
 
@@ -90,15 +86,8 @@ def record_bytes(matrices: CpuExperts) -> int:
     return quantized_row_bytes(w.cols) if w.format.is_quantized else 0
 
 
-def _of_heads(batch: ForwardBatch, x: Tensor, matrices: CpuExperts, out: Tensor) -> None:
-    """As `head_launches`, by the kernels of the step's phase."""
-    if batch.phase == "prefill":
-        (part,) = matrices.parts
-        for head, w in enumerate(part.matrices):
-            run(tile_matmul_launches(x[:, head], [w], out[:, head]))
-        return
-    tokens, heads, _ = x.shape
-    size = record_bytes(matrices)
-    records = torch.empty(tokens, heads, size, dtype=torch.uint8) if size else None
-    quantizes, (first, *products) = head_launches(x, matrices, out, records)
-    run([*quantizes, first._replace(after_previous=True), *products])
+def _multiply_heads(x: Tensor, matrices: CpuExperts, out: Tensor) -> None:
+    """As `head_launches`, by the prefill kernels."""
+    (part,) = matrices.parts
+    for head, w in enumerate(part.matrices):
+        run(tile_matmul_launches(x[:, head], [w], out[:, head]))

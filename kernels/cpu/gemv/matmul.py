@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.gemm.tile_matmul import tile_matmul_launches
-from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import (
     dequantize_kernel,
@@ -76,45 +75,18 @@ class DequantizeArguments(Arguments):
 _TASK_BYTES = 512 << 10
 
 
-def decode_linear(x: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
-    """x [T, K] fp32 times weights [N_i, K] transposed, side by side, by q-dot: fp32 [T, sum of N_i].
-
-    F32, F16 and BF16 weights have fp32 products. A row's bits do not depend on the other rows. Raises ValueError when
-    a weight's width is not K.
-    """
-    _check_width(x, parts)
-    y = torch.empty(x.shape[0], sum(w.rows for w in parts))
-    run(linear_launches(x.contiguous(), parts, y))
-    return y
-
-
 def prompt_linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None = None) -> Tensor:
-    """`decode_linear` by the prefill kernels, plus an addend [T or 1, sum of N_i]: fp32 [T, sum of N_i].
+    """x [T, K] fp32 times weights [N_i, K] transposed, side by side, plus an addend [T or 1, sum of N_i], by the
+    prefill kernels: fp32 [T, sum of N_i].
 
     A row's bits do not depend on the other rows or on how many there are. Raises ValueError when a weight's width is
     not K.
     """
-    _check_width(x, parts)
+    for w in parts:
+        check_width(x, w)
     y = torch.empty(x.shape[0], sum(w.rows for w in parts))
     run(tile_matmul_launches(x.contiguous(), parts, y, addend))
     return y
-
-
-def linear_launches(x: Tensor, parts: Sequence[QuantTensor], y: Tensor) -> list[Launch]:
-    """The kernels of `decode_linear`, to combine with others in one list.
-
-    x fp32 [T, K] and y fp32 [T, sum of N_i] are contiguous; an earlier kernel of the list may write x.
-    """
-    launches, records = [], None
-    if any(w.format.is_quantized for w in parts):
-        records = torch.empty(x.shape[0], quantized_row_bytes(x.shape[1]), dtype=torch.uint8)
-        launches.append(quantize_launch(x, records))
-    column = 0
-    for w in parts:
-        source = records if records is not None and w.format.is_quantized else x
-        launches.append(matvec_launch(source, w, y, column, after_previous=column == 0))
-        column += w.rows
-    return launches
 
 
 def quantize_launch(x: Tensor, records: Tensor) -> Launch:
@@ -168,19 +140,6 @@ def matvec_launch(
     return Launch(kernel, arguments, -(-w.rows // step), after_previous, (source, w, y))
 
 
-def embed(weight: QuantTensor, ids: Tensor, scale: float = 1.0) -> Tensor:
-    """Rows `ids` (int64 [T]) of a weight [N, K] as fp32 [T, K], times `scale`.
-
-    Raises ValueError for an id outside 0 .. N-1.
-    """
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= weight.rows):
-        raise ValueError(f"{weight.name} has rows 0 to {weight.rows - 1}; asked for {ids.tolist()}")
-    out = torch.empty(ids.shape[0], weight.cols)
-    if ids.numel():
-        run([embed_launch(weight, ids.contiguous(), out, scale)])
-    return out
-
-
 def embed_launch(w: QuantTensor, rows: Tensor, out: Tensor, scale: float) -> Launch:
     """Rows (int64 [T], read when the kernel runs, not checked) of a weight [N, K] as fp32 [T, K], times `scale`."""
     arguments = DequantizeArguments(
@@ -195,7 +154,7 @@ def embed_launch(w: QuantTensor, rows: Tensor, out: Tensor, scale: float) -> Lau
     return Launch(dequantize_kernel(w.format.name), arguments, rows.shape[0], keep=(w, rows, out))
 
 
-def _check_width(x: Tensor, parts: Sequence[QuantTensor]) -> None:
-    for w in parts:
-        if w.cols != x.shape[1]:
-            raise ValueError(f"{w.name} has width {w.cols}; the activations have {x.shape[1]}")
+def check_width(x: Tensor, w: QuantTensor) -> None:
+    """Raises ValueError if x [T, K] is not as wide as w [N, K]."""
+    if w.cols != x.shape[1]:
+        raise ValueError(f"{w.name} has width {w.cols}; the activations have {x.shape[1]}")

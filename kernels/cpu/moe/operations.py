@@ -1,4 +1,4 @@
-"""The expert operations of the CPU backend outside a compiled step."""
+"""Expert weights, the experts' results, and the expert operations on chunks of prompts."""
 
 from __future__ import annotations
 
@@ -8,21 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quengine.kernels.cpu.gemv.matmul import quantize_launch
-from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
+from quengine.kernels.cpu.gemv.matmul import check_width, quantize_launch
 from quengine.kernels.cpu.moe.experts import (
     CpuExperts,
     ExpertPart,
     add_experts_launch,
-    down_launches,
-    gate_up_launch,
-    spread_launch,
 )
 from quengine.kernels.cpu.moe.groups import Groups
 from quengine.kernels.cpu.moe.prompt import prompt_expert_launches
 from quengine.kernels.cpu.ops.glu import glu
-from quengine.kernels.cpu.runtime.threads import Launch, run
-from quengine.kernels.forward_batch import Phase
+from quengine.kernels.cpu.runtime.threads import run
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.quant_tensor import QuantTensor
@@ -68,36 +63,25 @@ def down_experts(down: Sequence[QuantTensor], bias: Tensor | None) -> CpuExperts
     return CpuExperts((ExpertPart.of(down, bias),))
 
 
-def experts_glu(
-    x: Tensor, routing: Routing, gate_up: CpuExperts, activation: Activation, phase: Phase
+def prompt_experts_glu(
+    x: Tensor, routing: Routing, gate_up: CpuExperts, activation: Activation
 ) -> ExpertRows:
-    """activation(gate) * up of each row's experts. x: fp32 [T, K], normalised.
+    """activation(gate) * up of each row's experts, of chunks of prompts. x: fp32 [T, K], normalised.
 
     Raises ValueError for another width.
     """
     _check_width(x, gate_up)
-    x, (rows, used), width = x.contiguous(), routing.experts.shape, gate_up.parts[0].first.rows
+    (rows, used), width = routing.experts.shape, gate_up.parts[0].first.rows
     between = torch.empty(rows * used, len(gate_up.parts) * width)
-    if phase == "prefill":
-        groups, launches = prompt_expert_launches(x, routing, gate_up.parts, between)
-        run(launches)
-        return ExpertRows(glu(between, activation), groups)
-    repeats = len(set(routing.experts[0].tolist())) < used  # experts of other ranks share one index
-    groups = Groups.empty(rows, used, repeats)
-    launches, sources = _sources(x, gate_up.parts, groups)
-    out, records = torch.empty(rows * used, width), None
-    if width % 32 == 0:
-        records = torch.empty(rows * used, quantized_row_bytes(width), dtype=torch.uint8)
-    grouping = groups.launch(routing.experts, len(gate_up.parts[0].matrices))
-    product = gate_up_launch(gate_up, groups, sources, between, out, records, activation)
-    run([grouping, *launches, product])
-    return ExpertRows(out, groups, records)
+    groups, launches = prompt_expert_launches(x.contiguous(), routing, gate_up.parts, between)
+    run(launches)
+    return ExpertRows(glu(between, activation), groups)
 
 
-def experts_add(
-    gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Tensor | None, phase: Phase
+def prompt_experts_add(
+    gated: ExpertRows, routing: Routing, down: CpuExperts, residual: Tensor | None
 ) -> Tensor:
-    """The weighted sum of each row's experts plus residual, if any: fp32 [T, N].
+    """The weighted sum of each row's experts plus residual, if any, of chunks of prompts: fp32 [T, N].
 
     Raises ValueError if the gated values are not as wide as the weights.
     """
@@ -107,34 +91,11 @@ def experts_add(
         residual = torch.zeros(len(routing.experts), part.first.rows)
     residual, groups = residual.contiguous(), gated.groups
     y, products = torch.empty_like(residual), torch.empty(groups.slots, part.first.rows)
-    if phase == "prefill":
-        groups, launches = prompt_expert_launches(gated.values, routing, down.parts, products, by_place=True)
-        run([*launches, add_experts_launch(groups, products, routing.weights, residual, y)])
-        return y
-    source = gated.records if part.first.format.is_quantized else gated.values
-    assert source is not None
-    run(down_launches(down, groups, source, products, routing.weights, residual, y))
+    groups, launches = prompt_expert_launches(gated.values, routing, down.parts, products, by_place=True)
+    run([*launches, add_experts_launch(groups, products, routing.weights, residual, y)])
     return y
-
-
-def _sources(x: Tensor, parts: Sequence[ExpertPart], groups: Groups) -> tuple[list[Launch], list[Tensor]]:
-    """The kernels that turn x into each part's input by place, and those inputs."""
-    launches: list[Launch] = []
-    made: dict[bool, Tensor] = {}
-    for quantized in {part.first.format.is_quantized for part in parts}:
-        source = x
-        if quantized:
-            source = torch.empty(x.shape[0], quantized_row_bytes(x.shape[1]), dtype=torch.uint8)
-            launches.append(quantize_launch(x, source))
-        made[quantized] = source
-        if not groups.single_places:
-            made[quantized] = torch.empty(groups.slots, source.shape[1], dtype=source.dtype)
-            launches.append(spread_launch(source, groups, made[quantized]))
-    return launches, [made[part.first.format.is_quantized] for part in parts]
 
 
 def _check_width(x: Tensor, experts: CpuExperts) -> None:
     for part in experts.parts:
-        w = part.first
-        if w.cols != x.shape[1]:
-            raise ValueError(f"{w.name} has width {w.cols}; the activations have {x.shape[1]}")
+        check_width(x, part.first)

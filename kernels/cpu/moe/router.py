@@ -15,7 +15,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.gemv.matmul import matvec_launch
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp64
 from quengine.kernels.cpu.runtime.kernel_table import router_kernel
-from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED
 from quengine.kernels.quant_tensor import QuantTensor
@@ -95,23 +95,17 @@ def router_launch(logits: Tensor, router: Router, routing: Routing, forced: Tens
     return Launch(router_kernel(kind.scores), arguments, logits.shape[0], keep=keep)
 
 
-def route(x: Tensor, router: Router, forced: Tensor | None = None) -> Routing:
-    """The routing of normalised rows x fp32 [T, K], as defined in kernels/moe/router.py.
+def checked_experts(experts: Tensor, router: Router) -> Tensor:
+    """Experts that rows are to use, as `router_launch` reads them.
 
-    Raises ValueError for an expert of `forced` that the layer lacks.
+    Raises ValueError for an expert that the layer lacks.
     """
-    rows, width, count = x.shape[0], router.width, router.weight.shape[0]
-    if forced is not None:
-        forced = forced.to(torch.int32).contiguous()
-        asked = sorted(set(forced.flatten().tolist()))
-        if not all(0 <= expert < count for expert in asked):
-            raise ValueError(f"a layer has experts 0 to {count - 1}; asked for {asked}")
-    x, logits = x.contiguous(), torch.empty(rows, logits_width(router))
-    shared = None if router.shared_gate is None or router.joins_shared else torch.empty(rows)
-    chosen, weights = torch.empty(rows, width, dtype=torch.int32), torch.empty(rows, width)
-    routing = Routing(chosen, weights, shared, router.joins_shared)
-    run([*logits_launches(x, router, logits), router_launch(logits, router, routing, forced)])
-    return routing
+    count = router.weight.shape[0]
+    given = experts.to(torch.int32).contiguous()
+    named = sorted(set(given.flatten().tolist()))
+    if not all(0 <= expert < count for expert in named):
+        raise ValueError(f"a layer has experts 0 to {count - 1}, not {named}")
+    return given
 
 
 def _matrix(weight: Tensor) -> QuantTensor:

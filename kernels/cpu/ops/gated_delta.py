@@ -21,8 +21,7 @@ from quengine.kernels.cpu.runtime.kernel_table import (
     delta_memory_kernel,
     delta_output_kernel,
 )
-from quengine.kernels.cpu.runtime.threads import Launch, run
-from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.cpu.runtime.threads import Launch
 from quengine.kernels.gated_delta import L2_EPS, GatedDeltaSpec
 
 COLUMNS = 32
@@ -113,16 +112,3 @@ def gated_delta_launches(
         Launch(delta_memory_kernel(wide), arguments, tasks, keep=keep),
         Launch(delta_output_kernel(), arguments, len(x) * spec.value_heads, keep=keep),
     )
-
-
-def gated_delta(batch: ForwardBatch, x: Tensor, spec: GatedDeltaSpec, layer: SlotLayer) -> Tensor:
-    """See kernels/gated_delta.py: fp32 [T, value_heads * head_dim]; x is written over."""
-    slots = batch.slots_of(spec.cache_group).to(torch.int64).contiguous()
-    if batch.phase == "prefill":
-        slots = slots.repeat_interleave(torch.tensor(batch.query_lens))
-    out = torch.empty(len(x), spec.value_heads * spec.head_dim)
-    positions, slots = batch.positions.to(torch.int64), slots.view(-1, 1)
-    for rows in batch.state_pieces(spec.cache_group, *layer.parts):
-        of_rows = positions[rows], slots[rows], out[rows]
-        run([*gated_delta_launches(x[rows], spec, layer, *of_rows)])
-    return out

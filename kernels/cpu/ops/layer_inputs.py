@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quengine.kernels.cpu.gemv.matmul import embed
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
-from quengine.kernels.cpu.runtime.threads import Launch, run
-from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.cpu.runtime.threads import Launch
 from quengine.kernels.rms_norm import RMSNorm
 
 
@@ -15,11 +13,3 @@ def norm_parts_launch(projected: Tensor, norm: RMSNorm) -> Launch:
     """`norm` of each n elements of projected, fp32 [T, layers * n], contiguous, in place, for weights [n]."""
     parts = projected.view(-1, norm.weight.numel())
     return rms_norm_launch(parts, norm.weight, norm.eps, parts)
-
-
-def layer_inputs(projected: Tensor, norm: RMSNorm, table: QuantTensor, ids: Tensor, scale: float) -> Tensor:
-    """`norm` of each n elements of projected fp32 [T, layers * n], which is overwritten, plus rows `ids` of the table
-    times `scale`."""
-    projected = projected.contiguous()
-    run([norm_parts_launch(projected, norm)])
-    return embed(table, ids, scale).add_(projected)

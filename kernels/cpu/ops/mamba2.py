@@ -20,8 +20,7 @@ from quengine.kernels.cpu.runtime.kernel_table import (
     mamba2_output_kernel,
     mamba2_scan_kernel,
 )
-from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
-from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.mamba2 import Mamba2Spec
 
 ROWS = 32
@@ -124,15 +123,3 @@ def mamba2_launches(
         Launch(scan, arguments, tasks, keep=keep),
         Launch(mamba2_output_kernel(), arguments, len(x) * spec.groups, keep=keep),
     )
-
-
-def mamba2(batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, layer: SlotLayer) -> Tensor:
-    """See kernels/mamba2.py: fp32 [T, heads * head_dim]; x is written over."""
-    slots = batch.slots_of(spec.cache_group).to(torch.int64).contiguous()
-    if batch.phase == "prefill":
-        slots = slots.repeat_interleave(torch.tensor(batch.query_lens))
-    out = torch.empty(len(x), spec.inner)
-    positions, slots = batch.positions.to(torch.int64), slots.view(-1, 1)
-    for rows in batch.state_pieces(spec.cache_group, *layer.parts):
-        run([*mamba2_launches(x[rows], spec, layer, positions[rows], slots[rows], out[rows])])
-    return out

@@ -13,8 +13,7 @@ from torch import Tensor
 from quengine.kernels.backend import SlotLayer
 from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import short_conv_kernel
-from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
-from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.short_conv import ShortConvSpec
 
 _LEAST = 64
@@ -70,15 +69,3 @@ def short_conv_launch(
     )
     keep = (bcx, spec.weight, history, out, positions, tables)
     return Launch(short_conv_kernel(), arguments, -(-spec.channels // step), keep=keep)
-
-
-def short_conv(batch: ForwardBatch, bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer) -> Tensor:
-    """The gated short convolution of bcx fp32 [T, 3C], as in kernels/short_conv.py: fp32 [T, C]."""
-    slots = batch.slots_of(spec.cache_group).to(torch.int64).contiguous()
-    if batch.phase == "prefill":
-        slots = slots.repeat_interleave(torch.tensor(batch.query_lens))
-    out = torch.empty(len(bcx), spec.channels)
-    positions, slots, bcx = batch.positions.to(torch.int64), slots.view(-1, 1), bcx.contiguous()
-    for rows in batch.state_pieces(spec.cache_group, *layer.parts):
-        run([short_conv_launch(bcx[rows], spec, layer, positions[rows], slots[rows], out[rows])])
-    return out

@@ -42,7 +42,7 @@ class ChainArguments(Arguments):
 
 
 @dataclass
-class Stage:
+class KernelStage:
     """The work between two synchronisations of the threads.
 
     parts   independent of each other. A part is kernels with equal numbers of tasks: task i of the first, then task i

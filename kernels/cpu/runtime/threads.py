@@ -157,7 +157,7 @@ class Program:
 
     def run(self) -> None:
         """Runs the kernels in order and returns when all have finished, without the GIL."""
-        team = _the_team()
+        team = _team or _the_team()
         table, counters = self._table.buffer_info()[0], self._counters.buffer_info()[0]
         with self._lock, team.lock:
             memset(counters, 0, COUNTER_BYTES * len(self._launches))

@@ -25,7 +25,7 @@ _TYPES_WIDTH = 1024
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertSizes:
     """One layer's experts: hidden size, feed-forward length, number of experts, experts per row; the types of
     gate, up and down.
     """
@@ -40,9 +40,9 @@ class Experts:
 
 
 MODELS = {
-    "qwen3-30b-a3b": Experts(2048, 768, 128, 8),
-    "mixtral-8x7b": Experts(4096, 14336, 8, 2),
-    "gpt-oss-20b": Experts(2880, 2880, 32, 4, ("MXFP4", "MXFP4", "MXFP4"), "clamped_swish", True),
+    "qwen3-30b-a3b": ExpertSizes(2048, 768, 128, 8),
+    "mixtral-8x7b": ExpertSizes(4096, 14336, 8, 2),
+    "gpt-oss-20b": ExpertSizes(2880, 2880, 32, 4, ("MXFP4", "MXFP4", "MXFP4"), "clamped_swish", True),
 }
 ROWS = {"qwen3-30b-a3b": (8, 128, 512), "mixtral-8x7b": (64, 2048), "gpt-oss-20b": (8, 64, 512, 4096)}
 """Rows that cover all block sizes. More than 512 rows are a prompt's."""
@@ -62,20 +62,20 @@ def grouped_cases() -> Iterator[GroupedCase]:
             call = partial(_layer, experts, rows, rows > 512)
             yield (f"experts of {name}, {words}", rows <= 512, archs, call)
     for name in FORMATS:
-        of_type = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2, (name, name, name))
+        of_type = ExpertSizes(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2, (name, name, name))
         archs = (80, 90) if name in _MMA_TYPES else (90,)
         yield (f"experts of {name}, 16 rows", False, archs, partial(_layer, of_type, 16, False))
         for rows in (64, 512):
             yield (f"experts of {name}, {rows} rows", False, (90,), partial(_layer, of_type, rows, False))
-    of_type = Experts(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2)
+    of_type = ExpertSizes(_TYPES_WIDTH, _TYPES_WIDTH, 8, 2)
     yield ("experts, a prompt of 16", False, (80, 90), partial(_layer, of_type, 16, True))
-    unpaired = Experts(1024, 1024, 8, 2, ("Q4_K", "Q6_K", "F16"), "gelu_tanh", True)
+    unpaired = ExpertSizes(1024, 1024, 8, 2, ("Q4_K", "Q6_K", "F16"), "gelu_tanh", True)
     for rows, arch in ((16, 80), (512, 90)):
         call = partial(_layer, unpaired, rows, False)
         yield (f"experts of gate Q4_K and up Q6_K, {rows} rows", False, (arch,), call)
 
 
-def _layer(experts: Experts, rows: int, exact: bool, backend: CudaBackend) -> None:
+def _layer(experts: ExpertSizes, rows: int, exact: bool, backend: CudaBackend) -> None:
     gate, up, down = experts.types
     hidden, ffn, count = experts.hidden, experts.ffn, experts.count
     paired = gate == up and FORMATS[gate].is_quantized

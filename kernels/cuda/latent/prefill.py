@@ -149,7 +149,7 @@ def latent_prefill(
     assert absorbed.is_contiguous() and absorbed.shape[1] == spec.rank and turned.is_contiguous()
     assert tiles.sequences.shape == (tokens,) and tiles.deepest <= block_tables.shape[1] * BLOCK_SIZE
     assert out.rows == places.places and out.fits(spec.rank)
-    tile = prefill_tile(spec.rank, q8_0)
+    tile = prefill_tile(spec.rank, q8_0, tiles.block_rows)
     assert tiles.block_rows % tile.block_rows == 0
     parts = tiles.block_rows // tile.block_rows
     _latent_prefill_kernel[(spec.heads, parts, tiles.tiles.shape[0])](
@@ -160,7 +160,8 @@ def latent_prefill(
     )  # fmt: skip
 
 
-def prefill_tile(rank: int, q8_0: bool) -> PrefillTile:
-    """The tile shape by the latent's elements: what fits 99 KiB of shared memory (sm_89), and with an fp16 cache does
-    not spill. Codes of a q8_0 cache take their place beside the fp16 keys that are made of them."""
-    return PrefillTile(64 if rank <= 256 else 32, 32, 8, 1 if q8_0 and rank > 256 else 2)
+def prefill_tile(rank: int, q8_0: bool, rows: int) -> PrefillTile:
+    """The tile shape by the latent's elements, in a step's tiles of `rows` rows: what fits 99 KiB of shared memory
+    (sm_89), and with an fp16 cache does not spill. Codes of a q8_0 cache take their place beside the fp16 keys that are
+    made of them."""
+    return PrefillTile(min(rows, 64) if rank <= 256 else 32, 32, 8, 1 if q8_0 and rank > 256 else 2)

@@ -26,21 +26,17 @@ from quengine.kernels.activations import quantize_activations
 from quengine.kernels.attention import gate_output, split_gates
 from quengine.kernels.backend import AttentionSpec, SlotLayer
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
-from quengine.kernels.cpu import (
-    batch_attention,
-    decode_linear,
-    embed,
-    gated_delta,
-    glu,
-    output_gate,
-    prompt_linear,
-    rms_norm,
-)
+from quengine.kernels.cpu import glu, output_gate, prompt_linear, rms_norm
 from quengine.kernels.cpu.gemm import tile_matmul, tiles
-from quengine.kernels.cpu.moe.operations import down_experts, experts_add, experts_glu, gate_up_experts
-from quengine.kernels.cpu.moe.router import route
+from quengine.kernels.cpu.moe.operations import (
+    down_experts,
+    gate_up_experts,
+    prompt_experts_add,
+    prompt_experts_glu,
+)
 from quengine.kernels.cpu.ops import sampling as cpu_sampling
 from quengine.kernels.cpu.runtime import compiled, kernel_table, target
+from quengine.kernels.cpu.step_recorder import recorded
 from quengine.kernels.forward_batch import Phase, decode_batch
 from quengine.kernels.glu import glu as definition_of_glu
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
@@ -51,7 +47,17 @@ from quengine.kernels.moe.router import route as definition_of_route
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.kernels.q_dot import q_dot
 from tests.kernels.cpu import tile_emulator
-from tests.kernels.cpu.cpu_runs import attend_chunk, attend_token, linear
+from tests.kernels.cpu.cpu_runs import (
+    STEP,
+    attend_chunk,
+    attend_token,
+    batch_attention,
+    decode_linear,
+    embed,
+    gated_delta,
+    linear,
+    route,
+)
 from tests.kernels.cpu.test_cpu_attention import definition
 from tests.kernels.gated_delta_steps import STEPS, Shape, expected, rows_of, spec_of, states
 from tests.kernels.weights import nmse, random_weight
@@ -136,8 +142,15 @@ def experts_error(
         [random_weight(kind, 256, 256 // FORMATS[kind].block, 4 * part + i) for i in range(4)]
         for part in range(3)
     )
-    gated = experts_glu(x, routing, gate_up_experts(gate, up, None), "silu", phase)
-    y = experts_add(gated, routing, down_experts(down, None), x, phase)
+    gate_up, down_weights = gate_up_experts(gate, up, None), down_experts(down, None)
+    if phase == "prefill":
+        gated = prompt_experts_glu(x, routing, gate_up, "silu")
+        y = prompt_experts_add(gated, routing, down_weights, x)
+    else:
+        with recorded(STEP, len(x)) as step:
+            gated = step.experts_glu(x, None, routing, gate_up, "silu")
+        with recorded(STEP, len(x)) as step:
+            y = step.experts_add(gated, routing, down_weights, x)
     rows = definition_of_experts_glu(x, routing, lambda e, r: dense(r, [gate[e], up[e]]), "silu")
     expected = definition_of_experts_add(rows, routing, lambda e, r: dense(r, [down[e]]), x)
     return max(nmse(gated.by_slot(), rows), nmse(y, expected))

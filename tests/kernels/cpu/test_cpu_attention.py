@@ -6,12 +6,12 @@ from torch import Tensor
 
 from quengine.kernels.attention import attention
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cpu import batch_attention, set_threads
+from quengine.kernels.cpu import set_threads
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
-from tests.kernels.cpu.cpu_runs import attend_token
+from tests.kernels.cpu.cpu_runs import attend_token, batch_attention
 from tests.kernels.weights import nmse
 
 MANY = max_threads()

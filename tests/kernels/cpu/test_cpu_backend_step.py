@@ -12,6 +12,7 @@ from quengine.kernels import cpu
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cpu.backend import CpuBackend
+from quengine.kernels.cpu.step import CompiledStep
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
@@ -20,6 +21,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeSpec, rope_table
+from tests.kernels.cpu.cpu_runs import embed
 from tests.kernels.weights import nmse, random_weight
 
 WIDTH, FEED_FORWARD, VOCABULARY, EPS = 128, 160, 60, 1e-6
@@ -195,7 +197,7 @@ def test_a_step_has_the_bits_of_the_eager_path(name: str, kind: str, cache_type:
         buffers: dict[tuple[str, int], Tensor] = {}
         for rows in ([0, 1, 2, 3, 4], [1], [3, 1]):
             model.fill(tables)
-            step = model.backend.record(model.forward, len(rows), 11, buffers, len(tables))
+            step = CompiledStep(model.forward, len(rows), 11, buffers, len(tables))
             of_rows = [[table.tolist() for table in tables[:, row]] for row in rows]
             logits = step.run([tokens[row] for row in rows], [POSITIONS[row] for row in rows], of_rows)
             assert torch.equal(logits, eager[rows])
@@ -208,7 +210,7 @@ def test_a_step_has_the_bits_of_the_eager_path(name: str, kind: str, cache_type:
 def test_embeddings_are_scaled_as_rounded_products() -> None:
     weight = quantized("embedding", "Q4_1", 9, 96, 0)
     ids = torch.tensor([8, 0, 3])
-    assert torch.equal(cpu.embed(weight, ids, 11.3), cpu.embed(weight, ids) * torch.tensor(11.3))
+    assert torch.equal(embed(weight, ids, 11.3), embed(weight, ids) * torch.tensor(11.3))
 
 
 @torch.no_grad()
@@ -218,7 +220,7 @@ def test_each_layer_has_its_own_context() -> None:
     model.fill(block_tables(layers))
     short = model.specs[1]
     model.specs[1] = dataclasses.replace(short, cos=short.cos[:64].clone(), sin=short.sin[:64].clone())
-    step = model.backend.record(model.forward, 1, 11, {})
+    step = CompiledStep(model.forward, 1, 11, {})
     step.run([1], [63], [[[1, 2]]])
-    with pytest.raises(ValueError, match="position 64 is not in a cache of 64"):
+    with pytest.raises(ValueError, match=r"positions \[64\] are not in a cache of 64"):
         step.run([1], [64], [[[1, 2, 3]]])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quengine.kernels import cpu
 from quengine.kernels.backend import SlotLayer
+from tests.kernels.cpu.cpu_runs import mamba2
 from tests.kernels.mamba2_steps import Shape, expected, rows_of, spec_of, states
 from tests.kernels.short_conv_steps import ALL_STEPS, prompt, tokens
 from tests.kernels.weights import nmse
@@ -24,7 +24,7 @@ def test_steps_are_those_of_the_definition(step: str, shape: Shape) -> None:
     x = rows_of(len(batch), shape, 3)
     wanted, *after = expected(batch, x, spec, history, memory)
     layer = SlotLayer((history.clone(), memory.clone()))
-    made = cpu.mamba2(batch, x.clone(), spec, layer)
+    made = mamba2(batch, x.clone(), spec, layer)
     assert nmse(made, wanted) < 1e-11
     assert torch.equal(layer.parts[0], after[0])
     assert nmse(layer.parts[1].flatten(1), after[1].flatten(1)) < 1e-11
@@ -39,7 +39,7 @@ def test_a_sequence_has_the_same_bits_in_any_chunks(shape: Shape) -> None:
         for length in pieces:
             rows = x[start : start + length].clone()
             batch = tokens([start], [2]) if length == 1 else prompt([length], [start], [2])
-            made.append(cpu.mamba2(batch, rows, spec, layer))
+            made.append(mamba2(batch, rows, spec, layer))
             start += length
         found.append([torch.cat(made), *(part[2] for part in layer.parts)])
     for other in found[1:]:
@@ -50,9 +50,9 @@ def test_sequences_of_a_step_leave_each_other_alone() -> None:
     shape = SHAPES[0]
     spec, x = spec_of(shape), rows_of(30, shape, 6)
     layer = SlotLayer(states(shape))
-    together = cpu.mamba2(prompt([12, 18], [0, 5], [3, 1]), x.clone(), spec, layer)
+    together = mamba2(prompt([12, 18], [0, 5], [3, 1]), x.clone(), spec, layer)
     alone = SlotLayer(states(shape))
-    second = cpu.mamba2(prompt([18], [5], [1]), x[12:].clone(), spec, alone)
+    second = mamba2(prompt([18], [5], [1]), x[12:].clone(), spec, alone)
     assert torch.equal(together[12:], second)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(layer.parts, alone.parts, strict=True))
 
@@ -65,5 +65,5 @@ def test_extreme_steps_of_time_are_those_of_the_definition() -> None:
     batch, (history, memory) = prompt([6], [9], [1]), states(shape)
     wanted, *after = expected(batch, x, spec, history, memory)
     layer = SlotLayer((history, memory))
-    made = cpu.mamba2(batch, x, spec, layer)
+    made = mamba2(batch, x, spec, layer)
     assert nmse(made, wanted) < 1e-11 and nmse(layer.parts[1][1], after[1][1]) < 1e-11

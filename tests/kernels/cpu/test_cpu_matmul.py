@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quengine.kernels.activations import quantize_activations
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
-from quengine.kernels.cpu import embed, prompt_linear, set_threads
+from quengine.kernels.cpu import prompt_linear, set_threads
 from quengine.kernels.cpu.gemm.amx import has_amx
 from quengine.kernels.cpu.gemm.vnni import uses_vnni
 from quengine.kernels.cpu.gemv import matmul
@@ -15,7 +15,7 @@ from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.cpu.runtime.threads import max_threads, run
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quant_tensor import QuantTensor
-from tests.kernels.cpu.cpu_runs import linear
+from tests.kernels.cpu.cpu_runs import decode_linear, embed, linear
 from tests.kernels.weights import nmse, random_weight
 
 QUANTIZED = [name for name, fmt in FORMATS.items() if fmt.is_quantized]
@@ -75,8 +75,7 @@ def test_decode_of_more_rows_than_one_pass_takes(name: str) -> None:
     fmt = FORMATS[name]
     w = random_weight(name, 40, max(1, 352 // fmt.block))
     x = activations(19, w.cols)
-    y = torch.empty(19, 40)
-    run(matmul.linear_launches(x, [w], y))
+    y = decode_linear(x, [w])
     assert torch.equal(y, torch.cat([linear(row.unsqueeze(0), [w]) for row in x]))
 
 

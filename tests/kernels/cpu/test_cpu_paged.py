@@ -14,7 +14,7 @@ from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_b
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, slot_mapping, write_rows
 from quengine.kernels.rope import RopeSpec, rope_table
-from tests.kernels.cpu.cpu_runs import attend_chunk, attend_token
+from tests.kernels.cpu.cpu_runs import attend_chunk, attend_token, batch_attention
 from tests.kernels.weights import randn
 
 LENGTHS = (1, 32, 33, 255, 256, 257, 700)
@@ -72,13 +72,13 @@ def test_newest_tokens_over_blocks_see_what_each_sees_alone(
 ) -> None:
     caches, q = held(kv_heads, width, cache_type), randn(len(LENGTHS), heads, width)
     positions = torch.tensor(LENGTHS, dtype=torch.int32) - 1
-    out = cpu.batch_attention(q, caches.pool, newest(positions, caches.tables), 0.125, window)
+    out = batch_attention(q, caches.pool, newest(positions, caches.tables), 0.125, window)
     for row, layer, length, mixed in zip(q, caches.alone, LENGTHS, out, strict=True):
         first = max(0, length - window) if window else 0
         assert torch.equal(mixed, attend_token(row, layer, length, 0.125, first))
     some = [6, 2, 0]
     part = newest(positions[some], caches.tables[some])
-    assert torch.equal(cpu.batch_attention(q[some], caches.pool, part, 0.125, window), out[some])
+    assert torch.equal(batch_attention(q[some], caches.pool, part, 0.125, window), out[some])
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
@@ -147,7 +147,5 @@ def test_blocks_before_the_window_are_not_read(cache_type: CacheType) -> None:
     write_rows(everywhere, 0, *(randn(24 * BLOCK_SIZE, 2, 64, seed=2) for _ in range(2)))
     write_rows(everywhere, torch.arange(576, length), *(randn(length - 576, 2, 64, seed=i) for i in range(2)))
     assert torch.equal(chunk_of, attend_chunk(q, everywhere, length - 24, 0.125, window))
-    newest_of = cpu.batch_attention(
-        q[-1:], layer, newest(torch.tensor([length - 1]), table[None]), 0.125, window
-    )
+    newest_of = batch_attention(q[-1:], layer, newest(torch.tensor([length - 1]), table[None]), 0.125, window)
     assert torch.equal(newest_of[0], attend_token(q[-1], everywhere, length, 0.125, length - window))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quengine.kernels import cpu
 from quengine.kernels.backend import SlotLayer
+from tests.kernels.cpu.cpu_runs import short_conv
 from tests.kernels.short_conv_steps import ALL_STEPS, expected, rows_of, spec_of, states
 
 
@@ -15,5 +15,5 @@ def test_steps_are_those_of_the_definition(step: str, channels: int, taps: int) 
     bcx = rows_of(len(batch), channels, 3)
     wanted, after = expected(batch, bcx, spec, state)
     layer = SlotLayer((state.clone(),))
-    torch.testing.assert_close(cpu.short_conv(batch, bcx, spec, layer), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(short_conv(batch, bcx, spec, layer), wanted, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(layer.parts[0], after, rtol=1e-6, atol=0)

@@ -12,7 +12,7 @@ from quengine.kernels.cpu.gemv.matmul import matvec_launch, quantize_launch
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.ops.add import add_launch
 from quengine.kernels.cpu.ops.glu import glu_launch
-from quengine.kernels.cpu.runtime.stage import Stage
+from quengine.kernels.cpu.runtime.stage import KernelStage
 from quengine.kernels.cpu.runtime.threads import Program
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation, glu
@@ -21,7 +21,7 @@ from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeLayout, RopeSpec, rope_table
 from quengine.kernels.rope_store import rope_store
 from tests.forward import one_sequence
-from tests.kernels.cpu.cpu_runs import linear
+from tests.kernels.cpu.cpu_runs import embed, linear
 from tests.kernels.weights import nmse, randn, random_weight
 
 
@@ -202,7 +202,7 @@ def test_a_stage_adds_in_the_tasks_and_ends_with_its_finals_every_time() -> None
     w = dataclasses.replace(random_weight("F32", 203, 64), name="w")
     x, bias = randn(1, 64), randn(203, seed=1)
     y = torch.zeros(1, 203)
-    stage = Stage([[matvec_launch(x, w, y, 0, step=5), add_launch(y, bias, 0, 203, 5)]])
+    stage = KernelStage([[matvec_launch(x, w, y, 0, step=5), add_launch(y, bias, 0, 203, 5)]])
     stage.finals.append(add_launch(y, y, 0, 203, 203))
     expected = 2 * (linear(x, [w]) + bias)
     for threads in (1, cpu.max_threads()):
@@ -218,7 +218,7 @@ def test_the_parts_of_a_stage_share_its_finals() -> None:
     w = [random_weight("F32", rows, 32, seed=rows) for rows in (40, 8, 24)]
     x, y, total = randn(1, 32), torch.zeros(1, 72), torch.zeros(1, 72)
     parts = [[matvec_launch(x, part, y, column, step=4)] for part, column in zip(w, (0, 40, 48), strict=True)]
-    stage = Stage(parts, [add_launch(total, y, 0, 72, 72)])
+    stage = KernelStage(parts, [add_launch(total, y, 0, 72, 72)])
     program = Program(stage.launches())
     expected = linear(x, w)
     for count in range(1, 4):
@@ -237,5 +237,5 @@ def test_a_program_may_have_fewer_tasks_in_a_later_run() -> None:
 
 def test_nmse_of_the_rounded_matvec_is_within_the_decode_budget() -> None:
     w, x = random_weight("Q4_1", 64, 8), randn(1, 256)
-    exact = x.double() @ cpu.embed(w, torch.arange(64)).double().T
+    exact = x.double() @ embed(w, torch.arange(64)).double().T
     assert nmse(linear(x, [w]), exact) < 1e-8

@@ -13,19 +13,17 @@ import torch
 from quengine.errors import EngineError
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu import (
-    embed,
     get_threads,
     glu,
     max_threads,
     rms_norm,
     rope_store,
-    run,
     set_threads,
 )
-from quengine.kernels.cpu.gemv.matmul import linear_launches
 from quengine.kernels.cpu.runtime.threads import _Team as Team
+from quengine.kernels.cpu.step_recorder import CpuWeight, recorded
 from tests.forward import one_sequence
-from tests.kernels.cpu.cpu_runs import attend_token, linear
+from tests.kernels.cpu.cpu_runs import STEP, attend_token, embed, linear
 from tests.kernels.weights import random_weight
 
 
@@ -47,8 +45,9 @@ def test_a_list_runs_in_order_many_times() -> None:
     x = torch.randn(1, first.cols, generator=torch.Generator().manual_seed(0))
     expected = linear(linear(x, [first]), [second])
     for _ in range(300):
-        between, y = torch.zeros(1, 64), torch.zeros(1, 128)
-        run([*linear_launches(x, [first], between), *linear_launches(between, [second], y)])
+        with recorded(STEP, 1) as step:
+            between = step.norm_linear(x, None, CpuWeight((first,)), None)
+            y = step.norm_linear(between, None, CpuWeight((second,)), None)
         assert torch.equal(y, expected)
 
 

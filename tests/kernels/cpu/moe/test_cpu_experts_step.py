@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quengine.kernels import cpu
 from quengine.kernels.cpu.backend import CpuBackend
+from quengine.kernels.cpu.step import CompiledStep
 from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
@@ -101,7 +102,7 @@ def test_steps_have_the_bits_of_the_eager_path_on_any_number_of_threads(
         eager, buffers = run.decode(), dict[tuple[str, int], Tensor]()
         every.append(torch.cat([prompt, eager]))
         for rows in ([0, 1, 2], [1], [2, 0]):
-            step = run.decoder.backend.record(
+            step = CompiledStep(
                 lambda batch, run=run: run.decoder.forward(batch, run.cache.layers),
                 *(len(rows), CONTEXT // 32, buffers, run.groups),
             )

@@ -58,6 +58,12 @@ def test_plain_matrices_halves_that_turn_together_and_scaled_queries(step: str, 
     assert difference(case, device) < (DECODE if len(case.batch) == 1 else PROMPT)
 
 
+def test_a_small_latent_with_wide_rows_takes_the_tiles_of_its_step(device: torch.device) -> None:
+    """Mistral Small 4's: rows of more than 256 elements are cut into 32 a tile on GPUs before Hopper."""
+    case = Case(prompt([40], [0]), heads=1, rank=256, rotated=64, plain=32)
+    assert difference(case, device) < PROMPT
+
+
 def test_a_row_has_the_same_bits_in_every_chunk_and_batch(device: torch.device) -> None:
     whole, cut = Case(prompt([12], [13])), Case(prompt([7], [13]))
     cut.q, cut.latent = whole.q[:7], whole.latent[:7]

@@ -1,0 +1,123 @@
+"""What a compiled step, or an operation, reads beside weights and caches: tokens, positions, cache rows, slots."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import KVLayer
+from quengine.kernels.cpu.attention.attention import Visible
+from quengine.kernels.cpu.moe.router import checked_experts
+from quengine.kernels.cpu.ops.rope_store import checked_slots
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.moe.router import Router
+
+
+class StepInputs(Protocol):
+    """The inputs of operations, at addresses that kernels read when they run; `group`: a cache group."""
+
+    def tokens(self, vocabulary: int) -> Tensor:
+        """int64 [rows], below `vocabulary`."""
+        ...
+
+    def cache_rows(self, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:
+        """Positions, below `context`, and the rows of `layer` that they are stored in: int64 [rows] both."""
+        ...
+
+    def visible(self, group: int, context: int, window: int | None) -> Visible:
+        """The positions that each row sees."""
+        ...
+
+    def states(self, group: int) -> tuple[Tensor, Tensor]:
+        """Positions int64 [rows], and int64 [rows, ...] with the slots in the first column."""
+        ...
+
+    def chosen(self, experts: Tensor | None, router: Router) -> Tensor | None:
+        """Experts that rows are to use, int32 [rows, k]."""
+        ...
+
+    def repeats(self, experts: Tensor) -> bool:
+        """Whether a single row may have several slots of one expert, as where other ranks' experts share an index."""
+        ...
+
+
+class BatchInputs:
+    """The inputs of one batch, checked: an operation outside the cache or the embedding raises ValueError.
+
+    `first`: the row that an operation begins with which goes on from states.
+    """
+
+    def __init__(self, batch: ForwardBatch, first: int = 0) -> None:
+        self._batch, self._first = batch, first
+
+    def tokens(self, vocabulary: int) -> Tensor:
+        ids = self._batch.token_ids
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(f"the embedding has rows 0 to {vocabulary - 1}; asked for {ids.tolist()}")
+        return ids.contiguous()
+
+    def cache_rows(self, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:
+        return checked_slots(self._batch, group, context, layer)
+
+    def visible(self, group: int, context: int, window: int | None) -> Visible:
+        lengths = (self._batch.positions + 1).tolist()
+        most = min(max(lengths), window or context)
+        seen = Visible(most, self._batch.block_tables_of(group).long())
+        seen.set(lengths, window)
+        return seen
+
+    def states(self, group: int) -> tuple[Tensor, Tensor]:
+        slots = self._batch.slots_of(group).to(torch.int64).contiguous()
+        if self._batch.phase == "prefill":
+            slots = slots.repeat_interleave(torch.tensor(self._batch.query_lens))
+        return self._batch.positions.to(torch.int64)[self._first :], slots.view(-1, 1)[self._first :]
+
+    def chosen(self, experts: Tensor | None, router: Router) -> Tensor | None:
+        return None if experts is None else checked_experts(experts, router)
+
+    def repeats(self, experts: Tensor) -> bool:
+        return len(experts) == 1 and len(set(experts[0].tolist())) < experts.shape[1]
+
+
+class RunInputs:
+    """The inputs of a step that is run again and again, which each run fills in and checks (step.py).
+
+    ids, positions: int64 [rows]; slots: int64 [groups, rows], the cache rows for the tokens' keys and values; tables:
+    int64 [groups, rows, blocks]. `vocabulary`, `context`: what recorded operations allow.
+    """
+
+    def __init__(self, rows: int, blocks: int, groups: int) -> None:
+        self.ids = torch.zeros(rows, dtype=torch.int64)
+        self.positions = torch.zeros(rows, dtype=torch.int64)
+        self.slots = torch.zeros(groups, rows, dtype=torch.int64)
+        self.tables = torch.zeros(groups, rows, blocks, dtype=torch.int64)
+        self.vocabulary, self.context = 0, blocks * BLOCK_SIZE
+        self._visible: dict[tuple[int, int, int | None], Visible] = {}
+
+    def tokens(self, vocabulary: int) -> Tensor:
+        self.vocabulary = vocabulary
+        return self.ids
+
+    def cache_rows(self, group: int, context: int, _layer: KVLayer) -> tuple[Tensor, Tensor]:
+        self.context = min(self.context, context)
+        return self.positions, self.slots[group]
+
+    def visible(self, group: int, context: int, window: int | None) -> Visible:
+        """The same memory for all layers alike."""
+        context = min(context, self.tables.shape[2] * BLOCK_SIZE)
+        seen = group, context, window
+        if seen not in self._visible:
+            self._visible[seen] = Visible(min(context, window or context), self.tables[group])
+        return self._visible[seen]
+
+    def states(self, group: int) -> tuple[Tensor, Tensor]:
+        return self.positions, self.tables[group]
+
+    def chosen(self, experts: Tensor | None, _router: Router) -> Tensor | None:
+        return experts
+
+    def repeats(self, _experts: Tensor) -> bool:
+        return False
