@@ -387,6 +387,21 @@ class Backend(Protocol[WeightT]):
         """`norm` of x [T, K] as plain rows, which embeddings pool: [T, K] in the backend's dtype."""
         ...
 
+    def keep_hidden(self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor) -> None:
+        """Writes `norm` of x [T, K] to the rows of `kept`, fp16 [rows, K], of the step's positions.
+
+        x is not changed. See kernels/hidden_rows.py.
+        """
+        ...
+
+    def join_hidden(
+        self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, kept_norm: Norm, weight: WeightT
+    ) -> Hidden:
+        """The matmul of weight [N, 2K] with `norm` of x [T, K] followed by `kept_norm` of the rows of `kept` of the
+        positions before the step's: [T, N]. See kernels/hidden_rows.py.
+        """
+        ...
+
     def logits(
         self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: WeightT, softcap: float = 0.0
     ) -> Tensor:

@@ -392,7 +392,7 @@ class ModelConfig:
     name of the norm in
     front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths are then
     those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole ones
-    (layer_split.py).
+    (layer_split.py). `is_draft_layer`: a layer that drafts tokens, as a model of one layer (draft_layer.py).
     """
 
     architecture: str
@@ -441,6 +441,7 @@ class ModelConfig:
     layer_sizes: tuple[LayerSizes, ...] = ()
     ranks: int = 1
     stage: Stage | None = None
+    is_draft_layer: bool = False
 
     def sizes(self, layer: int) -> LayerSizes:
         """Those of a layer."""

@@ -22,6 +22,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_atten
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
+from quengine.kernels.hidden_rows import keep_rows, rows_before
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -280,6 +281,19 @@ class CpuBackend:
 
     def normed(self, x: Hidden, norm: Norm) -> Tensor:
         return cpu.normed(x, norm)
+
+    def keep_hidden(self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor) -> None:
+        if self._recorder is not None:
+            self._recorder.keep_hidden(x, norm, kept)
+        else:
+            keep_rows(batch, cpu.normed(x, norm), kept)
+
+    def join_hidden(
+        self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, kept_norm: Norm, weight: CpuWeight
+    ) -> Hidden:
+        assert self._recorder is None, "layers that draft compute eagerly"
+        before = cpu.normed(rows_before(batch, kept), kept_norm)
+        return _linear(batch, torch.cat([cpu.normed(x, norm), before], 1), weight)
 
     def logits(
         self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: CpuWeight, softcap: float = 0.0

@@ -22,6 +22,7 @@ class Step:
         self._tokens, self._positions = recorder.tokens.numpy(), recorder.positions.numpy()
         self._slots, self._tables = recorder.slots.numpy(), recorder.tables.numpy()
         self._logits = logits
+        self._kept, self._places = recorder.kept, recorder.slots[0]
         numbers: dict[int, int] = {}
         launches: list[Launch] = []
         for stage in recorder.stages:
@@ -69,4 +70,6 @@ class Step:
                 attention.stage.set_tasks(tasks)
                 self._program.set_tasks(number, tasks)
         self._program.run()
+        for rows, kept in self._kept:
+            kept[self._places] = rows.to(kept.dtype)
         return self._logits

@@ -116,6 +116,7 @@ class StepRecorder:
     context: int = 0
     stages: list[Stage] = field(default_factory=list)
     attentions: list[RecordedAttention] = field(default_factory=list)
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows of a step, and where they are kept
     _visible: dict[tuple[int, int | None, int], Visible] = field(default_factory=dict)
     _cleared: set[int] = field(default_factory=set)
     _row_stage: Stage | None = None  # the newest stage with one task per row
@@ -358,6 +359,12 @@ class StepRecorder:
         y = self._fp32("logits", weight.rows)
         self._matvecs(self._normed(x, norm), weight, y, cap=softcap)
         return y
+
+    def keep_hidden(self, x: Rows, norm: Norm, kept: Tensor) -> None:
+        """The rows are copied to `kept` after the list of kernels (Step.run)."""
+        out = self._fp32("kept", x.values.shape[1])
+        self._after(self.stages[-1], norm_launch(x.values, norm, out))
+        self.kept.append((out, kept))
 
     def _visible_of(self, context: int, window: int | None, group: int) -> Visible:
         """The visible positions of layers alike, in memory that they share."""

@@ -74,6 +74,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_atten
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
+from quengine.kernels.hidden_rows import keep_rows, rows_before
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -402,6 +403,21 @@ class CudaBackend:
         if isinstance(norm, LayerNorm):
             return layer_norm(_stream(x), norm, self.pdl)
         return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
+
+    def keep_hidden(self, batch: ForwardBatch, x: Residual, norm: Norm, kept: Tensor) -> None:
+        keep_rows(batch, self.normed(x, norm), kept)
+
+    def join_hidden(
+        self,
+        batch: ForwardBatch,
+        x: Residual,
+        norm: Norm,
+        kept: Tensor,
+        kept_norm: Norm,
+        weight: PackedWeight,
+    ) -> Tensor:
+        before = self.normed(rows_before(batch, kept), kept_norm)
+        return self._matmul(batch, torch.cat([self.normed(x, norm), before], 1), weight, None)
 
     def logits(
         self, batch: ForwardBatch, x: Residual, norm: Norm, weight: PackedWeight, softcap: float = 0.0

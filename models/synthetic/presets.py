@@ -45,6 +45,7 @@ class SyntheticModel:
     key_heads, value_heads: of gated delta nets, whose heads have `delta_head_dim` elements; 0: there are none.
     latent_rank: of latent attention, whose queries have `rope_dim` rotated elements of `head_dim` and are made of
         `query_rank` ones (0: of the hidden row), and whose values have `value_dim`; 0: there is none.
+    draft_layers: layers after the others that draft tokens (models/draft_layer.py).
     pooled: matrices of layers are cut from a pool of random rows, as those of experts always are.
     layer_sizes: of each layer, where they differ, in place of the numbers of heads and the feed-forward's length.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
@@ -85,6 +86,7 @@ class SyntheticModel:
     latent_rank: int = 0
     query_rank: int = 0
     value_dim: int = 0
+    draft_layers: int = 0
     pooled: bool = False
     layer_sizes: tuple[LayerSizes, ...] = ()
 
@@ -123,6 +125,7 @@ class SyntheticModel:
             gated_delta=self._gated_delta(),
             latent=self._latent(),
             mamba2=self._mamba2(),
+            draft_layers=self.draft_layers,
         )
         return replace(config, **declared.size_fields(config))
 
