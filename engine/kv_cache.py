@@ -67,6 +67,8 @@ class KVCache:
     pools: tuple[CachePool, ...]
     states: tuple[tuple[Tensor, ...], ...] = ()
     """Of each group, where its layers keep states, these once more, of all layers: [layers, blocks, ...]."""
+    hidden: Tensor | None = None
+    """Hidden rows for a layer that drafts tokens, in blocks of the first group (kernels/hidden_rows.py)."""
 
     @classmethod
     def allocate(
@@ -76,12 +78,14 @@ class KVCache:
         device: torch.device,
         cache_type: CacheType = "f16",
         pools: Sequence[CachePool] | None = None,
+        keeps_hidden: bool = False,
     ) -> "KVCache":
         """Allocates the cache.
 
         `pools`: one per cache group; None: every group has the blocks of one sequence, and keeps all positions. Keys
         and values are written before they are read, so only the padding block is cleared: kernels read it outside a
-        window, with weight 0. Raises EngineError if the model's heads cannot be stored in `cache_type`.
+        window, with weight 0. `keeps_hidden`: with room for hidden rows, zeros. Raises EngineError if the model's heads
+        cannot be stored in `cache_type`.
         """
         if pools is None:
             pools = pools_of_one(config, ctx_size)
@@ -99,7 +103,12 @@ class KVCache:
         ]
         for tensor in (tensor for layer in layers for tensor in layer.blocks if len(tensor)):
             tensor[PADDING_BLOCK].zero_()
-        return cls(layers, ctx_size, tuple(pools), tuple(states))
+        cache = cls(layers, ctx_size, tuple(pools), tuple(states))
+        if keeps_hidden:
+            rows = (pools[0].num_blocks + 1) * BLOCK_SIZE
+            width = config.embedding_length
+            cache.hidden = torch.zeros(rows, width, dtype=torch.float16, device=device)
+        return cache
 
     def copy_states(self, copies: Iterable[StateCopy]) -> None:
         """Copy states between blocks of their groups, behind the steps that were launched before."""
@@ -125,4 +134,5 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
+        hidden = 0 if self.hidden is None else self.hidden.nbytes
+        return hidden + sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)

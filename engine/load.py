@@ -38,7 +38,7 @@ from quengine.platform.device import choose_device, device_name, on_device
 from quengine.platform.host_experts import ExpertPlacement
 from quengine.platform.machine import available_memory, thread_count
 from quengine.speculative.draft_model import DraftModel
-from quengine.speculative.load_draft import open_draft
+from quengine.speculative.load_draft import check_shared, open_draft
 
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
@@ -114,6 +114,7 @@ def load_model(
         _log_checkpoint("draft model", draft)
     device, why = choose_device(of_rank(config, 0))
     config = replace(config, tensor_parallel=rank_count(config, checkpoint, draft, device))
+    check_shared(config)
     for rank in range(1, config.ranks):
         choose_device(of_rank(replace(config, device=device.type), rank))
     stages = stages_of(config, checkpoint, device)

@@ -21,12 +21,14 @@ from quengine.memory import gib
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.decoder import Decoder
+from quengine.models.draft_decoder import DraftDecoder
 from quengine.models.tensor_split import SplitTensors
 from quengine.platform import cuda_start
 from quengine.platform.host_experts import ExpertPlacement, split_tensors
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
 from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
+from quengine.speculative.draft_mtp import MtpDrafts
 
 logger = logging.getLogger("quengine.load")
 
@@ -56,7 +58,8 @@ class Machine:
         config, device = self.config, self.device
         backend = make_backend(config, checkpoint, device, self.threads, self.free)
         backend.communicator = communicator
-        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
+        keeps = config.draft_mtp > 0 and not drafts
+        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools, keeps)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         if checkpoint.config.encoder is not None:
             return self._encoder_runner(checkpoint, backend, cache)
@@ -70,6 +73,7 @@ class Machine:
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = experts.operations(backend, self.threads)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
+        decoder.kept = cache.hidden
         logger.debug("weights loaded")
         if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
@@ -119,6 +123,8 @@ class Machine:
         drafts_ctx = min(ctx_size, checkpoint.config.context_length)
         draft_pools = [CachePool(pools[0].num_blocks) for _ in checkpoint.config.cache_groups]
         try:
+            if checkpoint.config.is_draft_layer:
+                return self._drafts_of_layer(target, checkpoint, draft_pools)
             runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
             model = DraftModel(runner, self.draft_steps(runner))
         except BaseException:
@@ -126,6 +132,24 @@ class Machine:
                 target.ranks.close()
             raise
         return model, [_draft_note(checkpoint, runner.cache, ctx_size)]
+
+    def _drafts_of_layer(
+        self, target: ModelRunner, layer: Checkpoint, pools: Sequence[CachePool]
+    ) -> tuple[DraftModel, list[str]]:
+        """As `drafts_beside`, of a layer of `target` itself."""
+        config, ctx_size = self.config, target.cache.ctx_size
+        cache = KVCache.allocate(layer.config, ctx_size, self.device, config.cache_type, pools)
+        with _weights(layer, self.device, config.mmap, self.progress, 0) as tensors:
+            decoder = DraftDecoder(layer.config, tensors, target.decoder, ctx_size)
+        if self.device.type == "cuda" and config.backend != "reference" and not self.experts.layers:
+            runner = _cuda_runner(config, decoder, cache, drafts=True)
+        else:
+            runner = ModelRunner(decoder, cache)
+        assert target.cache.hidden is not None
+        held = cache.nbytes + target.cache.hidden.nbytes
+        note = f"drafts of up to {config.draft_mtp} tokens by the model's own layer: weights {gib(layer.nbytes)}, "
+        note += f"cache {gib(held)} with the hidden rows that it reads"
+        return MtpDrafts(runner, self.draft_steps(runner), config.draft_mtp), [note]
 
     def _compile_ahead(
         self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool
@@ -152,7 +176,7 @@ class Machine:
 
     def draft_steps(self, runner: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a draft model."""
-        if self.device.type != "cuda" or self.experts.layers:
+        if self.device.type != "cuda" or self.experts.layers or runner.graphs is None:
             return HostDraftSteps(runner)
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.speculative.device_drafts import DeviceDraftSteps

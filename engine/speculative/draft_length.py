@@ -20,8 +20,9 @@ LONGEST_PAUSE = 16
 
 
 def draft_tokens(config: EngineConfig, kind: str) -> int:
-    """Maximum length of a draft."""
-    return config.draft_tokens or DRAFT_TOKENS[kind]
+    """Maximum length of a draft. By a layer of the model alone, it is the one that the options say."""
+    by_layer = 0 if config.draft_ngram else config.draft_mtp
+    return config.draft_tokens or by_layer or DRAFT_TOKENS[kind]
 
 
 def draft_rows(config: EngineConfig, kind: str) -> int:
