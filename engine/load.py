@@ -128,7 +128,8 @@ def load_model(
     ctx_size, pools = choose_cache(config, part, draft, device, free, experts)
     if stages:
         ctx_size, pools = fit_stages(config, checkpoint, draft, device, stages, ctx_size)
-    made = Machine(config, device, threads, free, progress, experts)
+    layer = draft if draft is not None and draft.config.is_draft_layer else None
+    made = Machine(config, device, threads, free, progress, experts, layer)
     with on_device(device):
         shared = part is not checkpoint
         runner = made.ranks(path, part, ctx_size, pools) if shared else made.runner(part, ctx_size, pools)

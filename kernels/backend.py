@@ -387,8 +387,11 @@ class Backend(Protocol[WeightT]):
         """`norm` of x [T, K] as plain rows, which embeddings pool: [T, K] in the backend's dtype."""
         ...
 
-    def keep_hidden(self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor) -> None:
-        """Writes `norm` of x [T, K] to the rows of `kept`, fp16 [rows, K], of the step's positions.
+    def keep_hidden(
+        self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, newest: bool = False
+    ) -> None:
+        """Writes `norm` of x [T, K] to the rows of `kept`, fp16 [rows, K], of the step's positions; `newest`: of each
+        sequence's rows in decode only the last.
 
         x is not changed. See kernels/hidden_rows.py.
         """

@@ -18,9 +18,19 @@ def places(batch: ForwardBatch, positions: Tensor) -> Tensor:
     return tables[_sequences(batch), blocks].long() * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
-def keep_rows(batch: ForwardBatch, rows: Tensor, kept: Tensor) -> None:
-    """Writes rows [T, width] of any float type to the rows of `kept` for the step's positions."""
-    kept[places(batch, batch.positions.long())] = rows.to(kept.dtype)
+def keep_rows(batch: ForwardBatch, rows: Tensor, kept: Tensor, newest: bool = False) -> None:
+    """Writes rows [T, width] of any float type to the rows of `kept` for the step's positions.
+
+    newest: in decode, of a sequence's rows, which are at consecutive positions, only the last.
+    """
+    positions = batch.positions.long()
+    where, rows = places(batch, positions), rows.to(kept.dtype)
+    if newest:
+        last_position = batch.block_tables.shape[2] * BLOCK_SIZE - 1
+        following = places(batch, (positions + 1).clamp(max=last_position))
+        is_last = following != where.roll(-1)
+        where, rows = where[is_last], rows[is_last]
+    kept[where] = rows
 
 
 def rows_before(batch: ForwardBatch, kept: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

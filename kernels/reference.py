@@ -286,8 +286,10 @@ class ReferenceBackend:
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         return _normed(x, norm)
 
-    def keep_hidden(self, batch: ForwardBatch, x: Tensor, norm: Norm, kept: Tensor) -> None:
-        keep_rows(batch, _normed(x, norm), kept)
+    def keep_hidden(
+        self, batch: ForwardBatch, x: Tensor, norm: Norm, kept: Tensor, newest: bool = False
+    ) -> None:
+        keep_rows(batch, _normed(x, norm), kept, newest)
 
     def join_hidden(
         self,

@@ -41,6 +41,9 @@ class Decoder:
         EngineError: the model is an encoder, or computes no context of this size.
     """
 
+    keeps_newest = False
+    """Of a sequence's rows in a step only the last hidden one is kept."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -138,7 +141,7 @@ class Decoder:
         """The residual stream after the layers, of all rows, which are kept once they are normalized."""
         assert self.kept is not None and self.output_norm is not None
         x = self._layers(batch, cache, None)
-        self.backend.keep_hidden(batch, x, self.output_norm, self.kept)
+        self.backend.keep_hidden(batch, x, self.output_norm, self.kept, self.keeps_newest)
         return x
 
     def _embedded(self, batch: ForwardBatch) -> Hidden:

@@ -18,13 +18,16 @@ class DraftDecoder(Decoder):
     """A `Decoder` of one layer, whose logits at a token are of the token after it.
 
     It reads the hidden row of the position before each token from `kept`, which the target writes. In decode it writes
-    its own rows there, for the positions that follow; the target's step that verifies them writes them again.
+    the newest of its own rows there, for the position that follows, which the target's step that verifies the draft
+    writes again.
 
     Args:
         config, tensors: those of a `DraftLayer`.
         target: the decoder that it drafts for, whose backend, embedding, output matrix and kept rows it shares.
         ctx_size: number of positions.
     """
+
+    keeps_newest = True  # those before are the target's
 
     def __init__(
         self, config: ModelConfig, tensors: Mapping[str, QuantTensor], target: Decoder, ctx_size: int

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
 from quengine.speculative.draft_mtp import MtpDrafts
 
+if TYPE_CHECKING:
+    from quengine.runners.compile_kernels import LayerPlan
+
 logger = logging.getLogger("quengine.load")
 
 REFERENCE_BYTES_A_WEIGHT = 8
@@ -37,7 +40,8 @@ REFERENCE_BYTES_A_WEIGHT = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that models are loaded onto, and how. experts: where those of the model lie."""
+    """The device that models are loaded onto, and how. experts: where those of the model lie. layer: the model's own
+    that drafts; None: it does not."""
 
     config: EngineConfig
     device: torch.device
@@ -45,6 +49,7 @@ class Machine:
     free: int
     progress: Callable[[str], None] | None
     experts: ExpertPlacement
+    layer: Checkpoint | None = None
 
     def runner(
         self,
@@ -58,7 +63,7 @@ class Machine:
         config, device = self.config, self.device
         backend = make_backend(config, checkpoint, device, self.threads, self.free)
         backend.communicator = communicator
-        keeps = config.draft_mtp > 0 and not drafts
+        keeps = self.layer is not None
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools, keeps)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         if checkpoint.config.encoder is not None:
@@ -171,8 +176,18 @@ class Machine:
             config.chunk_size or DEFAULT_CHUNK["cuda"],
             config.speculates,
             config.deterministic,
+            self._layer_plan(),
         )
         compile_ahead(plan, gpu, self.progress)
+
+    def _layer_plan(self) -> "LayerPlan | None":
+        from quengine.runners.compile_kernels import LayerPlan, stored_tensors
+
+        if self.layer is None:
+            return None
+        return LayerPlan(
+            self.layer.config, stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
+        )
 
     def draft_steps(self, runner: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a draft model."""

@@ -282,11 +282,14 @@ class CpuBackend:
     def normed(self, x: Hidden, norm: Norm) -> Tensor:
         return cpu.normed(x, norm)
 
-    def keep_hidden(self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor) -> None:
-        if self._recorder is not None:
-            self._recorder.keep_hidden(x, norm, kept)
+    def keep_hidden(
+        self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, newest: bool = False
+    ) -> None:
+        if self._recorder is None:
+            keep_rows(batch, cpu.normed(x, norm), kept, newest)
         else:
-            keep_rows(batch, cpu.normed(x, norm), kept)
+            assert not newest, "layers that draft compute eagerly"
+            self._recorder.keep_hidden(x, norm, kept)
 
     def join_hidden(
         self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, kept_norm: Norm, weight: CpuWeight

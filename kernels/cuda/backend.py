@@ -52,6 +52,7 @@ from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
+from quengine.kernels.cuda.hidden_rows import joined, keep_hidden
 from quengine.kernels.cuda.latent.latent_attention import LatentOperations
 from quengine.kernels.cuda.latent.shapes import check_latent
 from quengine.kernels.cuda.launch.gpu import gpu_of
@@ -74,7 +75,6 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_atten
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
-from quengine.kernels.hidden_rows import keep_rows, rows_before
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -404,8 +404,11 @@ class CudaBackend:
             return layer_norm(_stream(x), norm, self.pdl)
         return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
 
-    def keep_hidden(self, batch: ForwardBatch, x: Residual, norm: Norm, kept: Tensor) -> None:
-        keep_rows(batch, self.normed(x, norm), kept)
+    def keep_hidden(
+        self, batch: ForwardBatch, x: Residual, norm: Norm, kept: Tensor, newest: bool = False
+    ) -> None:
+        assert isinstance(norm, RMSNorm), "no model with LayerNorm has a layer that drafts"
+        keep_hidden(batch, _stream(x), norm, kept, self._sequences_of(batch), newest, self.pdl)
 
     def join_hidden(
         self,
@@ -416,8 +419,13 @@ class CudaBackend:
         kept_norm: Norm,
         weight: PackedWeight,
     ) -> Tensor:
-        before = self.normed(rows_before(batch, kept), kept_norm)
-        return self._matmul(batch, torch.cat([self.normed(x, norm), before], 1), weight, None)
+        assert isinstance(norm, RMSNorm) and isinstance(kept_norm, RMSNorm)
+        rows = joined(batch, _stream(x), norm, kept, kept_norm, self._sequences_of(batch), self.pdl)
+        return self._matmul(batch, rows, weight, None)
+
+    def _sequences_of(self, batch: ForwardBatch) -> Tensor | None:
+        """The sequence of each row of a prompt's step; None in decode."""
+        return self._state_tiles_of(batch).sequences if batch.phase == "prefill" else None
 
     def logits(
         self, batch: ForwardBatch, x: Residual, norm: Norm, weight: PackedWeight, softcap: float = 0.0

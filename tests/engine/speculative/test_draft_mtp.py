@@ -58,9 +58,8 @@ def model(folder: Path) -> Path:
     return write_synthetic(folder / "model.gguf", replace(PRESETS["qwen3.5-mtp-tiny"], **SIZES))  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def certain(folder: Path, model: Path) -> Path:
-    """A model whose next token follows from the newest alone, and whose own layer has the same logits."""
+def certain_file(model: Path, path: Path) -> Path:
+    """Of a model in F32 one whose next token follows from the newest alone, and whose own layer has the same logits."""
     with open_gguf(model) as file:
         builder = GGUFBuilder()
         for key, value in file.metadata.items():
@@ -78,7 +77,12 @@ def certain(folder: Path, model: Path) -> Path:
             if name.endswith("shared_head_norm.weight"):
                 data = norm.data.copy()
             builder.tensor(name, tensor.shape, tensor.type_name, data)
-        return builder.write(folder / "certain.gguf")
+        return builder.write(path)
+
+
+@pytest.fixture(scope="module")
+def certain(folder: Path, model: Path) -> Path:
+    return certain_file(model, folder / "certain.gguf")
 
 
 def test_texts_are_those_without_drafts(model: Path) -> None:
