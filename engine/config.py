@@ -70,6 +70,9 @@ class EngineConfig:
             model if there are both.
         draft_mtp: maximum number of tokens drafted by the layer that the model's own files have for it (multi-token
             prediction); 0: none. Look-up comes before it.
+        draft_vocab: number of tokens that this layer drafts from, the first ones of the vocabulary, which are the most
+            frequent where it was made by merges; 0: all; None: 65,536. The text is the same; fewer rows of the output
+            matrix are read, and fewer drafts are right in languages whose tokens come late.
         draft_tokens: maximum number of drafted tokens; None: what suits the device.
         mmap: on the CPU, compute from the pages of the mapped file; otherwise from a copy of the weights in huge pages,
             which is a few percent faster but takes time at the start.
@@ -159,6 +162,16 @@ class EngineConfig:
             "N",
         ),
     ] = 0
+    draft_vocab: Annotated[
+        int | None,
+        Range(0),
+        Flag(
+            "--draft-vocab",
+            "Tokens that --draft-mtp drafts from, the vocabulary's first; 0: all. (default: 65536)",
+            DRAFT_PANEL,
+            "N",
+        ),
+    ] = None
     draft_tokens: Annotated[
         int | None,
         Range(1, MOST_DRAFT_TOKENS),
@@ -255,6 +268,10 @@ class EngineConfig:
             raise EngineError(
                 f"draft_tokens {self.draft_tokens}: nothing drafts; ask for a draft model (--draft-model), look-up "
                 f"(--draft-ngram) or the model's own layer for it (--draft-mtp)"
+            )
+        if self.draft_vocab is not None and not self.draft_mtp:
+            raise EngineError(
+                f"draft_vocab {self.draft_vocab}: the model's own layer drafts from these; ask for it (--draft-mtp)"
             )
         if self.draft_mtp and self.draft_model is not None:
             raise EngineError(

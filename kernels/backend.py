@@ -169,6 +169,10 @@ class Backend(Protocol[WeightT]):
         """Loads matrices [N_i, K] that are applied to the same input; outputs are concatenated, in order."""
         ...
 
+    def first_rows(self, weight: WeightT, rows: int) -> WeightT:
+        """The first `rows` rows, a multiple of 16, of a one-part weight, in the same memory."""
+        ...
+
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> WeightT:
         """Loads the gate and up matrices [F, K] of a gated feed-forward, for `norm_glu`."""
         ...

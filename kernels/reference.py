@@ -92,6 +92,12 @@ class ReferenceBackend:
         dense = torch.cat([self._dense(part) for part in parts]) if self.keep else None
         return ReferenceWeight(tuple(parts), dense)
 
+    def first_rows(self, weight: ReferenceWeight, rows: int) -> ReferenceWeight:
+        (part,) = weight.parts
+        return ReferenceWeight(
+            (part.first_rows(rows),), None if weight.dense is None else weight.dense[:rows]
+        )
+
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> ReferenceWeight:
         return self.weight([gate, up])
 

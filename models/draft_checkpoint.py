@@ -16,14 +16,15 @@ if TYPE_CHECKING:
 
 
 class DraftLayer:
-    """The layer that drafts tokens of the model `target`, itself a `Checkpoint`: a model of one layer.
+    """The layer that drafts tokens of the model `target`, itself a `Checkpoint`: a model of one layer. vocabulary: of
+    how many tokens, as for `layer_config`.
 
     Raises EngineError where the model has no such layer, or none that is computed.
     """
 
-    def __init__(self, target: Checkpoint) -> None:
+    def __init__(self, target: Checkpoint, vocabulary: int = 0) -> None:
         self.path: Path = target.path
-        self.config: ModelConfig = layer_config(target.config)
+        self.config: ModelConfig = layer_config(target.config, vocabulary)
         self._target = target
         self._held: DraftTensors = target.draft_tensors()
 

@@ -15,7 +15,7 @@ from quengine.models.layers import LayerTensors
 
 
 class DraftDecoder(Decoder):
-    """A `Decoder` of one layer, whose logits at a token are of the token after it.
+    """A `Decoder` of one layer, whose logits at a token are of the one after it, among the vocabulary's first tokens.
 
     It reads the hidden row of the position before each token from `kept`, which the target writes. In decode it writes
     the newest of its own rows there, for the position that follows, which the target's step that verifies the draft
@@ -34,6 +34,8 @@ class DraftDecoder(Decoder):
     ) -> None:
         super().__init__(config, tensors, target.backend, ctx_size, target.chunk_size)
         self.token_embd, self.output, self.kept = target.token_embd, target.output, target.kept
+        if config.vocab_size < self.output.rows:
+            self.output = target.backend.first_rows(self.output, config.vocab_size)
         own = LayerTensors(tensors, None, target.backend, config.rms_eps, config.block.norm)
         self._eh_proj = own.weight(EH_PROJ)
         self._enorm, self._hnorm = own.scaled_norm(ENORM, 1.0), own.scaled_norm(HNORM, 1.0)

@@ -32,10 +32,17 @@ _NORM = "output_norm.weight"
 _COPIES = frozenset({"blk.0.nextn.embed_tokens.weight", "blk.0.nextn.shared_head_head.weight"})
 
 
-def layer_config(config: ModelConfig) -> ModelConfig:
-    """The first layer that drafts, as a model of one layer."""
+VOCABULARY_UNIT = 128
+"""Rows of the output matrix that a layer drafts from are a multiple of this, or all."""
+
+
+def layer_config(config: ModelConfig, vocabulary: int = 0) -> ModelConfig:
+    """The first layer that drafts, as a model of one layer. vocabulary: it drafts from so many tokens, rounded up, the
+    first ones, which in a vocabulary made by merges are the most frequent; 0: from all."""
+    first = -(-vocabulary // VOCABULARY_UNIT) * VOCABULARY_UNIT or config.vocab_size
     return replace(
         config,
+        vocab_size=min(config.vocab_size, first),
         block_count=1,
         draft_layers=0,
         recurrent_layers=(),

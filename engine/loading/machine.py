@@ -152,7 +152,10 @@ class Machine:
             runner = ModelRunner(decoder, cache)
         assert target.cache.hidden is not None
         held = cache.nbytes + target.cache.hidden.nbytes
-        note = f"drafts of up to {config.draft_mtp} tokens by the model's own layer: weights {gib(layer.nbytes)}, "
+        vocab, every = layer.config.vocab_size, target.decoder.config.vocab_size
+        among = "" if vocab == every else f" from the first {vocab} of the vocabulary"
+        note = f"drafts of up to {config.draft_mtp} tokens{among} by the model's own layer: "
+        note += f"weights {gib(layer.nbytes)}, "
         note += f"cache {gib(held)} with the hidden rows that it reads"
         return MtpDrafts(runner, self.draft_steps(runner), config.draft_mtp), [note]
 

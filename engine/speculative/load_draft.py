@@ -5,6 +5,7 @@ from quengine.errors import EngineError
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.draft_checkpoint import DraftLayer
 from quengine.models.hub.hub import resolve_model
+from quengine.speculative.draft_length import draft_vocab
 
 
 def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
@@ -14,7 +15,7 @@ def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
         EngineError: there is no such model or layer, its file is wrong, or its vocabulary is not the target's.
     """
     if config.draft_mtp:
-        return DraftLayer(target)
+        return DraftLayer(target, draft_vocab(config))
     if config.draft_model is None:
         return None
     try:

@@ -72,6 +72,10 @@ class CpuBackend:
     def weight(self, parts: Sequence[QuantTensor]) -> CpuWeight:
         return CpuWeight(tuple(parts))
 
+    def first_rows(self, weight: CpuWeight, rows: int) -> CpuWeight:
+        (part,) = weight.parts
+        return CpuWeight((part.first_rows(rows),))
+
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> CpuWeight:
         return self.weight([gate, up])
 

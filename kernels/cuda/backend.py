@@ -70,7 +70,7 @@ from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_qua
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.short_conv import short_conv
 from quengine.kernels.cuda.softcap import softcap_logits
-from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack
+from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, first_rows, pack
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
@@ -143,6 +143,9 @@ class CudaBackend:
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
+
+    def first_rows(self, weight: PackedWeight, rows: int) -> PackedWeight:
+        return first_rows(weight, rows)
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
         return self._noted(pack([gate, up], self.device, paired=True))

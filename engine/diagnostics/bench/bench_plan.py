@@ -123,6 +123,7 @@ class BenchPlan:
                 "draft_model",
                 "draft_ngram",
                 "draft_mtp",
+                "draft_vocab",
                 "draft_tokens",
                 "cpu_moe",
                 "n_cpu_moe",

@@ -179,6 +179,7 @@ def test_what_cannot_be_is_said_in_a_line(folder: Path, model: Path) -> None:
     plain = write_synthetic(folder / "plain.gguf", "tiny")
     for path, options, message in [
         (model, {"draft_mtp": 32}, r"draft_mtp 32: must be 0 \(off\) to 31 tokens"),
+        (model, {"draft_vocab": 64}, r"draft_vocab 64: .*ask for it \(--draft-mtp\)"),
         (model, {"draft_mtp": 2, "draft_model": plain}, "draft_mtp 2: the draft model .* drafts"),
         (model, {"draft_mtp": 2, "tensor_parallel": 2}, "draft_mtp 2: .* a model that 2 devices share"),
         (
@@ -205,3 +206,24 @@ def test_a_file_that_lacks_a_tensor_of_the_layer_runs_without_it(folder: Path, m
         assert llm.generate([5], replace(GREEDY, max_tokens=1))
     with pytest.raises(EngineError, match=r"blk\.4\.nextn\.enorm\.weight.*missing"):
         load(path, ctx_size=64, draft_mtp=1)
+
+
+def test_drafts_are_of_the_first_tokens_and_texts_of_all(certain: Path) -> None:
+    with load(certain, ctx_size=192) as alone:
+        expected = [alone.generate(PROMPTS, params) for params in (GREEDY, SEEDED)]
+    with load(certain, ctx_size=192, draft_mtp=3, draft_vocab=250) as llm:
+        drafts = llm.loaded.draft
+        assert isinstance(drafts, MtpDrafts)
+        assert llm.loaded.draft_checkpoint is not None
+        assert llm.loaded.draft_checkpoint.config.vocab_size == 256
+        less = 4 * SIZES["embedding_length"] * (500 - 256)  # type: ignore[operator]
+        with load(certain, ctx_size=192, draft_mtp=3, draft_vocab=0) as whole:
+            assert whole.loaded.draft is not None
+            assert whole.loaded.draft.bytes_per_token - drafts.bytes_per_token == less
+        watched = Watched(drafts)
+        for params, texts in zip((GREEDY, SEEDED), expected, strict=True):
+            same(llm.generate(PROMPTS, params), texts)
+        drafted = {token for _, draft in watched.made for token in draft}
+        assert len(drafted) > 5 and max(drafted) < 256 <= max(
+            t for texts in expected for c in texts for t in c.tokens
+        )

@@ -76,7 +76,7 @@ def test_a_layer_that_drafts_is_the_reference(
 
     def logits(backend: Any) -> torch.Tensor:
         checkpoint = open_checkpoint(path)
-        layer, pools = DraftLayer(checkpoint), [CachePool(6), CachePool(2, is_state=True)]
+        layer, pools = DraftLayer(checkpoint, 200), [CachePool(6), CachePool(2, is_state=True)]
         cache = KVCache.allocate(checkpoint.config, 96, backend.device, pools=pools, keeps_hidden=True)
         own = KVCache.allocate(layer.config, 96, backend.device, pools=pools[:1])
         target = Decoder(checkpoint.config, checkpoint.tensors, backend, 96, 96)
@@ -95,5 +95,5 @@ def test_a_layer_that_drafts_is_the_reference(
         return torch.cat([each.cpu().double() for each in found])
 
     ours, exact = logits(CudaBackend(device)), logits(ReferenceBackend(keep=True))
-    assert ours.shape == exact.shape == (5, 320)
+    assert ours.shape == exact.shape == (5, 256), "the output matrix's first rows alone"
     assert nmse(ours, exact) < 5e-5
