@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,7 +23,6 @@ from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.runners.graph_keys import GraphKey
-from quengine.runners.host_copy import HostCopy
 from quengine.runners.state_copies import copies_before
 from quengine.sampler import NO_CHOICE, Result
 from quengine.slot import Slot
@@ -33,6 +31,9 @@ from quengine.step_plan import SequenceRows, StepPlan, forward_batch, samples, s
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
     from quengine.runners.device_decode import DeviceDecoder
+
+_NAMES: dict[Phase, str] = {"prefill": "prefill", "decode": "decode step"}
+"""Of the ranges of a profile."""
 
 
 class StepGraphs(Protocol):
@@ -91,7 +92,7 @@ class ModelRunner:
     Args:
         decoder, cache: decoder and KV cache of one model.
         graphs: captured steps; None: every step is computed eagerly.
-        device_decoder: decode steps that sample on the device; None: tokens are sampled on the host.
+        device_decoder: steps that sample on the device; None: tokens are sampled on the host.
         choose: samples tokens on the host.
         packs_prompts: whether chunks of several prompts are faster in one step than one after the other.
     """
@@ -150,8 +151,8 @@ class ModelRunner:
         if any(scored_rows(s, chunk) for s, chunk in zip(plan.sequences, plan.chunks, strict=False)):
             scored = self._score(plan)
             return LaunchedStep(plan, lambda: scored)
-        if plan.phase == "decode" and self.device_decoder is not None:
-            with Range("launch decode step"):
+        if self.device_decoder is not None:
+            with Range(f"launch {_NAMES[plan.phase]}"):
                 results = self.device_decoder.launch(plan)
             if results is not None:
                 return LaunchedStep(plan, lambda: self._explained(plan, results()), True)
@@ -161,11 +162,9 @@ class ModelRunner:
         """`launch`, with tokens sampled on the host."""
         if plan.phase == "decode" and self._has_states:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
-        with Range(plan.phase if plan.phase == "prefill" else "decode step"):
-            logits = HostCopy(self.forward(plan.phase, plan.rows).float())
-        sampled = _prompts_sampled if plan.phase == "prefill" else _decode_sampled
-        is_async = self.device_decoder is not None and plan.phase == "prefill"
-        return LaunchedStep(plan, lambda: sampled(plan, logits.wait()), is_async)
+        with Range(_NAMES[plan.phase]):
+            logits = self.forward(plan.phase, plan.rows).float().cpu()
+        return LaunchedStep(plan, lambda: _sampled(plan, logits))
 
     @torch.no_grad()
     def forward(
@@ -256,15 +255,20 @@ class ModelRunner:
             return results
         found = zip(plan.sequences, plan.slots, results, strict=True)
         return [
-            self._explain(sequence) if result is NO_CHOICE and sequence.slot is slot else result
-            for sequence, slot, result in found
+            self._explain(plan, number) if result is NO_CHOICE and sequence.slot is slot else result
+            for number, (sequence, slot, result) in enumerate(found)
         ]
 
-    def _explain(self, sequence: Sequence) -> Result:
+    def _explain(self, plan: StepPlan, number: int) -> Result:
         """Recomputes the step of a sequence for which a device found no token, on the host, to get the error."""
-        sequence.draft = []
+        sequence = plan.sequences[number]
+        sequence.draft = ()
         sequence.slot = Slot(sequence.slot.index, sequence.slot.end)  # a step in flight goes on from no token
-        result = self._launch_on_host(StepPlan.decode([sequence])).results()[0]
+        if plan.phase == "prefill":
+            alone = StepPlan.prefill([sequence], [plan.chunks[number]])
+        else:
+            alone = StepPlan.decode([sequence])
+        result = self._launch_on_host(alone).results()[0]
         sequence.slot.launched = 0
         return result
 
@@ -305,30 +309,24 @@ class ModelRunner:
         return None
 
 
-def _prompts_sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
-    """The next tokens of prompts that end with their chunk, given the logits [chunks, vocab] on the host."""
-    with Range("sample"):
-        return [
-            sequence.sample_next(row) if samples(sequence, chunk) and sequence.slot is slot else None
-            for sequence, slot, chunk, row in zip(
-                plan.sequences, plan.slots, plan.chunks, logits, strict=True
-            )
-        ]
+def _sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
+    """The results of a step, given the logits on the host: [chunks, vocab] of prompts, [rows, vocab] in decode."""
 
+    def after(sequence: Sequence, row: int) -> Result:
+        return sequence.sample_next(logits[row])
 
-def _decode_sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
-    """The results of a decode step, given the logits [rows, vocab] on the host."""
     with Range("sample"):
+        if plan.phase == "prefill":
+            pairs = enumerate(zip(plan.sequences, plan.chunks, strict=True))
+            return [
+                after(sequence, row) if samples(sequence, chunk) else None for row, (sequence, chunk) in pairs
+            ]
         results, row = list[Result](), 0
         for sequence in plan.sequences:
             row += sequence.replay
-            results.append(sequence.result(partial(_sampled, sequence, logits, row)))
+            results.append(sequence.result(after, row))
             row += 1 + len(sequence.draft)
     return results
-
-
-def _sampled(sequence: Sequence, logits: Tensor, first: int, number: int) -> Result:
-    return sequence.sample_next(logits[first + number])
 
 
 def _wanted_rows(

@@ -25,7 +25,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
 from quengine.request.sequence import Sequence
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, StepPlan, samples
+from quengine.step_plan import SequenceRows, StepPlan
 
 LEAST_CHUNK = 16
 """Minimum number of prompt tokens per step, however slow the machine is."""
@@ -193,12 +193,6 @@ class Scheduler:
             return
         self._token_seconds = seconds / sum(len(chunk.ids) for chunk in plan.chunks)
         self._cache_prompts(plan)
-        for sequence, chunk in plan.running():
-            whole = chunk.end >= self._prompt_end(sequence) and not sequence.finished
-            if whole and sequence in self.prefilling:
-                self.prefilling.remove(sequence)
-                self.decoding.append(sequence)
-                self._add_copies(sequence)
 
     def accepted(self, sequence: Sequence) -> None:
         """Notes that the newest token was an accepted draft, whose keys and values this step put into the cache."""
@@ -234,8 +228,9 @@ class Scheduler:
             self._alone.extend(self.current.sequences)
 
     def failed(self, plan: StepPlan, launched: bool = False) -> None:
-        """A step could not be launched, or, `launched`, its results are lost. It may have changed some of the states
-        that it computes: where these cannot be computed again from themselves, the sequences begin again."""
+        """A step could not be launched, or, `launched`, its results are lost: prompts whose first token is among them
+        are computed again. It may have changed some of the states that it computes: where these cannot be computed
+        again from themselves, the sequences begin again."""
         if plan.phase == "decode":
             for sequence, slot in zip(plan.sequences, plan.slots, strict=True):
                 if sequence.slot is not slot:
@@ -245,11 +240,15 @@ class Scheduler:
                     continue
                 slot.launched -= 1
                 slot.has_token, slot.waits = False, slot.launched > 0
-        if self.blocks.has_states and not self.blocks.rewinds:
-            for sequence in reversed(self._running):
-                if sequence in plan.sequences:
-                    self._restarted.add(sequence)
-                    self._preempt(sequence, keeps=False)
+        restarts = self.blocks.has_states and not self.blocks.rewinds
+        for sequence in reversed(self._running):
+            if sequence not in plan.sequences:
+                continue
+            if restarts:
+                self._restarted.add(sequence)
+            has_none = launched and plan.phase == "prefill"
+            if restarts or (has_none and sequence.num_cached_tokens == len(sequence.token_ids)):
+                self._preempt(sequence, keeps=False)
 
     def roll_back(self, sequence: Sequence, base: int) -> None:
         """Its states are those behind its first `base` tokens again, as they were copied before its draft."""
@@ -283,13 +282,19 @@ class Scheduler:
         return end if end > 1 else 0
 
     def _cache_prompts(self, plan: StepPlan) -> None:
-        """Notes that the tokens of prompt chunks are in the cache, unless that has been noted before."""
+        """Notes that the tokens of prompt chunks are in the cache, unless that has been noted before. Sequences whose
+        prompts end with these are decoding from then on."""
         for sequence, chunk in plan.running():
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
                 self._cached(sequence, chunk.end - sequence.num_cached_tokens)
                 if self.blocks.has_states and chunk.end in sequence.checkpoints_at:
                     is_last = chunk.end == sequence.checkpoints_at[-1]
                     self._checkpoint(sequence, chunk.end, chunk.end % CHECKPOINT_EVERY == 0 and not is_last)
+            whole = chunk.end >= self._prompt_end(sequence) and not sequence.finished
+            if whole and sequence in self.prefilling:
+                self.prefilling.remove(sequence)
+                self.decoding.append(sequence)
+                self._add_copies(sequence)
 
     def _checkpoint(self, sequence: Sequence, end: int, on_the_way: bool = False) -> None:
         """Keep the states of a sequence, which serve to go on behind its first `end` tokens, for prompts that begin
@@ -398,17 +403,15 @@ class Scheduler:
         self._cache_prompts(last)
         self._preempts = False
         try:
-            if last.phase == "prefill" and self.decoding:
+            if last.phase == "prefill" and any(map(self._is_known, self.decoding)):
                 return self._decode_ahead()
-            beside = bool(self.decoding) or any(samples(*each) for each in last.running())
-            prompts = self._prompt_step(self._chunk_size(beside))
+            prompts = self._prompt_step(self._chunk_size(bool(self.decoding)))
             return self._decode_ahead() if prompts is None and phases == ["decode"] else prompts
         finally:
             self._preempts = True
 
     def _decode_ahead(self) -> StepPlan | None:
-        """A decode step of all sequences whose inputs the device has or gets, if all of them have blocks for it. Those
-        whose prompts end in a step in flight are not among them: their next tokens are not known."""
+        """A decode step of all sequences whose inputs the device has or gets, if all of them have blocks for it."""
         known = [each for each in self.decoding if self._is_known(each)]
         ready = [each for each in known if self._has_reach(each)]
         rows = sum(1 + sequence.replay for sequence in ready)
@@ -419,9 +422,14 @@ class Scheduler:
         """Whether the input of a sequence's next step is known on the host, or will be on the device, and there is such
         a step."""
         slot = sequence.slot
-        if not slot.launched:
+        if slot.launched:
+            if slot.waits:
+                return False
+        elif sequence.num_cached_tokens < len(sequence.token_ids):
             return True
-        if slot.waits or len(sequence.token_ids) + slot.launched >= slot.end:
+        elif not slot.has_token:  # the host samples after its prompt, which ends in a step in flight
+            return False
+        if sequence.num_cached_tokens + slot.launched + 1 >= slot.end:
             return False
         return self.holds_back is None or not self.holds_back(sequence)
 
@@ -585,6 +593,7 @@ class Scheduler:
             self.blocks.discard(sequence.block_keys)
         self.blocks.free(sequence.block_tables)
         self._free_slots.append(sequence.slot.index)
+        sequence.slot.kind = None
         sequence.block_tables, sequence.slot = (), Slot()
 
 

@@ -17,9 +17,9 @@ class Slot:
         row: a row whose input the device has, as static_inputs.Row.
         launched: decode steps with a row of it that have not been committed.
         waits: whether the host has to see the result of such a step before it knows the input of the next one.
-        has_token: whether the device has the input of the next step, as it sampled the newest token.
+        has_token: whether the device has the input of the next step, as it samples the newest token.
         written: entries of each block table that the device has; empty before the first step.
-        kind: the kind of sampling that the device has the settings for.
+        kind: the kind of sampling that the device has the settings for; None after the sequence's release.
         wanted: the smallest kind that takes its settings; None: the host samples.
     """
 

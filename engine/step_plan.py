@@ -63,7 +63,7 @@ class StepPlan:
         if self.phase == "prefill":
             return self.chunks
         pairs = zip(self.sequences, self.starts, strict=True)
-        return [SequenceRows(decode_ids(s), start, s.block_tables) for s, start in pairs]
+        return [SequenceRows([*known_ids(s), *s.draft], start, s.block_tables) for s, start in pairs]
 
     @property
     def cancelled(self) -> bool:
@@ -92,11 +92,10 @@ def scored_rows(sequence: Sequence, chunk: SequenceRows) -> range:
     return range(max(0, missing.start - chunk.start), min(len(chunk.ids), missing.stop - chunk.start))
 
 
-def decode_ids(sequence: Sequence) -> list[int]:
-    """The tokens of a sequence's rows in a decode step: the first that is not in the cache, after those that its states
-    lack, and its draft."""
-    first, end = sequence.num_cached_tokens - sequence.replay, sequence.num_cached_tokens + 1
-    return [*sequence.token_ids[first:end], *sequence.draft]
+def known_ids(sequence: Sequence) -> list[int]:
+    """The tokens of a sequence's rows in a decode step, without its draft: the first that is not in the cache, after
+    those that its states lack."""
+    return sequence.token_ids[sequence.num_cached_tokens - sequence.replay : sequence.num_cached_tokens + 1]
 
 
 def forward_batch(

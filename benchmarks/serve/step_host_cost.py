@@ -12,6 +12,7 @@ import cProfile
 import pstats
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,23 +22,25 @@ from quengine.llm import LLM
 from quengine.model_runner import LaunchedStep
 from quengine.platform import collector
 from quengine.request.sampling_params import SamplingParams
+from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
-from quengine.runners.graph_keys import GraphKey, padded_rows
+from quengine.runners.graph_keys import GraphKey, SamplingKind, padded_rows
 from quengine.runners.static_inputs import DecodeInputs
-from quengine.sampler import Result, Sample
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_wire import Step
-from quengine.step_plan import StepPlan, samples
+from quengine.step_plan import SequenceRows, StepPlan
 
 PROMPT = 128
 
 
-class Tokens:
-    """`StepTokens` that are there at once."""
+class Event:
+    """The end of a step that is there at once."""
 
-    def __init__(self, tokens: list[int]) -> None:
-        self.wait = lambda: tokens
+    def synchronize(self) -> None: ...
+
+
+END: Any = Event()
 
 
 class Graphs:
@@ -49,14 +52,20 @@ class Graphs:
         self.rows = padded_rows(sequences)
         self.inputs = DecodeInputs(self.rows, sequences, blocks, 1, torch.device("cpu"))
         numbers = random.Random(1)
-        self._tokens = [[numbers.randrange(100, vocab) for _ in range(self.rows)] for _ in range(16)]
+        self._tokens = torch.tensor(
+            [[numbers.randrange(100, vocab) for _ in range(self.rows)] for _ in range(16)]
+        )
         self._launched = 0
 
-    def launch(self, key: GraphKey) -> Tokens:
+    def launch(self, key: GraphKey) -> StepTokens:
         del key
         self.inputs.send()
         self._launched += 1
-        return Tokens(self._tokens[self._launched % 16])
+        return StepTokens(self._tokens[self._launched % 16], END, self._tokens)
+
+    def prefill(self, rows: Sequence[SequenceRows], slots: list[int], kind: SamplingKind) -> StepTokens:
+        del slots, kind
+        return StepTokens(torch.full((len(rows),), 100), END, self._tokens)
 
     def configure(self, *settings: Any) -> None:
         """Settings of a slot, which are sent once a sequence."""
@@ -68,12 +77,9 @@ def measure(given: argparse.Namespace, streams: int) -> None:
         decoder = DeviceDecoder(Graphs(streams, -(-llm.ctx_size // 32), 32000))  # type: ignore[arg-type]
 
         def launch(plan: StepPlan) -> LaunchedStep:
-            if plan.phase == "decode":
-                results = decoder.launch(plan)
-                assert results is not None
-                return LaunchedStep(plan, results, True)
-            first = [Sample(100) if samples(s, chunk) else None for s, chunk in plan.running()]
-            return LaunchedStep(plan, lambda: list[Result](first), True)
+            results = decoder.launch(plan)
+            assert results is not None
+            return LaunchedStep(plan, results, True)
 
         llm.runner.launch = launch  # type: ignore[method-assign]
         engine = LLMEngine(llm)

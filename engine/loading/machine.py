@@ -131,7 +131,7 @@ class Machine:
             if checkpoint.config.is_draft_layer:
                 return self._drafts_of_layer(target, checkpoint, draft_pools)
             runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
-            model = DraftModel(runner, self.draft_steps(runner))
+            model = DraftModel(runner, self.draft_steps(runner, target))
         except BaseException:
             if target.ranks is not None:
                 target.ranks.close()
@@ -157,7 +157,7 @@ class Machine:
         note = f"drafts of up to {config.draft_mtp} tokens{among} by the model's own layer: "
         note += f"weights {gib(layer.nbytes)}, "
         note += f"cache {gib(held)} with the hidden rows that it reads"
-        return MtpDrafts(runner, self.draft_steps(runner), config.draft_mtp), [note]
+        return MtpDrafts(runner, self.draft_steps(runner, target), config.draft_mtp), [note]
 
     def _compile_ahead(
         self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool
@@ -192,15 +192,19 @@ class Machine:
             self.layer.config, stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
         )
 
-    def draft_steps(self, runner: ModelRunner) -> DraftSteps:
-        """Runs the decode steps of a draft model."""
+    def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
+        """Runs the decode steps of a model that drafts for `target`."""
         if self.device.type != "cuda" or self.experts.layers or runner.graphs is None:
             return HostDraftSteps(runner)
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.speculative.device_drafts import DeviceDraftSteps
 
         assert isinstance(runner.graphs, CudaGraphs)
-        return DeviceDraftSteps(runner.graphs)
+        if target.ranks is None and isinstance(target.graphs, CudaGraphs):
+            return DeviceDraftSteps(runner.graphs, target.graphs)
+        return DeviceDraftSteps(
+            runner.graphs
+        )  # other ranks, which have no model that drafts, get tokens of the host
 
 
 def _draft_note(draft: Checkpoint, cache: KVCache, ctx_size: int) -> str:

@@ -18,6 +18,7 @@ from quengine.parallel.wire import (
     Launch,
     Message,
     Parts,
+    Prefill,
     Prompts,
     ReadCache,
     WriteCache,
@@ -58,6 +59,8 @@ def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
         case Launch(key, changes):
             graphs.inputs.changes.update(changes)
             graphs.launch(key)
+        case Prefill(rows, slots, kind):
+            graphs.prefill(rows, slots, kind)
         case Configure(slot, kind, settings, bias, ids, total):
             made = Settings(**settings)  # type: ignore[arg-type]
             graphs.set_sampling(slot, kind, made, dict(bias), list(ids), total)

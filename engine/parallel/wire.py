@@ -94,6 +94,14 @@ class Launch(_ToRank, frozen=True):
     changes: Mapping[int, int]
 
 
+class Prefill(_ToRank, frozen=True):
+    """`CudaGraphs.prefill`."""
+
+    rows: Sequence[SequenceRows]
+    slots: Sequence[int]
+    kind: SamplingKind
+
+
 class Configure(_ToRank, frozen=True):
     """`CudaGraphs.set_sampling`. `settings`: the fields of `Settings`. bias: by token."""
 
@@ -124,7 +132,7 @@ class CopyStates(_ToRank, frozen=True):
 
 
 Step: TypeAlias = Forward | Hidden | Parts | ReadCache | WriteCache | CopyStates | Choose
-Graphs: TypeAlias = Launch | Configure | Capture | Prompts
+Graphs: TypeAlias = Launch | Prefill | Configure | Capture | Prompts
 Message: TypeAlias = Step | Graphs
 
 Together = Callable[[Message], AbstractContextManager[None]]

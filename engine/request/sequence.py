@@ -4,6 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,7 @@ class Sequence:
     cached_at_token: int = 0
     pool: Pool | None = None
     scores: PromptScores | None = None
-    draft: list[int] = field(default_factory=list)
+    draft: Seq[int] = ()
     drafts_by_length: Counter[int] = field(default_factory=Counter)
     accepted_tokens: int = 0
     draft_bytes: int = 0
@@ -141,15 +142,15 @@ class Sequence:
         except Exception as error:
             return error
 
-    def result(self, sampled: Callable[[int], Result]) -> Result:
-        """The result of a decode step, given what is sampled after the first n tokens of the draft; n of 0: after the
-        newest token."""
+    def result(self, after: "Callable[[Sequence, int], Result]", row: int) -> Result:
+        """The result of a decode step in which its newest token is this row, and those of its draft are the rows
+        behind; `after` gives what is sampled after a row."""
         if not self.next_is_newest:
             return None
-        first = sampled(0)
+        first = after(self, row)
         if not self.draft or not isinstance(first, Sample):
             return first
-        return Verified(first, sampled)
+        return Verified(first, lambda accepted: after(self, row + accepted))
 
     def advance(self, sample: Sample) -> str:
         """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""

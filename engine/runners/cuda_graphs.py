@@ -1,4 +1,4 @@
-"""The captured steps of a model on a CUDA device: decode steps with sampling, and steps of prompts.
+"""The steps of a model on a CUDA device, captured or not: decode steps with sampling, and steps of prompts.
 
 A graph is found by its key (graph_keys.py). All graphs read one set of static inputs (static_inputs.py) and share one
 memory pool, since they run one after another; results for the host are copied, or read, before the next one runs.
@@ -15,15 +15,22 @@ from torch import Tensor
 from quengine.config import BACKLOG_CHUNK, MIXED_CHUNK
 from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
 from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
-from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, place_rows
-from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
+from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, place_rows, take_drafts
+from quengine.kernels.cuda.sampling.sampling import (
+    NO_TOKEN,
+    DecodeState,
+    SamplingBuffers,
+    Settings,
+    sample_step,
+)
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
 from quengine.models.architectures import attentions_of
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import Capture, Configure, Launch, Prompts, Together, alone
+from quengine.parallel.wire import Capture, Configure, Launch, Prefill, Prompts, Together, alone
 from quengine.request.sampling_params import SamplingParams
+from quengine.request.sequence import Sequence
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
     CAPTURED_AT,
@@ -37,8 +44,8 @@ from quengine.runners.graph_keys import (
     prefill_key,
     rarer_keys,
 )
-from quengine.runners.static_inputs import DecodeInputs, PrefillInputs
-from quengine.sampler import Sampler
+from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds
+from quengine.sampler import NO_CHOICE, Result, Sample, Sampler
 from quengine.step_plan import SequenceRows, forward_batch
 
 PENDING = 4
@@ -49,16 +56,26 @@ _ONE_SEQUENCE = 8
 
 
 class StepTokens:
-    """The tokens that a decode step samples and stores in pinned memory.
+    """The results of a step: the tokens that it samples and stores in pinned memory, and logits for the host.
 
-    `logits`: fp32 [rows, vocab] on the device, until the next step is launched.
+    Args:
+        memory: int64 [rows or more], where the tokens are stored.
+        arrived: an event after the step.
+        logits: fp32 [rows, vocab] on the device, until the next step is launched.
     """
 
     def __init__(self, memory: Tensor, arrived: torch.cuda.Event, logits: Tensor) -> None:
         self._memory = memory
         self._arrived = arrived
-        self.logits = logits
+        self._logits = logits
+        self._kept: dict[int, Tensor] = {}
         self._tokens: list[int] | None = None
+
+    def keep_logits(self, rows: Seq[int]) -> None:
+        """Copies the logits of these rows to the host, in stream order, before the next step is launched."""
+        self._kept = {row: self._logits[row].to("cpu", non_blocking=True, copy=True) for row in rows}
+        if rows:
+            self._arrived.record()
 
     def wait(self) -> list[int]:
         """The sampled tokens, row by row; NO_TOKEN where there is none."""
@@ -66,6 +83,17 @@ class StepTokens:
             self._arrived.synchronize()
             self._tokens = self._memory.tolist()
         return self._tokens
+
+    def samples(self, rows: int) -> list[Result]:
+        """The tokens of the first rows; NO_CHOICE where there is none."""
+        return [NO_CHOICE if token == NO_TOKEN else Sample(token) for token in self.wait()[:rows]]
+
+    def after(self, sequence: Sequence, row: int) -> Result:
+        """The token after a row of a sequence; the host samples it where the row's logits are kept."""
+        token = self.wait()[row]
+        if row in self._kept:
+            return sequence.sample_next(self._kept[row])
+        return NO_CHOICE if token == NO_TOKEN else Sample(token)
 
 
 class CudaGraphs:
@@ -75,9 +103,12 @@ class CudaGraphs:
         rows: most rows of a decode step.
         prefill_tokens: most prompt tokens in a step.
         shares_sequences: whether a sequence may have several rows in a decode step.
-        pending: most decode steps in flight, whose tokens have not been read yet.
+        pending: most steps of a phase in flight, whose tokens have not been read yet.
         capture: `graph_capture.capture_step`.
         slots: most sequences that run at once; None: as many as rows.
+
+    `drafted`: `history` of the graphs of a model that drafts for this one, set before a step is captured; None: the
+    host gives all drafts.
     """
 
     captured_at = CAPTURED_AT
@@ -111,9 +142,11 @@ class CudaGraphs:
         held = len(self.inputs.of_slots.tokens)
         self._history = torch.zeros(held, cache.ctx_size, dtype=torch.int32, device=device)
         self._chosen = ChosenTokens.allocate(pending, self.inputs.rows, device)
-        events = 0 if device.type == "meta" else pending
-        self._events = [torch.cuda.Event() for _ in range(events)]  # type: ignore[no-untyped-call]
-        self._launched = 0
+        self._ends = PromptEnds(slots, pending, device)
+        events = range(0 if device.type == "meta" else pending)
+        self._events = [torch.cuda.Event() for _ in events]  # type: ignore[no-untyped-call]
+        self._prompt_events = [torch.cuda.Event() for _ in events]  # type: ignore[no-untyped-call]
+        self._launched = self._launched_prompts = 0
         self._sampling: dict[SamplingKind, SamplingBuffers] = {}
         self._steps: dict[GraphKey, CapturedStep] = {}
         self._seen: Counter[GraphKey] = Counter()
@@ -122,6 +155,7 @@ class CudaGraphs:
         self._pool: Any = None
         self._backend = decoder.backend
         self._moves = -1
+        self.drafted: Tensor | None = None
         self.together: Together = alone
         self.kernels_per_step: int | None = None
 
@@ -129,6 +163,11 @@ class CudaGraphs:
     def longest_chunk(self) -> int:
         """The most tokens of one prompt in a step."""
         return min(self.cache.ctx_size, self.decoder.chunk_size)
+
+    @property
+    def history(self) -> Tensor:
+        """int32 [slots, context], the tokens that steps have sampled for each slot, by position."""
+        return self._history
 
     @property
     def keys(self) -> list[GraphKey]:
@@ -154,10 +193,30 @@ class CudaGraphs:
 
     def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
         """Logits fp32 [sequences, vocab] after the last row of each of these sequences."""
-        step = self.capture(key)
-        self.prompts.send(key, rows)
-        step.graph.replay()
-        return step.logits[: len(rows)].clone()
+        return self._replayed(key, rows).clone()
+
+    @torch.no_grad()
+    def prefill(self, rows: Seq[SequenceRows], slots: Seq[int], kind: SamplingKind) -> StepTokens:
+        """Starts a step of prompts' chunks, captured or not, and samples after their last rows; returns without
+        waiting.
+
+        slots: of each chunk, the slot that takes the token; `inputs.slots`: none. They are set by `configure` for
+        `kind`. Where no slot takes a token, there is none to wait for.
+        """
+        number = self._launched_prompts % len(self._prompt_events)
+        self._launched_prompts += 1
+        with self.together(Prefill(rows, slots, kind)):
+            key = self.lookup("prefill", rows)
+            if key is None:
+                batch = forward_batch("prefill", rows, self._backend.device)
+                logits = self.decoder.forward(batch, self.cache.layers)
+            else:
+                logits = self._replayed(key, rows)
+            if any(slot != self.inputs.slots for slot in slots):
+                self._ends.send(slots, [part.end - 1 for part in rows], number)
+                self._sample_ends(logits, kind)
+        self._prompt_events[number].record()
+        return StepTokens(self._ends.chosen.tokens[number], self._prompt_events[number], logits)
 
     @torch.no_grad()
     def launch(self, key: GraphKey) -> StepTokens:
@@ -318,6 +377,8 @@ class CudaGraphs:
         rows, step, slots = key.rows, inputs.step, inputs.of_slots
         batch = inputs.batch(rows, self.shares_sequences and rows > 1)
         pdl = has_dependent_launch(batch.device)
+        if self.drafted is not None:
+            take_drafts(step, self.drafted, rows, pdl)
         place_rows(step, slots, inputs.placed, chosen, rows, pdl)
         logits = self.decoder.forward(batch, self.cache.layers)
         state = DecodeState(
@@ -325,6 +386,20 @@ class CudaGraphs:
         )
         sample_step(logits, state, buffers, pdl)
         return logits
+
+    def _replayed(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
+        """`replay`; the next step overwrites the logits."""
+        step = self.capture(key)
+        self.prompts.send(key, rows)
+        step.graph.replay()
+        return step.logits[: len(rows)]
+
+    def _sample_ends(self, logits: Tensor, kind: SamplingKind) -> None:
+        """Samples after the rows that `_ends` has."""
+        held, ends = self.inputs.of_slots, self._ends
+        taking = (ends.slots, ends.slots, ends.positions)
+        state = DecodeState(held.tokens, held.positions, self._history, *taking, ends.chosen)
+        sample_step(logits, state, self._sampling_buffers(kind), has_dependent_launch(logits.device))
 
     def _sampling_buffers(self, kind: SamplingKind) -> SamplingBuffers:
         if kind not in self._sampling:

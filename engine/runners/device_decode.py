@@ -1,5 +1,6 @@
-"""Decode steps on a device that samples the tokens itself, so that a step can be launched before the tokens of the one
-before it are read: the host's work on them (text, stop strings, output) overlaps with the device.
+"""Steps on a device that samples the tokens itself, so that a step can be launched before the tokens of the one before
+it are read: the host's work on them (text, stop strings, output) overlaps with the device. A prompt's first token is
+sampled there too, and the decode step after it is launched before that token is read.
 
 Rows with settings that the device cannot sample (log-probabilities, a constraint, penalties beside drafts) are sampled
 on the host from a copy of their logits. Their sequences, and those with drafts, have no row in a step that is launched
@@ -10,18 +11,15 @@ In steps of many rows every row costs the host Python time: nearly all are conti
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 
-from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.request.sequence import Sequence
-from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
-from quengine.runners.device_rows import DeviceRows
+from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.device_rows import DeviceRows, Drafted
 from quengine.runners.graph_keys import SamplingKind
-from quengine.runners.host_copy import HostCopy
 from quengine.runners.static_inputs import Row
-from quengine.sampler import NO_CHOICE, Result, Sample
+from quengine.sampler import Result
 from quengine.slot import Slot
-from quengine.step_plan import StepPlan, decode_ids
+from quengine.step_plan import StepPlan, known_ids, samples
 
 Results = Callable[[], list[Result]]
 """Waits for a step's results, one for each sequence; NO_CHOICE where the device found no token to sample."""
@@ -30,7 +28,7 @@ Results = Callable[[], list[Result]]
 class DeviceDecoder:
     """See the module docstring. With `graphs.shares_sequences` sequences may have drafts.
 
-    before_launch: called before each launch with the sequences and the positions of their first rows.
+    before_launch: called before each decode step with the sequences and the positions of their first rows.
     """
 
     def __init__(self, graphs: CudaGraphs) -> None:
@@ -38,9 +36,12 @@ class DeviceDecoder:
         self.most_rows = graphs.rows
         self._drafts = graphs.shares_sequences
         self._rows = DeviceRows(graphs)
+        self._decoding = list[Slot]()
 
     def launch(self, plan: StepPlan) -> Results | None:
-        """Launches a decode step without waiting; None if it has too many rows."""
+        """Launches a step without waiting; None if it is a decode step of too many rows."""
+        if plan.phase == "prefill":
+            return self._launch_prompts(plan)
         count = len(plan.sequences)
         if self._drafts:
             count += sum(len(sequence.draft) + sequence.replay for sequence in plan.sequences)
@@ -50,12 +51,38 @@ class DeviceDecoder:
             return None
         if self.before_launch is not None:
             self.before_launch(list(zip(plan.sequences, plan.starts, strict=True)))
+        self._decoding = plan.slots
         changed = self._update(plan)
         rows = [slot.row for slot in plan.slots]
         if not changed:
             step = self._rows.launch(rows)
-            return lambda: _tokens(step.wait(), len(rows))
+            return lambda: step.samples(len(rows))
         return self._launch_changed(plan, changed, rows)
+
+    def _launch_prompts(self, plan: StepPlan) -> Results:
+        """Launches a step of prompts; the device samples after those that end with their newest token, where it can."""
+        kinds = dict[int, SamplingKind | None]()
+        for number, (sequence, slot, chunk) in enumerate(
+            zip(plan.sequences, plan.slots, plan.chunks, strict=True)
+        ):
+            if samples(sequence, chunk):
+                self._send_tables(sequence, slot)
+                kinds[number] = self._kind_of(sequence, slot)
+        taking: list[Slot | None] = [None] * len(plan.slots)
+        if any(kind is not None for kind in kinds.values()):
+            self._rows.choose_kind(self._decoding, kinds.values())
+        for number in (number for number, kind in kinds.items() if kind is not None):
+            sequence, slot = plan.sequences[number], plan.slots[number]
+            self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids)
+            taking[number] = slot
+        step = self._rows.launch_prompts(plan.chunks, taking)
+        for number, kind in kinds.items():
+            plan.slots[number].has_token = kind is not None
+        step.keep_logits([number for number, kind in kinds.items() if kind is None])
+        return lambda: [
+            step.after(sequence, row) if row in kinds and sequence.slot is slot else None
+            for row, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True))
+        ]
 
     def _update(self, plan: StepPlan) -> dict[int, SamplingKind | None]:
         """Sends what the device lacks of the sequences; returns those whose next input it has not, by number, with the
@@ -65,9 +92,7 @@ class DeviceDecoder:
         for number, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True)):
             tables = sequence.block_tables
             if not slot.written or len(tables) > 1 or len(tables[0]) != slot.written[0]:
-                if not slot.written:
-                    slot.wanted = SamplingKind.of(sequence.params)
-                self._rows.send_tables(slot, tables)
+                self._send_tables(sequence, slot)
             if not slot.has_token or sequence.draft:
                 given[number] = self._kind_now(sequence, slot)
             if slot.kind is not kind:
@@ -76,6 +101,11 @@ class DeviceDecoder:
             self._set_sampling(plan, unset, given)
         return given
 
+    def _send_tables(self, sequence: Sequence, slot: Slot) -> None:
+        if not slot.written:
+            slot.wanted = SamplingKind.of(sequence.params)
+        self._rows.send_tables(slot, sequence.block_tables)
+
     def _set_sampling(self, plan: StepPlan, unset: list[int], given: dict[int, SamplingKind | None]) -> None:
         """Sends the settings of the sequences that the device samples and that have none for the step's kind."""
         slots, before = plan.slots, self._rows.kind
@@ -83,59 +113,40 @@ class DeviceDecoder:
         for number in range(len(slots)) if self._rows.kind != before else unset:
             sequence, slot = plan.sequences[number], slots[number]
             if given.get(number, slot.wanted) is not None and slot.kind != self._rows.kind:
-                in_flight = slot.launched - 1
+                in_flight = sequence.num_cached_tokens + slot.launched - len(sequence.token_ids)
                 self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids, in_flight)
 
     def _kind_now(self, sequence: Sequence, slot: Slot) -> SamplingKind | None:
         """The kind of sampling after the next row of a sequence; None: none, or the host does it."""
+        return self._kind_of(sequence, slot) if sequence.next_is_newest else None
+
+    def _kind_of(self, sequence: Sequence, slot: Slot) -> SamplingKind | None:
+        """The kind of sampling of a sequence's tokens; None: the host does it."""
         # Penalties count the tokens before a row, which after a drafted token may differ from the device's.
-        if not sequence.next_is_newest or (self._drafts and sequence.params.penalizes):
-            return None
-        return slot.wanted
+        return None if self._drafts and sequence.params.penalizes else slot.wanted
 
     def _launch_changed(
         self, plan: StepPlan, given: dict[int, SamplingKind | None], continued: list[Row]
     ) -> Results:
         """Launches a step in which the host gives the inputs of some sequences."""
-        rows, first, on_host = list[Row](), list[int](), list[int]()
+        rows, first, on_host, has_drafts = list[Row](), list[int](), list[int](), False
         for number, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True)):
             first.append(len(rows) + sequence.replay)
             if number not in given:
                 rows.append(continued[number])
                 continue
-            ids = decode_ids(sequence)
+            ids, draft = known_ids(sequence), sequence.draft
+            if isinstance(draft, Drafted):
+                draft, has_drafts = draft.inputs, True
+            ids += draft
             rows += self._rows.given(slot, ids, plan.starts[number])
             if given[number] is None:
                 on_host += range(len(rows) - len(ids), len(rows)) if sequence.next_is_newest else ()
             slot.waits = given[number] is None or len(ids) > 1
             slot.has_token = given[number] is not None and not sequence.draft
-        step = self._rows.launch(rows)
-        chosen = _Chosen(step, on_host)
+        step = self._rows.launch(rows, has_drafts)
+        step.keep_logits(on_host)
         return lambda: [
-            sequence.result(partial(chosen.after, sequence, row)) if sequence.slot is slot else None
+            sequence.result(step.after, row) if sequence.slot is slot else None
             for sequence, slot, row in zip(plan.sequences, plan.slots, first, strict=True)
         ]
-
-
-class _Chosen:
-    """The tokens after the rows of a step; those of `on_host` are sampled on the host, from a copy of their logits."""
-
-    def __init__(self, step: StepTokens, on_host: list[int]) -> None:
-        self._step = step
-        self._copied = {row: number for number, row in enumerate(on_host)}
-        self._logits = HostCopy(step.logits, on_host) if on_host else None
-
-    def after(self, sequence: Sequence, first: int, number: int) -> Result:
-        """The token after a sequence's row `number`, counted from `first`, that of its newest token."""
-        row = first + number
-        if self._logits is not None and row in self._copied:
-            return sequence.sample_next(self._logits.wait()[self._copied[row]])
-        return _sample(self._step.wait()[row])
-
-
-def _tokens(tokens: list[int], rows: int) -> list[Result]:
-    return [_sample(token) for token in tokens[:rows]]
-
-
-def _sample(token: int) -> Result:
-    return NO_CHOICE if token == NO_TOKEN else Sample(token)

@@ -1,11 +1,12 @@
-"""Decode steps over the slots of a device: sends what the device lacks of their sequences, and launches.
+"""Steps over the slots of a device: sends what the device lacks of their sequences, and launches.
 
 The device advances a slot by itself, with the token that it sampled. Only changes are sent: a new sequence, an appended
 block, rows that are not those of the step before, an input that is not the last sampled token.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from typing import overload
 
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
@@ -13,6 +14,34 @@ from quengine.runners.graph_keys import GREEDY, SamplingKind, decode_key, padded
 from quengine.runners.static_inputs import Row
 from quengine.sampler import Sampler
 from quengine.slot import Slot
+from quengine.step_plan import SequenceRows
+
+
+class Drafted(Seq[int]):
+    """A draft that lies on the device: the tokens of a slot of the model that drafts.
+
+    Args:
+        slot: that slot's number.
+        count: tokens of the draft.
+        read: waits for them, and returns them.
+    """
+
+    def __init__(self, slot: int, count: int, read: Callable[[], list[int]]) -> None:
+        self._count, self._read = count, read
+        self.inputs = [-2 - slot] * count
+        """The tokens of rows of a step, as in `batch_rows.StepRows`."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._read()[index]
 
 
 class DeviceRows:
@@ -48,10 +77,20 @@ class DeviceRows:
         self._graphs.configure(slot.index, self.kind, params, sampler, history, in_flight)
         slot.kind = self.kind
 
-    def launch(self, rows: list[Row]) -> StepTokens:
-        """Launches a step of these rows, in the smallest captured step that holds them."""
+    def launch(self, rows: list[Row], has_drafts: bool = False) -> StepTokens:
+        """Launches a step of these rows, in the smallest captured step that holds them. `has_drafts`: some are of a
+        draft that lies on the device."""
         self._inputs.set_rows(rows)
-        return self._graphs.launch(decode_key(padded_rows(len(rows)), self.kind))
+        step = self._graphs.launch(decode_key(padded_rows(len(rows)), self.kind))
+        if has_drafts:
+            self._inputs.reset_drafts()
+        return step
+
+    def launch_prompts(self, chunks: Seq[SequenceRows], slots: Seq[Slot | None]) -> StepTokens:
+        """Launches a step of these chunks; each slot takes the token sampled after its chunk (None: none is)."""
+        nowhere = self._inputs.slots
+        targets = [nowhere if slot is None else slot.index for slot in slots]
+        return self._graphs.prefill(chunks, targets, self.kind)
 
     def given(self, slot: Slot, tokens: Seq[int], start: int) -> list[Row]:
         """Rows of a slot whose inputs are these tokens, at positions `start`, ...: the last one moves the slot on."""

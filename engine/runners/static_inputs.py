@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quengine.kernels.cuda.attention.attention_prefill import tile_rows
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, tile_entries
-from quengine.kernels.cuda.sampling.batch_rows import RowInputs, SlotTables, StepRows
+from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, RowInputs, SlotTables, StepRows
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles, pad_block_tables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
@@ -30,6 +30,9 @@ _ALIGNED = 4
 
 Row: TypeAlias = tuple[int, int, int, int]
 """A row of a decode step: slot, target, token, position, as in `batch_rows.StepRows`."""
+
+_UNKNOWN: Row = (-1, -1, -1, -1)
+"""A row that no step has."""
 
 
 class DecodeInputs:
@@ -78,6 +81,10 @@ class DecodeInputs:
             if new != old:
                 self.changes.update((part * self.rows + number, value) for part, value in enumerate(new))
         self._sent = rows
+
+    def reset_drafts(self) -> None:
+        """Rows whose tokens the device has put in place of what was sent are sent again in the next step."""
+        self._sent = [row if row[2] >= -1 else _UNKNOWN for row in self._sent]
 
     def send(self) -> None:
         """Sends the changes since the last call, in stream order, without waiting for the device."""
@@ -199,6 +206,27 @@ class PrefillInputs:
     def _pinned(self, values: list[int] | list[list[list[int]]]) -> Tensor:
         made = torch.tensor(values, dtype=torch.int32)
         return made.pin_memory() if self._device.type == "cuda" else made
+
+
+class PromptEnds:
+    """Where sampling after a step of prompts reads of which slots its rows of logits are, for steps of up to R rows.
+
+    One int32 vector: `slots` [R], `positions` [R] of the rows' tokens, and the turn of `chosen`, a ring of its own.
+    """
+
+    def __init__(self, rows: int, turns: int, device: torch.device) -> None:
+        self.rows = _aligned(rows)
+        self._all = torch.zeros(2 * self.rows + 1, dtype=torch.int32, device=device)
+        self.slots, self.positions = self._all[: self.rows], self._all[self.rows : 2 * self.rows]
+        self.chosen = ChosenTokens(
+            ChosenTokens.allocate(turns, self.rows, device).tokens, self._all[2 * self.rows :]
+        )
+
+    def send(self, slots: Seq[int], positions: Seq[int], turn: int) -> None:
+        """Makes these the rows of the next step, in stream order, without waiting for the device."""
+        padding = [0] * (self.rows - len(slots))
+        made = torch.tensor([*slots, *padding, *positions, *padding, turn], dtype=torch.int32)
+        self._all.copy_(made.pin_memory() if self._all.is_cuda else made, non_blocking=True)
 
 
 def _halves(values: Seq[int]) -> list[int]:

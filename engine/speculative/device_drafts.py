@@ -1,12 +1,15 @@
-"""Drafting on a device that samples by itself: all decode steps of a draft are launched before its tokens are read."""
+"""Drafting on a device that samples by itself: all decode steps of a draft, and the step of the model that verifies it,
+are launched before its tokens are read."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.request.sampling_params import SamplingParams
-from quengine.runners.cuda_graphs import CudaGraphs
-from quengine.runners.device_rows import DeviceRows
+from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
+from quengine.runners.device_rows import DeviceRows, Drafted
 from quengine.runners.graph_keys import SamplingKind
 from quengine.sampler import Sampler
 from quengine.slot import Slot
@@ -17,14 +20,23 @@ class DeviceDraftSteps:
     """`draft_model.DraftSteps` on a device, whose graphs allow as many pending steps as a draft has tokens.
 
     A sampler, which is that of one sequence, keeps its slot from draft to draft.
+
+    target: the graphs of the model that verifies, which then take drafts from where they lie on the device. None: the
+    host gives it the drafts, once it has read them.
     """
 
-    def __init__(self, graphs: CudaGraphs) -> None:
+    def __init__(self, graphs: CudaGraphs, target: CudaGraphs | None = None) -> None:
         self._rows = DeviceRows(graphs)
+        self._stays = target is not None
+        if target is not None:
+            target.drafted = graphs.history
+        self._unread: list[StepTokens] = []
         self._groups, self._most = graphs.inputs.groups, graphs.inputs.slots
         self._slots: dict[Sampler, tuple[Slot, list[int]]] = {}
 
-    def draft(self, jobs: Seq[DraftJob]) -> list[list[int]]:
+    def draft(self, jobs: Seq[DraftJob]) -> list[Seq[int]]:
+        for unread in self._unread:  # its place is written again
+            unread.wait()
         slots = self._slots_of(jobs)
         settings = [_without_penalties(job.sampler.params) for job in jobs]
         self._rows.choose_kind(slots, {SamplingKind.of(each) for each in settings})
@@ -35,17 +47,17 @@ class DeviceDraftSteps:
                 self._rows.configure(slot, params, job.sampler, [])
             rows += self._rows.given(slot, job.tokens, job.start)
             newest.append(len(rows) - 1)
-        drafts: list[list[int]] = [[] for _ in jobs]
         steps = [(self._rows.launch(rows), dict(enumerate(newest)))]
         for made in range(1, max(job.count for job in jobs)):
             going_on = [number for number, job in enumerate(jobs) if job.count > made]
             step = self._rows.launch([slots[number].row for number in going_on])
             steps.append((step, {number: row for row, number in enumerate(going_on)}))
-        for step, places in steps:
-            tokens = step.wait()
-            for number, row in places.items():
-                drafts[number].append(tokens[row])
-        return [_until_none(draft) for draft in drafts]
+        self._unread = [step for step, _ in steps]
+        reads = [partial(_read, steps, number) for number in range(len(jobs))]
+        if self._stays:
+            pairs = zip(jobs, slots, reads, strict=True)
+            return [Drafted(slot.index, job.count, partial(_inputs, read)) for job, slot, read in pairs]
+        return [_until_none(read()) for read in reads]
 
     def _slots_of(self, jobs: Seq[DraftJob]) -> list[Slot]:
         """The slot of each job; those without a job are free again where all are taken."""
@@ -65,9 +77,19 @@ class DeviceDraftSteps:
         return next(index for index in range(self._most) if index not in used)
 
 
+def _read(steps: Seq[tuple[StepTokens, dict[int, int]]], number: int) -> list[int]:
+    """The tokens of a job, given steps with the rows of the jobs that they have."""
+    return [step.wait()[rows[number]] for step, rows in steps if number in rows]
+
+
 def _without_penalties(params: SamplingParams) -> SamplingParams:
     """Penalties count tokens that only the host has."""
     return replace(params, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+
+
+def _inputs(read: Callable[[], list[int]]) -> list[int]:
+    """The tokens that a step takes of a draft on the device: 0 where none could be sampled."""
+    return [max(0, token) for token in read()]
 
 
 def _until_none(tokens: list[int]) -> list[int]:

@@ -43,8 +43,8 @@ class DraftJob:
 class DraftSteps(Protocol):
     """Runs the draft model's decode steps."""
 
-    def draft(self, jobs: Seq[DraftJob]) -> list[list[int]]:
-        """Returns the drafted tokens of each job; fewer than wanted if none can be sampled."""
+    def draft(self, jobs: Seq[DraftJob]) -> Seq[Seq[int]]:
+        """Returns the drafted tokens of each job; fewer than wanted, or token 0, where none can be sampled."""
         ...
 
 
@@ -87,7 +87,8 @@ def _sampled(job: DraftJob, logits: Tensor) -> int | None:
 
 @dataclass
 class _Progress:
-    """A sequence's state in the draft model's cache: `cached` valid tokens, then the drafted tokens `ahead`.
+    """A sequence's state in the draft model's cache: `cached` valid tokens, then those of the draft `ahead` but for its
+    last one, which has not been computed.
 
     `keys` identify its full blocks, each with all tokens before it.
     """
@@ -95,7 +96,7 @@ class _Progress:
     block_table: list[int]
     sampler: Sampler
     cached: int = 0
-    ahead: list[int] = field(default_factory=list)
+    ahead: Seq[int] = ()
     keys: list[int] = field(default_factory=list)
 
 
@@ -144,19 +145,18 @@ class DraftModel:
                 self._wrote(progress, progress.cached, len(ids))
                 self._confirm(progress, sequence, len(ids))
 
-    def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+    def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
         """Drafts up to counts[sequence] tokens after each sequence's newest one, for all sequences in the same steps.
 
-        The sequences' block tables cover these tokens.
+        The sequences' block tables cover these tokens. Drafts may lie on the device until their tokens are read.
         """
         jobs = [self._job(sequence, count) for sequence, count in counts.items()]
         with Range("draft steps"):
             drafts = self._steps.draft(jobs)
         for sequence, job, draft in zip(counts, jobs, drafts, strict=True):
             progress = self._progresses[sequence]
-            # The last drafted token has not been computed. The others have, and count if the sequence accepts them.
-            progress.ahead = draft[:-1]
-            self._wrote(progress, job.start, len(job.tokens) + len(progress.ahead))
+            progress.ahead = draft
+            self._wrote(progress, job.start, len(job.tokens) + max(0, len(draft) - 1))
             self._confirm(progress, sequence, len(job.tokens))
         return dict(zip(counts, drafts, strict=True))
 
@@ -181,11 +181,11 @@ class DraftModel:
             self._share(progress, sequence)
             return progress
         taken = 0
-        for token, drafted in zip(sequence.token_ids[progress.cached :], progress.ahead, strict=False):
+        for token, drafted in zip(sequence.token_ids[progress.cached :], progress.ahead[:-1], strict=False):
             if token != drafted:
                 break
             taken += 1
-        progress.ahead = []
+        progress.ahead = ()
         self._confirm(progress, sequence, taken)
         return progress
 

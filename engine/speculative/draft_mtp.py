@@ -6,6 +6,7 @@ it writes where the target's will be. What the target has accepted of a draft is
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 
 from quengine.model_runner import ModelRunner
 from quengine.request.sequence import Sequence
@@ -26,8 +27,8 @@ class MtpDrafts(DraftModel):
         """As DraftModel, as far as the target has computed the positions before."""
         super().follow(sequence, min(end, sequence.num_cached_tokens + 1))
 
-    def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+    def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
         drafts = super().draft(counts)
         for sequence in counts:
-            self._progresses[sequence].ahead = []
+            self._progresses[sequence].ahead = ()
         return drafts

@@ -98,7 +98,7 @@ class Speculation:
 
     def take(self, sequence: Sequence, verified: Verified) -> str:
         """Appends the verified tokens of a sequence's draft; returns the text that becomes visible."""
-        draft, sequence.draft = sequence.draft, []
+        draft, sequence.draft = sequence.draft, ()
         before = sequence.num_cached_tokens - 1 - sequence.replay  # what the states stood for before the step
         accepted, sample = 0, verified.first
         text = sequence.advance(sample)
@@ -123,7 +123,7 @@ class Speculation:
 
     def _draft(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:
-            sequence.draft = []
+            sequence.draft = ()
         room = self._rows - sum(1 + sequence.replay for sequence in sequences)
         if room <= 0:
             return
@@ -143,7 +143,7 @@ class Speculation:
 
     def _proposal(self, sequence: Sequence) -> _Proposal | None:
         """The draft that is worth a try, as long as it can be; none after a token that is still in flight."""
-        if sequence.slot.launched > 1:
+        if sequence.num_cached_tokens + sequence.slot.launched > len(sequence.token_ids):
             self._drafting(sequence).wait()
             return None
         most = min(self._most - sequence.replay, sequence.max_positions - len(sequence.token_ids) - 1)

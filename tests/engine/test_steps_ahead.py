@@ -15,16 +15,18 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.block_manager import CachePool
+from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import blocks_for
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
+from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import GraphKey, padded_rows
 from quengine.runners.static_inputs import DecodeInputs
 from quengine.sampler import Sample, Sampler
 from quengine.speculative.draft_length import draft_rows
 from quengine.speculative.speculation import Speculation
-from quengine.step_plan import StepPlan
+from quengine.step_plan import SequenceRows, StepPlan, forward_batch
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -43,16 +45,20 @@ PROMPTS = [
 ]
 
 
-class Tokens:
-    """`StepTokens` of a step whose end is noted when its tokens are waited for."""
+class End:
+    """The end of a step, which is noted when it is waited for."""
 
-    def __init__(self, log: list[str], number: int, tokens: list[int], logits: Tensor) -> None:
-        self._log, self._number, self._tokens, self.logits = log, number, tokens, logits
+    def __init__(self, log: list[str]) -> None:
+        self._log, self._number = log, len(log)
 
-    def wait(self) -> list[int]:
-        if (entry := f"read {self._number}") not in self._log:
-            self._log.append(entry)
-        return self._tokens
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        self._log.append(f"read {self._number}")
+
+
+def results_of(log: list[str], tokens: list[int], logits: Tensor) -> StepTokens:
+    return StepTokens(torch.tensor(tokens), End(log), logits)  # type: ignore[arg-type]
 
 
 class Device:
@@ -71,8 +77,9 @@ class Device:
         self._samplers[slot] = sampler
 
     @torch.no_grad()
-    def launch(self, key: GraphKey) -> Tokens:
+    def launch(self, key: GraphKey) -> StepTokens:
         self.inputs.send()
+        self.inputs.of_slots.tokens.clamp_(min=0)
         live = self._place(key.rows)
         batch = self.inputs.batch(key.rows, self.shares_sequences)
         logits = self._decoder.forward(batch, self._cache.layers).float()
@@ -82,7 +89,21 @@ class Device:
             self.inputs.of_slots.tokens[target] = tokens[row]
             self.inputs.of_slots.positions[target] = self.inputs.placed.positions[row] + 1
         self.log.append(f"decode {live}")
-        return Tokens(self.log, len(self.log), tokens, logits)
+        return results_of(self.log, tokens, logits)
+
+    @torch.no_grad()
+    def prefill(self, rows: list[SequenceRows], slots: list[int], _kind: Any) -> StepTokens:
+        logits = self._decoder.forward(
+            forward_batch("prefill", rows, torch.device("cpu")), self._cache.layers
+        )
+        tokens = [0] * len(rows)
+        for number, (part, slot, row) in enumerate(zip(rows, slots, logits.float(), strict=True)):
+            if slot != self.inputs.slots:
+                tokens[number] = self._sampled(slot, row, part.end)
+                self.inputs.of_slots.tokens[slot] = tokens[number]
+                self.inputs.of_slots.positions[slot] = part.end
+        self.log.append(f"prompts {sum(len(part.ids) for part in rows)}")
+        return results_of(self.log, tokens, logits.float())
 
     def _place(self, rows: int) -> int:
         """`batch_rows.place_rows`; returns how many rows are no padding."""
@@ -95,9 +116,15 @@ class Device:
 
     def _choose(self, row: int, logits: Tensor) -> int:
         """The token after a row; one of no consequence where the host samples."""
-        sampler = self._samplers.get(int(self.inputs.step.slots[row]))
+        slot = int(self.inputs.step.slots[row])
         position = int(self.inputs.placed.positions[row]) + 1
-        return 0 if sampler is None else int(sampler.sample(logits, (), position).token)
+        return self._sampled(slot, logits, position) if slot in self._samplers else 0
+
+    def _sampled(self, slot: int, logits: Tensor, position: int) -> int:
+        try:
+            return int(self._samplers[slot].sample(logits, (), position).token)
+        except EngineError:
+            return NO_TOKEN
 
 
 def load(model: Path, parallel: int = 4, **options: object) -> LLM:
@@ -111,8 +138,6 @@ def on_device(llm: LLM) -> Device:
     launch = llm.runner.launch
 
     def noted(plan: StepPlan) -> Any:
-        if plan.phase == "prefill":
-            device.log.append(f"prompts {sum(len(chunk.ids) for chunk in plan.chunks)}")
         step = launch(plan)
 
         def results() -> list[Any]:
@@ -177,10 +202,8 @@ def test_prompts_and_decode_steps_take_turns_and_none_waits_for_the_results_of_t
         )
         assert len(prompts) == len(first) == 4
         # Behind each chunk come a decode step and the next chunk, and only then are its results read.
-        assert all(after < then < read for after, then, read in zip(prompts, decode[1:], first, strict=True))
-        assert all(
-            then < after < read for then, after, read in zip(decode[1:], prompts[1:], first, strict=False)
-        )
+        assert all(after < then < read for after, then, read in zip(prompts, decode, first, strict=False))
+        assert all(then < after < read for then, after, read in zip(decode, prompts[1:], first, strict=False))
         for stream in streams:
             stream.close()
 
@@ -192,7 +215,7 @@ def test_a_burst_of_prompts_is_computed_without_a_wait_for_first_tokens(model: P
         for stream in streams:
             stream.start()
         llm.step()
-        assert device.log[:3] == ["prompts 60", "prompts 60", "first tokens"]
+        assert device.log[:4] == ["prompts 60", "decode 1", "prompts 60", "read 1"]
         for stream in streams:
             stream.close()
 
@@ -297,6 +320,62 @@ def test_results_that_are_lost_are_computed_again(model: Path) -> None:
         llm._in_flight[0] = type(lost)(lost.plan, fails, lost.may_follow)
         with pytest.raises(RuntimeError, match="stumbled"):
             llm.step()
+        assert len(llm._in_flight) == 1 and llm._in_flight[0].plan.cancelled
+        assert [stream.finish().tokens for stream in streams] == alone
+        assert llm.scheduler.blocks.num_used == 0
+
+
+def test_the_step_after_a_prompt_is_launched_before_its_first_token_is_read(model: Path) -> None:
+    """But not where the host samples that token: another prompt is launched then."""
+    with load(model, chunk_size=32) as llm:
+        device = on_device(llm)
+        stream = llm.stream(PROMPTS[2], GREEDY)
+        stream.start()
+        while not stream.sequence.generated:
+            llm.step()
+        launched = [entry for entry in device.log if not entry.startswith("read")]
+        assert launched == ["prompts 32", "prompts 31", "first tokens", "decode 1", "first tokens"]
+        stream.close()
+        device.log.clear()
+        streams = [llm.stream(PROMPTS[n], replace(GREEDY, logprobs=1)) for n in (5, 7)]
+        for each in streams:
+            each.start()
+        while not streams[1].sequence.generated:
+            llm.step()
+        ahead = device.log[: device.log.index("decode 1")]
+        assert ahead.count("first tokens") == 3 and len([e for e in ahead if e.startswith("prompts")]) == 4
+
+
+def test_a_token_is_all_that_is_computed_where_no_more_are_wanted(model: Path) -> None:
+    with load(model) as llm:
+        device = on_device(llm)
+        assert len(llm.generate(PROMPTS[2], replace(GREEDY, max_tokens=1))[0].tokens) == 1
+        assert device.log == ["prompts 63", "read 1", "first tokens"]
+
+
+def test_first_tokens_that_are_lost_are_computed_again(model: Path) -> None:
+    with load(model) as llm:
+        alone = [llm.generate(prompt, GREEDY)[0].tokens for prompt in (PROMPTS[0], PROMPTS[2])]
+        llm.scheduler.reset()
+        on_device(llm)
+        streams = [llm.stream(PROMPTS[n], GREEDY) for n in (0, 2)]
+        for stream in streams:
+            stream.start()
+        take, lost = llm._commit, list[StepPlan]()
+
+        def stumbles(step: Any) -> Any:
+            def fails() -> list[Any]:
+                raise RuntimeError("the device has stumbled")
+
+            if step.plan.phase == "prefill" and not lost:
+                lost.append(step.plan)
+                step = type(step)(step.plan, fails, True)
+            return take(step)
+
+        llm._commit = stumbles  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="stumbled"):
+            while True:
+                llm.step()
         assert len(llm._in_flight) == 1 and llm._in_flight[0].plan.cancelled
         assert [stream.finish().tokens for stream in streams] == alone
         assert llm.scheduler.blocks.num_used == 0

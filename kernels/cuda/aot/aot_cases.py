@@ -28,6 +28,7 @@ from quengine.kernels.cuda.sampling.batch_rows import (
     SlotTables,
     StepRows,
     place_rows,
+    take_drafts,
 )
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.forward_batch import ForwardBatch, Phase
@@ -549,6 +550,7 @@ def _place(backend: CudaBackend) -> None:
     tables = empty(1, BATCH, CONTEXT // BLOCK_SIZE, dtype=torch.int32)
     slots, inputs = SlotTables(tokens, others, tables), RowInputs(tokens, others, tables)
     step, chosen = StepRows(others, others, others, others), ChosenTokens.allocate(4, BATCH, META)
+    take_drafts(step, empty(BATCH, CONTEXT, dtype=torch.int32), BATCH, backend.pdl)
     place_rows(step, slots, inputs, chosen, BATCH, backend.pdl)
 
 

@@ -16,6 +16,9 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 _ENTRIES = 1024
 """Entries of a block table per iteration, for any context: one kernel for all steps."""
 
+_DRAFT_ROWS = 32
+"""Rows of a block that takes drafted tokens."""
+
 
 class ChosenTokens(NamedTuple):
     """A ring of the tokens of the latest steps. tokens: int64 [turns, rows], pinned host memory on CUDA, so
@@ -48,7 +51,8 @@ class StepRows(NamedTuple):
         slots: int32 [R], the slot whose block tables and sampling settings a row has.
         targets: int32 [R], the slot that takes the token sampled after the row. Rows of a draft but for the last of
             their sequence, and padding rows, give it to a slot that nothing is read from.
-        tokens: int32 [R], the input; -1: the slot's newest token, at its position.
+        tokens: int32 [R], the input; -1: the slot's newest token, at its position. -2 - d: what the model that drafts
+            has sampled for that position in its slot d, until `take_drafts` has put it here.
         positions: int32 [R], the input's position where `tokens` has one.
     """
 
@@ -108,4 +112,30 @@ def place_rows(
         inputs.tokens, inputs.positions, inputs.tables, chosen.turn, len(slots.tokens), most, blocks,
         TURNS=len(chosen.tokens), ENTRIES=_ENTRIES, BLOCK_SIZE=BLOCK_SIZE, PADDING=PADDING_BLOCK, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "context"])
+def _take_drafts_kernel(
+    token_ptr, position_ptr, drafted_ptr, rows, context, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    wait_then_launch(PDL)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    given = tl.load(token_ptr + row, mask=row < rows, other=0)
+    is_draft = given < -1
+    position = tl.load(position_ptr + row, mask=is_draft, other=0)
+    place = (-2 - given).to(tl.int64) * context + position
+    token = tl.load(drafted_ptr + place, mask=is_draft, other=0)
+    tl.store(token_ptr + row, tl.maximum(token, 0), mask=is_draft)
+
+
+def take_drafts(step: StepRows, drafted: torch.Tensor, rows: int, pdl: bool = False) -> None:
+    """Puts drafted tokens into those of the first `rows` rows that name a slot of the model that drafts.
+
+    drafted: int32 [slots, context], the tokens of that model's slots by position; token 0 stands for one that is not
+    valid. `pdl`: see `place_rows`.
+    """
+    _take_drafts_kernel[(triton.cdiv(rows, _DRAFT_ROWS),)](
+        step.tokens, step.positions, drafted, rows, drafted.shape[1],
+        BLOCK=_DRAFT_ROWS, PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

@@ -35,7 +35,7 @@ from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_capture import CapturedStep, GraphNodes
 from quengine.sampler import Sample, Sampler
-from quengine.step_plan import SequenceRows
+from quengine.step_plan import SequenceRows, StepPlan
 from tests.engine.parallel.rank_threads import Meeting, ThreadCommunicator, ThreadGroup
 from tests.engine.steps import decode, with_slots
 from tests.gguf_builder import ModelSizes
@@ -115,17 +115,16 @@ def runner_of(
 
 
 def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[int]:
-    """A prompt of three tokens and those that follow it, in captured steps."""
+    """A prompt of three tokens and those that follow it, the first with the prompt and others in captured steps."""
     sampler = Sampler(params, runner.decoder.config.vocab_size)
-    sequence = Sequence([5, 6, 7, 8], params, sampler, TextStream(lambda _: b""), frozenset(), CTX)
+    sequence = Sequence([5, 6, 7], params, sampler, TextStream(lambda _: b""), frozenset(), CTX)
     sequence.block_tables = tuple(TABLES)
-    runner.forward("prefill", [SequenceRows([5, 6, 7], 0, TABLES)])
-    sequence.num_cached_tokens = 3
     with_slots([sequence])
-    for _ in range(2):
-        (result,) = decode(runner, [sequence])
+    prompt = runner.launch(StepPlan.prefill([sequence], [SequenceRows([5, 6, 7], 0, TABLES)]))
+    for number in range(3):
+        (result,) = decode(runner, [sequence]) if number else prompt.results()
         assert isinstance(result, Sample)
-        sequence.num_cached_tokens += 1
+        sequence.num_cached_tokens = 3 + number
         sequence.token_ids.append(result.token)
     return sequence.token_ids
 

@@ -117,6 +117,30 @@ def test_others_go_on_while_the_host_samples_for_one(llm: LLM) -> None:
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= len(pairs) - 1
 
 
+def test_the_step_after_a_prompt_is_launched_before_its_first_token_is_read(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the logits stay on the device."""
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True)
+    launch, launched = llm.runner.launch, list[tuple[str, int]]()
+
+    def noted(plan: StepPlan) -> LaunchedStep:
+        launched.append((plan.phase, len(plan.sequences[0].generated)))
+        return launch(plan)
+
+    monkeypatch.setattr(llm.runner, "launch", noted)
+    for _ in range(2):  # compiles and captures what the step needs
+        llm.scheduler.reset()
+        expected = llm.generate(PROMPTS[1], params)[0].tokens
+        llm.scheduler.reset()
+    launched.clear()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        assert llm.generate(PROMPTS[1], params)[0].tokens == expected
+        torch.cuda.synchronize()
+    assert launched[:3] == [("prefill", 0), ("decode", 0), ("decode", 1)]
+    assert not any("DtoH" in event.key for event in profile.key_averages())
+
+
 def test_a_step_is_one_graph_and_nothing_is_sent_to_the_device(llm: LLM) -> None:
     """But for a block more every 32 tokens of a sequence."""
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

@@ -4,6 +4,7 @@ Without a GPU a "graph" is the step itself, run again in Triton's interpreter.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -29,6 +30,7 @@ from quengine.request.text_stream import TextStream
 from quengine.runners import cuda_graphs, graph_keys, static_inputs
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_decode import DeviceDecoder
+from quengine.runners.device_rows import Drafted
 from quengine.runners.graph_capture import CapturedStep, GraphNodes, capture_step
 from quengine.runners.graph_keys import (
     GREEDY,
@@ -41,7 +43,9 @@ from quengine.runners.graph_keys import (
 )
 from quengine.runners.static_inputs import PrefillInputs
 from quengine.sampler import Sample, Sampler, Verified
-from quengine.step_plan import SequenceRows, forward_batch
+from quengine.speculative.device_drafts import DeviceDraftSteps
+from quengine.speculative.draft_model import DraftJob
+from quengine.step_plan import SequenceRows, StepPlan, forward_batch
 from tests.engine.steps import decode, with_slots
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.weights import nmse
@@ -354,6 +358,94 @@ def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
     for ours, expected in zip(*reversed(texts), strict=True):
         assert ours[: len(expected)] == expected
     assert set(rig.graphs.captured) == {decode_key(rows, GREEDY) for rows in sizes}
+
+
+FIRST = [
+    SamplingParams(temperature=0, seed=1, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, presence_penalty=0.6, logit_bias={9: 1.5, 11: 1.0}),
+    SamplingParams(temperature=1.3, top_k=0, top_p=1, min_p=0, seed=4),
+]
+
+
+@pytest.mark.cuda_kernel
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("params", FIRST, ids=["greedy", "penalties and bias", "any token"])
+@pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
+def test_first_tokens_are_those_of_the_host_and_the_next_steps_input(
+    captures: bool, params: SamplingParams, make_rig: Callable[[int], Rig]
+) -> None:
+    """Of two prompts that end, one of them sampled on the host, and one that does not."""
+    rig = make_rig(5)
+    rig.graphs = CudaGraphs(rig.decoder, rig.cache, 4, capture=capture_step if ON_GPU else rig.again)
+    if captures:
+        rig.graphs.capture(GraphKey("prefill", *((16, 4) if ON_GPU else (8, 4))))
+    runner = ModelRunner(rig.decoder, rig.cache, rig.graphs, DeviceDecoder(rig.graphs))
+    eager = ModelRunner(rig.decoder, rig.other)
+    logged, chunks = replace(params, logprobs=1), ([3], [5, 6, 7], [9, 4])
+    texts = []
+    for used in (eager, runner):
+        made = []
+        for number, (ids, own) in enumerate(
+            zip(([3, 8], *chunks[1:]), (params, params, logged), strict=True)
+        ):
+            sampler = Sampler(own, rig.decoder.config.vocab_size, number)
+            made.append(Sequence(list(ids), own, sampler, TextStream(lambda _: b""), frozenset(), CTX))
+            made[-1].block_tables = ([(4, 1, 2)[number]],)
+        with_slots(made)
+        pairs = zip(chunks, made, strict=True)
+        parts = [SequenceRows(chunk, 0, each.block_tables) for chunk, each in pairs]
+        step = used.launch(StepPlan.prefill(made, parts))
+        for each, part in zip(made, parts, strict=True):
+            each.num_cached_tokens = part.end
+        if used is runner:  # before the first token is read
+            assert [each.slot.has_token for each in made] == [False, True, False] and step.may_follow
+            behind = used.launch(StepPlan.decode([made[1]]))
+        nothing, *first = step.results()
+        tokens = [sample.token for sample in first if isinstance(sample, Sample)]
+        assert nothing is None and len(tokens) == 2
+        for each, token in zip(made[1:], tokens, strict=True):
+            each.token_ids.append(token)
+        if used is eager:
+            behind = used.launch(StepPlan.decode([made[1]]))
+        (second,) = behind.results()
+        assert isinstance(second, Sample)
+        texts.append([*tokens, second.token])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.cuda_kernel
+def test_a_draft_is_verified_where_it_lies_on_the_device(make_rig: Callable[[int], Rig]) -> None:
+    """By steps of the same weights in another cache, whose tokens the host reads with the results."""
+    rig = make_rig(5)
+    capture = capture_step if ON_GPU else rig.again
+    for cache in (rig.cache, rig.other):
+        for tensor in cache.layers[0].tensors:
+            tensor.fill_(0.25)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True)
+    vocab = rig.decoder.config.vocab_size
+    rig.graphs = CudaGraphs(rig.decoder, rig.cache, 4, shares_sequences=True, capture=capture)
+    drafting = CudaGraphs(rig.decoder, rig.other, 2, shares_sequences=True, pending=3, capture=capture)
+    steps = DeviceDraftSteps(drafting, rig.graphs)
+    runner = ModelRunner(rig.decoder, rig.cache, rig.graphs, DeviceDecoder(rig.graphs))
+    sampler = Sampler(params, vocab)
+    one = Sequence([5, 6, 7], params, sampler, TextStream(lambda _: b""), frozenset(), CTX)
+    one.num_cached_tokens, one.block_tables = 2, ([4],)
+    with_slots([one])
+    accepted = []
+    for _ in range(2):
+        length = len(one.token_ids)
+        job = DraftJob([one.token_ids[-1]], length - 1, [4], 2, list(one.token_ids), Sampler(params, vocab))
+        (one.draft,) = steps.draft([job])
+        (result,) = decode(runner, [one])
+        assert isinstance(one.draft, Drafted) and isinstance(result, Verified)
+        taken = [result.first, *(result.later(number) for number in (1, 2))]
+        tokens = [each.token for each in taken if isinstance(each, Sample)]
+        accepted.append(tokens[:2] == list(one.draft))
+        one.token_ids += tokens
+        one.num_cached_tokens = len(one.token_ids) - 1
+        for mine, other in zip(rig.cache.layers[0].tensors, rig.other.layers[0].tensors, strict=True):
+            other.copy_(mine)
+    assert accepted == [True, True] and len(one.token_ids) == 9
 
 
 def test_a_step_that_comes_often_is_captured_though_a_larger_one_is_there(

@@ -14,12 +14,13 @@ from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
+from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder, Results
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, GraphKey, SamplingKind, padded_rows
 from quengine.runners.static_inputs import DecodeInputs, Row
 from quengine.sampler import NO_CHOICE, Result, Sample
 from quengine.slot import Slot
-from quengine.step_plan import StepPlan
+from quengine.step_plan import SequenceRows, StepPlan
 
 CTX = 200
 VOCAB = 997
@@ -76,14 +77,21 @@ class FakeSequence:
             return error
 
 
-class FakeStep:
-    def __init__(self, log: list[str], number: int, tokens: list[int]) -> None:
-        self.log, self.number, self.tokens = log, number, tokens
-        self.logits = torch.tensor([[float(token)] for token in tokens])
+class FakeEvent:
+    """An event that notes when it is waited for."""
 
-    def wait(self) -> list[int]:
-        self.log.append(f"wait {self.number}")
-        return self.tokens
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        self.log.append(self.name)
+
+
+def fake_step(log: list[str], number: int, tokens: list[int]) -> StepTokens:
+    logits = torch.tensor([[float(token)] for token in tokens])
+    return StepTokens(torch.tensor(tokens), FakeEvent(log, f"wait {number}"), logits)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -112,7 +120,8 @@ class FakeDevice:
 
     def __init__(self) -> None:
         self.inputs = self
-        self.of_slots = [FakeSlot() for _ in range(self.slots + 1)]
+        self.drafted: list[FakeSlot] | None = None
+        self.of_slots = self.history = [FakeSlot() for _ in range(self.slots + 1)]
         self.step: list[Row] = []
         self.states: dict[int, int] = {}
         """Of each sequence, by its first block, how many tokens its state stands for."""
@@ -122,6 +131,7 @@ class FakeDevice:
         self.sizes: list[int] = []
         self.counts: list[int] = []
         self.kinds: list[SamplingKind | None] = []
+        self.prompt_kinds: list[SamplingKind] = []
 
     def extend(self, slot: int, group: int, first: int, blocks: list[int]) -> None:
         assert group == 0 and first + len(blocks) <= self.blocks
@@ -129,6 +139,9 @@ class FakeDevice:
         held.counted = held.counted if first else None  # of the sequence before
         held.table.update(enumerate(blocks, first))
         self.sent.append("blocks")
+
+    def reset_drafts(self) -> None:
+        self.step = []
 
     def set_rows(self, rows: list[Row]) -> None:
         if rows != self.step:
@@ -142,7 +155,7 @@ class FakeDevice:
         params: SamplingParams,
         _sampler: Any,
         ids: list[int],
-        in_flight: int,
+        in_flight: int = 0,
     ) -> None:
         assert not params.penalizes or kind.penalties
         held = self.of_slots[slot]
@@ -152,12 +165,33 @@ class FakeDevice:
             held.counted = len(ids) + in_flight
         self.sent.append("settings")
 
-    def launch(self, key: GraphKey) -> FakeStep:
+    def prefill(self, rows: list[SequenceRows], slots: list[int], kind: SamplingKind) -> StepTokens:
+        """Chunks of prompts, and the tokens after those whose slots take one; what others get nobody is to read."""
+        self.prompt_kinds.append(kind)
+        tokens = []
+        for part, slot in zip(rows, slots, strict=True):
+            table = part.block_tables[0]
+            for position, token in enumerate(part.ids, part.start):
+                self.pool[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = token
+            self.states[table[0]] = part.end
+            held = FakeSlot(table=dict(enumerate(table))) if slot == self.slots else self.of_slots[slot]
+            tokens.append(self._sample(held, slot, part.end - 1))
+        self.log.append("prompts")
+        return fake_step(self.log, 0, tokens)
+
+    def launch(self, key: GraphKey) -> StepTokens:
         assert len(self.step) <= key.rows
         self.sizes.append(key.rows)
         self.counts.append(len(self.step))
         self.kinds.append(key.sampling)
         placed = []
+        if self.drafted is not None:
+            self.step = [
+                (*each[:2], max(0, self.drafted[-2 - each[2]].history[each[3]]), each[3])
+                if each[2] < -1
+                else each
+                for each in self.step
+            ]
         for slot, target, token, position in self.step:
             held = self.of_slots[slot]
             at = position if token >= 0 else held.position
@@ -165,7 +199,7 @@ class FakeDevice:
             self._write(held, token if token >= 0 else max(held.token, 0), at)
         tokens = [self._sample(*each) for each in placed]
         self.log.append(f"launch {len(self.sizes)}")
-        return FakeStep(self.log, len(self.sizes), tokens)
+        return fake_step(self.log, len(self.sizes), tokens)
 
     def _write(self, held: FakeSlot, token: int, at: int) -> None:
         self.pool[held.table[at // BLOCK_SIZE], at % BLOCK_SIZE] = token
@@ -213,6 +247,21 @@ class Engine:
             self.device.pool[place] = token
         sequence.num_cached_tokens = self.device.states[sequence.block_tables[0][0]] = count
 
+    def prompts(self, sequences: list[FakeSequence], rest: int = 0) -> None:
+        """Launches a step of all of these prompts, but for their last `rest` tokens."""
+        chunks = []
+        for sequence in sequences:
+            if sequence.slot.index < 0:
+                sequence.slot = Slot(self.free_slots.pop(0))
+            self.grow(sequence, len(sequence.token_ids) + 1)
+            start, end = sequence.num_cached_tokens, len(sequence.token_ids) - rest
+            chunks.append(SequenceRows(sequence.token_ids[start:end], start, sequence.block_tables))
+            sequence.num_cached_tokens = end  # as of steps in flight
+        plan = StepPlan.prefill(list(sequences), chunks)  # type: ignore[arg-type]
+        results = self.decoder.launch(plan)
+        assert results is not None
+        self.in_flight.append((plan, results))
+
     def grow(self, sequence: FakeSequence, positions: int) -> None:
         while len(sequence.block_tables[0]) * BLOCK_SIZE < positions:
             sequence.block_tables[0].append(self.free.pop(0))
@@ -229,7 +278,9 @@ class Engine:
         ready = []
         for each in sequences:
             launched = each.slot.launched
-            if not launched or (not each.slot.waits and len(each.token_ids) + launched < each.max_positions):
+            sampled = each.num_cached_tokens < len(each.token_ids) or each.slot.has_token
+            reaches = each.num_cached_tokens + launched + 1 < each.max_positions
+            if sampled and (not launched or (not each.slot.waits and reaches)):
                 self.grow(each, each.num_cached_tokens + launched + 1)
                 ready.append(each)
         if ready:
@@ -253,9 +304,10 @@ class Engine:
             if each.slot is not slot:
                 continue
             sequence: FakeSequence = each  # type: ignore[assignment]
-            slot.launched -= 1
-            slot.waits = False
-            sequence.num_cached_tokens += 1
+            if plan.phase == "decode":
+                slot.launched -= 1
+                slot.waits = False
+                sequence.num_cached_tokens += 1
             taken[sequence] = result
             if isinstance(result, Sample):
                 sequence.token_ids.append(result.token)
@@ -283,6 +335,62 @@ def test_the_next_step_is_launched_before_the_tokens_are_read() -> None:
     assert launches == ["launch 1", "launch 2", "launch 3", "launch 4"]
     assert engine.device.log.index("launch 3") < engine.device.log.index("wait 2")
     assert [s.token_ids for s in pair] == [as_alone([1, 2], 3), as_alone([5, 6, 7], 3)]
+
+
+def test_a_prompts_first_token_is_the_input_of_a_step_before_it_is_read() -> None:
+    """Its settings are sent once, and those of sequences under way stay."""
+    engine = Engine()
+    sampled = SamplingParams(seed=1)
+    old, new = engine.start([1, 2], sampled), FakeSequence([3, 4, 5])
+    engine.step([old])
+    engine.step([])
+    engine.device.sent.clear()
+    engine.device.log.clear()
+    engine.prompts([new])
+    engine.launch([old, new])
+    assert engine.device.log == ["prompts", "launch 3"] and engine.device.counts[-1] == 2
+    for _ in range(3):
+        engine.step([old, new])
+    assert engine.device.sent == ["blocks", "settings", "rows"]
+    assert new.token_ids == as_alone([3, 4, 5], 3) and old.token_ids == as_alone([1, 2], 4)
+    assert engine.device.prompt_kinds == [SamplingKind.of(sampled)] and engine.device.kinds[-1] != GREEDY
+
+
+def test_first_tokens_of_several_prompts_are_sampled_where_they_can_be() -> None:
+    """On the device with penalties too, on the host with log-probabilities, and not after a part of a prompt."""
+    engine = Engine()
+    prompts = [[1, 2], list(range(40, 80)), [3, 4, 5], [6, DAMAGED]]
+    settings = [PENALIZED, FREE, ON_HOST, FREE]
+    free, part, logged, bad = many = [
+        FakeSequence(list(ids), params) for ids, params in zip(prompts, settings, strict=True)
+    ]
+    engine.prompts([part], rest=10)
+    engine.step([])
+    assert part.token_ids == prompts[1] and not part.slot.has_token
+    engine.prompts(many)
+    assert [each.slot.has_token for each in many] == [True, True, False, True]
+    engine.launch([free, part, logged])
+    assert engine.device.counts == [2], "the host samples for one of them first"
+    assert engine.step([])[bad] is NO_CHOICE and logged.sampler.positions == [3]
+    for _ in range(4):
+        engine.step([free, part, logged])
+    assert free.sampler.positions == [] and engine.device.of_slots[free.slot.index].counted == 2 + 6
+    for sequence, ids in zip(many[:3], prompts, strict=False):
+        assert sequence.token_ids == as_alone(ids, len(sequence.token_ids) - len(ids))
+        assert len(sequence.token_ids) > len(ids) + 2
+
+
+def test_a_prompt_that_is_cancelled_with_its_step_in_flight_leaves_the_others_alone() -> None:
+    engine = Engine()
+    gone, stays = FakeSequence([1, 2, 3], ON_HOST), FakeSequence([4, 5])
+    engine.prompts([gone, stays])
+    engine.launch([stays])
+    engine.drop(gone)
+    taken = engine.step([stays])
+    assert set(taken) == {stays} and gone.sampler.positions == []
+    for _ in range(3):
+        engine.step([stays])
+    assert stays.token_ids == as_alone([4, 5], 4)
 
 
 def test_nothing_is_sent_in_a_step_that_changes_nothing() -> None:
@@ -444,7 +552,11 @@ def test_any_coming_and_going_leaves_every_sequence_its_own_text(seed: int) -> N
         ids += [DAMAGED] * (chance.random() < 0.05)
         params = chance.choice([FREE, FREE, FREE, ON_HOST, PENALIZED])
         most = min(CTX, len(ids) + chance.randrange(1, 90))
-        running.append(engine.start(ids, params, max_positions=most))
+        if chance.random() < 0.5:
+            running.append(FakeSequence(list(ids), params, max_positions=most))
+            engine.prompts([running[-1]])
+        else:
+            running.append(engine.start(ids, params, max_positions=most))
         prompts[running[-1]] = ids
 
     actions: list[Callable[[], None]] = [

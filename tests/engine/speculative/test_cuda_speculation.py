@@ -11,9 +11,11 @@ from quengine import LLM, SamplingParams
 from quengine.errors import CannotRunError
 from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
+from quengine.model_runner import LaunchedStep
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import Completion
-from quengine.step_plan import SequenceRows
+from quengine.runners.device_rows import Drafted
+from quengine.step_plan import SequenceRows, StepPlan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,6 +104,27 @@ def test_a_model_that_drafts_for_itself_is_nearly_always_right(path: Path, plain
         assert sum(c.timings.accepted_tokens for c in got) > 0.9 * drafted > 90
         expected = tokens(plain.generate(PROMPTS, params))
         assert sum(a == b for a, b in zip(tokens(got), expected, strict=True)) >= len(PROMPTS) - 1
+
+
+def test_the_step_that_verifies_a_draft_is_launched_before_the_draft_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(path, "cuda", CTX, draft_model=path) as llm:
+        launch, read = llm.runner.launch, list[bool]()
+
+        def noted(plan: StepPlan) -> LaunchedStep:
+            step = launch(plan)
+            drafts = [each.draft for each in plan.sequences if each.draft]
+            assert all(isinstance(draft, Drafted) for draft in drafts)
+            assert llm.loaded.draft is not None
+            unread = llm.loaded.draft._steps._unread  # type: ignore[attr-defined]
+            read.extend(tokens._tokens is not None for tokens in unread if drafts)
+            return step
+
+        monkeypatch.setattr(llm.runner, "launch", noted)
+        (completion,) = llm.generate(PROMPTS[1], GREEDY)
+        assert read and not any(read)
+        assert completion.timings.accepted_tokens > 0.9 * completion.timings.drafted_tokens > 30
 
 
 @pytest.mark.parametrize("parallel", [1, 4])

@@ -7,7 +7,9 @@ import pytest
 
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.sampling_params import SamplingParams
+from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
+from quengine.runners.device_rows import Drafted
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, GraphKey, SamplingKind
 from quengine.sampler import NO_CHOICE, Result, Sample, Sampler, Verified
 from quengine.slot import Slot
@@ -19,7 +21,6 @@ from tests.engine.runners.test_device_decode import (
     VOCAB,
     FakeDevice,
     FakeSequence,
-    FakeStep,
     as_alone,
     next_token,
 )
@@ -43,16 +44,16 @@ class Device(FakeDevice):
         params: SamplingParams,
         sampler: Any,
         ids: list[int],
-        in_flight: int,
+        in_flight: int = 0,
     ) -> None:
         assert not params.penalizes
         super().configure(slot, kind, params, sampler, ids, in_flight)
 
-    def launch(self, key: GraphKey) -> FakeStep:
+    def launch(self, key: GraphKey) -> StepTokens:
         written = set()
         for slot, _, token, position in self.step:
             held = self.of_slots[slot]
-            at = position if token >= 0 else held.position
+            at = held.position if token == -1 else position
             written.add((held.table[at // BLOCK_SIZE], at % BLOCK_SIZE))
         assert len(written) == len(self.step), "two rows write one place"
         return super().launch(key)
@@ -198,6 +199,35 @@ def test_drafts_are_made_without_waiting_for_the_device() -> None:
         assert waits == sorted(waits) and waits.count(False) == 4
     assert device.sizes[:4] == [8, 2, 2, 1], "later steps have the rows of drafts that go on, and no others"
     assert set(device.kinds) == {GREEDY} and max(device.sizes) <= DECODE_ROWS[-1]
+
+
+def test_drafts_on_the_device_are_rows_of_a_step_before_they_are_read() -> None:
+    """Right ones and wrong ones, and one after which the model that drafts finds no token."""
+    engine, other = Engine(), Device()
+    other.log = engine.device.log
+    steps = DeviceDraftSteps(other, engine.device)  # type: ignore[arg-type]
+    texts = [[1, 2, 3], [4, 5], list(range(60))]
+    begun = [len(ids) for ids in texts]
+    sequences = [engine.start(ids) for ids in texts]
+    for number in range(4):
+        engine.device.log.clear()
+        known = [list(each.token_ids) for each in sequences]
+        if number == 1:
+            known[0][0] = 9
+        elif number == 2:
+            known[0][-1] = DAMAGED
+        jobs = jobs_of(other, known, [1, 2, 1], [4, 1, 3])
+        for sequence, draft in zip(sequences, steps.draft(jobs), strict=True):
+            assert isinstance(draft, Drafted) and set(draft.inputs) == {draft.inputs[0]}
+            sequence.draft = draft  # type: ignore[assignment]
+        results = engine.step(sequences)
+        kinds = [entry.split()[0] for entry in engine.device.log]
+        assert kinds[:5] == ["launch"] * 5, "of the drafts, and of the model"
+        assert all(isinstance(result, Verified) for result in results)
+        for sequence, ids, length in zip(sequences, texts, begun, strict=True):
+            assert sequence.token_ids == as_alone(ids, len(sequence.token_ids) - length)
+    assert len(sequences[1].token_ids) == 2 + 4 * 2 and len(sequences[2].token_ids) == 60 + 4 * 4
+    assert len(sequences[0].token_ids) == 3 + 5 + 1 + 1 + 5
 
 
 def test_a_draft_ends_where_there_is_no_token() -> None:

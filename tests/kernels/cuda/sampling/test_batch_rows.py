@@ -10,6 +10,7 @@ from quengine.kernels.cuda.sampling.batch_rows import (
     SlotTables,
     StepRows,
     place_rows,
+    take_drafts,
 )
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
@@ -60,6 +61,16 @@ def test_tables_that_are_longer_than_what_is_copied_at_a_time(device: torch.devi
     expected = slots.tables[0, 3].clone()
     expected[2101:] = PADDING_BLOCK
     assert torch.equal(inputs.tables[0, 0], expected)
+
+
+def test_rows_take_what_was_drafted_for_their_positions(device: torch.device) -> None:
+    drafted = torch.arange(4 * 50, dtype=torch.int32, device=device).view(4, 50)
+    drafted[3, 7] = -1
+    given = [-1, 0, 2**31 - 1, -2, -4, -5, -5, *[5] * 40, -3, -3]
+    places = [30, 31, 32, 49, 0, 6, 7, *[0] * 40, 1, 2]
+    rows = ints(device, *given)
+    take_drafts(StepRows(rows, rows, rows, ints(device, *places)), drafted, len(given) - 1)
+    assert rows.tolist() == [-1, 0, 2**31 - 1, 49, 100, 156, 0, *[5] * 40, 51, -3], "of the first rows"
 
 
 @pytest.mark.parametrize("top_k", [1, 40, 0], ids=["greedy", "of candidates", "of all"])
