@@ -19,13 +19,18 @@ import random
 import sys
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from statistics import median
+
+import torch
 
 from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
+from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.device_rows import Drafted
 
 _CODE = """def area(shape):
     if shape.kind == "circle":
@@ -50,23 +55,32 @@ class Oracle:
 
     def __init__(self, llm: LLM, share: float) -> None:
         assert llm.loaded.draft is not None
+        graphs = llm.loaded.draft._runner.graphs
+        self._history = graphs.history if isinstance(graphs, CudaGraphs) else None
         self._draft, self._share, self._random = llm.loaded.draft.draft, share, random.Random(1)
         self._vocab = llm.model_config.vocab_size
         self.texts: list[list[int]] = []
         llm.loaded.draft.draft = self.draft  # type: ignore[method-assign]
 
-    def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+    def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
         return {each: self._replaced(each, draft) for each, draft in self._draft(counts).items()}
 
-    def _replaced(self, sequence: Sequence, draft: list[int]) -> list[int]:
+    def _replaced(self, sequence: Sequence, draft: Seq[int]) -> Seq[int]:
         made = sequence.generated
         known = next((text for text in self.texts if text[: len(made)] == made), made)
         follows = known[len(made) : len(made) + len(draft)]
-        found = []
-        for token in follows:
-            right = self._random.random() < self._share
-            found.append(token if right else (token + 1) % self._vocab)
-        return found + draft[len(follows) :]
+        tokens = [self._like(token) for token in (*follows, *[0] * (len(draft) - len(follows)))]
+        if not isinstance(draft, Drafted):
+            return tokens
+        assert self._history is not None  # the step that verifies reads them there, and nothing waits
+        slot, first = -2 - draft.inputs[0], len(sequence.token_ids)
+        there = torch.tensor(tokens, dtype=torch.int32).pin_memory()
+        self._history[slot, first : first + len(tokens)].copy_(there, non_blocking=True)
+        return Drafted(slot, len(tokens), lambda: tokens)
+
+    def _like(self, token: int) -> int:
+        """The token, or a wrong one."""
+        return token if self._random.random() < self._share else (token + 1) % self._vocab
 
 
 @dataclass
