@@ -146,10 +146,11 @@ class Machine:
         cache = KVCache.allocate(layer.config, ctx_size, self.device, config.cache_type, pools)
         with _weights(layer, self.device, config.mmap, self.progress, 0) as tensors:
             decoder = DraftDecoder(layer.config, tensors, target.decoder, ctx_size)
-        if self.device.type == "cuda" and config.backend != "reference" and not self.experts.layers:
-            runner = _cuda_runner(config, decoder, cache, drafts=True)
-        else:
-            runner = ModelRunner(decoder, cache)
+        runner = (
+            ModelRunner(decoder, cache)
+            if self.experts.layers
+            else _make_runner(config, decoder, cache, drafts=True)
+        )
         assert target.cache.hidden is not None
         held = cache.nbytes + target.cache.hidden.nbytes
         vocab, every = layer.config.vocab_size, target.decoder.config.vocab_size

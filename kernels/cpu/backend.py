@@ -289,16 +289,16 @@ class CpuBackend:
     def keep_hidden(
         self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, newest: bool = False
     ) -> None:
-        if self._recorder is None:
-            keep_rows(batch, cpu.normed(x, norm), kept, newest)
+        if self._recorder is not None:
+            self._recorder.keep_hidden(x, norm, kept, newest)
         else:
-            assert not newest, "layers that draft compute eagerly"
-            self._recorder.keep_hidden(x, norm, kept)
+            keep_rows(batch, cpu.normed(x, norm), kept, newest)
 
     def join_hidden(
         self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, kept_norm: Norm, weight: CpuWeight
     ) -> Hidden:
-        assert self._recorder is None, "layers that draft compute eagerly"
+        if self._recorder is not None:
+            return self._recorder.join_hidden(x, norm, kept, kept_norm, weight)
         before = cpu.normed(rows_before(batch, kept), kept_norm)
         return _linear(batch, torch.cat([cpu.normed(x, norm), before], 1), weight)
 

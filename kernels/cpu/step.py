@@ -10,7 +10,8 @@ from quengine.kernels.cpu.attention.attention import Visible
 from quengine.kernels.cpu.runtime.threads import Launch, Program
 from quengine.kernels.cpu.step_recorder import RecordedAttention, StepRecorder
 from quengine.kernels.forward_batch import BlockTables
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.hidden_rows import keep_rows, rows_before
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 
 class Step:
@@ -22,7 +23,7 @@ class Step:
         self._tokens, self._positions = recorder.tokens.numpy(), recorder.positions.numpy()
         self._slots, self._tables = recorder.slots.numpy(), recorder.tables.numpy()
         self._logits = logits
-        self._kept, self._places = recorder.kept, recorder.slots[0]
+        self._kept, self._before, self._batch = recorder.kept, recorder.before, recorder.batch
         numbers: dict[int, int] = {}
         launches: list[Launch] = []
         for stage in recorder.stages:
@@ -45,6 +46,7 @@ class Step:
         self._tokens[:], self._positions[:] = tokens, positions
         for i, (position, of_token) in enumerate(zip(positions, tables, strict=True)):
             used = position // BLOCK_SIZE + 1
+            self._tables[0, i, used : used + 1] = of_token[0][used : used + 1] or PADDING_BLOCK
             for group, table in enumerate(of_token):
                 filled = min(used, len(table))  # of a group with a state the first entry counts alone
                 self._tables[group, i, :filled] = table[:filled]
@@ -69,7 +71,9 @@ class Step:
                 tasks = attention.kv_heads * visible.splits
                 attention.stage.set_tasks(tasks)
                 self._program.set_tasks(number, tasks)
+        for rows, kept in self._before:
+            rows.copy_(rows_before(self._batch, kept))
         self._program.run()
-        for rows, kept in self._kept:
-            kept[self._places] = rows.to(kept.dtype)
+        for rows, kept, newest in self._kept:
+            keep_rows(self._batch, rows, kept, newest)
         return self._logits

@@ -116,7 +116,9 @@ class StepRecorder:
     context: int = 0
     stages: list[Stage] = field(default_factory=list)
     attentions: list[RecordedAttention] = field(default_factory=list)
-    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows of a step, and where they are kept
+    # Rows of a step, where they are kept, whether only a sequence's last one is.
+    kept: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
+    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows to be filled from kept ones
     _visible: dict[tuple[int, int | None, int], Visible] = field(default_factory=dict)
     _cleared: set[int] = field(default_factory=set)
     _row_stage: Stage | None = None  # the newest stage with one task per row
@@ -360,11 +362,21 @@ class StepRecorder:
         self._matvecs(self._normed(x, norm), weight, y, cap=softcap)
         return y
 
-    def keep_hidden(self, x: Rows, norm: Norm, kept: Tensor) -> None:
+    def keep_hidden(self, x: Rows, norm: Norm, kept: Tensor, newest: bool) -> None:
         """The rows are copied to `kept` after the list of kernels (Step.run)."""
         out = self._fp32("kept", x.values.shape[1])
         self._after(self.stages[-1], norm_launch(x.values, norm, out))
-        self.kept.append((out, kept))
+        self.kept.append((out, kept, newest))
+
+    def join_hidden(self, x: Rows, norm: Norm, kept: Tensor, kept_norm: Norm, weight: CpuWeight) -> Rows:
+        """The rows before are copied from `kept` ahead of the list of kernels (Step.run)."""
+        width = x.values.shape[1]
+        both, before = self._fp32("joined", 2 * width), self._fp32("before", width)
+        self.before.append((before, kept))
+        stage = self._after(x.stage, norm_launch(x.values, norm, both[:, :width]))
+        stage = self._after(stage, norm_launch(before, kept_norm, both[:, width:]))
+        y = self._hidden(weight.rows, x)
+        return Rows(y, self._matvecs(Rows(both, stage), weight, y))
 
     def _visible_of(self, context: int, window: int | None, group: int) -> Visible:
         """The visible positions of layers alike, in memory that they share."""

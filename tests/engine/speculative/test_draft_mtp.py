@@ -20,6 +20,7 @@ from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.sequence import Sequence
 from quengine.speculative.draft_mtp import MtpDrafts
+from quengine.step_plan import SequenceRows
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.engine.speculative.test_speculation import (
     GREEDY,
@@ -46,6 +47,9 @@ SIZES = {
     "value_heads": 2,
     "quant": "F32",
 }
+
+
+TABLES = [[1, 2, 3], [4, 5, 6]]
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +165,27 @@ def test_drafts_are_what_the_layer_says_of_the_targets_rows(model: Path) -> None
                 token = int(logits[0].argmax())
                 expected.append(token)
             assert draft == expected
+
+
+def test_a_compiled_step_has_the_bits_of_an_eager_one(model: Path) -> None:
+    """Rows of one sequence over a block's border, of which the newest alone is kept, and a row of another one."""
+    with load(model, ctx_size=192, parallel=2, draft_mtp=3) as llm:
+        drafts, hidden = llm.loaded.draft, llm.loaded.cache.hidden
+        assert isinstance(drafts, MtpDrafts) and hidden is not None
+        runner = drafts._runner
+        llm.generate(PROMPTS[:2], replace(GREEDY, max_tokens=4))
+        for rows in ([([7], 40)], [([7, 8, 9], 30), ([5], 0)], [([6], 3), ([9, 9], 32)]):
+            steps = [
+                SequenceRows(ids, start, [table]) for (ids, start), table in zip(rows, TABLES, strict=False)
+            ]
+            before, found = hidden.clone(), []
+            for eager in (True, False):
+                hidden.copy_(before)
+                logits = runner.forward("decode", steps, eager=eager).clone()
+                found.append((logits, hidden.clone()))
+            (logits, kept), (same_logits, same_kept) = found
+            assert torch.equal(logits, same_logits) and torch.equal(kept, same_kept)
+            assert (kept != before).any(1).sum() == len(rows)
 
 
 def test_memory_counts_the_layer_and_the_rows_that_it_reads(model: Path) -> None:
