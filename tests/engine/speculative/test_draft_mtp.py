@@ -29,6 +29,7 @@ from tests.engine.speculative.test_speculation import (
     SEEDED,
     all_free,
     counts,
+    limit_blocks,
     load,
     same,
 )
@@ -165,6 +166,41 @@ def test_drafts_are_what_the_layer_says_of_the_targets_rows(model: Path) -> None
                 token = int(logits[0].argmax())
                 expected.append(token)
             assert draft == expected
+
+
+SMALL = {"vocab_size": 500, "context_length": 192, "embedding_length": 64, "quant": "F32", "draft_layers": 1}
+SMALL_EXPERTS = {"expert_feed_forward_length": 32, "shared_feed_forward_length": 64, "experts": 6}
+OTHERS = {
+    "qwen3.5moe-tiny": {**SIZES, **SMALL_EXPERTS, "draft_layers": 1},
+    "qwen3-next-tiny": {**SIZES, **SMALL_EXPERTS, "draft_layers": 1},
+    "glm4moe-tiny": {**SMALL, **SMALL_EXPERTS, "feed_forward_length": 96, "head_count": 2, "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("preset", OTHERS)
+def test_texts_of_other_architectures_are_those_without_drafts(
+    folder: Path, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of GLM also where sequences are preempted for want of blocks."""
+    sizes = {"head_count_kv": 1, **OTHERS[preset]}
+    path = write_synthetic(folder / f"{preset}.gguf", replace(PRESETS[preset], **sizes))  # type: ignore[arg-type]
+    prompts = [list(range(10 * i, 10 * i + 12 + 3 * i)) for i in range(5)]
+    params = replace(SEEDED, max_tokens=70)
+    with load(path, ctx_size=192) as alone:
+        expected = alone.generate(prompts, params)
+    with load(path, ctx_size=192, parallel=5, draft_mtp=2, chunk_size=24) as llm:
+        preempted: list[Sequence] = []
+        if preset == "glm4moe-tiny":
+            limit_blocks(llm, 6)
+        preempt = llm.scheduler._preempt
+        monkeypatch.setattr(
+            llm.scheduler, "_preempt", lambda each, **how: (preempted.append(each), preempt(each, **how))
+        )
+        same(llm.generate(prompts, params), expected)
+        assert preempted or preset != "glm4moe-tiny"
+        got = llm.generate(prompts[:1], params)
+        same(got, expected[:1])
+        assert counts(got)[0] > 0 and all_free(llm)
 
 
 def test_a_compiled_step_has_the_bits_of_an_eager_one(model: Path) -> None:
