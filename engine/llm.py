@@ -43,7 +43,7 @@ from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_m
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.sequence_factory import SequenceFactory
-from quengine.sampler import Result, Sample, Verified
+from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 from quengine.scheduler import PENDING, Scheduler
 from quengine.speculative.speculation import Speculation
 from quengine.structured.answer_format import AnswerFormat
@@ -358,14 +358,16 @@ class LLM:
             s.slot is slot for s, slot in zip(plan.sequences, plan.slots, strict=True)
         ]  # not cancelled
         try:
-            pairs = zip(plan.sequences, step.results(), strict=True)
+            results = list(compress(zip(plan.sequences, step.results(), strict=True), running))
+            for number, (sequence, result) in enumerate(results):
+                if result is NO_CHOICE:
+                    result = self.runner.explain(plan, sequence)
+                    results[number] = sequence, result
+                if isinstance(result, Exception):
+                    sequence.fail(result)
         except BaseException:
             self.scheduler.failed(plan, launched=True)
             raise
-        results = list(compress(pairs, running))
-        for sequence, result in results:
-            if isinstance(result, Exception):
-                sequence.fail(result)
         self.scheduler.commit(plan)
         texts = [(sequence, self._take(sequence, result)) for sequence, result in results]
         self.scheduler.release()

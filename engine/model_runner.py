@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.runners.graph_keys import GraphKey
 from quengine.runners.state_copies import copies_before
-from quengine.sampler import NO_CHOICE, Result
+from quengine.sampler import Result
 from quengine.slot import Slot
 from quengine.step_plan import SequenceRows, StepPlan, forward_batch, samples, scored_rows
 
@@ -74,8 +75,9 @@ class StepGraphs(Protocol):
 class LaunchedStep:
     """A step that has been computed, or is in flight on a device.
 
-    results: waits for the results of the sequences of `plan`, in order; None for a sequence cancelled meanwhile. Valid
-    until the next step is launched, unless `may_follow`.
+    results: waits for the results of the sequences of `plan`, in order; None for a sequence cancelled meanwhile,
+    NO_CHOICE where a device found no token (`ModelRunner.explain`). Valid until the next step is launched, unless
+    `may_follow`.
     may_follow: another step may be launched before the results are taken.
     """
 
@@ -155,7 +157,7 @@ class ModelRunner:
             with Range(f"launch {_NAMES[plan.phase]}"):
                 results = self.device_decoder.launch(plan)
             if results is not None:
-                return LaunchedStep(plan, lambda: self._explained(plan, results()), True)
+                return LaunchedStep(plan, results, True)
         return self._launch_on_host(plan)
 
     def _launch_on_host(self, plan: StepPlan) -> LaunchedStep:
@@ -164,7 +166,7 @@ class ModelRunner:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
         with Range(_NAMES[plan.phase]):
             logits = self.forward(plan.phase, plan.rows).float().cpu()
-        return LaunchedStep(plan, lambda: _sampled(plan, logits))
+        return LaunchedStep(plan, partial(_sampled, plan, logits))
 
     @torch.no_grad()
     def forward(
@@ -249,23 +251,12 @@ class ModelRunner:
         if copies:
             self.copy_states(copies)
 
-    def _explained(self, plan: StepPlan, results: list[Result]) -> list[Result]:
-        """The results of a device, with the error for each sequence for which it found no token."""
-        if NO_CHOICE not in results:
-            return results
-        found = zip(plan.sequences, plan.slots, results, strict=True)
-        return [
-            self._explain(plan, number) if result is NO_CHOICE and sequence.slot is slot else result
-            for number, (sequence, slot, result) in enumerate(found)
-        ]
-
-    def _explain(self, plan: StepPlan, number: int) -> Result:
+    def explain(self, plan: StepPlan, sequence: Sequence) -> Result:
         """Recomputes the step of a sequence for which a device found no token, on the host, to get the error."""
-        sequence = plan.sequences[number]
         sequence.draft = ()
         sequence.slot = Slot(sequence.slot.index, sequence.slot.end)  # a step in flight goes on from no token
         if plan.phase == "prefill":
-            alone = StepPlan.prefill([sequence], [plan.chunks[number]])
+            alone = StepPlan.prefill([sequence], [plan.chunks[plan.sequences.index(sequence)]])
         else:
             alone = StepPlan.decode([sequence])
         result = self._launch_on_host(alone).results()[0]

@@ -405,7 +405,9 @@ class Scheduler:
         try:
             if last.phase == "prefill" and any(map(self._is_known, self.decoding)):
                 return self._decode_ahead()
-            prompts = self._prompt_step(self._chunk_size(bool(self.decoding)))
+            prompts = None
+            if self.prefilling or self.waiting:
+                prompts = self._prompt_step(self._chunk_size(bool(self.decoding)))
             return self._decode_ahead() if prompts is None and phases == ["decode"] else prompts
         finally:
             self._preempts = True
