@@ -94,11 +94,11 @@ class Decoder:
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all rows, given the cache before them."""
         rows = batch.logits_rows
-        if not self._keeps(batch):
-            x = self._layers(batch, cache, rows)
-        else:
-            x = self._kept_layers(batch, cache)
+        if rows is None or self._keeps(batch):
+            x = self._all_rows(batch, cache)
             x = x if rows is None else self.backend.gather_rows(x, rows)
+        else:
+            x = self._layers(batch, cache, rows)
         return self._logits(batch, x, len(batch) if rows is None else len(rows))
 
     def forward_parts(
@@ -108,13 +108,13 @@ class Decoder:
 
         They are computed lazily, so that only one part's logits need be in memory.
         """
-        x = self._kept_layers(batch, cache) if self._keeps(batch) else self._layers(batch, cache, None)
+        x = self._all_rows(batch, cache)
         for rows in parts:
             yield self._logits(batch, self.backend.gather_rows(x, rows), len(rows))
 
     def hidden(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens: [T, embedding length]."""
-        x = self._layers(batch, cache, None)
+        x = self._all_rows(batch, cache)
         if self.output_norm is None:
             return self._of_last_stage(None, len(batch), self.config.embedding_length)
         hidden = self.backend.normed(x, self.output_norm) / self.config.logit_scale
@@ -137,11 +137,12 @@ class Decoder:
         """Whether the hidden rows of a step are kept."""
         return self.kept is not None
 
-    def _kept_layers(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Hidden:
-        """The residual stream after the layers, of all rows, which are kept once they are normalized."""
-        assert self.kept is not None and self.output_norm is not None
+    def _all_rows(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Hidden:
+        """The residual stream after the layers, of all rows, which are kept where a layer that drafts reads them."""
         x = self._layers(batch, cache, None)
-        self.backend.keep_hidden(batch, x, self.output_norm, self.kept, self.keeps_newest)
+        if self._keeps(batch):
+            assert self.kept is not None and self.output_norm is not None
+            self.backend.keep_hidden(batch, x, self.output_norm, self.kept, self.keeps_newest)
         return x
 
     def _embedded(self, batch: ForwardBatch) -> Hidden:
