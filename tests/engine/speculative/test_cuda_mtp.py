@@ -1,6 +1,7 @@
 """Drafts by a model's own layer on a GPU: captured steps draft what eager ones do, and texts stay as they are."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def test_captured_steps_draft_what_eager_ones_do(path: Path) -> None:
         assert isinstance(device, DeviceDraftSteps)
         draft, pairs = drafts.draft, list[tuple[list[int], list[int]]]()
 
-        def both(wanted: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        def both(wanted: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
             drafts._steps = device
             found = draft(wanted)
             for sequence in wanted:  # once more, over what the layer has cached before
@@ -77,7 +78,7 @@ def test_captured_steps_draft_what_eager_ones_do(path: Path) -> None:
                 progress.cached, progress.keys = 0, []
             drafts._steps = host
             again = draft(wanted)
-            pairs.extend((found[sequence], again[sequence]) for sequence in wanted)
+            pairs.extend((list(found[each]), list(again[each])) for each in wanted)
             return found
 
         drafts.draft = both  # type: ignore[method-assign]
