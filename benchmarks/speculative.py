@@ -1,24 +1,36 @@
 """Accept rate, accept length and speed of drafts against none, in turns, on texts that copy and texts that do not.
 
-    python benchmarks/speculative.py [-m MODEL] [--draft-model MODEL] [--ngram 5] [--draft-tokens 4 7] [-n 128] [-r 3]
-        [-b 1] [--temp 0] [--device DEVICE] [-t THREADS] [-c CTX] [--deterministic]
+    python benchmarks/speculative.py [-m MODEL] [--draft-model MODEL] [--ngram 5] [--draft-tokens 4 7] [--draft-mtp 3]
+        [--accept 0.8] [-n 128] [-r 3] [-b 1] [--temp 0] [--device DEVICE] [-t THREADS] [-c CTX] [--deterministic]
 
-Each way (no drafts, look-up, the draft model) is a loaded model of its own. In every round each completes every prompt,
-`-b` requests at once with seeds of their own; the decode rate counts from the first token. It also says whether a way's
-texts are those without drafts, to the token. `tok/s` is the median of the rounds, `speed` the median of each round's
-ratio to no drafts, `best` the ratio of the best rounds; one JSON line at the end.
+Each way (no drafts, look-up, the draft model, the model's own layer) is a loaded model of its own. In every round each
+completes every prompt, `-b` requests at once with seeds of their own; the decode rate counts from the first token. It
+also says whether a way's texts are those without drafts, to the token. `tok/s` is the median of the rounds, `speed` the
+median of each round's ratio to no drafts, `best` the ratio of the best rounds; one JSON line at the end.
+
+`--accept SHARE`: of random weights nothing is accepted. Then drafts are made as ever, at their cost, but each drafted
+token is the one that follows in the text of the round before with this probability, and a wrong one otherwise, so that
+the speed is that of a model whose drafts are right so often.
 """
 
 import argparse
 import json
+import random
 import sys
 import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from statistics import median
+
+import torch
 
 from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
 from quengine.request.output import Completion
+from quengine.request.sequence import Sequence
+from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.device_rows import Drafted
 
 _CODE = """def area(shape):
     if shape.kind == "circle":
@@ -38,17 +50,54 @@ PROMPTS = {
 }
 
 
+class Oracle:
+    """Takes the place of what a model drafts; `share`: how often a token is right. texts: of requests, by prompt."""
+
+    def __init__(self, llm: LLM, share: float) -> None:
+        assert llm.loaded.draft is not None
+        graphs = llm.loaded.draft._runner.graphs
+        self._history = graphs.history if isinstance(graphs, CudaGraphs) else None
+        self._draft, self._share, self._random = llm.loaded.draft.draft, share, random.Random(1)
+        self._vocab = llm.model_config.vocab_size
+        self.texts: list[list[int]] = []
+        llm.loaded.draft.draft = self.draft  # type: ignore[method-assign]
+
+    def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
+        return {each: self._replaced(each, draft) for each, draft in self._draft(counts).items()}
+
+    def _replaced(self, sequence: Sequence, draft: Seq[int]) -> Seq[int]:
+        made = sequence.generated
+        known = next((text for text in self.texts if text[: len(made)] == made), made)
+        follows = known[len(made) : len(made) + len(draft)]
+        tokens = [self._like(token) for token in (*follows, *[0] * (len(draft) - len(follows)))]
+        if not isinstance(draft, Drafted):
+            return tokens
+        assert self._history is not None  # the step that verifies reads them there, and nothing waits
+        slot, first = -2 - draft.inputs[0], len(sequence.token_ids)
+        there = torch.tensor(tokens, dtype=torch.int32).pin_memory()
+        self._history[slot, first : first + len(tokens)].copy_(there, non_blocking=True)
+        return Drafted(slot, len(tokens), lambda: tokens)
+
+    def _like(self, token: int) -> int:
+        """The token, or a wrong one."""
+        return token if self._random.random() < self._share else (token + 1) % self._vocab
+
+
 @dataclass
 class Way:
     """One way to generate, and what it came to, by prompt."""
 
     name: str
     llm: LLM
+    oracle: Oracle | None = None
     rates: dict[str, list[float]] = field(default_factory=dict)
     completions: dict[str, list[Completion]] = field(default_factory=dict)
 
-    def run(self, prompt: str, params: SamplingParams, batch: int) -> None:
-        """Complete a prompt `batch` times at once; greedy texts of a batch are the same."""
+    def run(self, prompt: str, params: SamplingParams, batch: int, base: "Way") -> None:
+        """Complete a prompt `batch` times at once; greedy texts of a batch are the same. base: without drafts."""
+        if self.oracle is not None:  # texts of steps of several rows may differ from its own
+            before_this = self.completions.get(prompt) or base.completions.get(prompt, [])
+            self.oracle.texts = [completion.tokens for completion in before_this]
         ids = prompt_ids(self.llm, PROMPTS[prompt])
         streams = [self.llm.stream(ids, params, index=index) for index in range(batch)]
         for stream in streams:
@@ -71,18 +120,21 @@ def prompt_ids(llm: LLM, text: str) -> list[int]:
 
 
 def ways(args: argparse.Namespace) -> list[Way]:
-    def load(name: str, **drafts: object) -> Way:
+    def load(name: str, share: float | None = None, **drafts: object) -> Way:
         print(f"loading {name}", file=sys.stderr)
         shared = {"device": args.device, "threads": args.threads, "ctx_size": args.ctx_size}
         fixed = {"parallel": args.batch, "deterministic": args.deterministic}
-        return Way(name, LLM(args.model, **shared, **fixed, **drafts))  # type: ignore[arg-type]
+        llm = LLM(args.model, **shared, **fixed, **drafts)  # type: ignore[arg-type]
+        return Way(name, llm, None if share is None else Oracle(llm, share))
 
     found = [load("none")]
+    found += [load(f"mtp {tokens}", args.accept, draft_mtp=tokens) for tokens in args.draft_mtp]
     for tokens in args.draft_tokens:
         if args.ngram:
             found.append(load(f"ngram {args.ngram}, {tokens}", draft_ngram=args.ngram, draft_tokens=tokens))
         if args.draft_model:
-            found.append(load(f"model, {tokens}", draft_model=args.draft_model, draft_tokens=tokens))
+            drafts = {"draft_model": args.draft_model, "draft_tokens": tokens}
+            found.append(load(f"model, {tokens}", args.accept, **drafts))
     return found
 
 
@@ -127,6 +179,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("-m", "--model", default="smollm2-135m")
     parser.add_argument("--draft-model")
+    parser.add_argument("--draft-mtp", type=int, nargs="+", default=[])
+    parser.add_argument("--accept", type=float, help="share of drafted tokens that are right, by the oracle")
     parser.add_argument("--ngram", type=int, default=5)
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4])
     parser.add_argument("-n", "--max-tokens", type=int, default=128)
@@ -151,8 +205,8 @@ def main() -> int:
         all_ways = ways(args)
         for number in range(-1, args.rounds):  # the first is not counted
             for prompt in args.prompts:
-                for way in all_ways if number % 2 else all_ways[::-1]:
-                    way.run(prompt, params, args.batch)
+                for way in all_ways if number % 2 else all_ways[::-1]:  # no drafts first in the uncounted one
+                    way.run(prompt, params, args.batch, all_ways[0])
                     if number < 0:
                         way.rates.clear()
     except EngineError as error:

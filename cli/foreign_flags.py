@@ -144,7 +144,8 @@ _ANSWERS: Mapping[str, str] = {
     # Speculative decoding
     "--num-draft-tokens --spec-draft-n-max --draft-n": "--draft-tokens N",
     "--spec-draft-model --speculative-config": "--draft-model MODEL, or --draft-ngram N",
-    "--spec-type --mtp --dflash --eagle3 --spec-default": "--draft-model MODEL, or --draft-ngram N",
+    "--spec-type --dflash --eagle3 --spec-default": "--draft-model MODEL, --draft-ngram N, or --draft-mtp N",
+    "--mtp": "--draft-mtp N",
     "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic": "--draft-ngram N looks up in the text itself",
     "--spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match": "--draft-ngram N",
     "--spec-ngram-simple-size-n --spec-ngram-simple-size-m --spec-ngram-simple-min-hits": "--draft-ngram N",

@@ -66,7 +66,7 @@ def lines_of(summary: ModelSummary, devices: list[dict[str, Any]], tensors: bool
     if summary.config is not None:
         lines += _config_lines(summary.config)
         lines += _expert_lines(summary)
-    lines += [f"note          {note}" for note in draft_note(summary.drafts)]
+        lines += [f"note          {note}" for note in draft_note(summary.config, summary.drafts)]
     lines += [f"not with      {limit}" for limit in summary.limits()]
     lines += _device_lines(summary, devices)
     lines += _tokenizer_lines(summary)

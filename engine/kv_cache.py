@@ -69,6 +69,8 @@ class KVCache:
     """Of each group, where its layers keep states, these once more, of all layers: [layers, blocks, ...]."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The layers of each group."""
+    hidden: Tensor | None = None
+    """Hidden rows for a layer that drafts tokens, in blocks of the first group (kernels/hidden_rows.py)."""
 
     @classmethod
     def allocate(
@@ -78,12 +80,14 @@ class KVCache:
         device: torch.device,
         cache_type: CacheType = "f16",
         pools: Sequence[CachePool] | None = None,
+        keeps_hidden: bool = False,
     ) -> "KVCache":
         """Allocates the cache.
 
         `pools`: one per cache group; None: every group has the blocks of one sequence, and keeps all positions. Keys
         and values are written before they are read, so only the padding block is cleared: kernels read it outside a
-        window, with weight 0. Raises EngineError if the model's heads cannot be stored in `cache_type`.
+        window, with weight 0. `keeps_hidden`: with room for hidden rows, zeros. Raises EngineError if the model's heads
+        cannot be stored in `cache_type`.
         """
         if pools is None:
             pools = pools_of_one(config, ctx_size)
@@ -102,7 +106,12 @@ class KVCache:
         for tensor in (tensor for layer in layers for tensor in layer.blocks if len(tensor)):
             tensor[PADDING_BLOCK].zero_()
         groups = tuple(tuple(group.layers) for group in config.cache_groups)
-        return cls(layers, ctx_size, tuple(pools), tuple(states), groups)
+        cache = cls(layers, ctx_size, tuple(pools), tuple(states), groups)
+        if keeps_hidden:
+            rows = (pools[0].num_blocks + 1) * BLOCK_SIZE
+            width = config.embedding_length
+            cache.hidden = torch.zeros(rows, width, dtype=torch.float16, device=device)
+        return cache
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Copy blocks within their groups, behind the steps that were launched before."""
@@ -111,6 +120,8 @@ class KVCache:
                 part[:, target].copy_(part[:, source])
             held = (self.layers[layer] for layer in self.groups[group])
             blocks = [block for layer in held if isinstance(layer, KVLayer) for block in layer.blocks]
+            if group == 0 and self.hidden is not None:
+                blocks.append(self.hidden.view(-1, BLOCK_SIZE, self.hidden.shape[1]))
             for block in blocks:
                 block[target].copy_(block[source])
 
@@ -132,4 +143,5 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)
+        hidden = 0 if self.hidden is None else self.hidden.nbytes
+        return hidden + sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors)

@@ -38,7 +38,7 @@ from quengine.platform.device import choose_device, device_name, on_device
 from quengine.platform.host_experts import ExpertPlacement
 from quengine.platform.machine import available_memory, thread_count
 from quengine.speculative.draft_model import DraftModel
-from quengine.speculative.load_draft import open_draft
+from quengine.speculative.load_draft import check_shared, open_draft
 
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
@@ -114,6 +114,7 @@ def load_model(
         _log_checkpoint("draft model", draft)
     device, why = choose_device(of_rank(config, 0))
     config = replace(config, tensor_parallel=rank_count(config, checkpoint, draft, device))
+    check_shared(config)
     for rank in range(1, config.ranks):
         choose_device(of_rank(replace(config, device=device.type), rank))
     stages = stages_of(config, checkpoint, device)
@@ -127,7 +128,8 @@ def load_model(
     ctx_size, pools = choose_cache(config, part, draft, device, free, experts)
     if stages:
         ctx_size, pools = fit_stages(config, checkpoint, draft, device, stages, ctx_size)
-    made = Machine(config, device, threads, free, progress, experts)
+    layer = draft if draft is not None and draft.config.is_draft_layer else None
+    made = Machine(config, device, threads, free, progress, experts, layer)
     with on_device(device):
         shared = part is not checkpoint
         runner = made.ranks(path, part, ctx_size, pools) if shared else made.runner(part, ctx_size, pools)

@@ -32,6 +32,9 @@ sampling. Measured with all of them captured: see tests/engine/test_memory.py.
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """WORKSPACE of a draft model beside its target."""
 
+HIDDEN_BYTES = 2
+"""Bytes of an element of a hidden row that is kept for a layer that drafts: fp16."""
+
 LEAST_CHECKPOINTS = 2
 """States that are kept beside those of sequences, for prompts that begin as earlier ones did: at the end of a
 conversation's prompt, and of its answer."""
@@ -61,8 +64,9 @@ class CacheNeeds:
     """The memory that a context takes for a model, and for its draft model, if any: cache blocks and rotary tables.
 
     The draft model's layers belong to the first group of layers, which then keeps all positions: a draft model may have
-    computed less of a sequence than the model has. States are of a size whatever the context, so that those of all
-    `parallel` sequences count, and checkpoints.
+    computed less of a sequence than the model has. A layer of the model's own that drafts counts as a draft model, with
+    the hidden rows that it reads. States are of a size whatever the context, so that those of all `parallel` sequences
+    count, and checkpoints.
 
     chunk: most tokens of a sequence that a step computes.
     drafts: steps compute drafted tokens, by whatever they are drafted.
@@ -96,6 +100,8 @@ class CacheNeeds:
         sizes = [sum(layers[i] for i in group.layers) for group in self.config.cache_groups]
         if self.draft is not None:
             sizes[0] += kv_cache_bytes(self.draft, BLOCK_SIZE, cache_type)
+            if self.draft.is_draft_layer:
+                sizes[0] += HIDDEN_BYTES * BLOCK_SIZE * self.draft.embedding_length
         return sizes
 
     def cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:
@@ -422,7 +428,7 @@ def _ways(
             ways.append(f"--cache-type q8_0 -c {smaller}")
     ways += _ways_with_fewer_states(needs, memory, wanted, fitting, cache_type)
     if needs.draft is not None:
-        ways.append("no --draft-model")
+        ways.append("no --draft-mtp" if needs.draft.is_draft_layer else "no --draft-model")
     missing = needs.nbytes(wanted, cache_type) - memory.room
     if (layers := layers_that_free(memory.experts, missing)) is not None:
         ways.append(f"--n-cpu-moe {layers}")

@@ -172,6 +172,10 @@ class Backend(Protocol[WeightT]):
         """Loads matrices [N_i, K] that are applied to the same input; outputs are concatenated, in order."""
         ...
 
+    def first_rows(self, weight: WeightT, rows: int) -> WeightT:
+        """The first `rows` rows, a multiple of 16, of a one-part weight, in the same memory."""
+        ...
+
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> WeightT:
         """Loads the gate and up matrices [F, K] of a gated feed-forward, for `norm_glu`."""
         ...
@@ -412,6 +416,24 @@ class Backend(Protocol[WeightT]):
 
     def normed(self, x: Hidden, norm: Norm) -> Tensor:
         """`norm` of x [T, K] as plain rows, which embeddings pool: [T, K] in the backend's dtype."""
+        ...
+
+    def keep_hidden(
+        self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, newest: bool = False
+    ) -> None:
+        """Writes `norm` of x [T, K] to the rows of `kept`, fp16 [rows, K], of the step's positions; `newest`: of each
+        sequence's rows in decode only the last.
+
+        x is not changed. See kernels/hidden_rows.py.
+        """
+        ...
+
+    def join_hidden(
+        self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, kept_norm: Norm, weight: WeightT
+    ) -> Hidden:
+        """The matmul of weight [N, 2K] with `norm` of x [T, K] followed by `kept_norm` of the rows of `kept` of the
+        positions before the step's: [T, N]. See kernels/hidden_rows.py.
+        """
         ...
 
     def logits(

@@ -42,6 +42,10 @@ class QuantTensor:
     def nbytes(self) -> int:
         return self.data.numel()
 
+    def first_rows(self, rows: int) -> "QuantTensor":
+        """A view of the first `rows` rows of a matrix."""
+        return QuantTensor(self.name, self.format, (rows, self.cols), self.data[:rows])
+
     def row_slices(self, rows: int) -> "list[QuantTensor]":
         """Views of `rows` rows each, in order."""
         shape = (rows, *self.shape[1:])

@@ -19,6 +19,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, encoder_att
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, Gating, glu
+from quengine.kernels.hidden_rows import keep_rows, rows_before
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.latent_attention import latent_attention
 from quengine.kernels.latent_spec import LatentSpec
@@ -91,6 +92,12 @@ class ReferenceBackend:
     def weight(self, parts: Sequence[QuantTensor]) -> ReferenceWeight:
         dense = torch.cat([self._dense(part) for part in parts]) if self.keep else None
         return ReferenceWeight(tuple(parts), dense)
+
+    def first_rows(self, weight: ReferenceWeight, rows: int) -> ReferenceWeight:
+        (part,) = weight.parts
+        return ReferenceWeight(
+            (part.first_rows(rows),), None if weight.dense is None else weight.dense[:rows]
+        )
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> ReferenceWeight:
         return self.weight([gate, up])
@@ -304,6 +311,23 @@ class ReferenceBackend:
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         return _normed(x, norm)
+
+    def keep_hidden(
+        self, batch: ForwardBatch, x: Tensor, norm: Norm, kept: Tensor, newest: bool = False
+    ) -> None:
+        keep_rows(batch, _normed(x, norm), kept, newest)
+
+    def join_hidden(
+        self,
+        batch: ForwardBatch,
+        x: Tensor,
+        norm: Norm,
+        kept: Tensor,
+        kept_norm: Norm,
+        weight: ReferenceWeight,
+    ) -> Tensor:
+        before = rows_before(batch, kept, self.dtype)
+        return self._matmul(torch.cat([_normed(x, norm), _normed(before, kept_norm)], 1), weight)
 
     def logits(
         self, _batch: ForwardBatch, x: Tensor, norm: Norm, weight: ReferenceWeight, cap: float = 0.0

@@ -9,6 +9,7 @@ from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quengine.kernels.quant_tensor import QuantTensor
+    from quengine.models.draft_layer import DraftTensors
     from quengine.models.template.chat_template import ChatTemplate
 
 
@@ -41,6 +42,10 @@ class Checkpoint(Protocol):
     @property
     def notes(self) -> list[str]:
         """Notes for the user on how this model is stored, one line each."""
+        ...
+
+    def draft_tensors(self) -> "DraftTensors":
+        """Those of the layer that drafts tokens. Raises EngineError where there is none, or it is not computed."""
         ...
 
     def release_pages(self) -> None:

@@ -42,6 +42,9 @@ class Decoder:
         EngineError: the model is an encoder, or computes no context of this size.
     """
 
+    keeps_newest = False
+    """Of a sequence's rows in a step only the last hidden one is kept."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -65,6 +68,8 @@ class Decoder:
         top = LayerTensors(tensors, None, backend, config.rms_eps, config.block.norm)
         self._stage = stage = config.stage or Stage(0, (0, config.block_count))
         self.token_embd: Any = top.weight("token_embd") if top.has("token_embd") else None
+        self.kept: Tensor | None = None
+        """Where hidden rows are kept, for a layer that drafts tokens (kernels/hidden_rows.py)."""
         self.output: Any = None
         self.output_norm: Norm | None = None
         if stage.is_last:
@@ -93,7 +98,11 @@ class Decoder:
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all rows, given the cache before them."""
         rows = batch.logits_rows
-        x = self._layers(batch, cache, rows)
+        if rows is None or self._keeps(batch):
+            x = self._all_rows(batch, cache)
+            x = x if rows is None else self.backend.gather_rows(x, rows)
+        else:
+            x = self._layers(batch, cache, rows)
         return self._logits(batch, x, len(batch) if rows is None else len(rows))
 
     def forward_parts(
@@ -103,13 +112,13 @@ class Decoder:
 
         They are computed lazily, so that only one part's logits need be in memory.
         """
-        x = self._layers(batch, cache, None)
+        x = self._all_rows(batch, cache)
         for rows in parts:
             yield self._logits(batch, self.backend.gather_rows(x, rows), len(rows))
 
     def hidden(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens: [T, embedding length]."""
-        x = self._layers(batch, cache, None)
+        x = self._all_rows(batch, cache)
         if self.output_norm is None:
             return self._of_last_stage(None, len(batch), self.config.embedding_length)
         hidden = self.backend.normed(x, self.output_norm) / self.config.logit_scale
@@ -128,13 +137,26 @@ class Decoder:
             return self._of_last_stage(logits, *logits.shape)
         return self.backend.communicator.all_gather(logits, self._output_rows)
 
+    def _keeps(self, _batch: ForwardBatch) -> bool:
+        """Whether the hidden rows of a step are kept."""
+        return self.kept is not None
+
+    def _all_rows(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Hidden:
+        """The residual stream after the layers, of all rows, which are kept where a layer that drafts reads them."""
+        x = self._layers(batch, cache, None)
+        if self._keeps(batch):
+            assert self.kept is not None and self.output_norm is not None
+            self.backend.keep_hidden(batch, x, self.output_norm, self.kept, self.keeps_newest)
+        return x
+
+    def _embedded(self, batch: ForwardBatch) -> Hidden:
+        """What the first layer reads."""
+        return self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
+
     def _layers(self, batch: ForwardBatch, cache: Sequence[LayerState], rows: Tensor | None) -> Hidden:
         """The residual stream after the layers. `rows`: those kept after the last mixer; None: all."""
         stage = self._stage
-        if stage.is_first:
-            x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
-        else:
-            x = self._handed.receive(len(batch), self.blk[0].norm)
+        x = self._embedded(batch) if stage.is_first else self._handed.receive(len(batch), self.blk[0].norm)
         inputs = None if self.inputs is None else self.inputs(batch, x)
         held = [cache[source] for source in self._sources]
         for i, (block, layer, next_norm) in enumerate(zip(self.blk, held, self._next_norms, strict=True)):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import Stage
+from quengine.models.draft_layer import DraftTensors
 from quengine.models.layer_split import StageTensors
 from quengine.models.tensor_split import ModelSplit, Rank, SplitTensors
 from quengine.models.tokenizer import Tokenizer
@@ -41,6 +42,9 @@ class SplitCheckpoint:
     @property
     def notes(self) -> list[str]:
         return self.whole.notes
+
+    def draft_tensors(self) -> DraftTensors:
+        return self.whole.draft_tensors()
 
     def release_pages(self) -> None:
         self.whole.release_pages()

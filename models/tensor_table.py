@@ -2,14 +2,16 @@
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
 from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
 
 from quengine.models.architectures import ARCHITECTURES, layers_of
 from quengine.models.blocks import attention, experts, layer_input
 from quengine.models.blocks.block import NORM, OUTPUT_CUT, Draw, Shape, TensorSpec
 from quengine.models.config import ModelConfig
-from quengine.models.gguf import GGUFFile, GGUFTensor
+from quengine.models.gguf import GGUFError, GGUFTensor
 from quengine.models.gguf.errors import shown
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ _ROWS = (".ffn_gate_inp_shexp.weight", ".exp_probs_b.bias")
 def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     """Every tensor that a model of this configuration has, by name, layer by layer. Names in a Hugging Face folder of
     tensors of no layer begin with {body} or {head} (`hf.hf_names`)."""
+    if config.is_draft_layer:
+        return {**_of_layers(config), **_of_draft(config.embedding_length)}
     top = ARCHITECTURES[config.architecture].top_tensors
     if top is not None:
         return {**top(config), **_of_layers(config)}
@@ -65,6 +69,13 @@ def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     return specs | dict.fromkeys(names, TensorSpec((config.rope_dim // 2,)))
 
 
+def _of_draft(width: int) -> dict[str, TensorSpec]:
+    """Those of a layer that drafts tokens beside a layer's (draft_layer.py)."""
+    norm = TensorSpec((width,), draw=NORM)
+    norms = {f"{name}.weight": norm for name in ("blk.0.nextn.enorm", "blk.0.nextn.hnorm", "output_norm")}
+    return {"blk.0.nextn.eh_proj.weight": TensorSpec((width, 2 * width)), **norms}
+
+
 def _of_layers(config: ModelConfig) -> dict[str, TensorSpec]:
     layers = enumerate(layers_of(config))
     return {f"blk.{i}.{name}": spec for i, block in layers for name, spec in block.tensors().items()}
@@ -82,7 +93,7 @@ def required_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 
 def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.") -> frozenset[str]:
-    """Those of `names` that belong to draft layers, which the decoder ignores (`ModelConfig.draft_layers`).
+    """Those of `names` that belong to draft layers, without which the decoder computes (`ModelConfig.draft_layers`).
 
     body: what names of layers begin with, before the layer's number. Folders of Qwen have these layers beside them.
     """
@@ -103,18 +114,31 @@ def keys_of_sharing_layers(config: ModelConfig) -> Mapping[str, str]:
     }
 
 
-def draft_note(names: Sized) -> list[str]:
-    """A note for the user on ignored draft tensors, if there are any."""
-    return [f"the model's own draft layer is ignored: {len(names)} tensors"] if names else []
+def draft_note(config: ModelConfig, names: Sized) -> list[str]:
+    """A note for the user on draft tensors, if there are any."""
+    if not names:
+        return []
+    if ARCHITECTURES[config.architecture].draft_names is None:
+        return [f"the model's own draft layer is ignored: {len(names)} tensors"]
+    return [f"the model has a layer that drafts tokens (MTP), used with --draft-mtp N: {len(names)} tensors"]
 
 
-def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
+class TensorFile(Protocol):
+    """What is checked of a GGUF file, or of a part of one."""
+
+    path: Path
+    tensors: dict[str, GGUFTensor]
+
+    def tensor_error(self, name: str, problem: str) -> GGUFError: ...
+
+
+def check_tensors(file: TensorFile, config: ModelConfig, unread: Collection[str] = ()) -> None:
     """Checks that `file` has the tensors of `config`, each with its shape and a supported type.
 
     Query, key and value rows are in three tensors or in one (`attn_qkv`). A layer's experts are in one tensor for each
     kind of matrix (`ffn_up_exps`), in one for gate and up together (`ffn_gate_up_exps`), or, in old files, in one per
     expert (`ffn_up.0`), all of the same type. Unused extra tensors are named in one warning of this module's logger;
-    extra tensors that would change the result raise.
+    extra tensors that would change the result raise. `unread`: those that may be there beside.
 
     Raises:
         GGUFError: a tensor is missing, its shape or type is wrong, or the decoder does not implement it.
@@ -137,7 +161,7 @@ def check_tensors(file: GGUFFile, config: ModelConfig) -> None:
     scales = tensor_scales(file.tensors)
     for name, scale in scales.items():
         _check_scale(file, file.tensors[name], file.tensors[scale])
-    known = {*required, *unused, *scales.values(), *keys_of_sharing_layers(config)}
+    known = {*required, *unused, *scales.values(), *unread, *keys_of_sharing_layers(config)}
     _check_extra(file, config, [name for name in file.tensors if name not in known])
 
 
@@ -151,7 +175,7 @@ def tensor_scales(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
     return scales
 
 
-def _check_scale(file: GGUFFile, tensor: GGUFTensor, scale: GGUFTensor) -> None:
+def _check_scale(file: TensorFile, tensor: GGUFTensor, scale: GGUFTensor) -> None:
     count = tensor.shape[0] if len(tensor.shape) == 3 else 1
     if scale.shape != (count,) or scale.type_name != "F32":
         problem = (
@@ -163,7 +187,7 @@ def _check_scale(file: GGUFFile, tensor: GGUFTensor, scale: GGUFTensor) -> None:
         raise file.tensor_error(tensor.name, problem)
 
 
-def _check_extra(file: GGUFFile, config: ModelConfig, extra: list[str]) -> None:
+def _check_extra(file: TensorFile, config: ModelConfig, extra: list[str]) -> None:
     for name in extra:
         if name in _MEANINGFUL_TOP or (name.startswith("blk.") and name.endswith(_MEANINGFUL)):
             raise file.tensor_error(
@@ -175,7 +199,7 @@ def _check_extra(file: GGUFFile, config: ModelConfig, extra: list[str]) -> None:
 
 
 def _stored_form(
-    file: GGUFFile, joined: Mapping[str, TensorSpec], name: str, shape: Shape
+    file: TensorFile, joined: Mapping[str, TensorSpec], name: str, shape: Shape
 ) -> dict[str, Shape]:
     """The tensors, with shapes, that hold `name` in the file, or should hold it: usually `name` itself."""
     holder = holder_of(name)
@@ -204,7 +228,7 @@ def _of_each_expert(name: str, shape: Shape) -> dict[str, Shape]:
     return {} if base == name else {f"{base}.{expert}.weight": shape[1:] for expert in range(shape[0])}
 
 
-def _check_same_type(file: GGUFFile, names: list[str]) -> None:
+def _check_same_type(file: TensorFile, names: list[str]) -> None:
     there = [file.tensors[name] for name in names if name in file.tensors]
     for tensor in there[1:]:
         if tensor.type_name != there[0].type_name:
@@ -214,7 +238,7 @@ def _check_same_type(file: GGUFFile, names: list[str]) -> None:
             )
 
 
-def _check_tensor(file: GGUFFile, tensor: GGUFTensor, shape: Shape) -> None:
+def _check_tensor(file: TensorFile, tensor: GGUFTensor, shape: Shape) -> None:
     as_row = tensor.name.endswith(_ROWS) and tensor.shape == (1, *shape)
     if tensor.shape != shape and not as_row:
         problem = f"shape {list(tensor.shape)} (rows first), the metadata needs {list(shape)}"

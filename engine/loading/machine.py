@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,12 +21,17 @@ from quengine.memory import gib
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.decoder import Decoder
+from quengine.models.draft_decoder import DraftDecoder
 from quengine.models.tensor_split import SplitTensors
 from quengine.platform import cuda_start
 from quengine.platform.host_experts import ROW_TABLE, ExpertPlacement, split_tensors
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
 from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
+from quengine.speculative.draft_mtp import MtpDrafts
+
+if TYPE_CHECKING:
+    from quengine.runners.compile_kernels import LayerPlan
 
 logger = logging.getLogger("quengine.load")
 
@@ -35,7 +40,8 @@ REFERENCE_BYTES_A_WEIGHT = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that models are loaded onto, and how. experts: where those of the model lie."""
+    """The device that models are loaded onto, and how. experts: where those of the model lie. layer: the model's own
+    that drafts; None: it does not."""
 
     config: EngineConfig
     device: torch.device
@@ -43,6 +49,7 @@ class Machine:
     free: int
     progress: Callable[[str], None] | None
     experts: ExpertPlacement
+    layer: Checkpoint | None = None
 
     def runner(
         self,
@@ -56,7 +63,8 @@ class Machine:
         config, device = self.config, self.device
         backend = make_backend(config, checkpoint, device, self.threads, self.free)
         backend.communicator = communicator
-        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools)
+        keeps = self.layer is not None
+        cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools, keeps)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         if checkpoint.config.encoder is not None:
             return self._encoder_runner(checkpoint, backend, cache)
@@ -70,6 +78,7 @@ class Machine:
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = experts.operations(backend, self.threads)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
+        decoder.kept = cache.hidden
         logger.debug("weights loaded")
         if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
@@ -119,6 +128,8 @@ class Machine:
         drafts_ctx = min(ctx_size, checkpoint.config.context_length)
         draft_pools = [CachePool(pools[0].num_blocks) for _ in checkpoint.config.cache_groups]
         try:
+            if checkpoint.config.is_draft_layer:
+                return self._drafts_of_layer(target, checkpoint, draft_pools)
             runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
             model = DraftModel(runner, self.draft_steps(runner, target))
         except BaseException:
@@ -126,6 +137,28 @@ class Machine:
                 target.ranks.close()
             raise
         return model, [_draft_note(checkpoint, runner.cache, ctx_size)]
+
+    def _drafts_of_layer(
+        self, target: ModelRunner, layer: Checkpoint, pools: Sequence[CachePool]
+    ) -> tuple[DraftModel, list[str]]:
+        """As `drafts_beside`, of a layer of `target` itself."""
+        config, ctx_size = self.config, target.cache.ctx_size
+        cache = KVCache.allocate(layer.config, ctx_size, self.device, config.cache_type, pools)
+        with _weights(layer, self.device, config.mmap, self.progress, 0) as tensors:
+            decoder = DraftDecoder(layer.config, tensors, target.decoder, ctx_size)
+        runner = (
+            ModelRunner(decoder, cache)
+            if self.experts.layers
+            else _make_runner(config, decoder, cache, drafts=True)
+        )
+        assert target.cache.hidden is not None
+        held = cache.nbytes + target.cache.hidden.nbytes
+        vocab, every = layer.config.vocab_size, target.decoder.config.vocab_size
+        among = "" if vocab == every else f" from the first {vocab} of the vocabulary"
+        note = f"drafts of up to {config.draft_mtp} tokens{among} by the model's own layer: "
+        note += f"weights {gib(layer.nbytes)}, "
+        note += f"cache {gib(held)} with the hidden rows that it reads"
+        return MtpDrafts(runner, self.draft_steps(runner, target), config.draft_mtp), [note]
 
     def _compile_ahead(
         self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool
@@ -147,12 +180,22 @@ class Machine:
             config.chunk_size or DEFAULT_CHUNK["cuda"],
             config.speculates,
             config.deterministic,
+            self._layer_plan(),
         )
         compile_ahead(plan, gpu, self.progress)
 
+    def _layer_plan(self) -> "LayerPlan | None":
+        from quengine.runners.compile_kernels import LayerPlan, stored_tensors
+
+        if self.layer is None:
+            return None
+        return LayerPlan(
+            self.layer.config, stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
+        )
+
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a model that drafts for `target`."""
-        if self.device.type != "cuda" or self.experts.layers:
+        if self.device.type != "cuda" or self.experts.layers or runner.graphs is None:
             return HostDraftSteps(runner)
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.speculative.device_drafts import DeviceDraftSteps

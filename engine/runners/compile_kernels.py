@@ -22,6 +22,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
+from quengine.models.draft_decoder import DraftDecoder
 from quengine.platform.machine import cpu_quota, usable_cpus
 from quengine.platform.torch_import import PRELUDE
 from quengine.runners.cuda_graphs import CudaGraphs
@@ -46,11 +47,20 @@ _FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
 
 
 @dataclass(frozen=True)
+class LayerPlan:
+    """The same of the model's own layer that drafts. slots: see `CudaGraphs`."""
+
+    config: ModelConfig
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    slots: int
+
+
+@dataclass(frozen=True)
 class KernelPlan:
     """The properties of a model and its options that its kernels depend on.
 
     tensors: type and shape of each tensor of the model, by name. slots, prefill_tokens, shares_sequences: see
-    `CudaGraphs`.
+    `CudaGraphs`. layer: of the model's own layer that drafts; None: it does not draft.
     """
 
     config: ModelConfig
@@ -63,27 +73,41 @@ class KernelPlan:
     prefill_tokens: int
     shares_sequences: bool = False
     batch_invariant: bool = False
+    layer: LayerPlan | None = None
 
-    def graphs(self) -> CudaGraphs:
-        """The captured steps of such a model, on the meta device, with kernels for the assumed GPU."""
+    def graphs(self) -> list[CudaGraphs]:
+        """The captured steps of such a model, on the meta device, with kernels for the assumed GPU, and those of its
+        own layer that drafts."""
         backend = MetaBackend(META, self.batch_invariant)
         if self.config.ranks > 1:
             backend.communicator = PushingRanks(self.config.ranks, backend.pdl)
-        tensors = {name: _tensor(name, *stored) for name, stored in self.tensors.items()}
-        decoder = Decoder(self.config, tensors, backend, self.ctx_size, self.chunk_size)
-        cache = KVCache.allocate(self.config, self.ctx_size, META, self.cache_type, self.pools)
-        return CudaGraphs(decoder, cache, self.slots, self.prefill_tokens, self.shares_sequences)
+        drafts = self.layer is not None
+        decoder = Decoder(self.config, _tensors(self.tensors), backend, self.ctx_size, self.chunk_size)
+        cache = KVCache.allocate(self.config, self.ctx_size, META, self.cache_type, self.pools, drafts)
+        decoder.kept = cache.hidden
+        rest = self.prefill_tokens, self.shares_sequences
+        graphs = [CudaGraphs(decoder, cache, self.slots, *rest)]
+        if self.layer is not None:
+            layer = DraftDecoder(self.layer.config, _tensors(self.layer.tensors), decoder, self.ctx_size)
+            own = KVCache.allocate(self.layer.config, self.ctx_size, META, self.cache_type, self.pools[:1])
+            graphs.append(CudaGraphs(layer, own, self.layer.slots, *rest))
+        return graphs
 
     def marks(self) -> tuple[object, ...]:
         """The key of these kernels, together with the GPU."""
         tiles = -(-self.prefill_tokens // _TILE_ROWS)
         sizes = (tiles, self.ctx_size % 16, self.cache_type, self.slots)
-        return (self.config, dict(self.tensors), *sizes, self.shares_sequences, self.batch_invariant)
+        layer = () if self.layer is None else (self.layer.config, dict(self.layer.tensors), self.layer.slots)
+        return (self.config, dict(self.tensors), *sizes, self.shares_sequences, self.batch_invariant, *layer)
 
 
 def stored_tensors(tensors: Mapping[str, QuantTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Type and shape of each tensor, by name."""
     return {name: (tensor.format.name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _tensors(stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, QuantTensor]:
+    return {name: _tensor(name, *each) for name, each in stored.items()}
 
 
 def _tensor(name: str, kind: str, shape: tuple[int, ...]) -> QuantTensor:
@@ -119,7 +143,7 @@ def stages_of(*plans: KernelPlan) -> list[Callable[[], None]]:
     @torch.no_grad()
     def first(key: GraphKey) -> None:
         if not made:
-            made.extend(plan.graphs() for plan in plans)
+            made.extend(graphs for plan in plans for graphs in plan.graphs())
         for graphs in made:
             graphs.run_padding(key)
 

@@ -19,9 +19,20 @@ LONGEST_PAUSE = 16
 """Longest pause in steps while all drafts are rejected: one wasted row in so many steps costs little on average."""
 
 
+DRAFT_VOCAB = 1 << 16
+"""Default number of tokens that a model's own layer drafts from. The rows of the output matrix are most of what its
+step reads: of 248,320 a quarter."""
+
+
+def draft_vocab(config: EngineConfig) -> int:
+    """Number of tokens that a model's own layer drafts from; 0: all."""
+    return DRAFT_VOCAB if config.draft_vocab is None else config.draft_vocab
+
+
 def draft_tokens(config: EngineConfig, kind: str) -> int:
-    """Maximum length of a draft."""
-    return config.draft_tokens or DRAFT_TOKENS[kind]
+    """Maximum length of a draft. By a layer of the model alone, it is the one that the options say."""
+    by_layer = 0 if config.draft_ngram else config.draft_mtp
+    return config.draft_tokens or by_layer or DRAFT_TOKENS[kind]
 
 
 def draft_rows(config: EngineConfig, kind: str) -> int:

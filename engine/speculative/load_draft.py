@@ -3,15 +3,19 @@
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.draft_checkpoint import DraftLayer
 from quengine.models.hub.hub import resolve_model
+from quengine.speculative.draft_length import draft_vocab
 
 
 def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
-    """The draft model's checkpoint; None if the configuration names none.
+    """The draft model's checkpoint, or the model's own layer that drafts; None if the configuration names none.
 
     Raises:
-        EngineError: there is no such model, its file is wrong, or its vocabulary is not the target's.
+        EngineError: there is no such model or layer, its file is wrong, or its vocabulary is not the target's.
     """
+    if config.draft_mtp:
+        return DraftLayer(target, draft_vocab(config))
     if config.draft_model is None:
         return None
     try:
@@ -25,6 +29,15 @@ def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
         )
     check_vocabulary(target, draft)
     return draft
+
+
+def check_shared(config: EngineConfig) -> None:
+    """Raises EngineError where several devices share a model whose own layer drafts."""
+    if config.draft_mtp and config.ranks > 1:
+        raise EngineError(
+            f"draft_mtp {config.draft_mtp}: not implemented for a model that {config.ranks} devices share; leave out "
+            "--draft-mtp, or use one device (--tensor-parallel 1)"
+        )
 
 
 def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:

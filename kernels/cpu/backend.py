@@ -22,11 +22,12 @@ from quengine.kernels.cpu.moe.operations import (
     prompt_experts_add,
     prompt_experts_glu,
 )
-from quengine.kernels.cpu.step_recorder import CpuWeight, recorded, state_operation
+from quengine.kernels.cpu.step_recorder import CpuWeight, StepBatch, recorded, state_operation
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
+from quengine.kernels.hidden_rows import keep_rows, rows_before
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -54,6 +55,10 @@ class CpuBackend:
 
     def weight(self, parts: Sequence[QuantTensor]) -> CpuWeight:
         return CpuWeight(tuple(parts))
+
+    def first_rows(self, weight: CpuWeight, rows: int) -> CpuWeight:
+        (part,) = weight.parts
+        return CpuWeight((part.first_rows(rows),))
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> CpuWeight:
         return self.weight([gate, up])
@@ -282,6 +287,22 @@ class CpuBackend:
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         return cpu.normed(x, norm)
+
+    def keep_hidden(
+        self, batch: ForwardBatch, x: Tensor, norm: Norm, kept: Tensor, newest: bool = False
+    ) -> None:
+        if isinstance(batch, StepBatch):
+            batch.recorder.keep_hidden(x, norm, kept, newest)
+        else:
+            keep_rows(batch, cpu.normed(x, norm), kept, newest)
+
+    def join_hidden(
+        self, batch: ForwardBatch, x: Tensor, norm: Norm, kept: Tensor, kept_norm: Norm, weight: CpuWeight
+    ) -> Tensor:
+        if isinstance(batch, StepBatch):
+            return batch.recorder.join_hidden(x, norm, kept, kept_norm, weight)
+        before = cpu.normed(rows_before(batch, kept), kept_norm)
+        return self.norm_linear(batch, torch.cat([cpu.normed(x, norm), before], 1), None, weight)
 
     def logits(
         self, batch: ForwardBatch, x: Tensor, norm: Norm, weight: CpuWeight, softcap: float = 0.0

@@ -11,7 +11,8 @@ from quengine.kernels.cpu.runtime.threads import Launch, Program
 from quengine.kernels.cpu.step_inputs import RunInputs
 from quengine.kernels.cpu.step_recorder import Buffers, RecordedAttention, StepBatch, StepRecorder
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.hidden_rows import keep_rows, rows_before
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 
 class CompiledStep:
@@ -36,6 +37,7 @@ class CompiledStep:
         self.rows, self._inputs = rows, inputs
         self._ids, self._positions = inputs.ids.numpy(), inputs.positions.numpy()
         self._slots, self._tables = inputs.slots.numpy(), inputs.tables.numpy()
+        self._kept, self._before, self._batch = recorder.kept, recorder.before, batch
         numbers: dict[int, int] = {}
         launches: list[Launch] = []
         for stage in recorder.stages:
@@ -62,6 +64,7 @@ class CompiledStep:
         self._ids[:], self._positions[:] = tokens, positions
         for i, (position, of_token) in enumerate(zip(positions, tables, strict=True)):
             used = position // BLOCK_SIZE + 1
+            self._tables[0, i, used : used + 1] = of_token[0][used : used + 1] or PADDING_BLOCK
             for group, table in enumerate(of_token):
                 filled = min(used, len(table))  # of a group with a state the first entry counts alone
                 self._tables[group, i, :filled] = table[:filled]
@@ -72,7 +75,11 @@ class CompiledStep:
             visible.set(lengths, attentions[0][0].window)
             if visible.splits != splits:
                 self._set_splits(visible.splits, attentions)
+        for rows, kept in self._before:
+            rows.copy_(rows_before(self._batch, kept))
         self._program.run()
+        for rows, kept, newest in self._kept:
+            keep_rows(self._batch, rows, kept, newest)
         return self._logits
 
     def _set_splits(self, splits: int, attentions: list[tuple[RecordedAttention, int]]) -> None:

@@ -115,6 +115,9 @@ class StepRecorder:
     buffers: Buffers = field(default_factory=dict)
     stages: list[KernelStage] = field(default_factory=list)
     attentions: list[RecordedAttention] = field(default_factory=list)
+    # Rows of a step, where they are kept, whether only a sequence's last one is.
+    kept: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
+    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows to be filled from kept ones
     _cleared: set[int] = field(default_factory=set)
     _row_stage: KernelStage | None = None  # the newest stage with one task per row
     # The last normalised hidden state: input, norm, result. Router and experts read the same.
@@ -382,6 +385,23 @@ class StepRecorder:
     def logits(self, x: Tensor, norm: Norm, weight: CpuWeight, softcap: float) -> Tensor:
         y = self._fp32("logits", weight.rows)
         self._matvecs(self._normed(x, norm), weight, y, cap=softcap)
+        return y
+
+    def keep_hidden(self, x: Tensor, norm: Norm, kept: Tensor, newest: bool) -> None:
+        """The rows are copied to `kept` after the list of kernels (CompiledStep.run)."""
+        out = self._fp32("kept", x.shape[1])
+        self._then(norm_launch(x, norm, out))
+        self.kept.append((out, kept, newest))
+
+    def join_hidden(self, x: Tensor, norm: Norm, kept: Tensor, kept_norm: Norm, weight: CpuWeight) -> Tensor:
+        """The rows before are copied from `kept` ahead of the list of kernels (CompiledStep.run)."""
+        width = x.shape[1]
+        both, before = self._fp32("joined", 2 * width), self._fp32("before", width)
+        self.before.append((before, kept))
+        self._then(norm_launch(x, norm, both[:, :width]))
+        self._then(norm_launch(before, kept_norm, both[:, width:]))
+        y = self._hidden(weight.rows, x)
+        self._matvecs(both, weight, y)
         return y
 
     def _stage(self, *parts: list[Launch]) -> KernelStage:

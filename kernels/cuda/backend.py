@@ -52,6 +52,7 @@ from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
+from quengine.kernels.cuda.hidden_rows import joined, keep_hidden
 from quengine.kernels.cuda.latent.latent_attention import LatentOperations
 from quengine.kernels.cuda.latent.shapes import check_latent
 from quengine.kernels.cuda.launch.gpu import gpu_of
@@ -70,7 +71,7 @@ from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_qua
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.short_conv import short_conv
 from quengine.kernels.cuda.softcap import softcap_logits
-from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, pack, pack_on_host
+from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, first_rows, pack, pack_on_host
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
@@ -143,6 +144,9 @@ class CudaBackend:
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
+
+    def first_rows(self, weight: PackedWeight, rows: int) -> PackedWeight:
+        return first_rows(weight, rows)
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> PackedWeight:
         return self._noted(pack([gate, up], self.device, paired=True))
@@ -430,6 +434,29 @@ class CudaBackend:
         if isinstance(norm, LayerNorm):
             return layer_norm(_stream(x), norm, self.pdl)
         return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
+
+    def keep_hidden(
+        self, batch: ForwardBatch, x: Residual, norm: Norm, kept: Tensor, newest: bool = False
+    ) -> None:
+        assert isinstance(norm, RMSNorm), "no model with LayerNorm has a layer that drafts"
+        keep_hidden(batch, _stream(x), norm, kept, self._sequences_of(batch), newest, self.pdl)
+
+    def join_hidden(
+        self,
+        batch: ForwardBatch,
+        x: Residual,
+        norm: Norm,
+        kept: Tensor,
+        kept_norm: Norm,
+        weight: PackedWeight,
+    ) -> Tensor:
+        assert isinstance(norm, RMSNorm) and isinstance(kept_norm, RMSNorm)
+        rows = joined(batch, _stream(x), norm, kept, kept_norm, self._sequences_of(batch), self.pdl)
+        return self._matmul(batch, rows, weight, None)
+
+    def _sequences_of(self, batch: ForwardBatch) -> Tensor | None:
+        """The sequence of each row of a prompt's step; None in decode."""
+        return self._state_tiles_of(batch).sequences if batch.phase == "prefill" else None
 
     def logits(
         self, batch: ForwardBatch, x: Residual, norm: Norm, weight: PackedWeight, softcap: float = 0.0

@@ -53,6 +53,22 @@ class HFPart:
 
 
 @dataclass(frozen=True)
+class DraftNames:
+    """What folders call the tensors of the layer that drafts tokens (models/draft_layer.py).
+
+    layer: what names of the layer's own tensors begin with; {body} is what the body's begin with, {number} the number
+    of layers before it. eh_proj, enorm, hnorm: the whole names of the projection of a token's embedding and a hidden
+    row, and of their norms, head_norm: of the norm before the output matrix, all without .weight.
+    """
+
+    layer: str
+    eh_proj: str
+    enorm: str
+    hnorm: str
+    head_norm: str
+
+
+@dataclass(frozen=True)
 class ModelType:
     """A `model_type` of config.json, as `transformers` (release 5) reads it.
 
@@ -122,6 +138,7 @@ class Architecture:
     has_recurrent_layers: some layers have no attention, and 0 key and value heads in files.
     latent: layers have latent attention: key and value lengths of GGUF files are those of the cache.
     has_lone_parts: layers are a mixer or a feed-forward, and have 0 for the sizes of the other in files.
+    draft_names: of the layer that drafts tokens, where it is computed; None: files that have one run without it.
     sizes_by_layer: GGUF files may give the numbers of heads and the length of the feed-forward for each layer.
     """
 
@@ -149,6 +166,7 @@ class Architecture:
     latent: bool = False
     has_lone_parts: bool = False
     sizes_by_layer: bool = False
+    draft_names: DraftNames | None = None
 
     @property
     def may_be_dense(self) -> bool:

@@ -1,14 +1,14 @@
 """GLM-4.5, 4.6 and Air: half of each head rotated, and sigmoid scores that choose experts with a bias of each.
 
 The first layers are dense; the others have a shared expert beside the chosen ones. GLM-4.5 normalizes queries and keys,
-Air does not. The last layer of released files, which drafts the token after the next, is not computed.
+Air does not. The last layer of released files drafts the token after the next (models/draft_layer.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
-from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
+from quengine.models.architectures.architecture import Architecture, DraftNames, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import (
     DRAFTS,
     has_head_norms,
@@ -90,4 +90,11 @@ GLM4MOE = Architecture(
     },
     gguf_keys=(DRAFTS,),
     gguf_fields=_gguf_fields,
+    draft_names=DraftNames(
+        layer="{body}layers.{number}.",
+        eh_proj="{body}layers.{number}.eh_proj",
+        enorm="{body}layers.{number}.enorm",
+        hnorm="{body}layers.{number}.hnorm",
+        head_norm="{body}layers.{number}.shared_head.norm",
+    ),
 )

@@ -3,7 +3,7 @@
 A part of each head is rotated, by three positions in turns, which of text are equal. Norms are stored less one in
 folders but for the gated delta net's. In GGUF files of Qwen3.5 the value heads of each key head are `key_heads` apart
 (tiled), in those of Qwen3-Next and in folders side by side. Layers that draft tokens follow the counted ones in
-folders, as `mtp.`, and are counted in GGUF files; the decoder passes them over. Of models with vision the text part is
+folders, as `mtp.`, and are counted in GGUF files (models/draft_layer.py). Of models with vision the text part is
 read. Source: `Qwen3NextModel`, `Qwen3_5TextModel` and `Qwen3_5MoeTextModel` in the `transformers` library; llama.cpp's
 converter.
 """
@@ -13,7 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from quengine.kernels.moe.router_kind import RouterKind
-from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
+from quengine.models.architectures.architecture import (
+    Architecture,
+    DraftNames,
+    Fields,
+    HFPart,
+    Keys,
+    ModelType,
+)
 from quengine.models.architectures.qwen_moe import EXPERT_KEYS, dense_layers
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block
@@ -182,6 +189,13 @@ _HF_CHANGES = {"ssm_norm.weight": _unchanged, "ssm_a": _decay}
 _BLOCK = BlockKind(ffn_norm="post_attention_norm", qk_norm="head", gated=True)
 _GGUF_KEYS = (_RECURRENT, _EVERY, _DRAFTS, _SECTIONS, _INNER, *_SSM.values())
 _ROUTER = RouterKind(used=8, scores="softmax", normalized=True)
+_DRAFT_NAMES = DraftNames(
+    layer="mtp.layers.0.",
+    eh_proj="mtp.fc",
+    enorm="mtp.pre_fc_norm_embedding",
+    hnorm="mtp.pre_fc_norm_hidden",
+    head_norm="mtp.norm",
+)
 _DEFAULTS: Mapping[str, object] = {
     "vocab_size": 248320,
     "hidden_size": 4096,
@@ -250,6 +264,7 @@ QWEN35 = Architecture(
     size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,
     gguf_fields=_gguf_fields,
+    draft_names=_DRAFT_NAMES,
     synthetic={
         "qwen3.5-0.8b": {
             **_SYNTHETIC,
@@ -269,8 +284,10 @@ QWEN35 = Architecture(
             "head_count": 24,
             "head_count_kv": 4,
             "value_heads": 48,
+            "draft_layers": 1,
         },
         "qwen3.5-tiny": _TINY,
+        "qwen3.5-mtp-tiny": {**_TINY, "draft_layers": 1},
     },
 )
 
@@ -288,6 +305,7 @@ QWEN35MOE = Architecture(
     size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,
     gguf_fields=_gguf_fields,
+    draft_names=_DRAFT_NAMES,
     synthetic={
         "qwen3.6-35b-a3b": {
             **_SYNTHETIC,
@@ -298,8 +316,10 @@ QWEN35MOE = Architecture(
             "head_count_kv": 2,
             "value_heads": 32,
             "experts": 256,
+            "draft_layers": 1,
         },
         "qwen3.5moe-tiny": _TINY_MOE,
+        "qwen3.5moe-mtp-tiny": {**_TINY_MOE, "draft_layers": 1},
     },
 )
 
@@ -352,6 +372,7 @@ QWEN3NEXT = Architecture(
     size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,
     gguf_fields=_gguf_fields,
+    draft_names=_DRAFT_NAMES,
     synthetic={
         "qwen3-next-80b-a3b": {
             **_SYNTHETIC,

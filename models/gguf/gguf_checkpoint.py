@@ -9,7 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quengine.models.gguf import open_gguf
+from quengine.models.draft_layer import DraftTensors, no_draft_layer, tensors_of_gguf
+from quengine.models.gguf import GGUFTensor, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.tensor_table import (
     check_tensors,
@@ -63,7 +64,7 @@ class GGUFCheckpoint:
 
     @property
     def notes(self) -> list[str]:
-        notes, scaled = draft_note(self._drafts), tensor_scales(self._stored)
+        notes, scaled = draft_note(self.config, self._drafts), tensor_scales(self._stored)
         if scaled:
             gib = sum(self._stored[name].nbytes for name in scaled) * 37 / 36 / 2**30
             notes.append(f"{len(scaled)} tensors of NVFP4 are copied with their scales: {gib:.2f} GiB")
@@ -74,6 +75,17 @@ class GGUFCheckpoint:
                 f"{len(ternary)} tensors of TQ1_0 take 2.06 bits a weight on CUDA, as TQ2_0: {gib:.2f} GiB"
             )
         return notes
+
+    def draft_tensors(self) -> DraftTensors:
+        if (problem := no_draft_layer(self.config, self.path.name, self.config.draft_layers > 0)) is not None:
+            raise problem
+        from quengine.models.gguf.gguf_tensors import quant_tensor
+
+        stored = tensors_of_gguf(self.file, self.config)
+        scales = {name: stored[scale] for name, scale in tensor_scales(stored).items()}
+        tensors = {name: quant_tensor(tensor, scales.get(name)) for name, tensor in stored.items()}
+        nbytes, weights = (sum(counts) for counts in zip(*map(_size, stored.values()), strict=True))
+        return DraftTensors(tensors, nbytes, weights)
 
     def release_pages(self) -> None:
         self.file.release_pages()
@@ -88,3 +100,8 @@ class GGUFCheckpoint:
 
     def close(self) -> None:
         self.file.close()
+
+
+def _size(tensor: GGUFTensor) -> tuple[int, int]:
+    """Bytes and elements."""
+    return tensor.nbytes, prod(tensor.shape)

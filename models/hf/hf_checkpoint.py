@@ -24,7 +24,9 @@ from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import HFPart
 from quengine.models.blocks.block import TensorSpec
 from quengine.models.config import ModelConfig
+from quengine.models.draft_layer import DraftTensors, layer_config, no_draft_layer
 from quengine.models.hf.config_hf import read_hf_config
+from quengine.models.hf.draft_names import DraftLayerNames
 from quengine.models.hf.hf_headers import read_config, read_pooling
 from quengine.models.hf.hf_names import HFNames
 from quengine.models.hf.hf_parts import StoredPart
@@ -105,11 +107,20 @@ class HFCheckpoint:
         within = [part.header.nbytes for part in self._tensors.within.values() if part.copied]
         if within:
             lines.append(f"{len(within)} tensors are copied out of others: {sum(within) / 2**30:.2f} GiB")
-        lines += draft_note(self._tensors.drafts)
+        lines += draft_note(self.config, self._tensors.drafts)
         unused = self._tensors.unused
         if unused:
             lines.append(f"{len(unused)} tensors that the text model does not use: {listed(unused)}")
         return lines
+
+    def draft_tensors(self) -> DraftTensors:
+        if (problem := no_draft_layer(self.config, self.path.name, bool(self._tensors.drafts))) is not None:
+            raise problem
+        own = layer_config(self.config)
+        tensors = HFTensors(self._shards, own, DraftLayerNames(self.config, self._shards.files.keys()))
+        stored = tensors.stored.values()
+        nbytes, weights = sum(each.nbytes for each in stored), sum(prod(each.shape) for each in stored)
+        return DraftTensors(tensors, nbytes, weights)
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_hf(self.path)
@@ -134,9 +145,11 @@ class HFTensors(Mapping[str, QuantTensor]):
     `changes` what makes GGUF's values of each that is stored with others, `parts` the expert and its first row where a
     tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
     draft tokens, `unused` those outside the text model.
+
+    names: of the layer that drafts, where it is that alone.
     """
 
-    def __init__(self, shards: HFShards, config: ModelConfig) -> None:
+    def __init__(self, shards: HFShards, config: ModelConfig, names: HFNames | None = None) -> None:
         self._shards = shards
         self.stored: dict[str, StoredTensor] = {}
         self.heads: dict[str, tuple[int, int]] = {}
@@ -147,7 +160,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
         self._rows, self._known = declared.hf_rows, declared.hf_unused
         self._has_gate = config.block.has_gate
-        self._names = HFNames(config, shards.files.keys())
+        self._names = names or HFNames(config, shards.files.keys())
         joined = joined_specs(config)
         for name, spec in tensor_specs(config).items():
             part, shape = declared.hf_parts.get(name.split(".", 2)[-1]), spec.shape
@@ -168,7 +181,7 @@ class HFTensors(Mapping[str, QuantTensor]):
             for name, module in keys_of_sharing_layers(config).items()
         }
         self.drafts = draft_tensors(config, shards.files, f"{self._names.body}layers.")
-        self.unused = self._unused()
+        self.unused = [] if config.is_draft_layer else self._unused()
 
     def _take(self, name: str, spec: TensorSpec, config: ModelConfig) -> None:
         hf_name, shape = self._names(name), spec.shape

@@ -46,6 +46,7 @@ class SyntheticModel:
     key_heads, value_heads: of gated delta nets, whose heads have `delta_head_dim` elements; 0: there are none.
     latent_rank: of latent attention, whose queries have `rope_dim` rotated elements of `head_dim` and are made of
         `query_rank` ones (0: of the hidden row), and whose values have `value_dim`; 0: there is none.
+    draft_layers: layers after the others that draft tokens (models/draft_layer.py).
     pooled: matrices of layers are cut from a pool of random rows, as those of experts always are.
     layer_sizes: of each layer, where they differ, in place of the numbers of heads and the feed-forward's length.
     shared_kv_layers, layer_input_length: as ModelConfig and LayerInputSizes have them.
@@ -87,6 +88,7 @@ class SyntheticModel:
     latent_rank: int = 0
     query_rank: int = 0
     value_dim: int = 0
+    draft_layers: int = 0
     pooled: bool = False
     layer_sizes: tuple[LayerSizes, ...] = ()
     shared_kv_layers: int = 0
@@ -137,6 +139,7 @@ class SyntheticModel:
             mamba2=self._mamba2(),
             shared_kv_layers=self.shared_kv_layers,
             layer_input=LayerInputSizes(self.layer_input_length) if self.layer_input_length else None,
+            draft_layers=self.draft_layers,
         )
         return replace(config, **declared.size_fields(config))
 

@@ -19,13 +19,14 @@ from quengine.models.architectures import ARCHITECTURES
 from quengine.models.blocks.block import Shape, TensorSpec, Uniform
 from quengine.models.blocks.layer_input import TABLE
 from quengine.models.config import ExpertConfig, Mamba2Sizes, ModelConfig
+from quengine.models.draft_layer import stored_specs
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 from quengine.models.gguf.whole_file import PARTIAL, beside
 from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel, find_preset
 from quengine.models.synthetic.random_blocks import PooledRows, random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
-from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, required_tensors, tensor_specs
+from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, tensor_specs
 
 Progress = Callable[[int], None]
 """Called with the bytes of weights that have been written."""
@@ -44,7 +45,7 @@ def write_synthetic(
     """
     spec = _resolve(model)
     config = spec.config()
-    shapes = required_tensors(config)
+    shapes = {name: tensor.shape for name, tensor in _specs(config).items()}
     types = {name: tensor_type(spec, name, shape) for name, shape in shapes.items()}
     _check_blocks(spec, shapes, types)
     _check_disk(path, sum(_nbytes(shapes[name], types[name]) for name in shapes))
@@ -67,8 +68,13 @@ def remove_partial_files(folder: Path) -> int:
 def synthetic_bytes(model: str | SyntheticModel) -> int:
     """Bytes of the weights of a preset or model. Raises EngineError as `write_synthetic`."""
     spec = _resolve(model)
-    shapes = required_tensors(spec.config())
+    shapes = {name: tensor.shape for name, tensor in _specs(spec.config()).items()}
     return sum(_nbytes(shape, tensor_type(spec, name, shape)) for name, shape in shapes.items())
+
+
+def _specs(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Every tensor of the file, those of layers that draft last."""
+    return {**tensor_specs(config), **stored_specs(config)}
 
 
 def _resolve(model: str | SyntheticModel) -> SyntheticModel:
@@ -134,14 +140,14 @@ def _write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    pool, written = PooledRows(seed), 0
+    pool, written, specs = PooledRows(seed), 0, _specs(config)
     for index, (name, shape) in enumerate(shapes.items()):
         rng = np.random.default_rng([seed, index])
         pooled = spec.pooled and len(shape) == 2 and name.startswith("blk.")
         if len(shape) == 3 or pooled or name == f"{TABLE}.weight":
             writer.write_tensor_data(pool.tensor(types[name], shape, rng))
         else:
-            writer.write_tensor_data(_weights(spec, name, tensor_specs(config)[name], types[name], rng))
+            writer.write_tensor_data(_weights(spec, name, specs[name], types[name], rng))
         written += _nbytes(shape, types[name])
         if progress is not None:
             progress(written)
@@ -170,7 +176,7 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         f"{a}.vocab_size": config.vocab_size,
         f"{a}.context_length": config.context_length,
         f"{a}.embedding_length": config.embedding_length,
-        f"{a}.block_count": config.block_count,
+        f"{a}.block_count": config.block_count + config.draft_layers,
         **_sizes(config),
         **_head_lengths(config),
         f"{a}.attention.{'layer_norm_rms' if config.block.norm == 'rms' else 'layer_norm'}_epsilon": config.rms_eps,
@@ -197,6 +203,8 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         sizes[f"{a}.attention.shared_kv_layers"] = config.shared_kv_layers
     if config.layer_input is not None:
         sizes[f"{a}.embedding_length_per_layer_input"] = config.layer_input.length
+    if config.draft_layers:
+        sizes[f"{a}.nextn_predict_layers"] = config.draft_layers
     if config.conv_taps:
         sizes[f"{a}.shortconv.l_cache"] = config.conv_taps
     if config.gated_delta is not None:
@@ -274,7 +282,9 @@ def _gated_delta_metadata(config: ModelConfig) -> Metadata:
         "ssm.group_count": sizes.key_heads,
         "ssm.time_step_rank": sizes.value_heads,
         "ssm.inner_size": sizes.values,
-        "attention.recurrent_layers": [i in config.recurrent_layers for i in range(config.block_count)],
+        "attention.recurrent_layers": [
+            i in config.recurrent_layers for i in range(config.block_count + config.draft_layers)
+        ],
         "rope.dimension_sections": [first, second, frequencies - first - second, 0],
     }
 

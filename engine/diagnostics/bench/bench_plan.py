@@ -119,7 +119,16 @@ class BenchPlan:
         EngineConfig,
         Only(
             *("device", "backend", "cache_type", "deterministic", "mmap"),
-            *("draft_model", "draft_ngram", "draft_tokens", "cpu_moe", "n_cpu_moe", "expert_parallel"),
+            *(
+                "draft_model",
+                "draft_ngram",
+                "draft_mtp",
+                "draft_vocab",
+                "draft_tokens",
+                "cpu_moe",
+                "n_cpu_moe",
+                "expert_parallel",
+            ),
             *("split", "tensor_split"),
         ),
     ] = field(default_factory=EngineConfig)

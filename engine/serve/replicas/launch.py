@@ -41,6 +41,11 @@ def check_replicas(settings: ServerSettings, config: EngineConfig) -> None:
         raise EngineError(
             f"{given}: keys and values of --draft-model {config.draft_model} are not handed over; leave one of them out"
         )
+    if settings.prefill_replicas and config.draft_mtp:
+        raise EngineError(
+            f"{given}: hidden rows, which --draft-mtp {config.draft_mtp} reads, are not handed over; leave one of them "
+            "out"
+        )
 
 
 def start_replicas(

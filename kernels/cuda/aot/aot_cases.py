@@ -249,6 +249,8 @@ def _block_cases() -> Iterator[Case]:
         ("a prompt", _prefill(PREFILL_ROWS)),
     ):
         yield Case(f"lfm2-1.2b, short convolution, {name}", True, ARCHS, partial(_short_conv, 2048, 3, step))
+        for width in (2048, 5120):
+            yield Case(f"hidden rows of {width}, {name}", True, ARCHS, partial(_hidden_rows, width, step))
 
 
 def _gated_delta_cases() -> Iterator[Case]:
@@ -460,6 +462,15 @@ def _short_conv(channels: int, taps: int, batch: ForwardBatch, backend: MetaBack
     """LFM2's, between its projections."""
     spec, state = ShortConvSpec(empty(taps, channels), 0), SlotLayer((empty(2, CONV_HISTORY, channels),))
     backend.short_conv(batch, empty(len(batch), 3 * channels), spec, state)
+
+
+def _hidden_rows(width: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """A layer that drafts: its rows joined, and its own kept."""
+    norm, kept = RMSNorm(empty(width), EPS), empty(2 * BLOCK_SIZE, width, dtype=torch.float16)
+    x = backend.join_hidden(
+        batch, empty(len(batch), width), norm, kept, norm, backend.weight([stored("Q4_K", width, 2 * width)])
+    )
+    backend.keep_hidden(batch, x, norm, kept, newest=batch.phase == "decode")
 
 
 def _gated_delta(keys: int, values: int, size: int, batch: ForwardBatch, backend: MetaBackend) -> None:

@@ -6,7 +6,7 @@ padding: rows to 16, columns to 128). Plain floats are stored unchanged.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -109,6 +109,19 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes that one pass over the weight reads."""
         return sum(part.nbytes for part in self.parts)
+
+
+def first_rows(weight: PackedWeight, rows: int) -> PackedWeight:
+    """The first `rows` rows, whole tiles, of an unpaired weight of one part, as views."""
+    (part,) = weight.parts
+    if weight.paired or rows % TILE_ROWS or rows > part.rows:
+        raise ValueError(f"{rows} rows are not whole tiles of a matrix of {part.rows}")
+    if isinstance(part, FloatPart):
+        return PackedWeight((FloatPart(part.weight[:rows]),))
+    tiles = rows // TILE_ROWS
+    high = part.high if part.layout.book else part.high[:tiles]
+    low, scales, supers = (plane[:tiles] for plane in (part.low, part.scales, part.supers))
+    return PackedWeight((replace(part, rows=rows, low=low, high=high, scales=scales, supers=supers),))
 
 
 def pack(

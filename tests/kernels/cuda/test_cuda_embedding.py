@@ -5,7 +5,7 @@ import torch
 
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cuda.embedding import embedding
-from quengine.kernels.cuda.weights.packed import pack
+from quengine.kernels.cuda.weights.packed import PackedPart, first_rows, pack
 from quengine.kernels.quant_tensor import QuantTensor
 from tests.kernels.weights import put_top
 
@@ -71,3 +71,20 @@ def test_a_merged_matrix_is_refused(device: torch.device) -> None:
     parts = [random_weight("Q4_0", 16, 64), random_weight("Q8_0", 16, 64)]
     with pytest.raises(ValueError, match="one part"):
         embedding(pack(parts, device), torch.tensor([0], device=device))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_weights_first_rows_are_views_of_the_same(name: str, device: torch.device) -> None:
+    weight = random_weight(name, 48, 256)
+    packed = pack(weight, device)
+    first, ids = first_rows(packed, 32), torch.tensor([17, 31, 32], device=device)
+    (part,), (whole,) = first.parts, packed.parts
+    assert first.rows == 32 and first.nbytes < packed.nbytes
+    if isinstance(part, PackedPart):
+        assert isinstance(whole, PackedPart) and part.low.data_ptr() == whole.low.data_ptr()
+    rows = embedding(first, ids)
+    assert rows[2].isnan().all(), "a row that it does not have"
+    assert torch.equal(rows[:2], embedding(packed, ids)[:2])
+    for count in (24, 64):
+        with pytest.raises(ValueError, match="whole tiles"):
+            first_rows(packed, count)

@@ -1,0 +1,125 @@
+"""Hidden rows on CUDA: normalized rows stored by position, and embeddings joined with the rows of the position before.
+
+Defined in kernels/hidden_rows.py. A program takes a row, or one of the two halves of a joined one, whole.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.pdl import wait_then_launch
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.rms_norm import RMSNorm
+
+_BLOCK_SIZE = tl.constexpr(BLOCK_SIZE)
+
+
+@triton.jit
+def _place(row, position, tables_ptr, sequences_ptr, table_stride):
+    """The kept row of a position in the sequence of a step's row."""
+    sequence = row
+    if sequences_ptr is not None:
+        sequence = tl.load(sequences_ptr + row)
+    block = tl.load(tables_ptr + sequence * table_stride + position // _BLOCK_SIZE)
+    return block.to(tl.int64) * _BLOCK_SIZE + position % _BLOCK_SIZE
+
+
+@triton.jit
+def _normed(x, weight, eps, WIDTH: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
+
+
+@DirectLaunch
+@triton.jit
+def _keep_kernel(
+    x_ptr, weight_ptr, kept_ptr, positions_ptr, tables_ptr, sequences_ptr, rows, x_stride, table_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, NEWEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_then_launch(PDL)
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    position = tl.load(positions_ptr + row)
+    place = _place(row, position, tables_ptr, sequences_ptr, table_stride)
+    if NEWEST:  # the row after is of the same sequence where it has the place of the position after
+        other = tl.minimum(row + 1, rows - 1)
+        theirs = tl.load(positions_ptr + other)
+        after = tl.minimum(position + 1, table_stride * _BLOCK_SIZE - 1)
+        beside = _place(row, after, tables_ptr, sequences_ptr, table_stride)
+        inside &= (row == other) | (beside != _place(other, theirs, tables_ptr, sequences_ptr, table_stride))
+    y = _normed(x, weight, eps, WIDTH)
+    tl.store(kept_ptr + place * WIDTH + column, y.to(kept_ptr.dtype.element_ty), mask=inside)
+
+
+@DirectLaunch
+@triton.jit
+def _join_kernel(
+    x_ptr, weight_ptr, kept_ptr, kept_weight_ptr, out_ptr, positions_ptr, tables_ptr, sequences_ptr, x_stride,
+    table_stride, eps, kept_eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_then_launch(PDL)
+    row, half = tl.program_id(0), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    out = out_ptr + row.to(tl.int64) * (2 * WIDTH) + half * WIDTH + column
+    if half == 0:
+        x = tl.load(x_ptr + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+        tl.store(out, _normed(x, weight, eps, WIDTH), mask=inside)
+    else:
+        position = tl.load(positions_ptr + row)
+        place = _place(row, tl.maximum(position - 1, 0), tables_ptr, sequences_ptr, table_stride)
+        read = inside & (position > 0)
+        x = tl.load(kept_ptr + place * WIDTH + column, mask=read, other=0.0).to(tl.float32)
+        weight = tl.load(kept_weight_ptr + column, mask=inside, other=0.0)
+        tl.store(out, _normed(x, weight, kept_eps, WIDTH), mask=inside)
+
+
+def keep_hidden(
+    batch: ForwardBatch,
+    x: torch.Tensor,
+    norm: RMSNorm,
+    kept: torch.Tensor,
+    sequences: torch.Tensor | None,
+    newest: bool = False,
+    pdl: bool = False,
+) -> None:
+    """Stores `norm` of x fp32 [T, K] to kept [rows, K] at the step's positions, `newest`: only of each sequence's last
+    row. sequences: int32 [T], that of each of a prompt's rows; None: each row has its own table."""
+    rows, width = x.shape
+    tables = batch.block_tables_of(0)
+    assert x.stride(1) == 1 and kept.is_contiguous() and kept.shape[1] == width
+    _keep_kernel[(rows,)](
+        x, norm.weight, kept, batch.positions, tables, sequences, rows, x.stride(0),
+        tables.stride(0), norm.eps, WIDTH=width, NEWEST=newest, PDL=pdl, launch_pdl=pdl, **_geometry(width),
+    )  # fmt: skip
+
+
+def joined(
+    batch: ForwardBatch,
+    x: torch.Tensor,
+    norm: RMSNorm,
+    kept: torch.Tensor,
+    kept_norm: RMSNorm,
+    sequences: torch.Tensor | None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """[norm(x) | kept_norm(the kept row of the position before)]: fp32 [T, 2K] of x fp32 [T, K]; others as above."""
+    rows, width = x.shape
+    tables = batch.block_tables_of(0)
+    assert x.stride(1) == 1 and kept.is_contiguous() and kept.shape[1] == width
+    out = torch.empty(rows, 2 * width, dtype=torch.float32, device=x.device)
+    _join_kernel[(rows, 2)](
+        x, norm.weight, kept, kept_norm.weight, out, batch.positions, tables, sequences, x.stride(0),
+        tables.stride(0), norm.eps, kept_norm.eps, WIDTH=width, PDL=pdl, launch_pdl=pdl, **_geometry(width),
+    )  # fmt: skip
+    return out
+
+
+def _geometry(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(32, max(1, block // 256))}

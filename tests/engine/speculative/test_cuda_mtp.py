@@ -1,0 +1,88 @@
+"""Drafts by a model's own layer on a GPU: captured steps draft what eager ones do, and texts stay as they are."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quengine import LLM, SamplingParams
+from quengine.models.synthetic.presets import PRESETS
+from quengine.models.synthetic.synthetic import write_synthetic
+from quengine.request.sequence import Sequence
+from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.speculative.device_drafts import DeviceDraftSteps
+from quengine.speculative.draft_model import HostDraftSteps
+from quengine.speculative.draft_mtp import MtpDrafts
+from tests.engine.speculative.test_cuda_speculation import CTX, GREEDY, PENALIZED, PROMPTS, SAMPLED, tokens
+from tests.engine.speculative.test_draft_mtp import certain_file
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),  # a first run compiles the kernels
+]
+
+
+@pytest.fixture(scope="module", params=["qwen3.5-mtp-tiny", "qwen3.5moe-mtp-tiny"])
+def path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return write_synthetic(tmp_path_factory.mktemp("mtp") / "tiny.gguf", request.param)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALIZED], ids=["greedy", "sampled", "penalties"])
+def test_texts_stay_as_they_are_but_for_near_ties(path: Path, params: SamplingParams) -> None:
+    with LLM(path, "cuda", CTX, parallel=4) as plain:
+        expected = tokens(plain.generate(PROMPTS, params))
+    for parallel in (1, 4):
+        with LLM(path, "cuda", CTX, parallel=parallel, draft_mtp=3) as llm:
+            got = llm.generate(PROMPTS, params)
+        same = [ours == theirs for ours, theirs in zip(tokens(got), expected, strict=True)]
+        assert sum(same) >= len(PROMPTS) - 1, same
+        assert sum(c.timings.drafted_tokens for c in got) > 0
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_deterministic_texts_are_those_without_drafts_to_the_bit(path: Path, parallel: int) -> None:
+    with LLM(path, "cuda", CTX, deterministic=True, parallel=4) as plain:
+        expected = [tokens(plain.generate(PROMPTS, params)) for params in (GREEDY, SAMPLED)]
+    with LLM(path, "cuda", CTX, deterministic=True, parallel=parallel, draft_mtp=3) as llm:
+        assert [tokens(llm.generate(PROMPTS, params)) for params in (GREEDY, SAMPLED)] == expected
+
+
+def test_a_layer_that_is_right_is_accepted(tmp_path: Path) -> None:
+    model = write_synthetic(tmp_path / "m.gguf", replace(PRESETS["qwen3.5-mtp-tiny"], quant="F32"))
+    path = certain_file(model, tmp_path / "certain.gguf")
+    for params in (GREEDY, SAMPLED):
+        for parallel in (1, 4):
+            with LLM(path, "cuda", CTX, parallel=parallel, draft_mtp=4) as llm:
+                got = llm.generate(PROMPTS, params)
+            drafted = sum(c.timings.drafted_tokens for c in got)
+            assert sum(c.timings.accepted_tokens for c in got) > 0.9 * drafted > 80
+
+
+def test_captured_steps_draft_what_eager_ones_do(path: Path) -> None:
+    with LLM(path, "cuda", CTX, draft_mtp=4) as llm:
+        drafts = llm.loaded.draft
+        assert isinstance(drafts, MtpDrafts) and isinstance(drafts._runner.graphs, CudaGraphs)
+        device, host = drafts._steps, HostDraftSteps(drafts._runner)
+        assert isinstance(device, DeviceDraftSteps)
+        draft, pairs = drafts.draft, list[tuple[list[int], list[int]]]()
+
+        def both(wanted: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
+            drafts._steps = device
+            found = draft(wanted)
+            for sequence in wanted:  # once more, over what the layer has cached before
+                progress = drafts._progresses[sequence]
+                progress.cached, progress.keys = 0, []
+            drafts._steps = host
+            again = draft(wanted)
+            pairs.extend((list(found[each]), list(again[each])) for each in wanted)
+            return found
+
+        drafts.draft = both  # type: ignore[method-assign]
+        for params in (GREEDY, SAMPLED):
+            llm.generate(PROMPTS, params)
+    same = sum(captured == eager for captured, eager in pairs)
+    assert len(pairs) > 10 and same > 0.9 * len(pairs), f"{same} of {len(pairs)}"
