@@ -11,9 +11,10 @@ In steps of many rows every row costs the host Python time: nearly all are conti
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from quengine.request.sequence import Sequence
-from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
 from quengine.runners.device_rows import DeviceRows, Drafted
 from quengine.runners.graph_keys import SamplingKind
 from quengine.runners.static_inputs import Row
@@ -79,10 +80,7 @@ class DeviceDecoder:
         for number, kind in kinds.items():
             plan.slots[number].has_token = kind is not None
         step.keep_logits([number for number, kind in kinds.items() if kind is None])
-        return lambda: [
-            step.after(sequence, row) if row in kinds and sequence.slot is slot else None
-            for row, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True))
-        ]
+        return partial(_first_tokens, plan, step, list(kinds))
 
     def _update(self, plan: StepPlan) -> dict[int, SamplingKind | None]:
         """Sends what the device lacks of the sequences; returns those whose next input it has not, by number, with the
@@ -150,3 +148,15 @@ class DeviceDecoder:
             sequence.result(step.after, row) if sequence.slot is slot else None
             for sequence, slot, row in zip(plan.sequences, plan.slots, first, strict=True)
         ]
+
+
+def _first_tokens(plan: StepPlan, step: StepTokens, ends: Seq[int]) -> list[Result]:
+    """The results of a step of prompts, of which those in `ends` end with it. Waits for the step, where none does too:
+    the host must not come to be many steps ahead."""
+    step.wait()
+    results: list[Result] = [None] * len(plan.sequences)
+    for row in ends:
+        sequence = plan.sequences[row]
+        if sequence.slot is plan.slots[row]:
+            results[row] = step.after(sequence, row)
+    return results

@@ -333,6 +333,7 @@ def test_the_step_after_a_prompt_is_launched_before_its_first_token_is_read(mode
         stream.start()
         while not stream.sequence.generated:
             llm.step()
+        assert device.log.index("read 1") < device.log.index("first tokens"), "no more than two steps ahead"
         launched = [entry for entry in device.log if not entry.startswith("read")]
         assert launched == ["prompts 32", "prompts 31", "first tokens", "decode 1", "first tokens"]
         stream.close()
