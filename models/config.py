@@ -404,8 +404,8 @@ class ModelConfig:
     (`kv_source`). `layer_input`: what layers get of each token beside the residual stream. `encoder`: of a model that
     generates no text (EncoderSizes). `output_norm`: GGUF's name of the norm in front of the output matrix. `ranks`: how
     many processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
-    `stage`: which layers this process has, where processes have whole ones (layer_split.py). `is_draft_layer`: a layer that
-    drafts tokens, as a model of one layer (draft_layer.py).
+    `stage`: which layers this process has, where processes have whole ones (layer_split.py). `is_draft_layer`: a layer
+    that drafts tokens, as a model of one layer (draft_layer.py).
     """
 
     architecture: str

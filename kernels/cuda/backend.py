@@ -392,9 +392,10 @@ class CudaBackend:
     def _state_step(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, cache_group: int
     ) -> tuple[StepRows, bool]:
-        """A step's rows for a layer with a state, and whether sequences may have several."""
+        """A step's rows for a layer with a state, and whether sequences may have several, or keep checkpoints, as in
+        prompts of one row too."""
         prompt = batch.phase == "prefill"
-        several = batch.shares_sequences or (prompt and (len(batch) > 1 or self.batch_invariant))
+        several = batch.shares_sequences or prompt
         if not isinstance(x, ScaledProduct) or not several:
             rows = x.finish() if isinstance(x, ScaledProduct) else x
             x = ScaledProduct(rows, self._room().ones(len(rows)), 1.0)

@@ -18,7 +18,7 @@ from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm import workspace
-from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kv_cache import KVCache
 from quengine.model_runner import ModelRunner
@@ -269,7 +269,7 @@ def test_static_inputs_hold_what_a_batch_does_and_where_the_padding_goes(
     assert batch.token_ids[:53].tolist() == [*chunks[0].ids, *chunks[1].ids]
     assert batch.logits_rows.tolist() == [19, 52, 0, 0]
     assert set(tiles.sequences[53:].tolist()) == {16} and batch.positions[53:].max() < BLOCK_SIZE
-    assert batch.block_tables[0, 16].tolist() == [PADDING_BLOCK] * 3
+    assert batch.block_tables[0, 16].tolist() == [PADDING_BLOCK] * STATE_ENTRIES
     assert batch.block_tables[0, :2, :2].tolist() == [[2, 5], [1, 0]]
 
 

@@ -13,6 +13,7 @@ from quengine.kernels.backend import SlotLayer
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
+from quengine.kernels.forward_batch import Checkpoint as KeptState
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
@@ -85,6 +86,24 @@ def test_other_heads_are_refused_at_load(tmp_path: Path, device: torch.device) -
     with pytest.raises(EngineError, match="elements, and this model's have 24; use --device cpu"):
         Decoder(model.config, model.tensors, CudaBackend(device), 128, 128)
     assert Decoder(model.config, model.tensors, ReferenceBackend(keep=False), 128, 128)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_prompt_of_one_row_writes_its_checkpoint(batch_invariant: bool, device: torch.device) -> None:
+    shape = Shape(1, 2, 32)
+    spec, state = spec_of(shape), states(shape)
+    batch, x = prompt([1], [31], [1], [[KeptState(32, 3)]]), rows_of(1, shape, 4)
+    wanted, _, memory = expected(batch, x, spec, *state)
+    layer = SlotLayer(tuple(part.clone().to(device) for part in state))
+    vectors = {name: getattr(spec, name).to(device) for name in ("conv", "decay", "bias", "norm")}
+    tables = {"block_tables": batch.block_tables.to(device), "positions": batch.positions.to(device)}
+    step = replace(batch, token_ids=batch.token_ids.to(device), **tables)
+    backend = CudaBackend(device, batch_invariant=batch_invariant)
+    rows = backend.gated_delta(step, x.to(device), replace(spec, **vectors), layer)
+    y = rows.dequantize()[:, :64]
+    assert nmse(y.cpu(), wanted) < 1e-6
+    torch.testing.assert_close(layer.parts[1].cpu()[1:], memory[1:], rtol=2e-5, atol=2e-5)
+    assert all(torch.equal(part[3], part[1]) for part in layer.parts)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
