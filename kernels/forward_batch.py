@@ -1,7 +1,7 @@
 """`ForwardBatch`, the one description of a step, read by the decoder and by every backend."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -99,6 +99,18 @@ class ForwardBatch:
     @property
     def device(self) -> torch.device:
         return self.token_ids.device
+
+    def of_last_rows(self, rows: Tensor) -> "ForwardBatch":
+        """An eager prompt step of each chunk's last row alone, `rows` int64 [S], for layers that write no keys."""
+        starts = tuple(start + length - 1 for start, length in zip(self.starts, self.query_lens, strict=True))
+        return replace(
+            self,
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            starts=starts,
+            query_lens=(1,) * len(starts),
+            logits_rows=None,
+        )
 
     def block_tables_of(self, group: int) -> Tensor:
         """The block tables [S, most blocks] of a cache group, contiguous."""

@@ -88,6 +88,10 @@ class Decoder:
         self._step_bytes: dict[int, int] = {}
         self._next_norms = [*(block.norm for block in self.blk[1:]), last_norm]
         self._last_mixer = max((i for i, block in enumerate(self.blk) if block.mixer is not None), default=0)
+        # Layers behind this one write no keys, so that of a prompt they compute only the rows whose logits are wanted.
+        self.last_writer = self._last_mixer
+        if config.shared_kv_layers:
+            self.last_writer = config.block_count - config.shared_kv_layers - 1
         self._sources = [config.kv_source(i) for i in config.held_layers]
         self._handed = HandedRows(stage, backend, config.embedding_length)
 
@@ -159,12 +163,22 @@ class Decoder:
         x = self._embedded(batch) if stage.is_first else self._handed.receive(len(batch), self.blk[0].norm)
         inputs = None if self.inputs is None else self.inputs(batch, x)
         held = [cache[source] for source in self._sources]
+        gathers_at = self._gathers_at(batch, rows)
         for i, (block, layer, next_norm) in enumerate(zip(self.blk, held, self._next_norms, strict=True)):
-            kept = rows if stage.is_last and i == self._last_mixer else None
+            kept = rows if i == gathers_at else None
             x = block(batch, x, layer, next_norm, kept, inputs)
+            if kept is not None and i < self._last_mixer:
+                batch = batch.of_last_rows(kept)
+                inputs = None if inputs is None else self.backend.gather_rows(inputs, kept)
         if not stage.is_last:
             self._handed.send(x, len(batch))
         return x
+
+    def _gathers_at(self, batch: ForwardBatch, rows: Tensor | None) -> int | None:
+        """The layer after whose mixer only `rows` go on; None: all do."""
+        if rows is None or not self._stage.is_last:
+            return None
+        return self.last_writer if batch.starts else self._last_mixer
 
     def _of_last_stage(self, x: Tensor | None, rows: int, columns: int) -> Tensor:
         """Broadcasts the last stage's x [rows, columns] to all stages; None: this is another stage."""

@@ -63,12 +63,11 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     config = decoder.config
     chunks = -(-prompt // decoder.chunk_size)
     matrices, rows, positions = 0, prompt, range(depth, depth + prompt)
-    last = [block for block in decoder.blk if block.mixer is not None][-1:]
-    for block in decoder.blk:
+    for number, block in enumerate(decoder.blk):
         if block.mixer is not None:
             entry, output = block.mixer.entry, block.mixer.output
-            matrices += 2 * entry.rows * entry.cols * prompt
-            rows = chunks if block in last else prompt
+            matrices += 2 * entry.rows * entry.cols * rows
+            rows = chunks if number >= decoder.last_writer else prompt
             matrices += 2 * output.rows * output.cols * rows
         if block.ffn is not None:
             matrices += _feed_forward_operations(config, block.ffn) * rows
@@ -89,7 +88,11 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
             seen = sum(position + 1 for position in positions)
             attention += 2 * mixer.heads * (mixer.head_dim + sizes.rank) * seen
         if isinstance(mixer, Attention) and layer in config.held_layers:
-            visible = (min(position + 1, mixer.window or position + 1) for position in positions)
+            ends = range(depth + prompt - 1, depth - 1, -decoder.chunk_size)
+            visible = (
+                min(position + 1, mixer.window or position + 1)
+                for position in (ends if mixer.shared else positions)
+            )
             attention += 4 * mixer.heads * mixer.head_dim * sum(visible)
     output = decoder.output  # None where another device has it
     logits = 0 if output is None else 2 * output.rows * output.cols * chunks

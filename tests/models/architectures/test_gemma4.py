@@ -9,8 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quengine.errors import EngineError
+from quengine.kernels.cpu.backend import CpuBackend
+from quengine.kernels.forward_batch import ForwardBatch, prefill_batch
+from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import CacheGroup, LayerSizes, ModelConfig
+from quengine.models.decoder import Decoder
 from quengine.models.gguf import GGUFError, StringArray, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.hf.config_hf import read_hf_config
@@ -227,3 +231,34 @@ def test_llama_cpp_computes_the_same(root: Path, name: str) -> None:
     assert theirs is not None
     rows = zip(ours, torch.from_numpy(theirs).double(), strict=True)
     assert torch.tensor([nmse(*row) for row in rows]).median() < 1e-3
+
+
+def test_layers_that_write_no_keys_compute_the_last_rows_of_prompts(root: Path) -> None:
+    """Of two prompts in one step, to the bits of all rows but for the output matrix's kernel."""
+    checkpoint = opened(root, "layered", "folder")
+    decoder = Decoder(checkpoint.config, checkpoint.tensors, CpuBackend(1), 64, 64)
+    cache = KVCache.allocate(checkpoint.config, 64, torch.device("cpu")).layers
+    computed = []
+    own = decoder.backend.input_glu
+
+    def counted(batch: ForwardBatch, x: torch.Tensor, *arguments: Any) -> Any:
+        computed.append(len(x))
+        return own(batch, x, *arguments)
+
+    for block in decoder.blk:
+        block.input.backend = Counted(decoder.backend, counted)  # type: ignore[union-attr]
+    ids, tables = [[3, 4, 5, 6, 7], [8, 9, 10]], [[[0], [0]], [[1], [1]]]
+    every = decoder.forward(prefill_batch(ids, [0, 0], tables, torch.device("cpu"), True), cache)
+    last = decoder.forward(prefill_batch(ids, [0, 0], tables, torch.device("cpu")), cache)
+    assert computed == [8] * 6 + [8, 8] + [2] * 4
+    assert torch.equal(last, every[[4, 7]])
+
+
+class Counted:
+    """A backend but for one operation."""
+
+    def __init__(self, backend: Any, input_glu: Any) -> None:
+        self._backend, self.input_glu = backend, input_glu
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)

@@ -28,6 +28,8 @@ def batch_of(kind: str, device: torch.device) -> ForwardBatch:
     tables = [[[1, 2]], [[3, 4]]]
     if kind == "prompt":
         return prefill_batch([list(range(5))], [37], tables[:1], device)
+    if kind == "last row":
+        return prefill_batch([[5]], [37], tables[:1], device)
     if kind == "row":
         return decode_batch([5], [37], tables[:1], device)
     if kind == "rows":
@@ -35,7 +37,7 @@ def batch_of(kind: str, device: torch.device) -> ForwardBatch:
     return decode_batch([5, 6], [37, 38], [tables[0], tables[0]], device, shares_sequences=True)
 
 
-@pytest.mark.parametrize("kind", ["prompt", "row", "rows", "drafts"])
+@pytest.mark.parametrize("kind", ["prompt", "last row", "row", "rows", "drafts"])
 @pytest.mark.parametrize(("cache_type", "window"), [("f16", None), ("q8_0", 20)])
 def test_the_same_queries_give_the_same_bits(
     kind: str, cache_type: str, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
