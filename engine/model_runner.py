@@ -13,6 +13,7 @@ from torch import Tensor
 from quengine.block_manager import StateCopy
 from quengine.errors import EngineError
 from quengine.kernels import sampling
+from quengine.kernels.embedded_rows import EmbeddedRows, embedded_rows
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
@@ -28,7 +29,15 @@ from quengine.runners.host_copy import HostCopy
 from quengine.runners.state_copies import copies_before
 from quengine.sampler import NO_CHOICE, Result
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, StepPlan, forward_batch, samples, scored_rows
+from quengine.step_plan import (
+    TOKENS_ALONE,
+    GivenRows,
+    SequenceRows,
+    StepPlan,
+    forward_batch,
+    samples,
+    scored_rows,
+)
 
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
@@ -52,7 +61,10 @@ class StepGraphs(Protocol):
         """The key of the captured step for these rows; None if they are to be computed eagerly."""
         ...
 
-    def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
+    takes_embeds: bool
+    """Whether rows of a captured prefill step may be given as embeddings."""
+
+    def replay(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> Tensor:
         """The logits that `Decoder.forward` returns for these rows; valid until the next step."""
         ...
 
@@ -169,34 +181,56 @@ class ModelRunner:
 
     @torch.no_grad()
     def forward(
-        self, phase: Phase, rows: Seq[SequenceRows], all_logits: bool = False, eager: bool = False
+        self,
+        phase: Phase,
+        rows: Seq[SequenceRows],
+        all_logits: bool = False,
+        eager: bool = False,
+        given: GivenRows = TOKENS_ALONE,
     ) -> Tensor:
         """Logits of these rows, in the backend's dtype and on its device; valid until the next step.
 
         In prefill [sequences, vocab], after each sequence's last row, or with `all_logits` [T, vocab]; in decode
-        always [T, vocab]. `eager`: use no captured step.
+        always [T, vocab]. `eager`: use no captured step. `given`: rows of a prefill step given as embeddings.
         """
-        with self.together(Forward(phase, rows, all_logits, eager)):
-            captures = self.graphs is not None and not all_logits and not eager
-            key = self.graphs.lookup(phase, rows) if self.graphs is not None and captures else None
-            if self.graphs is not None and key is not None:
-                return self.graphs.replay(key, rows)
-            batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits)
+        with self.together(Forward(phase, rows, all_logits, eager, list(given.numbers))):
+            embeds, graphs = self._embeds(given), self.graphs
+            captures = not all_logits and not eager and graphs is not None
+            captures = captures and (embeds is None or graphs.takes_embeds)
+            key = graphs.lookup(phase, rows) if graphs is not None and captures else None
+            if graphs is not None and key is not None:
+                return graphs.replay(key, rows, embeds)
+            batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits, embeds)
             return self.decoder.forward(batch, self.cache.layers)
 
+    def _embeds(self, given: GivenRows) -> EmbeddedRows | None:
+        """The rows given as embeddings on the device, on all ranks that have a part of the embedding layer."""
+        if not given.numbers:
+            return None
+        config, device = self.decoder.config, self.decoder.backend.device
+        shape = len(given.numbers), config.embedding_length
+        values = torch.empty(shape, device=device) if given.values is None else given.values
+        embeds = embedded_rows(list(given.numbers), values, device)
+        if config.stage is None:
+            self.decoder.backend.communicator.broadcast(embeds.values)
+        return embeds
+
     @torch.no_grad()
-    def hidden(self, rows: Seq[SequenceRows]) -> Tensor:
+    def hidden(self, rows: Seq[SequenceRows], given: GivenRows = TOKENS_ALONE) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens of these chunks: [T, embedding length]."""
-        with self.together(Hidden(rows)):
-            batch = forward_batch("prefill", rows, self.decoder.backend.device)
+        with self.together(Hidden(rows, list(given.numbers))):
+            embeds = self._embeds(given)
+            batch = forward_batch("prefill", rows, self.decoder.backend.device, embeds=embeds)
             return self.decoder.hidden(batch, self.cache.layers)
 
     @torch.no_grad()
-    def logits_of_parts(self, rows: Seq[SequenceRows], parts: Seq[Seq[int]]) -> Iterator[Tensor]:
+    def logits_of_parts(
+        self, rows: Seq[SequenceRows], parts: Seq[Seq[int]], given: GivenRows = TOKENS_ALONE
+    ) -> Iterator[Tensor]:
         """Logits [n, vocab] of each of `parts` of these rows, computed lazily; the caller must take them all."""
-        with self.together(Parts(rows, parts)):
+        with self.together(Parts(rows, parts, list(given.numbers))):
             device = self.decoder.backend.device
-            batch = forward_batch("prefill", rows, device)
+            batch = forward_batch("prefill", rows, device, embeds=self._embeds(given))
             tensors = (torch.tensor(part, device=device) for part in parts)
             yield from self.decoder.forward_parts(batch, self.cache.layers, tensors)
 

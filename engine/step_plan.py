@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
 from quengine.request.sequence import Sequence
 from quengine.slot import Slot
@@ -23,6 +25,20 @@ class SequenceRows(NamedTuple):
     def end(self) -> int:
         """The position after the last row."""
         return self.start + len(self.ids)
+
+
+class GivenRows(NamedTuple):
+    """Rows of a prefill step that are given as embeddings.
+
+    numbers: of the rows in the step. values: [n, embedding length] on any device; None: another rank has them.
+    """
+
+    numbers: Seq[int] = ()
+    values: Tensor | None = None
+
+
+TOKENS_ALONE = GivenRows()
+"""No row is given as an embedding."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +116,18 @@ def decode_ids(sequence: Sequence) -> list[int]:
 
 
 def forward_batch(
-    phase: Phase, rows: Seq[SequenceRows], device: torch.device, all_logits: bool = False
+    phase: Phase,
+    rows: Seq[SequenceRows],
+    device: torch.device,
+    all_logits: bool = False,
+    embeds: EmbeddedRows | None = None,
 ) -> ForwardBatch:
-    """The batch of these rows. In prefill, logits are computed for each sequence's last row, or for all rows;
-    in decode, for all.
+    """The batch of these rows. In prefill, logits are computed for each sequence's last row, or for all rows, and
+    some rows may be given as embeddings; in decode, logits are computed for all.
     """
     ids, starts, tables = zip(*rows, strict=True)
     if phase == "prefill":
-        return prefill_batch(ids, starts, tables, device, all_logits)
+        return prefill_batch(ids, starts, tables, device, all_logits, embeds)
     return decode_batch(
         [token for part in ids for token in part],
         [start + n for part, start in zip(ids, starts, strict=True) for n in range(len(part))],

@@ -15,6 +15,7 @@ from torch import Tensor
 from quengine.kernels.attention import attention, gate_output, mask_slice, softcap, split_gates
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.embedded_rows import place_embeddings
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, encoder_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
@@ -100,9 +101,10 @@ class ReferenceBackend:
     def embed(self, batch: ForwardBatch, weight: ReferenceWeight, scale: float = 1.0) -> Tensor:
         ids = batch.token_ids
         if weight.dense is not None:
-            return weight.dense[ids] * scale
+            return place_embeddings(weight.dense[ids] * scale, batch.embeds)
         (part,) = weight.parts
-        return dequantize(part.format, part.data[ids]).to(self.dtype) * scale
+        rows = dequantize(part.format, part.data[ids]).to(self.dtype) * scale
+        return place_embeddings(rows, batch.embeds)
 
     def norm_linear(
         self,

@@ -46,18 +46,20 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Forward(_ToRank, frozen=True):
-    """`ModelRunner.forward`."""
+    """`ModelRunner.forward`. `embedded`: numbers of the rows given as embeddings, which follow by broadcast."""
 
     phase: Phase
     rows: Sequence[SequenceRows]
     all_logits: bool
     eager: bool
+    embedded: Sequence[int] = ()
 
 
 class Hidden(_ToRank, frozen=True):
     """`ModelRunner.hidden`."""
 
     rows: Sequence[SequenceRows]
+    embedded: Sequence[int] = ()
 
 
 class Parts(_ToRank, frozen=True):
@@ -65,6 +67,7 @@ class Parts(_ToRank, frozen=True):
 
     rows: Sequence[SequenceRows]
     parts: Sequence[Sequence[int]]
+    embedded: Sequence[int] = ()
 
 
 class ReadCache(_ToRank, frozen=True):

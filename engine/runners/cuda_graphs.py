@@ -17,6 +17,7 @@ from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
 from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
 from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, place_rows
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
@@ -78,6 +79,7 @@ class CudaGraphs:
         pending: most decode steps in flight, whose tokens have not been read yet.
         capture: `graph_capture.capture_step`.
         slots: most sequences that run at once; None: as many as rows.
+        takes_embeds: whether rows of captured prefill steps may be given as embeddings.
     """
 
     captured_at = CAPTURED_AT
@@ -92,6 +94,7 @@ class CudaGraphs:
         pending: int = PENDING,
         capture: Callable[[Callable[[], Tensor], Callable[[], Tensor], Any], CapturedStep] = capture_step,
         slots: int | None = None,
+        takes_embeds: bool = False,
     ) -> None:
         assert isinstance(decoder.backend, CudaBackend)
         device = decoder.backend.device
@@ -107,7 +110,9 @@ class CudaGraphs:
             decoder.backend.batch_invariant,
             len(cache.pools),
             device,
+            decoder.config.embedding_length if takes_embeds else 0,
         )
+        self.takes_embeds = takes_embeds
         held = len(self.inputs.of_slots.tokens)
         self._history = torch.zeros(held, cache.ctx_size, dtype=torch.int32, device=device)
         self._chosen = ChosenTokens.allocate(pending, self.inputs.rows, device)
@@ -152,10 +157,10 @@ class CudaGraphs:
         step = self._or_larger(key)
         return step if step in self._steps or self._seen[key] >= CAPTURED_AT else None
 
-    def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
+    def replay(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> Tensor:
         """Logits fp32 [sequences, vocab] after the last row of each of these sequences."""
         step = self.capture(key)
-        self.prompts.send(key, rows)
+        self.prompts.send(key, rows, embeds)
         step.graph.replay()
         return step.logits[: len(rows)].clone()
 

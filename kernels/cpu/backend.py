@@ -18,6 +18,7 @@ from quengine.kernels.cpu.moe.operations import down_experts, experts_add, exper
 from quengine.kernels.cpu.moe.router import route
 from quengine.kernels.cpu.step import Step
 from quengine.kernels.cpu.step_recorder import Buffers, CpuWeight, StepRecorder
+from quengine.kernels.embedded_rows import place_embeddings
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
@@ -81,7 +82,7 @@ class CpuBackend:
         if self._recorder is not None:
             return self._recorder.embed(weight, batch.token_ids, scale)
         (part,) = weight.parts
-        return cpu.embed(part, batch.token_ids, scale)
+        return place_embeddings(cpu.embed(part, batch.token_ids, scale), batch.embeds)
 
     def norm_linear(
         self,

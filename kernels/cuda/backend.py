@@ -30,6 +30,7 @@ from quengine.kernels.cuda.attention.attention_prefill import (
 from quengine.kernels.cuda.attention.prefill_tiles import cut_tiles
 from quengine.kernels.cuda.attention.qk_row_norm import has_row_norms, qk_row_norm
 from quengine.kernels.cuda.attention.rope_store import rope_store
+from quengine.kernels.cuda.embedded_rows import place_embeddings
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.flat_rows import flattened, unflattened
 from quengine.kernels.cuda.gated_delta.arithmetic import check_head_dim
@@ -150,7 +151,8 @@ class CudaBackend:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
 
     def embed(self, batch: ForwardBatch, weight: PackedWeight, scale: float = 1.0) -> Tensor:
-        return embedding(weight, batch.token_ids, scale, self.pdl)
+        rows = embedding(weight, batch.token_ids, scale, self.pdl)
+        return place_embeddings(rows, batch.embeds, self.pdl)
 
     def norm_linear(
         self,

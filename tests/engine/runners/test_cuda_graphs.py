@@ -41,7 +41,7 @@ from quengine.runners.graph_keys import (
 )
 from quengine.runners.static_inputs import PrefillInputs
 from quengine.sampler import Sample, Sampler, Verified
-from quengine.step_plan import SequenceRows, forward_batch
+from quengine.step_plan import GivenRows, SequenceRows, forward_batch
 from tests.engine.steps import decode, with_slots
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.weights import nmse
@@ -151,6 +151,29 @@ def test_a_captured_step_that_holds_more_serves_fewer_chunks(make_rig: Callable[
     assert ours is not None and rig.graphs.captured == [larger]
     assert torch.equal(ours, rig.eagerly(chunks))
     assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
+
+
+@pytest.mark.cuda_kernel
+@pytest.mark.usefixtures("small_steps")
+def test_rows_given_as_their_tokens_embeddings_come_to_what_tokens_do(make_rig: Callable[[int], Rig]) -> None:
+    """Captured, and eagerly; a later step of the same graph has no such rows."""
+    rig = make_rig(5)
+    rig.graphs = CudaGraphs(
+        rig.decoder, rig.cache, 1, capture=capture_step if ON_GPU else rig.again, takes_embeds=True
+    )
+    runner, whole = ModelRunner(rig.decoder, rig.cache, rig.graphs), ids_of(3, 6)
+    other = ModelRunner(rig.decoder, rig.other)
+    values = rig.decoder.backend.embed(forward_batch("prefill", [SequenceRows(whole, 0, [[1]])], DEVICE),
+                                       rig.decoder.token_embd)  # fmt: skip
+    hidden = [7 if 1 <= n < 4 else token for n, token in enumerate(whole)]
+    given = GivenRows([1, 2, 3], values[1:4])
+    expected = other.forward("prefill", [SequenceRows(whole, 0, [[1]])]).clone()
+    for _ in range(3):  # eager, captured, replayed
+        ours = runner.forward("prefill", [SequenceRows(hidden, 0, [[1]])], given=given)
+        assert torch.equal(ours, expected)
+    assert len(rig.graphs.captured) == 1 and torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
+    assert not torch.equal(runner.forward("prefill", [SequenceRows(hidden, 0, [[1]])]), expected)
+    assert torch.equal(runner.forward("prefill", [SequenceRows(whole, 0, [[1]])]), expected)
 
 
 @pytest.mark.gpu
