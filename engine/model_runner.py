@@ -174,7 +174,7 @@ class ModelRunner:
         if plan.phase == "decode" and self._has_states:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
         with Range(plan.phase if plan.phase == "prefill" else "decode step"):
-            logits = HostCopy(self.forward(plan.phase, plan.rows).float())
+            logits = HostCopy(self.forward(plan.phase, plan.rows, given=plan.given).float())
         sampled = _prompts_sampled if plan.phase == "prefill" else _decode_sampled
         is_async = self.device_decoder is not None and plan.phase == "prefill"
         return LaunchedStep(plan, lambda: sampled(plan, logits.wait()), is_async)
@@ -195,11 +195,11 @@ class ModelRunner:
         """
         with self.together(Forward(phase, rows, all_logits, eager, list(given.numbers))):
             embeds, graphs = self._embeds(given), self.graphs
-            captures = not all_logits and not eager and graphs is not None
-            captures = captures and (embeds is None or graphs.takes_embeds)
-            key = graphs.lookup(phase, rows) if graphs is not None and captures else None
-            if graphs is not None and key is not None:
-                return graphs.replay(key, rows, embeds)
+            captures = not all_logits and not eager
+            if graphs is not None and captures and (embeds is None or graphs.takes_embeds):
+                key = graphs.lookup(phase, rows)
+                if key is not None:
+                    return graphs.replay(key, rows, embeds)
             batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits, embeds)
             return self.decoder.forward(batch, self.cache.layers)
 
@@ -312,7 +312,7 @@ class ModelRunner:
             parts.append(list(sampled.values()))
         results: dict[Sequence, Result] = dict.fromkeys(plan.sequences)
         with Range("prefill"):
-            logits = self.logits_of_parts(plan.chunks, parts)
+            logits = self.logits_of_parts(plan.chunks, parts, plan.given)
             for (sequence, rows), of_rows in zip(scored, logits, strict=False):
                 if results[sequence] is None:
                     results[sequence] = _add_scores(sequence, of_rows[: len(rows)])

@@ -358,7 +358,7 @@ class Scheduler:
 
     def _keys(self, sequence: Sequence, tokens: int) -> list[bytes]:
         """The keys of the full blocks of the sequence's first `tokens` tokens."""
-        extend_keys(sequence.block_keys, sequence.token_ids)
+        extend_keys(sequence.block_keys, sequence.key_ids)
         return sequence.block_keys[: tokens // BLOCK_SIZE]
 
     def _next_alone(self) -> StepPlan | None:
@@ -461,7 +461,7 @@ class Scheduler:
         """Whether both sequences begin alike, up to the end of a full block that `running` has yet to compute."""
         most = min(self._most_shared(waiting), self._prompt_end(running))
         ahead = (running.num_cached_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
-        return ahead <= most and waiting.token_ids[:ahead] == running.token_ids[:ahead]
+        return ahead <= most and waiting.key_ids[:ahead] == running.key_ids[:ahead]
 
     def _most_shared(self, sequence: Sequence) -> int:
         """Number of tokens at its beginning that may be taken from the prefix cache.

@@ -82,6 +82,18 @@ class StepPlan:
         return [SequenceRows(decode_ids(s), start, s.block_tables) for s, start in pairs]
 
     @property
+    def given(self) -> GivenRows:
+        """In prefill, the rows that images give as embeddings."""
+        numbers, values, first = list[int](), list[Tensor](), 0
+        for sequence, chunk in zip(self.sequences, self.chunks, strict=False):
+            if sequence.images is not None:
+                for rows, features in sequence.images.within(chunk.start, chunk.end):
+                    numbers += range(first + rows.start, first + rows.stop)
+                    values.append(features)
+            first += len(chunk.ids)
+        return GivenRows(numbers, torch.cat(values)) if values else TOKENS_ALONE
+
+    @property
     def cancelled(self) -> bool:
         """Whether no sequence has the slot that it had, so that the results are not needed."""
         return not any(

@@ -35,7 +35,8 @@ REFERENCE_BYTES_A_WEIGHT = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that models are loaded onto, and how. experts: where those of the model lie."""
+    """The device that models are loaded onto, and how. experts: where those of the model lie. takes_images: rows of
+    prompts may be those of images."""
 
     config: EngineConfig
     device: torch.device
@@ -43,6 +44,7 @@ class Machine:
     free: int
     progress: Callable[[str], None] | None
     experts: ExpertPlacement
+    takes_images: bool = False
 
     def runner(
         self,
@@ -73,7 +75,7 @@ class Machine:
         logger.debug("weights loaded")
         if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
-        return _make_runner(config, decoder, cache, drafts)
+        return _make_runner(config, decoder, cache, drafts, self.takes_images and not drafts)
 
     def _encoder_runner(self, checkpoint: Checkpoint, backend: Backend[Any], cache: KVCache) -> ModelRunner:
         """Of a model that computes whole texts, one in each step, eagerly."""
@@ -94,6 +96,7 @@ class Machine:
         def plan(number: int, meeting: str) -> RankPlan:
             options = of_rank(replace(self.config, device=self.device.type), number).values()
             options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
+            options["mmproj"], options["no_mmproj"] = "of rank 0" if self.takes_images else None, False
             count = self.config.ranks
             bounds = () if part.config.stage is None else part.config.stage.bounds
             return RankPlan(str(path), options, number, count, ctx_size, pools, self.threads, meeting, bounds)
@@ -219,12 +222,14 @@ def make_backend(
     return CpuBackend(threads)
 
 
-def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+def _make_runner(
+    config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool, takes_images: bool
+) -> ModelRunner:
     device = decoder.backend.device
     if config.backend == "reference":
         return ModelRunner(decoder, cache)
     if device.type == "cuda":
-        return _cuda_runner(config, decoder, cache, drafts)
+        return _cuda_runner(config, decoder, cache, drafts, takes_images)
     from quengine.kernels.cpu.ops import sampling
     from quengine.runners.cpu_steps import CpuSteps
 
@@ -253,7 +258,9 @@ def _graph_rows(config: EngineConfig, drafts: bool) -> int:
     return min(DECODE_ROWS[-1], rows)
 
 
-def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+def _cuda_runner(
+    config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool, takes_images: bool
+) -> ModelRunner:
     from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
     from quengine.parallel.communicator import CudaCommunicator
     from quengine.runners.cuda_graphs import PENDING, CudaGraphs
@@ -269,6 +276,7 @@ def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
         shares_sequences=config.speculates,
         pending=draft_tokens(config, "cuda") if drafts else PENDING,
         slots=rows if drafts else config.parallel,
+        takes_embeds=takes_images,
     )
     communicator = decoder.backend.communicator
     if isinstance(communicator, CudaCommunicator):
