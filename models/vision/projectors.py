@@ -1,0 +1,16 @@
+"""The table of projectors, and the words that refuse the others."""
+
+from quengine.errors import EngineError
+from quengine.models.vision.idefics3 import IDEFICS3
+from quengine.models.vision.projector import Projector
+
+PROJECTORS: dict[str, Projector] = {each.name: each for each in (IDEFICS3,)}
+OF_MODEL_TYPE: dict[str, Projector] = {kind: each for each in PROJECTORS.values() for kind in each.hf_types}
+
+
+def projector_named(name: str, where: str) -> Projector:
+    """The projector that GGUF calls `name`. Raises EngineError."""
+    if name not in PROJECTORS:
+        known = ", ".join(sorted(PROJECTORS))
+        raise EngineError(f"{where}: projector {name[:80]!r} is not supported; supported are {known}")
+    return PROJECTORS[name]
