@@ -1,7 +1,6 @@
 """The projector of a model: which file it is in, and whether its rows are those of the model."""
 
 import logging
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
+from quengine.models.vision import find_vision, load_vision
 from quengine.request.image_prompts import Vision
 
 logger = logging.getLogger(__name__)
@@ -16,10 +16,8 @@ logger = logging.getLogger(__name__)
 
 def projector_path(config: EngineConfig, model: Path) -> Path | None:
     """The file or folder with the projector of a model, if there is one and it is wanted."""
-    if config.no_mmproj or find_spec("quengine.models.vision") is None:
+    if config.no_mmproj:
         return None
-    from quengine.models.vision import find_vision
-
     return find_vision(model) if config.mmproj is None else Path(config.mmproj)
 
 
@@ -31,8 +29,6 @@ def open_vision(config: EngineConfig, path: Path, model: ModelConfig, device: to
     """
     if model.encoder is not None or (found := projector_path(config, path)) is None:
         return None
-    from quengine.models.vision import load_vision
-
     vision: Vision = load_vision(found, device)
     if vision.text_size != model.embedding_length:
         raise EngineError(

@@ -34,10 +34,10 @@ class PreparedImage:
 
 
 class ImageProcessor:
-    """The preprocessing of a projector. identity: of the projector's file."""
+    """The preprocessing of a projector, whose `marker` stands for an image. identity: of the projector's file."""
 
     def __init__(self, projector: Projector, settings: VisionSettings, identity: bytes) -> None:
-        self._projector = projector
+        self._projector, self.marker = projector, projector.marker
         self.settings = settings
         self._identity = identity + repr(settings).encode()
 

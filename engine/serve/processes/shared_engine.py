@@ -36,6 +36,7 @@ class GenerationRequest(msgspec.Struct, tag=True):
         show_special: keep the names of control tokens in the text; of these ones, or of all.
         score_prompt: give the log-probabilities of the prompt's tokens too; `params.logprobs` is set then.
         progress: report how far the prompt is, step by step.
+        images: the contents of image files, one for each marker in the prompt.
         pooling: no text is wanted but the prompt's embedding, pooled so.
         slot: the one that it is to run in, -1 for any; the worker sets the one that it has.
         arrived: `time.perf_counter()` when the request was made.
@@ -49,6 +50,7 @@ class GenerationRequest(msgspec.Struct, tag=True):
     score_prompt: bool = False
     progress: bool = False
     pooling: Pooling | Literal["rank"] | None = None
+    images: tuple[bytes, ...] = ()
     slot: int = -1
     arrived: float = msgspec.field(default_factory=time.perf_counter)
     id: int = msgspec.field(default_factory=_ids.__next__)

@@ -52,6 +52,7 @@ class ServedModel:
     are those of the engine.
 
     Attributes:
+        marker: the text of an image in a prompt; "": the model reads text alone.
         template: source of the chat template; None where the model has none.
         facts: of /v1/models and /props, as JSON values.
         notes: lines for the terminal: device, context, memory.
@@ -74,12 +75,14 @@ class ServedModel:
         device: str,
         cache_type: str,
         memory: int = 0,
+        marker: str = "",
     ) -> None:
         self._text = text
         config = text.checkpoint.config
         missing = f"{text.checkpoint.path.name} has no chat template; use /v1/completions, or --chat-template chatml"
         self._chat = ChatFormat(text.tokenizer, text.chat_template, missing)
         self.ctx_size = ctx_size
+        self.marker = marker
         self.vocab_size = config.vocab_size
         self.pooling = config.pooling
         self.ranks = config.encoder is not None and config.encoder.classes == 1
@@ -149,6 +152,8 @@ class ServedModel:
         tools: Sequence[Any] | None,
         variables: Mapping[str, Any],
         ending: Ending = "answer",
+        marker: str = "",
     ) -> list[int]:
-        """The prompt of a conversation as token ids, in which messages hold no control tokens."""
-        return self._chat.encode(messages, tools, variables, ending)
+        """The prompt of a conversation as token ids, in which messages hold no control tokens. marker: stands for the
+        images that are in it."""
+        return self._chat.encode(messages, tools, variables, ending, marker)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from quengine.serve.response_store import ResponseStore
-from quengine.serve.routes.prompts import content_text, spoken, template_message
+from quengine.serve.routes.prompts import spoken, template_message
 from quengine.serve.routes.responses.tools import INPUT
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.messages import TextPart
+from quengine.serve.schemas.messages import ContentPart
 from quengine.serve.schemas.reading import read_part, shown
 from quengine.serve.schemas.response_items import (
     KINDS,
@@ -134,10 +134,9 @@ class _Conversation:
         if call_id not in self._called:
             problem = f"{call_id[:40]!r}: no call before it has this id"
             raise bad_request(f"{at}.call_id = {problem}", "input")
-        content = (
-            output if isinstance(output, str) else content_text([_text(part, at, notes) for part in output])
-        )
-        result = {"role": "tool", "tool_call_id": call_id, "name": self._called[call_id], "content": content}
+        parts = output if isinstance(output, str) else [_part(part, at, notes) for part in output]
+        result = {"role": "tool", "tool_call_id": call_id, "name": self._called[call_id]}
+        result = template_message(result, parts)
         self.messages.append(result)
 
 
@@ -148,12 +147,14 @@ def _call_id(item: LocalShellCallItem | LocalShellCallOutputItem, at: str) -> st
     return found
 
 
-def _text(part: OutputPart, at: str, notes: list[str]) -> TextPart:
+def _part(part: OutputPart, at: str, notes: list[str]) -> ContentPart:
     """A part of a tool's output. The model is told of what it cannot be shown: it may have asked for it."""
     if part.type in _TEXT:
-        return TextPart("text", part.text)
+        return ContentPart("text", part.text)
+    if part.type == "input_image" and isinstance(part.image_url, str):
+        return ContentPart("input_image", image_url=part.image_url)
     notes.append(f"{at}.output: {shown(part.type, 40)} left out")
-    return TextPart("text", f"[{part.type[:40]} left out: this model reads text only]")
+    return ContentPart("text", f"[{part.type[:40]} left out: this model does not read it]")
 
 
 def _thought(item: ReasoningItem, at: str, notes: list[str]) -> str:
