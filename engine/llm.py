@@ -49,6 +49,7 @@ from quengine.request.sequence_factory import SequenceFactory
 from quengine.sampler import Result, Sample, Verified
 from quengine.scheduler import PENDING, Scheduler
 from quengine.speculative.speculation import Speculation
+from quengine.step_plan import given_rows
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import ToolUse
@@ -213,23 +214,33 @@ class LLM:
         sequence = self._sequences.make(ids, params, show_special=form.shown(use), images=images)
         return ChatStream(self, sequence, partial(form.parser, use, end))
 
-    def logits(self, token_ids: Seq[int], *, decode: bool = False) -> Tensor:
-        """Teacher-forced logits [T, vocab] fp32 after each token. `decode`: computed in one decode step per token.
+    def logits(self, token_ids: Seq[int] | ImagePrompt, *, decode: bool = False) -> Tensor:
+        """Teacher-forced logits [T, vocab] fp32 after each token. `decode`: computed in one decode step per token, of
+        tokens alone.
 
         The cache is emptied. Requests of other threads are first computed to their end.
 
         Raises:
-            EngineError: a stream of this thread is unfinished.
+            EngineError: a stream of this thread is unfinished, or images were to be decoded.
         """
         self._check_generates()
-        ids = self._sequences.checked(as_ids(token_ids))
+        given, images = self._prompt_parts(token_ids)
+        ids = self._sequences.checked(given)
+        if decode and images is not None:
+            raise EngineError("rows of images are computed in prefill steps")
         with self._alone():
             self.scheduler.reset()
             if decode:
                 return self.runner.logits(ids, 0, "decode")
             size = self.loaded.decoder.chunk_size
             starts = range(0, len(ids), size)
-            return torch.cat([self.runner.logits(ids[s : s + size], s, "prefill").float() for s in starts])
+            chunks = [(ids[s : s + size], s) for s in starts]
+            return torch.cat(
+                [
+                    self.runner.logits(*chunk, "prefill", given_rows(images, *chunk)).float()
+                    for chunk in chunks
+                ]
+            )
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling | None = None) -> list[list[float]]:
         """A unit-length embedding for each prompt (text, or token ids): its hidden rows after the last norm, pooled.

@@ -266,7 +266,7 @@ class ModelRunner:
         """Number of kernels of the newest captured decode step; None if there is none or they are not counted."""
         return None if self.graphs is None else self.graphs.kernels_per_step
 
-    def logits(self, ids: Seq[int], start: int, phase: Phase) -> Tensor:
+    def logits(self, ids: Seq[int], start: int, phase: Phase, given: GivenRows = TOKENS_ALONE) -> Tensor:
         """Logits [T, vocab] on the host after each of `ids` at positions start, ..., in the cache's first blocks.
 
         Computed in one prefill step, or in one decode step per token. Overwrites what other sequences had in these
@@ -274,7 +274,8 @@ class ModelRunner:
         """
         tables = self.cache.whole_tables
         if phase == "prefill":
-            return self.forward("prefill", [SequenceRows(ids, start, tables)], all_logits=True).cpu()
+            chunk = SequenceRows(ids, start, tables)
+            return self.forward("prefill", [chunk], all_logits=True, given=given).cpu()
         steps = [[SequenceRows([token], start + n, tables)] for n, token in enumerate(ids)]
         return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
 

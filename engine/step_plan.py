@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
+from quengine.request.prompt_images import PromptImages
 from quengine.request.sequence import Sequence
 from quengine.slot import Slot
 
@@ -84,13 +85,12 @@ class StepPlan:
     @property
     def given(self) -> GivenRows:
         """In prefill, the rows that images give as embeddings."""
-        numbers, values, first = list[int](), list[Tensor](), 0
+        parts, first = list[GivenRows](), 0
         for sequence, chunk in zip(self.sequences, self.chunks, strict=False):
-            if sequence.images is not None:
-                for rows, features in sequence.images.within(chunk.start, chunk.end):
-                    numbers += range(first + rows.start, first + rows.stop)
-                    values.append(features)
+            parts.append(given_rows(sequence.images, chunk.ids, chunk.start, first))
             first += len(chunk.ids)
+        values = [part.values for part in parts if part.values is not None]
+        numbers = [number for part in parts for number in part.numbers]
         return GivenRows(numbers, torch.cat(values)) if values else TOKENS_ALONE
 
     @property
@@ -105,6 +105,15 @@ class StepPlan:
         for sequence, slot, chunk in zip(self.sequences, self.slots, self.chunks, strict=False):
             if sequence.slot is slot:
                 yield sequence, chunk
+
+
+def given_rows(images: PromptImages | None, ids: Seq[int], start: int, first: int = 0) -> GivenRows:
+    """The rows that images give of a chunk `ids` at position `start`, whose first row is row `first` of its step."""
+    numbers, values = list[int](), list[Tensor]()
+    for rows, features in () if images is None else images.within(start, start + len(ids)):
+        numbers += range(first + rows.start, first + rows.stop)
+        values.append(features)
+    return GivenRows(numbers, torch.cat(values)) if values else TOKENS_ALONE
 
 
 def samples(sequence: Sequence, chunk: SequenceRows) -> bool:

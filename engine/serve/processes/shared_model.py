@@ -66,6 +66,7 @@ class ServedModel:
     pooling: str | None = None
     ranks: bool = False
     end_of_text: int | None = None
+    marker: str = ""
 
     def __init__(
         self,

@@ -1,0 +1,135 @@
+"""Models with images against `transformers`: logits of prompts of text and images, from folders and from GGUF files."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quengine import LLM, EngineError, SamplingParams
+from quengine.request.prompt_images import ImagePrompt
+from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
+from tests.models.vision.vision_models import VisionCase, nmse, picture, png, write_mmproj, write_vision
+
+# The control tokens of `write_tokenizer` that nothing uses, with the names that the prompts of the model have.
+TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>")
+CASE = VisionCase(
+    "idefics3",
+    "Idefics3ImageProcessorPil",
+    config={"image_token_id": VOCAB - 1, "scale_factor": 2},
+    vision={
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 4,
+    },
+    text={"vocab_size": VOCAB, "max_position_embeddings": 512, "num_hidden_layers": 2, "hidden_size": 64},
+    arguments={"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+    tokens=TOKENS,
+)
+IMAGES = [png(picture(60, 25)), png(picture(20, 20, seed=1))]
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ': ' }}{% for part in m['content'] %}{% if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{{ '<|endoftext|>' }}"
+    "{% endfor %}{{ 'Assistant:' }}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with the model of `transformers`, and a GGUF file with its projector beside."""
+    path = tmp_path_factory.mktemp("smolvlm") / "hf"
+    path.mkdir()
+    model = write_vision(path, CASE)
+    gguf = path.parent / "gguf"
+    gguf.mkdir()
+    write_mmproj(path, gguf / "mmproj-m-f32.gguf", CASE)
+    write_tokenizer(path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    for token, entry in zip(TOKENS, reversed(tokenizer["added_tokens"]), strict=False):
+        entry["content"] = token
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    text = path.parent / "text"
+    shutil.copytree(path, text, ignore=shutil.ignore_patterns("*.safetensors", "*processor*"))
+    part = transformers.LlamaForCausalLM(model.config.text_config)
+    part.model.load_state_dict(model.model.text_model.state_dict())
+    part.lm_head.load_state_dict(model.lm_head.state_dict())
+    part.save_pretrained(text)
+    convert([Conversion(text, gguf / "m-f32.gguf", "gpt-2")])
+    return path, model
+
+
+@pytest.fixture(scope="module", params=["folder", "GGUF"])
+def llm(folder: tuple[Path, Any], request: pytest.FixtureRequest) -> Iterator[LLM]:
+    path = folder[0] if request.param == "folder" else folder[0].parent / "gguf" / "m-f32.gguf"
+    with LLM(path, device="cpu", ctx_size=512, reuse_prefix=True, threads=2) as opened:
+        yield opened
+
+
+def reference(model: Any, llm: LLM, prompt: ImagePrompt, images: list[bytes]) -> torch.Tensor:
+    assert llm.loaded.vision is not None
+    pixels = [llm.loaded.vision.prepare(image).pixels for image in images]
+    with torch.inference_mode():
+        given = torch.cat(pixels)[None].double()
+        made = model(input_ids=torch.tensor([prompt.ids]), pixel_values=given)
+    return made.logits[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "images"),
+    [
+        ("the cat <image> sat on", [0]),
+        ("<image> the cat sat on the mat", [0]),
+        ("the cat sat on the mat <image>", [1]),
+        ("the <image> cat <image> sat", [1, 0]),
+    ],
+)
+def test_logits(llm: LLM, folder: tuple[Path, Any], text: str, images: list[int]) -> None:
+    given = [IMAGES[number] for number in images]
+    prompt = llm.with_images(text, given)
+    assert isinstance(prompt, ImagePrompt)
+    theirs = reference(folder[1], llm, prompt, given)
+    assert nmse(llm.logits(prompt).double(), theirs) < 1e-5
+    swapped = llm.with_images(text, [IMAGES[1 - number] for number in images])
+    if len(images) == 1:
+        assert isinstance(swapped, ImagePrompt) and nmse(llm.logits(swapped)[-1], theirs[-1]) > 1e-3
+
+
+def test_a_second_turn_computes_what_is_new_alone(llm: LLM) -> None:
+    assert llm.images is not None
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    parts = [{"type": "image", "image": IMAGES[0]}, {"type": "text", "text": "what is that"}]
+    first = [{"role": "user", "content": parts}]
+    answer = llm.chat(first, params)
+    encoded = llm.images.encoded
+    more = [*first, {"role": "assistant", "content": answer.text}, {"role": "user", "content": "and the mat"}]
+    second = llm.chat(more, params)
+    assert llm.images.encoded == encoded
+    # All but the words in front of an answer, which the template writes otherwise where one follows.
+    assert second.timings.cached_tokens >= (answer.prompt_tokens - len("Assistant:")) // 32 * 32 > 32
+    # Computed anew it is the same.
+    llm.scheduler.reset()
+    assert llm.chat(more, params).tokens == second.tokens
+
+
+def test_a_projector_of_another_model_is_refused(folder: tuple[Path, Any], tmp_path: Path) -> None:
+    other = VisionCase(**{**CASE.__dict__, "text": {**CASE.text, "hidden_size": 48}})
+    write_vision(tmp_path, other)
+    with pytest.raises(EngineError, match="48 values.*64: it is the projector of another model"):
+        LLM(folder[0].parent / "gguf" / "m-f32.gguf", device="cpu", mmproj=tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["vision_config"]["patch_size"] == 4
+
+
+def test_without_its_projector_a_model_reads_text(folder: tuple[Path, Any]) -> None:
+    with LLM(folder[0].parent / "gguf" / "m-f32.gguf", device="cpu", ctx_size=64, no_mmproj=True) as blind:
+        assert blind.images is None
+        with pytest.raises(EngineError, match="no projector"):
+            blind.with_images("<image>", IMAGES[:1])
