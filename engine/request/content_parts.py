@@ -83,6 +83,18 @@ def split_parts(content: str) -> list[dict[str, str]]:
     return parts
 
 
+def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a content, without its images."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part.get("type") in _TEXT)
+
+
+def image_paths(content: str | Sequence[Mapping[str, Any]]) -> list[Path]:
+    """The files of a content's images."""
+    return [] if isinstance(content, str) else [Path(part["image"]) for part in content if "image" in part]
+
+
 def images_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """The bytes of every image, in order: of parts `{"type": "image", "image": bytes or a file's path}` and
     `{"type": "image_url", "image_url": {"url": "data:..."}}`.

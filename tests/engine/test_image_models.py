@@ -122,7 +122,7 @@ def test_a_second_turn_computes_what_is_new_alone(llm: LLM) -> None:
 def test_a_projector_of_another_model_is_refused(folder: tuple[Path, Any], tmp_path: Path) -> None:
     other = VisionCase(**{**CASE.__dict__, "text": {**CASE.text, "hidden_size": 48}})
     write_vision(tmp_path, other)
-    with pytest.raises(EngineError, match="48 values.*64: it is the projector of another model"):
+    with pytest.raises(EngineError, match=r"48 values.*64: it is the projector of another model"):
         LLM(folder[0].parent / "gguf" / "m-f32.gguf", device="cpu", mmproj=tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["vision_config"]["patch_size"] == 4

@@ -9,6 +9,7 @@ import torch
 
 from quengine.errors import EngineError
 from quengine.llm import LLM
+from quengine.request.chat_session import ChatSession
 from quengine.request.prompt_images import Features, ImageRows, PromptImages
 from quengine.request.sampling_params import SamplingParams
 from tests.engine.fake_vision import PARTS, FakeVision, as_tokens, seeing, write_model
@@ -208,3 +209,24 @@ def test_a_model_without_a_projector_says_what_to_add(model: Path) -> None:
 def test_embeddings_and_scores_of_images_are_refused(llm: LLM) -> None:
     with pytest.raises(EngineError, match="embeddings are those of text"):
         llm.embed(llm.with_images("<image>", [PICTURE]))
+
+
+def test_a_session_sends_images_with_messages_and_keeps_them(
+    llm: LLM, vision: FakeVision, tmp_path: Path
+) -> None:
+    picture, kept = tmp_path / "picture", tmp_path / "kept.json"
+    picture.write_bytes(b"\x05" + PICTURE)
+    session = ChatSession(llm, GREEDY)
+    session.attach(picture)
+    first = "".join(session.ask("see"))
+    assert session.last is not None and session.last.prompt_tokens > len(PICTURE)
+    list(session.retry())
+    list(session.ask("and"))
+    assert session.last.timings.cached_tokens >= 32 and vision.encoded == [1]
+    session.save(kept)
+    session.load(kept)
+    assert session.messages[0]["content"][0] == {"type": "image", "image": str(picture)}
+    assert session.undo() == "and" and session.undo() == "see" and not session.attached
+    assert "".join(session.ask("see")) != first or session.last.prompt_tokens < len(PICTURE)
+    with pytest.raises(EngineError, match="cannot read the image"):
+        session.attach(tmp_path / "missing")

@@ -211,15 +211,15 @@ def test_requests_for_images_go_on_beside_others(seen: tuple[Served, LLM, FakeVi
 
 
 def test_a_model_without_a_projector_is_a_bad_request(tmp_path: Path) -> None:
-    with LLM(write_model(tmp_path / "m.gguf"), device="cpu", no_mmproj=True) as blind:
-        with serving(lambda: LLMEngine(blind), settings={"model_names": ("tiny",)}) as served:
-            content = [{"type": "image_url", "image_url": {"url": URL}}]
-            body = {"messages": [{"role": "user", "content": content}]}
-            error = post(served, "/v1/chat/completions", body, 400)["error"]
-            assert "--mmproj" in error["message"] and error["param"] == "messages"
-            prompt = {"prompt_string": "<__media__>", "multimodal_data": [DATA]}
-            assert "--mmproj" in json.dumps(post(served, "/completion", {"prompt": prompt}, 400))
-            with served.http() as client:
-                assert client.get("/v1/models").json()["data"][0]["architecture"]["input_modalities"] == [
-                    "text"
-                ]
+    with (
+        LLM(write_model(tmp_path / "m.gguf"), device="cpu", no_mmproj=True) as blind,
+        serving(lambda: LLMEngine(blind), settings={"model_names": ("tiny",)}) as served,
+    ):
+        content = [{"type": "image_url", "image_url": {"url": URL}}]
+        body = {"messages": [{"role": "user", "content": content}]}
+        error = post(served, "/v1/chat/completions", body, 400)["error"]
+        assert "--mmproj" in error["message"] and error["param"] == "messages"
+        prompt = {"prompt_string": "<__media__>", "multimodal_data": [DATA]}
+        assert "--mmproj" in json.dumps(post(served, "/completion", {"prompt": prompt}, 400))
+        with served.http() as client:
+            assert client.get("/v1/models").json()["data"][0]["architecture"]["input_modalities"] == ["text"]

@@ -102,7 +102,7 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     _note_options(body, notes)
     earlier = service.responses.conversation(body.previous_response_id)
     items = input_items(body.input, service.responses)
-    messages = messages_of(items, earlier, notes)
+    messages = messages_of(items, earlier, notes, bool(model.marker))
     if not messages:
         raise bad_request("input holds nothing that this model reads", "input")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
