@@ -33,7 +33,8 @@ class Encoder(Protocol):
 class Projector:
     """A kind of projector.
 
-    name: `clip.projector_type` in GGUF. hf_types: `model_type` in config.json. gguf, folder: read the settings; folder
+    name: `clip.projector_type` in GGUF. hf_types: `model_type` in config.json; hf_vision: in its vision_config, where
+    models of these types have several. gguf, folder: read the settings; folder
     is given config.json, its vision_config and the image processor's configuration. vision_defaults,
     processor_defaults: what `transformers` takes for keys that are absent there. hf_names, hf_changes, hf_parts,
     hf_ignored: `files.FolderSource`. gguf_ignored: tensors that a GGUF file may have and nothing needs.
@@ -46,12 +47,13 @@ class Projector:
     folder: Callable[[Keys, Keys, Keys], VisionSettings]
     vision_defaults: Mapping[str, object]
     processor_defaults: Mapping[str, object]
-    hf_names: Mapping[str, tuple[str, ...]]
+    hf_names: Callable[[VisionSettings], Mapping[str, tuple[str, ...]]]
     hf_parts: tuple[str, ...]
     arrange: Callable[[Image.Image, VisionSettings], Arranged]
     encoder: Callable[[Weights, VisionSettings], Encoder]
     hf_changes: Mapping[str, Change] = field(default_factory=dict)
     hf_ignored: tuple[str, ...] = ()
+    hf_vision: tuple[str, ...] = ()
     gguf_ignored: tuple[str, ...] = ()
     bidirectional: bool = False
     deepstack: Callable[[VisionSettings], int] = lambda _: 0

@@ -2,9 +2,12 @@
 
 from quengine.errors import EngineError
 from quengine.models.vision.idefics3 import IDEFICS3
+from quengine.models.vision.pixtral import PIXTRAL
 from quengine.models.vision.projector import Projector
+from quengine.models.vision.qwen3vl import QWEN3VL
+from quengine.models.vision.qwen25vl import QWEN25VL
 
-PROJECTORS: dict[str, Projector] = {each.name: each for each in (IDEFICS3,)}
+PROJECTORS: dict[str, Projector] = {each.name: each for each in (IDEFICS3, PIXTRAL, QWEN3VL, QWEN25VL)}
 OF_MODEL_TYPE: dict[str, Projector] = {kind: each for each in PROJECTORS.values() for kind in each.hf_types}
 
 
