@@ -176,6 +176,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Idefics3:
 
 IDEFICS3 = Projector(
     name="idefics3",
+    marker="<image>",
     hf_types=("idefics3", "smolvlm"),
     gguf=_gguf,
     folder=_folder,

@@ -198,6 +198,7 @@ _LAYER = {
 
 PIXTRAL = Projector(
     name="pixtral",
+    marker="[IMG]",
     hf_types=("mistral3", "llava"),
     hf_vision=("pixtral",),
     gguf=_gguf,

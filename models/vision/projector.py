@@ -16,7 +16,7 @@ from quengine.models.vision.settings import Keys, VisionSettings
 class Arranged:
     """A prepared image's pixels, layout and grid (`processor.PreparedImage`)."""
 
-    pixels: Tensor
+    pixels: Tensor | tuple[Tensor, ...]
     layout: tuple[str | int, ...]
     grid: tuple[int, int, int] | None = None
 
@@ -33,8 +33,9 @@ class Encoder(Protocol):
 class Projector:
     """A kind of projector.
 
-    name: `clip.projector_type` in GGUF. hf_types: `model_type` in config.json; hf_vision: in its vision_config, where
-    models of these types have several. gguf, folder: read the settings; folder
+    name: `clip.projector_type` in GGUF. marker: what the model's chat template writes for an image, in whose place
+    the layout stands. hf_types: `model_type` in config.json; hf_vision: in its vision_config, where models of these
+    types have several. gguf, folder: read the settings; folder
     is given config.json, its vision_config and the image processor's configuration. vision_defaults,
     processor_defaults: what `transformers` takes for keys that are absent there. hf_names, hf_changes, hf_parts,
     hf_ignored: `files.FolderSource`. gguf_ignored: tensors that a GGUF file may have and nothing needs.
@@ -42,6 +43,7 @@ class Projector:
     """
 
     name: str
+    marker: str
     hf_types: tuple[str, ...]
     gguf: Callable[[GGUFFile], VisionSettings]
     folder: Callable[[Keys, Keys, Keys], VisionSettings]

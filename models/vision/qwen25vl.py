@@ -150,6 +150,7 @@ def _hf_names(_: VisionSettings) -> dict[str, tuple[str, ...]]:
 
 QWEN25VL = Projector(
     name="qwen2.5vl_merger",
+    marker="<|vision_start|><|image_pad|><|vision_end|>",
     hf_types=("qwen2_5_vl",),
     gguf=_gguf,
     folder=_folder,

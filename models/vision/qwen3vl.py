@@ -225,6 +225,7 @@ FRAMES = {"v.patch_embd.weight": first_frame, "v.patch_embd.weight.1": second_fr
 
 QWEN3VL = Projector(
     name="qwen3vl_merger",
+    marker="<|vision_start|><|image_pad|><|vision_end|>",
     hf_types=("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     gguf=_gguf,
     folder=_folder,

@@ -53,8 +53,10 @@ def check_folder(settings: VisionSettings, processor: Keys) -> VisionSettings:
     return settings
 
 
-def sized(height: int, width: int, step: int, settings: VisionSettings) -> tuple[int, int]:
+def sized(height: int, width: int, step: int, settings: VisionSettings, least: int = 0) -> tuple[int, int]:
     """(height, width) in multiples of `step` with pixels from min_pixels to max_pixels, near the image's ratio.
+
+    least: of a side before its pixels are compared with the limits.
 
     Raises:
         ImageError: one side is over MAX_RATIO times the other.
@@ -62,7 +64,7 @@ def sized(height: int, width: int, step: int, settings: VisionSettings) -> tuple
     if max(height, width) > MAX_RATIO * min(height, width):
         raise ImageError(f"image: {width} x {height} pixels, one side over {MAX_RATIO} times the other")
     low, high = settings.min_pixels, settings.max_pixels
-    tall, wide = round(height / step) * step, round(width / step) * step
+    tall, wide = (max(least, round(side / step) * step) for side in (height, width))
     if tall * wide > high:
         beta = sqrt(height * width / high)
         return max(step, floor(height / beta / step) * step), max(step, floor(width / beta / step) * step)
@@ -73,10 +75,10 @@ def sized(height: int, width: int, step: int, settings: VisionSettings) -> tuple
 
 
 def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
-    """The image in whole merged patches, [1, 3, H, W]; rows are all of its part of the prompt."""
+    """The image in whole merged patches, [1, 3, H, W], between the tokens of its beginning and end."""
     step = settings.patch * settings.merge
     height, width = sized(image.height, image.width, step, settings)
     image = resized(image, height, width, settings.resample)
     pixels = normalized(image, settings.mean, settings.std, settings.rescale)
     grid = (1, height // step, width // step)
-    return Arranged(pixels[None], (grid[1] * grid[2],), grid)
+    return Arranged(pixels[None], ("<|vision_start|>", grid[1] * grid[2], "<|vision_end|>"), grid)

@@ -15,15 +15,16 @@ MAX_PATCHES = 1 << 14
 class VisionModel:
     """An encoder of any projector.
 
-    projector: its name. text_size: the width of a row as the text model takes it. deepstack: extra vectors a row, which
-    are added to the rows of the text model's first layers; 0: none.
+    projector: its name. marker: the text that stands for an image in a prompt. text_size: the width of a row as the
+    text model takes it. deepstack: extra vectors a row, which are added to the rows of the text model's first layers;
+    0: none.
     """
 
     def __init__(
         self, processor: ImageProcessor, encoder: Encoder, deepstack: int, device: torch.device
     ) -> None:
         self.processor = processor
-        self.projector = processor.settings.projector
+        self.projector, self.marker = processor.settings.projector, processor.marker
         self.text_size = processor.settings.text_size
         self.deepstack = deepstack
         self.device = device

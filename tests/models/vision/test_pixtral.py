@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from quengine.models.vision import load_processor, load_vision
+from quengine.models.vision import load_processor
 from tests.models.vision.vision_models import (
     VisionCase,
+    assert_same_features,
     image_processor,
-    nmse,
     picture,
     png,
     write_mmproj,
     write_vision,
+    written,
 )
 
 VISION = {
@@ -82,8 +83,7 @@ def test_pixels_and_prompt(saved: tuple[str, Path, Any], size: tuple[int, int]) 
     assert torch.equal(prepared.pixels, theirs["pixel_values"])
     rows, cols = (side // step for side in theirs["image_sizes"][0].tolist())
     expected = ("[IMG]" * cols + "[IMG_BREAK]") * rows
-    written = "".join(part if isinstance(part, str) else "[IMG]" * part for part in prepared.layout)
-    assert written == expected.removesuffix("[IMG_BREAK]") + "[IMG_END]"
+    assert written(prepared, "[IMG]") == expected.removesuffix("[IMG_BREAK]") + "[IMG_END]"
     assert prepared.grid is None and not prepared.bidirectional
 
 
@@ -102,14 +102,7 @@ def test_features(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
     paths = [folder]
     if case.tokens:
         paths.append(write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf", case))
-    for path in paths:
-        for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
-            model = load_vision(path, "cpu", dtype=dtype)
-            prepared = [model.prepare(image) for image in images]
-            for image, rows in zip(prepared, model.encode(prepared), strict=True):
-                expected = reference(theirs, image.pixels)
-                assert rows.shape == (image.rows, model.text_size) == expected.shape
-                assert nmse(rows, expected) < limit
+    assert_same_features(paths, images, lambda image: reference(theirs, image.pixels))
 
 
 def test_a_limit_of_pixels(saved: tuple[str, Path, Any]) -> None:
