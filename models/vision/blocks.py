@@ -19,6 +19,28 @@ Rotation: TypeAlias = Callable[[Tensor], Tensor]
 """Rotates queries or keys [B, heads, rows, head_dim] by their rows' positions."""
 
 
+def rotation_of_pairs(angles: Tensor) -> Rotation:
+    """Rotates values 2j and 2j + 1 of a head by angles[row, j]. angles: [rows, head_dim / 2]; cos and sin are fp32."""
+    cos, sin = angles.float().cos(), angles.float().sin()
+
+    def rotate(x: Tensor) -> Tensor:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+
+    return rotate
+
+
+def rotation_of_halves(angles: Tensor) -> Rotation:
+    """Rotates values j and j + head_dim / 2 of a head by angles[row, j]. angles: [rows, head_dim / 2]."""
+    cos, sin = angles.float().cos(), angles.float().sin()
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    return rotate
+
+
 @dataclass(frozen=True, eq=False)
 class Linear:
     """weight: [N, K]; bias: [N] or None."""
@@ -91,32 +113,70 @@ class Mlp:
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
-    """Attention of all rows of a unit to one another. q, k, v: [width, width] each; norms: of each head, or of all."""
+class Windows:
+    """Squares of an image's rows that attend to one another alone.
 
-    q: Linear
-    k: Linear
-    v: Linear
+    index: [W, S], the rows of each; seen: [W, S], False where a window at an edge has fewer; back: [rows], where each
+    row is among those of all windows.
+    """
+
+    index: Tensor
+    seen: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, height: int, width: int, side: int, device: torch.device) -> "Windows":
+        """Windows of `side` x `side` rows over a grid, from its upper left."""
+        down, across = -(-height // side), -(-width // side)
+        rows = torch.full((down * side, across * side), -1, device=device)
+        rows[:height, :width] = torch.arange(height * width, device=device).view(height, width)
+        index = rows.view(down, side, across, side).transpose(1, 2).reshape(down * across, side * side)
+        back = torch.argsort(index.flatten())[-height * width :]
+        return cls(index.clamp(min=0), index >= 0, back)
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, heads, rows, d] -> [B * W, heads, S, d]"""
+        return x[:, :, self.index].transpose(1, 2).flatten(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        count = len(self.index)
+        x = x.view(-1, count, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
+        return x[:, :, self.back]
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Attention of all rows of a unit, or of a window, to one another.
+
+    qkv: [3 * heads * head_dim, width], queries first. norms: of each head's values, or of all heads' at once.
+    scale: of scores; None: 1 / sqrt(head_dim).
+    """
+
+    qkv: Linear
     out: Linear
     heads: int
     scale: float | None = None
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
-    v_norm: Norm | None = None
+    norms: tuple[Norm | None, Norm | None, Norm | None] = (None, None, None)
     norm_heads: bool = True
 
-    def __call__(self, x: Tensor, rotate: Rotation | None, mask: Tensor | None) -> Tensor:
-        """x [B, rows, width]; mask: [rows, rows] bool, True where a row sees another. Returns [B, rows, width]."""
-        q = self._split(self.q(x), self.q_norm)
-        k = self._split(self.k(x), self.k_norm)
-        v = self._split(self.v(x), self.v_norm)
+    def __call__(self, x: Tensor, rotate: Rotation | None, windows: Windows | None) -> Tensor:
+        """x [B, rows, width] -> [B, rows, width]"""
+        parts = zip(self.qkv(x).chunk(3, -1), self.norms, strict=True)
+        q, k, v = (self._heads(part, norm) for part, norm in parts)
         if rotate is not None:
             q, k = rotate(q), rotate(k)
         kind = self.out.weight.dtype
-        y = F.scaled_dot_product_attention(q.to(kind), k.to(kind), v.to(kind), mask, scale=self.scale)
+        q, k, v = q.to(kind), k.to(kind), v.to(kind)
+        if windows is None:
+            y = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        else:
+            mask = windows.seen[:, None, None].repeat(len(x), 1, 1, 1)
+            cut = (windows.split(part) for part in (q, k, v))
+            y = windows.join(F.scaled_dot_product_attention(*cut, mask, scale=self.scale))
         return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))
 
-    def _split(self, x: Tensor, norm: Norm | None) -> Tensor:
+    def _heads(self, x: Tensor, norm: Norm | None) -> Tensor:
         """[B, rows, heads * head_dim] -> [B, heads, rows, head_dim]"""
         if norm is not None and not self.norm_heads:
             x = norm(x)
@@ -140,8 +200,9 @@ class Block:
     scales: tuple[Tensor, Tensor] | None = None
     post: tuple[Norm, Norm] | None = None
 
-    def __call__(self, x: Tensor, rotate: Rotation | None = None, mask: Tensor | None = None) -> Tensor:
-        x = x + self._added(self.attention(self.norm1(x), rotate, mask), 0)
+    def __call__(self, x: Tensor, rotate: Rotation | None = None, windows: Windows | None = None) -> Tensor:
+        """x [B, rows, width] -> [B, rows, width]"""
+        x = x + self._added(self.attention(self.norm1(x), rotate, windows), 0)
         return x + self._added(self.mlp(self.norm2(x)), 1)
 
     def _added(self, y: Tensor, part: int) -> Tensor:
@@ -156,6 +217,19 @@ def linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
     return Linear(weights.tensor(f"{name}.weight", rows, cols, dtype=weights.matrix), bias)
 
 
+def qkv_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
+    """Query, key and value matrices, [rows, cols] each, as one: `name`.attn_qkv, or of attn_q, attn_k and attn_v."""
+    if weights.has(f"{name}.attn_qkv.weight"):
+        return linear(weights, f"{name}.attn_qkv", 3 * rows, cols)
+    parts = [linear(weights, f"{name}.attn_{part}", rows, cols) for part in "qkv"]
+    biases = [part.bias for part in parts]
+    bias = None
+    if any(each is not None for each in biases):
+        zeros = torch.zeros_like(next(each for each in biases if each is not None))
+        bias = torch.cat([zeros if each is None else each for each in biases])
+    return Linear(torch.cat([part.weight for part in parts]), bias)
+
+
 def norm(weights: Weights, name: str, size: int, eps: float, centred: bool = True) -> Norm:
     """`name`.weight [size], with `name`.bias where there is one."""
     bias = weights.tensor(f"{name}.bias", size) if weights.has(f"{name}.bias") else None
@@ -167,6 +241,24 @@ def patch_linear(weights: Weights, width: int, patch: int, name: str = "v.patch_
     shape = (width, 3, patch, patch)
     bias = weights.tensor("v.patch_embd.bias", width) if weights.has("v.patch_embd.bias") else None
     return Linear(weights.tensor(name, *shape, dtype=weights.matrix).flatten(1), bias)
+
+
+def patch_linear_of_two(weights: Weights, width: int, patch: int) -> Linear:
+    """The patch embedding over two frames, which of an image are the same: the sum of both matrices."""
+    first = patch_linear(weights, width, patch)
+    second = weights.tensor("v.patch_embd.weight.1", width, 3, patch, patch, dtype=weights.matrix)
+    both = first.weight.to(weights.vector) + second.flatten(1).to(weights.vector)
+    return Linear(both.to(weights.matrix), first.bias)
+
+
+def axial_angles(height: int, width: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Angles [height * width, head_dim / 2] of patches: head_dim / 4 frequencies by the row, as many by the column."""
+    size = head_dim // 2
+    frequencies = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    down = torch.arange(height, dtype=torch.float32)[:, None, None] * frequencies
+    across = torch.arange(width, dtype=torch.float32)[None, :, None] * frequencies
+    both = [part.expand(height, width, -1) for part in (down, across)]
+    return torch.cat(both, -1).flatten(0, 1).to(device)
 
 
 def patches(pixels: Tensor, patch: int) -> Tensor:

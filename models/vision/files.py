@@ -136,7 +136,8 @@ class FolderSource:
     def unused(self, taken: Iterable[str]) -> list[str]:
         known = {self._names[name] for name in taken if name in self._names}
         ours = [name for name in self._shards.files if name.startswith(self._parts)]
-        return sorted(n for n in ours if n not in known and not n.endswith(("position_ids", *self._ignored)))
+        ignored = ("position_ids", *self._ignored)
+        return sorted(n for n in ours if n not in known and not any(part in n for part in ignored))
 
     def identity(self) -> bytes:
         digest = hashlib.sha256()

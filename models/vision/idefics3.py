@@ -189,7 +189,7 @@ IDEFICS3 = Projector(
         "do_image_splitting": True,
         "resample": LANCZOS,
     },
-    hf_names={
+    hf_names=lambda _: {
         **siglip_names(("vision_model.",)),
         "mm.model.fc.weight": ("connector.modality_projection.proj.weight",),
     },

@@ -122,13 +122,15 @@ def _open_folder(folder: Path) -> tuple[Projector, VisionSettings, TensorSource]
     )
     processor = _image_processor(folder, projector)
     settings = projector.folder(Keys(str(folder / "config.json"), config, {}), vision, processor)
-    parts = (projector.hf_names, projector.hf_changes, projector.hf_parts, projector.hf_ignored)
+    parts = (projector.hf_names(settings), projector.hf_changes, projector.hf_parts, projector.hf_ignored)
     return projector, settings, FolderSource(folder, settings, *parts)
 
 
 def _of_folder(config: Mapping[str, Any]) -> Projector | None:
-    kind = config.get("model_type")
-    return OF_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+    kind, vision = config.get("model_type"), config.get("vision_config")
+    found = OF_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
+    of_vision = vision.get("model_type") if isinstance(vision, dict) else None
+    return None if found is not None and found.hf_vision and of_vision not in found.hf_vision else found
 
 
 def _image_processor(folder: Path, projector: Projector) -> Keys:

@@ -15,14 +15,15 @@ class PreparedImage:
     """An image as the encoder takes it, and the part of a prompt that it becomes.
 
     digest: SHA-256 over the file's bytes, the projector file and the preprocessing.
-    pixels: fp32 [units, 3, H, W]; a unit is a tile, or the image. Rows attend to one another within a unit.
+    pixels: fp32 [units, 3, H, W], or units [3, H, W] of different sizes; a unit is a tile, or the image. Rows attend to
+    one another within a unit.
     layout: what replaces an image's marker: text of special tokens, and numbers of rows, which are taken in order.
     grid: (t, h, w) in rows, of a model that rotates by three positions; None: rows have consecutive positions.
     bidirectional: rows of the image attend to one another both ways in the text model.
     """
 
     digest: bytes
-    pixels: Tensor
+    pixels: Tensor | tuple[Tensor, ...]
     layout: tuple[str | int, ...]
     grid: tuple[int, int, int] | None
     bidirectional: bool

@@ -16,7 +16,7 @@ from quengine.models.vision.settings import Keys, VisionSettings
 class Arranged:
     """A prepared image's pixels, layout and grid (`processor.PreparedImage`)."""
 
-    pixels: Tensor
+    pixels: Tensor | tuple[Tensor, ...]
     layout: tuple[str | int, ...]
     grid: tuple[int, int, int] | None = None
 
@@ -34,7 +34,8 @@ class Projector:
     """A kind of projector.
 
     name: `clip.projector_type` in GGUF. marker: what the model's chat template writes for an image, in whose place
-    the layout stands. hf_types: `model_type` in config.json. gguf, folder: read the settings; folder
+    the layout stands. hf_types: `model_type` in config.json; hf_vision: in its vision_config, where models of these
+    types have several. gguf, folder: read the settings; folder
     is given config.json, its vision_config and the image processor's configuration. vision_defaults,
     processor_defaults: what `transformers` takes for keys that are absent there. hf_names, hf_changes, hf_parts,
     hf_ignored: `files.FolderSource`. gguf_ignored: tensors that a GGUF file may have and nothing needs.
@@ -48,12 +49,13 @@ class Projector:
     folder: Callable[[Keys, Keys, Keys], VisionSettings]
     vision_defaults: Mapping[str, object]
     processor_defaults: Mapping[str, object]
-    hf_names: Mapping[str, tuple[str, ...]]
+    hf_names: Callable[[VisionSettings], Mapping[str, tuple[str, ...]]]
     hf_parts: tuple[str, ...]
     arrange: Callable[[Image.Image, VisionSettings], Arranged]
     encoder: Callable[[Weights, VisionSettings], Encoder]
     hf_changes: Mapping[str, Change] = field(default_factory=dict)
     hf_ignored: tuple[str, ...] = ()
+    hf_vision: tuple[str, ...] = ()
     gguf_ignored: tuple[str, ...] = ()
     bidirectional: bool = False
     deepstack: Callable[[VisionSettings], int] = lambda _: 0

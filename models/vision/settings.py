@@ -143,7 +143,8 @@ def folder_settings(
     """
     for flag in ("do_resize", "do_rescale", "do_normalize"):
         processor.only(flag, True)
-    width, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
+    width = others.pop("width", None) or vision.integer("hidden_size")
+    heads = others.pop("heads", None) or vision.integer("num_attention_heads")
     if width % heads:
         raise vision.error("num_attention_heads", f"{heads} does not divide the width {width}")
     common: dict[str, Any] = {

@@ -5,7 +5,7 @@ Source: Zhai et al. 2023, "Sigmoid Loss for Language Image Pre-Training"; `trans
 
 from collections.abc import Iterable
 
-from quengine.models.vision.blocks import Attention, Block, Mlp, activation, linear, norm
+from quengine.models.vision.blocks import Attention, Block, Mlp, activation, linear, norm, qkv_linear
 from quengine.models.vision.files import Weights
 from quengine.models.vision.settings import VisionSettings
 
@@ -50,7 +50,9 @@ def siglip_blocks(weights: Weights, settings: VisionSettings) -> tuple[Block, ..
 
 def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
     size, hidden, act = settings.width, settings.feed_forward, activation(settings.activation)
-    q, k, v, out = (linear(weights, f"{name}.attn_{part}", size, size) for part in ("q", "k", "v", "out"))
+    attention = Attention(
+        qkv_linear(weights, name, size, size), linear(weights, f"{name}.attn_out", size, size), settings.heads
+    )
     # The first releases of converters named the two matrices of the feed-forward the other way round.
     swapped = weights.count(f"{name}.ffn_up.bias") == size != hidden
     up, down = ("ffn_down", "ffn_up") if swapped else ("ffn_up", "ffn_down")
@@ -58,4 +60,4 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
         linear(weights, f"{name}.{up}", hidden, size), linear(weights, f"{name}.{down}", size, hidden), act
     )
     first, second = (norm(weights, f"{name}.{part}", size, settings.eps) for part in ("ln1", "ln2"))
-    return Block(first, Attention(q, k, v, out, settings.heads), second, mlp)
+    return Block(first, attention, second, mlp)

@@ -124,9 +124,14 @@ def test_stored_types(folder: Path, tmp_path: Path) -> None:
     model = load_vision(folder, "cpu")
     image = model.prepare(png(picture(40, 30)))
     expected = model.encode([image])[0]
-    for outtype, limit in (("f16", 1e-5), ("bf16", 1e-3), ("q8_0", 1e-2)):
+    for outtype, limit in (
+        ("f16", 1e-10),
+        ("bf16", 1e-3),
+        ("q8_0", 1e-2),
+    ):  # the model's own weights are halves
         file = write_mmproj(folder, tmp_path / f"mmproj-{outtype}.gguf", CASE, outtype)
-        assert 0 < nmse(load_vision(file, "cpu").encode([image])[0], expected) < limit
+        error = nmse(load_vision(file, "cpu").encode([image])[0], expected)
+        assert error < limit and (outtype == "f16" or error > 1e-7)
     half = load_vision(folder, "cpu", dtype=torch.float16)
     assert 0 < nmse(half.encode([image])[0], expected) < 1e-5
 

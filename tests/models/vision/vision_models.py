@@ -4,7 +4,7 @@ them.
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quengine.models.vision import PreparedImage, load_processor, load_vision
 from tests.llama_cpp_convert import Conversion, convert, write_tokenizer
 
 TEXT = {
@@ -34,7 +36,8 @@ class VisionCase:
     """A tiny model with vision.
 
     config, vision, text: changes of the configuration's keys and of its parts'. processor: the image processor's
-    class and its arguments. tokens: added to the tokenizer, for the converter.
+    class and its arguments. tokens: added to the tokenizer, for the converter. released: parts of tensors' names as
+    `transformers` saves them now, and as they are in releases.
     """
 
     model_type: str
@@ -44,6 +47,7 @@ class VisionCase:
     text: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tokens: tuple[str, ...] = ()
+    released: tuple[tuple[str, str], ...] = ()
 
 
 def write_vision(folder: Path, case: VisionCase) -> Any:
@@ -53,16 +57,18 @@ def write_vision(folder: Path, case: VisionCase) -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
+    text = {key: value for key, value in {**TEXT, **case.text}.items() if value is not None}
     config = transformers.AutoConfig.for_model(
-        case.model_type, text_config={**TEXT, **case.text}, vision_config=dict(case.vision), **case.config
+        case.model_type, text_config=text, vision_config=dict(case.vision), **case.config
     )
     model = transformers.AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
-                weight.normal_(0, 1.5 / weight[0].numel() ** 0.5)
+                weight.normal_(0, 1.5 / max(weight[0].numel(), 2) ** 0.5)
             elif name.endswith("bias") or "norm" in name or "ln" in name:
                 weight.add_(torch.randn_like(weight) * 0.2)
+            weight.copy_(weight.half())  # the converter stores some matrices in F16 whatever it is given
     model.save_pretrained(folder)
     image_processor(case).save_pretrained(folder)
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
@@ -76,7 +82,13 @@ def image_processor(case: VisionCase) -> Any:
 
 
 def write_mmproj(folder: Path, output: Path, case: VisionCase, outtype: str = "f32") -> Path:
-    """The projector of a saved model, as llama.cpp's converter writes it."""
+    """The projector of a saved model, as llama.cpp's converter writes it, which knows the names of releases alone."""
+    if case.released:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        for now, then in case.released:
+            tensors = {name.replace(now, then): tensor for name, tensor in tensors.items()}
+        save_file(tensors, path, metadata={"format": "pt"})
     write_tokenizer(folder)
     if case.tokens:
         path = folder / "tokenizer.json"
@@ -110,6 +122,30 @@ def nmse(ours: Tensor, theirs: Tensor) -> float:
     """The squared error over the squares of `theirs`."""
     ours, theirs = ours.double(), theirs.double()
     return float((ours - theirs).square().sum() / theirs.square().sum())
+
+
+def assert_same_features(
+    paths: Sequence[Path], images: Sequence[bytes], reference: Callable[[PreparedImage], Tensor]
+) -> None:
+    """Rows of all `images` in one call are the reference's, in fp64 to 1e-12 and in fp32 to 1e-6.
+
+    Images are prepared as the first path says: a GGUF file lacks limits of pixels.
+    """
+    settings = load_processor(paths[0]).settings
+    for path in paths:
+        for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+            model = load_vision(path, "cpu", dtype=dtype)
+            model.processor.settings = settings
+            prepared = [model.prepare(image) for image in images]
+            for image, rows in zip(prepared, model.encode(prepared), strict=True):
+                expected = reference(image)
+                assert rows.shape == (image.rows, model.text_size * (1 + model.deepstack)) == expected.shape
+                assert nmse(rows, expected) < limit, (path, dtype)
+
+
+def written(image: PreparedImage, token: str) -> str:
+    """The image's part of a prompt, with `token` for each row."""
+    return "".join(part if isinstance(part, str) else token * part for part in image.layout)
 
 
 png = partial(encoded, kind="PNG")
