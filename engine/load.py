@@ -124,7 +124,7 @@ def load_model(
     part = part_of(checkpoint, stages[0] if stages else Rank(0, config.ranks, config.expert_parallel))
     threads = max(1, threads // config.ranks) if device.type == "cpu" else threads
     torch.set_num_threads(threads)
-    vision = open_vision(config, path, checkpoint.config, device)
+    vision, sees = open_vision(config, path, checkpoint.config, device)
     free = free_memory(device, config.ranks)
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
     experts = ExpertPlacement.choose(config, part, device.type)
@@ -137,7 +137,7 @@ def load_model(
         shared = part is not checkpoint
         runner = made.ranks(path, part, ctx_size, pools) if shared else made.runner(part, ctx_size, pools)
         drafts, said = made.drafts_beside(runner, draft, pools)
-    notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts), *said]
+    notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts), *said, *sees]
     load_s = time.perf_counter() - began
     in_vain = experts.note() if config.places_experts and not experts.layers else None
     for note in notes:

@@ -36,10 +36,6 @@ class PreparedImage(Protocol):
     def digest(self) -> bytes: ...
     @property
     def layout(self) -> tuple[str | int, ...]: ...
-    @property
-    def grid(self) -> tuple[int, int, int] | None: ...
-    @property
-    def bidirectional(self) -> bool: ...
 
 
 class Vision(Protocol):
@@ -85,11 +81,6 @@ class ImagePrompts:
     """
 
     def __init__(self, vision: Vision, tokenizer: Tokenizer, device: torch.device, cache_bytes: int) -> None:
-        if vision.deepstack:
-            raise EngineError(
-                f"projector {vision.projector} adds features in {vision.deepstack} further layers (deepstack), which "
-                f"is not implemented: --no-mmproj leaves images out"
-            )
         self.marker, self._vision, self._tokenizer = vision.marker, vision, tokenizer
         self.marker_ids = tokenizer.encode(vision.marker, special=True)
         # The token at image rows, which no sampler may count as text: of <start><image><end> the middle one.
@@ -152,7 +143,7 @@ class ImagePrompts:
 
     def _encode_new(self, images: dict[bytes, bytes], mine: dict[bytes, "Future[EncodedImage]"]) -> None:
         try:
-            prepared = [self._prepared(images[name]) for name in mine]
+            prepared = [self._vision.prepare(images[name]) for name in mine]
             for name, image in zip(mine, self._encode(prepared), strict=True):
                 with self._lock:
                     self._kept.add(name, image)
@@ -165,20 +156,6 @@ class ImagePrompts:
             with self._lock:
                 for name in mine:
                     self._under_way.pop(name, None)
-
-    def _prepared(self, data: bytes) -> PreparedImage:
-        """Raises EngineError for an image whose rows the text model would need more for than embeddings."""
-        image: PreparedImage = self._vision.prepare(data)
-        name = self._vision.projector
-        if image.bidirectional:
-            raise EngineError(
-                f"projector {name}: rows of its images attend to one another both ways, which is not implemented"
-            )
-        if image.grid is not None:
-            raise EngineError(
-                f"projector {name}: rows of its images have positions in three axes, which is not implemented"
-            )
-        return image
 
     def _encode(self, prepared: Seq[PreparedImage]) -> list[EncodedImage]:
         """One batch at a time: on a CUDA device on a stream of its own, so that steps go on."""
