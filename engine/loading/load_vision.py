@@ -1,7 +1,6 @@
 """The projector of a model: which file it is in, and whether its rows are those of the model."""
 
 import logging
-import os
 from io import BytesIO
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def _may_see(model: Path) -> bool:
         config = model / "config.json"
         return config.is_file() and b"vision_config" in config.read_bytes()
     try:
-        return any("mmproj" in name.lower() for name in os.listdir(model.parent))
+        return any("mmproj" in beside.name.lower() for beside in model.parent.iterdir())
     except OSError:
         return False
 

@@ -33,12 +33,37 @@ CASE = VisionCase(
     arguments={"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
     tokens=TOKENS,
 )
+PIXTRAL = VisionCase(
+    "mistral3",
+    "PixtralImageProcessorPil",
+    config={"image_token_index": VOCAB - 1},
+    vision={
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 112,
+        "patch_size": 7,
+        "hidden_act": "silu",
+    },
+    text={**CASE.text, "model_type": "mistral", "rms_norm_eps": 1e-5, "head_dim": 32},
+    arguments={"size": {"longest_edge": 112}, "patch_size": {"height": 7, "width": 7}},
+)
 IMAGES = [png(picture(60, 25)), png(picture(20, 20, seed=1))]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' }}{% for part in m['content'] %}{% if part['type'] == 'text' %}"
     "{{ part['text'] }}{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{{ '<|endoftext|>' }}"
     "{% endfor %}{{ 'Assistant:' }}"
 )
+
+
+def name_tokens(folder: Path, names: tuple[str, ...]) -> None:
+    """Name the last tokens of a folder, from the end on."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for token, entry in zip(names, reversed(tokenizer["added_tokens"]), strict=False):
+        entry["content"] = token
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     gguf.mkdir()
     write_mmproj(path, gguf / "mmproj-m-f32.gguf", CASE)
     write_tokenizer(path)
-    tokenizer = json.loads((path / "tokenizer.json").read_text())
-    for token, entry in zip(TOKENS, reversed(tokenizer["added_tokens"]), strict=False):
-        entry["content"] = token
-    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    name_tokens(path, TOKENS)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     text = path.parent / "text"
     shutil.copytree(path, text, ignore=shutil.ignore_patterns("*.safetensors", "*processor*"))
@@ -133,3 +155,22 @@ def test_without_its_projector_a_model_reads_text(folder: tuple[Path, Any]) -> N
         assert blind.images is None
         with pytest.raises(EngineError, match="no projector"):
             blind.with_images("<image>", IMAGES[:1])
+
+
+def test_logits_of_pixtral(tmp_path: Path) -> None:
+    """Mistral 3, whose images have rows of any number with a token behind each."""
+    model = write_vision(tmp_path, PIXTRAL)
+    write_tokenizer(tmp_path)
+    name_tokens(tmp_path, ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
+    images = [png(picture(100, 70)), png(picture(100, 70, seed=1))]
+    with LLM(tmp_path, device="cpu", ctx_size=512, threads=2, chunk_size=64) as llm:
+        assert llm.loaded.vision is not None and llm.images is not None
+        for text, count in (("the cat [IMG] sat on", 1), ("[IMG] the cat [IMG]", 2)):
+            prompt = llm.with_images(text, images[:count])
+            assert isinstance(prompt, ImagePrompt) and llm.images.marker_ids == [VOCAB - 1]
+            pixels = torch.cat([llm.loaded.vision.prepare(image).pixels for image in images[:count]])
+            sizes = torch.tensor([pixels.shape[-2:]] * count)
+            ids = torch.tensor([prompt.ids])
+            with torch.inference_mode():
+                theirs = model(input_ids=ids, pixel_values=pixels.double(), image_sizes=sizes).logits[0]
+            assert nmse(llm.logits(prompt).double(), theirs) < 1e-5
