@@ -37,8 +37,8 @@ from quengine.platform.machine import peak_memory
 from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
-from quengine.request.content_parts import flattened, has_images, images_of
-from quengine.request.image_prompts import NO_PROJECTOR, ImagePrompts
+from quengine.request.content_parts import NO_PROJECTOR, flattened, has_images, images_of
+from quengine.request.image_prompts import ImagePrompts
 from quengine.request.output import Completion
 from quengine.request.pooling import RANK, Pool, Pooling, check_ranks, default_pooling, with_end
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text

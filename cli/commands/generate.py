@@ -25,8 +25,7 @@ from quengine.errors import EngineError, visible
 from quengine.options import OUTPUT, Flag
 from quengine.platform.input_files import read_stream, read_text, universal_newlines
 from quengine.request.chat_options import ChatOptions
-from quengine.request.content_parts import read_image
-from quengine.request.image_prompts import NO_PROJECTOR
+from quengine.request.content_parts import NO_PROJECTOR, read_image
 from quengine.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

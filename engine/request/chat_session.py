@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quengine.errors import EngineError
 from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
-from quengine.request.content_parts import image_paths, images_of, read_image, text_of
-from quengine.request.image_prompts import NO_PROJECTOR
+from quengine.request.content_parts import NO_PROJECTOR, image_paths, images_of, read_image, text_of
 from quengine.request.sampling_params import MAX_SEED, SamplingParams
 from quengine.structured.tool_calls import Delta, TextDelta
 

@@ -15,6 +15,11 @@ from quengine.errors import EngineError
 IMAGE = "\ufdd0"
 """Stands for an image in the text of a message: a code point that Unicode keeps for a program's own use."""
 
+NO_PROJECTOR = (
+    "this model has no projector, so it reads no images: put its mmproj-*.gguf beside the model, or name it "
+    "with --mmproj"
+)
+
 _REPLACED = "\ufffd"
 _TEXT = ("text", "input_text", "output_text")
 

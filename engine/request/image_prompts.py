@@ -23,11 +23,6 @@ from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, Pro
 
 logger = logging.getLogger(__name__)
 
-NO_PROJECTOR = (
-    "this model has no projector, so it reads no images: put its mmproj-*.gguf beside the model, or name it "
-    "with --mmproj"
-)
-
 
 class PreparedImage(Protocol):
     """`models.vision.PreparedImage`, as far as a prompt needs it."""

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from hashlib import shake_256
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ID_BYTES = 8
 _SIGN = np.int64(-(2**63))
@@ -33,7 +35,7 @@ class Features(NamedTuple):
     """What an image became: fp32 [rows, embedding length], and the digest of all that they follow from."""
 
     digest: bytes
-    values: Tensor
+    values: "Tensor"
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +66,7 @@ class PromptImages:
             self._ids[image] = (np.frombuffer(words, dtype="<i8") | _SIGN).tolist()
         return self._ids[image]
 
-    def within(self, start: int, end: int) -> Iterator[tuple[range, Tensor]]:
+    def within(self, start: int, end: int) -> Iterator[tuple[range, "Tensor"]]:
         """The image rows at positions start .. end - 1: their positions less `start`, and their features."""
         for part in self.rows:
             first, last = max(part.start, start), min(part.end, end)

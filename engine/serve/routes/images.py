@@ -10,8 +10,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from quengine.errors import EngineError
-from quengine.request.content_parts import IMAGE, base64_bytes, data_url, read_image
-from quengine.request.image_prompts import NO_PROJECTOR
+from quengine.request.content_parts import IMAGE, NO_PROJECTOR, base64_bytes, data_url, read_image
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.messages import ContentPart, TextPart
 from quengine.serve.service import Service
