@@ -82,7 +82,7 @@ def seeing(path: Path, **options: Any) -> Iterator[tuple[LLM, FakeVision]]:
     vision = fake_vision(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "open_vision", lambda config, *_: (None if config.no_mmproj else vision, []))
-        with LLM(path, device="cpu", **{"ctx_size": 256, "threads": 1, **options}) as llm:
+        with LLM(path, **{"device": "cpu", "ctx_size": 256, "threads": 1, **options}) as llm:
             yield llm, vision
 
 

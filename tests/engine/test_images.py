@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Barrier, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,20 @@ def test_an_image_is_what_its_rows_are_wherever_it_stands(llm: LLM, prompt: str,
     assert given.prompt_tokens == len(as_text(llm, prompt, *images))
     llm.scheduler.reset()
     assert given.tokens == llm.generate(as_text(llm, prompt, *images), GREEDY)[0].tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"chunk_size": 40}], ids=str)
+def test_an_image_is_what_its_rows_are_on_a_gpu(model: Path, options: dict[str, Any]) -> None:
+    """Eagerly and captured: the steps of a size are captured when they come again."""
+    with seeing(model, device="cuda", **options) as (gpu, _):
+        for number in range(3):
+            image = bytes([number]) + PICTURE
+            given = gpu.stream(gpu.with_images("the <image> cat", [image]), GREEDY).finish()
+            gpu.scheduler.reset()
+            assert given.tokens == gpu.generate(as_text(gpu, "the <image> cat", image), GREEDY)[0].tokens
+            gpu.scheduler.reset()
 
 
 def test_chunks_end_within_images_and_steps_hold_several_prompts(model: Path) -> None:

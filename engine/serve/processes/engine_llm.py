@@ -11,6 +11,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.request.prompt import Prompt
+from quengine.request.prompt_images import ImagePrompt
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence as LLMSequence
 from quengine.sampler import TokenLogprobs
@@ -24,6 +25,7 @@ from quengine.serve.processes.shared_engine import (
     Piece,
     Prefill,
     PromptProgress,
+    PromptTooLongError,
     SlotAction,
     SlotStats,
     TakeBlocks,
@@ -103,11 +105,16 @@ class LLMEngine:
         """Encode the images of a request, which is added then. May run in any thread, beside steps.
 
         Raises:
+            PromptTooLongError: with them it has more tokens than it may.
             EngineError: one cannot be read, or more of the prompt is wanted than its tokens.
         """
         if request.score_prompt or request.pooling is not None:
             raise EngineError("a prompt with images has no log-probabilities and no embedding")
-        self._prompts[request.id] = self._llm.with_images(request.prompt, request.images)
+        prompt = self._llm.with_images(request.prompt, request.images)
+        tokens = len(prompt.ids) if isinstance(prompt, ImagePrompt) else len(request.prompt)
+        if request.most_tokens and tokens > request.most_tokens:
+            raise PromptTooLongError(tokens, request.most_tokens)
+        self._prompts[request.id] = prompt
 
     def _start(self, request_id: int, sequence: LLMSequence, slot: int = -1) -> None:
         self._llm.scheduler.add(sequence)

@@ -193,6 +193,14 @@ def test_images_that_cannot_be_read_are_bad_requests(served: Served, url: str, m
     assert message in post(served, "/v1/chat/completions", body, 400)["error"]["message"]
 
 
+def test_rows_of_images_count_for_the_limits_of_a_prompt(served: Served) -> None:
+    data = base64.b64encode(bytes(range(1, 251)) * 2).decode()
+    content = [{"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}}]
+    body = {"messages": [{"role": "user", "content": content}], **GREEDY}
+    error = post(served, "/v1/chat/completions", body, 400)["error"]
+    assert error["code"] == "context_length_exceeded" and error["n_prompt_tokens"] > 500 > error["n_ctx"]
+
+
 def test_requests_for_images_go_on_beside_others(seen: tuple[Served, LLM, FakeVision]) -> None:
     served, _, vision = seen
     encoded = sum(vision.encoded)
