@@ -16,7 +16,7 @@ from quengine.config import EngineConfig
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.ranks.communicator import Communicator
 from quengine.kv_cache import KVCache
-from quengine.loading.load_vision import open_vision
+from quengine.loading.load_vision import open_vision, projector_path
 from quengine.loading.machine import Machine
 from quengine.loading.placement import (
     choose_cache,
@@ -57,7 +57,7 @@ class LoadedModel:
     notes: lines for the user about what was chosen and why.
     experts: the experts in host memory, on a CUDA device.
     ranks: the processes that share the model; None: it is not shared.
-    vision: makes images rows of prompts; None: the model reads text.
+    vision: makes images rows of prompts, from the file or folder `projector`; None: the model reads text.
     """
 
     path: Path
@@ -73,6 +73,7 @@ class LoadedModel:
     draft_checkpoint: Checkpoint | None = None
     ranks: "RankGroup | None" = None
     vision: Vision | None = None
+    projector: Path | None = None
 
     @property
     def decoder(self) -> Decoder:
@@ -148,7 +149,7 @@ def load_model(
     )
     return LoadedModel(
         *(path, checkpoint, tokenizer.result(), runner, device, threads, load_s, notes, experts),
-        *(drafts, draft, runner.ranks, vision),
+        *(drafts, draft, runner.ranks, vision, None if vision is None else projector_path(config, path)),
     )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from quengine import load
 from quengine.errors import EngineError
 from quengine.llm import LLM
+from quengine.models import vision as package
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.gguf_builder import ModelSizes, bpe_vocabulary
 from tests.tiny_models import CHATML, write_tiny
@@ -81,6 +82,8 @@ def seeing(path: Path, **options: Any) -> Iterator[tuple[LLM, FakeVision]]:
     """An LLM on the CPU that reads such images."""
     vision = fake_vision(path)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(package, "load_processor", lambda _: vision)
+        patch.setattr(load, "projector_path", lambda *_: path)
         patch.setattr(load, "open_vision", lambda config, *_: (None if config.no_mmproj else vision, []))
         with LLM(path, **{"device": "cpu", "ctx_size": 256, "threads": 1, **options}) as llm:
             yield llm, vision

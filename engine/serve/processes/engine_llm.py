@@ -65,6 +65,7 @@ class LLMEngine:
             llm.config.cache_type,
             loaded.nbytes,
             "" if llm.images is None else llm.images.marker,
+            str(loaded.projector or ""),
         )
         self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}

@@ -231,7 +231,8 @@ def load(channel: Channel[ToEngine]) -> "LLMEngine":
     notes = tuple(llm.loaded.notes)
     device, memory = str(llm.loaded.device), llm.loaded.nbytes
     marker = "" if llm.images is None else llm.images.marker
-    channel.send(Ready(llm.config.parallel, llm.ctx_size, device, memory, notes, marker))
+    projector = str(llm.loaded.projector or "")
+    channel.send(Ready(llm.config.parallel, llm.ctx_size, device, memory, notes, marker, projector))
     return LLMEngine(llm, wanted.regions, wanted.sends)
 
 

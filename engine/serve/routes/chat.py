@@ -20,7 +20,7 @@ from quengine.serve.routes.answers import (
     token_count,
 )
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools, violation_field
-from quengine.serve.routes.images import refuse_images
+from quengine.serve.routes.images import counted
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.old_functions import old_form
@@ -67,8 +67,8 @@ async def chat_tokens(service: Service, request: Request) -> Response:
     """Tokens of a conversation's prompt, of a request that would be answered."""
     body = await read_request(request, ChatRequest, service.limits)
     requests, _ = await unless_gone(request.receive, prepare_chat(service, body))
-    refuse_images(requests[0].images)
-    return json_response(token_count(len(requests[0].prompt)))
+    tokens = await counted(service, requests[0].prompt, requests[0].images)
+    return json_response(token_count(tokens))
 
 
 async def prepare_chat(

@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from quengine.errors import EngineError
 from quengine.request.content_parts import IMAGE, NO_PROJECTOR, base64_bytes, data_url, read_image
+from quengine.serve.http import off_loop
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.messages import ContentPart, TextPart
 from quengine.serve.service import Service
@@ -86,9 +87,12 @@ def _media_file(service: Service, url: str) -> Path:
     return found
 
 
-def refuse_images(images: Sequence[bytes]) -> None:
-    """Raises ApiError for images of a prompt whose tokens are only counted."""
-    if images:
-        raise bad_request(
-            "the tokens of images are not counted here: leave them out", "messages", "unsupported"
-        )
+async def counted(service: Service, ids: Sequence[int], images: Sequence[bytes]) -> int:
+    """Tokens of a prompt, rows of its images among them. Raises ApiError for what is no image."""
+    model = service.model
+    if not images:
+        return len(ids)
+    try:
+        return len(ids) + await off_loop(lambda: sum(map(model.image_tokens, images)))
+    except EngineError as error:
+        raise bad_request(str(error), "messages", "invalid_value") from None

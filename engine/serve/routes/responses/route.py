@@ -9,7 +9,7 @@ from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.answers import token_count
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
-from quengine.serve.routes.images import refuse_images
+from quengine.serve.routes.images import counted
 from quengine.serve.routes.prompts import reasoning_wanted
 from quengine.serve.routes.responses.answer import ResponseForm
 from quengine.serve.routes.responses.input_items import input_items, messages_of
@@ -45,8 +45,7 @@ async def response_tokens(service: Service, request: Request) -> Response:
     """Tokens of the prompt of a response."""
     body = await read_request(request, ResponseRequest, service.limits)
     form = await unless_gone(request.receive, _prepared(service, body, []))
-    refuse_images(form.request.images)
-    return json_response(token_count(len(form.request.prompt)))
+    return json_response(token_count(await counted(service, form.request.prompt, form.request.images)))
 
 
 async def stored_response(models: Models, request: Request) -> Response:
