@@ -12,6 +12,8 @@ import transformers
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.request.prompt_images import ImagePrompt
+from quengine.serve.processes.server_engine import ProcessEngine
+from quengine.serve.processes.shared_engine import Failed, Finished, GenerationRequest
 from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
 from tests.models.vision.vision_models import VisionCase, nmse, picture, png, write_mmproj, write_vision
 
@@ -139,6 +141,32 @@ def test_a_second_turn_computes_what_is_new_alone(llm: LLM) -> None:
     # Computed anew it is the same.
     llm.scheduler.reset()
     assert llm.chat(more, params).tokens == second.tokens
+
+
+def test_images_go_to_the_process_of_an_engine(folder: tuple[Path, Any]) -> None:
+    """In the request; one that is no image fails alone."""
+    path = folder[0].parent / "gguf" / "m-f32.gguf"
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, seed=1)
+    engine = ProcessEngine(str(path), {"device": "cpu", "ctx_size": 512, "parallel": 2, "threads": 1})
+    try:
+        assert engine.model.marker == "<image>"
+        ids = engine.model.encode("the <image> cat", bos=True, special=True)
+        requests = [GenerationRequest(ids, params, images=(IMAGES[0],)) for _ in range(2)]
+        wrong = GenerationRequest(ids, params, images=(b"no image",))
+        for request in (*requests, wrong):
+            engine.add(request)
+        ends = dict[int, Finished | Failed]()
+        while len(ends) < 3:
+            ends |= {
+                event.request_id: event for event in engine.step() if isinstance(event, Finished | Failed)
+            }
+        failed = ends.pop(wrong.id)
+        assert isinstance(failed, Failed) and failed.fault == "request" and "image" in failed.message
+        added = engine.model.image_tokens(IMAGES[0])
+        for end in ends.values():
+            assert isinstance(end, Finished) and end.timings.prompt_tokens == len(ids) + added
+    finally:
+        engine.close()
 
 
 def test_a_projector_of_another_model_is_refused(folder: tuple[Path, Any], tmp_path: Path) -> None:
