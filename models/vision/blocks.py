@@ -193,8 +193,8 @@ class Attention:
             y = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
         else:
             mask = windows.seen[:, None, None].repeat(len(x), 1, 1, 1)
-            cut = (windows.split(part) for part in (q, k, v))
-            y = windows.join(F.scaled_dot_product_attention(*cut, mask, scale=self.scale))
+            q, k, v = windows.split(q), windows.split(k), windows.split(v)
+            y = windows.join(F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale))
         return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))
 
     def _heads(self, x: Tensor, norm: Norm | None) -> Tensor:

@@ -4,6 +4,7 @@ Definition: `transformers` models/gemma4 (Gemma4ImageProcessor, Gemma4VisionMode
 not scaled; matrices of E2B and E4B clamp what goes in and out. The 12B model has no encoder (`gemma4uv`): refused.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import floor, sqrt
 
@@ -213,7 +214,7 @@ _NORMS = {
 }
 
 
-def _hf_names(_: VisionSettings) -> dict[str, tuple[str, ...]]:
+def _hf_names(_: VisionSettings) -> Mapping[str, tuple[str, ...]]:
     layer = "vision_tower.encoder.layers.{}."
     names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in _NORMS.items()}
     names |= {f"{ours}.weight": f"{theirs}.linear.weight" for ours, theirs in _LINEAR.items()}
