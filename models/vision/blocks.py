@@ -62,6 +62,27 @@ class Linear:
 
 
 @dataclass(frozen=True, eq=False)
+class ClippedLinear(Linear):
+    """A matrix whose inputs and outputs are clamped. bounds: of inputs, low and high, then of outputs: scalars."""
+
+    bounds: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    def __call__(self, x: Tensor, bounded: bool = True) -> Tensor:
+        low, high, out_low, out_high = self.bounds
+        return super().__call__(x.clamp(low, high), bounded).clamp(out_low, out_high)
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Matrices of the same rows, their results side by side."""
+
+    parts: tuple[Linear, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+@dataclass(frozen=True, eq=False)
 class Norm:
     """LayerNorm, or RMSNorm where `centred` is False. weight, bias: [D] or None."""
 
@@ -153,7 +174,7 @@ class Attention:
     scale: of scores; None: 1 / sqrt(head_dim).
     """
 
-    qkv: Linear
+    qkv: Linear | Joined
     out: Linear
     heads: int
     scale: float | None = None
@@ -172,8 +193,8 @@ class Attention:
             y = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
         else:
             mask = windows.seen[:, None, None].repeat(len(x), 1, 1, 1)
-            cut = (windows.split(part) for part in (q, k, v))
-            y = windows.join(F.scaled_dot_product_attention(*cut, mask, scale=self.scale))
+            q, k, v = windows.split(q), windows.split(k), windows.split(v)
+            y = windows.join(F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale))
         return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))
 
     def _heads(self, x: Tensor, norm: Norm | None) -> Tensor:
@@ -215,6 +236,16 @@ def linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
     """`name`.weight [rows, cols], with `name`.bias where there is one."""
     bias = weights.tensor(f"{name}.bias", rows) if weights.has(f"{name}.bias") else None
     return Linear(weights.tensor(f"{name}.weight", rows, cols, dtype=weights.matrix), bias)
+
+
+def clipped_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
+    """`name`.weight [rows, cols], clamped where the file has bounds."""
+    plain = linear(weights, name, rows, cols)
+    ends = [f"{name}.{part}" for part in ("input_min", "input_max", "output_min", "output_max")]
+    if not weights.has(ends[0]):
+        return plain
+    low, high, out_low, out_high = (weights.tensor(end) for end in ends)
+    return ClippedLinear(plain.weight, plain.bias, (low, high, out_low, out_high))
 
 
 def qkv_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:

@@ -127,5 +127,5 @@ GEMMA3 = Projector(
     hf_ignored=(".head.",),
     arrange=arrange,
     encoder=_encoder,
-    bidirectional=True,
+    bidirectional=lambda _: True,
 )

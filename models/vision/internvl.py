@@ -4,6 +4,7 @@ Definition: `transformers` models/internvl (InternVLVisionModel, InternVLMultiMo
 (GotOcr2ImageProcessor).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -182,7 +183,7 @@ _LAYER = {
 }
 
 
-def _hf_names(_: VisionSettings) -> dict[str, tuple[str, ...]]:
+def _hf_names(_: VisionSettings) -> Mapping[str, tuple[str, ...]]:
     names = {
         f"v.blk.{{}}.{ours}": f"vision_tower.encoder.layer.{{}}.{theirs}" for ours, theirs in _LAYER.items()
     }

@@ -164,7 +164,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Lfm2:
     )
 
 
-def _as_convolution(weight: Tensor, settings: VisionSettings) -> Tensor:
+def as_convolution(weight: Tensor, settings: VisionSettings) -> Tensor:
     """The patch embedding from [N, patch * patch * 3], channels last, to [N, 3, patch, patch]."""
     return weight.view(len(weight), settings.patch, settings.patch, 3).permute(0, 3, 1, 2)
 
@@ -203,7 +203,7 @@ LFM2 = Projector(
         }
     ),
     hf_parts=("vision_tower.", "multi_modal_projector."),
-    hf_changes={"v.patch_embd.weight": _as_convolution},
+    hf_changes={"v.patch_embd.weight": as_convolution},
     hf_ignored=(".head.",),
     arrange=arrange,
     encoder=_encoder,

@@ -50,4 +50,6 @@ class ImageProcessor:
         """
         digest = hashlib.sha256(hashlib.sha256(self._identity).digest() + data).digest()
         made = self._projector.arrange(decode_image(data), self.settings)
-        return PreparedImage(digest, made.pixels, made.layout, made.grid, self._projector.bidirectional)
+        return PreparedImage(
+            digest, made.pixels, made.layout, made.grid, self._projector.bidirectional(self.settings)
+        )

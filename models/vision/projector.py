@@ -39,7 +39,8 @@ class Projector:
     is given config.json, its vision_config and the image processor's configuration. vision_defaults,
     processor_defaults: what `transformers` takes for keys that are absent there. hf_names, hf_changes, hf_parts,
     hf_ignored: `files.FolderSource`. gguf_ignored: tensors that a GGUF file may have and nothing needs.
-    arrange: RGB image -> pixels and layout. encoder: made of weights. deepstack: extra vectors a row.
+    arrange: RGB image -> pixels and layout. encoder: made of weights. bidirectional: rows of an image attend to one
+    another both ways in the text model. deepstack: extra vectors a row.
     """
 
     name: str
@@ -57,5 +58,5 @@ class Projector:
     hf_ignored: tuple[str, ...] = ()
     hf_vision: tuple[str, ...] = ()
     gguf_ignored: tuple[str, ...] = ()
-    bidirectional: bool = False
+    bidirectional: Callable[[VisionSettings], bool] = lambda _: False
     deepstack: Callable[[VisionSettings], int] = lambda _: 0

@@ -141,16 +141,17 @@ def folder_settings(
     Raises:
         EngineError: a value is missing, out of range, or of what is not computed.
     """
-    for flag in ("do_resize", "do_rescale", "do_normalize"):
-        processor.only(flag, True)
+    processor.only("do_resize", True)
+    processor.only("do_rescale", True)
+    normalizes = processor.flag("do_normalize")
     width = others.pop("width", None) or vision.integer("hidden_size")
     heads = others.pop("heads", None) or vision.integer("num_attention_heads")
     if width % heads:
         raise vision.error("num_attention_heads", f"{heads} does not divide the width {width}")
     common: dict[str, Any] = {
         "eps": vision.get("layer_norm_eps") or 1e-6,
-        "mean": processor.channels("image_mean"),
-        "std": processor.channels("image_std"),
+        "mean": processor.channels("image_mean") if normalizes else (0.0, 0.0, 0.0),
+        "std": processor.channels("image_std") if normalizes else (1.0, 1.0, 1.0),
         "rescale": processor.number("rescale_factor"),
         "resample": processor.integer("resample", 0, 5),
     }

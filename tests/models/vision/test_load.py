@@ -85,7 +85,7 @@ def test_refused_files(tmp_path: Path, keys: dict[str, Any], message: str) -> No
         ("config.json", "vision_config", {"hidden_act": "mish"}, "hidden_act: 'mish' is not implemented"),
         ("config.json", "vision_config", {"num_attention_heads": 5}, "5 does not divide the width 32"),
         ("config.json", "vision_config", {"patch_size": "4"}, "patch_size: '4' is no integer from 1"),
-        ("preprocessor_config.json", None, {"do_normalize": False}, "do_normalize: False is not implemented"),
+        ("preprocessor_config.json", None, {"do_rescale": False}, "do_rescale: False is not implemented"),
         ("preprocessor_config.json", None, {"image_mean": [1.0]}, "image_mean: .* is no list of three"),
         (
             "preprocessor_config.json",

@@ -50,8 +50,8 @@ class VisionCase:
     released: tuple[tuple[str, str], ...] = ()
 
 
-def write_vision(folder: Path, case: VisionCase) -> Any:
-    """Saves the model and its processor in `folder`, and returns the model, in float64."""
+def write_vision(folder: Path, case: VisionCase, change: Callable[[Any], None] | None = None) -> Any:
+    """Saves the model, altered by `change`, and its processor in `folder`, and returns the model, in float64."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -69,6 +69,8 @@ def write_vision(folder: Path, case: VisionCase) -> Any:
             elif name.endswith("bias") or "norm" in name or "ln" in name:
                 weight.add_(torch.randn_like(weight) * 0.2)
             weight.copy_(weight.half())  # the converter stores some matrices in F16 whatever it is given
+        if change is not None:
+            change(model)
     model.save_pretrained(folder)
     image_processor(case).save_pretrained(folder)
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
