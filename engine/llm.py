@@ -37,7 +37,7 @@ from quengine.platform.machine import peak_memory
 from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
-from quengine.request.content_parts import NO_PROJECTOR, flattened, has_images, images_of
+from quengine.request.content_parts import flattened, has_images, images_of, why_text_alone
 from quengine.request.image_prompts import ImagePrompts
 from quengine.request.output import Completion
 from quengine.request.pooling import RANK, Pool, Pooling, check_ranks, default_pooling, with_end
@@ -337,7 +337,7 @@ class LLM:
         check_messages(messages)
         shown = has_images(messages)
         if shown and self.images is None:
-            raise EngineError(NO_PROJECTOR)
+            raise EngineError(why_text_alone(self.loaded.notes))
         marker = self.images.marker if shown and self.images is not None else ""
         return self._chat.encode(flattened(messages) if shown else messages, tools, variables, marker=marker)
 
@@ -351,7 +351,7 @@ class LLM:
         if not images:
             return prompt
         if self.images is None:
-            raise EngineError(NO_PROJECTOR)
+            raise EngineError(why_text_alone(self.loaded.notes))
         ids = self.encode(prompt, special=True) if isinstance(prompt, str) else as_ids(prompt)
         return self.images.make(ids, images)
 

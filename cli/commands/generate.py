@@ -25,7 +25,7 @@ from quengine.errors import EngineError, visible
 from quengine.options import OUTPUT, Flag
 from quengine.platform.input_files import read_stream, read_text, universal_newlines
 from quengine.request.chat_options import ChatOptions
-from quengine.request.content_parts import NO_PROJECTOR, read_image
+from quengine.request.content_parts import read_image, why_text_alone
 from quengine.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def _raw_ids(llm: "LLM", source: str, flags: PromptFlags) -> list[int]:
     if not flags.images:
         return llm.encode(source, special=flags.special)
     if llm.images is None:
-        raise EngineError(NO_PROJECTOR)
+        raise EngineError(why_text_alone(llm.loaded.notes))
     missing = max(0, len(flags.images) - source.count(llm.images.marker))
     return llm.encode(missing * llm.images.marker + source, special=True)
 

@@ -9,6 +9,7 @@ import torch
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
+from quengine.request.content_parts import NOT_READ
 from quengine.request.image_prompts import Vision
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def open_vision(
     except EngineError as error:
         if config.mmproj is not None:
             raise
-        return None, [f"images are not read: {error}"]
+        return None, [f"{NOT_READ}: {error}"]
     return vision, [f"images are read, by the projector {vision.projector} of {found.name}"]
 
 

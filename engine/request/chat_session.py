@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quengine.errors import EngineError
 from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
-from quengine.request.content_parts import NO_PROJECTOR, image_paths, images_of, read_image, text_of
+from quengine.request.content_parts import image_paths, images_of, read_image, text_of, why_text_alone
 from quengine.request.sampling_params import MAX_SEED, SamplingParams
 from quengine.structured.tool_calls import Delta, TextDelta
 
@@ -97,7 +97,7 @@ class ChatSession:
     def attach(self, image: Path) -> None:
         """Send an image's file with the next message. Raises EngineError where it is none, or the model reads none."""
         if self.llm.images is None:
-            raise EngineError(NO_PROJECTOR)
+            raise EngineError(why_text_alone(self.llm.loaded.notes))
         self.llm.with_images(self.llm.images.marker, [read_image(image)])
         self.attached.append(image.absolute())
 

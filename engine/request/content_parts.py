@@ -20,8 +20,16 @@ NO_PROJECTOR = (
     "with --mmproj"
 )
 
+NOT_READ = "images are not read"
+"""How a note about a model begins whose projector is not computed."""
+
 _REPLACED = "\ufffd"
 _TEXT = ("text", "input_text", "output_text")
+
+
+def why_text_alone(notes: Sequence[str]) -> str:
+    """Why a model with these notes reads no images."""
+    return next((note for note in notes if note.startswith(NOT_READ)), NO_PROJECTOR)
 
 
 def spelled(text: str) -> str:

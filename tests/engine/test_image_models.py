@@ -202,3 +202,14 @@ def test_logits_of_pixtral(tmp_path: Path) -> None:
             with torch.inference_mode():
                 theirs = model(input_ids=ids, pixel_values=pixels.double(), image_sizes=sizes).logits[0]
             assert nmse(llm.logits(prompt).double(), theirs) < 1e-5
+
+
+def test_a_projector_that_cannot_be_read_is_why_a_model_reads_text(
+    folder: tuple[Path, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "m.gguf").symlink_to(folder[0].parent / "gguf" / "m-f32.gguf")
+    (tmp_path / "mmproj-m.gguf").write_bytes(b"no projector")
+    with LLM(tmp_path / "m.gguf", device="cpu", ctx_size=64) as blind:
+        assert any(note.startswith("images are not read") for note in blind.loaded.notes)
+        with pytest.raises(EngineError, match=r"images are not read: .*mmproj-m\.gguf"):
+            blind.with_images("<image>", IMAGES[:1])

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from quengine.errors import EngineError
-from quengine.request.content_parts import IMAGE, NO_PROJECTOR, base64_bytes, data_url, read_image
+from quengine.request.content_parts import IMAGE, base64_bytes, data_url, read_image, why_text_alone
 from quengine.serve.http import off_loop
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.messages import ContentPart, TextPart
@@ -47,7 +47,7 @@ def without_urls(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[st
 def read_urls(service: Service, urls: Sequence[str], param: str) -> tuple[bytes, ...]:
     """The contents of images. Raises ApiError where the model reads none, or an address is not read here."""
     if urls and not service.model.marker:
-        raise bad_request(f"{param}: {NO_PROJECTOR}", param, "unsupported")
+        raise bad_request(f"{param}: {why_text_alone(service.model.notes)}", param, "unsupported")
     return tuple(_read(service, url, param) for url in urls)
 
 
@@ -56,7 +56,7 @@ def read_data(service: Service, given: Any, key: str) -> tuple[bytes, ...]:
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
         raise bad_request(f"{key}.multimodal_data: must be an array of base64 texts", key, "invalid_value")
     if not service.model.marker:
-        raise bad_request(f"{key}.multimodal_data: {NO_PROJECTOR}", key, "unsupported")
+        raise bad_request(f"{key}.multimodal_data: {why_text_alone(service.model.notes)}", key, "unsupported")
     try:
         return tuple(base64_bytes(each) for each in given)
     except EngineError as error:
