@@ -65,16 +65,19 @@ class FakeVision:
         return [self.table[torch.tensor(image.tokens)] for image in images]
 
 
-def write_model(path: Path, template: str = CHATML) -> Path:
+def write_model(path: Path, template: str = CHATML, architecture: str = "llama") -> Path:
     """A tiny model whose vocabulary has the fake projector's markers."""
-    sizes = ModelSizes(blocks=1, embedding=32, feed_forward=32, heads=2, kv_heads=1, head_dim=32, context=512)
+    sizes = ModelSizes(
+        architecture, blocks=2, embedding=32, feed_forward=32, heads=2, kv_heads=1, head_dim=32, context=512
+    )
     vocabulary = bpe_vocabulary(special=SPECIAL) | {"tokenizer.chat_template": template}
-    return write_tiny(path, "llama", "F32", sizes=sizes, vocabulary=vocabulary)
+    return write_tiny(path, architecture, "F32", sizes=sizes, vocabulary=vocabulary)
 
 
 def fake_vision(path: Path) -> FakeVision:
-    tensor = GGUFCheckpoint(path).tensors["token_embd.weight"]
-    return FakeVision(tensor.data.view(torch.float32).view(*tensor.shape).clone())
+    checkpoint = GGUFCheckpoint(path)
+    tensor, scale = checkpoint.tensors["token_embd.weight"], checkpoint.config.embedding_scale
+    return FakeVision(tensor.data.view(torch.float32).view(*tensor.shape) * scale)
 
 
 @contextmanager

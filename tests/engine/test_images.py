@@ -82,6 +82,18 @@ def test_an_image_is_what_its_rows_are_on_a_gpu(model: Path, options: dict[str, 
             gpu.scheduler.reset()
 
 
+@pytest.mark.parametrize("architecture", ["lfm2", "gemma3"])
+def test_layers_with_states_and_windows(tmp_path: Path, architecture: str) -> None:
+    """And tokens that are scaled, which rows of images are not."""
+    path = write_model(tmp_path / "m.gguf", architecture=architecture)
+    with seeing(path, chunk_size=40, parallel=2) as (llm, vision):
+        text = as_text(llm, "the <image> cat", PICTURE)
+        for _ in range(2):  # the second time from the cache
+            given = llm.stream(llm.with_images("the <image> cat", [PICTURE]), GREEDY).finish()
+            assert given.tokens == llm.generate(text, GREEDY)[0].tokens
+        assert given.timings.cached_tokens >= 32 and vision.encoded == [1]
+
+
 def test_chunks_end_within_images_and_steps_hold_several_prompts(model: Path) -> None:
     with seeing(model, chunk_size=7, parallel=2) as (cut, _):
         prompts = [cut.with_images(text, [PICTURE]) for text in ("the <image> cat", "a <image>")]
