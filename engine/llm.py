@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import compress
+from itertools import compress, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -101,7 +101,9 @@ class LLM:
         self.images: ImagePrompts | None = None
         if vision is not None:
             kept = config.image_cache << 20
-            self.images = ImagePrompts(vision, self.tokenizer, self.loaded.device, kept)
+            windows = [pool.window for pool in self.loaded.cache.pools if pool.window is not None]
+            most = min([self.loaded.decoder.chunk_size, *windows])
+            self.images = ImagePrompts(vision, self.tokenizer, self.loaded.device, kept, most)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
         )
@@ -233,8 +235,11 @@ class LLM:
             if decode:
                 return self.runner.logits(ids, 0, "decode")
             size = self.loaded.decoder.chunk_size
-            starts = range(0, len(ids), size)
-            chunks = [(ids[s : s + size], s) for s in starts]
+            ends = [0]
+            while ends[-1] < len(ids):
+                end = min(ends[-1] + size, len(ids))
+                ends.append(end if images is None else images.whole(ends[-1], end))
+            chunks = [(ids[start:end], start) for start, end in pairwise(ends)]
             return torch.cat(
                 [
                     self.runner.logits(*chunk, "prefill", given_rows(images, *chunk)).float()

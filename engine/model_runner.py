@@ -193,10 +193,12 @@ class ModelRunner:
         In prefill [sequences, vocab], after each sequence's last row, or with `all_logits` [T, vocab]; in decode
         always [T, vocab]. `eager`: use no captured step. `given`: rows of a prefill step given as embeddings.
         """
-        with self.together(Forward(phase, rows, all_logits, eager, list(given.numbers))):
+        numbers, spans = tuple(given.numbers), tuple(given.spans)
+        with self.together(Forward(phase, rows, all_logits, eager, numbers, spans)):
             embeds, graphs = self._embeds(given), self.graphs
             captures = not all_logits and not eager
-            if graphs is not None and captures and (embeds is None or graphs.takes_embeds):
+            takes = embeds is None or (graphs is not None and graphs.takes_embeds and not spans)
+            if graphs is not None and captures and takes:
                 key = graphs.lookup(phase, rows)
                 if key is not None:
                     return graphs.replay(key, rows, embeds)
@@ -210,7 +212,7 @@ class ModelRunner:
         config, device = self.decoder.config, self.decoder.backend.device
         shape = len(given.numbers), config.embedding_length
         values = torch.empty(shape, device=device) if given.values is None else given.values
-        embeds = embedded_rows(list(given.numbers), values, device)
+        embeds = embedded_rows(list(given.numbers), values, device, given.spans)
         if config.stage is None:
             self.decoder.backend.communicator.broadcast(embeds.values)
         return embeds
@@ -218,7 +220,7 @@ class ModelRunner:
     @torch.no_grad()
     def hidden(self, rows: Seq[SequenceRows], given: GivenRows = TOKENS_ALONE) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens of these chunks: [T, embedding length]."""
-        with self.together(Hidden(rows, list(given.numbers))):
+        with self.together(Hidden(rows, tuple(given.numbers), tuple(given.spans))):
             embeds = self._embeds(given)
             batch = forward_batch("prefill", rows, self.decoder.backend.device, embeds=embeds)
             return self.decoder.hidden(batch, self.cache.layers)
@@ -228,7 +230,7 @@ class ModelRunner:
         self, rows: Seq[SequenceRows], parts: Seq[Seq[int]], given: GivenRows = TOKENS_ALONE
     ) -> Iterator[Tensor]:
         """Logits [n, vocab] of each of `parts` of these rows, computed lazily; the caller must take them all."""
-        with self.together(Parts(rows, parts, list(given.numbers))):
+        with self.together(Parts(rows, parts, tuple(given.numbers), tuple(given.spans))):
             device = self.decoder.backend.device
             batch = forward_batch("prefill", rows, device, embeds=self._embeds(given))
             tensors = (torch.tensor(part, device=device) for part in parts)

@@ -515,6 +515,8 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, most: int) -> SequenceRows:
         start = sequence.num_cached_tokens
         end = min(start + most, self._prompt_end(sequence))
+        if sequence.images is not None:
+            end = sequence.images.whole(start, end)
         if self.blocks.has_states and (place := self._next_checkpoint(sequence)) is not None:
             end = min(end, place)
             # Up to the end of a block, behind which the states can be kept if the sequence is preempted.

@@ -31,11 +31,13 @@ class SequenceRows(NamedTuple):
 class GivenRows(NamedTuple):
     """Rows of a prefill step that are given as embeddings.
 
-    numbers: of the rows in the step. values: [n, embedding length] on any device; None: another rank has them.
+    numbers: of the rows in the step. values: [n, embedding length] on any device; None: another rank has them. spans:
+    as `EmbeddedRows` has them.
     """
 
     numbers: Seq[int] = ()
     values: Tensor | None = None
+    spans: Seq[tuple[int, int, int]] = ()
 
 
 TOKENS_ALONE = GivenRows()
@@ -91,7 +93,8 @@ class StepPlan:
             first += len(chunk.ids)
         values = [part.values for part in parts if part.values is not None]
         numbers = [number for part in parts for number in part.numbers]
-        return GivenRows(numbers, torch.cat(values)) if values else TOKENS_ALONE
+        spans = [span for part in parts for span in part.spans]
+        return GivenRows(numbers, torch.cat(values), spans) if values else TOKENS_ALONE
 
     @property
     def cancelled(self) -> bool:
@@ -113,7 +116,9 @@ def given_rows(images: PromptImages | None, ids: Seq[int], start: int, first: in
     for rows, features in () if images is None else images.within(start, start + len(ids)):
         numbers += range(first + rows.start, first + rows.stop)
         values.append(features)
-    return GivenRows(numbers, torch.cat(values)) if values else TOKENS_ALONE
+    runs = () if images is None else images.spans(start, start + len(ids))
+    spans = [(first + low, first + high, before) for low, high, before in runs]
+    return GivenRows(numbers, torch.cat(values), spans) if values else TOKENS_ALONE
 
 
 def samples(sequence: Sequence, chunk: SequenceRows) -> bool:

@@ -1,5 +1,6 @@
 """Rows of a step that are given as embeddings, as those of an image are, in place of the embeddings of their tokens."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,10 +13,13 @@ class EmbeddedRows(NamedTuple):
     Attributes:
         rows: int64 [n], their numbers in the step, each at most once; in a captured step entries of -1 are none.
         values: fp32 [n, embedding length], on the same device.
+        spans: runs of rows that attend to one another both ways (kernels/image_attention.py), on the host: the first
+            row in the step, the row behind the last, and rows of the run in the cache before them.
     """
 
     rows: Tensor
     values: Tensor
+    spans: Sequence[tuple[int, int, int]] = ()
 
 
 def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
@@ -26,7 +30,9 @@ def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
     return x
 
 
-def embedded_rows(numbers: list[int], values: Tensor, device: torch.device) -> EmbeddedRows:
+def embedded_rows(
+    numbers: list[int], values: Tensor, device: torch.device, spans: Sequence[tuple[int, int, int]] = ()
+) -> EmbeddedRows:
     """The rows with these numbers in a step, on its device."""
     rows = torch.tensor(numbers, dtype=torch.int64, device=device)
-    return EmbeddedRows(rows, values.to(device, torch.float32).contiguous())
+    return EmbeddedRows(rows, values.to(device, torch.float32).contiguous(), spans)

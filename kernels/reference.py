@@ -20,6 +20,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, encoder_att
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, Gating, glu
+from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.latent_attention import latent_attention
 from quengine.kernels.latent_spec import LatentSpec
@@ -229,6 +230,7 @@ class ReferenceBackend:
             tables = batch.block_tables_of(spec.cache_group)
             parts = list(zip(q[:, None], batch.positions.tolist(), tables, strict=True))
         y = torch.cat([self._attend(rows, spec, layer, start, table) for rows, start, table in parts])
+        y = attend_within_images(y, q, spec, layer, batch)
         return y if gates is None else gate_output(y, gates)
 
     def _attend(self, q: Tensor, spec: AttentionSpec, layer: KVLayer, start: int, table: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ from quengine.request.image_prompts import Vision
 
 logger = logging.getLogger(__name__)
 
+_BOTH_WAYS = ("gemma3",)
+"""Projectors whose rows attend to one another both ways in all layers of the text model."""
+
 
 def projector_path(config: EngineConfig, model: Path) -> Path | None:
     """The file or folder with the projector of a model, if there is one and it is wanted."""
@@ -70,7 +73,7 @@ def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -
         )
     prepared = processor.prepare(_sample())
     name = processor.settings.projector
-    if prepared.bidirectional:
+    if prepared.bidirectional and name not in _BOTH_WAYS:
         raise EngineError(f"projector {name}: rows that attend to one another both ways are not implemented")
     if prepared.grid is not None:
         raise EngineError(f"projector {name}: rows with positions in three axes are not implemented")

@@ -31,6 +31,8 @@ class PreparedImage(Protocol):
     def digest(self) -> bytes: ...
     @property
     def layout(self) -> tuple[str | int, ...]: ...
+    @property
+    def bidirectional(self) -> bool: ...
 
 
 class Vision(Protocol):
@@ -68,6 +70,7 @@ class ImagePrompts:
         tokenizer: of the text model.
         device: of the encoder.
         cache_bytes: host memory for features that are kept for later prompts.
+        most_rows: of a run that attends both ways, which one step computes.
 
     Attributes:
         marker: the text that stands for an image in a prompt.
@@ -75,12 +78,14 @@ class ImagePrompts:
         encoded: number of images that were encoded, and not found among those that are kept.
     """
 
-    def __init__(self, vision: Vision, tokenizer: Tokenizer, device: torch.device, cache_bytes: int) -> None:
+    def __init__(
+        self, vision: Vision, tokenizer: Tokenizer, device: torch.device, cache_bytes: int, most_rows: int
+    ) -> None:
         self.marker, self._vision, self._tokenizer = vision.marker, vision, tokenizer
         self.marker_ids = tokenizer.encode(vision.marker, special=True)
         # The token at image rows, which no sampler may count as text: of <start><image><end> the middle one.
         self._pad = self.marker_ids[len(self.marker_ids) // 2]
-        self._device = device
+        self._device, self._most_rows = device, most_rows
         self._kept = _FeatureCache(cache_bytes)
         self._under_way: dict[bytes, Future[EncodedImage]] = {}
         self._lock, self._encoding = threading.Lock(), threading.Lock()
@@ -110,6 +115,10 @@ class ImagePrompts:
                 if isinstance(part, str):
                     expanded += self._tokenizer.encode(part, special=True)
                     continue
+                if image.features.both_ways and part > self._most_rows:
+                    raise EngineError(
+                        f"an image has {part} rows that attend both ways, and a step computes {self._most_rows}"
+                    )
                 rows.append(ImageRows(len(expanded), part, number, first))
                 expanded += [self._pad] * part
                 first += part
@@ -165,7 +174,7 @@ class ImagePrompts:
             self.encoded += len(prepared)
         logger.info("%d images encoded to %s rows", len(prepared), ", ".join(str(len(v)) for v in values))
         return [
-            EncodedImage(Features(image.digest, rows), image.layout)
+            EncodedImage(Features(image.digest, rows, image.bidirectional), image.layout)
             for image, rows in zip(prepared, values, strict=True)
         ]
 

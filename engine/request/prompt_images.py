@@ -32,10 +32,12 @@ class ImageRows:
 
 
 class Features(NamedTuple):
-    """What an image became: fp32 [rows, embedding length], and the digest of all that they follow from."""
+    """What an image became: fp32 [rows, embedding length], and the digest of all that they follow from. both_ways: rows
+    that follow each other attend to one another in both directions."""
 
     digest: bytes
     values: "Tensor"
+    both_ways: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +63,7 @@ class PromptImages:
 
     def _ids_of(self, image: int) -> list[int]:
         if image not in self._ids:
-            digest, values = self.images[image]
+            digest, values, _ = self.images[image]
             words = shake_256(digest).digest(_ID_BYTES * len(values))
             self._ids[image] = (np.frombuffer(words, dtype="<i8") | _SIGN).tolist()
         return self._ids[image]
@@ -76,6 +78,20 @@ class PromptImages:
                     range(first - start, last - start),
                     self.images[part.image].values[at : at + last - first],
                 )
+
+    def spans(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Of positions start .. end - 1, the runs that attend both ways: first and end less `start`, and how many
+        positions of the run are before `start`."""
+        runs = (part for part in self.rows if self.images[part.image].both_ways)
+        cut = ((max(part.start, start), min(part.end, end), part.start) for part in runs)
+        return [(first - start, last - start, first - run) for first, last, run in cut if first < last]
+
+    def whole(self, start: int, end: int) -> int:
+        """The end of a chunk from `start` to about `end` that cuts no run that attends both ways."""
+        for part in self.rows:
+            if self.images[part.image].both_ways and part.start < end < part.end:
+                return part.start if part.start > start else part.end
+        return end
 
     def without(self, gone: range) -> "PromptImages":
         """The images after the positions `gone` were discarded, of whose rows none need be left."""

@@ -179,7 +179,7 @@ class PrefillInputs:
             tiles=PrefillTiles(sequences, tiles.view(-1, TILE_FIELDS), layout.tile_rows, longest, 0),
             embeds=None
             if self._embeds is None
-            else EmbeddedRows(*(part[: key.rows] for part in self._embeds)),
+            else EmbeddedRows(self._embeds.rows[: key.rows], self._embeds.values[: key.rows]),
         )
 
     def send(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> None:

@@ -23,6 +23,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_atten
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
+from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -226,7 +227,7 @@ class CpuBackend:
                 for rows, start, table in batch.chunks(spec.cache_group)
             ]
             out = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-        y = out.reshape(len(q), -1)
+        y = attend_within_images(out.reshape(len(q), -1), q, spec, layer, batch)
         return cpu.output_gate(y, qkv, spec) if spec.gated else y
 
     def columns(self, x: Hidden, first: int, last: int) -> Hidden:

@@ -75,6 +75,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_atten
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
+from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -495,13 +496,19 @@ class CudaBackend:
             self._tiles_of(batch, spec.widest_head or spec.head_dim),
         )
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
+        both_ways = batch.embeds is not None and bool(batch.embeds.spans)
+        if both_ways and spec.gated:
+            raise NotImplementedError("rows that attend both ways, of an attention with output gates")
+        if both_ways and isinstance(qkv, ScaledProduct):
+            qkv = qkv.finish()
         gates = qkv if spec.gated else None
         if not isinstance(qkv, ScaledProduct):
             q = rope_store(qkv, spec, layer, positions, tables, tiles.sequences, pdl=self.pdl)
             out = torch.empty(tokens, width, dtype=torch.float32, device=self.device)
-            return attention_prefill(
+            attention_prefill(
                 q, spec, layer, tables, tiles, out, self.batch_invariant, pdl=self.pdl, gates=gates
             )
+            return attend_within_images(out, q.float(), spec, layer, batch) if both_ways else out
         room = self._room()
         q = rope_store(
             qkv, spec, layer, positions, tables, tiles.sequences, room.wide(tokens, width), self.pdl

@@ -52,6 +52,14 @@ PIXTRAL = VisionCase(
     text={**CASE.text, "model_type": "mistral", "rms_norm_eps": 1e-5, "head_dim": 32},
     arguments={"size": {"longest_edge": 112}, "patch_size": {"height": 7, "width": 7}},
 )
+GEMMA_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 4,
+}
 IMAGES = [png(picture(60, 25)), png(picture(20, 20, seed=1))]
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' }}{% for part in m['content'] %}{% if part['type'] == 'text' %}"
@@ -213,3 +221,45 @@ def test_a_projector_that_cannot_be_read_is_why_a_model_reads_text(
         assert any(note.startswith("images are not read") for note in blind.loaded.notes)
         with pytest.raises(EngineError, match=r"images are not read: .*mmproj-m\.gguf"):
             blind.with_images("<image>", IMAGES[:1])
+
+
+@pytest.mark.parametrize("chunk", [None, 20])
+def test_logits_of_gemma_3(tmp_path: Path, chunk: int | None) -> None:
+    """Rows of an image see one another both ways, also within windows, however a prompt is cut and what is cached."""
+    case = VisionCase(
+        "gemma3",
+        "Gemma3ImageProcessorPil",
+        config={"mm_tokens_per_image": 16, "image_token_index": VOCAB - 1},
+        vision=GEMMA_VISION,
+        text={**CASE.text, "num_hidden_layers": 2, "head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32,
+              "layer_types": ["sliding_attention", "full_attention"]},
+        arguments={"size": {"height": 32, "width": 32}},
+    )  # fmt: skip
+    model = write_vision(tmp_path, case)
+    write_tokenizer(tmp_path)
+    name_tokens(tmp_path, ("<image_soft_token>", "<start_of_image>", "<end_of_image>"))
+    images = [png(picture(40, 40)), png(picture(30, 40, seed=1))]
+    with LLM(tmp_path, device="cpu", ctx_size=256, threads=2, chunk_size=chunk, reuse_prefix=True) as llm:
+        vision = llm.loaded.vision
+        assert vision is not None and llm.images is not None
+        for text, given in (
+            ("the cat <start_of_image> sat on the mat", images[:1]),
+            ("<start_of_image> the cat sat <start_of_image>", images),
+        ):
+            prompt = llm.with_images(text, given)
+            assert isinstance(prompt, ImagePrompt) and len(prompt.images.rows) == len(given)
+            ids = torch.tensor([prompt.ids])
+            for part in prompt.images.rows:
+                ids[0, part.start : part.end] = VOCAB - 1
+            pixels = torch.cat([vision.prepare(image).pixels for image in given]).double()
+            with torch.inference_mode():
+                made = model(input_ids=ids, pixel_values=pixels, token_type_ids=(ids == VOCAB - 1).long())
+            theirs = made.logits[0]
+            assert nmse(llm.logits(prompt).double(), theirs) < 1e-5
+            # Scheduled, and again from the cache, whose last block ends within an image.
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            llm.scheduler.reset()
+            first = llm.stream(prompt, params).finish()
+            again = llm.stream(prompt, params).finish()
+            assert again.timings.cached_tokens > 0 and first.tokens == again.tokens
+            assert first.tokens[0] == int(theirs[-1].argmax())
