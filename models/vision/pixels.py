@@ -23,6 +23,8 @@ def normalized(
     """
     values = (np.arange(256, dtype=np.float64) * rescale).astype(np.float32)
     table = (values - np.array(mean, np.float32)[:, None]) / np.array(std, np.float32)[:, None]
-    bytes_of = np.asarray(image, np.uint8)
-    planes = [table[channel][bytes_of[..., channel]] for channel in range(3)]
-    return torch.from_numpy(np.stack(planes))
+    planes = np.ascontiguousarray(np.asarray(image, np.uint8).transpose(2, 0, 1))
+    found = np.empty(planes.shape, np.float32)
+    for channel in range(3):
+        np.take(table[channel], planes[channel], out=found[channel], mode="clip")
+    return torch.from_numpy(found)

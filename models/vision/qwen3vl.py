@@ -129,16 +129,15 @@ def interpolated(table: Tensor, height: int, width: int) -> Tensor:
     Weights are fp32, as in `transformers`.
     """
     side = isqrt(len(table))
-    axes = []
-    for count in (height, width):
+    grid = table.view(side, side, -1)
+    for axis, count in ((0, height), (1, width)):
         at = torch.arange(count, dtype=torch.float32) * (side - 1) / max(count - 1, 1)
         low = at.floor()
-        taps = torch.stack([low, low + 1], -1).long().clamp(max=side - 1)
-        axes.append((taps.to(table.device), torch.stack([1 - (at - low), at - low], -1).to(table.device)))
-    (rows, down), (cols, across) = axes
-    index = rows[:, None, :, None] * side + cols[None, :, None, :]
-    weight = down[:, None, :, None] * across[None, :, None, :]
-    return (table[index] * weight[..., None]).sum((2, 3))
+        high = (low + 1).clamp(max=side - 1)
+        share = (at - low).to(table.device).view(-1, *(1,) * (2 - axis))
+        first, second = (grid.index_select(axis, tap.long().to(table.device)) for tap in (low, high))
+        grid = first * (1 - share) + second * share
+    return grid
 
 
 def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:

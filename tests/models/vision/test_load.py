@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from quengine.errors import EngineError
 from quengine.models.vision import ImageError, find_vision, load_processor, load_vision
+from quengine.models.vision.files import Weights
+from quengine.models.vision.load import _opened
 from tests.gguf_builder import GGUFBuilder
 from tests.models.vision.test_idefics3 import CASE
 from tests.models.vision.vision_models import nmse, picture, png, write_mmproj, write_vision
@@ -134,6 +136,32 @@ def test_stored_types(folder: Path, tmp_path: Path) -> None:
         assert error < limit and (outtype == "f16" or error > 1e-7)
     half = load_vision(folder, "cpu", dtype=torch.float16)
     assert 0 < nmse(half.encode([image])[0], expected) < 1e-5
+
+
+def test_feed_forwards_named_the_other_way(folder: Path) -> None:
+    """Older files of SigLIP call the first matrix of a feed-forward `ffn_down`, and the second one `ffn_up`."""
+
+    class Swapped:
+        def __init__(self, source: Any) -> None:
+            self.source = source
+
+        def shape(self, name: str) -> Any:
+            return self.source.shape(self.swapped(name))
+
+        def tensor(self, name: str) -> Any:
+            return self.source.tensor(self.swapped(name))
+
+        def swapped(self, name: str) -> str:
+            names = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+            return ".".join(names.get(part, part) for part in name.split("."))
+
+    projector, settings, source = _opened(folder, None)
+    model = load_vision(folder, "cpu")
+    image = model.prepare(png(picture(40, 30)))
+    expected = model.encode([image])[0]
+    weights = Weights(Swapped(source), torch.device("cpu"), torch.float32)  # type: ignore[arg-type]
+    model._encoder = projector.encoder(weights, settings)
+    assert torch.equal(model.encode([image])[0], expected)
 
 
 def test_digests(folder: Path, tmp_path: Path) -> None:
