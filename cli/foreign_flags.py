@@ -9,7 +9,9 @@ _ALWAYS = "always on"
 _OF_FILE = "the model's file says it"
 _OF_TEMPLATE = "the chat template says it"
 _NO_ADAPTERS = "LoRA adapters and control vectors are not supported; merge the adapter into its model"
-_NO_IMAGES = "models here read text; images, audio and video are not supported"
+_IMAGES = "--mmproj FILE names a projector, --no-mmproj leaves it out; the projector's file sets the rest"
+_NO_SOUND = "audio and video are not supported"
+_MEDIA = "--media-path DIR, or data: URLs"
 _NO_ROPE = "the file's metadata sets the rotary embedding; there is no flag to change it"
 _NO_TRAINING = "there is no training here"
 _NO_DIFFUSION = "diffusion models are not supported"
@@ -102,12 +104,12 @@ _ANSWERS: Mapping[str, str] = {
     "--lora --lora-scaled --lora-modules --lora-init-without-apply --enable-lora": _NO_ADAPTERS,
     "--max-loras --max-lora-rank --lora-dtype --max-cpu-loras --fully-sharded-loras": _NO_ADAPTERS,
     "--adapter-path --control-vector --control-vector-scaled --control-vector-layer-range": _NO_ADAPTERS,
-    "-mm --mmproj -mmu --mmproj-url --mmproj-auto --mmproj-offload --no-mmproj-offload --image": _NO_IMAGES,
-    "--no-mmproj --no-mmproj-auto --audio --video --image-min-tokens --image-max-tokens": _NO_IMAGES,
-    "--mtmd-batch-max-tokens --video-fps --video-timestamp-interval --video-ffmpeg-dir": _NO_IMAGES,
-    "--limit-mm-per-prompt --mm-processor-kwargs --mm-processor-cache-gb --media-path": _NO_IMAGES,
-    "--media-io-kwargs --mm-encoder-tp-mode --interleave-mm-strings --skip-mm-profiling": _NO_IMAGES,
-    "--allowed-local-media-path": _NO_IMAGES,
+    "-mmu --mmproj-url --mmproj-auto --mmproj-offload --no-mmproj-offload --no-mmproj-auto": _IMAGES,
+    "--image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --mm-processor-kwargs": _IMAGES,
+    "--mm-encoder-tp-mode --interleave-mm-strings --skip-mm-profiling --limit-mm-per-prompt": _IMAGES,
+    "--audio --video --video-fps --video-timestamp-interval --video-ffmpeg-dir": _NO_SOUND,
+    "--media-io-kwargs --allowed-local-media-path": _MEDIA,
+    "--mm-processor-cache-gb": "--image-cache MIB",
     # Prompts and answers
     "--num-predict": "-n N",
     "-sysf --system-prompt-file": '--system "$(cat FILE)"',

@@ -90,6 +90,10 @@ class EngineConfig:
         state_checkpoints: of a model whose layers keep a state (a convolution, a gated delta net), how many copies of
             states are kept, from which prompts that begin alike go on; None: by the memory that there is. `engine show`
             says what one takes.
+        mmproj: the file (mmproj*.gguf) or folder with the encoder of images and the projector that makes them rows of
+            the prompt; None: one beside the model, where there is one.
+        no_mmproj: the model is to read text alone.
+        image_cache: host memory in MiB for encoded images, which later prompts need not encode again.
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
         make_room: called before anything is allocated, with the bytes that the run needs, those that are free, and the
@@ -249,6 +253,23 @@ class EngineConfig:
             "N",
         ),
     ] = None
+    mmproj: Annotated[
+        str | Path | None,
+        Flag(
+            "--mmproj -mm",
+            "The projector for images. (default: mmproj*.gguf beside the model)",
+            RUN_PANEL,
+            "FILE",
+        ),
+    ] = None
+    no_mmproj: Annotated[
+        bool, Flag("--no-mmproj", "No images: a projector beside the model is not loaded.", RUN_PANEL)
+    ] = False
+    image_cache: Annotated[
+        int,
+        Range(0),
+        Flag("--image-cache", "MiB of host memory for images that are kept encoded.", RUN_PANEL, "MIB"),
+    ] = 512
     chat_template: str | None = None
     progress: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
     make_room: Callable[[int, int, str], bool] | None = field(default=None, compare=False, repr=False)
@@ -262,6 +283,8 @@ class EngineConfig:
         if self.cache_type not in CACHE_TYPES:
             raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
         check_ranges(self, "{name} {value}")
+        if self.no_mmproj and self.mmproj is not None:
+            raise EngineError(f"mmproj {self.mmproj}: no_mmproj leaves images out; give one of them")
         self._check_shares()
         self._check_devices()
         if self.draft_tokens is not None and not self.speculates:

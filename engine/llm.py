@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import compress
+from itertools import compress, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -37,15 +37,19 @@ from quengine.platform.machine import peak_memory
 from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
+from quengine.request.content_parts import flattened, has_images, images_of, why_text_alone
+from quengine.request.image_prompts import ImagePrompts
 from quengine.request.output import Completion
 from quengine.request.pooling import RANK, Pool, Pooling, check_ranks, default_pooling, with_end
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
+from quengine.request.prompt_images import ImagePrompt, PromptImages
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.sequence_factory import SequenceFactory
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 from quengine.scheduler import PENDING, Scheduler
 from quengine.speculative.speculation import Speculation
+from quengine.step_plan import given_rows
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import ToolUse
@@ -93,6 +97,13 @@ class LLM:
         # steps in flight, whose results have not been taken, in launch order
         self._in_flight = deque[LaunchedStep]()
         self.speculation = Speculation.of(config, self.scheduler, self.loaded.draft, self.loaded.device.type)
+        vision = self.loaded.vision
+        self.images: ImagePrompts | None = None
+        if vision is not None:
+            kept = config.image_cache << 20
+            windows = [pool.window for pool in self.loaded.cache.pools if pool.window is not None]
+            most = min([self.loaded.decoder.chunk_size, *windows])
+            self.images = ImagePrompts(vision, self.tokenizer, self.loaded.device, kept, most)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
         )
@@ -158,17 +169,23 @@ class LLM:
                 surrogate pair; or `params.constraint` cannot be compiled.
         """
         self._check_generates()
-        ids = self._prompt_ids(prompt)
-        sequence = self._sequences.make(ids, params or SamplingParams(), index, show_special)
+        ids, images = self._prompt_parts(prompt)
+        given = params or SamplingParams()
+        sequence = self._sequences.make(ids, given, index, show_special, images=images)
         return CompletionStream(self, sequence)
 
     def chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> Completion:
-        """Answers a conversation, a list of {"role", "content"}, formatted with the model's chat template."""
+        """Answers a conversation, a list of {"role", "content"}, formatted with the model's chat template.
+
+        A content is text, or a list of parts: {"type": "text", "text": ...}, {"type": "image", "image": bytes or the
+        path of a file} and {"type": "image_url", "image_url": {"url": "data:..."}}.
+        """
         return self.stream_chat(messages, params).finish()
 
     def stream_chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> ChatStream:
         """Answers a conversation; iterating yields pieces of text as soon as they are certain."""
-        return self.stream_answer(self.encode_chat(messages, None, self.effort_variables(None)), params)
+        ids = self.encode_chat(messages, None, self.effort_variables(None))
+        return self.stream_answer(self.with_images(ids, images_of(messages)), params)
 
     def stream_answer(
         self,
@@ -190,32 +207,45 @@ class LLM:
         """
         self._check_generates()
         form, use, params = self.answer_format, use or ToolUse(), params or SamplingParams()
-        ids = self._prompt_ids(prompt)
+        ids, images = self._prompt_parts(prompt)
         end = self._chat.end_of(ids)
         if reasoning_format == "none":
             form = form.with_reasoning_in_text()
         spec = form.bounded(form.constraint(use, params.constraint, end), end, reasoning_budget)
         params = replace(params, constraint=spec)
-        sequence = self._sequences.make(ids, params, show_special=form.shown(use))
+        sequence = self._sequences.make(ids, params, show_special=form.shown(use), images=images)
         return ChatStream(self, sequence, partial(form.parser, use, end))
 
-    def logits(self, token_ids: Seq[int], *, decode: bool = False) -> Tensor:
-        """Teacher-forced logits [T, vocab] fp32 after each token. `decode`: computed in one decode step per token.
+    def logits(self, token_ids: Seq[int] | ImagePrompt, *, decode: bool = False) -> Tensor:
+        """Teacher-forced logits [T, vocab] fp32 after each token. `decode`: computed in one decode step per token, of
+        tokens alone.
 
         The cache is emptied. Requests of other threads are first computed to their end.
 
         Raises:
-            EngineError: a stream of this thread is unfinished.
+            EngineError: a stream of this thread is unfinished, or images were to be decoded.
         """
         self._check_generates()
-        ids = self._sequences.checked(as_ids(token_ids))
+        given, images = self._prompt_parts(token_ids)
+        ids = self._sequences.checked(given)
+        if decode and images is not None:
+            raise EngineError("rows of images are computed in prefill steps")
         with self._alone():
             self.scheduler.reset()
             if decode:
                 return self.runner.logits(ids, 0, "decode")
             size = self.loaded.decoder.chunk_size
-            starts = range(0, len(ids), size)
-            return torch.cat([self.runner.logits(ids[s : s + size], s, "prefill").float() for s in starts])
+            ends = [0]
+            while ends[-1] < len(ids):
+                end = min(ends[-1] + size, len(ids))
+                ends.append(end if images is None else images.whole(ends[-1], end))
+            chunks = [(ids[start:end], start) for start, end in pairwise(ends)]
+            return torch.cat(
+                [
+                    self.runner.logits(*chunk, "prefill", given_rows(images, *chunk)).float()
+                    for chunk in chunks
+                ]
+            )
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling | None = None) -> list[list[float]]:
         """A unit-length embedding for each prompt (text, or token ids): its hidden rows after the last norm, pooled.
@@ -301,7 +331,8 @@ class LLM:
         """Token ids of a conversation rendered with the model's chat template, ready for the answer.
 
         `tools`: descriptions of functions as the template reads them (`answer_format.tools`). `variables`: further
-        names for the template, such as `reasoning_effort`.
+        names for the template, such as `reasoning_effort`. An image among the messages is a marker in the prompt, for
+        `with_images`.
 
         Raises:
             EngineError: the model has no template, or the template fails (the error has the line); or a message of the
@@ -309,7 +340,25 @@ class LLM:
         """
         self._lock.check_process()
         check_messages(messages)
-        return self._chat.encode(messages, tools, variables)
+        shown = has_images(messages)
+        if shown and self.images is None:
+            raise EngineError(why_text_alone(self.loaded.notes))
+        marker = self.images.marker if shown and self.images is not None else ""
+        return self._chat.encode(flattened(messages) if shown else messages, tools, variables, marker=marker)
+
+    def with_images(self, prompt: str | Seq[int], images: Seq[bytes]) -> Prompt:
+        """The prompt with the contents of image files in place of the markers in it (`LLM.images.marker`): text, or
+        ids as `encode_chat` gives them. Images are decoded and encoded here, but for those that are kept.
+
+        Raises:
+            EngineError: the model has no projector, a file is no image, or there are more or fewer markers.
+        """
+        if not images:
+            return prompt
+        if self.images is None:
+            raise EngineError(why_text_alone(self.loaded.notes))
+        ids = self.encode(prompt, special=True) if isinstance(prompt, str) else as_ids(prompt)
+        return self.images.make(ids, images)
 
     def step(self) -> list[tuple[Sequence, str]]:
         """Computes one batch, and returns its sequences, each with its new text; an empty list if there is no batch.
@@ -520,7 +569,16 @@ class LLM:
         return DeferredInterrupt(second_at_once=self.loaded.ranks is not None)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        return self.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
+        """Raises EngineError for a prompt with images, of which there are no embeddings."""
+        ids, images = self._prompt_parts(prompt)
+        if images is not None:
+            raise EngineError("embeddings are those of text: the prompt has images")
+        return ids
+
+    def _prompt_parts(self, prompt: Prompt) -> tuple[list[int], PromptImages | None]:
+        if isinstance(prompt, ImagePrompt):
+            return prompt.ids, prompt.images
+        return self.encode(prompt) if isinstance(prompt, str) else as_ids(prompt), None
 
     def _make_scheduler(self) -> Scheduler:
         config, kind = self.config, self.loaded.device.type

@@ -16,6 +16,7 @@ from quengine.config import EngineConfig
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.ranks.communicator import Communicator
 from quengine.kv_cache import KVCache
+from quengine.loading.load_vision import open_vision, projector_path
 from quengine.loading.machine import Machine
 from quengine.loading.placement import (
     choose_cache,
@@ -37,6 +38,7 @@ from quengine.models.tokenizer import Tokenizer
 from quengine.platform.device import choose_device, device_name, on_device
 from quengine.platform.host_experts import ExpertPlacement
 from quengine.platform.machine import available_memory, thread_count
+from quengine.request.image_prompts import Vision
 from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.load_draft import check_shared, open_draft
 
@@ -55,6 +57,7 @@ class LoadedModel:
     notes: lines for the user about what was chosen and why.
     experts: the experts in host memory, on a CUDA device.
     ranks: the processes that share the model; None: it is not shared.
+    vision: makes images rows of prompts, from the file or folder `projector`; None: the model reads text.
     """
 
     path: Path
@@ -69,6 +72,8 @@ class LoadedModel:
     draft: DraftModel | None = None
     draft_checkpoint: Checkpoint | None = None
     ranks: "RankGroup | None" = None
+    vision: Vision | None = None
+    projector: Path | None = None
 
     @property
     def decoder(self) -> Decoder:
@@ -121,6 +126,7 @@ def load_model(
     part = part_of(checkpoint, stages[0] if stages else Rank(0, config.ranks, config.expert_parallel))
     threads = max(1, threads // config.ranks) if device.type == "cpu" else threads
     torch.set_num_threads(threads)
+    vision, sees = open_vision(config, path, checkpoint.config, device)
     free = free_memory(device, config.ranks)
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
     experts = ExpertPlacement.choose(config, part, device.type)
@@ -129,12 +135,12 @@ def load_model(
     if stages:
         ctx_size, pools = fit_stages(config, checkpoint, draft, device, stages, ctx_size)
     layer = draft if draft is not None and draft.config.is_draft_layer else None
-    made = Machine(config, device, threads, free, progress, experts, layer)
+    made = Machine(config, device, threads, free, progress, experts, layer, vision is not None)
     with on_device(device):
         shared = part is not checkpoint
         runner = made.ranks(path, part, ctx_size, pools) if shared else made.runner(part, ctx_size, pools)
         drafts, said = made.drafts_beside(runner, draft, pools)
-    notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts), *said]
+    notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts), *said, *sees]
     load_s = time.perf_counter() - began
     in_vain = experts.note() if config.places_experts and not experts.layers else None
     for note in notes:
@@ -145,7 +151,7 @@ def load_model(
     )
     return LoadedModel(
         *(path, checkpoint, tokenizer.result(), runner, device, threads, load_s, notes, experts),
-        *(drafts, draft, runner.ranks),
+        *(drafts, draft, runner.ranks, vision, None if vision is None else projector_path(config, path)),
     )
 
 
@@ -165,7 +171,9 @@ def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
     part = part_of(open_checkpoint(Path(plan.model)), stage or plan.rank)
     torch.set_num_threads(plan.threads)
     experts = ExpertPlacement.choose(config, part, device.type)
-    made = Machine(config, device, plan.threads, free_memory(device, plan.count), None, experts)
+    takes_images = bool(plan.options["mmproj"])
+    free = free_memory(device, plan.count)
+    made = Machine(config, device, plan.threads, free, None, experts, takes_images=takes_images)
     return made.runner(part, plan.ctx_size, plan.pools, communicator)
 
 

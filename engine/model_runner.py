@@ -13,6 +13,7 @@ from torch import Tensor
 from quengine.block_manager import BlockCopy
 from quengine.errors import EngineError
 from quengine.kernels import sampling
+from quengine.kernels.embedded_rows import EmbeddedRows, embedded_rows
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
@@ -27,7 +28,15 @@ from quengine.runners.graph_keys import GraphKey
 from quengine.runners.state_copies import copies_before
 from quengine.sampler import Result
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, StepPlan, forward_batch, samples, scored_rows
+from quengine.step_plan import (
+    TOKENS_ALONE,
+    GivenRows,
+    SequenceRows,
+    StepPlan,
+    forward_batch,
+    samples,
+    scored_rows,
+)
 
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
@@ -54,7 +63,10 @@ class StepGraphs(Protocol):
         """The key of the captured step for these rows; None if they are to be computed eagerly."""
         ...
 
-    def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
+    takes_embeds: bool
+    """Whether rows of a captured prefill step may be given as embeddings."""
+
+    def replay(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> Tensor:
         """The logits that `Decoder.forward` returns for these rows; valid until the next step."""
         ...
 
@@ -153,7 +165,7 @@ class ModelRunner:
         if any(scored_rows(s, chunk) for s, chunk in zip(plan.sequences, plan.chunks, strict=False)):
             scored = self._score(plan)
             return LaunchedStep(plan, lambda: scored)
-        if self.device_decoder is not None:
+        if self.device_decoder is not None and not plan.given.numbers:
             with Range(f"launch {_NAMES[plan.phase]}"):
                 results = self.device_decoder.launch(plan)
             if results is not None:
@@ -165,39 +177,63 @@ class ModelRunner:
         if plan.phase == "decode" and self._has_states:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
         with Range(_NAMES[plan.phase]):
-            logits = self.forward(plan.phase, plan.rows).float().cpu()
+            logits = self.forward(plan.phase, plan.rows, given=plan.given).float().cpu()
         return LaunchedStep(plan, partial(_sampled, plan, logits))
 
     @torch.no_grad()
     def forward(
-        self, phase: Phase, rows: Seq[SequenceRows], all_logits: bool = False, eager: bool = False
+        self,
+        phase: Phase,
+        rows: Seq[SequenceRows],
+        all_logits: bool = False,
+        eager: bool = False,
+        given: GivenRows = TOKENS_ALONE,
     ) -> Tensor:
         """Logits of these rows, in the backend's dtype and on its device; valid until the next step.
 
         In prefill [sequences, vocab], after each sequence's last row, or with `all_logits` [T, vocab]; in decode
-        always [T, vocab]. `eager`: use no captured step.
+        always [T, vocab]. `eager`: use no captured step. `given`: rows of a prefill step given as embeddings.
         """
-        with self.together(Forward(phase, rows, all_logits, eager)):
-            captures = self.graphs is not None and not all_logits and not eager
-            key = self.graphs.lookup(phase, rows) if self.graphs is not None and captures else None
-            if self.graphs is not None and key is not None:
-                return self.graphs.replay(key, rows)
-            batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits)
+        numbers, spans = tuple(given.numbers), tuple(given.spans)
+        with self.together(Forward(phase, rows, all_logits, eager, numbers, spans)):
+            embeds, graphs = self._embeds(given), self.graphs
+            captures = not all_logits and not eager
+            takes = embeds is None or (graphs is not None and graphs.takes_embeds and not spans)
+            if graphs is not None and captures and takes:
+                key = graphs.lookup(phase, rows)
+                if key is not None:
+                    return graphs.replay(key, rows, embeds)
+            batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits, embeds)
             return self.decoder.forward(batch, self.cache.layers)
 
+    def _embeds(self, given: GivenRows) -> EmbeddedRows | None:
+        """The rows given as embeddings on the device, on all ranks that have a part of the embedding layer."""
+        if not given.numbers:
+            return None
+        config, device = self.decoder.config, self.decoder.backend.device
+        shape = len(given.numbers), config.embedding_length
+        values = torch.empty(shape, device=device) if given.values is None else given.values
+        embeds = embedded_rows(list(given.numbers), values, device, given.spans)
+        if config.stage is None:
+            self.decoder.backend.communicator.broadcast(embeds.values)
+        return embeds
+
     @torch.no_grad()
-    def hidden(self, rows: Seq[SequenceRows]) -> Tensor:
+    def hidden(self, rows: Seq[SequenceRows], given: GivenRows = TOKENS_ALONE) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens of these chunks: [T, embedding length]."""
-        with self.together(Hidden(rows)):
-            batch = forward_batch("prefill", rows, self.decoder.backend.device)
+        with self.together(Hidden(rows, tuple(given.numbers), tuple(given.spans))):
+            embeds = self._embeds(given)
+            batch = forward_batch("prefill", rows, self.decoder.backend.device, embeds=embeds)
             return self.decoder.hidden(batch, self.cache.layers)
 
     @torch.no_grad()
-    def logits_of_parts(self, rows: Seq[SequenceRows], parts: Seq[Seq[int]]) -> Iterator[Tensor]:
+    def logits_of_parts(
+        self, rows: Seq[SequenceRows], parts: Seq[Seq[int]], given: GivenRows = TOKENS_ALONE
+    ) -> Iterator[Tensor]:
         """Logits [n, vocab] of each of `parts` of these rows, computed lazily; the caller must take them all."""
-        with self.together(Parts(rows, parts)):
+        with self.together(Parts(rows, parts, tuple(given.numbers), tuple(given.spans))):
             device = self.decoder.backend.device
-            batch = forward_batch("prefill", rows, device)
+            batch = forward_batch("prefill", rows, device, embeds=self._embeds(given))
             tensors = (torch.tensor(part, device=device) for part in parts)
             yield from self.decoder.forward_parts(batch, self.cache.layers, tensors)
 
@@ -233,7 +269,7 @@ class ModelRunner:
         """Number of kernels of the newest captured decode step; None if there is none or they are not counted."""
         return None if self.graphs is None else self.graphs.kernels_per_step
 
-    def logits(self, ids: Seq[int], start: int, phase: Phase) -> Tensor:
+    def logits(self, ids: Seq[int], start: int, phase: Phase, given: GivenRows = TOKENS_ALONE) -> Tensor:
         """Logits [T, vocab] on the host after each of `ids` at positions start, ..., in the cache's first blocks.
 
         Computed in one prefill step, or in one decode step per token. Overwrites what other sequences had in these
@@ -241,7 +277,8 @@ class ModelRunner:
         """
         tables = self.cache.whole_tables
         if phase == "prefill":
-            return self.forward("prefill", [SequenceRows(ids, start, tables)], all_logits=True).cpu()
+            chunk = SequenceRows(ids, start, tables)
+            return self.forward("prefill", [chunk], all_logits=True, given=given).cpu()
         steps = [[SequenceRows([token], start + n, tables)] for n, token in enumerate(ids)]
         return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
 
@@ -273,7 +310,7 @@ class ModelRunner:
             parts.append(list(sampled.values()))
         results: dict[Sequence, Result] = dict.fromkeys(plan.sequences)
         with Range("prefill"):
-            logits = self.logits_of_parts(plan.chunks, parts)
+            logits = self.logits_of_parts(plan.chunks, parts, plan.given)
             for (sequence, rows), of_rows in zip(scored, logits, strict=False):
                 if results[sequence] is None:
                     results[sequence] = _add_scores(sequence, of_rows[: len(rows)])

@@ -391,13 +391,13 @@ class Scheduler:
         if self.shares and sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
             shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
             keys = self._keys(sequence, shareable)
-            self.blocks.computed(sequence.block_tables, keys, before // BLOCK_SIZE, sequence.token_ids)
+            self.blocks.computed(sequence.block_tables, keys, before // BLOCK_SIZE, sequence.key_ids)
             if self._keeps_copies and sequence in self.decoding:
                 self._add_copies(sequence)
 
     def _keys(self, sequence: Sequence, tokens: int) -> list[bytes]:
         """The keys of the full blocks of the sequence's first `tokens` tokens."""
-        extend_keys(sequence.block_keys, sequence.token_ids)
+        extend_keys(sequence.block_keys, sequence.key_ids)
         return sequence.block_keys[: tokens // BLOCK_SIZE]
 
     def _next_alone(self) -> StepPlan | None:
@@ -505,7 +505,7 @@ class Scheduler:
         """Whether both sequences begin alike, up to the end of a full block that `running` has yet to compute."""
         most = min(self._most_shared(waiting), self._prompt_end(running))
         ahead = (running.num_cached_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
-        return ahead <= most and waiting.token_ids[:ahead] == running.token_ids[:ahead]
+        return ahead <= most and waiting.key_ids[:ahead] == running.key_ids[:ahead]
 
     def _most_shared(self, sequence: Sequence) -> int:
         """Number of tokens at its beginning that may be taken from the prefix cache.
@@ -531,7 +531,7 @@ class Scheduler:
             self._keys(sequence, self._most_shared(sequence)),
             min(len(sequence.token_ids) + 1, sequence.max_positions),  # with the first token after them
             reserve=sum(map(self._may_grow, self._running)),
-            tokens=sequence.token_ids[: self._most_shared(sequence)],
+            tokens=sequence.key_ids[: self._most_shared(sequence)],
         )
         if allocation is None:
             return False
@@ -560,6 +560,8 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, most: int) -> SequenceRows:
         start = sequence.num_cached_tokens
         end = min(start + most, self._prompt_end(sequence))
+        if sequence.images is not None:
+            end = sequence.images.whole(start, end)
         if not self.blocks.has_states:
             return SequenceRows(sequence.token_ids[start:end], start, sequence.block_tables)
         if places := self._next_checkpoints(sequence):
@@ -654,7 +656,7 @@ class Scheduler:
         if self.shares and sequence.pool is None and known % BLOCK_SIZE:
             keys = self._keys(sequence, known)
             self.blocks.keep_beginning(
-                sequence.block_tables, keys, sequence.token_ids[len(keys) * BLOCK_SIZE : known]
+                sequence.block_tables, keys, sequence.key_ids[len(keys) * BLOCK_SIZE : known]
             )
 
 

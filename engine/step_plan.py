@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
+from quengine.request.prompt_images import PromptImages
 from quengine.request.sequence import Sequence
 from quengine.slot import Slot
 
@@ -23,6 +26,22 @@ class SequenceRows(NamedTuple):
     def end(self) -> int:
         """The position after the last row."""
         return self.start + len(self.ids)
+
+
+class GivenRows(NamedTuple):
+    """Rows of a prefill step that are given as embeddings.
+
+    numbers: of the rows in the step. values: [n, embedding length] on any device; None: another rank has them. spans:
+    as `EmbeddedRows` has them.
+    """
+
+    numbers: Seq[int] = ()
+    values: Tensor | None = None
+    spans: Seq[tuple[int, int, int]] = ()
+
+
+TOKENS_ALONE = GivenRows()
+"""No row is given as an embedding."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +85,18 @@ class StepPlan:
         return [SequenceRows([*known_ids(s), *s.draft], start, s.block_tables) for s, start in pairs]
 
     @property
+    def given(self) -> GivenRows:
+        """In prefill, the rows that images give as embeddings."""
+        parts, first = list[GivenRows](), 0
+        for sequence, chunk in zip(self.sequences, self.chunks, strict=False):
+            parts.append(given_rows(sequence.images, chunk.ids, chunk.start, first))
+            first += len(chunk.ids)
+        values = [part.values for part in parts if part.values is not None]
+        numbers = [number for part in parts for number in part.numbers]
+        spans = [span for part in parts for span in part.spans]
+        return GivenRows(numbers, torch.cat(values), spans) if values else TOKENS_ALONE
+
+    @property
     def cancelled(self) -> bool:
         """Whether no sequence has the slot that it had, so that the results are not needed."""
         return not any(
@@ -77,6 +108,17 @@ class StepPlan:
         for sequence, slot, chunk in zip(self.sequences, self.slots, self.chunks, strict=False):
             if sequence.slot is slot:
                 yield sequence, chunk
+
+
+def given_rows(images: PromptImages | None, ids: Seq[int], start: int, first: int = 0) -> GivenRows:
+    """The rows that images give of a chunk `ids` at position `start`, whose first row is row `first` of its step."""
+    numbers, values = list[int](), list[Tensor]()
+    for rows, features in () if images is None else images.within(start, start + len(ids)):
+        numbers += range(first + rows.start, first + rows.stop)
+        values.append(features)
+    runs = () if images is None else images.spans(start, start + len(ids))
+    spans = [(first + low, first + high, before) for low, high, before in runs]
+    return GivenRows(numbers, torch.cat(values), spans) if values else TOKENS_ALONE
 
 
 def samples(sequence: Sequence, chunk: SequenceRows) -> bool:
@@ -99,14 +141,18 @@ def known_ids(sequence: Sequence) -> list[int]:
 
 
 def forward_batch(
-    phase: Phase, rows: Seq[SequenceRows], device: torch.device, all_logits: bool = False
+    phase: Phase,
+    rows: Seq[SequenceRows],
+    device: torch.device,
+    all_logits: bool = False,
+    embeds: EmbeddedRows | None = None,
 ) -> ForwardBatch:
-    """The batch of these rows. In prefill, logits are computed for each sequence's last row, or for all rows;
-    in decode, for all.
+    """The batch of these rows. In prefill, logits are computed for each sequence's last row, or for all rows, and
+    some rows may be given as embeddings; in decode, logits are computed for all.
     """
     ids, starts, tables = zip(*rows, strict=True)
     if phase == "prefill":
-        return prefill_batch(ids, starts, tables, device, all_logits)
+        return prefill_batch(ids, starts, tables, device, all_logits, embeds)
     return decode_batch(
         [token for part in ids for token in part],
         [start + n for part, start in zip(ids, starts, strict=True) for n in range(len(part))],

@@ -185,7 +185,7 @@ class Backend(Protocol[WeightT]):
         ...
 
     def embed(self, batch: ForwardBatch, weight: WeightT, scale: float = 1.0) -> Hidden:
-        """Rows `batch.token_ids` of a one-part weight, times `scale`: [T, K]."""
+        """Rows `batch.token_ids` of a one-part weight, times `scale`, but for those of `batch.embeds`: [T, K]."""
         ...
 
     def row_table(self, table: QuantTensor) -> WeightT:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 
 Phase = Literal["prefill", "decode"]
@@ -81,6 +82,7 @@ class ForwardBatch:
         shares_sequences: in decode, whether a sequence may have several rows, at consecutive positions. All keys and
             values of the batch must then be written before any are read.
         tiles: in a captured prefill step, the tiles of its rows; elsewhere the backend computes them.
+        embeds: in prefill, the rows that are given as embeddings. Their tokens are of the vocabulary, and not read.
     """
 
     phase: Phase
@@ -92,6 +94,7 @@ class ForwardBatch:
     logits_rows: Tensor | None = None
     shares_sequences: bool = False
     tiles: PrefillTiles | None = None
+    embeds: EmbeddedRows | None = None
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -187,6 +190,7 @@ def prefill_batch(
     tables: Sequence[BlockTables],
     device: torch.device,
     all_logits: bool = False,
+    embeds: EmbeddedRows | None = None,
 ) -> ForwardBatch:
     """The batch of chunks `ids`, each at its position in `starts`, with its sequence's block tables.
 
@@ -208,6 +212,7 @@ def prefill_batch(
         starts=tuple(starts),
         query_lens=tuple(lengths),
         logits_rows=None if every else torch.tensor(last, device=device),
+        embeds=embeds,
     )
 
 

@@ -15,11 +15,13 @@ from torch import Tensor
 from quengine.kernels.attention import attention, gate_output, mask_slice, softcap, split_gates
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.embedded_rows import place_embeddings
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, encoder_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, Gating, glu
 from quengine.kernels.hidden_rows import keep_rows, rows_before
+from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.latent_attention import latent_attention
 from quengine.kernels.latent_spec import LatentSpec
@@ -108,9 +110,10 @@ class ReferenceBackend:
     def embed(self, batch: ForwardBatch, weight: ReferenceWeight, scale: float = 1.0) -> Tensor:
         ids = batch.token_ids
         if weight.dense is not None:
-            return weight.dense[ids] * scale
+            return place_embeddings(weight.dense[ids] * scale, batch.embeds)
         (part,) = weight.parts
-        return dequantize(part.format, part.data[ids]).to(self.dtype) * scale
+        rows = dequantize(part.format, part.data[ids]).to(self.dtype) * scale
+        return place_embeddings(rows, batch.embeds)
 
     def row_table(self, table: QuantTensor) -> ReferenceWeight:
         return ReferenceWeight((table,), None)
@@ -254,6 +257,7 @@ class ReferenceBackend:
             tables = batch.block_tables_of(spec.cache_group)
             parts = list(zip(q[:, None], batch.positions.tolist(), tables, strict=True))
         y = torch.cat([self._attend(rows, spec, layer, start, table) for rows, start, table in parts])
+        y = attend_within_images(y, q, spec, layer, batch)
         return y if gates is None else gate_output(y, gates)
 
     def _attend(self, q: Tensor, spec: AttentionSpec, layer: KVLayer, start: int, table: Tensor) -> Tensor:

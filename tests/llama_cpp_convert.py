@@ -34,6 +34,7 @@ class Conversion:
     gate_up, qkv: gate and up of all experts of a layer, query, key and value rows, in one tensor.
     drafts: the layers that draft tokens are written, too, which the folder then must have.
     outtype: the type of matrices.
+    mmproj: the vision part is written, and not the text model.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class Conversion:
     qkv: bool = False
     drafts: bool = True
     outtype: str = "f32"
+    mmproj: bool = False
 
     @property
     def arguments(self) -> list[str]:
@@ -51,6 +53,7 @@ class Conversion:
         flags += ["--fuse-gate-up-exps"] if self.gate_up else []
         flags += ["--fuse-qkv"] if self.qkv else []
         flags += [] if self.drafts else ["--no-mtp"]
+        flags += ["--mmproj"] if self.mmproj else []
         return [str(self.folder), "--outfile", str(self.output), "--outtype", self.outtype, *flags]
 
 

@@ -269,10 +269,10 @@ def _file(chat: Conversation, text: str) -> None:
     note(f"{path.name}: {attached.tokens} tokens, sent with the next message")
 
 
-def _image(chat: Conversation, _: str) -> None:
-    raise EngineError(
-        f"{chat.models.name} reads text only, as every model here does; /file sends a text file"
-    )
+def _image(chat: Conversation, text: str) -> None:
+    path = file_name("image", text)
+    chat.session.attach(path)
+    note(f"{path.name} is sent with the next message")
 
 
 def _model(chat: Conversation, name: str) -> None:
@@ -343,7 +343,7 @@ COMMANDS = {
         "[NAME VALUE]", "change how tokens are chosen; alone it lists the settings", _set, "setting"
     ),
     "file": Command("PATH", "send a text file with the next message", _file, "path"),
-    "image": Command("PATH", "refused: models here read text", _image, "path"),
+    "image": Command("PATH", "send an image with the next message", _image, "path"),
     "model": Command(
         "[NAME]", "go on with another model or preset; alone it shows the one in use", _model, "model"
     ),

@@ -17,6 +17,7 @@ from quengine.cli.progress import PromptProgress
 from quengine.cli.terminal import AnswerPrinter, note, write_text
 from quengine.errors import EngineError, visible
 from quengine.request.chat_session import ChatSession
+from quengine.request.content_parts import text_of
 
 if TYPE_CHECKING:
     from quengine.cli.chat.models import ChatModels
@@ -115,7 +116,7 @@ class Repl:
         Raises:
             EngineError: there is no message, or no terminal.
         """
-        messages = [each["content"] for each in self.session.messages if each["role"] == "user"]
+        messages = [text_of(each["content"]) for each in self.session.messages if each["role"] == "user"]
         if not messages:
             raise EngineError("the conversation has no message yet")
         if self._prompt is None:
@@ -126,7 +127,7 @@ class Repl:
         if self.session_file is None or not self.session_file.resume():
             return
         messages = self.session.messages
-        said = [each["content"] for each in messages if each["role"] == "user"]
+        said = [text_of(each["content"]) for each in messages if each["role"] == "user"]
         latest = f", the last one of yours: {excerpt(said[-1])}" if said else ""
         note(f"resumed {self.session_file.path}: {len(messages)} messages{latest}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quengine.errors import EngineError
 from quengine.request.chat_session import ChatSession, read_messages
+from quengine.request.content_parts import text_of
 
 _NAME = re.compile(r"\w[\w -]*")
 
@@ -59,7 +60,7 @@ def session_lines() -> Iterator[str]:
             yield f"{name:{wide}}  {error}"
             continue
         saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
-        said = next((each["content"] for each in messages if each["role"] == "user"), "")
+        said = next((text_of(each["content"]) for each in messages if each["role"] == "user"), "")
         yield f"{name:{wide}}  {saved}  {len(messages):3} messages  {excerpt(said)}"
 
 

@@ -25,6 +25,7 @@ from quengine.errors import EngineError, visible
 from quengine.options import OUTPUT, Flag
 from quengine.platform.input_files import read_stream, read_text, universal_newlines
 from quengine.request.chat_options import ChatOptions
+from quengine.request.content_parts import read_image, why_text_alone
 from quengine.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ class PromptFlags:
         tuple[Path, ...],
         Flag("-f --file", "Read the prompt from a file; - is standard input.", PROMPT, "FILE"),
     ] = ()
+    images: Annotated[
+        tuple[Path, ...], Flag("--image", "An image before the prompt; repeatable.", PROMPT, "FILE")
+    ] = ()
     effort: Effort = None
     chat: Annotated[
         bool | None,
@@ -145,12 +149,13 @@ def generate(
         ids = _prompt_ids(llm, source, flags, options, chat)
         if flags.show_prompt:
             print(visible(llm.tokenizer.decode(ids, skip_special=False)), file=sys.stderr)
+        prompt = llm.with_images(ids, [read_image(path) for path in flags.images])
         parsed = chat and not flags.special
         budget, form = options.reasoning_budget, options.reasoning_format
         stream = (
-            llm.stream_answer(ids, params, reasoning_budget=budget, reasoning_format=form)
+            llm.stream_answer(prompt, params, reasoning_budget=budget, reasoning_format=form)
             if parsed
-            else llm.stream(ids, params, show_special=flags.special)
+            else llm.stream(prompt, params, show_special=flags.special)
         )
         llm.warm_up(params)  # else the first tokens would wait until their step is captured
         try:
@@ -217,10 +222,22 @@ def _prompt_ids(llm: "LLM", source: str, flags: PromptFlags, options: ChatOption
                 raise EngineError(
                     f"{flag} needs a chat template: leave it out, or use --chat with a model that has one"
                 )
-        return llm.encode(source, special=flags.special)
-    messages = options.opened([{"role": "user", "content": source}])
+        return _raw_ids(llm, source, flags)
+    images = [{"type": "image", "image": path} for path in flags.images]
+    content = [*images, {"type": "text", "text": source}] if images else source
+    messages = options.opened([{"role": "user", "content": content}])
     variables = {**llm.effort_variables(flags.effort, options.reasoning_budget), **options.variables}
     return llm.encode_chat(messages, variables=variables)
+
+
+def _raw_ids(llm: "LLM", source: str, flags: PromptFlags) -> list[int]:
+    """The prompt as it is, with images where it has markers, else in front."""
+    if not flags.images:
+        return llm.encode(source, special=flags.special)
+    if llm.images is None:
+        raise EngineError(why_text_alone(llm.loaded.notes))
+    missing = max(0, len(flags.images) - source.count(llm.images.marker))
+    return llm.encode(missing * llm.images.marker + source, special=True)
 
 
 def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:

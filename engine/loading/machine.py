@@ -41,7 +41,7 @@ REFERENCE_BYTES_A_WEIGHT = 8
 @dataclass(frozen=True)
 class Machine:
     """The device that models are loaded onto, and how. experts: where those of the model lie. layer: the model's own
-    that drafts; None: it does not."""
+    that drafts; None: it does not. takes_images: rows of prompts may be those of images."""
 
     config: EngineConfig
     device: torch.device
@@ -50,6 +50,7 @@ class Machine:
     progress: Callable[[str], None] | None
     experts: ExpertPlacement
     layer: Checkpoint | None = None
+    takes_images: bool = False
 
     def runner(
         self,
@@ -82,7 +83,7 @@ class Machine:
         logger.debug("weights loaded")
         if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
-        return _make_runner(config, decoder, cache, drafts)
+        return _make_runner(config, decoder, cache, drafts, self.takes_images and not drafts)
 
     def _encoder_runner(self, checkpoint: Checkpoint, backend: Backend[Any], cache: KVCache) -> ModelRunner:
         """Of a model that computes whole texts, one in each step, eagerly."""
@@ -103,6 +104,7 @@ class Machine:
         def plan(number: int, meeting: str) -> RankPlan:
             options = of_rank(replace(self.config, device=self.device.type), number).values()
             options["draft_model"] = None if self.config.draft_model is None else str(self.config.draft_model)
+            options["mmproj"], options["no_mmproj"] = "of rank 0" if self.takes_images else None, False
             count = self.config.ranks
             bounds = () if part.config.stage is None else part.config.stage.bounds
             return RankPlan(str(path), options, number, count, ctx_size, pools, self.threads, meeting, bounds)
@@ -149,7 +151,7 @@ class Machine:
         runner = (
             ModelRunner(decoder, cache)
             if self.experts.layers
-            else _make_runner(config, decoder, cache, drafts=True)
+            else _make_runner(config, decoder, cache, drafts=True, takes_images=False)
         )
         assert target.cache.hidden is not None
         held = cache.nbytes + target.cache.hidden.nbytes
@@ -269,12 +271,14 @@ def make_backend(
     return CpuBackend(threads)
 
 
-def _make_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+def _make_runner(
+    config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool, takes_images: bool
+) -> ModelRunner:
     device = decoder.backend.device
     if config.backend == "reference":
         return ModelRunner(decoder, cache)
     if device.type == "cuda":
-        return _cuda_runner(config, decoder, cache, drafts)
+        return _cuda_runner(config, decoder, cache, drafts, takes_images)
     from quengine.kernels.cpu.ops import sampling
     from quengine.runners.cpu_steps import CpuSteps
 
@@ -303,7 +307,9 @@ def _graph_rows(config: EngineConfig, drafts: bool) -> int:
     return min(DECODE_ROWS[-1], rows)
 
 
-def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool) -> ModelRunner:
+def _cuda_runner(
+    config: EngineConfig, decoder: Decoder, cache: KVCache, drafts: bool, takes_images: bool
+) -> ModelRunner:
     from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
     from quengine.parallel.communicator import CudaCommunicator
     from quengine.runners.cuda_graphs import PENDING, CudaGraphs
@@ -319,6 +325,7 @@ def _cuda_runner(config: EngineConfig, decoder: Decoder, cache: KVCache, drafts:
         shares_sequences=config.speculates,
         pending=draft_tokens(config, "cuda") if drafts else PENDING,
         slots=rows if drafts else config.parallel,
+        takes_embeds=takes_images,
     )
     communicator = decoder.backend.communicator
     if isinstance(communicator, CudaCommunicator):

@@ -23,18 +23,19 @@ from quengine.parallel.wire import (
     ReadCache,
     WriteCache,
 )
+from quengine.step_plan import GivenRows
 
 
 def run(runner: ModelRunner, message: Message) -> None:
     """Compute this rank's part of a step."""
     match message:
-        case Forward(phase, rows, all_logits, eager):
-            runner.forward(phase, rows, all_logits, eager)
+        case Forward(phase, rows, all_logits, eager, embedded, spans):
+            runner.forward(phase, rows, all_logits, eager, GivenRows(embedded, None, spans))
             _choose(runner, {})
-        case Hidden(rows):
-            runner.hidden(rows)
-        case Parts(rows, parts):
-            for _ in runner.logits_of_parts(rows, parts):
+        case Hidden(rows, embedded, spans):
+            runner.hidden(rows, GivenRows(embedded, None, spans))
+        case Parts(rows, parts, embedded, spans):
+            for _ in runner.logits_of_parts(rows, parts, GivenRows(embedded, None, spans)):
                 pass
         case ReadCache(start, end):
             read_rows(runner, start, end)

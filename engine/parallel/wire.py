@@ -46,18 +46,23 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Forward(_ToRank, frozen=True):
-    """`ModelRunner.forward`."""
+    """`ModelRunner.forward`. `embedded`: numbers of the rows given as embeddings, which follow by broadcast.
+    `spans`: of these rows, as `EmbeddedRows` has them."""
 
     phase: Phase
     rows: Sequence[SequenceRows]
     all_logits: bool
     eager: bool
+    embedded: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int, int], ...] = ()
 
 
 class Hidden(_ToRank, frozen=True):
     """`ModelRunner.hidden`."""
 
     rows: Sequence[SequenceRows]
+    embedded: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int, int], ...] = ()
 
 
 class Parts(_ToRank, frozen=True):
@@ -65,6 +70,8 @@ class Parts(_ToRank, frozen=True):
 
     rows: Sequence[SequenceRows]
     parts: Sequence[Sequence[int]]
+    embedded: tuple[int, ...] = ()
+    spans: tuple[tuple[int, int, int], ...] = ()
 
 
 class ReadCache(_ToRank, frozen=True):

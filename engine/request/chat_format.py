@@ -5,6 +5,7 @@ text, with calls in it of the form that `calls.named` finds, and in front of it 
 `reasoning_tags` finds one.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from quengine.errors import EngineError
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.content_parts import IMAGE, places_of, with_image_parts
 from quengine.request.turn_order import TurnOrder
 from quengine.structured.answer_format import (
     PROMPT_TOKENS,
@@ -72,6 +74,8 @@ _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y %H:%M:%S GMT"}
 """Variables for the date in templates of Llama 3 and Firefunction; most call strftime_now."""
 
 _TOOLS = re.compile(r"\btools\b")
+_READS_PARTS = re.compile(r"""\[\s*['"]type['"]\s*\]|\.type\b""")
+_PROBE = "Alder and birch"
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,8 @@ class ChatFormat:
             EngineError: the model has no template, or the template fails (with its line).
         """
         template, written = self._needed(), self._written(messages, tools, variables, ending)
-        text = template.render(written.messages, ending != "nothing", tools, written.variables)
+        given = self._shaped(written.messages)
+        text = template.render(given, ending != "nothing", tools, written.variables)
         return text + "".join(part for pair in written.tail for part in pair)
 
     def encode(
@@ -140,18 +145,66 @@ class ChatFormat:
         tools: Sequence[Any] | None,
         variables: Mapping[str, Any] | None,
         ending: Ending = "answer",
+        marker: str = "",
     ) -> list[int]:
-        """The prompt of a conversation as token ids, in which messages hold no control tokens; see `render`."""
-        template, written = self._needed(), self._written(messages, tools, variables or {}, ending)
+        """The prompt of a conversation as token ids, in which messages hold no control tokens; see `render`.
+
+        marker: the text of an image in a prompt, for each IMAGE in a message (`content_parts`). "": there are none.
+
+        Raises:
+            EngineError: as `render`; or the template leaves images out.
+        """
+        written = self._written(messages, tools, variables or {}, ending)
+        if not marker:
+            return self._encoded(self._shaped(written.messages), written, tools, ending)
+        images = sum(str(message.get("content")).count(IMAGE) for message in written.messages)
+        ids, problem = self._tokenizer.encode(marker, special=True), None
+        for shaped in (with_image_parts(written.messages, self.takes_parts_alone), written.messages):
+            try:
+                found = self._encoded(shaped, written, tools, ending, marker)
+            except ChatTemplateError as error:
+                problem = error
+                continue
+            if len(places_of(found, ids)) == images:
+                return found
+        raise problem or EngineError(f"the chat template does not write {marker} for each of {images} images")
+
+    def _encoded(
+        self,
+        messages: Messages,
+        written: "_Written",
+        tools: Sequence[Any] | None,
+        ending: Ending,
+        marker: str = "",
+    ) -> list[int]:
+        change = partial(_with_markers, marker) if marker else str
         return encode_chat(
             self._tokenizer,
-            template,
-            written.messages,
+            self._needed(),
+            messages,
             ending != "nothing",
             tools,
             written.variables,
             written.tail,
+            change,
         )
+
+    @cached_property
+    def takes_parts_alone(self) -> bool:
+        """Whether the template leaves out contents that are text, and writes lists of parts. It is rendered for it."""
+        if self._template is None or not _READS_PARTS.search(self.source or ""):
+            return False
+        for content, writes in ((_PROBE, False), ([{"type": "text", "text": _PROBE}], True)):
+            try:
+                text = self._template.render([{"role": "user", "content": content}])
+            except ChatTemplateError:
+                text = ""
+            if (_PROBE in text) is not writes:
+                return False
+        return True
+
+    def _shaped(self, messages: Messages) -> Messages:
+        return with_image_parts(messages, True) if self.takes_parts_alone else messages
 
     def _written(
         self,
@@ -175,7 +228,7 @@ class ChatFormat:
         text, thought = str(last.get("content") or ""), reasoning_in(last)
         if not thought:
             variables |= switch_variables(self.answers, self.source, on=False)
-        prompt = self._needed().render(before, True, tools, variables)
+        prompt = self._needed().render(self._shaped(before), True, tools, variables)
         return _Written(before, variables, self.answers.continuation(prompt, thought, text))
 
     def effort_variables(self, effort: str | None, budget: int = -1) -> dict[str, Any]:
@@ -191,7 +244,7 @@ class ChatFormat:
         self, messages: Messages, add_generation_prompt: bool, variables: Mapping[str, Any]
     ) -> str | None:
         try:
-            return self._needed().render(messages, add_generation_prompt, None, variables)
+            return self._needed().render(self._shaped(messages), add_generation_prompt, None, variables)
         except ChatTemplateError:
             return None
 
@@ -199,6 +252,11 @@ class ChatFormat:
         if self._template is None:
             raise EngineError(self._missing)
         return self._template
+
+
+def _with_markers(marker: str, text: str) -> str:
+    """A rendered text with the marker for each IMAGE; the second form is what `tojson` makes of it."""
+    return text.replace(IMAGE, marker).replace(json.dumps(IMAGE)[1:-1], marker)
 
 
 def _variables(source: str) -> dict[str, str]:

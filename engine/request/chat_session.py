@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quengine.errors import EngineError
 from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
+from quengine.request.content_parts import image_paths, images_of, read_image, text_of, why_text_alone
 from quengine.request.sampling_params import MAX_SEED, SamplingParams
 from quengine.structured.tool_calls import Delta, TextDelta
 
@@ -41,9 +42,9 @@ class _Turn:
 class ChatSession:
     """A conversation; `llm` should have been made with `reuse_prefix=True`.
 
-    `messages` are the turns so far, `last` is the latest completion. The seed is drawn once, here. `variables` are more
-    names for the template; `options` have the system message and messages that every conversation begins with, and say
-    what becomes of reasoning.
+    `messages` are the turns so far, `last` is the latest completion, `attached` are the files of images that go with
+    the next message. The seed is drawn once, here. `variables` are more names for the template; `options` have the
+    system message and messages that every conversation begins with, and say what becomes of reasoning.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class ChatSession:
         self.variables = variables
         self.options = options or ChatOptions()
         self.params = params.with_seed()
-        self.messages: list[dict[str, str]] = [dict(each) for each in self.options.opened(())]
+        self.messages: list[dict[str, Any]] = [dict(each) for each in self.options.opened(())]
         self.last: Completion | None = None
         self.progress: Callable[[int, int], None] | None = None  # of prompts (`CompletionStream.progress`)
+        self.attached: list[Path] = []
         self._turns: list[_Turn] = []
         self._retries = 0  # how often the last message was answered again
 
@@ -67,7 +69,7 @@ class ChatSession:
     def system(self) -> str | None:
         """The system message, if there is one."""
         first = self.messages[:1]
-        return first[0]["content"] if first and first[0]["role"] == "system" else None
+        return text_of(first[0]["content"]) if first and first[0]["role"] == "system" else None
 
     @property
     def used_tokens(self) -> int:
@@ -83,7 +85,7 @@ class ChatSession:
         """Remove all messages but the system message and those that every conversation begins with."""
         system = [] if self.system is None else self.messages[:1]
         self.messages = [*system, *map(dict, self.options.messages)]
-        self.last = None
+        self.last, self.attached = None, []
         self._turns.clear()
 
     def change_model(self, llm: "LLM", variables: Mapping[str, Any], options: ChatOptions) -> None:
@@ -91,6 +93,13 @@ class ChatSession:
         self.llm, self.variables, self.options = llm, variables, options
         self.last = None
         self._turns.clear()
+
+    def attach(self, image: Path) -> None:
+        """Send an image's file with the next message. Raises EngineError where it is none, or the model reads none."""
+        if self.llm.images is None:
+            raise EngineError(why_text_alone(self.llm.loaded.notes))
+        self.llm.with_images(self.llm.images.marker, [read_image(image)])
+        self.attached.append(image.absolute())
 
     def ask(self, text: str) -> Generator[str, None, None]:
         """Send `text` as the user's message; yields the answer's text as it comes. See `deltas`."""
@@ -117,7 +126,9 @@ class ChatSession:
         seed. Without any answer the old exchange stays.
         """
         before, last = self.messages.copy(), self.last
+        asked = next((each["content"] for each in reversed(before) if each["role"] == "user"), "")
         old = self.undo()
+        self.attached = image_paths(asked)
         self._retries = self._retries + 1 if text is None or text == old else 0
         answered = False
         try:
@@ -136,21 +147,23 @@ class ChatSession:
         at = max((i for i, each in enumerate(self.messages) if each["role"] == "user"), default=None)
         if at is None:
             raise EngineError("the conversation has no message yet")
-        text = self.messages[at]["content"]
+        content = self.messages[at]["content"]
         del self.messages[at:]
-        self.last = None
-        return text
+        self.last, self.attached = None, []
+        return text_of(content)
 
     def _exchange(self, text: str) -> Generator[Delta, None, None]:
         """A message and its answer; `deltas` says the rest."""
-        self.messages.append({"role": "user", "content": text})
-        answered = False
+        images = [{"type": "image", "image": str(path)} for path in self.attached]
+        content = [*images, {"type": "text", "text": text}] if images else text
+        self.messages.append({"role": "user", "content": content})
+        self.attached, answered = [], False
         try:
             rendered = self.llm.encode_chat(self.messages, variables=self.variables)
             self._turns = [turn for turn in self._turns if turn.messages < len(self.messages)]
             prompt = self._continued(rendered)
             stream = self.llm.stream_answer(
-                prompt,
+                self.llm.with_images(prompt, images_of(self.messages)),
                 self._seeded(),
                 reasoning_budget=self.options.reasoning_budget,
                 reasoning_format=self.options.reasoning_format,
@@ -218,7 +231,7 @@ class ChatSession:
         self._turns.clear()
 
 
-def read_messages(path: Path) -> list[dict[str, str]]:
+def read_messages(path: Path) -> list[dict[str, Any]]:
     """The messages of a saved conversation. Raises EngineError where the file cannot be read or holds none."""
     try:
         content = json.loads(read_text(path, "cannot load"))
@@ -227,14 +240,26 @@ def read_messages(path: Path) -> list[dict[str, str]]:
     return _checked(content, path)
 
 
-def _checked(content: object, path: Path) -> list[dict[str, str]]:
+def _checked(content: object, path: Path) -> list[dict[str, Any]]:
     messages = content.get("messages") if isinstance(content, dict) else None
     if not isinstance(messages, list):
         raise EngineError(f'{path} is not a saved conversation: it has no list "messages"')
     for i, message in enumerate(messages):
         good = isinstance(message, dict) and message.get("role") in ROLES
-        if not good or not isinstance(message.get("content"), str):
+        if not good or not _is_content(message.get("content")):
             raise EngineError(
-                f"{path}: message {i} needs a role ({', '.join(ROLES)}) and a content that is text"
+                f"{path}: message {i} needs a role ({', '.join(ROLES)}) and a content that is text, or text and images"
             )
     return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _is_content(value: object) -> bool:
+    """Text, or parts that are text or the paths of images."""
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return all(
+        isinstance(part, dict)
+        and part.get("type") in ("text", "image")
+        and isinstance(part.get(part["type"]), str)
+        for part in value
+    )

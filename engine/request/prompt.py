@@ -1,4 +1,4 @@
-"""What a caller may give as a prompt: text, or token ids."""
+"""What a caller may give as a prompt: text, token ids, or tokens and images."""
 
 import re
 from collections.abc import Mapping
@@ -8,8 +8,9 @@ from operator import index
 from typing import Any
 
 from quengine.errors import EngineError
+from quengine.request.prompt_images import ImagePrompt
 
-Prompt = str | Seq[int]
+Prompt = str | Seq[int] | ImagePrompt
 Message = Mapping[str, Any]
 
 # A high half that no low half follows, or a low half that follows no high one.
@@ -18,7 +19,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\ud
 
 def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt, or several, as a list. Raises EngineError for bytes."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | ImagePrompt):
         return [prompts]
     _check_no_bytes(prompts)
     items = list(prompts)

@@ -12,6 +12,7 @@ from quengine.context.context_shift import ContextShift
 from quengine.kernels import compile_clock
 from quengine.request.output import Completion, Timings
 from quengine.request.pooling import Pool
+from quengine.request.prompt_images import PromptImages
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.text_stream import TextStream
@@ -57,6 +58,7 @@ class Sequence:
         shift: what it discards when its context is full; None: it ends then.
         shifts, discarded_tokens: how often it has done so, and what.
         compiled: what `compile_clock` said at its start, its first token and its last.
+        images: of the prompt, whose rows are given as embeddings; None: there are none.
         num_prefill_tokens: tokens that were not generated token by token: the prompt, or what the last shift has left.
     """
 
@@ -96,9 +98,15 @@ class Sequence:
     shift: ContextShift | None = None
     shifts: int = 0
     discarded_tokens: int = 0
+    images: PromptImages | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
+
+    @property
+    def key_ids(self) -> list[int]:
+        """What identifies the contents of its blocks: its tokens, but for the rows of images."""
+        return self.token_ids if self.images is None else self.images.keyed(self.token_ids)
 
     @property
     def max_positions(self) -> int:
@@ -215,6 +223,8 @@ class Sequence:
         """
         gone = self._discarded
         self.token_ids = self.token_ids[: gone.start] + self.token_ids[gone.stop :]
+        if self.images is not None:
+            self.images = self.images.without(gone)
         self.num_prefill_tokens = len(self.token_ids)
         self.num_cached_tokens = 0
         self.block_keys = []

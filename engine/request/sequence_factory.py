@@ -10,6 +10,7 @@ from quengine.errors import EngineError
 from quengine.kernels.sampling import Choose
 from quengine.models.config import ModelConfig
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.prompt_images import PromptImages
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
@@ -37,8 +38,10 @@ class SequenceFactory:
         index: int = 0,
         show_special: bool | Collection[int] = False,
         answers: bool = True,
+        images: PromptImages | None = None,
     ) -> Sequence:
         """The sequence of a prompt; `index` and `show_special` as for `LLM.stream`. answers: tokens follow the prompt.
+        images: those of the prompt.
 
         Raises:
             EngineError: the prompt does not fit, or a parameter names a token outside the vocabulary or has a
@@ -56,7 +59,7 @@ class SequenceFactory:
         sampler = Sampler(params, self.config.vocab_size, index, mask, self.choose, breakers, infill)
         stream = TextStream(self._shown_bytes(show_special), params.stop, params.n_indent)
         shift = ContextShift.of(params, len(ids), self.tokenizer.add_bos)
-        return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size, shift=shift)
+        return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size, shift=shift, images=images)
 
     @cached_property
     def _breakers(self) -> BreakerFinder:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quengine.kernels.cpu.step import CompiledStep
 from quengine.kernels.cpu.step_recorder import Buffers
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import BlockTables, Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
@@ -28,6 +29,7 @@ class CpuSteps:
 
     captured_at = 1
     kernels_per_step: int | None = None
+    takes_embeds = False  # chunks of prompts are computed eagerly
     together: Together = staticmethod(alone)  # other ranks compute eagerly
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: int = 1) -> None:
@@ -43,7 +45,7 @@ class CpuSteps:
         count = sum(len(part.ids) for part in rows)
         return decode_key(count if count <= EXACT_CPU_ROWS else -(-count // 4) * 4)
 
-    def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
+    def replay(self, key: GraphKey, rows: Seq[SequenceRows], _embeds: EmbeddedRows | None = None) -> Tensor:
         """Logits fp32 [rows, vocab], valid until the next step."""
         tokens, positions, tables = list[int](), list[int](), list[BlockTables]()
         for ids, start, of_sequence in rows:

@@ -23,6 +23,7 @@ from quengine.kernels.cuda.sampling.sampling import (
     Settings,
     sample_step,
 )
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
@@ -106,6 +107,7 @@ class CudaGraphs:
         pending: most steps of a phase in flight, whose tokens have not been read yet.
         capture: `graph_capture.capture_step`.
         slots: most sequences that run at once; None: as many as rows.
+        takes_embeds: whether rows of captured prefill steps may be given as embeddings.
 
     `drafted`: `history` of the graphs of a model that drafts for this one, set before a step is captured; None: the
     host gives all drafts.
@@ -123,6 +125,7 @@ class CudaGraphs:
         pending: int = PENDING,
         capture: Callable[[Callable[[], Tensor], Callable[[], Tensor], Any], CapturedStep] = capture_step,
         slots: int | None = None,
+        takes_embeds: bool = False,
     ) -> None:
         assert isinstance(decoder.backend, CudaBackend)
         device = decoder.backend.device
@@ -138,7 +141,9 @@ class CudaGraphs:
             decoder.backend.batch_invariant,
             len(cache.pools),
             device,
+            decoder.config.embedding_length if takes_embeds else 0,
         )
+        self.takes_embeds = takes_embeds
         held = len(self.inputs.of_slots.tokens)
         self._history = torch.zeros(held, cache.ctx_size, dtype=torch.int32, device=device)
         self._chosen = ChosenTokens.allocate(pending, self.inputs.rows, device)
@@ -191,9 +196,9 @@ class CudaGraphs:
         step = self._or_larger(key)
         return step if step in self._steps or self._seen[key] >= CAPTURED_AT else None
 
-    def replay(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
+    def replay(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> Tensor:
         """Logits fp32 [sequences, vocab] after the last row of each of these sequences."""
-        return self._replayed(key, rows).clone()
+        return self._replayed(key, rows, embeds).clone()
 
     @torch.no_grad()
     def prefill(self, rows: Seq[SequenceRows], slots: Seq[int], kind: SamplingKind) -> StepTokens:
@@ -387,10 +392,10 @@ class CudaGraphs:
         sample_step(logits, state, buffers, pdl)
         return logits
 
-    def _replayed(self, key: GraphKey, rows: Seq[SequenceRows]) -> Tensor:
+    def _replayed(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> Tensor:
         """`replay`; the next step overwrites the logits."""
         step = self.capture(key)
-        self.prompts.send(key, rows)
+        self.prompts.send(key, rows, embeds)
         step.graph.replay()
         return step.logits[: len(rows)]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from quengine.kernels.cuda.attention.attention_prefill import tile_rows
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, tile_entries
 from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, RowInputs, SlotTables, StepRows
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch, PrefillTiles, pad_block_tables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
@@ -138,6 +139,7 @@ class PrefillInputs:
         ctx_size: most positions of a sequence.
         chunk_size: most rows of a sequence in a step.
         head_dim, batch_invariant: properties of the attention, which determine its tiles.
+        embedding_length: of rows given as embeddings; 0: none are.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class PrefillInputs:
         batch_invariant: bool,
         groups: int,
         device: torch.device,
+        embedding_length: int = 0,
     ) -> None:
         self._ctx_size, self._chunk_size = ctx_size, chunk_size
         self._device = device
@@ -156,6 +159,12 @@ class PrefillInputs:
         self._all = torch.zeros(max(s.entries for s in sizes), dtype=torch.int32, device=device)
         shape = (groups, PREFILL_SEQUENCES[-1] + 1, max(STATE_ENTRIES, -(-ctx_size // BLOCK_SIZE)))
         self.tables = torch.full(shape, PADDING_BLOCK, dtype=torch.int32, device=device)
+        self._embeds: EmbeddedRows | None = None
+        if embedding_length:
+            self._embeds = EmbeddedRows(
+                torch.full((PREFILL_ROWS[-1],), -1, dtype=torch.int64, device=device),
+                torch.zeros(PREFILL_ROWS[-1], embedding_length, device=device),
+            )
 
     def layout(self, key: GraphKey) -> PrefillLayout:
         tile = self._tile_rows(min(key.rows, self._chunk_size))
@@ -175,9 +184,12 @@ class PrefillInputs:
             block_tables=self.tables,
             logits_rows=last.view(torch.int64),
             tiles=PrefillTiles(sequences, tiles.view(-1, TILE_FIELDS), layout.tile_rows, longest, 0),
+            embeds=None
+            if self._embeds is None
+            else EmbeddedRows(self._embeds.rows[: key.rows], self._embeds.values[: key.rows]),
         )
 
-    def send(self, key: GraphKey, rows: Seq[SequenceRows]) -> None:
+    def send(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> None:
         """Makes these the rows of the next step, in stream order, without waiting for the device."""
         if rows:
             tables = self._pinned(pad_block_tables([part.block_tables for part in rows], STATE_ENTRIES))
@@ -187,6 +199,12 @@ class PrefillInputs:
         for (first, _), part in zip(layout.parts, self._entries(key, layout, rows), strict=True):
             entries[first : first + len(part)] = part
         self._all[: len(entries)].copy_(self._pinned(entries), non_blocking=True)
+        if self._embeds is not None:
+            count = 0 if embeds is None else len(embeds.rows)
+            if embeds is not None:
+                self._embeds.rows[:count].copy_(embeds.rows)
+                self._embeds.values[:count].copy_(embeds.values)
+            self._embeds.rows[count : key.rows].fill_(-1)
 
     def _entries(
         self, key: GraphKey, layout: PrefillLayout, rows: Seq[SequenceRows]

@@ -35,16 +35,20 @@ class RequestRecord:
     error: str = ""
     ignored: list[str] = field(default_factory=list)
     shortened: int = 0
+    has_images: bool = False
 
     def submitted(self, requests: Sequence[GenerationRequest]) -> None:
         """A prompt of several completions is counted once."""
         self.prompt_tokens = sum(len(request.prompt) for request in requests if request.index == 0)
+        self.has_images = any(request.images for request in requests)
 
     def event(self, event: Piece | Finished) -> None:
         if isinstance(event, Piece):
             self.completion_tokens += len(event.tokens)
         else:
             self.completion_tokens += event.timings.end_tokens
+            if self.has_images:  # of one prompt, whose rows the engine has counted
+                self.prompt_tokens = event.timings.prompt_tokens
             self.cached_tokens = max(self.cached_tokens, event.timings.cached_tokens)
 
     def line(self, status: int) -> str:

@@ -148,6 +148,9 @@ class Service:
     def submit(self, requests: Sequence[Work]) -> Handle:
         """Queue all completions of an HTTP request. Raises ApiError where the queue or the engine takes none."""
         try:
+            for each in requests:
+                if isinstance(each, GenerationRequest) and each.images:
+                    each.most_tokens = self.most_prompt_tokens
             handle = self.worker.submit(requests)
             if prompts := [each for each in requests if isinstance(each, GenerationRequest)]:
                 access_log.current().submitted(prompts)
@@ -192,7 +195,7 @@ class Service:
                 for choice, event in await handle.events():
                     if isinstance(event, Failed):
                         record.error = event.message
-                        raise _failure(event)
+                        raise self.prompt_error(event.tokens, "prompt") if event.tokens else _failure(event)
                     assert isinstance(event, Piece | Finished)  # nothing else is of a completion
                     record.event(event)
                     left -= isinstance(event, Finished)

@@ -171,6 +171,10 @@ class ServerSettings:
     slot_save_path: Annotated[
         Path | None, Flag("--slot-save-path", "Let /slots save prompts' keys and values here.", metavar="DIR")
     ] = None
+    media_path: Annotated[
+        Path | None,
+        Flag("--media-path", "Let requests name images below this folder by file: URLs.", metavar="DIR"),
+    ] = None
     pooling: Annotated[
         Pooling | None,
         Flag("--pooling", "Of embeddings: mean, cls, last or none; by default the model's own, or the mean."),

@@ -23,11 +23,13 @@ from quengine.kernels.cpu.moe.operations import (
     prompt_experts_glu,
 )
 from quengine.kernels.cpu.step_recorder import CpuWeight, StepBatch, recorded, state_operation
+from quengine.kernels.embedded_rows import place_embeddings
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
 from quengine.kernels.hidden_rows import keep_rows, rows_before
+from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -68,7 +70,8 @@ class CpuBackend:
 
     def embed(self, batch: ForwardBatch, weight: CpuWeight, scale: float = 1.0) -> Tensor:
         with recorded(batch, len(batch)) as step:
-            return step.embed(weight, scale)
+            rows = step.embed(weight, scale)
+        return place_embeddings(rows, batch.embeds)
 
     def row_table(self, table: QuantTensor) -> CpuWeight:
         return self.weight([table])
@@ -233,6 +236,7 @@ class CpuBackend:
             for rows, start, table in batch.chunks(spec.cache_group)
         ]
         y = (chunks[0] if len(chunks) == 1 else torch.cat(chunks)).reshape(len(q), -1)
+        y = attend_within_images(y, q, spec, layer, batch)
         return cpu.output_gate(y, qkv, spec) if spec.gated else y
 
     def columns(self, x: Tensor, first: int, last: int) -> Tensor:

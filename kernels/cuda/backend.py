@@ -30,6 +30,7 @@ from quengine.kernels.cuda.attention.attention_prefill import (
 from quengine.kernels.cuda.attention.prefill_tiles import cut_tiles
 from quengine.kernels.cuda.attention.qk_row_norm import has_row_norms, qk_row_norm
 from quengine.kernels.cuda.attention.rope_store import rope_store
+from quengine.kernels.cuda.embedded_rows import place_embeddings
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.flat_rows import flattened, unflattened
 from quengine.kernels.cuda.gated_delta.arithmetic import check_head_dim
@@ -76,6 +77,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_atten
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
+from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -155,7 +157,8 @@ class CudaBackend:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts]).to(self.device)
 
     def embed(self, batch: ForwardBatch, weight: PackedWeight, scale: float = 1.0) -> Tensor:
-        return embedding(weight, batch.token_ids, scale, self.pdl)
+        rows = embedding(weight, batch.token_ids, scale, self.pdl)
+        return place_embeddings(rows, batch.embeds, self.pdl)
 
     def row_table(self, table: QuantTensor) -> PackedWeight:
         return pack_on_host(table, self.device)
@@ -549,13 +552,19 @@ class CudaBackend:
             self._tiles_of(batch, spec.widest_head or spec.head_dim),
         )
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
+        both_ways = batch.embeds is not None and bool(batch.embeds.spans)
+        if both_ways and spec.gated:
+            raise NotImplementedError("rows that attend both ways, of an attention with output gates")
+        if both_ways and isinstance(qkv, ScaledProduct):
+            qkv = qkv.finish()
         gates = qkv if spec.gated else None
         if not isinstance(qkv, ScaledProduct):
             q = rope_store(qkv, spec, layer, positions, tables, tiles.sequences, pdl=self.pdl)
             out = torch.empty(tokens, width, dtype=torch.float32, device=self.device)
-            return attention_prefill(
+            attention_prefill(
                 q, spec, layer, tables, tiles, out, self.batch_invariant, pdl=self.pdl, gates=gates
             )
+            return attend_within_images(out, q.float(), spec, layer, batch) if both_ways else out
         room = self._room()
         q = rope_store(
             qkv, spec, layer, positions, tables, tiles.sequences, room.wide(tokens, width), self.pdl

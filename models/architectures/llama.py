@@ -47,6 +47,8 @@ LLAMA = Architecture(
     vocabulary="spm",
     model_types={
         "llama": ModelType({"max_position_embeddings": 2048}),
+        "idefics3": ModelType(text_models=("llama",)),
+        "smolvlm": ModelType(text_models=("llama",)),
         "mistral": ModelType(
             {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
             layer_kinds=sliding_attention,

@@ -14,13 +14,14 @@ PREFIXES = (
     ("model.", ""),
     ("language_model.model.", "language_model."),
     ("model.language_model.", ""),
+    ("model.text_model.", ""),
     ("transformer.", ""),
     ("bert.", ""),
     ("backbone.", ""),
     ("", ""),
 )
 """(body, head) of names: a text model; the text part of a model with vision as it was released, and as newer releases
-of transformers save it; OpenELM; BERT with a head; Nemotron-H; a model without an output matrix, which makes
+of transformers save it; SmolVLM; OpenELM; BERT with a head; Nemotron-H; a model without an output matrix, which makes
 embeddings."""
 
 

@@ -202,6 +202,7 @@ def encode_chat(
     tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] | None = None,
     tail: Sequence[tuple[str, str]] = (),
+    written: Callable[[str], str] = str,
 ) -> list[int]:
     """The ids of a conversation, with BOS if the model wants one and the template has not written it.
 
@@ -212,12 +213,13 @@ def encode_chat(
     before merging. Keys that the template's source names stay as they are, for it looks them up.
 
     tail: what follows the rendered text: pairs of text as the template would write it, and as a message has it.
+    written: changes the rendered text, as if the template had written what it gives.
     """
 
     def rendered(hide: Callable[[str], str], hide_key: Callable[[str], str]) -> str:
         hidden_messages, hidden_tools = (_map_text(part, hide, hide_key) for part in (list(messages), tools))
         text = template.render(hidden_messages, add_generation_prompt, hidden_tools, variables)
-        return text + "".join(written + hide(given) for written, given in tail)
+        return written(text) + "".join(before + hide(given) for before, given in tail)
 
     def marked(edges: bool) -> str:
         return rendered(partial(hiding.hide, edges=edges), partial(hiding.hide_key, edges=edges))

@@ -139,7 +139,7 @@ def test_a_wrong_command_line_is_a_user_error_with_a_hint(capsys, args, says, hi
             "--n-cpu-moe for experts); -fa (always on); --jinja (always on)",
         ),
         ("serve --max-model-len=4096 -m x", "--max-model-len (-c N)"),
-        ("serve --mmproj y -fa on -m x", f"--mmproj ({FOREIGN['--mmproj']})"),
+        ("serve --mmproj-url y -fa on -m x", f"--mmproj-url ({FOREIGN['--mmproj-url']})"),
         ("serve -ngl=0 -m x", "-ngl (all layers are on the --device; cpu for none, --n-cpu-moe for experts)"),
         ("chat -hf user/repo", "-hf (-m hf:user/repo:QUANT or hf:user/repo/file.gguf)"),
         ("run x --format json p", "--format (--json-schema {} for any JSON)"),
@@ -242,7 +242,7 @@ def test_every_flag_of_another_program_is_taken_or_answered(program):
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
 def test_each_is_answered_on_the_command_line(command, capsys):
     own = own_flags()
-    for flag in ("--num-ctx", "-mu", "--trust-remote-code", "-lv", "--rope-freq-base", "--mmproj"):
+    for flag in ("--num-ctx", "-mu", "--trust-remote-code", "-lv", "--rope-freq-base", "--mmproj-url"):
         assert flag not in own
         assert main.run([command, "-m", "x", flag, "1"]) == 1
         assert capsys.readouterr().err == f"engine: error: no such option: {flag} ({FOREIGN[flag]})\n"

@@ -44,6 +44,10 @@ class FakeSequence:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
         self.max_positions = len(self.token_ids) + self.wanted
 
+    @property
+    def key_ids(self) -> list[int]:
+        return self.token_ids
+
     def start(self) -> None:
         self.started = time.perf_counter()
 

@@ -8,7 +8,10 @@ from typing import Literal
 
 import torch
 
+from quengine.errors import EngineError
 from quengine.llm import LLM
+from quengine.request.prompt import Prompt
+from quengine.request.prompt_images import ImagePrompt
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence as LLMSequence
 from quengine.sampler import TokenLogprobs
@@ -18,9 +21,11 @@ from quengine.serve.processes.shared_engine import (
     EngineWork,
     Event,
     Finished,
+    GenerationRequest,
     Piece,
     Prefill,
     PromptProgress,
+    PromptTooLongError,
     SlotAction,
     SlotStats,
     TakeBlocks,
@@ -59,10 +64,13 @@ class LLMEngine:
             str(loaded.device),
             llm.config.cache_type,
             loaded.nbytes,
+            "" if llm.images is None else llm.images.marker,
+            str(loaded.projector or ""),
         )
         self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}
         self._slots = EngineSlots(llm)
+        self._prompts: dict[int, Prompt] = {}  # those with images, from when these are encoded
         self._progress: dict[int, int] = {}  # tokens processed of prompts whose progress is reported
 
     silent_seconds = 0.0
@@ -81,8 +89,11 @@ class LLMEngine:
         if request.pooling is not None:
             sequence = self._llm.embedding_sequence(list(request.prompt), request.pooling)
         else:
+            if request.images and request.id not in self._prompts:
+                self.prepare_images(request)
+            prompt = self._prompts.pop(request.id, request.prompt)
             sequence = self._llm.stream(
-                request.prompt, request.params, index=request.index, show_special=request.show_special
+                prompt, request.params, index=request.index, show_special=request.show_special
             ).sequence
         sequence.arrived = request.arrived
         if request.score_prompt and request.params.logprobs is not None:
@@ -91,6 +102,21 @@ class LLMEngine:
         if request.progress:
             self._progress[request.id] = -1
 
+    def prepare_images(self, request: GenerationRequest) -> None:
+        """Encode the images of a request, which is added then. May run in any thread, beside steps.
+
+        Raises:
+            PromptTooLongError: with them it has more tokens than it may.
+            EngineError: one cannot be read, or more of the prompt is wanted than its tokens.
+        """
+        if request.score_prompt or request.pooling is not None:
+            raise EngineError("a prompt with images has no log-probabilities and no embedding")
+        prompt = self._llm.with_images(request.prompt, request.images)
+        tokens = len(prompt.ids) if isinstance(prompt, ImagePrompt) else len(request.prompt)
+        if request.most_tokens and tokens > request.most_tokens:
+            raise PromptTooLongError(tokens, request.most_tokens)
+        self._prompts[request.id] = prompt
+
     def _start(self, request_id: int, sequence: LLMSequence, slot: int = -1) -> None:
         self._llm.scheduler.add(sequence)
         self._requests[request_id] = sequence
@@ -98,6 +124,7 @@ class LLMEngine:
 
     def cancel(self, request_id: int) -> None:
         self._progress.pop(request_id, None)
+        self._prompts.pop(request_id, None)
         if self._sender is not None:
             self._sender.cancel(request_id)
         if (sequence := self._requests.pop(request_id, None)) is not None:  # else an action on a slot

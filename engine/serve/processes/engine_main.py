@@ -53,12 +53,13 @@ logger = logging.getLogger("quengine.serve")
 IDLE_SECONDS = 0.3
 """Without a request, after which the engine prepares a step that later ones may need."""
 
-_COMPILING = 2  # constraints at once
+_COMPILING = 2  # constraints, and requests with images, at once
 
 
 class EngineLoop:
     """Runs an engine: takes messages from `channel` between its steps, and sends the events of each step there.
 
+    prepare_images: encodes the images of a request, in a thread, before it is added.
     prepare_next: called while no request has come for a moment, until it returns false; a request may wait for it.
     """
 
@@ -67,6 +68,7 @@ class EngineLoop:
         channel: Channel[ToEngine],
         engine: Engine,
         prepare_next: Callable[[], bool] | None = None,
+        prepare_images: Callable[[GenerationRequest], None] | None = None,
     ) -> None:
         self._channel = channel
         self._engine = engine
@@ -76,7 +78,7 @@ class EngineLoop:
         self._preparing: dict[Future[GenerationRequest], int] = {}
         self._running: set[int] = set()
         self._stats_at = 0.0
-        self._prepare_next = prepare_next
+        self._prepare_next, self._prepare_images = prepare_next, prepare_images
 
     def run(self) -> None:
         """Until the server is gone, which ends the process. Raises what the engine raises when it fails."""
@@ -137,16 +139,20 @@ class EngineLoop:
                 request = message.request
             except Exception as error:
                 return failed(message.request_id, error, "request")
-            if not isinstance(request, GenerationRequest) or request.params.constraint is None:
+            if not isinstance(request, GenerationRequest):
+                return self._add(request)
+            if request.params.constraint is None and not request.images:
                 return self._add(request)
             self._prepare(request)
         return None
 
     def _prepare(self, request: GenerationRequest) -> None:
-        """Compile the request's constraint while others are computed; it is added then."""
+        """Compile the request's constraint and encode its images while others are computed; it is added then."""
 
         def prepared() -> GenerationRequest:
             self._engine.model.prepare(request.params)
+            if request.images and self._prepare_images is not None:
+                self._prepare_images(request)
             return request
 
         future = self._compilers.submit(prepared)
@@ -155,9 +161,11 @@ class EngineLoop:
 
     def _prepared(self, future: Future[GenerationRequest]) -> Failed | None:
         request_id = self._preparing.pop(future, None)
-        if request_id is None:  # cancelled
-            return None
         error = future.exception()
+        if request_id is None:  # cancelled
+            if error is None and future.result().images:
+                self._engine.cancel(future.result().id)
+            return None
         return self._add(future.result()) if error is None else failed(request_id, error, "request")
 
     def _cancel(self, request_id: int) -> None:
@@ -222,7 +230,9 @@ def load(channel: Channel[ToEngine]) -> "LLMEngine":
         llm.loaded.ranks.serves = True
     notes = tuple(llm.loaded.notes)
     device, memory = str(llm.loaded.device), llm.loaded.nbytes
-    channel.send(Ready(llm.config.parallel, llm.ctx_size, device, memory, notes))
+    marker = "" if llm.images is None else llm.images.marker
+    projector = str(llm.loaded.projector or "")
+    channel.send(Ready(llm.config.parallel, llm.ctx_size, device, memory, notes, marker, projector))
     return LLMEngine(llm, wanted.regions, wanted.sends)
 
 
@@ -237,7 +247,7 @@ def main() -> int:
     try:
         engine = load(channel)
         collector.working()
-        EngineLoop(channel, engine, engine.prepare_next).run()
+        EngineLoop(channel, engine, engine.prepare_next, engine.prepare_images).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except Exception as error:

@@ -37,13 +37,13 @@ class EngineSlots:
 
     def ended(self, sequence: Sequence) -> None:
         """Note what the sequence leaves in its slot."""
-        self._held[self._running.pop(sequence)] = sequence.token_ids[: sequence.num_cached_tokens]
+        self._held[self._running.pop(sequence)] = sequence.key_ids[: sequence.num_cached_tokens]
 
     def begin(self, action: SlotAction) -> None:
         """Start an action; what comes of it is an event of a later `finished`.
 
         Raises:
-            EngineError: to be saved or restored is what several ranks hold.
+            EngineError: to be saved or restored is what several ranks hold, or images are.
         """
         if self._llm.loaded.ranks is not None and action.action != "erase":
             raise EngineError(
@@ -55,6 +55,8 @@ class EngineSlots:
             count = erase_prefix(scheduler, self._held.pop(action.slot, []))
             self._events.append(SlotDone(action.id, count))
         elif action.action == "save":
+            if any(token < 0 for token in self._held.get(action.slot, [])):
+                raise EngineError(f"slot {action.slot} holds images, which are not saved to a file")
             saved = save_prefix(scheduler, self._llm.model_config, self._held.get(action.slot, []))
             job = self._thread.submit(lambda: (saved, self._files.write(path, saved)))
             self._jobs[job] = action, began

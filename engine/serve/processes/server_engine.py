@@ -102,7 +102,16 @@ class ProcessEngine:
             raise
         cache_type = str(options.get("cache_type", "f16"))
         self.text = text
-        self.model = ServedModel(text, ready.ctx_size, ready.notes, ready.device, cache_type, ready.memory)
+        self.model = ServedModel(
+            text,
+            ready.ctx_size,
+            ready.notes,
+            ready.device,
+            cache_type,
+            ready.memory,
+            ready.marker,
+            ready.projector,
+        )
         _ = self.model.answer_format  # found now, and not with the first request
         self.capacity = ready.capacity
 

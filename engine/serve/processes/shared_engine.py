@@ -36,6 +36,8 @@ class GenerationRequest(msgspec.Struct, tag=True):
         show_special: keep the names of control tokens in the text; of these ones, or of all.
         score_prompt: give the log-probabilities of the prompt's tokens too; `params.logprobs` is set then.
         progress: report how far the prompt is, step by step.
+        images: the contents of image files, one for each marker in the prompt.
+        most_tokens: of a prompt with images, which the server cannot count.
         pooling: no text is wanted but the prompt's embedding, pooled so.
         slot: the one that it is to run in, -1 for any; the worker sets the one that it has.
         arrived: `time.perf_counter()` when the request was made.
@@ -49,6 +51,8 @@ class GenerationRequest(msgspec.Struct, tag=True):
     score_prompt: bool = False
     progress: bool = False
     pooling: Pooling | Literal["rank"] | None = None
+    images: tuple[bytes, ...] = ()
+    most_tokens: int = 0
     slot: int = -1
     arrived: float = msgspec.field(default_factory=time.perf_counter)
     id: int = msgspec.field(default_factory=_ids.__next__)
@@ -102,6 +106,14 @@ class PromptProgress(msgspec.Struct, frozen=True):
     time_ms: float
 
 
+class PromptTooLongError(EngineError):
+    """A prompt has more tokens than it may."""
+
+    def __init__(self, tokens: int, most: int) -> None:
+        super().__init__(f"the prompt has {tokens} tokens with its images, and may have {most}")
+        self.tokens = tokens
+
+
 class Piece(msgspec.Struct, frozen=True, tag=True):
     """What a step added to one completion. `logprobs` has an entry a token where they were asked for.
 
@@ -133,11 +145,13 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """One request cannot go on; the others do. `fault` is "request" (it is to blame) or "engine"."""
+    """One request cannot go on; the others do. `fault` is "request" (it is to blame) or "engine"; `tokens` are those of
+    a prompt that is too long."""
 
     request_id: int
     message: str
     fault: str = "engine"
+    tokens: int = 0
 
 
 class SlotDone(msgspec.Struct, frozen=True, tag=True):
@@ -283,7 +297,9 @@ def failure_message(error: BaseException) -> str:
 def failed(request_id: int, error: BaseException, to_blame: Literal["request", "engine"]) -> Failed:
     """The event of an error. `to_blame`: for an EngineError; of any other the engine is, and the log has it."""
     if isinstance(error, EngineError):
-        return Failed(request_id, str(error), to_blame)
+        return Failed(
+            request_id, str(error), to_blame, error.tokens if isinstance(error, PromptTooLongError) else 0
+        )
     logger.error("request %d failed", request_id, exc_info=error)
     problem = out_of_memory(error)
     return Failed(request_id, f"{type(error).__name__}: {error}" if problem is None else str(problem))

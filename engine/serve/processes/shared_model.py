@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.template.chat_template import ChatTemplate
@@ -16,6 +16,9 @@ from quengine.request.chat_format import ChatFormat, Ending
 from quengine.request.sampling_params import SamplingParams
 from quengine.structured.answer_format import PROMPT_TOKENS, AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
+
+if TYPE_CHECKING:
+    from quengine.models.vision import ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class ServedModel:
     are those of the engine.
 
     Attributes:
+        marker: the text of an image in a prompt; "": the model reads text alone.
         template: source of the chat template; None where the model has none.
         facts: of /v1/models and /props, as JSON values.
         notes: lines for the terminal: device, context, memory.
@@ -65,6 +69,7 @@ class ServedModel:
     pooling: str | None = None
     ranks: bool = False
     end_of_text: int | None = None
+    marker: str = ""
 
     def __init__(
         self,
@@ -74,12 +79,15 @@ class ServedModel:
         device: str,
         cache_type: str,
         memory: int = 0,
+        marker: str = "",
+        projector: str = "",
     ) -> None:
         self._text = text
         config = text.checkpoint.config
         missing = f"{text.checkpoint.path.name} has no chat template; use /v1/completions, or --chat-template chatml"
         self._chat = ChatFormat(text.tokenizer, text.chat_template, missing)
         self.ctx_size = ctx_size
+        self.marker, self._projector = marker, projector
         self.vocab_size = config.vocab_size
         self.pooling = config.pooling
         self.ranks = config.encoder is not None and config.encoder.classes == 1
@@ -121,6 +129,22 @@ class ServedModel:
             continued
         )
 
+    @cached_property
+    def _processor(self) -> "ImageProcessor":
+        from quengine.models.vision import load_processor
+
+        return load_processor(Path(self._projector))
+
+    def image_tokens(self, data: bytes) -> int:
+        """Tokens that an image adds to a prompt with its marker. It is decoded for it.
+
+        Raises EngineError where it is no image that is read here.
+        """
+        parts = self._processor.prepare(data).layout
+        rows = sum(part for part in parts if isinstance(part, int))
+        texts = sum(len(self.encode(part, False, True)) for part in parts if isinstance(part, str))
+        return rows + texts - len(self.encode(self.marker, False, True))
+
     def token_bytes(self, token: int) -> bytes:
         return self._text.tokenizer.token_bytes(token)
 
@@ -149,6 +173,8 @@ class ServedModel:
         tools: Sequence[Any] | None,
         variables: Mapping[str, Any],
         ending: Ending = "answer",
+        marker: str = "",
     ) -> list[int]:
-        """The prompt of a conversation as token ids, in which messages hold no control tokens."""
-        return self._chat.encode(messages, tools, variables, ending)
+        """The prompt of a conversation as token ids, in which messages hold no control tokens. marker: stands for the
+        images that are in it."""
+        return self._chat.encode(messages, tools, variables, ending, marker)

@@ -23,6 +23,7 @@ class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
         special: text may spell control tokens.
         pieces: with each token's text.
         ending: how a conversation's prompt ends.
+        marker: stands for the images of a conversation; "": there are none.
         most_tokens: a prompt of more is not given, only counted.
         long: a chat is rendered once ahead, and not tokenized where its bytes are too many; set by `text_main`.
     """
@@ -36,6 +37,7 @@ class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
     tools: Sequence[Any] | None = None
     variables: Mapping[str, Any] = {}
     ending: Ending = "answer"
+    marker: str = ""
     most_tokens: int | None = None
     long: bool = False
 
@@ -100,7 +102,7 @@ def _encode_chat(model: ServedModel, job: TextJob) -> TextResult:
         text = model.render_chat(job.messages, job.tools, job.variables, job.ending)
         if (least := least_tokens(model, text)) > job.most_tokens:
             return TextResult(tokens=least, size=utf8_size(text))
-    ids = model.encode_chat(job.messages, job.tools, job.variables, job.ending)
+    ids = model.encode_chat(job.messages, job.tools, job.variables, job.ending, job.marker)
     if job.most_tokens is not None and len(ids) > job.most_tokens:
         return TextResult(tokens=len(ids))
     return TextResult([list(ids)])

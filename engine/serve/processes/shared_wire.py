@@ -75,13 +75,16 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """From the engine: it is loaded. `device` as torch writes it; `ctx_size` in positions of one sequence; `memory` in
-    bytes, of weights and cache."""
+    bytes, of weights and cache. `marker` stands for an image in a prompt ("": the model reads text), and `projector` is
+    the path of what makes rows of it."""
 
     capacity: int
     ctx_size: int
     device: str
     memory: int
     notes: tuple[str, ...]
+    marker: str = ""
+    projector: str = ""
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):

@@ -60,7 +60,8 @@ class PrefillPool:
         able = [replica for replica in self.replicas if replica.answers and not self.is_blocked(replica)]
         if not able or not isinstance(request, GenerationRequest):
             return False
-        if request.pooling is not None or request.score_prompt:  # their rows are wanted, and not the cache
+        # Of some their rows are wanted, and not the cache; and other engines have no images.
+        if request.pooling is not None or request.score_prompt or request.images:
             return False
         first = target.index.known(routed.keys)
         if len(request.prompt) - first * BLOCK_SIZE < LEAST_TOKENS:

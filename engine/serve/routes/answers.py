@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from quengine import __version__
@@ -49,10 +50,15 @@ def answer_tail(
 def token_counts(requests: Sequence[GenerationRequest], ends: Sequence[Finished]) -> tuple[int, int, int]:
     """Tokens of the prompts, each counted once for all its completions; of these, cached ones; generated tokens."""
     return (
-        sum(len(request.prompt) for request in requests if request.index == 0),
+        sum(prompt_tokens(*each) for each in zip_longest(requests, ends) if each[0].index == 0),
         max((end.timings.cached_tokens for end in ends), default=0),
         sum(end.timings.generated_tokens for end in ends),
     )
+
+
+def prompt_tokens(request: GenerationRequest, end: Finished | None = None) -> int:
+    """Tokens of a prompt, rows of images among them once it has ended."""
+    return end.timings.prompt_tokens if request.images and end is not None else len(request.prompt)
 
 
 def token_count(tokens: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from quengine.serve.routes.answers import (
     token_count,
 )
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools, violation_field
+from quengine.serve.routes.images import counted
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.old_functions import old_form
@@ -66,7 +67,8 @@ async def chat_tokens(service: Service, request: Request) -> Response:
     """Tokens of a conversation's prompt, of a request that would be answered."""
     body = await read_request(request, ChatRequest, service.limits)
     requests, _ = await unless_gone(request.receive, prepare_chat(service, body))
-    return json_response(token_count(len(requests[0].prompt)))
+    tokens = await counted(service, requests[0].prompt, requests[0].images)
+    return json_response(token_count(tokens))
 
 
 async def prepare_chat(
@@ -91,9 +93,9 @@ async def prepare_chat(
         ChatAnswer(model, form, use, prompt.end, params.constraint, bool(body.functions))
         for _ in range(completions_of(body))
     ]
-    return requests_of(
-        [prompt.ids], completions_of(body), params, special, False, body.reports, body.id_slot
-    ), answers
+    n, images = completions_of(body), [prompt.images]
+    requests = requests_of([prompt.ids], n, params, special, False, body.reports, body.id_slot, images=images)
+    return requests, answers
 
 
 def _form(service: Service, body: ChatRequest) -> AnswerFormat:
@@ -112,7 +114,7 @@ class ChatPrompt:
     """A conversation's prompt.
 
     Attributes:
-        ids: its tokens.
+        ids: its tokens, with markers for `images`.
         end: its end as text (`ServedModel.end_of`).
         budget: the most tokens of reasoning; -1: any number.
     """
@@ -120,6 +122,7 @@ class ChatPrompt:
     ids: list[int]
     end: str
     budget: int
+    images: tuple[bytes, ...] = ()
 
 
 async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited: bool = True) -> ChatPrompt:
@@ -129,8 +132,8 @@ async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited
     effort = body.reasoning_effort or body.reasoning.effort
     variables, budget = reasoning_wanted(service, body, effort, "reasoning_effort")
     tools = model.answer_format.tools(use)
-    ids = await chat_ids(service, messages, tools, variables, "messages", ending, limited)
-    return ChatPrompt(ids, model.end_of(ids, given_answer(messages, ending)), budget)
+    ids, images = await chat_ids(service, messages, tools, variables, "messages", ending, limited)
+    return ChatPrompt(ids, model.end_of(ids, given_answer(messages, ending)), budget, images)
 
 
 class ChatAnswer:

@@ -62,10 +62,12 @@ async def prepare_completions(service: Service, body: CompletionRequest) -> list
     )
     given: Any = suffix_prompt(service.model, body) if body.suffix else body.prompt
     special = body.parse_special and not body.suffix
-    prompts = await read_prompts(service, given, "prompt", special)
+    images = list[tuple[bytes, ...]]()
+    prompts = await read_prompts(service, given, "prompt", special, images=images)
     scored = body.echo and body.logprobs is not None and not params.post_sampling_probs
     shown = not body.skip_special_tokens
-    return requests_of(prompts, completions_of(body), params, shown, scored, body.reports, body.id_slot)
+    n = completions_of(body)
+    return requests_of(prompts, n, params, shown, scored, body.reports, body.id_slot, images=images)
 
 
 def _body(

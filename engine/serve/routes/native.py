@@ -11,7 +11,7 @@ from quengine.request.sampling_params import MAX_COUNT, RANGES, SamplingParams
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
-from quengine.serve.routes.answers import LiveTimings, timings_body
+from quengine.serve.routes.answers import LiveTimings, prompt_tokens, timings_body
 from quengine.serve.routes.constraints import TextCheck, read_constraint
 from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
@@ -53,8 +53,10 @@ async def _prepared(
     params = await sampling_params(
         service, body, logprobs=body.n_probs or None, constraint=read_constraint(body)
     )
-    prompts = await read_prompts(service, prompt, "prompt", parse_special)
-    return requests_of(prompts, completions_of(body), params, progress=body.reports, slot=body.id_slot)
+    images = list[tuple[bytes, ...]]()
+    prompts = await read_prompts(service, prompt, "prompt", parse_special, images=images)
+    n = completions_of(body)
+    return requests_of(prompts, n, params, progress=body.reports, slot=body.id_slot, images=images)
 
 
 def native_result(
@@ -63,7 +65,7 @@ def native_result(
     """llama-server's own answer for one completion. The newest token is not in the cache. `truncated`: the context was
     full, and ended the text or was shifted; no prompt is ever cut."""
     model = service.model
-    prompt, generated = len(request.prompt), end.timings.generated_tokens
+    prompt, generated = prompt_tokens(request, end), end.timings.generated_tokens
     held = prompt + generated - end.timings.discarded_tokens
     word = end.stop_text
     kind = "word" if word is not None else "limit" if end.reason == "length" else "eos"
@@ -163,7 +165,7 @@ class _Form(ChunkForm):
             "stop": False,
             "id_slot": self.requests[choice].slot,
             "tokens_predicted": self._predicted.get(choice, 0),
-            "tokens_evaluated": len(self.requests[choice].prompt),
+            "tokens_evaluated": prompt_tokens(self.requests[choice]),
         }
 
     def probabilities(self, choice: int, entries: Sequence[Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Control tokens that raw text spells are read as such, as llama-server and vLLM d
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from quengine.errors import EngineError
 from quengine.request.chat_format import Ending
@@ -14,11 +14,20 @@ from quengine.request.pooling import with_end
 from quengine.serve import access_log
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, utf8_size
+from quengine.serve.routes.images import (
+    IMAGES,
+    MEDIA_MARKER,
+    image_urls,
+    parts_text,
+    read_data,
+    read_urls,
+    without_urls,
+)
 from quengine.serve.routes.old_functions import with_calls
 from quengine.serve.routes.shortening import shortened
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Tools
-from quengine.serve.schemas.messages import Content, Message, TextPart
+from quengine.serve.schemas.messages import Content, Message, TextContent, TextPart
 from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.reading import are_token_ids, read_part, shown, token_ids, whole_number
 from quengine.serve.schemas.requests import TemplateRequest
@@ -38,15 +47,20 @@ async def read_prompts(
     parse_special: bool,
     ended: bool = False,
     notes: list[str] | None = None,
+    images: list[tuple[bytes, ...]] | None = None,
 ) -> list[list[int]]:
     """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError.
 
     ended: those that end with text are whole texts, which end with EOS where the model wants it. notes: prompts that do
-        not fit the context lose their end, and it gets a line that says so.
+        not fit the context lose their end, and it gets a line that says so. images: gets those of each prompt, which
+        have markers in it; None: there may be none.
     """
     values = _separate(given, key)
     service.check_inputs(len(values), key)
     most = service.most_prompt_tokens
+    if images is not None:
+        images += [_images(value, service, key) for value in values]
+        values = [_marked(value, service.model.marker) for value in values]
     prompts = [_parts(value, service, key, checked=notes is None) for value in values]
     job = TextJob("encode", prompts, special=parse_special, most_tokens=most if notes is None else None)
     end = service.model.end_of_text if ended else None
@@ -59,6 +73,13 @@ async def read_prompts(
     return [with_end(ids, last) for ids, last in zip(found, ends, strict=True)]
 
 
+class PromptIds(NamedTuple):
+    """A prompt's tokens, with markers for its images, and the contents of these."""
+
+    ids: list[int]
+    images: tuple[bytes, ...] = ()
+
+
 async def chat_ids(
     service: Service,
     messages: Sequence[Mapping[str, Any]],
@@ -67,21 +88,24 @@ async def chat_ids(
     param: str,
     ending: Ending | None = None,
     limited: bool = True,
-) -> list[int]:
-    """The ids of a conversation; `limited`: checked against the limits. Raises ApiError.
+) -> PromptIds:
+    """The prompt of a conversation; `limited`: checked against the limits. Raises ApiError.
 
     ending: how the prompt ends; None: an answer at the end of the messages is continued.
     """
+    messages, urls = without_urls(messages)
+    images = read_urls(service, urls, param)
     job = TextJob(
         "encode_chat",
         messages=service.settings.chat.opened(messages),
+        marker=service.model.marker if images else "",
         tools=tools,
         variables=variables,
         ending=ending or ending_of(messages),
         most_tokens=service.most_prompt_tokens if limited else None,
     )
     (prompt,) = await _ids(service, job, param)
-    return prompt
+    return PromptIds(prompt, images)
 
 
 def ending_of(
@@ -197,10 +221,25 @@ def _parts(value: Any, service: Service, key: str, checked: bool = True) -> list
     return [part if isinstance(part, str) else token_id(part, model.vocab_size, key) for part in given]
 
 
+def _images(value: Any, service: Service, key: str) -> tuple[bytes, ...]:
+    """The images beside a prompt that is an object. Raises ApiError."""
+    given = value.get("multimodal_data") if isinstance(value, dict) else None
+    return () if given in (None, []) else read_data(service, given, key)
+
+
+def _marked(value: Any, marker: str) -> Any:
+    """A prompt that is an object with images, with the model's markers in place of llama-server's."""
+    if not isinstance(value, dict) or not value.get("multimodal_data"):
+        return value
+    text = value.get("prompt_string")
+    marked = text.replace(MEDIA_MARKER, marker) if isinstance(text, str) else text
+    return {**value, "multimodal_data": None, "prompt_string": marked}
+
+
 def _object_text(value: dict[str, Any], key: str) -> str:
     """The text of {"prompt_string": ...}, or of {"content": [{"type": "text", "text": ...}, ...]}. Raises ApiError."""
     if value.get("multimodal_data") not in (None, []):
-        raise bad_request(f"{key}.multimodal_data: this model reads text only", key, "unsupported")
+        raise bad_request(f"{key}.multimodal_data: images have no place in this prompt", key, "unsupported")
     text, parts = value.get("prompt_string"), value.get("content")
     if isinstance(text, str):
         return text
@@ -253,8 +292,9 @@ def template_message(value: dict[str, Any], content: Content | None) -> dict[str
     """A message as templates read it, with all else that it has; parts of its content are joined by line breaks."""
     role = "system" if value["role"] == "developer" else value["role"]
     given = {key: part for key, part in value.items() if part is not None}
-    return {**given, "role": role, "content": content_text(content)}
+    urls = image_urls(content) if isinstance(content, list) else []
+    return {**given, "role": role, "content": content_text(content), **({IMAGES: urls} if urls else {})}
 
 
-def content_text(content: Content | None, between: str = "\n") -> str:
-    return between.join(part.text for part in content) if isinstance(content, list) else content or ""
+def content_text(content: Content | TextContent | None, between: str = "\n") -> str:
+    return parts_text(content, between) if isinstance(content, list) else content or ""

@@ -92,14 +92,18 @@ def requests_of(
     score_prompt: bool = False,
     progress: bool = False,
     slot: int = -1,
+    images: Sequence[tuple[bytes, ...]] = (),
 ) -> list[GenerationRequest]:
-    """`n` completions of each prompt, in order; all under one seed. `slot`: of the first of each prompt."""
+    """`n` completions of each prompt, in order; all under one seed. `slot`: of the first of each prompt. `images`: of
+    each prompt; empty: there are none."""
     seeded = params.with_seed()
     return [
         GenerationRequest(
-            *(prompt, seeded, index, show_special, score_prompt, progress), slot=-1 if index else slot
+            *(prompt, seeded, index, show_special, score_prompt, progress),
+            images=shown,
+            slot=-1 if index else slot,
         )
-        for prompt in prompts
+        for prompt, shown in zip(prompts, images or [()] * len(prompts), strict=True)
         for index in range(n)
     ]
 

@@ -12,6 +12,7 @@ from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import FINGERPRINT
+from quengine.serve.routes.images import MEDIA_MARKER
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.schemas.errors import ApiError, switched_off
 from quengine.serve.schemas.fields import LoraAdapter
@@ -105,7 +106,8 @@ def _settings(settings: ServerSettings, model: ServedModel | None) -> dict[str, 
     params = generation_settings(settings.defaults, model)
     return {
         "default_generation_settings": {"n_ctx": ctx_size, "params": params},
-        "modalities": {"vision": False, "audio": False, "video": False},
+        "modalities": {"vision": bool(model and model.marker), "audio": False, "video": False},
+        "media_marker": MEDIA_MARKER if model and model.marker else "",
         "endpoint_slots": settings.slots,
         "endpoint_props": False,
         "endpoint_metrics": settings.metrics,

@@ -3,9 +3,11 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.request.content_parts import IMAGE
 from quengine.serve.http import json_response, off_loop, read_request, unless_gone
 from quengine.serve.processes.shared_text import TextJob
 from quengine.serve.routes.constraints import read_tools
+from quengine.serve.routes.images import read_urls, without_urls
 from quengine.serve.routes.prompts import read_messages, template_variables, token_id
 from quengine.serve.schemas.reading import token_ids
 from quengine.serve.schemas.requests import DetokenizeRequest, TemplateRequest, TokenizeRequest
@@ -42,9 +44,11 @@ async def apply_template(service: Service, request: Request) -> Response:
     model = service.model
     use = await read_tools(body, model)
     messages, ending = read_messages(body)
+    shown, urls = without_urls(messages)
+    read_urls(service, urls, "messages")
     job = TextJob(
         "render_chat",
-        messages=service.settings.chat.opened(messages),
+        messages=service.settings.chat.opened(shown),
         tools=model.answer_format.tools(use),
         variables=template_variables(
             model,
@@ -57,4 +61,4 @@ async def apply_template(service: Service, request: Request) -> Response:
         ending=ending,
     )
     result = await unless_gone(request.receive, service.text_pool.perform(service.model, job))
-    return json_response({"prompt": result.text.decode()})
+    return json_response({"prompt": result.text.decode().replace(IMAGE, model.marker or IMAGE)})

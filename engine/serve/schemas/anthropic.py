@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from quengine.request.sampling_params import RANGES
 from quengine.serve.schemas.fields import Fields, JSONSchema, Sampling, SomeText
-from quengine.serve.schemas.messages import Content
+from quengine.serve.schemas.messages import TextContent
 from quengine.serve.schemas.openapi_parts import (
     CHECKED,
     COUNT,
@@ -56,7 +56,7 @@ class TextSource(msgspec.Struct, frozen=True, tag="text"):
 
 
 class PartsSource(msgspec.Struct, frozen=True, tag="content"):
-    content: Content
+    content: TextContent
 
 
 class DocumentBlock(msgspec.Struct, frozen=True, tag="document"):
@@ -70,10 +70,30 @@ class DocumentBlock(msgspec.Struct, frozen=True, tag="document"):
 class SearchResultBlock(msgspec.Struct, frozen=True, tag="search_result"):
     source: str
     title: str
-    content: Content
+    content: TextContent
 
 
-Passage = TextBlock | DocumentBlock | SearchResultBlock
+class Base64Source(msgspec.Struct, frozen=True, tag="base64"):
+    media_type: str
+    data: str
+
+
+class UrlSource(msgspec.Struct, frozen=True, tag="url"):
+    url: str
+
+
+class ImageBlock(msgspec.Struct, frozen=True, tag="image"):
+    source: Base64Source | UrlSource
+
+    @property
+    def url(self) -> str:
+        source = self.source
+        return (
+            source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+        )
+
+
+Passage = TextBlock | DocumentBlock | SearchResultBlock | ImageBlock
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag="tool_result"):
@@ -93,7 +113,7 @@ class AssistantTurn(msgspec.Struct, frozen=True, tag_field="role", tag="assistan
 
 
 class SystemTurn(msgspec.Struct, frozen=True, tag_field="role", tag="system"):
-    content: Content
+    content: TextContent
 
 
 Turn = UserTurn | AssistantTurn | SystemTurn
@@ -174,7 +194,7 @@ class CountTokensRequest(Sampling, frozen=True, kw_only=True):
     """What a prompt is made of, and fields of a request that leave it as it is."""
 
     messages: Annotated[list[Turn], Meta(min_length=1)]
-    system: Content | None = None
+    system: TextContent | None = None
     tools: Annotated[list[CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

@@ -17,7 +17,44 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str
 
 
-Content = str | list[TextPart]
+class ImageUrl(msgspec.Struct, frozen=True):
+    url: str
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """Text, or an image as a data: URL, or the file: URL of one below --media-path."""
+
+    type: Annotated[
+        Literal["text", "input_text", "output_text", "image_url", "input_image"],
+        Meta(
+            extra={
+                "rule": "must be text, input_text, output_text, image_url or input_image: audio, video and files "
+                "are not read"
+            }
+        ),
+    ]
+    text: str | None = None
+    image_url: str | ImageUrl | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_image and self.image_url is None:
+            raise ValueError("image_url is missing")
+        if not self.is_image and self.text is None:
+            raise ValueError("text is missing")
+
+    @property
+    def is_image(self) -> bool:
+        return self.type in ("image_url", "input_image")
+
+    @property
+    def url(self) -> str:
+        """The address of an image."""
+        given = self.image_url
+        return given.url if isinstance(given, ImageUrl) else given or ""
+
+
+TextContent = str | list[TextPart]
+Content = str | list[ContentPart]
 
 
 class CalledFunction(msgspec.Struct, frozen=True):

@@ -34,8 +34,8 @@ from quengine.serve.schemas.openapi_parts import (
 )
 from quengine.structured.tool_calls import MAX_TOOLS
 
-NoImages = Annotated[
-    list[Any], Meta(max_length=0, extra={"rule": "must be empty: this model reads text only"})
+Images = Annotated[
+    list[str], Meta(description="Image files as base64.", extra={"rule": "must be an array of base64 texts"})
 ]
 Format = Annotated[Any, component("OllamaFormat")]
 KeepAlive = Annotated[
@@ -70,7 +70,7 @@ class OllamaMessage(msgspec.Struct, frozen=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: NoImages | None = None
+    images: Images | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -150,7 +150,7 @@ class OllamaGenerateRequest(OllamaGeneration, frozen=True):
     ] = ""
     template: Annotated[Any, only("")] = None
     context: Annotated[Any, only([])] = None
-    images: NoImages | None = None
+    images: Images | None = None
 
 
 class OllamaEmbedRequest(Body, frozen=True, kw_only=True):

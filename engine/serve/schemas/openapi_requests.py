@@ -25,6 +25,11 @@ _PROMPT_PART: Schema = {"anyOf": [TOKEN, STRING]}
 _SCHEMA: Schema = {
     "anyOf": [OBJECT, {"const": True}, {"type": "string", "contentMediaType": "application/json"}]
 }
+_IMAGE_URL: Schema = {
+    "type": {"const": "image_url"},
+    "image_url": {"type": "object", "required": ["url"], "properties": {"url": STRING}},
+}
+_INPUT_IMAGE: Schema = {"type": {"const": "input_image"}, "image_url": STRING}
 _SOME_TEXT: Schema = {"type": "string", "minLength": 1}
 _NAME: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
 
@@ -51,6 +56,7 @@ def request_schemas(
     }
     refusal = {"type": {"const": "refusal"}, "refusal": STRING}
     part = {"anyOf": [ref("TextPart"), _fields(refusal)]}
+    schemas["ContentPart"] = {"anyOf": [ref("TextPart"), _fields(_IMAGE_URL), _fields(_INPUT_IMAGE)]}
     schemas["AssistantMessage"]["properties"]["content"] = {"anyOf": [NULL, STRING, _array(part)]}
     schemas["AssistantMessage"]["anyOf"] = [
         {"required": ["content"]},

@@ -18,10 +18,11 @@ class MessageItem(msgspec.Struct, frozen=True, tag="message"):
 
 
 class OutputPart(msgspec.Struct, frozen=True):
-    """Part of what a tool gave; only text can be shown to the model."""
+    """Part of what a tool gave; only text and images can be shown to the model."""
 
     type: str
     text: str = ""
+    image_url: Any = None
 
 
 class FunctionCallItem(msgspec.Struct, frozen=True, tag="function_call"):

@@ -167,7 +167,7 @@ def test_an_image_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("/image cat.png\n"))
     assert run(["chat", "-m", model, *COMMON]) == 1
-    assert "reads text only" in capsys.readouterr().err
+    assert "has no projector" in capsys.readouterr().err
 
 
 def test_models_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_capture import CapturedStep, GraphNodes
 from quengine.sampler import Sample, Sampler
-from quengine.step_plan import SequenceRows, StepPlan
+from quengine.step_plan import GivenRows, SequenceRows, StepPlan, forward_batch
 from tests.engine.parallel.rank_threads import Meeting, ThreadCommunicator, ThreadGroup
 from tests.engine.steps import decode, with_slots
 from tests.gguf_builder import ModelSizes
@@ -127,6 +127,25 @@ def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[int]:
         sequence.num_cached_tokens = 3 + number
         sequence.token_ids.append(result.token)
     return sequence.token_ids
+
+
+def test_two_ranks_take_rows_given_as_embeddings(tmp_path: Path) -> None:
+    """The first has them, and the others get them by broadcast."""
+    path, whole = write_model(tmp_path, "qwen2"), [5, 6, 7, 8]
+    alone = runner_of(path)
+    batch = forward_batch("prefill", [SequenceRows(whole, 0, TABLES)], DEVICE)
+    values = alone.decoder.backend.embed(batch, alone.decoder.token_embd)
+    meeting, given = Meeting(2), GivenRows([1, 2], values[1:3])
+    leader, follower = (runner_of(path, ThreadCommunicator(rank, meeting)) for rank in range(2))
+    group: Any = ThreadGroup(meeting, partial(run, follower))
+    leader.lead(group)
+    try:
+        wanted = leader.forward("prefill", [SequenceRows(whole, 0, TABLES)], all_logits=True).clone()
+        rows = [SequenceRows([5, 0, 0, 8], 0, TABLES)]
+        assert torch.equal(leader.forward("prefill", rows, all_logits=True, given=given), wanted)
+        assert not torch.equal(leader.forward("prefill", rows, all_logits=True), wanted)
+    finally:
+        group.end()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm import workspace
 from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
+from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.model_runner import ModelRunner
 from quengine.models.decoder import Decoder
@@ -45,7 +46,7 @@ from quengine.runners.static_inputs import PrefillInputs
 from quengine.sampler import Sample, Sampler, Verified
 from quengine.speculative.device_drafts import DeviceDraftSteps
 from quengine.speculative.draft_model import DraftJob
-from quengine.step_plan import SequenceRows, StepPlan, forward_batch
+from quengine.step_plan import GivenRows, SequenceRows, StepPlan, forward_batch
 from tests.engine.steps import decode, with_slots
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.weights import nmse
@@ -71,7 +72,7 @@ class Rig:
     """A tiny model whose rows have the same bits in whatever step they are."""
 
     def __init__(self, path: Path, blocks: int) -> None:
-        checkpoint = GGUFCheckpoint(path)
+        self.path, checkpoint = path, GGUFCheckpoint(path)
         backend = CudaBackend(DEVICE, batch_invariant=True)
         self.decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, CTX, CTX)
         self.cache, self.other = (
@@ -155,6 +156,54 @@ def test_a_captured_step_that_holds_more_serves_fewer_chunks(make_rig: Callable[
     assert ours is not None and rig.graphs.captured == [larger]
     assert torch.equal(ours, rig.eagerly(chunks))
     assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
+
+
+@pytest.mark.cuda_kernel
+@pytest.mark.usefixtures("small_steps")
+def test_rows_given_as_their_tokens_embeddings_come_to_what_tokens_do(make_rig: Callable[[int], Rig]) -> None:
+    """Captured, and eagerly; a later step of the same graph has no such rows."""
+    rig = make_rig(5)
+    rig.graphs = CudaGraphs(
+        rig.decoder, rig.cache, 1, capture=capture_step if ON_GPU else rig.again, takes_embeds=True
+    )
+    runner, whole = ModelRunner(rig.decoder, rig.cache, rig.graphs), ids_of(3, 6)
+    other = ModelRunner(rig.decoder, rig.other)
+    values = rig.decoder.backend.embed(forward_batch("prefill", [SequenceRows(whole, 0, [[1]])], DEVICE),
+                                       rig.decoder.token_embd)  # fmt: skip
+    hidden = [7 if 1 <= n < 4 else token for n, token in enumerate(whole)]
+    given = GivenRows([1, 2, 3], values[1:4])
+    expected = other.forward("prefill", [SequenceRows(whole, 0, [[1]])]).clone()
+    for _ in range(3):  # eager, captured, replayed
+        ours = runner.forward("prefill", [SequenceRows(hidden, 0, [[1]])], given=given)
+        assert torch.equal(ours, expected)
+    assert len(rig.graphs.captured) == 1 and torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
+    assert not torch.equal(runner.forward("prefill", [SequenceRows(hidden, 0, [[1]])]), expected)
+    assert torch.equal(runner.forward("prefill", [SequenceRows(whole, 0, [[1]])]), expected)
+
+
+@pytest.mark.cuda_kernel
+@pytest.mark.usefixtures("small_steps")
+def test_rows_that_attend_both_ways_are_those_of_the_definition(make_rig: Callable[[int], Rig]) -> None:
+    """Never captured: where the runs are is the host's."""
+    rig = make_rig(5)
+    capture = capture_step if ON_GPU else rig.again
+    rig.graphs = CudaGraphs(rig.decoder, rig.cache, 1, capture=capture, takes_embeds=True)
+    checkpoint = GGUFCheckpoint(rig.path)
+    reference = Decoder(
+        checkpoint.config, checkpoint.tensors, ReferenceBackend(torch.device("cpu")), CTX, CTX
+    )
+    expected = ModelRunner(reference, KVCache.allocate(checkpoint.config, CTX, torch.device("cpu")))
+    values, ids = torch.randn(4, 32), ids_of(3, 7)
+    causal = GivenRows([1, 2, 3, 4], values)
+    both = GivenRows([1, 2, 3, 4], values, [(1, 5, 0)])
+    ours, theirs = ModelRunner(rig.decoder, rig.cache, rig.graphs), list[Tensor]()
+    for given in (causal, both):
+        rows = [SequenceRows(ids, 0, [[1]])]
+        theirs.append(expected.forward("prefill", rows, all_logits=True, given=given).clone())
+        for _ in range(2):
+            found = ours.forward("prefill", rows, given=given)
+            assert nmse(found.cpu().double(), theirs[-1][-1:].double()) < 1e-4
+    assert nmse(theirs[0], theirs[1]) > 1e-3 and len(rig.graphs.captured) == 1
 
 
 @pytest.mark.gpu

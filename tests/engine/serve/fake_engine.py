@@ -110,7 +110,8 @@ class FakeModel(ServedModel):
         return ""
 
     def encode_chat(self, *given: Any, **named: Any) -> list[int]:
-        return self.encode(self.render_chat(*given, **named), bos=True, special=False)
+        *rendered, _ = given  # it has no images
+        return self.encode(self.render_chat(*rendered, **named), bos=True, special=False)
 
 
 @dataclass

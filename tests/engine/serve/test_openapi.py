@@ -199,9 +199,11 @@ def hold_to_document(
     answer = case.call(base_url=served.url, session=session, timeout=120)
     assert answer.status_code < 500, answer.text
     if case.meta.generation.mode.value == "positive":
+        message = error_of(answer)["message"] if answer.status_code == 400 else ""
+        if "this model has no projector" in message:  # most schemas of contents have images
+            return
         statuses[case.operation.label, answer.status_code] += 1
         if answer.status_code == 400:
-            message = error_of(answer)["message"]
             assert case.path in REFUSED or UNSAID.search(message), (case.body, message)
     excluded = [positive_data_acceptance]
     if '"done_reason":"load"' in answer.text:  # to an empty request, of which nothing else is looked at

@@ -24,6 +24,8 @@ from quengine.serve.schemas.anthropic import (
     AssistantTurn,
     CountTokensRequest,
     CustomTool,
+    DocumentBlock,
+    ImageBlock,
     MessagesRequest,
     NamedChoice,
     NoChoice,
@@ -41,7 +43,7 @@ from quengine.serve.schemas.anthropic import (
 )
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Effort, Sampling
-from quengine.serve.schemas.messages import Content
+from quengine.serve.schemas.messages import TextContent
 from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.settings import Limits
 
@@ -88,7 +90,7 @@ def _stops(body: MessagesRequest, limits: Limits) -> list[str] | None:
     return body.stop_sequences
 
 
-def _system(content: Content | None) -> list[Message]:
+def _system(content: TextContent | None) -> list[Message]:
     """Without Claude Code's header block: it may change from request to request, and would change the beginning of
     every prompt, so that nothing of a conversation would be found in the prefix cache."""
     if isinstance(content, list):
@@ -135,18 +137,30 @@ def _call(block: ToolUseBlock) -> dict[str, Any]:
 
 def _question(block: Passage | ToolResultBlock, called: Mapping[str, str], at: str) -> Message:
     if not isinstance(block, ToolResultBlock):
-        return {"role": "user", "content": _passage(block)}
+        return {"role": "user", "content": _content([block])}
     key = block.tool_use_id
     if key not in called:
         raise bad_request(
             f"{at}.tool_use_id = {key[:40]!r}: no tool_use before it has this id", "messages", "invalid_value"
         )
     given = block.content or ""
-    text = given if isinstance(given, str) else "\n".join(map(_passage, given))
-    return {"role": "tool", "tool_call_id": key, "name": called[key], "content": text}
+    content = given if isinstance(given, str) else _content(given)
+    return {"role": "tool", "tool_call_id": key, "name": called[key], "content": content}
 
 
-def _passage(block: Passage) -> str:
+def _content(blocks: Sequence[Passage]) -> str | list[dict[str, Any]]:
+    """Blocks as a text, or as parts where an image is among them."""
+    if not any(isinstance(block, ImageBlock) for block in blocks):
+        return "\n".join(_passage(block) for block in blocks if not isinstance(block, ImageBlock))
+    return [
+        {"type": "image_url", "image_url": {"url": block.url}}
+        if isinstance(block, ImageBlock)
+        else {"type": "text", "text": _passage(block)}
+        for block in blocks
+    ]
+
+
+def _passage(block: TextBlock | DocumentBlock | SearchResultBlock) -> str:
     """The text of a block, behind what a document or a search result is called."""
     if isinstance(block, TextBlock):
         return block.text
@@ -165,11 +179,23 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
         if message["role"] != last["role"] or message["role"] not in ("user", "assistant"):
             joined.append(message)
             continue
-        texts = [each["content"] for each in (last, message) if each["content"]]
-        joined[-1] = {**last, **message, "content": "\n".join(texts)}
+        contents = [each["content"] for each in (last, message) if each["content"]]
+        joined[-1] = {**last, **message, "content": _together(contents)}
         if calls := last.get("tool_calls", []) + message.get("tool_calls", []):
             joined[-1]["tool_calls"] = calls
     return joined
+
+
+def _together(contents: Sequence[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:
+    """Contents of messages as that of one."""
+    texts = [each for each in contents if isinstance(each, str)]
+    if len(texts) == len(contents):
+        return "\n".join(texts)
+    return [
+        part
+        for each in contents
+        for part in ([{"type": "text", "text": each}] if isinstance(each, str) else each)
+    ]
 
 
 def _tool(tool: CustomTool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from quengine.serve.routes.anthropic.chat_form import chat_request
 from quengine.serve.routes.anthropic.content_blocks import ContentBlocks, Event
 from quengine.serve.routes.chat import ChatAnswer, chat_prompt, prepare_chat
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
+from quengine.serve.routes.images import counted
 from quengine.serve.routes.sampling import sampling_params
 from quengine.serve.routes.streaming import ChunkForm, named_event, stream_answer, whole_answer
 from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
@@ -44,7 +45,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     answer_constraint(use, service.model, read_constraint(chat))
     await sampling_params(service, chat, logprobs=None, constraint=None)
     prompt = await unless_gone(request.receive, chat_prompt(service, chat, use, limited=False))
-    return json_response({"input_tokens": len(prompt.ids)})
+    return json_response({"input_tokens": await counted(service, prompt.ids, prompt.images)})
 
 
 class _Form(ChunkForm):

@@ -61,8 +61,10 @@ def _ids(entry: ModelEntry) -> tuple[str, ...]:
 
 def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
     meta: dict[str, Any] = {"size": entry.nbytes}
+    modalities = ["text"]
     if entry.loaded or entry.alone:
         served = entry.service.model
+        modalities += ["image"] if served.marker else []
         shown = {key: value for key, value in served.facts.items() if key != "path"}
         meta = shown | {"n_ctx": served.ctx_size, "ftype": quant_of(str(served.facts.get("path", "")))}
     return {
@@ -72,7 +74,7 @@ def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
         "owned_by": "quengine",
         "aliases": entry.spec.settings.model_names,
         "tags": entry.spec.settings.model_tags,
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "architecture": {"input_modalities": modalities, "output_modalities": ["text"]},
         "meta": meta,
         "status": _status(models, entry),
     }

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from quengine.serve.http import to_json
 from quengine.serve.models.model_route import seconds_of
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.routes.answers import prompt_tokens
 from quengine.serve.routes.constraints import TextCheck
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.streaming import ChunkForm
@@ -142,7 +143,7 @@ class AnswerLines(ChunkForm, ABC):
             "done_reason": end.reason,
             "total_duration": nanoseconds(time.perf_counter() - self._began),
             "load_duration": 0,  # the model is there before a request is taken
-            "prompt_eval_count": len(self._request.prompt),
+            "prompt_eval_count": prompt_tokens(self._request, end),
             "prompt_eval_duration": nanoseconds(timings.prompt_s),
             "eval_count": timings.generated_tokens,
             "eval_duration": nanoseconds(timings.decode_s),

@@ -153,5 +153,10 @@ def _model_info(model: ServedModel) -> dict[str, Any]:
 
 def _capabilities(model: ServedModel) -> list[str]:
     form = model.answer_format
-    more = (("insert", fills_gaps(model)), ("tools", form.calls_tools), ("thinking", form.reasons))
+    more = (
+        ("vision", bool(model.marker)),
+        ("insert", fills_gaps(model)),
+        ("tools", form.calls_tools),
+        ("thinking", form.reasons),
+    )
     return ["completion", "embedding", *(name for name, has in more if has)]

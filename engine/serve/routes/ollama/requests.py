@@ -48,9 +48,12 @@ def generate_request(service: Service, body: OllamaGenerateRequest) -> ChatReque
         if fields["max_tokens"] is None and service.settings.defaults.max_tokens is None:
             fields["max_tokens"] = -1  # the other route's own default is 16
         logprobs = body.top_logprobs if body.logprobs else None
+        if body.images:
+            raise bad_request(f"images: a {kind} has none, and needs a chat template for them", "images")
         return CompletionRequest(prompt=body.prompt, suffix=body.suffix, logprobs=logprobs, **fields)
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return _chat(service, body, [*system, {"role": "user", "content": body.prompt}], None)
+    content = _content(body.prompt, body.images)
+    return _chat(service, body, [*system, {"role": "user", "content": content}], None)
 
 
 def _chat(
@@ -98,13 +101,22 @@ def _response_format(given: Any) -> dict[str, Any] | None:
     raise bad_request(f'format = {shown(given)}: must be "json" or a JSON schema', "format", "invalid_value")
 
 
+def _content(text: str, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
+    """The content of a message, images before its text, as Ollama writes them."""
+    if not images:
+        return text
+    shown = [{"type": "image_url", "image_url": {"url": f"data:;base64,{image}"}} for image in images]
+    return [*shown, {"type": "text", "text": text}]
+
+
 def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """Messages as OpenAI's API has them. Ollama's calls have no ids, which its results could name: a result is that of
     the first call without one that has its `tool_name`, or of the first without one."""
     given: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
-        each: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        content = _content(message.content or "", message.images)
+        each: dict[str, Any] = {"role": message.role, "content": content}
         if message.thinking:
             each["reasoning_content"] = message.thinking
         if message.tool_calls:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from quengine.serve.response_store import ResponseStore
-from quengine.serve.routes.prompts import content_text, spoken, template_message
+from quengine.serve.routes.prompts import spoken, template_message
 from quengine.serve.routes.responses.tools import INPUT
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.messages import TextPart
+from quengine.serve.schemas.messages import ContentPart
 from quengine.serve.schemas.reading import read_part, shown
 from quengine.serve.schemas.response_items import (
     KINDS,
@@ -33,6 +33,7 @@ from quengine.serve.schemas.response_items import (
 Item = dict[str, Any]
 _SEAL = "quengine-reasoning:"
 _TEXT = ("text", "input_text", "output_text")
+_READS = {False: "text only", True: "text and images"}
 
 
 def input_items(value: str | Sequence[Any], store: ResponseStore) -> list[Any]:
@@ -48,15 +49,18 @@ def input_items(value: str | Sequence[Any], store: ResponseStore) -> list[Any]:
 
 
 def messages_of(
-    items: Sequence[Any], earlier: Sequence[Item] = (), notes: list[str] | None = None
+    items: Sequence[Any],
+    earlier: Sequence[Item] = (),
+    notes: list[str] | None = None,
+    sees: bool = False,
 ) -> list[Item]:
     """The messages of a conversation: of `earlier` items, which a stored response had, and of a request's.
 
     Calls belong to the assistant's message before them, or make one; reasoning to the one behind it. What an earlier
     answer gave its items beside their content (id, status) means nothing here. `notes` gets a line for each item that
-    is skipped. Raises ApiError for an item that is wrong.
+    is skipped. sees: the model reads images, and those that tools gave too. Raises ApiError for an item that is wrong.
     """
-    conversation = _Conversation()
+    conversation = _Conversation(sees)
     conversation.add(earlier, [])
     conversation.add(items, [] if notes is None else notes)
     return conversation.messages
@@ -80,7 +84,8 @@ def _unsealed(content: str | None) -> str | None:
 class _Conversation:
     """Messages as they grow. `_called`: the names of tools by the ids of their calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, sees: bool) -> None:
+        self._sees = sees
         self.messages: list[Item] = []
         self._called: dict[str, str] = {}
         self._thought: Item = {}
@@ -134,11 +139,19 @@ class _Conversation:
         if call_id not in self._called:
             problem = f"{call_id[:40]!r}: no call before it has this id"
             raise bad_request(f"{at}.call_id = {problem}", "input")
-        content = (
-            output if isinstance(output, str) else content_text([_text(part, at, notes) for part in output])
-        )
-        result = {"role": "tool", "tool_call_id": call_id, "name": self._called[call_id], "content": content}
+        parts = output if isinstance(output, str) else [self._part(part, at, notes) for part in output]
+        result = {"role": "tool", "tool_call_id": call_id, "name": self._called[call_id]}
+        result = template_message(result, parts)
         self.messages.append(result)
+
+    def _part(self, part: OutputPart, at: str, notes: list[str]) -> ContentPart:
+        """A part of a tool's output. The model is told of what it cannot be shown: it may have asked for it."""
+        if part.type in _TEXT:
+            return ContentPart("text", part.text)
+        if self._sees and part.type == "input_image" and isinstance(part.image_url, str):
+            return ContentPart("input_image", image_url=part.image_url)
+        notes.append(f"{at}.output: {shown(part.type, 40)} left out")
+        return ContentPart("text", f"[{part.type[:40]} left out: this model reads {_READS[self._sees]}]")
 
 
 def _call_id(item: LocalShellCallItem | LocalShellCallOutputItem, at: str) -> str:
@@ -146,14 +159,6 @@ def _call_id(item: LocalShellCallItem | LocalShellCallOutputItem, at: str) -> st
     if not found:
         raise bad_request(f"{at}: must have a call_id or an id", "input")
     return found
-
-
-def _text(part: OutputPart, at: str, notes: list[str]) -> TextPart:
-    """A part of a tool's output. The model is told of what it cannot be shown: it may have asked for it."""
-    if part.type in _TEXT:
-        return TextPart("text", part.text)
-    notes.append(f"{at}.output: {shown(part.type, 40)} left out")
-    return TextPart("text", f"[{part.type[:40]} left out: this model reads text only]")
 
 
 def _thought(item: ReasoningItem, at: str, notes: list[str]) -> str:

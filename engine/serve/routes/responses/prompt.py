@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quengine.serve.routes.prompts import chat_ids
+from quengine.serve.routes.prompts import PromptIds, chat_ids
 from quengine.serve.routes.shortening import MOST_TRIES, kept_share, shortened, without_oldest
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.service import Service
@@ -18,13 +18,13 @@ async def conversation_ids(
     variables: Mapping[str, Any],
     shorten: bool,
     notes: list[str],
-) -> list[int]:
-    """Messages to token ids. shorten: the oldest turns are left out as the context asks for, which `notes` gets a line
-    for. Raises ApiError."""
+) -> PromptIds:
+    """Messages to token ids and images. shorten: the oldest turns are left out as the context asks for, which `notes`
+    gets a line for. Raises ApiError."""
     kept = messages
     for _ in range(MOST_TRIES if shorten else 0):
         try:
-            ids = await chat_ids(service, kept, tools, variables, "input")
+            prompt = await chat_ids(service, kept, tools, variables, "input")
         except ApiError as error:
             share = kept_share(error)
             if share is None or (shorter := without_oldest(kept, share)) is None:
@@ -33,5 +33,5 @@ async def conversation_ids(
             continue
         if left := len(messages) - len(kept):
             shortened(notes, f"truncation: the oldest {left} of {len(messages)} messages are left out")
-        return ids
+        return prompt
     return await chat_ids(service, kept, tools, variables, "input")

@@ -9,6 +9,7 @@ from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.answers import token_count
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
+from quengine.serve.routes.images import counted
 from quengine.serve.routes.prompts import reasoning_wanted
 from quengine.serve.routes.responses.answer import ResponseForm
 from quengine.serve.routes.responses.input_items import input_items, messages_of
@@ -44,7 +45,7 @@ async def response_tokens(service: Service, request: Request) -> Response:
     """Tokens of the prompt of a response."""
     body = await read_request(request, ResponseRequest, service.limits)
     form = await unless_gone(request.receive, _prepared(service, body, []))
-    return json_response(token_count(len(form.request.prompt)))
+    return json_response(token_count(await counted(service, form.request.prompt, form.request.images)))
 
 
 async def stored_response(models: Models, request: Request) -> Response:
@@ -100,17 +101,19 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     _note_options(body, notes)
     earlier = service.responses.conversation(body.previous_response_id)
     items = input_items(body.input, service.responses)
-    messages = messages_of(items, earlier, notes)
+    messages = messages_of(items, earlier, notes, bool(model.marker))
     if not messages:
         raise bad_request("input holds nothing that this model reads", "input")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     variables, budget = reasoning_wanted(service, body, body.reasoning.effort, "reasoning.effort")
     described, shorten = model.answer_format.tools(use), body.truncation == "auto"
     prompt = await conversation_ids(service, [*system, *messages], described, variables, shorten, notes)
-    constraint = answer_constraint(use, model, text, model.end_of(prompt), budget)
+    constraint = answer_constraint(use, model, text, model.end_of(prompt.ids), budget)
     params = await sampling_params(service, body, logprobs=None, constraint=constraint)
     shown = model.answer_format.shown(use)
-    (request,) = requests_of([prompt], 1, params, shown, progress=body.reports, slot=body.id_slot)
+    (request,) = requests_of(
+        [prompt.ids], 1, params, shown, progress=body.reports, slot=body.id_slot, images=[prompt.images]
+    )
     return ResponseForm(service, body, request, tools, use, [*earlier, *items])
 
 

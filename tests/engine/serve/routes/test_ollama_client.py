@@ -374,7 +374,7 @@ def test_what_the_command_line_does_is_not_pretended(client: ollama.Client) -> N
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"messages": [{"role": "user", "content": "hi", "images": ["aGk="]}]}, "reads text only"),
+        ({"messages": [{"role": "user", "content": "hi", "images": ["aGk="]}]}, "has no projector"),
         ({"messages": [{"role": "wizard", "content": "hi"}]}, "must be assistant, system, tool or user"),
         ({"messages": [{"content": "hi"}]}, "role"),
         ({"messages": "hi"}, "must be an array"),
@@ -407,7 +407,7 @@ def test_what_cannot_be_is_a_400_in_ollamas_shape(served: Served, body: dict[str
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"images": ["aGk="]}, "reads text only"),
+        ({"images": ["aGk="]}, "has no projector"),
         ({"template": "{{ .Prompt }}"}, "template is not supported"),
         ({"context": [1, 2]}, "context is not supported"),
         ({"suffix": "end", "raw": True}, "a raw prompt has none"),

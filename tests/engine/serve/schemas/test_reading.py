@@ -95,7 +95,7 @@ def test_a_wrong_field_is_named_with_its_value_and_rule(
         (
             list[Message],
             [{"role": "user", "content": [{"type": "image_url"}]}],
-            'f[0].content[0].type = "image_url": must be text, input_text or output_text: this model reads text',
+            "f[0].content[0]: image_url is missing",
         ),
         (
             list[Message],

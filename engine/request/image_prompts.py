@@ -1,0 +1,206 @@
+"""Prompts with images: markers become rows of features, which are encoded once and kept.
+
+Features are made in the thread of the request that needs them, beside the steps of other requests; those of an image
+that several requests have are computed by the first of them.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quengine.errors import EngineError
+from quengine.models.tokenizer import Tokenizer
+from quengine.request.content_parts import places_of
+from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, PromptImages
+
+logger = logging.getLogger(__name__)
+
+
+class PreparedImage(Protocol):
+    """`models.vision.PreparedImage`, as far as a prompt needs it."""
+
+    @property
+    def digest(self) -> bytes: ...
+    @property
+    def layout(self) -> tuple[str | int, ...]: ...
+    @property
+    def bidirectional(self) -> bool: ...
+
+
+class Vision(Protocol):
+    """`models.vision.VisionModel`, as far as prompts need it."""
+
+    @property
+    def projector(self) -> str: ...
+    @property
+    def marker(self) -> str: ...
+    @property
+    def text_size(self) -> int: ...
+    @property
+    def deepstack(self) -> int: ...
+    def prepare(self, data: bytes) -> Any: ...
+    def encode(self, images: Seq[Any]) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedImage:
+    """An image's features, fp32 [rows, embedding length] in host memory, and the part of a prompt that it takes."""
+
+    features: Features
+    layout: tuple[str | int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.features.values.nbytes
+
+
+class ImagePrompts:
+    """Makes prompts of tokens and images. Threads may share it.
+
+    Args:
+        vision: the encoder and projector.
+        tokenizer: of the text model.
+        device: of the encoder.
+        cache_bytes: host memory for features that are kept for later prompts.
+        most_rows: of a run that attends both ways, which one step computes.
+
+    Attributes:
+        marker: the text that stands for an image in a prompt.
+        marker_ids: its tokens.
+        encoded: number of images that were encoded, and not found among those that are kept.
+    """
+
+    def __init__(
+        self, vision: Vision, tokenizer: Tokenizer, device: torch.device, cache_bytes: int, most_rows: int
+    ) -> None:
+        self.marker, self._vision, self._tokenizer = vision.marker, vision, tokenizer
+        self.marker_ids = tokenizer.encode(vision.marker, special=True)
+        # The token at image rows, which no sampler may count as text: of <start><image><end> the middle one.
+        self._pad = self.marker_ids[len(self.marker_ids) // 2]
+        self._device, self._most_rows = device, most_rows
+        self._kept = _FeatureCache(cache_bytes)
+        self._under_way: dict[bytes, Future[EncodedImage]] = {}
+        self._lock, self._encoding = threading.Lock(), threading.Lock()
+        self._stream: torch.cuda.Stream | None = None
+        self.encoded = 0
+
+    def make(self, ids: Seq[int], images: Seq[bytes]) -> ImagePrompt:
+        """The prompt of these tokens, with each marker among them replaced by the rows of an image, in order.
+
+        Raises:
+            EngineError: markers and images differ in number, or a file is no image that is read here.
+        """
+        places = places_of(ids, self.marker_ids)
+        if len(places) != len(images):
+            raise EngineError(
+                f"the prompt has {len(places)} image markers ({self.marker}) and there are {len(images)} images"
+            )
+        found = self._found(images)
+        return self._expanded(ids, places, found)
+
+    def _expanded(self, ids: Seq[int], places: Seq[int], images: Seq[EncodedImage]) -> ImagePrompt:
+        expanded, rows, at = list[int](), list[ImageRows](), 0
+        for number, (place, image) in enumerate(zip(places, images, strict=True)):
+            expanded += ids[at:place]
+            at, first = place + len(self.marker_ids), 0
+            for part in image.layout:
+                if isinstance(part, str):
+                    expanded += self._tokenizer.encode(part, special=True)
+                    continue
+                if image.features.both_ways and part > self._most_rows:
+                    raise EngineError(
+                        f"an image has {part} rows that attend both ways, and a step computes {self._most_rows}"
+                    )
+                rows.append(ImageRows(len(expanded), part, number, first))
+                expanded += [self._pad] * part
+                first += part
+        expanded += ids[at:]
+        return ImagePrompt(expanded, PromptImages(tuple(each.features for each in images), tuple(rows)))
+
+    def _found(self, images: Seq[bytes]) -> list[EncodedImage]:
+        """The features of images: kept ones, those that another thread computes now, and new ones, encoded together."""
+        names = [sha256(data).digest() for data in images]
+        mine, wanted = dict[bytes, Future[EncodedImage]](), dict[bytes, Future[EncodedImage]]()
+        with self._lock:
+            for name in names:
+                kept = self._kept.get(name)
+                if name in wanted:
+                    continue
+                if kept is not None:
+                    wanted[name] = Future()
+                    wanted[name].set_result(kept)
+                elif name in self._under_way:
+                    wanted[name] = self._under_way[name]
+                else:
+                    mine[name] = wanted[name] = self._under_way[name] = Future()
+        if mine:
+            self._encode_new(dict(zip(names, images, strict=True)), mine)
+        return [wanted[name].result() for name in names]
+
+    def _encode_new(self, images: dict[bytes, bytes], mine: dict[bytes, "Future[EncodedImage]"]) -> None:
+        try:
+            prepared = [self._vision.prepare(images[name]) for name in mine]
+            for name, image in zip(mine, self._encode(prepared), strict=True):
+                with self._lock:
+                    self._kept.add(name, image)
+                mine[name].set_result(image)
+        except BaseException as error:
+            for future in mine.values():
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            with self._lock:
+                for name in mine:
+                    self._under_way.pop(name, None)
+
+    def _encode(self, prepared: Seq[PreparedImage]) -> list[EncodedImage]:
+        """One batch at a time: on a CUDA device on a stream of its own, so that steps go on."""
+        with self._encoding, torch.no_grad():
+            if self._device.type == "cuda":
+                self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                with torch.cuda.stream(self._stream):
+                    values = [_to_host(part) for part in self._vision.encode(prepared)]
+                self._stream.synchronize()
+            else:
+                values = [part.float() for part in self._vision.encode(prepared)]
+            self.encoded += len(prepared)
+        logger.info("%d images encoded to %s rows", len(prepared), ", ".join(str(len(v)) for v in values))
+        return [
+            EncodedImage(Features(image.digest, rows, image.bidirectional), image.layout)
+            for image, rows in zip(prepared, values, strict=True)
+        ]
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """A copy in pinned memory, complete once the stream is."""
+    held = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
+    return held.copy_(values, non_blocking=True)
+
+
+class _FeatureCache:
+    """Images by the hash of their bytes, the least recently used of which make room. The caller holds a lock."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most, self._bytes = most_bytes, 0
+        self._images = OrderedDict[bytes, EncodedImage]()
+
+    def get(self, name: bytes) -> EncodedImage | None:
+        image = self._images.get(name)
+        if image is not None:
+            self._images.move_to_end(name)
+        return image
+
+    def add(self, name: bytes, image: EncodedImage) -> None:
+        self._images[name] = image
+        self._bytes += image.nbytes
+        while self._bytes > self._most:
+            _, oldest = self._images.popitem(last=False)
+            self._bytes -= oldest.nbytes

@@ -1,0 +1,114 @@
+"""The images of a prompt: which of its positions are rows of their features, and by what such rows are found again."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from hashlib import shake_256
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ID_BYTES = 8
+_SIGN = np.int64(-(2**63))
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Positions of a prompt that are rows of one image's features: `count` of them from `start` on, which have the
+    features from row `first` on."""
+
+    start: int
+    count: int
+    image: int
+    first: int
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.start + self.count
+
+
+class Features(NamedTuple):
+    """What an image became: fp32 [rows, embedding length], and the digest of all that they follow from. both_ways: rows
+    that follow each other attend to one another in both directions."""
+
+    digest: bytes
+    values: "Tensor"
+    both_ways: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The images of one prompt, in order. `rows`: by position."""
+
+    images: tuple[Features, ...]
+    rows: tuple[ImageRows, ...]
+    _ids: dict[int, list[int]] = field(default_factory=dict, repr=False)
+
+    @property
+    def count(self) -> int:
+        """Number of positions that are rows of images."""
+        return sum(part.count for part in self.rows)
+
+    def keyed(self, token_ids: Seq[int]) -> list[int]:
+        """The tokens, with ids below 0 in place of those of image rows: they follow from the image's digest and the
+        row, and identify the contents of blocks, but are no tokens."""
+        ids = list(token_ids)
+        for part in self.rows:
+            ids[part.start : part.end] = self._ids_of(part.image)[part.first : part.first + part.count]
+        return ids
+
+    def _ids_of(self, image: int) -> list[int]:
+        if image not in self._ids:
+            digest, values, _ = self.images[image]
+            words = shake_256(digest).digest(_ID_BYTES * len(values))
+            self._ids[image] = (np.frombuffer(words, dtype="<i8") | _SIGN).tolist()
+        return self._ids[image]
+
+    def within(self, start: int, end: int) -> Iterator[tuple[range, "Tensor"]]:
+        """The image rows at positions start .. end - 1: their positions less `start`, and their features."""
+        for part in self.rows:
+            first, last = max(part.start, start), min(part.end, end)
+            if first < last:
+                at = part.first + first - part.start
+                yield (
+                    range(first - start, last - start),
+                    self.images[part.image].values[at : at + last - first],
+                )
+
+    def spans(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Of positions start .. end - 1, the runs that attend both ways: first and end less `start`, and how many
+        positions of the run are before `start`."""
+        runs = (part for part in self.rows if self.images[part.image].both_ways)
+        cut = ((max(part.start, start), min(part.end, end), part.start) for part in runs)
+        return [(first - start, last - start, first - run) for first, last, run in cut if first < last]
+
+    def whole(self, start: int, end: int) -> int:
+        """The end of a chunk from `start` to about `end` that cuts no run that attends both ways."""
+        for part in self.rows:
+            if self.images[part.image].both_ways and part.start < end < part.end:
+                return part.start if part.start > start else part.end
+        return end
+
+    def without(self, gone: range) -> "PromptImages":
+        """The images after the positions `gone` were discarded, of whose rows none need be left."""
+        rows = list[ImageRows]()
+        for part in self.rows:
+            if part.start < gone.start:
+                rows.append(replace(part, count=min(part.end, gone.start) - part.start))
+            if part.end > gone.stop:
+                cut = max(0, gone.stop - part.start)
+                at, left = part.start + cut - len(gone), part.count - cut
+                rows.append(ImageRows(at, left, part.image, part.first + cut))
+        return replace(self, rows=tuple(rows))
+
+
+@dataclass(frozen=True, eq=False)
+class ImagePrompt:
+    """A prompt with images: its tokens, with one that is never generated at image rows, and the images."""
+
+    ids: list[int]
+    images: PromptImages

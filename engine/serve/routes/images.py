@@ -1,0 +1,98 @@
+"""Images of requests: addresses in messages and data beside prompts, to the contents of files.
+
+A message keeps the addresses of its images under IMAGES while it is ordered and shortened, and its text has a character
+for each (`content_parts.IMAGE`). Nothing is fetched from the network.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from quengine.errors import EngineError
+from quengine.request.content_parts import IMAGE, base64_bytes, data_url, read_image, why_text_alone
+from quengine.serve.http import off_loop
+from quengine.serve.schemas.errors import bad_request
+from quengine.serve.schemas.messages import ContentPart, TextPart
+from quengine.serve.service import Service
+
+IMAGES = "_images"
+MEDIA_MARKER = "<__media__>"
+"""What stands for an image in a raw prompt, as in llama-server's."""
+
+Part = TextPart | ContentPart
+
+
+def parts_text(parts: Sequence[Part], between: str = "\n") -> str:
+    """Parts of a content as one text: those of text joined by `between`, images as IMAGE."""
+    text = ""
+    for part in parts:
+        if isinstance(part, ContentPart) and part.is_image:
+            text += IMAGE
+        else:
+            text += (between if text and not text.endswith(IMAGE) else "") + (part.text or "")
+    return text
+
+
+def image_urls(parts: Sequence[Part]) -> list[str]:
+    return [part.url for part in parts if isinstance(part, ContentPart) and part.is_image]
+
+
+def without_urls(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The messages as templates read them, and the addresses of their images, in order."""
+    urls = [url for message in messages for url in message.get(IMAGES, ())]
+    return [{key: value for key, value in message.items() if key != IMAGES} for message in messages], urls
+
+
+def read_urls(service: Service, urls: Sequence[str], param: str) -> tuple[bytes, ...]:
+    """The contents of images. Raises ApiError where the model reads none, or an address is not read here."""
+    if urls and not service.model.marker:
+        raise bad_request(f"{param}: {why_text_alone(service.model.notes)}", param, "unsupported")
+    return tuple(_read(service, url, param) for url in urls)
+
+
+def read_data(service: Service, given: Any, key: str) -> tuple[bytes, ...]:
+    """llama-server's `multimodal_data`: base64 texts. Raises ApiError."""
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        raise bad_request(f"{key}.multimodal_data: must be an array of base64 texts", key, "invalid_value")
+    if not service.model.marker:
+        raise bad_request(f"{key}.multimodal_data: {why_text_alone(service.model.notes)}", key, "unsupported")
+    try:
+        return tuple(base64_bytes(each) for each in given)
+    except EngineError as error:
+        raise bad_request(f"{key}.multimodal_data: {error}", key, "invalid_value") from None
+
+
+def _read(service: Service, url: str, param: str) -> bytes:
+    try:
+        if url.startswith("data:"):
+            return data_url(url)
+        if url.startswith("file:"):
+            return read_image(_media_file(service, url))
+    except (EngineError, ValueError) as error:
+        raise bad_request(f"{param}: {error}", param, "invalid_value") from None
+    rule = "images are taken from data: URLs, and with --media-path from file: URLs below it"
+    raise bad_request(f"{param}: image_url {url[:40]!r}: {rule}", param, "invalid_value")
+
+
+def _media_file(service: Service, url: str) -> Path:
+    """The file of a file: URL. Raises EngineError for one that is not below --media-path."""
+    folder = service.settings.media_path
+    if folder is None:
+        raise EngineError("file: URLs are read with --media-path DIR alone")
+    path = Path(unquote(urlsplit(url).path))
+    found = (folder / path.relative_to("/") if not path.is_relative_to(folder) else path).resolve()
+    if not found.is_relative_to(folder.resolve()):
+        raise EngineError(f"{url[:80]!r} is not below --media-path")
+    return found
+
+
+async def counted(service: Service, ids: Sequence[int], images: Sequence[bytes]) -> int:
+    """Tokens of a prompt, rows of its images among them. Raises ApiError for what is no image."""
+    model = service.model
+    if not images:
+        return len(ids)
+    try:
+        return len(ids) + await off_loop(lambda: sum(map(model.image_tokens, images)))
+    except EngineError as error:
+        raise bad_request(str(error), "messages", "invalid_value") from None

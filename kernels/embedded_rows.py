@@ -1,0 +1,38 @@
+"""Rows of a step that are given as embeddings, as those of an image are, in place of the embeddings of their tokens."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class EmbeddedRows(NamedTuple):
+    """The rows of a step that are given as embeddings.
+
+    Attributes:
+        rows: int64 [n], their numbers in the step, each at most once; in a captured step entries of -1 are none.
+        values: fp32 [n, embedding length], on the same device.
+        spans: runs of rows that attend to one another both ways (kernels/image_attention.py), on the host: the first
+            row in the step, the row behind the last, and rows of the run in the cache before them.
+    """
+
+    rows: Tensor
+    values: Tensor
+    spans: Sequence[tuple[int, int, int]] = ()
+
+
+def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
+    """x [T, K] with the given rows written over it, which are not scaled; the definition, and the CPU's operation."""
+    if given is not None:
+        known = given.rows >= 0
+        x.index_copy_(0, given.rows[known], given.values[known].to(x.dtype))
+    return x
+
+
+def embedded_rows(
+    numbers: list[int], values: Tensor, device: torch.device, spans: Sequence[tuple[int, int, int]] = ()
+) -> EmbeddedRows:
+    """The rows with these numbers in a step, on its device."""
+    rows = torch.tensor(numbers, dtype=torch.int64, device=device)
+    return EmbeddedRows(rows, values.to(device, torch.float32).contiguous(), spans)

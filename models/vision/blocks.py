@@ -1,0 +1,306 @@
+"""The parts that vision encoders are made of, over torch's operations.
+
+Rows between the parts are fp32 (fp64 in tests); matrices may be fp16, and then multiply rows in fp16 with fp32
+accumulation. Inputs that no norm bounds are brought below 1 by a power of two for each row before, which keeps products
+within fp16.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from quengine.models.vision.files import Weights
+
+Rotation: TypeAlias = Callable[[Tensor], Tensor]
+"""Rotates queries or keys [B, heads, rows, head_dim] by their rows' positions."""
+
+
+def rotation_of_pairs(angles: Tensor) -> Rotation:
+    """Rotates values 2j and 2j + 1 of a head by angles[row, j]. angles: [rows, head_dim / 2]; cos and sin are fp32."""
+    cos, sin = angles.float().cos(), angles.float().sin()
+
+    def rotate(x: Tensor) -> Tensor:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+
+    return rotate
+
+
+def rotation_of_halves(angles: Tensor) -> Rotation:
+    """Rotates values j and j + head_dim / 2 of a head by angles[row, j]. angles: [rows, head_dim / 2]."""
+    cos, sin = angles.float().cos(), angles.float().sin()
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    return rotate
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """weight: [N, K]; bias: [N] or None."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, bounded: bool = True) -> Tensor:
+        """x [..., K] fp32 -> [..., N] fp32. bounded: no row's product can leave the range of fp16."""
+        if self.weight.dtype == x.dtype:
+            return F.linear(x, self.weight, self.bias)
+        if bounded:
+            y = F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
+        else:
+            _, exponent = torch.frexp(x.abs().amax(-1, keepdim=True))
+            scale = torch.ldexp(torch.ones_like(x[..., :1]), exponent)
+            y = F.linear((x / scale).to(self.weight.dtype), self.weight).to(x.dtype) * scale
+        return y if self.bias is None else y + self.bias
+
+
+@dataclass(frozen=True, eq=False)
+class ClippedLinear(Linear):
+    """A matrix whose inputs and outputs are clamped. bounds: of inputs, low and high, then of outputs: scalars."""
+
+    bounds: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    def __call__(self, x: Tensor, bounded: bool = True) -> Tensor:
+        low, high, out_low, out_high = self.bounds
+        return super().__call__(x.clamp(low, high), bounded).clamp(out_low, out_high)
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """Matrices of the same rows, their results side by side."""
+
+    parts: tuple[Linear, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """LayerNorm, or RMSNorm where `centred` is False. weight, bias: [D] or None."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    centred: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D], in x's dtype."""
+        if self.centred:
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+}
+HF_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "gelu_quick",
+    "silu": "silu",
+}
+"""Names of activations in config.json."""
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    return _ACTIVATIONS[name]
+
+
+@dataclass(frozen=True, eq=False)
+class Mlp:
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) with a gate."""
+
+    up: Linear
+    down: Linear
+    act: Callable[[Tensor], Tensor]
+    gate: Linear | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        hidden = self.act(up) if self.gate is None else self.act(self.gate(x)) * up
+        return self.down(hidden, bounded=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """Squares of an image's rows that attend to one another alone.
+
+    index: [W, S], the rows of each; seen: [W, S], False where a window at an edge has fewer; back: [rows], where each
+    row is among those of all windows.
+    """
+
+    index: Tensor
+    seen: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, height: int, width: int, side: int, device: torch.device) -> "Windows":
+        """Windows of `side` x `side` rows over a grid, from its upper left."""
+        down, across = -(-height // side), -(-width // side)
+        rows = torch.full((down * side, across * side), -1, device=device)
+        rows[:height, :width] = torch.arange(height * width, device=device).view(height, width)
+        index = rows.view(down, side, across, side).transpose(1, 2).reshape(down * across, side * side)
+        back = torch.argsort(index.flatten())[-height * width :]
+        return cls(index.clamp(min=0), index >= 0, back)
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, heads, rows, d] -> [B * W, heads, S, d]"""
+        return x[:, :, self.index].transpose(1, 2).flatten(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        count = len(self.index)
+        x = x.view(-1, count, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
+        return x[:, :, self.back]
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Attention of all rows of a unit, or of a window, to one another.
+
+    qkv: [3 * heads * head_dim, width], queries first. norms: of each head's values, or of all heads' at once.
+    scale: of scores; None: 1 / sqrt(head_dim).
+    """
+
+    qkv: Linear | Joined
+    out: Linear
+    heads: int
+    scale: float | None = None
+    norms: tuple[Norm | None, Norm | None, Norm | None] = (None, None, None)
+    norm_heads: bool = True
+
+    def __call__(self, x: Tensor, rotate: Rotation | None, windows: Windows | None) -> Tensor:
+        """x [B, rows, width] -> [B, rows, width]"""
+        parts = zip(self.qkv(x).chunk(3, -1), self.norms, strict=True)
+        q, k, v = (self._heads(part, norm) for part, norm in parts)
+        if rotate is not None:
+            q, k = rotate(q), rotate(k)
+        kind = self.out.weight.dtype
+        q, k, v = q.to(kind), k.to(kind), v.to(kind)
+        if windows is None:
+            y = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        else:
+            mask = windows.seen[:, None, None].repeat(len(x), 1, 1, 1)
+            q, k, v = windows.split(q), windows.split(k), windows.split(v)
+            y = windows.join(F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale))
+        return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))
+
+    def _heads(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """[B, rows, heads * head_dim] -> [B, heads, rows, head_dim]"""
+        if norm is not None and not self.norm_heads:
+            x = norm(x)
+        x = x.view(*x.shape[:-1], self.heads, -1)
+        if norm is not None and self.norm_heads:
+            x = norm(x)
+        return x.transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A pre-norm layer: attention, then a feed-forward, each added to the rows.
+
+    scales: factors [width] of what is added; post: norms of it.
+    """
+
+    norm1: Norm
+    attention: Attention
+    norm2: Norm
+    mlp: Mlp
+    scales: tuple[Tensor, Tensor] | None = None
+    post: tuple[Norm, Norm] | None = None
+
+    def __call__(self, x: Tensor, rotate: Rotation | None = None, windows: Windows | None = None) -> Tensor:
+        """x [B, rows, width] -> [B, rows, width]"""
+        x = x + self._added(self.attention(self.norm1(x), rotate, windows), 0)
+        return x + self._added(self.mlp(self.norm2(x)), 1)
+
+    def _added(self, y: Tensor, part: int) -> Tensor:
+        if self.post is not None:
+            y = self.post[part](y)
+        return y if self.scales is None else y * self.scales[part]
+
+
+def linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
+    """`name`.weight [rows, cols], with `name`.bias where there is one."""
+    bias = weights.tensor(f"{name}.bias", rows) if weights.has(f"{name}.bias") else None
+    return Linear(weights.tensor(f"{name}.weight", rows, cols, dtype=weights.matrix), bias)
+
+
+def clipped_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
+    """`name`.weight [rows, cols], clamped where the file has bounds."""
+    plain = linear(weights, name, rows, cols)
+    ends = [f"{name}.{part}" for part in ("input_min", "input_max", "output_min", "output_max")]
+    if not weights.has(ends[0]):
+        return plain
+    low, high, out_low, out_high = (weights.tensor(end) for end in ends)
+    return ClippedLinear(plain.weight, plain.bias, (low, high, out_low, out_high))
+
+
+def qkv_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
+    """Query, key and value matrices, [rows, cols] each, as one: `name`.attn_qkv, or of attn_q, attn_k and attn_v."""
+    if weights.has(f"{name}.attn_qkv.weight"):
+        return linear(weights, f"{name}.attn_qkv", 3 * rows, cols)
+    parts = [linear(weights, f"{name}.attn_{part}", rows, cols) for part in "qkv"]
+    biases = [part.bias for part in parts]
+    bias = None
+    if any(each is not None for each in biases):
+        zeros = torch.zeros_like(next(each for each in biases if each is not None))
+        bias = torch.cat([zeros if each is None else each for each in biases])
+    return Linear(torch.cat([part.weight for part in parts]), bias)
+
+
+def norm(weights: Weights, name: str, size: int, eps: float, centred: bool = True) -> Norm:
+    """`name`.weight [size], with `name`.bias where there is one."""
+    bias = weights.tensor(f"{name}.bias", size) if weights.has(f"{name}.bias") else None
+    return Norm(weights.tensor(f"{name}.weight", size), bias, eps, centred)
+
+
+def patch_linear(weights: Weights, width: int, patch: int, name: str = "v.patch_embd.weight") -> Linear:
+    """The patch embedding [width, 3, patch, patch] as a matrix over a patch's values in that order."""
+    shape = (width, 3, patch, patch)
+    bias = weights.tensor("v.patch_embd.bias", width) if weights.has("v.patch_embd.bias") else None
+    return Linear(weights.tensor(name, *shape, dtype=weights.matrix).flatten(1), bias)
+
+
+def patch_linear_of_two(weights: Weights, width: int, patch: int) -> Linear:
+    """The patch embedding over two frames, which of an image are the same: the sum of both matrices."""
+    first = patch_linear(weights, width, patch)
+    second = weights.tensor("v.patch_embd.weight.1", width, 3, patch, patch, dtype=weights.matrix)
+    both = first.weight.to(weights.vector) + second.flatten(1).to(weights.vector)
+    return Linear(both.to(weights.matrix), first.bias)
+
+
+def axial_angles(height: int, width: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Angles [height * width, head_dim / 2] of patches: head_dim / 4 frequencies by the row, as many by the column."""
+    size = head_dim // 2
+    frequencies = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    down = torch.arange(height, dtype=torch.float32)[:, None, None] * frequencies
+    across = torch.arange(width, dtype=torch.float32)[None, :, None] * frequencies
+    both = [part.expand(height, width, -1) for part in (down, across)]
+    return torch.cat(both, -1).flatten(0, 1).to(device)
+
+
+def patches(pixels: Tensor, patch: int) -> Tensor:
+    """pixels [B, 3, H, W] as patches [B, H/patch, W/patch, 3 * patch * patch], channels first within each."""
+    batch, channels, height, width = pixels.shape
+    cut = pixels.view(batch, channels, height // patch, patch, width // patch, patch)
+    return cut.permute(0, 2, 4, 1, 3, 5).flatten(3)
+
+
+def merged(x: Tensor, side: int) -> Tensor:
+    """x [B, H, W, D] -> [B, H/side, W/side, side * side * D]: the rows of each square, row by row, in one."""
+    batch, height, width, size = x.shape
+    cut = x.view(batch, height // side, side, width // side, side, size)
+    return cut.permute(0, 1, 3, 2, 4, 5).flatten(3)

@@ -1,0 +1,191 @@
+"""Tensors of a vision encoder by their GGUF names, from a GGUF projector file (mmproj) or a Hugging Face folder."""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quengine.errors import EngineError
+from quengine.kernels.block_formats import FORMATS, dequantize
+from quengine.models.gguf.file import GGUFFile
+from quengine.models.hf.hf_shards import HFShards, listed
+from quengine.models.vision.settings import VisionSettings
+
+_SAMPLE = 4096
+"""Bytes of each tensor that a file is recognized by."""
+
+Change = Callable[[Tensor, VisionSettings], Tensor]
+"""Makes the tensor as GGUF has it of the one as Hugging Face has it."""
+
+
+class TensorSource(Protocol):
+    """Where an encoder's tensors are read from."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """That of tensor `name` in torch order; None: it is not there."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Tensor `name`, which is there: a float type, or fp32 of blocks."""
+        ...
+
+    def unused(self, taken: Iterable[str]) -> list[str]:
+        """The encoder's tensors beyond those of `taken`."""
+        ...
+
+    def identity(self) -> bytes:
+        """A digest of the names, shapes and first bytes of all tensors."""
+        ...
+
+    def error(self, problem: str) -> EngineError: ...
+
+    def close(self) -> None:
+        """Releases the files; tensors taken before stay valid."""
+        ...
+
+
+class GGUFSource:
+    """Tensors of a GGUF file. Names that begin with `v.` or `mm.` are an encoder's; `mm.a.` and `a.` are audio's."""
+
+    def __init__(self, file: GGUFFile, ignored: Iterable[str] = ()) -> None:
+        self._file = file
+        self._ignored = frozenset(ignored)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        stored = self._file.tensors.get(name)
+        return None if stored is None else stored.shape
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._file.tensors[name]
+        if stored.type_name not in FORMATS:
+            raise self._file.tensor_error(name, f"type {stored.type_name} is not supported")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable.*")  # a mapping, read-only on purpose
+            data = torch.from_numpy(stored.data)
+        return dequantize(FORMATS[stored.type_name], data).reshape(stored.shape)
+
+    def unused(self, taken: Iterable[str]) -> list[str]:
+        ours = [n for n in self._file.tensors if n.startswith(("v.", "mm.")) and not n.startswith("mm.a.")]
+        return sorted({*ours} - {*taken} - self._ignored)
+
+    def identity(self) -> bytes:
+        digest = hashlib.sha256()
+        for name, stored in sorted(self._file.tensors.items()):
+            digest.update(f"{name} {stored.shape} {stored.type_name}".encode())
+            digest.update(stored.data.reshape(-1)[:_SAMPLE].tobytes())
+        return digest.digest()
+
+    def error(self, problem: str) -> EngineError:
+        return EngineError(f"{self._file.path}: {problem}")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class FolderSource:
+    """Tensors of a Hugging Face folder.
+
+    names: GGUF name, {} for a layer's number -> Hugging Face's names, the first that is there being taken, with and
+    without `model.` before it. changes: by the GGUF name without its layer. parts: beginnings of the encoder's names.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: VisionSettings,
+        names: Mapping[str, tuple[str, ...]],
+        changes: Mapping[str, Change],
+        parts: tuple[str, ...],
+        ignored: tuple[str, ...],
+    ) -> None:
+        self._shards = HFShards(folder)
+        self._settings = settings
+        self._parts = tuple(f"{model}{part}" for part in parts for model in ("", "model."))
+        self._ignored = ignored
+        self._names: dict[str, str] = {}
+        self._changes: dict[str, Change] = {}
+        for ours, theirs in names.items():
+            for layer in range(settings.layers) if "{}" in ours else (0,):
+                found = self._find([each.format(layer) for each in theirs])
+                if found is not None:
+                    self._names[ours.format(layer)] = found
+                    if ours in changes:
+                        self._changes[ours.format(layer)] = changes[ours]
+
+    def _find(self, names: list[str]) -> str | None:
+        every = (f"{model}{name}" for name in names for model in ("", "model."))
+        return next((name for name in every if name in self._shards.files), None)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        if name in self._changes:
+            return tuple(self.tensor(name).shape)
+        return self._shards.shape(self._names[name]) if name in self._names else None
+
+    def tensor(self, name: str) -> Tensor:
+        theirs = self._names[name]
+        found = self._shards.tensor(theirs)
+        if found.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise self.error(f"tensor {theirs!r} is of type {found.dtype}; supported are F32, F16, BF16")
+        return self._changes[name](found, self._settings) if name in self._changes else found
+
+    def unused(self, taken: Iterable[str]) -> list[str]:
+        known = {self._names[name] for name in taken if name in self._names}
+        ours = [name for name in self._shards.files if name.startswith(self._parts)]
+        ignored = ("position_ids", *self._ignored)
+        return sorted(n for n in ours if n not in known and not any(part in n for part in ignored))
+
+    def identity(self) -> bytes:
+        digest = hashlib.sha256()
+        for name, theirs in sorted(self._names.items()):
+            values = self._shards.tensor(theirs)
+            digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
+            start = values.reshape(-1)[: _SAMPLE // values.element_size()].contiguous()
+            digest.update(start.view(torch.uint8).numpy().tobytes())
+        return digest.digest()
+
+    def error(self, problem: str) -> EngineError:
+        return self._shards.error(problem)
+
+    def close(self) -> None:
+        self._shards.close()
+
+
+class Weights:
+    """Checked tensors of an encoder on a device. matrix: the dtype of matrices, of all else fp32 or wider."""
+
+    def __init__(self, source: TensorSource, device: torch.device, matrix: torch.dtype) -> None:
+        self._source = source
+        self._device = device
+        self.matrix = matrix
+        self.vector = torch.float64 if matrix == torch.float64 else torch.float32
+        self._taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return self._source.shape(name) is not None
+
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Tensor `name`, of `shape` but for dimensions of 1. Raises EngineError: absent, or of another shape."""
+        found = self._source.shape(name)
+        if found is None:
+            raise self._source.error(f"tensor {name!r} is missing: this projector needs it")
+        if [n for n in found if n != 1] != [n for n in shape if n != 1]:
+            raise self._source.error(f"tensor {name!r} has shape {list(found)}, must be {list(shape)}")
+        self._taken.add(name)
+        return self._source.tensor(name).reshape(shape).to(self._device, dtype or self.vector)
+
+    def count(self, name: str) -> int:
+        """The number of values of tensor `name`, 0 where it is absent."""
+        found = self._source.shape(name)
+        return 0 if found is None else prod(found)
+
+    def check_all_taken(self) -> None:
+        """Raises EngineError where the file has tensors of the encoder that nothing has taken."""
+        if left := self._source.unused(self._taken):
+            raise self._source.error(
+                f"{len(left)} tensors that this projector does not apply: {listed(left)}"
+            )

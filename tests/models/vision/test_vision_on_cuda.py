@@ -1,0 +1,69 @@
+"""Encoders on a CUDA device, with fp16 matrices, against the CPU's fp32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quengine.models.vision import load_vision
+from tests.models.vision import (
+    test_gemma3,
+    test_gemma4v,
+    test_glm4v,
+    test_idefics3,
+    test_internvl,
+    test_lfm2,
+    test_pixtral,
+    test_qwen_vl,
+)
+from tests.models.vision.vision_models import VisionCase, nmse, picture, png, write_vision
+
+CASES = {
+    "idefics3": test_idefics3.CASE,
+    "pixtral": test_pixtral.CASES["mistral3"],
+    "gemma3": test_gemma3.CASE,
+    "gemma4v": test_gemma4v.CASE,
+    "qwen3vl_merger": test_qwen_vl.QWEN3,
+    "qwen2.5vl_merger": test_qwen_vl.CASES["small windows"],
+    "internvl": test_internvl.CASE,
+    "glm4v": test_glm4v.CASE,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    """Images of several sizes in one call; products of 16-bit floats are all that differs."""
+    write_vision(tmp_path, CASES[name], test_gemma4v.with_bounds if name == "gemma4v" else None)
+    host, device = load_vision(tmp_path, "cpu"), load_vision(tmp_path, "cuda")
+    images = [host.prepare(png(picture(*size))) for size in ((100, 70), (40, 40), (100, 70))]
+    for ours, theirs in zip(device.encode(images), host.encode(images), strict=True):
+        assert ours.dtype == torch.float32 and ours.is_cuda
+        assert nmse(ours.cpu(), theirs) < 1e-5
+
+
+@pytest.mark.gpu
+def test_large_activations_stay_finite(tmp_path: Path) -> None:
+    """Products of a feed-forward that leave the range of fp16: rows are scaled before the last matrix."""
+
+    def loud(model: torch.nn.Module) -> None:
+        for key, weight in model.named_parameters():
+            if key.endswith(("gate_proj.weight", "up_proj.weight")) and "vision_tower" in key:
+                weight.mul_(300)
+
+    case: VisionCase = CASES["pixtral"]
+    write_vision(tmp_path, case, loud)
+    host, device = load_vision(tmp_path, "cpu"), load_vision(tmp_path, "cuda")
+    image = host.prepare(png(picture(100, 70)))
+    assert nmse(device.encode([image])[0].cpu(), host.encode([image])[0]) < 1e-4
+
+
+@pytest.mark.gpu
+def test_lfm2_resamples_positions_alike(tmp_path: Path) -> None:
+    import json
+
+    write_vision(tmp_path, test_lfm2.CASE)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(test_lfm2.PROCESSOR))
+    host, device = load_vision(tmp_path, "cpu"), load_vision(tmp_path, "cuda")
+    image = host.prepare(png(picture(220, 110)))
+    assert nmse(device.encode([image])[0].cpu(), host.encode([image])[0]) < 1e-5
