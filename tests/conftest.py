@@ -63,6 +63,20 @@ def _kernels_compile_quietly() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _models_run_on_one_thread() -> Iterator[None]:
+    """A model that no test gives a number of threads has one: others of the team watch for work between steps, on cores
+    that the other workers of a run have use for. Processes that tests start have as many as a user's."""
+    from quengine import load
+
+    thread_count = load.thread_count
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(
+            load, "thread_count", lambda threads: thread_count(1 if threads is None else threads)
+        )
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _interpreter_for_tests() -> Iterator[None]:
     """Tests of bit-equality through the interpreter must not depend on the host's BLAS."""
     if torch.cuda.is_available():
