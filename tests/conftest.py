@@ -10,9 +10,11 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +33,7 @@ sys.dont_write_bytecode = False
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.quick_python import QuickPopen  # noqa: E402  (keeps the variables of now)
 
 # A shell starts `make test &` with interrupts ignored, and nohup with hang-ups. Processes of tests would inherit that,
 # where Ctrl-C is to end them.
@@ -73,6 +76,17 @@ def _models_run_on_one_thread() -> Iterator[None]:
         monkeypatch.setattr(
             load, "thread_count", lambda threads: thread_count(1 if threads is None else threads)
         )
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _processes_begin_with_torch() -> Iterator[None]:
+    """Processes that models and servers start have imported torch already."""
+    from quengine.kernels import child_process
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        quick = SimpleNamespace(**{**vars(subprocess), "Popen": QuickPopen})
+        monkeypatch.setattr(child_process, "subprocess", quick)
         yield
 
 
