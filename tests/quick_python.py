@@ -18,7 +18,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
@@ -82,10 +81,17 @@ class QuickPopen(subprocess.Popen[Any]):
         as_user = (executable, preexec_fn, gid, gids, uid) == (None,) * 5 and (umask, group) == (-1, -1)
         command = [os.fspath(each) for each in args] if not isinstance(args, (str, bytes)) else []
         strings = all(isinstance(each, str) for each in (*command, *environment.values()))
-        if not (
-            as_user and not shell and close_fds and strings and command[:1] == [_PYTHON] and _program(command[1:])
-            and _as_imported(environment) == _as_imported(_BEGAN)
-        ):  # fmt: skip
+        server = None
+        if (
+            as_user
+            and not shell
+            and close_fds
+            and strings
+            and command[:1] == [_PYTHON]
+            and _program(command[1:])
+        ):
+            server = _server_with(_as_imported(environment))
+        if server is None:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         given = [pipes[0], pipes[3], pipes[5]]
@@ -96,7 +102,7 @@ class QuickPopen(subprocess.Popen[Any]):
             "session": bool(new_session), "keep": list(pass_fds),
         }  # fmt: skip
         try:
-            self.pid = _server().start(request, [*streams, *pass_fds, theirs])
+            self.pid = server.start(request, [*streams, *pass_fds, theirs])
         finally:
             os.close(theirs)
         self._ending, self._child_created = ours, True
@@ -141,31 +147,51 @@ def _program(arguments: Sequence[str]) -> tuple[str, int] | None:
 
 
 class _Server:
-    def __init__(self) -> None:
+    """The process that forks, in which packages were imported with these variables."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [_PYTHON, "-P", __file__, str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=_BEGAN
-            )
         self._lock = threading.Lock()
+        without = {"PYTHONIOENCODING", "PYTHONUNBUFFERED", *_as_imported(_BEGAN)}
+        others = {name: value for name, value in _BEGAN.items() if name not in without}
+        with theirs:
+            self._process = subprocess.Popen(
+                [_PYTHON, "-P", __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=others | variables,
+            )
 
     def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
         """The process id of a program under way."""
         data = memoryview(json.dumps(request).encode())
         sizes = len(data).to_bytes(8, "little")
         with self._lock:
-            socket.send_fds(self._socket, [sizes], descriptors)
-            for at in range(0, len(data), 1 << 16):
-                self._socket.send(data[at : at + (1 << 16)])
-            answer = self._socket.recv(8)
+            try:
+                socket.send_fds(self._socket, [sizes], descriptors)
+                for at in range(0, len(data), 1 << 16):
+                    self._socket.send(data[at : at + (1 << 16)])
+                answer = self._socket.recv(8)
+            except BaseException:  # a test's time has ended: what is answered later is no answer to another
+                self._socket.close()
+                _servers.clear()
+                raise
         assert answer, "the process that forks has ended"
         return int.from_bytes(answer, "little")
 
 
-@cache
-def _server() -> _Server:
-    return _Server()
+_servers: dict[frozenset[tuple[str, str]], _Server | None] = {frozenset(_as_imported(_BEGAN).items()): None}
+
+
+def _server_with(variables: dict[str, str]) -> _Server | None:
+    """The server for these variables; None where it would take longer than the one program that wants it, as far as is
+    known now."""
+    key = frozenset(variables.items())
+    if sys.platform != "linux" or key not in _servers:
+        _servers[key] = None
+        return None
+    server = _servers[key] = _servers[key] or _Server(variables)
+    return server
 
 
 class _Forks:
@@ -252,7 +278,7 @@ def _become(request: dict[str, Any], paths: list[str]) -> tuple[str, str]:
     program = _program(arguments)
     assert program is not None
     kind, at = program
-    folders = {"-c": "", "-m": str(Path.cwd()), "": str(Path(arguments[at]).parent)}
+    folders = {"-c": "", "-m": str(Path.cwd()), "": str(Path(arguments[at]).absolute().parent)}
     first = [] if arguments[0] == "-P" else [folders[kind]]
     sys.path[:] = [*first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *paths]
     sys.argv = [kind or arguments[at], *arguments[at + 1 :]]
@@ -260,16 +286,21 @@ def _become(request: dict[str, Any], paths: list[str]) -> tuple[str, str]:
 
 
 def _open_streams(environment: dict[str, str]) -> None:
-    """Standard streams as an interpreter opens them."""
+    """Standard streams as an interpreter opens them, which this one has done with the same variables."""
     encoding, _, errors = environment.get("PYTHONIOENCODING", "").partition(":")
-    unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
-    encoding = encoding or "utf-8"
-    sys.stdin = sys.__stdin__ = open(0, encoding=encoding, errors=errors or "strict", closefd=False)  # noqa: SIM115
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        policy = "backslashreplace" if number == 2 else errors or "strict"
-        line = 1 if os.isatty(number) or number == 2 else -1
-        stream = open(number, "w", line, encoding=encoding, errors=policy, closefd=False)  # noqa: SIM115
-        stream.reconfigure(write_through=unbuffered)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        before = getattr(sys, name)
+        policy = before.errors if not encoding or number == 2 else errors or "strict"
+        stream = open(  # noqa: SIM115
+            number,
+            "w" if number else "r",
+            1 if number and (number == 2 or os.isatty(number)) else -1,
+            encoding=encoding or before.encoding,
+            errors=policy,
+            closefd=False,
+        )
+        if number:
+            stream.reconfigure(write_through=bool(environment.get("PYTHONUNBUFFERED")))
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -277,13 +308,14 @@ def _open_streams(environment: dict[str, str]) -> None:
 def _run(kind: str, program: str) -> None:
     if kind == "-m":
         runpy._run_module_as_main(program)  # type: ignore[attr-defined]
-    elif kind == "-c":
-        main = ModuleType("__main__")
-        main.__dict__["__builtins__"] = __builtins__
-        sys.modules["__main__"] = main
-        exec(compile(program, "<string>", "exec"), main.__dict__)
-    else:
-        runpy.run_path(program, run_name="__main__")
+        return
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    text, name = program, "<string>"
+    if not kind:
+        main.__file__ = name = str(Path(program).absolute())
+        text = Path(program).read_text()
+    exec(compile(text, name, "exec"), main.__dict__)
 
 
 def _end(error: BaseException | None) -> NoReturn:
