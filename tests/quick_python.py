@@ -1,6 +1,6 @@
 """Processes of Python that begin with torch imported: forks of a process that has imported it, where it takes seconds.
 
-`QuickPopen` is `subprocess.Popen`. A program of this interpreter that is given no `preexec_fn`, and the variables that
+`QuickPopen` is `subprocess.Popen`. A program of this interpreter (-c, -m) that is given no `preexec_fn`, and the variables that
 imported packages have read, begins in such a fork; all else begins as ever. The fork imports the program and its
 package. What is asserted of a start (what it imports, what it does while it imports) takes `subprocess.Popen`.
 """
@@ -139,11 +139,11 @@ run.__kwdefaults__ = subprocess.run.__kwdefaults__
 
 
 def _program(arguments: Sequence[str]) -> tuple[str, int] | None:
-    """The kind of a program ("-c", "-m", or "" for a file) and where its text or name is; None for other options."""
+    """The kind of a program, "-c" or "-m", and where its text or name is. None for other options, and for a file: those
+    are the small ones, whose memory is limited."""
     at = 1 if arguments[:1] == ["-P"] else 0
-    if arguments[at : at + 1] in (["-c"], ["-m"]):
-        return (arguments[at], at + 1) if len(arguments) > at + 1 else None
-    return ("", at) if len(arguments) > at and not arguments[at].startswith("-") else None
+    kinds = arguments[at : at + 1] in (["-c"], ["-m"])
+    return (arguments[at], at + 1) if kinds and len(arguments) > at + 1 else None
 
 
 class _Server:
@@ -278,10 +278,9 @@ def _become(request: dict[str, Any], paths: list[str]) -> tuple[str, str]:
     program = _program(arguments)
     assert program is not None
     kind, at = program
-    folders = {"-c": "", "-m": str(Path.cwd()), "": str(Path(arguments[at]).absolute().parent)}
-    first = [] if arguments[0] == "-P" else [folders[kind]]
+    first = [] if arguments[0] == "-P" else ["" if kind == "-c" else str(Path.cwd())]
     sys.path[:] = [*first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *paths]
-    sys.argv = [kind or arguments[at], *arguments[at + 1 :]]
+    sys.argv = [kind, *arguments[at + 1 :]]
     return kind, arguments[at]
 
 
@@ -311,11 +310,7 @@ def _run(kind: str, program: str) -> None:
         return
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
-    text, name = program, "<string>"
-    if not kind:
-        main.__file__ = name = str(Path(program).absolute())
-        text = Path(program).read_text()
-    exec(compile(text, name, "exec"), main.__dict__)
+    exec(compile(program, "<string>", "exec"), main.__dict__)
 
 
 def _end(error: BaseException | None) -> NoReturn:

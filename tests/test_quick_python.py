@@ -69,12 +69,12 @@ def test_a_program_ends_as_it_would(end: str) -> None:
     assert wanted.stderr.splitlines()[-1:] == found.stderr.splitlines()[-1:]
 
 
-def test_a_module_and_a_file_are_programs(tmp_path: Path) -> None:
+def test_modules_and_files_are_programs(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import beside, sys; print(__name__, __file__, sys.argv, sys.path[0], beside.x)"
     )
     (tmp_path / "beside.py").write_text("x = 1")
-    for arguments in (["-m", "program", "y"], ["program.py", "y"], [str(tmp_path / "program.py")]):
+    for arguments in (["-m", "program", "y"], ["-P", "-m", "json.tool", "--help"], ["program.py", "y"]):
         told: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 240}
         wanted, found = (each([sys.executable, *arguments], **told) for each in (subprocess.run, run))
         assert wanted.stdout == found.stdout and wanted.stdout
