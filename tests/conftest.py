@@ -10,9 +10,11 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +33,7 @@ sys.dont_write_bytecode = False
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.quick_python import QuickPopen  # noqa: E402  (keeps the variables of now)
 
 # A shell starts `make test &` with interrupts ignored, and nohup with hang-ups. Processes of tests would inherit that,
 # where Ctrl-C is to end them.
@@ -60,6 +63,31 @@ def _kernels_compile_quietly() -> None:
     from quengine.kernels.cpu.runtime import kernel_table
 
     kernel_table.say_once()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _models_run_on_one_thread() -> Iterator[None]:
+    """A model that no test gives a number of threads has one: others of the team watch for work between steps, on cores
+    that the other workers of a run have use for. Processes that tests start have as many as a user's."""
+    from quengine import load
+
+    thread_count = load.thread_count
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(
+            load, "thread_count", lambda threads: thread_count(1 if threads is None else threads)
+        )
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _processes_begin_with_torch() -> Iterator[None]:
+    """Processes that models and servers start have imported torch already."""
+    from quengine.kernels import child_process
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        quick = SimpleNamespace(**{**vars(subprocess), "Popen": QuickPopen})
+        monkeypatch.setattr(child_process, "subprocess", quick)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -34,8 +34,14 @@ def kernels(monkeypatch):
 
 @pytest.fixture(scope="module")
 def every_check():
-    """What the tests of all formats find, which takes seconds."""
+    """What the tests of all formats find; those of weights stand for themselves, test_self_test.py runs them."""
+
+    def passed(_backend, name, use):
+        return KernelCheck(name, use.name, 1e-12, 1e-8)
+
     with pytest.MonkeyPatch.context() as patch:
+        for check in ("check_use", "check_experts"):
+            patch.setattr(f"quengine.diagnostics.selftest.self_test_run.{check}", passed)
         patch.setattr("quengine.kernels.cpu.backend.CpuBackend", lambda _: ReferenceBackend(keep=True))
         return list(check_cpu(1))
 

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections import Counter
@@ -16,6 +15,7 @@ from gguf import GGUFReader
 from quengine.cli.commands import generate
 from quengine.cli.main import run
 from quengine.models.synthetic.synthetic import write_synthetic
+from tests import quick_python
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -308,8 +308,8 @@ def test_a_byte_that_is_no_utf8_is_an_error_with_its_position(model: str) -> Non
     ]
     args = [*command, "generate", "-m", model, *COMMON, "--backend", "reference"]  # compiles nothing
     env = {**os.environ, "PYTHONUTF8": "1"}
-    by_argument = subprocess.run([*args, NO_UTF8], capture_output=True, env=env, timeout=240)
-    by_stdin = subprocess.run([*args, "-"], input=NO_UTF8, capture_output=True, env=env, timeout=240)
+    by_argument = quick_python.run([*args, NO_UTF8], capture_output=True, env=env, timeout=240)
+    by_stdin = quick_python.run([*args, "-"], input=NO_UTF8, capture_output=True, env=env, timeout=240)
     for done in (by_argument, by_stdin):
         check_no_utf8(done.returncode, done.stdout, done.stderr)
 

@@ -17,6 +17,7 @@ import pytest
 from quengine.cli import main, process
 from quengine.errors import CannotRunError
 from quengine.platform import bus_error
+from tests import quick_python
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -50,12 +51,13 @@ def attempt(body: str, **how: Any) -> "subprocess.CompletedProcess[str]":
 
 
 def ended(command: list[str], **how: Any) -> "subprocess.CompletedProcess[str]":
-    """The process at its end; buffered as a user's is, with what it wrote."""
+    """The process at its end; buffered as a user's is, with what it wrote. imports: the test is of what it imports."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | how.pop(
         "environment", {}
     )
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
-    return subprocess.run(command, env=environment, text=True, timeout=240, **streams)
+    run = subprocess.run if how.pop("imports", False) else quick_python.run
+    return run(command, env=environment, text=True, timeout=240, **streams)
 
 
 def one_line(done: "subprocess.CompletedProcess[str]") -> str:
@@ -172,7 +174,7 @@ def stub(folder: Path, body: str) -> dict[str, str]:
 
 def test_ctrl_c_during_imports_is_quiet(tmp_path: Path) -> None:
     interrupted = stub(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGINT)")
-    done = engine("--help", environment=interrupted)
+    done = engine("--help", environment=interrupted, imports=True)
     assert done.returncode == -signal.SIGINT  # 130 in a shell
     assert (done.stdout, done.stderr) == ("", "")
 
@@ -230,7 +232,7 @@ def test_a_model_truncated_while_it_is_in_use_is_one_line_and_exit_code_2(
     copy.write_bytes(model.read_bytes())
     command = [*ENGINE, "chat", "-m", str(copy), *RUN]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as running:
+    with quick_python.QuickPopen(command, stdin=pipe, stdout=pipe, stderr=pipe) as running:
         assert running.stdin and running.stdout and running.stderr
         try:
             running.stdin.write(b"hello\n")
@@ -266,7 +268,7 @@ def test_a_user_without_a_home_folder(model: Path, arguments: list[str], code: i
     given = [*arguments, str(model)] if arguments[-1] == "-m" else arguments
     environment = {k: v for k, v in os.environ.items() if k not in ("HOME", "HF_HOME", "XDG_CACHE_HOME")}
     command = [sys.executable, "-c", NO_HOME, *given]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = quick_python.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == code, done.stderr
     assert says in done.stderr and "internal" not in done.stderr
 

@@ -18,6 +18,7 @@ from quengine.errors import EngineError
 from quengine.options import Flag
 from quengine.serve.settings import ServerSettings
 from tests.gguf_builder import ModelSizes
+from tests.quick_python import QuickPopen
 from tests.tiny_models import write_tiny
 
 
@@ -82,7 +83,7 @@ def test_a_server_answers_logs_and_exits_with_0_at_sigterm(tmp_path: Path, flags
     sizes = ModelSizes(embedding=64, feed_forward=128, context=128)
     model = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0", sizes=sizes)
     command = [sys.executable, "-m", "quengine.cli.main", *flags, "serve", "-m", str(model), "--port", "0"]
-    process = subprocess.Popen(
+    process = QuickPopen(
         [*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"}
     )
     try:

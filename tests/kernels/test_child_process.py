@@ -11,6 +11,7 @@ import msgspec
 import psutil
 import pytest
 
+from quengine.kernels import child_process
 from quengine.kernels.child_process import ChildProcess
 
 ANY: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder()
@@ -32,6 +33,11 @@ with suppress(EOFError):
 """
 )
 HANG = BEGIN + "channel.send('begun'); threading.Event().wait()"
+
+
+@pytest.fixture(autouse=True)
+def _as_started_by_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "subprocess", subprocess)
 
 
 def started(program: str, *arguments: str, **given: object) -> ChildProcess[object]:

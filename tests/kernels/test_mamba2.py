@@ -1,20 +1,28 @@
-"""The definition of Mamba2's layer against that of `transformers`."""
+"""The definition of Mamba2's layer against that of `transformers`, which takes seconds to import."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import NemotronHConfig
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from quengine.kernels.mamba2 import Mamba2Spec, mamba2
 from tests.kernels.mamba2_steps import Shape, rows_of, spec_of, states
 from tests.kernels.short_conv_steps import CHECKPOINTS, prefixes, prompt, tokens
+
+if TYPE_CHECKING:
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 WIDTH, COUNT = 24, 300
 
 
 def _layer(shape: Shape) -> NemotronHMamba2Mixer:
     """Of `transformers`, random, whose last matrix hands on what it reads."""
+    from transformers import NemotronHConfig
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+
     torch.manual_seed(3)
     config = NemotronHConfig(
         hidden_size=WIDTH,

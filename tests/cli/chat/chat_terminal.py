@@ -3,14 +3,21 @@
 import os
 import pty
 import select
-import subprocess
 import sys
 import termios
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-MAIN = "import sys; from quengine.cli.main import main; sys.exit(main())"
+from tests.quick_python import QuickPopen
+
+# The terminal that it opens becomes its own, as a leader of a session.
+MAIN = """
+import os, sys
+from quengine.cli.main import main
+os.close(os.open(os.ttyname(0), os.O_RDWR))
+sys.exit(main())
+"""
 COMMON = ["--device", "cpu", "--backend", "reference", "-t", "1", "--temp", "0"]
 QUERY = b"\x1b[6n"
 READY, TAKEN = b"\x1b[?2004h", b"\x1b[?2004l"  # the prompt takes keys; a line was taken
@@ -34,10 +41,9 @@ class Terminal:
             **(environment or {}),
         }
         command = [sys.executable, "-c", MAIN, *arguments]
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
-            preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # makes it the controlling terminal
-        )  # fmt: skip
+        self.process = QuickPopen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+        )
         os.close(slave)
         self.seen = b""
         self.at = 0

@@ -18,6 +18,7 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.memory import gib
 from quengine.models.synthetic.presets import PRESETS, find_preset
 from quengine.models.synthetic.synthetic import synthetic_bytes
+from tests.quick_python import QuickPopen
 
 PLAN = BenchPlan(config=EngineConfig(device="cpu"))
 TINY = synthetic_bytes("tiny")
@@ -175,7 +176,7 @@ def test_files_of_killed_processes_are_removed_and_those_being_written_stay(
 def test_a_signal_leaves_no_part_of_a_file(number: signal.Signals, cache: Path) -> None:
     main = "import sys; from quengine.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "bench", "--synthetic", "llama-3.2-1b", "--device", "cpu"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    with QuickPopen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         end = time.monotonic() + 120
         while not any(each.stat().st_size for each in cache.glob(".*.partial")):
             assert running.poll() is None and time.monotonic() < end

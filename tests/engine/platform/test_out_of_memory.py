@@ -1,7 +1,6 @@
 """Every library's way to say that memory has run out is one line that says what to lower, and exit code 2."""
 
 import errno
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from quengine.cli import main
 from quengine.errors import CannotRunError, EngineError
 from quengine.platform.failure import failure_of
 from quengine.platform.out_of_memory import killed_for_memory, out_of_memory
+from tests import quick_python
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -107,7 +107,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_real_allocations_that_fail_are_one_line_and_exit_code_2(form: str) -> None:
     program = PROGRAM.format(more=256 << 20, body=FORMS[form])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = quick_python.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("engine: error: ") and ("lower -c" in line or "lower -t" in line)

@@ -24,6 +24,7 @@ from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
+from tests.quick_python import QuickPopen
 
 HEADERS = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 A_LONG_TIME = 60.0
@@ -193,7 +194,7 @@ Server(settings, lambda *_: FakeEngine(), lambda line: print(line, file=sys.stde
 def server_with_files(files: int, others: int) -> Iterator[tuple[str, list[str], int]]:
     """A server in a process that may open so many files; its address, after the block its lines, and its number."""
     command = [sys.executable, "-c", SERVER, str(files), str(others)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
+    process = QuickPopen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
     lines: list[str] = []
     try:
         assert process.stderr is not None

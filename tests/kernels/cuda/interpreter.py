@@ -23,6 +23,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime import interpreter
 
+from tests.kernels.cuda.interpreter_instructions import instructions
+from tests.kernels.cuda.interpreter_operators import operators
+
 _builder, _semantic = interpreter.interpreter_builder, interpreter.interpreter_semantic
 _create_dot = interpreter.InterpreterBuilder.create_dot
 _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
@@ -56,8 +59,18 @@ _AS_NUMPY = KEEP_THEIR_TYPE - {"int1"} | _FLOATS
 """Types that numpy converts integers to as the interpreter does."""
 
 
+def _interpreted(name: str) -> Callable[..., Any]:
+    """The interpreter's own method of `tl.tensor`."""
+    return partial(getattr(tl.tensor, name).__wrapped__, _semantic=_semantic)
+
+
+_OPERATORS = operators(_interpreted)
+
+
 def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the functions of this file in the place of the interpreter's."""
+    for fn, numpy in instructions().items():
+        monkeypatch.setitem(interpreter.InterpretedFunction.rewritten_fn, fn, numpy)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(interpreter, "_patch_lang", _Language().patch)
     monkeypatch.setattr(_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
@@ -248,6 +261,9 @@ def _with_constant(lhs: tl.tensor, value: float, flags: tuple[bool, ...]) -> tup
 
 def patch_attr(obj: Any, name: str, member: Callable[..., Any], _builder: Any, scope: Any) -> None:
     """Stands for `_patch_attr`, without the check that the argument which it adds is there."""
+    if obj is tl.tensor and name in _OPERATORS:
+        scope.set_attr(obj, name, _OPERATORS[name])
+        return
     function = getattr(member, "__wrapped__", member)
 
     def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:

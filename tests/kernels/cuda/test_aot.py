@@ -204,8 +204,8 @@ def test_what_is_made_of_another_gpus_ptx_is_what_triton_makes_for_this_one() ->
 
 LISTED = """
 from quengine.kernels.cuda.aot import aot
-for arch, before in ((90, ""), (80, "sm_80.")):
-    for v in aot.variants([arch]):
+for arch, only, before in ((90, "", ""), (80, "Q8_0, ", "sm_80.")):
+    for v in aot.variants([arch], only):
         launch = aot.launches(v.case, arch)[v.launch]
         outs = (str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr")
         given = {**launch.arguments, "OUT": next(outs, "")}

@@ -1,6 +1,5 @@
 """Which tokenizer.json runs in our own process: those of real families. Others have the same ids in one with limits."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from quengine.models.tokenizer import Tokenizer, TokenizerError, from_hf
 from quengine.models.tokenizer.bounded_parts import is_bounded
 from quengine.models.tokenizer.from_hf import LimitedEngine
 from quengine.models.tokenizer.library_engine import LibraryEngine
+from tests import quick_python
 from tests.hf_mutations import (
     HOSTILE_NORMALIZERS,
     HOSTILE_PRE_TOKENIZERS,
@@ -102,7 +102,7 @@ def test_memory_and_time_of_a_process_with_limits_are_bounded(tmp_path: Path) ->
         "except Exception: print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "m")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = quick_python.run(command, capture_output=True, text=True, timeout=240)
     assert int(done.stdout) < 1536 << 10, done.stderr
 
 

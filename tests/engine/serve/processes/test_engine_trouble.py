@@ -28,6 +28,7 @@ from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import Served, serving
 from tests.gguf_builder import ModelSizes
+from tests.quick_python import QuickPopen
 from tests.tiny_models import write_tiny
 
 BODY = {"prompt": "a", "max_tokens": 3, "temperature": 0}
@@ -272,7 +273,7 @@ def test_the_first_sigterm_ends_the_program_and_its_engine_that_hangs(path: str)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ["-m", path, "--port", str(port), "--device", "cpu", "-t", "1", "--drain-timeout", "0.5"]
-    program = subprocess.Popen(
+    program = QuickPopen(
         [sys.executable, "-m", "quengine.cli.main", "serve", *flags], stderr=subprocess.DEVNULL
     )
     try:

@@ -28,8 +28,10 @@ from quengine.serve.processes.shared_engine import (
     SlotDone,
 )
 from quengine.structured.constraint_spec import ConstraintSpec
+from tests import quick_python
 from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
+from tests.quick_python import QuickPopen
 from tests.tiny_models import write_tiny
 
 OPTIONS = {"device": "cpu", "threads": 1, "parallel": 3}
@@ -220,7 +222,7 @@ def test_the_process_ends_when_the_server_is_gone_without_a_word(path: str) -> N
         f"engine = ProcessEngine({path!r}, {OPTIONS!r}); print(engine.pid, flush=True); time.sleep(60)"
     )
 
-    server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    server = QuickPopen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     pid = int(server.stdout.readline())
     server.kill()
@@ -238,4 +240,4 @@ def test_the_server_beside_it_needs_no_torch(path: str) -> None:
         f"text = p.TextSide.of_file(Path({path!r})); text.tokenizer.encode('a')\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+    assert quick_python.run([sys.executable, "-c", script]).returncode == 0

@@ -30,6 +30,7 @@ from quengine.serve.replicas.replica_engine import ReplicaEngine
 from quengine.serve.settings import ServerSettings
 from tests.engine.serve.serving import Served, serving
 from tests.gguf_builder import ModelSizes
+from tests.quick_python import QuickPopen
 from tests.tiny_models import write_tiny
 
 CTX = 4096
@@ -283,7 +284,7 @@ def test_ctrl_c_leaves_nothing_behind(path: Path, signals: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ["-m", str(path), "--port", str(port), "--device", "cpu", "--replicas", "2", "--no-access-log"]
-    program = subprocess.Popen(
+    program = QuickPopen(
         [sys.executable, "-m", "quengine.cli.main", "serve", *flags], stderr=subprocess.PIPE, text=True
     )
     try:
