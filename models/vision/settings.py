@@ -1,6 +1,6 @@
 """The sizes of a vision encoder and its preprocessing, from a GGUF projector file or a Hugging Face folder."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -83,8 +83,8 @@ class Keys:
             raise self.error(key, f"{shown(value)} is neither true nor false")
         return value
 
-    def channels(self, key: str) -> tuple[float, ...]:
-        return _channels(self.get(key), lambda problem: self.error(key, problem))
+    def channels(self, key: str, positive: bool = False) -> tuple[float, ...]:
+        return _channels(self.get(key), lambda problem: self.error(key, problem), positive)
 
     def integers(self, key: str) -> tuple[int, ...]:
         value = self.get(key)
@@ -119,7 +119,7 @@ def gguf_settings(file: GGUFFile, projector: str, **others: Any) -> VisionSettin
     if width % heads:
         raise file.error(key("attention.head_count"), f"{heads} does not divide the width {width}")
     mean = _channels(_floats(file, key("image_mean")), lambda p: file.error(key("image_mean"), p))
-    std = _channels(_floats(file, key("image_std")), lambda p: file.error(key("image_std"), p))
+    std = _channels(_floats(file, key("image_std")), lambda p: file.error(key("image_std"), p), positive=True)
     common: dict[str, Any] = {
         "layers": file.require_int(key("block_count"), 1, 1 << 10),
         "feed_forward": file.get_int(key("feed_forward_length"), 1, 1 << 20) or 0,
@@ -149,9 +149,9 @@ def folder_settings(
     if width % heads:
         raise vision.error("num_attention_heads", f"{heads} does not divide the width {width}")
     common: dict[str, Any] = {
-        "eps": vision.get("layer_norm_eps") or 1e-6,
+        "eps": vision.number("layer_norm_eps") if vision.get("layer_norm_eps") is not None else 1e-6,
         "mean": processor.channels("image_mean") if normalizes else (0.0, 0.0, 0.0),
-        "std": processor.channels("image_std") if normalizes else (1.0, 1.0, 1.0),
+        "std": processor.channels("image_std", positive=True) if normalizes else (1.0, 1.0, 1.0),
         "rescale": processor.number("rescale_factor"),
         "resample": processor.integer("resample", 0, 5),
     }
@@ -174,9 +174,12 @@ def _floats(file: GGUFFile, key: str) -> Sequence[float]:
     return [float(each) for each in value]
 
 
-def _channels(value: object, error: Any) -> tuple[float, ...]:
+def _channels(
+    value: object, error: Callable[[str], EngineError], positive: bool = False
+) -> tuple[float, ...]:
+    """Three finite numbers. Raises what `error` makes of the problem."""
     if not isinstance(value, list | tuple) or len(value) != 3:
         raise error(f"{shown(value)} is no list of three numbers")
-    if not all(isinstance(v, int | float) and isfinite(v) for v in value):
-        raise error(f"{shown(value)} is no list of three numbers")
+    if not all(isinstance(v, int | float) and isfinite(v) and (v > 0 or not positive) for v in value):
+        raise error(f"{shown(value)} is no list of three {'positive ' if positive else ''}numbers")
     return tuple(float(v) for v in value)
