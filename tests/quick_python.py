@@ -339,11 +339,11 @@ def _end(error: BaseException | None) -> NoReturn:
 
 
 if __name__ == "__main__":
+    for _name in IMPORTED:
+        __import__(_name)
     for _name in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         while _name in sys.path:
             sys.path.remove(_name)
-    for _name in IMPORTED:
-        __import__(_name)
     gc.collect()
     gc.freeze()
     _paths = list(sys.path)

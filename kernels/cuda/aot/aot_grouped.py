@@ -43,8 +43,14 @@ MODELS = {
     "qwen3-30b-a3b": ExpertSizes(2048, 768, 128, 8),
     "mixtral-8x7b": ExpertSizes(4096, 14336, 8, 2),
     "gpt-oss-20b": ExpertSizes(2880, 2880, 32, 4, ("MXFP4", "MXFP4", "MXFP4"), "clamped_swish", True),
+    "qwen3.6-35b-a3b": ExpertSizes(2048, 512, 257, 9),  # the shared expert is one of them
 }
-ROWS = {"qwen3-30b-a3b": (8, 128, 512), "mixtral-8x7b": (64, 2048), "gpt-oss-20b": (8, 64, 512, 4096)}
+ROWS = {
+    "qwen3-30b-a3b": (8, 128, 512),
+    "mixtral-8x7b": (64, 2048),
+    "gpt-oss-20b": (8, 64, 512, 4096),
+    "qwen3.6-35b-a3b": (8, 512),
+}
 """Rows that cover all block sizes. More than 512 rows are a prompt's."""
 
 _WITHOUT_WGMMA = (("gpt-oss-20b", 8), ("mixtral-8x7b", 2048))

@@ -29,6 +29,12 @@ _AT_ONCE = tl.constexpr(8)
 """Experts of a row whose products are read at a time: 16 registers each."""
 
 
+@triton.constexpr_function
+def _end(first: int, used: int) -> int:
+    """Of the experts of a row from `first` on that are read at a time, the one after the last."""
+    return min(used, first + _AT_ONCE.value)
+
+
 @DirectLaunch
 @triton.jit(do_not_specialize=["first_block"])
 def _grouped_glu_rows_kernel(
@@ -93,13 +99,12 @@ def _combine_kernel(
     residual = tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0, volatile=True)
     total = tl.zeros([BLOCK], tl.float32)
     for first in tl.static_range(0, USED, _AT_ONCE):
-        END: tl.constexpr = min(USED, first + _AT_ONCE)
         products = ()
-        for slot in tl.static_range(first, END):
+        for slot in tl.static_range(first, _end(first, USED)):
             at = product_ptr + places[slot] * WIDTH + column
             products = products + (tl.load(at, mask=inside, other=0.0, volatile=True),)
-        total += zeros_behind(products[END - 1 - first], ASM)
-        for slot in tl.static_range(first, END):
+        total += zeros_behind(products[_end(first, USED) - 1 - first], ASM)
+        for slot in tl.static_range(first, _end(first, USED)):
             total += weights[slot] * products[slot - first]
     x = total + residual
     tl.store(residual_ptr + row * WIDTH + column, x, mask=inside)
