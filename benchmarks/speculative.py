@@ -9,8 +9,8 @@ also says whether a way's texts are those without drafts, to the token. `tok/s` 
 median of each round's ratio to no drafts, `best` the ratio of the best rounds; one JSON line at the end.
 
 `--accept SHARE`: of random weights nothing is accepted. Then drafts are made as ever, at their cost, but each drafted
-token is the one that follows in the text of the round before with this probability, and a wrong one otherwise, so that
-the speed is that of a model whose drafts are right so often.
+token is right with this probability, so that the speed is that of a model whose drafts are right so often. A bias makes
+the text one token again and again, in all ways: texts of random weights part at the first near tie.
 """
 
 import argparse
@@ -50,26 +50,25 @@ PROMPTS = {
 }
 
 
+FORCED = 100
+"""The token that the text repeats with --accept."""
+
+
 class Oracle:
-    """Takes the place of what a model drafts; `share`: how often a token is right. texts: of requests, by prompt."""
+    """Takes the place of what a model drafts; `share`: how often a token is right."""
 
     def __init__(self, llm: LLM, share: float) -> None:
         assert llm.loaded.draft is not None
         graphs = llm.loaded.draft._runner.graphs
         self._history = graphs.history if isinstance(graphs, CudaGraphs) else None
         self._draft, self._share, self._random = llm.loaded.draft.draft, share, random.Random(1)
-        self._vocab = llm.model_config.vocab_size
-        self.texts: list[list[int]] = []
         llm.loaded.draft.draft = self.draft  # type: ignore[method-assign]
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
         return {each: self._replaced(each, draft) for each, draft in self._draft(counts).items()}
 
     def _replaced(self, sequence: Sequence, draft: Seq[int]) -> Seq[int]:
-        made = sequence.generated
-        known = next((text for text in self.texts if text[: len(made)] == made), made)
-        follows = known[len(made) : len(made) + len(draft)]
-        tokens = [self._like(token) for token in (*follows, *[0] * (len(draft) - len(follows)))]
+        tokens = [FORCED + (self._random.random() >= self._share) for _ in range(len(draft))]
         if not isinstance(draft, Drafted):
             return tokens
         assert self._history is not None  # the step that verifies reads them there, and nothing waits
@@ -78,10 +77,6 @@ class Oracle:
         self._history[slot, first : first + len(tokens)].copy_(there, non_blocking=True)
         return Drafted(slot, len(tokens), lambda: tokens)
 
-    def _like(self, token: int) -> int:
-        """The token, or a wrong one."""
-        return token if self._random.random() < self._share else (token + 1) % self._vocab
-
 
 @dataclass
 class Way:
@@ -89,15 +84,11 @@ class Way:
 
     name: str
     llm: LLM
-    oracle: Oracle | None = None
     rates: dict[str, list[float]] = field(default_factory=dict)
     completions: dict[str, list[Completion]] = field(default_factory=dict)
 
-    def run(self, prompt: str, params: SamplingParams, batch: int, base: "Way") -> None:
-        """Complete a prompt `batch` times at once; greedy texts of a batch are the same. base: without drafts."""
-        if self.oracle is not None:  # texts of steps of several rows may differ from its own
-            before_this = self.completions.get(prompt) or base.completions.get(prompt, [])
-            self.oracle.texts = [completion.tokens for completion in before_this]
+    def run(self, prompt: str, params: SamplingParams, batch: int) -> None:
+        """Complete a prompt `batch` times at once; greedy texts of a batch are the same."""
         ids = prompt_ids(self.llm, PROMPTS[prompt])
         streams = [self.llm.stream(ids, params, index=index) for index in range(batch)]
         for stream in streams:
@@ -125,7 +116,9 @@ def ways(args: argparse.Namespace) -> list[Way]:
         shared = {"device": args.device, "threads": args.threads, "ctx_size": args.ctx_size}
         fixed = {"parallel": args.batch, "deterministic": args.deterministic}
         llm = LLM(args.model, **shared, **fixed, **drafts)  # type: ignore[arg-type]
-        return Way(name, llm, None if share is None else Oracle(llm, share))
+        if share is not None:
+            Oracle(llm, share)
+        return Way(name, llm)
 
     found = [load("none")]
     found += [load(f"mtp {tokens}", args.accept, draft_mtp=tokens) for tokens in args.draft_mtp]
@@ -199,14 +192,18 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     params = SamplingParams(
-        temperature=args.temp, seed=1, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos
+        temperature=args.temp,
+        seed=1,
+        max_tokens=args.max_tokens,
+        ignore_eos=args.ignore_eos,
+        logit_bias={} if args.accept is None else {FORCED: 1000.0},
     )
     try:
         all_ways = ways(args)
         for number in range(-1, args.rounds):  # the first is not counted
             for prompt in args.prompts:
-                for way in all_ways if number % 2 else all_ways[::-1]:  # no drafts first in the uncounted one
-                    way.run(prompt, params, args.batch, all_ways[0])
+                for way in all_ways if number % 2 else all_ways[::-1]:
+                    way.run(prompt, params, args.batch)
                     if number < 0:
                         way.rates.clear()
     except EngineError as error:
