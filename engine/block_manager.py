@@ -368,10 +368,16 @@ class BlockManager:
                 pool.name(number, keys[index])
                 pool.release([number])
 
-    def discard(self, keys: Seq[bytes]) -> None:
-        """Removes the cached blocks with these keys from the prefix cache: their content may be wrong."""
+    def discard(self, keys: Seq[bytes], tokens: Seq[int] = ()) -> None:
+        """Removes the cached blocks with these keys from the prefix cache, and those that begin as `tokens`, whose full
+        blocks have the keys, go on."""
+        removed = [*keys]
+        for index, before in enumerate((b"", *keys) if tokens else ()):
+            own = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+            known = self._beginnings.get(before, ())
+            removed += [each.key for each in known if _alike(each.tokens, own) == len(each.tokens)]
         for pool in self._pools:
-            for key in keys:
+            for key in removed:
                 pool.unname(key)
 
     def reset(self) -> None:

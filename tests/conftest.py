@@ -90,6 +90,14 @@ def _processes_begin_with_torch() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of how processes start: they begin as a user's do."""
+    from quengine.kernels import child_process
+
+    monkeypatch.setattr(child_process, "subprocess", subprocess)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter_for_tests() -> Iterator[None]:
     """Tests of bit-equality through the interpreter must not depend on the host's BLAS."""

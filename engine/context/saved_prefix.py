@@ -114,7 +114,7 @@ def erase_prefix(scheduler: Scheduler, token_ids: list[int]) -> int:
     """Removes these tokens from the prefix cache; returns how many were cached, counted as by `save_prefix`."""
     keys = _keys(token_ids)
     found = _tokens(scheduler.blocks.held(keys), token_ids)
-    scheduler.blocks.discard(keys)
+    scheduler.blocks.discard(keys, token_ids)
     return found
 
 

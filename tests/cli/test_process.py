@@ -55,8 +55,8 @@ def ended(command: list[str], **how: Any) -> "subprocess.CompletedProcess[str]":
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | how.pop(
         "environment", {}
     )
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
     run = subprocess.run if how.pop("imports", False) else quick_python.run
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | how
     return run(command, env=environment, text=True, timeout=240, **streams)
 
 

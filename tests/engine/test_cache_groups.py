@@ -102,7 +102,8 @@ def test_tokens_behind_a_shared_prefix_have_their_bits(load: Load) -> None:
             again = llm.generate([prompt, more, prompt], FEWER)
             same(again, [wanted, wanted_behind, wanted])
             shared = (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
-            assert again[0].timings.cached_tokens == shared <= again[1].timings.cached_tokens
+            assert shared <= again[0].timings.cached_tokens < len(prompt)
+            assert shared <= again[1].timings.cached_tokens < len(more)
 
 
 @pytest.mark.parametrize(("blocks", "length"), [((8, 16), 33), ((48, 4), 15)])

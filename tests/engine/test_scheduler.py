@@ -39,6 +39,7 @@ class FakeSequence:
     pool: None = None
     context_full: bool = False
     scores: PromptScores | None = None
+    images: None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)

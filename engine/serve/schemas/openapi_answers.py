@@ -208,6 +208,7 @@ def _status() -> dict[str, Schema]:
             modalities=record(vision=BOOLEAN, audio=BOOLEAN, video=BOOLEAN),
             **dict.fromkeys(("endpoint_slots", "endpoint_props", "endpoint_metrics", "ui"), BOOLEAN),
             cors_proxy_enabled=BOOLEAN,
+            media_marker=STRING,
             is_sleeping=BOOLEAN,
             build_info=STRING,
             limits=record(**dict.fromkeys(limits, COUNT)),

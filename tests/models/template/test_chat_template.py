@@ -161,7 +161,7 @@ def test_where_no_process_can_be_started_rendering_says_so(monkeypatch: pytest.M
     def fail(*_: object, **__: object) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr("subprocess.Popen", fail)
+    monkeypatch.setattr("quengine.kernels.child_process.subprocess.Popen", fail)
     template = ChatTemplate("x")
     template.start()
     with pytest.raises(ChatTemplateError, match="no more processes"):

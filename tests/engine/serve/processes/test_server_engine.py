@@ -28,7 +28,6 @@ from quengine.serve.processes.shared_engine import (
     SlotDone,
 )
 from quengine.structured.constraint_spec import ConstraintSpec
-from tests import quick_python
 from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
 from tests.quick_python import QuickPopen
@@ -158,6 +157,7 @@ def test_a_model_that_cannot_be_loaded_is_its_own_error(path: str, tmp_path: Pat
         ProcessEngine(path, OPTIONS | {"device": "cuda:77"})
 
 
+@pytest.mark.usefixtures("real_processes")
 def test_progress_is_called_while_the_process_is_silent_and_what_it_raises_ends_it(path: str) -> None:
     class UnwantedError(Exception):
         pass
@@ -240,4 +240,4 @@ def test_the_server_beside_it_needs_no_torch(path: str) -> None:
         f"text = p.TextSide.of_file(Path({path!r})); text.tokenizer.encode('a')\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert quick_python.run([sys.executable, "-c", script]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

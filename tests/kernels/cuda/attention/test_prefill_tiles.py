@@ -66,5 +66,5 @@ def test_tiles_that_see_the_most_keys_come_first() -> None:
     assert (rows.longest, int(rows.tiles[:, 3].max()), rows.deepest) == (70, 64, 104)
     assert batch.logits_rows is not None
     assert batch.logits_rows.tolist() == [69, 109] and batch.block_tables.tolist() == [
-        [[1, 2, 3, 0], [4, 5, 6, 7]]
+        [[1, 2, 3, 0, 0], [4, 5, 6, 7, 0]]
     ]
