@@ -32,7 +32,7 @@ _AT_ONCE = tl.constexpr(8)
 @triton.constexpr_function
 def _end(first: int, used: int) -> int:
     """Of the experts of a row from `first` on that are read at a time, the one after the last."""
-    return min(used, first + _AT_ONCE.value)
+    return min(used, first + int(_AT_ONCE.value))
 
 
 @DirectLaunch

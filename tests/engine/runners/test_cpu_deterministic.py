@@ -94,7 +94,7 @@ def test_a_conversation_computes_its_own_answers_anew(model: Path) -> None:
             again = llm.generate(longer, greedy)[0]
             found[deterministic] = again.timings.cached_tokens
             rows = [layer.k[: len(longer)].clone() for layer in llm.runner.cache.layers]
-    assert found == {False: BLOCK_SIZE, True: 20}
+    assert found == {False: 32, True: 20}
     with LLM(model, "cpu", 64, 1, deterministic=True) as llm:
         assert llm.generate(longer, greedy)[0].tokens == again.tokens
         layers = llm.runner.cache.layers
