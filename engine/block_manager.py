@@ -143,12 +143,12 @@ class BlockManager:
         return all(pool.shape.most_blocks(positions) <= pool.shape.num_blocks for pool in self._pools)
 
     def allocate(
-        self, keys: Seq[bytes], positions: int, reserve: int = 0, tokens: Seq[int] = ()
+        self, keys: Seq[bytes], positions: int, reserve: int = 0, tokens: Seq[int] = (), most: int = 0
     ) -> Allocation | None:
         """Block tables for `positions` positions, which share the blocks of the longest prefix that all groups hold.
 
-        `keys`: the keys of the prompt's full blocks. `tokens`: the prompt's, as many as may come from the cache: to
-        find a block that begins as the prompt goes on. In a group with a window the table covers as much as the first
+        `keys`: the keys of the prompt's full blocks. `tokens`: the prompt's, of which `most` may come from the cache; a
+        block that begins as they go on is found by them. In a group with a window the table covers as much as the first
         steps need. Returns None, with no block allocated, if fewer than `reserve` blocks of a pool would be left free.
         """
         found = _match(self._pools, keys)
@@ -160,7 +160,8 @@ class BlockManager:
             if needed > pool.num_free:
                 return None
         before = keys[found - 1] if found else b""
-        source_key, common = self._beginning_of(before, tokens[found * BLOCK_SIZE :])
+        start = found * BLOCK_SIZE
+        source_key, common = self._beginning_of(before, tokens[start : min(start + BLOCK_SIZE, most)])
         tables, copies = [], []
         for group, (pool, blocks, count) in enumerate(zip(self._pools, shared, new, strict=True)):
             if pool.shape.is_state:
@@ -176,7 +177,7 @@ class BlockManager:
             if common and tables[-1][found] != source:
                 # Where the source had to go for the sequence's other blocks, it is copied before they are written.
                 copies.append(BlockCopy(group, source, tables[-1][found]))
-        cached = found * BLOCK_SIZE + common
+        cached = start + common
         return Allocation(tuple(tables), cached, tuple(copies), max(cached, held * BLOCK_SIZE))
 
     def _beginning_of(self, before: bytes, tokens: Seq[int]) -> tuple[bytes, int]:

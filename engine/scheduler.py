@@ -21,7 +21,7 @@ from itertools import chain, islice
 
 from quengine.block_manager import BlockCopy, BlockManager, extend_keys
 from quengine.errors import EngineError
-from quengine.kernels.forward_batch import MOST_CHECKPOINTS, Checkpoint, state_table
+from quengine.kernels.forward_batch import MOST_CHECKPOINTS, StateCheckpoint, state_table
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
 from quengine.request.sequence import BegunCheckpoint, Sequence
@@ -318,7 +318,9 @@ class Scheduler:
             if blocks := self.blocks.take_checkpoint(self._keys(sequence, end)[-1]):
                 sequence.checkpoints_begun.append(BegunCheckpoint(end, blocks))
         return tuple(
-            state_table(table[0], [Checkpoint(end, blocks[n]) for end, blocks in sequence.checkpoints_begun])
+            state_table(
+                table[0], [StateCheckpoint(end, blocks[n]) for end, blocks in sequence.checkpoints_begun]
+            )
             if pool.is_state
             else table
             for n, (pool, table) in enumerate(zip(self.cache.pools, sequence.block_tables, strict=True))
@@ -526,12 +528,14 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.pool is not None:
             sequence.pool.clear()
+        most = self._most_shared(sequence)
         # Reserve a block for each running sequence that may grow: otherwise this one would soon be preempted.
         allocation = self.blocks.allocate(
-            self._keys(sequence, self._most_shared(sequence)),
+            self._keys(sequence, most),
             min(len(sequence.token_ids) + 1, sequence.max_positions),  # with the first token after them
             reserve=sum(map(self._may_grow, self._running)),
-            tokens=sequence.key_ids[: self._most_shared(sequence)],
+            tokens=sequence.key_ids,
+            most=most,
         )
         if allocation is None:
             return False

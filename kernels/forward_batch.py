@@ -24,7 +24,7 @@ STATE_ENTRIES = 1 + 2 * MOST_CHECKPOINTS
 """Entries of a `state_table`, padding included."""
 
 
-class Checkpoint(NamedTuple):
+class StateCheckpoint(NamedTuple):
     """A prefill step also writes a sequence's state after its first `position` tokens to block `block`; the step has
     the row before that position."""
 
@@ -32,7 +32,7 @@ class Checkpoint(NamedTuple):
     block: int
 
 
-def state_table(slot: int, checkpoints: Sequence[Checkpoint]) -> list[int]:
+def state_table(slot: int, checkpoints: Sequence[StateCheckpoint]) -> list[int]:
     """The block table of a prefill step in a group with a state: the slot, then for each checkpoint, in order of
     position, the negative position and the block. No block is negative, so that other entries are no checkpoints."""
     return [slot, *chain.from_iterable((-position, block) for position, block in checkpoints)]
@@ -162,13 +162,13 @@ class ForwardBatch:
         if done < row:
             yield slice(done, row)
 
-    def with_checkpoints(self, group: int) -> Iterator[tuple[int, int, int, list[Checkpoint]]]:
+    def with_checkpoints(self, group: int) -> Iterator[tuple[int, int, int, list[StateCheckpoint]]]:
         """Of each sequence of a prefill step: the position of its first row, its rows, its slot in a group with a
         state, and the checkpoints that are written."""
         tables = self.block_tables_of(group)[:, :STATE_ENTRIES].tolist()
         for start, length, (slot, *entries) in zip(self.starts, self.query_lens, tables, strict=True):
             pairs = zip(entries[::2], entries[1::2], strict=False)
-            yield start, length, slot, [Checkpoint(-mark, block) for mark, block in pairs if mark < 0]
+            yield start, length, slot, [StateCheckpoint(-mark, block) for mark, block in pairs if mark < 0]
 
     def chunks(self, group: int) -> Iterator[tuple[slice, int, Tensor]]:
         """For each sequence in prefill: its rows, the position of the first, and its block table [blocks]."""

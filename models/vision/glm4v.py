@@ -13,7 +13,6 @@ from torch import Tensor
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Attention,
     Block,
     Linear,
     Mlp,
@@ -25,13 +24,13 @@ from quengine.models.vision.blocks import (
     norm,
     patch_linear_of_two,
     patches,
-    qkv_linear,
     rotation_of_halves,
 )
 from quengine.models.vision.files import Weights
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
 from quengine.models.vision.qwen3vl import ENDS, FRAMES, patch_names
+from quengine.models.vision.qwen25vl import gated_block
 from quengine.models.vision.qwen_images import (
     QWEN_DEFAULTS,
     check_folder,
@@ -133,19 +132,6 @@ class Glm4V:
         return found[0].permute(1, 2, 0).to(self.positions.dtype)
 
 
-def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
-    size, hidden = settings.width, settings.text_size
-    first, second = (
-        norm(weights, f"{name}.{part}", size, settings.eps, centred=False) for part in ("ln1", "ln2")
-    )
-    attention = Attention(
-        qkv_linear(weights, name, size, size), linear(weights, f"{name}.attn_out", size, size), settings.heads
-    )
-    gate, up = (linear(weights, f"{name}.ffn_{part}", hidden, size) for part in ("gate", "up"))
-    mlp = Mlp(up, linear(weights, f"{name}.ffn_down", size, hidden), activation(settings.activation), gate)
-    return Block(first, attention, second, mlp)
-
-
 def _convolution(weights: Weights, settings: VisionSettings) -> Linear:
     """The convolution over squares of patches as a matrix over their rows, patch by patch."""
     size, text, side = settings.width, settings.text_size, settings.merge
@@ -161,7 +147,10 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Glm4V:
         patch_linear_of_two(weights, size, settings.patch),
         norm(weights, "v.norm_embd", size, settings.eps, centred=False),
         weights.tensor("v.position_embd.weight", (settings.image_size // settings.patch) ** 2, size),
-        tuple(_block(weights, settings, f"v.blk.{layer}") for layer in range(settings.layers)),
+        tuple(
+            gated_block(weights, settings, settings.text_size, f"v.blk.{layer}")
+            for layer in range(settings.layers)
+        ),
         norm(weights, "v.post_ln", size, settings.eps, centred=False),
         _convolution(weights, settings),
         linear(weights, "mm.model.fc", text, text),

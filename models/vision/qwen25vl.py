@@ -104,8 +104,9 @@ class Qwen25VL:
         return self.merger(x.view(-1, height, width, settings.width))
 
 
-def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
-    size, hidden = settings.width, settings.feed_forward
+def gated_block(weights: Weights, settings: VisionSettings, hidden: int, name: str) -> Block:
+    """A layer with RMSNorms and a gated feed-forward of length `hidden`."""
+    size = settings.width
     first, second = (
         norm(weights, f"{name}.{part}", size, settings.eps, centred=False) for part in ("ln1", "ln2")
     )
@@ -124,7 +125,10 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Qwen25VL:
     return Qwen25VL(
         settings,
         patch_linear_of_two(weights, size, settings.patch),
-        tuple(_block(weights, settings, f"v.blk.{layer}") for layer in range(settings.layers)),
+        tuple(
+            gated_block(weights, settings, settings.feed_forward, f"v.blk.{layer}")
+            for layer in range(settings.layers)
+        ),
         Merger(before, Mlp(up, down, activation("gelu")), settings.merge, before=True),
         weights.vector,
     )

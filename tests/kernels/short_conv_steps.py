@@ -5,7 +5,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from quengine.kernels.forward_batch import Checkpoint, ForwardBatch, decode_batch, prefill_batch, state_table
+from quengine.kernels.forward_batch import (
+    ForwardBatch,
+    StateCheckpoint,
+    decode_batch,
+    prefill_batch,
+    state_table,
+)
 from quengine.kernels.kv.cache_types import CONV_HISTORY
 from quengine.kernels.short_conv import ShortConvSpec, short_conv
 
@@ -29,7 +35,7 @@ def prompt(
     lengths: Sequence[int],
     starts: Sequence[int],
     slots: Sequence[int],
-    checkpoints: Sequence[Sequence[Checkpoint]] = (),
+    checkpoints: Sequence[Sequence[StateCheckpoint]] = (),
 ) -> ForwardBatch:
     """Chunks of sequences with these slots, in the second group of layers, and the first ones' checkpoints."""
     of_slots = [*checkpoints, *([()] * (len(slots) - len(checkpoints)))]
@@ -55,11 +61,13 @@ STEPS: dict[str, ForwardBatch] = {
 
 
 CHECKPOINTS: dict[str, ForwardBatch] = {
-    "a checkpoint within a chunk of 64": prompt([100], [5], [1], [[Checkpoint(5 + 37, 3)]]),
-    "at the border of one": prompt([70], [0], [1], [[Checkpoint(64, 2)]]),
-    "behind rows that are few": prompt([9, 3], [3, 8], [1, 3], [[Checkpoint(5, 2)]]),
-    "two, one at the end": prompt([96], [32], [2], [[Checkpoint(96, 3), Checkpoint(128, 1)]]),
-    "two in a chunk of 64": prompt([2, 96], [5, 0], [0, 2], [[], [Checkpoint(8, 3), Checkpoint(40, 1)]]),
+    "a checkpoint within a chunk of 64": prompt([100], [5], [1], [[StateCheckpoint(5 + 37, 3)]]),
+    "at the border of one": prompt([70], [0], [1], [[StateCheckpoint(64, 2)]]),
+    "behind rows that are few": prompt([9, 3], [3, 8], [1, 3], [[StateCheckpoint(5, 2)]]),
+    "two, one at the end": prompt([96], [32], [2], [[StateCheckpoint(96, 3), StateCheckpoint(128, 1)]]),
+    "two in a chunk of 64": prompt(
+        [2, 96], [5, 0], [0, 2], [[], [StateCheckpoint(8, 3), StateCheckpoint(40, 1)]]
+    ),
 }
 """Prompts of which states are kept on the way."""
 

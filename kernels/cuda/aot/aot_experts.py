@@ -24,7 +24,7 @@ _EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class ExpertSizes:
+class RoutedExperts:
     """One layer's experts: hidden size, feed-forward length, number of experts, and how a router selects them. joined:
     a shared expert is one more."""
 
@@ -40,17 +40,19 @@ class ExpertSizes:
 
 
 MODELS = {
-    "qwen3-30b-a3b": ExpertSizes(2048, 768, 128, RouterKind(8)),
-    "mixtral-8x7b": ExpertSizes(4096, 14336, 8, RouterKind(2, "softmax_of_chosen")),
-    "gpt-oss-20b": ExpertSizes(2880, 2880, 32, RouterKind(4, "softmax_of_chosen"), "clamped_swish", True),
-    "qwen3.6-35b-a3b": ExpertSizes(2048, 512, 256, RouterKind(8), shared_gate=True, joined=True),
+    "qwen3-30b-a3b": RoutedExperts(2048, 768, 128, RouterKind(8)),
+    "mixtral-8x7b": RoutedExperts(4096, 14336, 8, RouterKind(2, "softmax_of_chosen")),
+    "gpt-oss-20b": RoutedExperts(2880, 2880, 32, RouterKind(4, "softmax_of_chosen"), "clamped_swish", True),
+    "qwen3.6-35b-a3b": RoutedExperts(2048, 512, 256, RouterKind(8), shared_gate=True, joined=True),
 }
 ROUTERS = {
     **MODELS,
-    "qwen2-57b": ExpertSizes(3584, 2560, 64, RouterKind(8, normalized=False), shared_gate=True),
-    "glm-4.5": ExpertSizes(5120, 1536, 160, RouterKind(8, "sigmoid", scale=2.5)),
-    "gemma-4-26b-a4b": ExpertSizes(2816, 704, 128, RouterKind(8), "gelu_tanh", expert_scale=True),
-    "deepseek-v3": ExpertSizes(7168, 2048, 256, RouterKind(8, "sigmoid", scale=2.5, groups=8, groups_used=4)),
+    "qwen2-57b": RoutedExperts(3584, 2560, 64, RouterKind(8, normalized=False), shared_gate=True),
+    "glm-4.5": RoutedExperts(5120, 1536, 160, RouterKind(8, "sigmoid", scale=2.5)),
+    "gemma-4-26b-a4b": RoutedExperts(2816, 704, 128, RouterKind(8), "gelu_tanh", expert_scale=True),
+    "deepseek-v3": RoutedExperts(
+        7168, 2048, 256, RouterKind(8, "sigmoid", scale=2.5, groups=8, groups_used=4)
+    ),
 }
 _TYPES = {
     "qwen3-30b-a3b": ("Q4_K", "Q6_K"),
@@ -72,14 +74,14 @@ def expert_cases() -> Iterator[ExpertCase]:
             archs = (80, 90) if name == "Q4_K" else (90,)
             call = partial(_layer, MODELS[model], (name, name, name))
             yield f"{model}, experts of {name}, decode", True, archs, call
-    small = ExpertSizes(_TYPES_WIDTH, _TYPES_WIDTH, 8, RouterKind(2), bias=True)
+    small = RoutedExperts(_TYPES_WIDTH, _TYPES_WIDTH, 8, RouterKind(2), bias=True)
     for name in FORMATS:
         call = partial(_layer, small, (name, name, name))
         yield f"experts of {name}, decode", True, (90,), call
     uneven = replace(small, router=RouterKind(6))
     yield "6 experts of 8, decode", True, (90,), partial(_layer, uneven, ("Q4_K",) * 3, alone=True)
     yield "unpaired experts, decode", True, (90,), partial(_layer, small, ("Q4_K", "Q6_K", "F16"))
-    gateless = ExpertSizes(2688, 1856, 128, RouterKind(6, "sigmoid", normalized=False), "relu2")
+    gateless = RoutedExperts(2688, 1856, 128, RouterKind(6, "sigmoid", normalized=False), "relu2")
     yield "nemotron-3-nano, experts of Q5_0, decode", True, (90,), partial(_layer, gateless, ("Q5_0",) * 3)
     for model, experts in ROUTERS.items():
         for rows in (1, 16, 64, 128) if model in _BATCHED else (1,):
@@ -87,7 +89,7 @@ def expert_cases() -> Iterator[ExpertCase]:
 
 
 def _layer(
-    experts: ExpertSizes, types: tuple[str, str, str], backend: CudaBackend, *, alone: bool = False
+    experts: RoutedExperts, types: tuple[str, str, str], backend: CudaBackend, *, alone: bool = False
 ) -> None:
     """Gate, up and down of one row, whose norm the launch before has started; the last launch starts the next norm.
     alone: also without a norm after it."""
@@ -110,14 +112,14 @@ def _layer(
         backend.experts_add(batch, gated, routing, down, x)
 
 
-def _router(experts: ExpertSizes, rows: int, backend: CudaBackend) -> None:
+def _router(experts: RoutedExperts, rows: int, backend: CudaBackend) -> None:
     """The router, and the router with given experts."""
     x, norm, router = empty(rows, experts.hidden), RMSNorm(empty(experts.hidden), _EPS), _router_of(experts)
     routing = route(x, norm, router, pdl=backend.pdl)
     route(x, norm, router, routing.selected.contiguous(), pdl=backend.pdl)
 
 
-def _router_of(experts: ExpertSizes) -> Router:
+def _router_of(experts: RoutedExperts) -> Router:
     bias = empty(experts.count) if experts.bias else None
     selection = empty(experts.count) if experts.router.scores == "sigmoid" else None
     gate = empty(experts.hidden) if experts.shared_gate else None

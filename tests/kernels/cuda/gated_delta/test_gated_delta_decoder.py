@@ -13,8 +13,7 @@ from quengine.kernels.backend import SlotLayer
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
-from quengine.kernels.forward_batch import Checkpoint as KeptState
-from quengine.kernels.forward_batch import decode_batch, prefill_batch
+from quengine.kernels.forward_batch import StateCheckpoint, decode_batch, prefill_batch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
@@ -92,7 +91,7 @@ def test_other_heads_are_refused_at_load(tmp_path: Path, device: torch.device) -
 def test_a_prompt_of_one_row_writes_its_checkpoint(batch_invariant: bool, device: torch.device) -> None:
     shape = Shape(1, 2, 32)
     spec, state = spec_of(shape), states(shape)
-    batch, x = prompt([1], [31], [1], [[KeptState(32, 3)]]), rows_of(1, shape, 4)
+    batch, x = prompt([1], [31], [1], [[StateCheckpoint(32, 3)]]), rows_of(1, shape, 4)
     wanted, _, memory = expected(batch, x, spec, *state)
     layer = SlotLayer(tuple(part.clone().to(device) for part in state))
     vectors = {name: getattr(spec, name).to(device) for name in ("conv", "decay", "bias", "norm")}
