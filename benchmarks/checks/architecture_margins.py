@@ -59,8 +59,8 @@ def differences(root: Path, module: Any) -> Iterator[tuple[str, str, float]]:
             for decode in (False, True):
                 yield "engine", name, models.engine_difference(root, name, kind, cases[name], decode)
     name = tests.main[0]
-    for fault in models.FAULTS.values():
-        yield "fault", name, models.cpu_difference(root, name, "folder", cases[name], fault=fault)
+    for fault in tests.faults:
+        yield "fault", name, models.cpu_difference(root, name, "folder", cases[name], fault=models.FAULTS[fault])
 
 
 def table(architectures: Sequence[str]) -> bool:

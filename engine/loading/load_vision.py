@@ -80,6 +80,8 @@ def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -
     vision: Vision = load_vision(found, device)
     if vision.deepstack:
         raise EngineError(f"projector {name}: features for further layers (deepstack) are not implemented")
+    if device.type == "cuda":
+        vision.encode([prepared])  # kernels are compiled, and libraries initialised, before the first image
     logger.info("projector %s: %s", found, vision.projector)
     return vision
 

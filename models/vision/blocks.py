@@ -5,40 +5,28 @@ accumulation. Inputs that no norm bounds are brought below 1 by a power of two f
 within fp16.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from quengine.kernels.vision_rows import Norm, PatchActivation, Rotation, activated, scaled_below_one
 from quengine.models.vision.files import Weights
-
-Rotation: TypeAlias = Callable[[Tensor], Tensor]
-"""Rotates queries or keys [B, heads, rows, head_dim] by their rows' positions."""
 
 
 def rotation_of_pairs(angles: Tensor) -> Rotation:
     """Rotates values 2j and 2j + 1 of a head by angles[row, j]. angles: [rows, head_dim / 2]; cos and sin are fp32."""
     cos, sin = angles.float().cos(), angles.float().sin()
-
-    def rotate(x: Tensor) -> Tensor:
-        even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-
-    return rotate
+    return Rotation(torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2), 2)
 
 
-def rotation_of_halves(angles: Tensor) -> Rotation:
-    """Rotates values j and j + head_dim / 2 of a head by angles[row, j]. angles: [rows, head_dim / 2]."""
-    cos, sin = angles.float().cos(), angles.float().sin()
-
-    def rotate(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-    return rotate
+def rotation_of_halves(*angles: Tensor) -> Rotation:
+    """Rotates values j and j + n of a head, or of each of several parts of it, by angles[row, j]. angles: [rows, n]
+    of each part; cos and sin are fp32."""
+    cos = [part.float().cos() for part in angles for _ in range(2)]
+    sin = [part.float().sin() * sign for part in angles for sign in (-1, 1)]
+    return Rotation(torch.cat(cos, -1), torch.cat(sin, -1), 2 * angles[0].shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +43,8 @@ class Linear:
         if bounded:
             y = F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
         else:
-            _, exponent = torch.frexp(x.abs().amax(-1, keepdim=True))
-            scale = torch.ldexp(torch.ones_like(x[..., :1]), exponent)
-            y = F.linear((x / scale).to(self.weight.dtype), self.weight).to(x.dtype) * scale
+            x, scale = scaled_below_one(x)
+            y = F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype) * scale
         return y if self.bias is None else y + self.bias
 
 
@@ -82,29 +69,7 @@ class Joined:
         return torch.cat([part(x) for part in self.parts], -1)
 
 
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """LayerNorm, or RMSNorm where `centred` is False. weight, bias: [D] or None."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    centred: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D], in x's dtype."""
-        if self.centred:
-            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-}
-HF_ACTIVATIONS = {
+HF_ACTIVATIONS: dict[str, PatchActivation] = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -114,22 +79,18 @@ HF_ACTIVATIONS = {
 """Names of activations in config.json."""
 
 
-def activation(name: str) -> Callable[[Tensor], Tensor]:
-    return _ACTIVATIONS[name]
-
-
 @dataclass(frozen=True, eq=False)
 class Mlp:
     """down(act(up(x))), or down(act(gate(x)) * up(x)) with a gate."""
 
     up: Linear
     down: Linear
-    act: Callable[[Tensor], Tensor]
+    act: PatchActivation
     gate: Linear | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         up = self.up(x)
-        hidden = self.act(up) if self.gate is None else self.act(self.gate(x)) * up
+        hidden = activated(up, self.act) if self.gate is None else activated(self.gate(x), self.act) * up
         return self.down(hidden, bounded=False)
 
 
@@ -188,14 +149,17 @@ class Attention:
         if rotate is not None:
             q, k = rotate(q), rotate(k)
         kind = self.out.weight.dtype
-        q, k, v = q.to(kind), k.to(kind), v.to(kind)
+        return self.out(self.attended(q.to(kind), k.to(kind), v.to(kind), windows).to(x.dtype))
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows | None) -> Tensor:
+        """q, k, v [B, heads, rows, head_dim] -> [B, rows, heads * head_dim], by torch's attention."""
         if windows is None:
             y = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
         else:
-            mask = windows.seen[:, None, None].repeat(len(x), 1, 1, 1)
+            mask = windows.seen[:, None, None].repeat(len(q), 1, 1, 1)
             q, k, v = windows.split(q), windows.split(k), windows.split(v)
             y = windows.join(F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale))
-        return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))
+        return y.transpose(1, 2).flatten(2)
 
     def _heads(self, x: Tensor, norm: Norm | None) -> Tensor:
         """[B, rows, heads * head_dim] -> [B, heads, rows, head_dim]"""
@@ -222,9 +186,22 @@ class Block:
     post: tuple[Norm, Norm] | None = None
 
     def __call__(self, x: Tensor, rotate: Rotation | None = None, windows: Windows | None = None) -> Tensor:
-        """x [B, rows, width] -> [B, rows, width]"""
+        """x [B, rows, width], which may be overwritten -> [B, rows, width]"""
+        if x.is_cuda and self.fuses:
+            from quengine.models.vision.fused_block import fused_block  # imports Triton
+
+            return fused_block(self, x, rotate, windows)
         x = x + self._added(self.attention(self.norm1(x), rotate, windows), 0)
         return x + self._added(self.mlp(self.norm2(x)), 1)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether kernels/cuda/vision_rows.py has what stands between its matrices, which have to be fp16."""
+        matrices = (self.attention.qkv, self.attention.out, self.mlp.up, self.mlp.down, self.mlp.gate)
+        norms = self.attention.norms
+        normed = all(norms) and self.attention.norm_heads and len({norm.eps for norm in norms if norm}) == 1
+        plain = all(type(each) is Linear and each.weight.dtype == torch.float16 for each in matrices if each)
+        return plain and (normed or not any(norms))
 
     def _added(self, y: Tensor, part: int) -> Tensor:
         if self.post is not None:
@@ -236,6 +213,13 @@ def linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
     """`name`.weight [rows, cols], with `name`.bias where there is one."""
     bias = weights.tensor(f"{name}.bias", rows) if weights.has(f"{name}.bias") else None
     return Linear(weights.tensor(f"{name}.weight", rows, cols, dtype=weights.matrix), bias)
+
+
+def joined(parts: tuple[Linear, ...]) -> Linear | Joined:
+    """Matrices of the same rows as one, without bias, or side by side where they clamp their results."""
+    if all(type(part) is Linear and part.bias is None for part in parts):
+        return Linear(torch.cat([part.weight for part in parts]), None)
+    return Joined(parts)
 
 
 def clipped_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:

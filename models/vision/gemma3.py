@@ -10,8 +10,9 @@ from math import isqrt
 from PIL import Image
 from torch import Tensor
 
+from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
-from quengine.models.vision.blocks import HF_ACTIVATIONS, Block, Linear, Norm, norm, patch_linear, patches
+from quengine.models.vision.blocks import HF_ACTIVATIONS, Block, Linear, norm, patch_linear, patches
 from quengine.models.vision.files import Weights
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector

@@ -9,21 +9,19 @@ from dataclasses import dataclass
 from math import floor, sqrt
 
 from PIL import Image
-from torch import Tensor, cat
+from torch import Tensor, ones_like
 
+from quengine.kernels.vision_rows import Norm, Rotation
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Attention,
     Block,
-    Joined,
     Linear,
     Mlp,
-    Norm,
-    Rotation,
-    activation,
     axial_angles,
     clipped_linear,
+    joined,
     linear,
     norm,
     patch_linear,
@@ -145,13 +143,8 @@ class Gemma4V:
         angles = axial_angles(
             height, width, self.settings.head_dim, self.settings.theta, self.positions.device
         )
-        down, across = (rotation_of_halves(part) for part in angles.chunk(2, -1))
-
-        def rotate(x: Tensor) -> Tensor:
-            first, second = x.chunk(2, -1)
-            return cat([across(first), down(second)], -1)
-
-        return rotate
+        down, across = angles.chunk(2, -1)
+        return rotation_of_halves(across, down)
 
 
 def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
@@ -161,20 +154,22 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
         return norm(weights, f"{name}.{part}", width, eps, centred=False)
 
     parts = tuple(clipped_linear(weights, f"{name}.attn_{part}", size, size) for part in "qkv")
+    of_keys = rms("attn_k_norm", settings.head_dim)
+    assert of_keys.weight is not None
     attention = Attention(
-        Joined(parts),
+        joined(parts),
         clipped_linear(weights, f"{name}.attn_out", size, size),
         settings.heads,
         scale=1.0,
         norms=(
             rms("attn_q_norm", settings.head_dim),
-            rms("attn_k_norm", settings.head_dim),
-            Norm(None, None, eps, centred=False),
+            of_keys,
+            Norm(ones_like(of_keys.weight), None, eps, centred=False),
         ),
     )
     gate, up = (clipped_linear(weights, f"{name}.ffn_{part}", hidden, size) for part in ("gate", "up"))
     down = clipped_linear(weights, f"{name}.ffn_down", size, hidden)
-    mlp = Mlp(up, down, activation(settings.activation), gate)
+    mlp = Mlp(up, down, settings.activation, gate)
     post = rms("attn_post_norm", size), rms("ffn_post_norm", size)
     return Block(rms("ln1", size), attention, rms("ln2", size), mlp, post=post)
 

@@ -10,14 +10,13 @@ import torch.nn.functional as F  # noqa: N812
 from PIL import Image
 from torch import Tensor
 
+from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Block,
     Linear,
     Mlp,
-    Norm,
-    activation,
     axial_angles,
     linear,
     merged,
@@ -155,7 +154,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Glm4V:
         _convolution(weights, settings),
         linear(weights, "mm.model.fc", text, text),
         norm(weights, "mm.post_norm", text, _NORM_EPS),
-        Mlp(up, linear(weights, "mm.down", text, hidden), activation(settings.activation), gate),
+        Mlp(up, linear(weights, "mm.down", text, hidden), settings.activation, gate),
     )
 
 

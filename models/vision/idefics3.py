@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Block,
     Linear,
-    Norm,
     linear,
     merged,
     norm,
@@ -53,6 +53,7 @@ def _gguf(file: GGUFFile) -> VisionSettings:
 
 
 def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
+    vision.only("hidden_act", *HF_ACTIVATIONS)
     merge = config.integer("scale_factor", 1, 64) if config.get("scale_factor") is not None else 2
     settings = folder_settings(
         "idefics3",
@@ -60,12 +61,11 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
         vision,
         processor,
         merge=merge,
-        activation=HF_ACTIVATIONS.get(str(vision.get("hidden_act")), ""),
+        activation=HF_ACTIVATIONS[str(vision.get("hidden_act"))],
         tile=processor.of("max_image_size").integer("longest_edge", 1, MAX_IMAGE_SIDE),
         longest_edge=processor.of("size").integer("longest_edge", 1, MAX_IMAGE_SIDE),
         split=processor.flag("do_image_splitting"),
     )
-    vision.only("hidden_act", *HF_ACTIVATIONS)
     if settings.tile % settings.patch or settings.tile // settings.patch % merge:
         raise processor.error(
             "max_image_size", f"{settings.tile} pixels are no whole number of merged patches"

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
@@ -18,8 +19,6 @@ from quengine.models.vision.blocks import (
     Block,
     Linear,
     Mlp,
-    Norm,
-    activation,
     linear,
     merged,
     norm,
@@ -151,7 +150,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
         linear(weights, f"{name}.ffn_down", size, hidden),
     )
     scales = (weights.tensor(f"{name}.ls1.weight", size), weights.tensor(f"{name}.ls2.weight", size))
-    return Block(first, attention, second, Mlp(up, down, activation(settings.activation)), scales)
+    return Block(first, attention, second, Mlp(up, down, settings.activation), scales)
 
 
 def _encoder(weights: Weights, settings: VisionSettings) -> InternVL:
@@ -165,7 +164,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> InternVL:
         weights.tensor("v.position_embd.weight", count + 1, size),
         tuple(_block(weights, settings, f"v.blk.{layer}") for layer in range(settings.layers)),
         norm(weights, "mm.model.mlp.0", wide, _NORM_EPS),
-        Mlp(up, down, activation("gelu")),
+        Mlp(up, down, "gelu"),
     )
 
 

@@ -11,14 +11,13 @@ import torch.nn.functional as F  # noqa: N812
 from PIL import Image
 from torch import Tensor
 
+from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Block,
     Linear,
     Mlp,
-    Norm,
-    activation,
     linear,
     merged,
     norm,
@@ -160,7 +159,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Lfm2:
         siglip_blocks(weights, settings),
         norm(weights, "v.post_ln", size, settings.eps),
         norm(weights, "mm.input_norm", wide, _NORM_EPS) if has_norm else None,
-        Mlp(up, down, activation("gelu")),
+        Mlp(up, down, "gelu"),
     )
 
 

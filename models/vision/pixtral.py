@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
@@ -18,8 +19,6 @@ from quengine.models.vision.blocks import (
     Block,
     Linear,
     Mlp,
-    Norm,
-    activation,
     linear,
     merged,
     norm,
@@ -148,7 +147,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
         qkv_linear(weights, name, size, size), linear(weights, f"{name}.attn_out", size, size), settings.heads
     )
     gate, up = (linear(weights, f"{name}.ffn_{part}", hidden, size) for part in ("gate", "up"))
-    mlp = Mlp(up, linear(weights, f"{name}.ffn_down", size, hidden), activation(settings.activation), gate)
+    mlp = Mlp(up, linear(weights, f"{name}.ffn_down", size, hidden), settings.activation, gate)
     first, second = (
         norm(weights, f"{name}.{part}", size, settings.eps, centred=False) for part in ("ln1", "ln2")
     )
@@ -174,7 +173,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Pixtral:
         tuple(_block(weights, settings, f"v.blk.{layer}") for layer in range(settings.layers)),
         norm(weights, "mm.input_norm", size, eps, centred=False) if has_norm else None,
         _merger(weights, settings) if merges else None,
-        Mlp(linear(weights, "mm.1", text, size), linear(weights, "mm.2", text, text), activation("gelu")),
+        Mlp(linear(weights, "mm.1", text, size), linear(weights, "mm.2", text, text), "gelu"),
     )
 
 

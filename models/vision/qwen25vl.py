@@ -16,7 +16,6 @@ from quengine.models.vision.blocks import (
     Linear,
     Mlp,
     Windows,
-    activation,
     axial_angles,
     linear,
     norm,
@@ -114,7 +113,7 @@ def gated_block(weights: Weights, settings: VisionSettings, hidden: int, name: s
         qkv_linear(weights, name, size, size), linear(weights, f"{name}.attn_out", size, size), settings.heads
     )
     gate, up = (linear(weights, f"{name}.ffn_{part}", hidden, size) for part in ("gate", "up"))
-    mlp = Mlp(up, linear(weights, f"{name}.ffn_down", size, hidden), activation(settings.activation), gate)
+    mlp = Mlp(up, linear(weights, f"{name}.ffn_down", size, hidden), settings.activation, gate)
     return Block(first, attention, second, mlp)
 
 
@@ -129,7 +128,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Qwen25VL:
             gated_block(weights, settings, settings.feed_forward, f"v.blk.{layer}")
             for layer in range(settings.layers)
         ),
-        Merger(before, Mlp(up, down, activation("gelu")), settings.merge, before=True),
+        Merger(before, Mlp(up, down, "gelu"), settings.merge, before=True),
         weights.vector,
     )
 

@@ -10,6 +10,7 @@ from math import isqrt
 import torch
 from torch import Tensor
 
+from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
@@ -17,8 +18,6 @@ from quengine.models.vision.blocks import (
     Block,
     Linear,
     Mlp,
-    Norm,
-    activation,
     axial_angles,
     linear,
     merged,
@@ -150,16 +149,14 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
         linear(weights, f"{name}.ffn_up", hidden, size),
         linear(weights, f"{name}.ffn_down", size, hidden),
     )
-    return Block(first, attention, second, Mlp(up, down, activation(settings.activation)))
+    return Block(first, attention, second, Mlp(up, down, settings.activation))
 
 
 def _merger(weights: Weights, settings: VisionSettings, names: tuple[str, str, str], before: bool) -> Merger:
     wide = settings.width * settings.merge**2
     up, down = linear(weights, names[1], wide, wide), linear(weights, names[2], settings.text_size, wide)
     size = settings.width if before else wide
-    return Merger(
-        norm(weights, names[0], size, settings.eps), Mlp(up, down, activation("gelu")), settings.merge, before
-    )
+    return Merger(norm(weights, names[0], size, settings.eps), Mlp(up, down, "gelu"), settings.merge, before)
 
 
 def _encoder(weights: Weights, settings: VisionSettings) -> Qwen3VL:

@@ -6,6 +6,7 @@ from math import isfinite
 from typing import Any
 
 from quengine.errors import EngineError, shown
+from quengine.kernels.vision_rows import PatchActivation
 from quengine.models.gguf.file import GGUFFile
 
 BILINEAR, BICUBIC, LANCZOS = 2, 3, 1
@@ -35,7 +36,7 @@ class VisionSettings:
     eps: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    activation: str = "gelu_tanh"
+    activation: PatchActivation = "gelu_tanh"
     rescale: float = 1 / 255
     resample: int = BICUBIC
     merge: int = 1

@@ -5,7 +5,7 @@ Source: Zhai et al. 2023, "Sigmoid Loss for Language Image Pre-Training"; `trans
 
 from collections.abc import Iterable
 
-from quengine.models.vision.blocks import Attention, Block, Mlp, activation, linear, norm, qkv_linear
+from quengine.models.vision.blocks import Attention, Block, Mlp, linear, norm, qkv_linear
 from quengine.models.vision.files import Weights
 from quengine.models.vision.settings import VisionSettings
 
@@ -49,7 +49,7 @@ def siglip_blocks(weights: Weights, settings: VisionSettings) -> tuple[Block, ..
 
 
 def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
-    size, hidden, act = settings.width, settings.feed_forward, activation(settings.activation)
+    size, hidden, act = settings.width, settings.feed_forward, settings.activation
     attention = Attention(
         qkv_linear(weights, name, size, size), linear(weights, f"{name}.attn_out", size, size), settings.heads
     )

@@ -18,6 +18,7 @@ from quengine.kernels.cuda.aot.aot_experts import expert_cases
 from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
 from quengine.kernels.cuda.aot.aot_latent import latent_cases
 from quengine.kernels.cuda.aot.aot_ranks import rank_cases
+from quengine.kernels.cuda.aot.aot_vision import vision_cases
 from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend, empty, stored
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
@@ -186,6 +187,7 @@ def cases() -> list[Case]:
         *_model_cases(), *_gated_delta_cases(), *_mamba2_cases(), *_block_cases(), *_type_cases(),
         *_attention_cases(), *_fixed_cases(), *_width_cases(), *_sampling_cases(),
         *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_rank_steps()))),
+        *(Case(f"vision {name}", False, archs, call) for name, archs, call in vision_cases(ARCHS)),
         *(Case(*fields) for fields in latent_cases(_latent_steps(), ARCHS, _fixed)),
     ]  # fmt: skip
 
