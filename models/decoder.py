@@ -79,6 +79,7 @@ class Decoder:
         inputs = config.layer_input
         self.inputs = None if inputs is None else LayerInputs(top, config.embedding_length, inputs.length)
         tables = LayerTables(config, backend.device, ctx_size, chunk_size, host_experts)
+        self.turn_images = tables.turn_images
         layers = layers_of(config)
         self.blk = [DecoderLayer(layers[i], self._of_layer(tensors, i), tables) for i in config.held_layers]
         last_norm = self.output_norm

@@ -75,8 +75,15 @@ def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -
     name = processor.settings.projector
     if prepared.bidirectional and name not in _BOTH_WAYS:
         raise EngineError(f"projector {name}: rows that attend to one another both ways are not implemented")
-    if prepared.grid is not None:
-        raise EngineError(f"projector {name}: rows with positions in three axes are not implemented")
+    if prepared.grid is not None and not model.rope_axes:
+        raise EngineError(
+            f"projector {name}: its rows have positions in three axes, and {path.name} does not say which rotary "
+            "frequencies turn by which"
+        )
+    if prepared.grid is not None and (model.ranks > 1 or model.stage is not None):
+        raise EngineError(
+            f"projector {name}: rows with positions in three axes, on several devices, are not implemented"
+        )
     vision: Vision = load_vision(found, device)
     if vision.deepstack:
         raise EngineError(f"projector {name}: features for further layers (deepstack) are not implemented")
