@@ -209,7 +209,8 @@ class ModelRunner:
             embeds, graphs = self._embeds(given), self.graphs
             angles = self._angles(rows, given)
             captures = not all_logits and not eager
-            takes = embeds is None or (graphs is not None and graphs.takes_embeds and not spans)
+            plain = embeds is None or (embeds.later is None and not spans)
+            takes = embeds is None or (graphs is not None and graphs.takes_embeds and plain)
             if graphs is not None and captures and takes:
                 key = graphs.lookup(phase, rows)
                 if key is not None:
@@ -224,7 +225,7 @@ class ModelRunner:
         config, device = self.decoder.config, self.decoder.backend.device
         shape = len(given.numbers), config.embedding_length
         values = torch.empty(shape, device=device) if given.values is None else given.values
-        embeds = embedded_rows(list(given.numbers), values, device, given.spans)
+        embeds = embedded_rows(list(given.numbers), values, device, shape[1], given.spans)
         if config.stage is None:
             self.decoder.backend.communicator.broadcast(embeds.values)
         return embeds

@@ -54,6 +54,8 @@ def open_vision(
     if model.encoder is not None or (found := projector_path(config, path)) is None:
         return None, []
     try:
+        if config.ranks > 1 and model.rope_axes:
+            raise EngineError("rows with positions in three axes are not implemented on several devices")
         vision = _opened(found, path, model, device)
     except EngineError as error:
         if config.mmproj is not None:
@@ -80,13 +82,9 @@ def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -
             f"projector {name}: its rows have positions in three axes, and {path.name} does not say which rotary "
             "frequencies turn by which"
         )
-    if prepared.grid is not None and (model.ranks > 1 or model.stage is not None):
-        raise EngineError(
-            f"projector {name}: rows with positions in three axes, on several devices, are not implemented"
-        )
     vision: Vision = load_vision(found, device)
-    if vision.deepstack:
-        raise EngineError(f"projector {name}: features for further layers (deepstack) are not implemented")
+    if device.type == "cuda":
+        vision.encode([prepared])  # kernels are compiled, and libraries initialised, before the first image
     logger.info("projector %s: %s", found, vision.projector)
     return vision
 

@@ -428,6 +428,9 @@ class CudaBackend:
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
         return _stream(x)[rows]
 
+    def add_to_rows(self, x: Residual, rows: Tensor, values: Tensor) -> Tensor:
+        return _stream(x).index_add_(0, rows, values)
+
     def flat_hidden(self, x: Residual) -> Tensor:
         return flattened(x)
 

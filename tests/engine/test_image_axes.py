@@ -30,6 +30,7 @@ def changed(name: str, text: dict[str, Any]) -> Any:
 
 
 CASES = {
+    "qwen3_vl": changed("qwen3_vl", {"rope_parameters": {**ROPE, "mrope_section": [6, 5, 5]}}),
     "qwen2_5_vl": changed("qwen2_5_vl", {"rope_parameters": {**ROPE, "mrope_section": [6, 5, 5]}}),
     "qwen3_5": changed(
         "qwen3_5",
