@@ -49,7 +49,6 @@ from quengine.request.sequence_factory import SequenceFactory
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 from quengine.scheduler import PENDING, Scheduler
 from quengine.speculative.speculation import Speculation
-from quengine.step_plan import given_rows
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import ToolUse
@@ -240,12 +239,7 @@ class LLM:
                 end = min(ends[-1] + size, len(ids))
                 ends.append(end if images is None else images.whole(ends[-1], end))
             chunks = [(ids[start:end], start) for start, end in pairwise(ends)]
-            return torch.cat(
-                [
-                    self.runner.logits(*chunk, "prefill", given_rows(images, *chunk)).float()
-                    for chunk in chunks
-                ]
-            )
+            return torch.cat([self.runner.logits(*chunk, "prefill", images).float() for chunk in chunks])
 
     def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling | None = None) -> list[list[float]]:
         """A unit-length embedding for each prompt (text, or token ids): its hidden rows after the last norm, pooled.
@@ -577,7 +571,7 @@ class LLM:
 
     def _prompt_parts(self, prompt: Prompt) -> tuple[list[int], PromptImages | None]:
         if isinstance(prompt, ImagePrompt):
-            return prompt.ids, prompt.images
+            return list(prompt.ids), prompt.images  # a sequence appends to them
         return self.encode(prompt) if isinstance(prompt, str) else as_ids(prompt), None
 
     def _make_scheduler(self) -> Scheduler:

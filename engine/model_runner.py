@@ -21,6 +21,7 @@ from quengine.models.decoder import Decoder
 from quengine.parallel.wire import CopyBlocks, Forward, Hidden, Message, Parts, Together, alone
 from quengine.platform.ranges import Range
 from quengine.request.pooling import RANK
+from quengine.request.prompt_images import PromptImages
 from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
@@ -33,7 +34,9 @@ from quengine.step_plan import (
     GivenRows,
     SequenceRows,
     StepPlan,
+    angle_rows,
     forward_batch,
+    given_rows,
     samples,
     scored_rows,
 )
@@ -66,8 +69,15 @@ class StepGraphs(Protocol):
     takes_embeds: bool
     """Whether rows of a captured prefill step may be given as embeddings."""
 
-    def replay(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> Tensor:
-        """The logits that `Decoder.forward` returns for these rows; valid until the next step."""
+    def replay(
+        self,
+        key: GraphKey,
+        rows: Seq[SequenceRows],
+        embeds: EmbeddedRows | None = None,
+        angles: Seq[int] | None = None,
+    ) -> Tensor:
+        """The logits that `Decoder.forward` returns for these rows; valid until the next step. angles: as
+        `step_plan.angle_rows`."""
         ...
 
     def warm_up(self, params: SamplingParams | None) -> None:
@@ -197,13 +207,15 @@ class ModelRunner:
         numbers, spans = tuple(given.numbers), tuple(given.spans)
         with self.together(Forward(phase, rows, all_logits, eager, numbers, spans)):
             embeds, graphs = self._embeds(given), self.graphs
+            angles = self._angles(rows, given)
             captures = not all_logits and not eager
-            takes = embeds is None or (graphs is not None and graphs.takes_embeds and not spans)
+            plain = embeds is None or (embeds.later is None and not spans)
+            takes = embeds is None or (graphs is not None and graphs.takes_embeds and plain)
             if graphs is not None and captures and takes:
                 key = graphs.lookup(phase, rows)
                 if key is not None:
-                    return graphs.replay(key, rows, embeds)
-            batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits, embeds)
+                    return graphs.replay(key, rows, embeds, angles)
+            batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits, embeds, angles)
             return self.decoder.forward(batch, self.cache.layers)
 
     def _embeds(self, given: GivenRows) -> EmbeddedRows | None:
@@ -213,17 +225,25 @@ class ModelRunner:
         config, device = self.decoder.config, self.decoder.backend.device
         shape = len(given.numbers), config.embedding_length
         values = torch.empty(shape, device=device) if given.values is None else given.values
-        embeds = embedded_rows(list(given.numbers), values, device, given.spans)
+        embeds = embedded_rows(list(given.numbers), values, device, shape[1], given.spans)
         if config.stage is None:
             self.decoder.backend.communicator.broadcast(embeds.values)
         return embeds
+
+    def _angles(self, rows: Seq[SequenceRows], given: GivenRows) -> list[int] | None:
+        """`angle_rows` of a step, whose image rows' angles are in the rotary tables once it runs."""
+        if given.places:
+            places = torch.tensor(given.places, device=self.decoder.backend.device)
+            self.decoder.turn_images(places)
+        return angle_rows(rows, self.cache.ctx_size, given)
 
     @torch.no_grad()
     def hidden(self, rows: Seq[SequenceRows], given: GivenRows = TOKENS_ALONE) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens of these chunks: [T, embedding length]."""
         with self.together(Hidden(rows, tuple(given.numbers), tuple(given.spans))):
             embeds = self._embeds(given)
-            batch = forward_batch("prefill", rows, self.decoder.backend.device, embeds=embeds)
+            angles = self._angles(rows, given)
+            batch = forward_batch("prefill", rows, self.decoder.backend.device, False, embeds, angles)
             return self.decoder.hidden(batch, self.cache.layers)
 
     @torch.no_grad()
@@ -233,7 +253,8 @@ class ModelRunner:
         """Logits [n, vocab] of each of `parts` of these rows, computed lazily; the caller must take them all."""
         with self.together(Parts(rows, parts, tuple(given.numbers), tuple(given.spans))):
             device = self.decoder.backend.device
-            batch = forward_batch("prefill", rows, device, embeds=self._embeds(given))
+            embeds, angles = self._embeds(given), self._angles(rows, given)
+            batch = forward_batch("prefill", rows, device, False, embeds, angles)
             tensors = (torch.tensor(part, device=device) for part in parts)
             yield from self.decoder.forward_parts(batch, self.cache.layers, tensors)
 
@@ -269,15 +290,16 @@ class ModelRunner:
         """Number of kernels of the newest captured decode step; None if there is none or they are not counted."""
         return None if self.graphs is None else self.graphs.kernels_per_step
 
-    def logits(self, ids: Seq[int], start: int, phase: Phase, given: GivenRows = TOKENS_ALONE) -> Tensor:
+    def logits(self, ids: Seq[int], start: int, phase: Phase, images: PromptImages | None = None) -> Tensor:
         """Logits [T, vocab] on the host after each of `ids` at positions start, ..., in the cache's first blocks.
 
-        Computed in one prefill step, or in one decode step per token. Overwrites what other sequences had in these
-        blocks.
+        Computed in one prefill step, in which `images` give rows, or in one decode step per token. Overwrites what
+        other sequences had in these blocks.
         """
         tables = self.cache.whole_tables
         if phase == "prefill":
-            chunk = SequenceRows(ids, start, tables)
+            angles = None if images is None else images.angles(start, start + len(ids))
+            chunk, given = SequenceRows(ids, start, tables, angles), given_rows(images, ids, start)
             return self.forward("prefill", [chunk], all_logits=True, given=given).cpu()
         steps = [[SequenceRows([token], start + n, tables)] for n, token in enumerate(ids)]
         return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])

@@ -26,7 +26,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kv_cache import KVCache
 from quengine.request.sequence import BegunCheckpoint, Sequence
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, StepPlan
+from quengine.step_plan import SequenceRows, StepPlan, angles_of
 
 LEAST_CHUNK = 16
 """Minimum number of prompt tokens per step, however slow the machine is."""
@@ -567,14 +567,15 @@ class Scheduler:
         if sequence.images is not None:
             end = sequence.images.whole(start, end)
         if not self.blocks.has_states:
-            return SequenceRows(sequence.token_ids[start:end], start, sequence.block_tables)
+            angles = angles_of(sequence, start, end)
+            return SequenceRows(sequence.token_ids[start:end], start, sequence.block_tables, angles)
         if places := self._next_checkpoints(sequence):
             end = self._chunk_end(end, places)
             if end < places[-1]:
                 # Up to the end of a block, behind which the states can be kept if the sequence is preempted.
                 end -= end % BLOCK_SIZE if end - end % BLOCK_SIZE > start else 0
         tables = self._begin_checkpoints(sequence, range(start, end))
-        return SequenceRows(sequence.token_ids[start:end], start, tables)
+        return SequenceRows(sequence.token_ids[start:end], start, tables, angles_of(sequence, start, end))
 
     def _chunk_end(self, end: int, places: Seq[int]) -> int:
         """`end`, or where a chunk ends earlier that passes these places of checkpoints: a step writes few states on its

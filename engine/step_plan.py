@@ -16,11 +16,15 @@ from quengine.slot import Slot
 
 
 class SequenceRows(NamedTuple):
-    """Rows of one sequence: `ids` at positions `start`, ..., with the sequence's block tables."""
+    """Rows of one sequence: `ids` at positions `start`, ..., with the sequence's block tables.
+
+    angles: the positions that the rows are rotated by (`PromptImages.angles`); None: their positions.
+    """
 
     ids: Seq[int]
     start: int
     block_tables: BlockTables
+    angles: Seq[int] | None = None
 
     @property
     def end(self) -> int:
@@ -32,12 +36,13 @@ class GivenRows(NamedTuple):
     """Rows of a prefill step that are given as embeddings.
 
     numbers: of the rows in the step. values: [n, embedding length] on any device; None: another rank has them. spans:
-    as `EmbeddedRows` has them.
+    as `EmbeddedRows` has them. places: of each, its positions in time, down and across, where it has three.
     """
 
     numbers: Seq[int] = ()
     values: Tensor | None = None
     spans: Seq[tuple[int, int, int]] = ()
+    places: Seq[tuple[int, int, int]] = ()
 
 
 TOKENS_ALONE = GivenRows()
@@ -82,7 +87,7 @@ class StepPlan:
         if self.phase == "prefill":
             return self.chunks
         pairs = zip(self.sequences, self.starts, strict=True)
-        return [SequenceRows([*known_ids(s), *s.draft], start, s.block_tables) for s, start in pairs]
+        return [_decode_rows(sequence, start) for sequence, start in pairs]
 
     @property
     def given(self) -> GivenRows:
@@ -94,7 +99,8 @@ class StepPlan:
         values = [part.values for part in parts if part.values is not None]
         numbers = [number for part in parts for number in part.numbers]
         spans = [span for part in parts for span in part.spans]
-        return GivenRows(numbers, torch.cat(values), spans) if values else TOKENS_ALONE
+        places = [place for part in parts for place in part.places]
+        return GivenRows(numbers, torch.cat(values), spans, places) if values else TOKENS_ALONE
 
     @property
     def cancelled(self) -> bool:
@@ -118,7 +124,29 @@ def given_rows(images: PromptImages | None, ids: Seq[int], start: int, first: in
         values.append(features)
     runs = () if images is None else images.spans(start, start + len(ids))
     spans = [(first + low, first + high, before) for low, high, before in runs]
-    return GivenRows(numbers, torch.cat(values), spans) if values else TOKENS_ALONE
+    places = () if images is None else images.places(start, start + len(ids))
+    return GivenRows(numbers, torch.cat(values), spans, places) if values else TOKENS_ALONE
+
+
+def _decode_rows(sequence: Sequence, start: int) -> SequenceRows:
+    ids = [*known_ids(sequence), *sequence.draft]
+    return SequenceRows(ids, start, sequence.block_tables, angles_of(sequence, start, start + len(ids)))
+
+
+def angles_of(sequence: Sequence, start: int, end: int) -> Seq[int] | None:
+    """`SequenceRows.angles` of a sequence's positions start .. end - 1."""
+    return None if sequence.images is None else sequence.images.angles(start, end)
+
+
+def angle_rows(rows: Seq[SequenceRows], context: int, given: GivenRows = TOKENS_ALONE) -> list[int] | None:
+    """The rows of the rotary tables for all rows of a step: of image row i of the step `context` + i, where
+    `Decoder.turn_images` has written it. None: their positions."""
+    if all(part.angles is None for part in rows):
+        return None
+    found = [at for part in rows for at in part.angles or range(part.start, part.end)]
+    for number, row in enumerate(given.numbers if given.places else ()):
+        found[row] = context + number
+    return found
 
 
 def samples(sequence: Sequence, chunk: SequenceRows) -> bool:
@@ -146,17 +174,19 @@ def forward_batch(
     device: torch.device,
     all_logits: bool = False,
     embeds: EmbeddedRows | None = None,
+    angles: Seq[int] | None = None,
 ) -> ForwardBatch:
     """The batch of these rows. In prefill, logits are computed for each sequence's last row, or for all rows, and
-    some rows may be given as embeddings; in decode, logits are computed for all.
+    some rows may be given as embeddings; in decode, logits are computed for all. angles: `angle_rows` of them.
     """
-    ids, starts, tables = zip(*rows, strict=True)
+    ids, starts, tables, _ = zip(*rows, strict=True)
     if phase == "prefill":
-        return prefill_batch(ids, starts, tables, device, all_logits, embeds)
+        return prefill_batch(ids, starts, tables, device, all_logits, embeds, angles)
     return decode_batch(
         [token for part in ids for token in part],
         [start + n for part, start in zip(ids, starts, strict=True) for n in range(len(part))],
         [table for part, table in zip(ids, tables, strict=True) for _ in part],
         device,
         shares_sequences=any(len(part) > 1 for part in ids),
+        angle_rows=angles,
     )

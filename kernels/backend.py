@@ -404,6 +404,11 @@ class Backend(Protocol[WeightT]):
         """
         ...
 
+    def add_to_rows(self, x: Hidden, rows: Tensor, values: Tensor) -> Hidden:
+        """x [T, K], which may be overwritten, plus values [n, K] in the rows int64 [n], each at most once; x is the
+        residual stream, and no norm has read it yet."""
+        ...
+
     def flat_hidden(self, x: Hidden) -> Tensor:
         """x [T, K] with what the backend keeps for the next layer, for a device that continues with
         `hidden_of`: a vector of the backend's dtype. For several rows it is x alone.

@@ -13,6 +13,8 @@ class EmbeddedRows(NamedTuple):
     Attributes:
         rows: int64 [n], their numbers in the step, each at most once; in a captured step entries of -1 are none.
         values: fp32 [n, embedding length], on the same device.
+        later: fp32 [layers, n, embedding length], what is added to these rows after each of the first layers
+            (Qwen3-VL's deepstack); None: nothing is.
         spans: runs of rows that attend to one another both ways (kernels/image_attention.py), on the host: the first
             row in the step, the row behind the last, and rows of the run in the cache before them.
     """
@@ -20,6 +22,7 @@ class EmbeddedRows(NamedTuple):
     rows: Tensor
     values: Tensor
     spans: Sequence[tuple[int, int, int]] = ()
+    later: Tensor | None = None
 
 
 def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
@@ -31,8 +34,15 @@ def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
 
 
 def embedded_rows(
-    numbers: list[int], values: Tensor, device: torch.device, spans: Sequence[tuple[int, int, int]] = ()
+    numbers: list[int],
+    values: Tensor,
+    device: torch.device,
+    width: int,
+    spans: Sequence[tuple[int, int, int]] = (),
 ) -> EmbeddedRows:
-    """The rows with these numbers in a step, on its device."""
+    """The rows with these numbers in a step, on its device. values: [n, width] or, with `later`, [n, (1 + layers) *
+    width]."""
     rows = torch.tensor(numbers, dtype=torch.int64, device=device)
-    return EmbeddedRows(rows, values.to(device, torch.float32).contiguous(), spans)
+    values = values.to(device, torch.float32)
+    parts = values.view(len(values), -1, width).transpose(0, 1).contiguous()
+    return EmbeddedRows(rows, parts[0], spans, parts[1:] if len(parts) > 1 else None)

@@ -83,6 +83,8 @@ class ForwardBatch:
             values of the batch must then be written before any are read.
         tiles: in a captured prefill step, the tiles of its rows; elsewhere the backend computes them.
         embeds: in prefill, the rows that are given as embeddings. Their tokens are of the vocabulary, and not read.
+        angle_rows: int32 [T], the row of the rotary tables that each token is rotated by, on the device; None: its
+            position.
     """
 
     phase: Phase
@@ -95,6 +97,7 @@ class ForwardBatch:
     shares_sequences: bool = False
     tiles: PrefillTiles | None = None
     embeds: EmbeddedRows | None = None
+    angle_rows: Tensor | None = None
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -110,6 +113,7 @@ class ForwardBatch:
             self,
             token_ids=self.token_ids[rows],
             positions=self.positions[rows],
+            angle_rows=None if self.angle_rows is None else self.angle_rows[rows],
             starts=starts,
             query_lens=(1,) * len(starts),
             logits_rows=None,
@@ -191,6 +195,7 @@ def prefill_batch(
     device: torch.device,
     all_logits: bool = False,
     embeds: EmbeddedRows | None = None,
+    angle_rows: Sequence[int] | None = None,
 ) -> ForwardBatch:
     """The batch of chunks `ids`, each at its position in `starts`, with its sequence's block tables.
 
@@ -213,6 +218,7 @@ def prefill_batch(
         query_lens=tuple(lengths),
         logits_rows=None if every else torch.tensor(last, device=device),
         embeds=embeds,
+        angle_rows=_angle_rows(angle_rows, device),
     )
 
 
@@ -222,6 +228,7 @@ def decode_batch(
     tables: Sequence[BlockTables],
     device: torch.device,
     shares_sequences: bool = False,
+    angle_rows: Sequence[int] | None = None,
 ) -> ForwardBatch:
     """The batch of one token per row, at its position, with its sequence's block tables; logits are computed
     for all.
@@ -232,7 +239,12 @@ def decode_batch(
         positions=torch.tensor(positions, dtype=torch.int32, device=device),
         block_tables=torch.tensor(pad_block_tables(tables), dtype=torch.int32, device=device),
         shares_sequences=shares_sequences,
+        angle_rows=_angle_rows(angle_rows, device),
     )
+
+
+def _angle_rows(rows: Sequence[int] | None, device: torch.device) -> Tensor | None:
+    return None if rows is None else torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 def pad_block_tables(tables: Sequence[BlockTables], least: int = 1) -> list[list[list[int]]]:

@@ -307,6 +307,9 @@ class ReferenceBackend:
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
 
+    def add_to_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        return x.index_add(0, rows, values.to(x.dtype))
+
     def flat_hidden(self, x: Tensor) -> Tensor:
         return x.flatten()
 

@@ -27,7 +27,8 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
     q, k, v = heads[:, : spec.heads], heads[:, spec.heads : first_value], heads[:, first_value:]
     if not spec.norms_rotated:
         q, k = _qk_norms(q, k, spec)
-    cos, sin = (table[positions].to(qkv.dtype) for table in (spec.cos, spec.sin))
+    angles = positions if batch.angle_rows is None else batch.angle_rows.long()
+    cos, sin = (table[angles].to(qkv.dtype) for table in (spec.cos, spec.sin))
     q, k = apply_rope(q, cos, sin, spec.rope_layout), apply_rope(k, cos, sin, spec.rope_layout)
     if spec.norms_rotated:
         q, k = _qk_norms(q, k, spec)

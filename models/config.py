@@ -86,7 +86,7 @@ class Rotation:
     """The rotary embedding of a layer: how the first `dim` elements of each head turn with the position.
 
     base, scaling: of the frequencies. layout: which elements turn together (`BlockKind.rope_layout`). turns: False: by
-    an angle of 0 at every position.
+    an angle of 0 at every position. axes: as `ModelConfig.rope_axes`.
     """
 
     dim: int
@@ -94,6 +94,7 @@ class Rotation:
     layout: RopeLayout
     scaling: RopeScaling = RopeScaling()
     turns: bool = True
+    axes: tuple[int, ...] = ()
 
     def spec(self, context: int = 0) -> "RopeSpec":
         """As the kernels define it, in a run of `context` positions."""
@@ -380,24 +381,24 @@ class Stage:
 class ModelConfig:
     """The shape of one decoder.
 
-    `embedding_length`, `feed_forward_length` and the rest carry GGUF's names. `head_count` query heads of
-    `head_dim` share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated.
-    `layer_sizes`: of each layer, where they differ; the fields of these names are then the largest.
-    `sliding_window` W lets position i see i-W+1 .. i in all layers but `full_attention_layers`; None is full
-    attention everywhere. Layers with a window rotate by `rope_freq_base_swa`, without scaling, where it is given, and
-    `rope_dim_swa` elements of a head where that is. `keys_as_values`: layers whose values are their keys before norm
-    and rotation. `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the
-    embedding, `logit_scale` the logits. `attention_softcap` c, where not 0, makes of scaled scores s `c tanh(s / c)`,
-    `logit_softcap` the same of logits.
-    `attention_temperature_scale` b, where not 0, multiplies the rotated query at position p by
-    `1 + b ln(1 + floor((p + offset) / attention_temperature_length))` (Ministral 3; `attention_temperature_offset` is 1
-    in Llama 4, in layers that do not rotate). `attention_chunk`: layers that rotate attend within chunks of so many
-    positions, of which the decoder computes the first, `context_length` at most; 0: there are none.
-    `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a dense model.
-    `draft_layers`: how many layers the files have behind the `block_count`, which draft tokens further ahead; the
-    decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden rows;
-    None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers` keep a
-    state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
+    `embedding_length`, `feed_forward_length` and the rest carry GGUF's names. `head_count` query heads of `head_dim`
+    share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated. `layer_sizes`: of each
+    layer, where they differ; the fields of these names are then the largest. `sliding_window` W lets position i see
+    i-W+1 .. i in all layers but `full_attention_layers`; None is full attention everywhere. Layers with a window rotate
+    by `rope_freq_base_swa`, without scaling, where it is given, and `rope_dim_swa` elements of a head where that is.
+    `rope_axes`: of a model whose image rows have three positions, by which of them each frequency turns
+    (architectures/rope_axes.py). `keys_as_values`: layers whose values are their keys before norm and rotation.
+    `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding,
+    `logit_scale` the logits. `attention_softcap` c, where not 0, makes of scaled scores s `c tanh(s / c)`,
+    `logit_softcap` the same of logits. `attention_temperature_scale` b, where not 0, multiplies the rotated query at
+    position p by `1 + b ln(1 + floor((p + offset) / attention_temperature_length))` (Ministral 3;
+    `attention_temperature_offset` is 1 in Llama 4, in layers that do not rotate). `attention_chunk`: layers that rotate
+    attend within chunks of so many positions, of which the decoder computes the first, `context_length` at most; 0:
+    there are none. `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a
+    dense model. `draft_layers`: how many layers the files have behind the `block_count`, which draft tokens further
+    ahead; the decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden
+    rows; None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers`
+    keep a state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
     (blocks/short_conv.py); `gated_delta`, `mamba2`: the sizes of their mixer. `mixerless_layers` are a feed-forward
     alone, and keep nothing. `latent`: the sizes of every layer's latent attention; `head_dim` is then that of queries
     before their matrix is applied. `shared_kv_layers`: so many of the last layers have no keys and values of their own
@@ -427,6 +428,7 @@ class ModelConfig:
     full_attention_layers: tuple[int, ...] = ()
     rope_freq_base_swa: float | None = None
     rope_dim_swa: int | None = None
+    rope_axes: tuple[int, ...] = ()
     keys_as_values: tuple[int, ...] = ()
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -521,7 +523,8 @@ class ModelConfig:
         if self.layer_windows[layer] is not None and self.rope_freq_base_swa is not None:
             dim = self.rope_dim if self.rope_dim_swa is None else self.rope_dim_swa
             return Rotation(dim, self.rope_freq_base_swa, layout, turns=turns)
-        return Rotation(self.rope_dim, self.rope_freq_base, layout, self.rope_scaling, turns)
+        axes = self.rope_axes
+        return Rotation(self.rope_dim, self.rope_freq_base, layout, self.rope_scaling, turns, axes)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields (field, problem) for every value that is out of range or inconsistent with another."""

@@ -79,6 +79,7 @@ class Decoder:
         inputs = config.layer_input
         self.inputs = None if inputs is None else LayerInputs(top, config.embedding_length, inputs.length)
         tables = LayerTables(config, backend.device, ctx_size, chunk_size, host_experts)
+        self.turn_images = tables.turn_images
         layers = layers_of(config)
         self.blk = [DecoderLayer(layers[i], self._of_layer(tensors, i), tables) for i in config.held_layers]
         last_norm = self.output_norm
@@ -102,7 +103,8 @@ class Decoder:
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all rows, given the cache before them."""
         rows = batch.logits_rows
-        if rows is None or self._keeps(batch):
+        later = 0 if batch.embeds is None or batch.embeds.later is None else len(batch.embeds.later)
+        if rows is None or self._keeps(batch) or later > self.last_writer:
             x = self._all_rows(batch, cache)
             x = x if rows is None else self.backend.gather_rows(x, rows)
         else:
@@ -163,10 +165,13 @@ class Decoder:
         x = self._embedded(batch) if stage.is_first else self._handed.receive(len(batch), self.blk[0].norm)
         inputs = None if self.inputs is None else self.inputs(batch, x)
         held = [cache[source] for source in self._sources]
-        gathers_at = self._gathers_at(batch, rows)
+        gathers_at, embeds = self._gathers_at(batch, rows), batch.embeds
         for i, (block, layer, next_norm) in enumerate(zip(self.blk, held, self._next_norms, strict=True)):
             kept = rows if i == gathers_at else None
-            x = block(batch, x, layer, next_norm, kept, inputs)
+            adds = embeds is not None and embeds.later is not None and i < len(embeds.later)
+            x = block(batch, x, layer, None if adds else next_norm, kept, inputs)
+            if adds:
+                x = self.backend.add_to_rows(x, embeds.rows, embeds.later[i])
             if kept is not None and i < self._last_mixer:
                 batch = batch.of_last_rows(kept)
                 inputs = None if inputs is None else self.backend.gather_rows(inputs, kept)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from quengine.errors import EngineError
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.latent_spec import LatentSpec
@@ -12,6 +13,9 @@ from quengine.models.architectures import attentions_of
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.config import ModelConfig, Rotation
+
+_STEP_ROWS = 4096
+"""Image rows of several sequences that a step may have, and more where a chunk is longer."""
 
 
 class LayerTables:
@@ -44,6 +48,7 @@ class LayerTables:
         self._widest = max((attention.head_dim for attention in attentions_of(config)), default=0)
         self._masks: dict[int | None, Tensor] = {}
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
+        self._turned = max(chunk_size, _STEP_ROWS) if config.rope_axes else 0
         self._query_scales: dict[tuple[float, int, int], Tensor] = {}
 
     def cache_group(self, layer: int) -> int:
@@ -106,15 +111,32 @@ class LayerTables:
         return self._masks[window]
 
     def _rotation(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [ctx_size, dim / 2]; those of 0 change no bit."""
+        """Cosines and sines [ctx_size, dim / 2]; those of 0 change no bit. Of a model whose image rows have three
+        positions room for the rows of a step follows, which `turn_images` fills."""
         if rotation not in self._rotations:
             if rotation.turns:
-                cos, sin = rope_table(rotation.spec(self._ctx_size), self._ctx_size, self._device)
+                cos, sin = rope_table(
+                    rotation.spec(self._ctx_size), self._ctx_size + self._turned, self._device
+                )
             else:
                 cos = torch.ones(self._ctx_size, rotation.dim // 2, device=self._device)
                 sin = torch.zeros_like(cos)
             self._rotations[rotation] = cos, sin
         return self._rotations[rotation]
+
+    def turn_images(self, places: Tensor) -> None:
+        """Writes the angles of rows with three positions each, int64 [n, 3] on the device, after those of all
+        positions: row ctx_size + i of the tables is row i's. Raises EngineError if there is no room for them."""
+        if len(places) > self._turned:
+            raise EngineError(
+                f"{len(places)} image rows in a step, and the rotary tables have room for {self._turned}"
+            )
+        for rotation, (cos, sin) in self._rotations.items():
+            if rotation.axes and rotation.turns:
+                axes = torch.tensor(rotation.axes, device=places.device)
+                at, pair = places[:, axes], torch.arange(len(axes), device=places.device)
+                for table in (cos, sin):
+                    table[self._ctx_size : self._ctx_size + len(places)] = table[at, pair]
 
     def _query_scale(self, temperature: tuple[float, int, int] | None) -> Tensor | None:
         """What the query at each position is multiplied with, fp32 [ctx_size] (Ministral 3, Llama 4), or None."""

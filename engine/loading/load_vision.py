@@ -54,6 +54,8 @@ def open_vision(
     if model.encoder is not None or (found := projector_path(config, path)) is None:
         return None, []
     try:
+        if config.ranks > 1 and model.rope_axes:
+            raise EngineError("rows with positions in three axes are not implemented on several devices")
         vision = _opened(found, path, model, device)
     except EngineError as error:
         if config.mmproj is not None:
@@ -75,11 +77,12 @@ def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -
     name = processor.settings.projector
     if prepared.bidirectional and name not in _BOTH_WAYS:
         raise EngineError(f"projector {name}: rows that attend to one another both ways are not implemented")
-    if prepared.grid is not None:
-        raise EngineError(f"projector {name}: rows with positions in three axes are not implemented")
+    if prepared.grid is not None and not model.rope_axes:
+        raise EngineError(
+            f"projector {name}: its rows have positions in three axes, and {path.name} does not say which rotary "
+            "frequencies turn by which"
+        )
     vision: Vision = load_vision(found, device)
-    if vision.deepstack:
-        raise EngineError(f"projector {name}: features for further layers (deepstack) are not implemented")
     if device.type == "cuda":
         vision.encode([prepared])  # kernels are compiled, and libraries initialised, before the first image
     logger.info("projector %s: %s", found, vision.projector)

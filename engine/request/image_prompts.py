@@ -33,6 +33,8 @@ class PreparedImage(Protocol):
     def layout(self) -> tuple[str | int, ...]: ...
     @property
     def bidirectional(self) -> bool: ...
+    @property
+    def grid(self) -> tuple[int, int, int] | None: ...
 
 
 class Vision(Protocol):
@@ -174,7 +176,7 @@ class ImagePrompts:
             self.encoded += len(prepared)
         logger.info("%d images encoded to %s rows", len(prepared), ", ".join(str(len(v)) for v in values))
         return [
-            EncodedImage(Features(image.digest, rows, image.bidirectional), image.layout)
+            EncodedImage(Features(image.digest, rows, image.bidirectional, image.grid), image.layout)
             for image, rows in zip(prepared, values, strict=True)
         ]
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import shake_256
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,11 +34,13 @@ class ImageRows:
 
 class Features(NamedTuple):
     """What an image became: fp32 [rows, embedding length], and the digest of all that they follow from. both_ways: rows
-    that follow each other attend to one another in both directions."""
+    that follow each other attend to one another in both directions. grid: rows in time, down and across, of a model
+    whose image rows have three positions; None: they have consecutive ones."""
 
     digest: bytes
     values: "Tensor"
     both_ways: bool = False
+    grid: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,7 @@ class PromptImages:
 
     def _ids_of(self, image: int) -> list[int]:
         if image not in self._ids:
-            digest, values, _ = self.images[image]
+            digest, values, *_ = self.images[image]
             words = shake_256(digest).digest(_ID_BYTES * len(values))
             self._ids[image] = (np.frombuffer(words, dtype="<i8") | _SIGN).tolist()
         return self._ids[image]
@@ -85,6 +88,50 @@ class PromptImages:
         runs = (part for part in self.rows if self.images[part.image].both_ways)
         cut = ((max(part.start, start), min(part.end, end), part.start) for part in runs)
         return [(first - start, last - start, first - run) for first, last, run in cut if first < last]
+
+    @cached_property
+    def has_grids(self) -> bool:
+        """Whether image rows have three positions each. An image takes as many positions of the text after it as its
+        longer side has rows."""
+        return any(image.grid is not None for image in self.images)
+
+    def angles(self, start: int, end: int) -> list[int] | None:
+        """The positions that tokens start .. end - 1 are rotated by, of image rows that of the image's first one less
+        the rows before; None: they are start, ... themselves."""
+        if not self.has_grids:
+            return None
+        angles = np.arange(start, end)
+        for part in self.rows:
+            angles[max(0, part.end - start) :] -= part.count - self._taken(part)
+        return angles.tolist()
+
+    @property
+    def lag(self) -> int:
+        """By how much less than its position the text after all images is rotated."""
+        return sum(part.count - self._taken(part) for part in self.rows)
+
+    def places(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """The positions in time, down and across of the image rows at positions start .. end - 1, where they have three
+        each; they begin with the position of the text before the image."""
+        found = list[tuple[int, int, int]]()
+        for part in self.rows:
+            grid = self.images[part.image].grid
+            first, last = max(part.start, start), min(part.end, end)
+            if grid is None or first >= last:
+                continue
+            angles = self.angles(part.start, part.start + 1)
+            assert angles is not None
+            _, height, width = grid
+            at, origin = part.first - part.start, angles[0]
+            for row in range(first + at, last + at):
+                place = row // (height * width), row // width % height, row % width
+                found.append((origin + place[0], origin + place[1], origin + place[2]))
+        return found
+
+    def _taken(self, part: ImageRows) -> int:
+        """Positions that an image takes of the text after it."""
+        grid = self.images[part.image].grid
+        return part.count if grid is None else max(grid)
 
     def whole(self, start: int, end: int) -> int:
         """The end of a chunk from `start` to about `end` that cuts no run that attends both ways."""

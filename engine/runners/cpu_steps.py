@@ -45,10 +45,16 @@ class CpuSteps:
         count = sum(len(part.ids) for part in rows)
         return decode_key(count if count <= EXACT_CPU_ROWS else -(-count // 4) * 4)
 
-    def replay(self, key: GraphKey, rows: Seq[SequenceRows], _embeds: EmbeddedRows | None = None) -> Tensor:
+    def replay(
+        self,
+        key: GraphKey,
+        rows: Seq[SequenceRows],
+        _embeds: EmbeddedRows | None = None,
+        angles: Seq[int] | None = None,
+    ) -> Tensor:
         """Logits fp32 [rows, vocab], valid until the next step."""
         tokens, positions, tables = list[int](), list[int](), list[BlockTables]()
-        for ids, start, of_sequence in rows:
+        for ids, start, of_sequence, _ in rows:
             tokens += ids
             positions += range(start, start + len(ids))
             tables += [of_sequence] * len(ids)
@@ -56,7 +62,8 @@ class CpuSteps:
         padding = key.rows - count
         tables += [[[PADDING_BLOCK]] * len(self._cache.pools)] * padding
         step = self._steps.get(key) or self.capture(key)
-        return step.run(tokens + [0] * padding, positions + [0] * padding, tables)[:count]
+        turned = None if angles is None else [*angles] + [0] * padding
+        return step.run(tokens + [0] * padding, positions + [0] * padding, tables, turned)[:count]
 
     @torch.no_grad()
     def capture(self, key: GraphKey) -> CompiledStep:

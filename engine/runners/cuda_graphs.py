@@ -47,7 +47,7 @@ from quengine.runners.graph_keys import (
 )
 from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds
 from quengine.sampler import NO_CHOICE, Result, Sample, Sampler
-from quengine.step_plan import SequenceRows, forward_batch
+from quengine.step_plan import SequenceRows, angle_rows, forward_batch
 
 PENDING = 4
 """Default for the most decode steps in flight, whose tokens have not been read yet."""
@@ -133,7 +133,10 @@ class CudaGraphs:
         self.prefill_tokens = max(prefill_tokens, self.longest_chunk)
         self.shares_sequences = shares_sequences
         slots = self.rows if slots is None else slots
-        self.inputs = DecodeInputs(self.rows, slots, blocks_for(cache.ctx_size), len(cache.pools), device)
+        turns = takes_embeds and bool(decoder.config.rope_axes)
+        self.inputs = DecodeInputs(
+            self.rows, slots, blocks_for(cache.ctx_size), len(cache.pools), device, turns
+        )
         self.prompts = PrefillInputs(
             cache.ctx_size,
             decoder.chunk_size,
@@ -142,6 +145,7 @@ class CudaGraphs:
             len(cache.pools),
             device,
             decoder.config.embedding_length if takes_embeds else 0,
+            turns,
         )
         self.takes_embeds = takes_embeds
         held = len(self.inputs.of_slots.tokens)
@@ -196,9 +200,15 @@ class CudaGraphs:
         step = self._or_larger(key)
         return step if step in self._steps or self._seen[key] >= CAPTURED_AT else None
 
-    def replay(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> Tensor:
+    def replay(
+        self,
+        key: GraphKey,
+        rows: Seq[SequenceRows],
+        embeds: EmbeddedRows | None = None,
+        angles: Seq[int] | None = None,
+    ) -> Tensor:
         """Logits fp32 [sequences, vocab] after the last row of each of these sequences."""
-        return self._replayed(key, rows, embeds).clone()
+        return self._replayed(key, rows, embeds, angles).clone()
 
     @torch.no_grad()
     def prefill(self, rows: Seq[SequenceRows], slots: Seq[int], kind: SamplingKind) -> StepTokens:
@@ -211,12 +221,12 @@ class CudaGraphs:
         number = self._launched_prompts % len(self._prompt_events)
         self._launched_prompts += 1
         with self.together(Prefill(rows, slots, kind)):
-            key = self.lookup("prefill", rows)
+            key, angles = self.lookup("prefill", rows), angle_rows(rows, self.cache.ctx_size)
             if key is None:
-                batch = forward_batch("prefill", rows, self._backend.device)
+                batch = forward_batch("prefill", rows, self._backend.device, angles=angles)
                 logits = self.decoder.forward(batch, self.cache.layers)
             else:
-                logits = self._replayed(key, rows)
+                logits = self._replayed(key, rows, angles=angles)
             if any(slot != self.inputs.slots for slot in slots):
                 self._ends.send(slots, [part.end - 1 for part in rows], number)
                 self._sample_ends(logits, kind)
@@ -337,7 +347,8 @@ class CudaGraphs:
             self.prompts.send(key, [])
             return self._run(key)
         device = self._history.device
-        inputs = DecodeInputs(key.rows, 1, self.inputs.blocks, self.inputs.groups, device)
+        turns = self.inputs.turns
+        inputs = DecodeInputs(key.rows, 1, self.inputs.blocks, self.inputs.groups, device, turns)
         held = len(inputs.of_slots.tokens)
         history = torch.zeros(held, self._history.shape[1], dtype=torch.int32, device=device)
         chosen = ChosenTokens.allocate(self._chosen.tokens.shape[0], inputs.rows, device)
@@ -385,6 +396,7 @@ class CudaGraphs:
         if self.drafted is not None:
             take_drafts(step, self.drafted, rows, pdl)
         place_rows(step, slots, inputs.placed, chosen, rows, pdl)
+        inputs.turn(rows)
         logits = self.decoder.forward(batch, self.cache.layers)
         state = DecodeState(
             slots.tokens, slots.positions, history, step.slots, step.targets, inputs.placed.positions, chosen
@@ -392,10 +404,16 @@ class CudaGraphs:
         sample_step(logits, state, buffers, pdl)
         return logits
 
-    def _replayed(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> Tensor:
+    def _replayed(
+        self,
+        key: GraphKey,
+        rows: Seq[SequenceRows],
+        embeds: EmbeddedRows | None = None,
+        angles: Seq[int] | None = None,
+    ) -> Tensor:
         """`replay`; the next step overwrites the logits."""
         step = self.capture(key)
-        self.prompts.send(key, rows, embeds)
+        self.prompts.send(key, rows, embeds, angles)
         step.graph.replay()
         return step.logits[: len(rows)]
 

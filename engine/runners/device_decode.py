@@ -102,6 +102,7 @@ class DeviceDecoder:
     def _send_tables(self, sequence: Sequence, slot: Slot) -> None:
         if not slot.written:
             slot.wanted = SamplingKind.of(sequence.params)
+            self._rows.set_lag(slot, sequence.images)
         self._rows.send_tables(slot, sequence.block_tables)
 
     def _set_sampling(self, plan: StepPlan, unset: list[int], given: dict[int, SamplingKind | None]) -> None:

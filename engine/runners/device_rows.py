@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import overload
 
+from quengine.request.prompt_images import PromptImages
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
 from quengine.runners.graph_keys import GREEDY, SamplingKind, decode_key, padded_rows
@@ -69,6 +70,10 @@ class DeviceRows:
                 self._inputs.extend(slot.index, group, first, table[first:end])
                 written[group] = end
         slot.written = written
+
+    def set_lag(self, slot: Slot, images: PromptImages | None) -> None:
+        """Sets by how much less than its position a slot's generated tokens are rotated, after these images."""
+        self._inputs.set_lag(slot.index, 0 if images is None else images.lag)
 
     def configure(
         self, slot: Slot, params: SamplingParams, sampler: Sampler, history: list[int], in_flight: int = 0

@@ -39,25 +39,32 @@ _UNKNOWN: Row = (-1, -1, -1, -1)
 class DecodeInputs:
     """The inputs of decode steps of up to R rows, of sequences in up to S slots.
 
-    One int32 vector has what the host writes: the rows [4, R], and the slots' block tables [groups, S + 1, blocks].
+    One int32 vector has what the host writes: the rows [4, R], the slots' block tables [groups, S + 1, blocks], and,
+    with `turns`, by how much less than its position a slot's rows are rotated [S + 1].
     Slot S is that of padding rows. Tokens and positions of slots are the device's own. A step begins by reading its
     rows from the slots' tables (`place`).
 
     Changes are collected on the host in `changes`, values by index, and sent together by `send`.
     """
 
-    def __init__(self, rows: int, slots: int, blocks: int, groups: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, slots: int, blocks: int, groups: int, device: torch.device, turns: bool = False
+    ) -> None:
         self.rows, self.slots, self.blocks, self.groups = _aligned(rows), slots, blocks, groups
+        self.turns = turns
         held = _aligned(slots + 1)
-        self.all = torch.zeros(4 * self.rows + groups * held * blocks, dtype=torch.int32, device=device)
+        end = 4 * self.rows + groups * held * blocks
+        self.all = torch.zeros(end + (held if turns else 0), dtype=torch.int32, device=device)
         self.step = StepRows(*self.all[: 4 * self.rows].view(4, self.rows))
         self.step.slots.fill_(slots)
         self.step.targets.fill_(slots)
         self.of_slots = SlotTables(
             torch.zeros(held, dtype=torch.int64, device=device),
             torch.zeros(held, dtype=torch.int32, device=device),
-            self.all[4 * self.rows :].view(groups, held, blocks),
+            self.all[4 * self.rows : end].view(groups, held, blocks),
         )
+        self._lags, self._first_lag = self.all[end:], end
+        self._angles = torch.zeros(self.rows, dtype=torch.int32, device=device) if turns else None
         self.of_slots.tables.fill_(PADDING_BLOCK)
         self.placed = RowInputs(
             torch.zeros(self.rows, dtype=torch.int64, device=device),
@@ -72,6 +79,17 @@ class DecodeInputs:
         held = self.of_slots.tables.shape[1]
         start = 4 * self.rows + (group * held + slot) * self.blocks + first
         self.changes.update(zip(range(start, start + len(blocks)), blocks, strict=True))
+
+    def set_lag(self, slot: int, lag: int) -> None:
+        """Sets by how much less than its position a slot's rows are rotated, where `turns`."""
+        if self._angles is not None:
+            self.changes[self._first_lag + slot] = lag
+
+    def turn(self, rows: int) -> None:
+        """Computes by what the first `rows` rows are rotated, once they are placed."""
+        if self._angles is not None:
+            lags = self._lags.index_select(0, self.step.slots[:rows])
+            torch.sub(self.placed.positions[:rows], lags, out=self._angles[:rows])
 
     def set_rows(self, rows: list[Row]) -> None:
         """Makes these the rows of the next step; all others are padding."""
@@ -101,7 +119,12 @@ class DecodeInputs:
         """The batch of the first `rows` rows, once they are placed."""
         tokens, positions, tables = self.placed
         return ForwardBatch(
-            "decode", tokens[:rows], positions[:rows], tables[:, :rows], shares_sequences=shares_sequences
+            "decode",
+            tokens[:rows],
+            positions[:rows],
+            tables[:, :rows],
+            shares_sequences=shares_sequences,
+            angle_rows=None if self._angles is None else self._angles[:rows],
         )
 
 
@@ -112,7 +135,7 @@ def _aligned(rows: int) -> int:
 @dataclass(frozen=True)
 class PrefillLayout:
     """The layout of a step's parts in the vector: first entry and length of the ids (int64), the rows with
-    logits (int64), positions, sequences of the rows, and attention tiles of `tile_rows` rows.
+    logits (int64), positions, sequences of the rows, attention tiles of `tile_rows` rows, and rows of rotary tables.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -121,7 +144,7 @@ class PrefillLayout:
     @classmethod
     def of(cls, rows: int, sequences: int, tile: int) -> "PrefillLayout":
         tiles = (rows + (tile - 1) * sequences) // tile
-        lengths = (2 * rows, 2 * sequences, rows, rows, TILE_FIELDS * tiles)
+        lengths = (2 * rows, 2 * sequences, rows, rows, TILE_FIELDS * tiles, rows)
         ends = accumulate(-(-length // _ALIGNED) * _ALIGNED for length in lengths)
         return cls(tuple(zip([0, *ends], lengths, strict=False)), tile)
 
@@ -140,6 +163,7 @@ class PrefillInputs:
         chunk_size: most rows of a sequence in a step.
         head_dim, batch_invariant: properties of the attention, which determine its tiles.
         embedding_length: of rows given as embeddings; 0: none are.
+        turns: rows may be rotated by others than their positions.
     """
 
     def __init__(
@@ -151,7 +175,9 @@ class PrefillInputs:
         groups: int,
         device: torch.device,
         embedding_length: int = 0,
+        turns: bool = False,
     ) -> None:
+        self._turns = turns
         self._ctx_size, self._chunk_size = ctx_size, chunk_size
         self._device = device
         self._tile_rows = cache(lambda longest: tile_rows(head_dim, longest, device, batch_invariant))
@@ -173,7 +199,7 @@ class PrefillInputs:
     def batch(self, key: GraphKey) -> ForwardBatch:
         """The batch of a step of this size."""
         layout = self.layout(key)
-        ids, last, positions, sequences, tiles = (
+        ids, last, positions, sequences, tiles, angles = (
             self._all[first : first + length] for first, length in layout.parts
         )
         longest = min(key.rows, self._chunk_size)
@@ -187,16 +213,23 @@ class PrefillInputs:
             embeds=None
             if self._embeds is None
             else EmbeddedRows(self._embeds.rows[: key.rows], self._embeds.values[: key.rows]),
+            angle_rows=angles if self._turns else None,
         )
 
-    def send(self, key: GraphKey, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None) -> None:
+    def send(
+        self,
+        key: GraphKey,
+        rows: Seq[SequenceRows],
+        embeds: EmbeddedRows | None = None,
+        angles: Seq[int] | None = None,
+    ) -> None:
         """Makes these the rows of the next step, in stream order, without waiting for the device."""
         if rows:
             tables = self._pinned(pad_block_tables([part.block_tables for part in rows], STATE_ENTRIES))
             self.tables[:, : len(rows), : tables.shape[2]].copy_(tables, non_blocking=True)
         layout = self.layout(key)
         entries = [0] * layout.entries
-        for (first, _), part in zip(layout.parts, self._entries(key, layout, rows), strict=True):
+        for (first, _), part in zip(layout.parts, self._entries(key, layout, rows, angles), strict=True):
             entries[first : first + len(part)] = part
         self._all[: len(entries)].copy_(self._pinned(entries), non_blocking=True)
         if self._embeds is not None:
@@ -207,7 +240,7 @@ class PrefillInputs:
             self._embeds.rows[count : key.rows].fill_(-1)
 
     def _entries(
-        self, key: GraphKey, layout: PrefillLayout, rows: Seq[SequenceRows]
+        self, key: GraphKey, layout: PrefillLayout, rows: Seq[SequenceRows], angles: Seq[int] | None
     ) -> tuple[list[int], ...]:
         """The parts, each without trailing zeros."""
         lengths = [len(part.ids) for part in rows]
@@ -218,7 +251,8 @@ class PrefillInputs:
         sequences += [PREFILL_SEQUENCES[-1]] * padding
         last = [end - 1 for end in accumulate(lengths)]
         ids = [token for part in rows for token in part.ids]
-        return _halves(ids), _halves(last), positions, sequences, tiles
+        turned = [*(positions if angles is None else angles)] if self._turns else []
+        return _halves(ids), _halves(last), positions, sequences, tiles, turned
 
     def _pinned(self, values: list[int] | list[list[list[int]]]) -> Tensor:
         made = torch.tensor(values, dtype=torch.int32)

@@ -283,6 +283,9 @@ class CpuBackend:
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
 
+    def add_to_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        return x.index_add(0, rows, values.to(x.dtype))
+
     def flat_hidden(self, x: Tensor) -> Tensor:
         return x.flatten()
 

@@ -36,6 +36,7 @@ class CompiledStep:
         self._logits = forward(batch)
         self.rows, self._inputs = rows, inputs
         self._ids, self._positions = inputs.ids.numpy(), inputs.positions.numpy()
+        self._angles = inputs.angles.numpy()
         self._slots, self._tables = inputs.slots.numpy(), inputs.tables.numpy()
         self._kept, self._before, self._batch = recorder.kept, recorder.before, batch
         numbers: dict[int, int] = {}
@@ -49,11 +50,18 @@ class CompiledStep:
         for attention in recorder.attentions:
             self._alike.setdefault(attention.visible, []).append((attention, numbers[id(attention.stage)]))
 
-    def run(self, tokens: Sequence[int], positions: Sequence[int], tables: Sequence[BlockTables]) -> Tensor:
+    def run(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        tables: Sequence[BlockTables],
+        angle_rows: Sequence[int] | None = None,
+    ) -> Tensor:
         """Logits fp32 [rows, V] after each token; keys and values are written to the blocks of the tokens' tables.
 
         They are valid until the next run. Each table must have at least the blocks up to its token's position, within
-        the cache. Raises ValueError for a token outside the embedding or a position outside the context.
+        the cache. angle_rows: as of ForwardBatch, each no larger than its position. Raises ValueError for a token
+        outside the embedding or a position outside the context.
         """
         assert len(tokens) == len(positions) == len(tables) == self.rows
         vocabulary, context = self._inputs.vocabulary, self._inputs.context
@@ -62,6 +70,7 @@ class CompiledStep:
         if not 0 <= min(positions) <= max(positions) < context:
             raise ValueError(f"positions {list(positions)} are not in a cache of {context}")
         self._ids[:], self._positions[:] = tokens, positions
+        self._angles[:] = positions if angle_rows is None else angle_rows
         for i, (position, of_token) in enumerate(zip(positions, tables, strict=True)):
             used = position // BLOCK_SIZE + 1
             self._tables[0, i, used : used + 1] = of_token[0][used : used + 1] or PADDING_BLOCK

@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import KVLayer
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu.attention.attention import Visible
 from quengine.kernels.cpu.moe.router import checked_experts
-from quengine.kernels.cpu.ops.rope_store import checked_slots
+from quengine.kernels.cpu.ops.rope_store import checked_angles, checked_slots
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router import Router
@@ -25,6 +25,10 @@ class StepInputs(Protocol):
 
     def cache_rows(self, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:
         """Positions, below `context`, and the rows of `layer` that they are stored in: int64 [rows] both."""
+        ...
+
+    def angle_rows(self, spec: AttentionSpec) -> Tensor | None:
+        """int64 [rows], rows of the rotary tables; None: the positions."""
         ...
 
     def visible(self, group: int, context: int, window: int | None) -> Visible:
@@ -62,6 +66,9 @@ class BatchInputs:
     def cache_rows(self, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:
         return checked_slots(self._batch, group, context, layer)
 
+    def angle_rows(self, spec: AttentionSpec) -> Tensor | None:
+        return checked_angles(self._batch, spec)
+
     def visible(self, group: int, context: int, window: int | None) -> Visible:
         lengths = (self._batch.positions + 1).tolist()
         most = min(max(lengths), window or context)
@@ -85,13 +92,14 @@ class BatchInputs:
 class RunInputs:
     """The inputs of a step that is run again and again, which each run fills in and checks (step.py).
 
-    ids, positions: int64 [rows]; slots: int64 [groups, rows], the cache rows for the tokens' keys and values; tables:
-    int64 [groups, rows, blocks]. `vocabulary`, `context`: what recorded operations allow.
+    ids, positions, angles: int64 [rows]; slots: int64 [groups, rows], the cache rows for the tokens' keys and values;
+    tables: int64 [groups, rows, blocks]. `vocabulary`, `context`: what recorded operations allow.
     """
 
     def __init__(self, rows: int, blocks: int, groups: int) -> None:
         self.ids = torch.zeros(rows, dtype=torch.int64)
         self.positions = torch.zeros(rows, dtype=torch.int64)
+        self.angles = torch.zeros(rows, dtype=torch.int64)
         self.slots = torch.zeros(groups, rows, dtype=torch.int64)
         self.tables = torch.zeros(groups, rows, blocks, dtype=torch.int64)
         self.vocabulary, self.context = 0, blocks * BLOCK_SIZE
@@ -104,6 +112,9 @@ class RunInputs:
     def cache_rows(self, group: int, context: int, _layer: KVLayer) -> tuple[Tensor, Tensor]:
         self.context = min(self.context, context)
         return self.positions, self.slots[group]
+
+    def angle_rows(self, _spec: AttentionSpec) -> Tensor:
+        return self.angles
 
     def visible(self, group: int, context: int, window: int | None) -> Visible:
         """The same memory for all layers alike."""

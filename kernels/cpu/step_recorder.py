@@ -300,7 +300,8 @@ class StepRecorder:
         queries = qkv[:, :width] if moved is None else moved
         queries = queries.view(self.rows, spec.heads, spec.head_dim)
         check_caches(queries, layer)
-        for launch in rope_store_launches(qkv, spec, layer, positions, slots, moved):
+        angles = self.inputs.angle_rows(spec)
+        for launch in rope_store_launches(qkv, spec, layer, positions, slots, moved, angles):
             self._then(launch)
         out = self._fp32("attended", width)
         visible = self.inputs.visible(spec.cache_group, context, spec.window)

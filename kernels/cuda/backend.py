@@ -428,6 +428,9 @@ class CudaBackend:
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
         return _stream(x)[rows]
 
+    def add_to_rows(self, x: Residual, rows: Tensor, values: Tensor) -> Tensor:
+        return _stream(x).index_add_(0, rows, values)
+
     def flat_hidden(self, x: Residual) -> Tensor:
         return flattened(x)
 
@@ -559,7 +562,9 @@ class CudaBackend:
             qkv = qkv.finish()
         gates = qkv if spec.gated else None
         if not isinstance(qkv, ScaledProduct):
-            q = rope_store(qkv, spec, layer, positions, tables, tiles.sequences, pdl=self.pdl)
+            q = rope_store(
+                qkv, spec, layer, positions, tables, tiles.sequences, None, self.pdl, batch.angle_rows
+            )
             out = torch.empty(tokens, width, dtype=torch.float32, device=self.device)
             attention_prefill(
                 q, spec, layer, tables, tiles, out, self.batch_invariant, pdl=self.pdl, gates=gates
@@ -567,8 +572,9 @@ class CudaBackend:
             return attend_within_images(out, q.float(), spec, layer, batch) if both_ways else out
         room = self._room()
         q = rope_store(
-            qkv, spec, layer, positions, tables, tiles.sequences, room.wide(tokens, width), self.pdl
-        )
+            qkv, spec, layer, positions, tables, tiles.sequences, room.wide(tokens, width), self.pdl,
+            batch.angle_rows,
+        )  # fmt: skip
         out, form = q.view(tokens, width), OperandLayout.ROW_MAJOR
         wgmma = width % 128 == 0 and room.layout(tokens) is OperandLayout.WGMMA
         if wgmma and stores_wgmma_layout(spec, layer, tiles):
@@ -608,25 +614,29 @@ class CudaBackend:
         unused = torch.empty(rows, spec.heads * spec.head_dim, dtype=torch.float32, device=self.device)
         alone, workspace = replace(spec, window=1, sinks=None), self._decode_workspace(spec, rows)
         tables, positions = batch.block_tables_of(spec.cache_group), batch.positions
-        attention_decode(qkv, alone, layer, positions, tables, workspace, unused, True, self.pdl)
+        attention_decode(
+            qkv, alone, layer, positions, tables, workspace, unused, True, self.pdl, batch.angle_rows
+        )
         return qkv
 
     def _decode(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer, pdl: bool
     ) -> Rows:
         """Attention of single rows, each with its block table, in the form of the next matmul's input."""
-        positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
+        positions, tables, turns = batch.positions, batch.block_tables_of(spec.cache_group), batch.angle_rows
         qkv = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
         rows, width = qkv.shape[0], spec.heads * spec.head_dim
         workspace = self._decode_workspace(spec, rows)
         if self._takes_q_dot(rows):
             rounded = QuantizedActivations.empty(rows, width, self.device)
-            return attention_decode(qkv, spec, layer, positions, tables, workspace, rounded, False, pdl)
+            return attention_decode(
+                qkv, spec, layer, positions, tables, workspace, rounded, False, pdl, turns
+            )
         room = self._room()
         half = room.fp16_operand(rows, width)
         half.clear_padding(width)
         out = room.without_row_scales(half.values, rows, half.layout)
-        return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl)
+        return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl, turns)
 
     def _heads_operand(self, rows: int, width: int) -> QuantizedActivations | Fp16Operand:
         """Room for rows of heads that the next matmul reads, with row scales. Some of them may be gathered, so there

@@ -22,6 +22,7 @@ from quengine.models.architectures.architecture import (
     ModelType,
 )
 from quengine.models.architectures.qwen_moe import EXPERT_KEYS, dense_layers
+from quengine.models.architectures.rope_axes import Axes, interleaved_axes, sections_of
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.gated_delta import GatedDelta
@@ -88,6 +89,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
     return {
         "recurrent_layers": _layer_types(keys, config.block_count),
         "gated_delta": _ordered(sizes, tiled=False),
+        "rope_axes": interleaved_axes(sections_of(keys, (11, 11, 10)), config.rope_dim // 2),
     }
 
 
@@ -98,7 +100,7 @@ def _ordered(sizes: Mapping[str, int], tiled: bool, by_key_head: bool = False) -
 
 def _fields_by_key_head(keys: Keys, config: ModelConfig) -> Fields:
     fields = _fields(keys, config)
-    return {**fields, "gated_delta": replace(fields["gated_delta"], by_key_head=True)}
+    return {**fields, "gated_delta": replace(fields["gated_delta"], by_key_head=True), "rope_axes": ()}
 
 
 def _layer_types(keys: Keys, blocks: int) -> tuple[int, ...]:
@@ -135,13 +137,14 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
         raise file.error(
             f"{prefix}.attention.sliding_window", "windows are not implemented in this architecture"
         )
-    _check_sections(file, config)
+    axes = _axes(file, config)
     by_key_head = prefix == "qwen3next"
     return {
         "block_count": blocks,
         "draft_layers": drafts,
         "recurrent_layers": _gguf_recurrent(file, prefix, blocks, drafts),
         "gated_delta": _ordered(sizes, tiled=not by_key_head, by_key_head=by_key_head),
+        "rope_axes": axes,
     }
 
 
@@ -161,12 +164,12 @@ def _gguf_recurrent(file: GGUFFile, prefix: str, blocks: int, drafts: int) -> tu
     return found
 
 
-def _check_sections(file: GGUFFile, config: ModelConfig) -> None:
+def _axes(file: GGUFFile, config: ModelConfig) -> Axes:
     """Each frequency turns by one of three positions, in turns; of text they are equal, and the fourth is 0."""
     key = f"{config.architecture}.{_SECTIONS}"
     found = file.get_ints(key)
     if found is None:
-        return
+        return ()
     sections = found.tolist()
     if not 3 <= len(sections) <= 4 or min(sections) < 0 or not sum(sections):
         raise file.error(key, f"{sections} are not counts of frequencies for three positions")
@@ -175,6 +178,7 @@ def _check_sections(file: GGUFFile, config: ModelConfig) -> None:
         if place >= 3 * sections[place % 3]:
             problem = f"{sections} leave frequency {frequency} of {config.rope_dim // 2} without a position"
             raise file.error(key, f"{problem}, which the decoder does not implement")
+    return interleaved_axes(sections, config.rope_dim // 2)
 
 
 def _unchanged(weights: Any) -> Any:

@@ -13,6 +13,7 @@ from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
 from quengine.models.architectures.qwen import without_unused_window
 from quengine.models.architectures.qwen_moe import dense_layers, expert_lengths
+from quengine.models.architectures.rope_axes import Axes, consecutive_axes, interleaved_axes, sections_of
 from quengine.models.architectures.windows import from_max_window_layers
 from quengine.models.config import BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
@@ -33,13 +34,24 @@ def _one_position(keys: Keys) -> Keys:
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     key = f"{config.architecture}.{_SECTIONS}"
     sections = file.get_ints(key)
+    axes: Axes = ()
     if sections is not None:
         values = sections.tolist()
         if len(values) not in (3, 4) or min(values) < 0 or any(values[3:]):
             raise file.error(key, f"{values} is not implemented, only three sections of frequencies")
         if 2 * sum(values) != config.rope_dim:
             raise file.error(key, f"{values} are not the {config.rope_dim // 2} frequencies of a head")
-    return {}
+        of_sections = consecutive_axes if config.architecture == "qwen2vl" else interleaved_axes
+        axes = of_sections(values, config.rope_dim // 2)
+    return {"rope_axes": axes}
+
+
+def _fields_in_sections(keys: Keys, config: ModelConfig) -> Fields:
+    return {"rope_axes": consecutive_axes(sections_of(keys, (16, 24, 24)), config.rope_dim // 2)}
+
+
+def _fields_in_turns(keys: Keys, config: ModelConfig) -> Fields:
+    return {"rope_axes": interleaved_axes(sections_of(keys, (24, 20, 20)), config.rope_dim // 2)}
 
 
 def _gguf_fields_of_mixture(file: GGUFFile, config: ModelConfig) -> Fields:
@@ -71,6 +83,7 @@ _QWEN2 = ModelType(
     layer_kinds=from_max_window_layers,
     reads_layer_types=True,
     common_keys=_one_position,
+    fields=_fields_in_sections,
 )
 
 _QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 128000, "rope_theta": 5e5}
@@ -112,7 +125,8 @@ QWEN3VL = Architecture(
                 "num_attention_heads": 32,
                 "num_key_value_heads": 32,
                 "head_dim": 128,
-            }
+            },
+            fields=_fields_in_turns,
         ),
     ),
     gguf_keys=(_SECTIONS,),
@@ -154,6 +168,7 @@ QWEN3VLMOE = Architecture(
                 "feed_forward_length": "moe_intermediate_size",
             },
             dense_layers=dense_layers,
+            fields=_fields_in_turns,
         ),
     ),
     hf_parts={

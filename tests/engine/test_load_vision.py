@@ -13,7 +13,7 @@ from quengine.loading.load_vision import open_vision, projector_path
 from quengine.models import vision as package
 from tests.engine.fake_vision import FakeImage
 
-MODEL: Any = SimpleNamespace(encoder=None, embedding_length=32)
+MODEL: Any = SimpleNamespace(encoder=None, embedding_length=32, rope_axes=())
 
 
 @pytest.fixture
@@ -22,12 +22,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "m.gguf"
 
 
-def opened(
-    model: Path, monkeypatch: pytest.MonkeyPatch, image: FakeImage, deepstack: int = 0, **given: Any
-) -> Any:
+def opened(model: Path, monkeypatch: pytest.MonkeyPatch, image: FakeImage, **given: Any) -> Any:
     settings = SimpleNamespace(text_size=32, projector="odd")
     processor = SimpleNamespace(settings=settings, prepare=lambda _: image)
-    made = SimpleNamespace(deepstack=deepstack, projector="odd")
+    made = SimpleNamespace(projector="odd")
     monkeypatch.setattr(package, "load_processor", lambda _: processor)
     monkeypatch.setattr(package, "load_vision", lambda *_: made)
     return open_vision(EngineConfig(**given), model, MODEL, torch.device("cpu"))
@@ -43,21 +41,20 @@ def test_a_projector_beside_the_model_is_found(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("image", "deepstack", "message"),
+    ("image", "message"),
     [
-        (FakeImage((1,), b"", bidirectional=True), 0, "both ways are not implemented"),
-        (FakeImage((1,), b"", grid=(1, 1, 1)), 0, "positions in three axes are not implemented"),
-        (FakeImage((1,), b""), 3, r"\(deepstack\) are not implemented"),
+        (FakeImage((1,), b"", bidirectional=True), "both ways are not implemented"),
+        (FakeImage((1,), b"", grid=(1, 1, 1)), "three axes, and m.gguf does not say which"),
     ],
 )
 def test_a_projector_that_is_not_computed_is_named(
-    model: Path, monkeypatch: pytest.MonkeyPatch, image: FakeImage, deepstack: int, message: str
+    model: Path, monkeypatch: pytest.MonkeyPatch, image: FakeImage, message: str
 ) -> None:
     """An error where it was asked for; where it was found, the model reads text and says so."""
-    vision, (note,) = opened(model, monkeypatch, image, deepstack)
+    vision, (note,) = opened(model, monkeypatch, image)
     assert vision is None and note.startswith("images are not read: projector odd")
     with pytest.raises(EngineError, match=message):
-        opened(model, monkeypatch, image, deepstack, mmproj="mmproj.gguf")
+        opened(model, monkeypatch, image, mmproj="mmproj.gguf")
 
 
 def test_a_projector_that_is_computed_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,10 @@ from quengine.kernels.rope_store import row_tables
 
 @dataclass
 class RopeStoreArguments(Arguments):
-    """qkv: fp32 rows of heads. positions, slots: int64, one per row. cos, sin: fp32 tables, `pairs` per position.
+    """qkv: fp32 rows of heads. positions, slots, angle_rows: int64, one per row.
 
-    queries: fp32 [rows, heads, width], where those of qkv are moved that lie between gates; 0: there are no gates.
+    cos, sin: fp32 tables, `pairs` per row. queries: fp32 [rows, heads, width], where those of qkv are moved that lie
+    between gates; 0: there are no gates.
     q_norm, k_norm, v_norm: fp32 [width], or 0. norms_rotated: 1 where the first two are of the rotated heads.
     query_scale: fp32 by position, or 0.
     """
@@ -39,6 +40,7 @@ class RopeStoreArguments(Arguments):
     width: int
     positions: int
     slots: int
+    angle_rows: int
     cos: int
     sin: int
     pairs: int
@@ -59,14 +61,17 @@ def rope_store_launches(
     positions: Tensor,
     slots: Tensor,
     queries: Tensor | None = None,
+    angle_rows: Tensor | None = None,
 ) -> list[Launch]:
     """Norms, rotates and scales queries and keys in place in qkv, and stores keys and values to the cache.
 
     qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], of a shared attention heads * head_dim, contiguous; the first
     heads * head_dim elements of a row are its queries afterwards. Of a gated attention queries go to `queries`, fp32
     [T, heads * head_dim], contiguous. layer: fp16 or q8_0. positions, slots: int64 [T], where each token is in its
-    sequence and which row of the cache it has, read when the kernel runs.
+    sequence and which row of the cache it has, read when the kernel runs. angle_rows: int64 [T], its row of the rotary
+    tables; None: its position.
     """
+    angle_rows = positions if angle_rows is None else angle_rows
     kv_heads = 0 if spec.shared else spec.kv_heads
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous() and (queries is not None) == spec.gated
     norms, launches, column = [0, 0], [], 0
@@ -89,6 +94,7 @@ def rope_store_launches(
         width=spec.head_dim,
         positions=positions.data_ptr(),
         slots=slots.data_ptr(),
+        angle_rows=angle_rows.data_ptr(),
         cos=spec.cos.data_ptr(),
         sin=spec.sin.data_ptr(),
         pairs=spec.cos.shape[1],
@@ -104,7 +110,7 @@ def rope_store_launches(
     kernel = rope_store_kernel(spec.rope_layout, layer.k_scale is not None)
     tasks = qkv.shape[0] * (spec.heads + 2 * kv_heads)
     launches.append(
-        Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots, queries, ones))
+        Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots, queries, ones, angle_rows))
     )
     return launches
 
@@ -118,8 +124,18 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
     rows, qkv = qkv.shape[0], qkv.contiguous()
     width = spec.heads * spec.head_dim
     queries = torch.empty(rows, width) if spec.gated else None
-    run(rope_store_launches(qkv, spec, layer, positions, slots, queries))
+    run(rope_store_launches(qkv, spec, layer, positions, slots, queries, checked_angles(batch, spec)))
     return (qkv[:, :width] if queries is None else queries).view(rows, spec.heads, spec.head_dim)
+
+
+def checked_angles(batch: ForwardBatch, spec: AttentionSpec) -> Tensor | None:
+    """The rows of the rotary tables of a step's tokens, int64 [T], or None. Raises ValueError for one outside them."""
+    if batch.angle_rows is None:
+        return None
+    rows, held = batch.angle_rows.long().contiguous(), len(spec.cos)
+    if not 0 <= int(rows.min()) <= int(rows.max()) < held:
+        raise ValueError(f"rows {int(rows.min())} to {int(rows.max())} are not in rotary tables of {held}")
+    return rows
 
 
 def checked_slots(batch: ForwardBatch, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
             norm = args.q_norm if h < heads else args.k_norm
             if norm and not args.norms_rotated:
                 norm_row(head, norm, width, args.eps, head)
-            angles = position * 4 * pairs
+            angles = int64_at(args.angle_rows, token) * 4 * pairs
             rotate(layout, head, pairs, args.cos + angles, args.sin + angles)
             if norm and args.norms_rotated:
                 norm_row(head, norm, width, args.eps, head)

@@ -105,6 +105,7 @@ class DecodeArguments:
     quantize: bool
     form: OperandLayout | None
     out_stride: int
+    angle_rows: Tensor | None = None
 
     def __post_init__(self) -> None:
         spec, batch, acc = self.spec, self.qkv.shape[0], self.workspace.acc
@@ -136,8 +137,8 @@ class DecodeArguments:
 
     def inputs(self) -> tuple[object, ...]:
         """Inputs of both kernels, without the cache."""
-        spec = self.spec
-        return self.qkv, rotation_pointers(spec), self.positions, self.block_tables, checked_sinks(spec)
+        rotation = rotation_pointers(self.spec, self.angle_rows)
+        return self.qkv, rotation, self.positions, self.block_tables, checked_sinks(self.spec)
 
     def results(self) -> tuple[object, ...]:
         """Outputs and numbers of both kernels: eps of the norms, scale of the scores, in base 2 unless they are
@@ -154,7 +155,7 @@ class DecodeArguments:
         """Compile-time constants of both kernels."""
         return {
             "SHAPE": self.shape,
-            "ROPE": rope_variant(self.spec),
+            "ROPE": rope_variant(self.spec, self.angle_rows),
             "WINDOW": self.spec.window or 0,
             "SPLITS": self.splits,
             "QUANTIZE": self.quantize,

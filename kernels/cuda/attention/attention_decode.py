@@ -40,12 +40,13 @@ def attention_decode(
     out: Out,
     coarse: bool = False,
     pdl: bool = False,
+    angle_rows: Tensor | None = None,
 ) -> Out:
     """One new token of each of B sequences: rotates, stores its key and value, attends to all keys up to itself.
 
     qkv: [B, (heads + 2 * kv_heads) * head_dim], of a shared layer [B, heads * head_dim], fp32 or fp16, unit inner
     stride. positions: int32 [B] on the device. block_tables: int32 [B, blocks] on the device, contiguous. `coarse`: few
-    KV splits, for batches.
+    KV splits, for batches. angle_rows: as of ForwardBatch.
 
     `out` is [B, heads * head_dim], written and returned: fp32; quantized activations, int16 per group of 32 for q-dot
     (a head that is not a multiple of 32 takes a second launch); or an fp16 operand, whose row scales must be ones, as
@@ -64,7 +65,9 @@ def attention_decode(
         assert out.high.shape == shape
         if spec.head_dim % QUANTIZED_GROUP:
             rows = torch.empty(shape, dtype=torch.float32, device=qkv.device)
-            attention_decode(qkv, spec, layer, positions, block_tables, workspace, rows, coarse, pdl)
+            attention_decode(
+                qkv, spec, layer, positions, block_tables, workspace, rows, coarse, pdl, angle_rows
+            )
             quantize_activations(rows, out, pdl)
             return out
         outputs, quantize = DecodeOutputs(out.high, out.low, out.scale, out.sums), True
@@ -75,8 +78,9 @@ def attention_decode(
         assert out.shape == shape and out.dtype == torch.float32 and out.is_contiguous()
         outputs = DecodeOutputs.unquantized(out)
     given = DecodeArguments(
-        qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride
-    )
+        qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride,
+        angle_rows,
+    )  # fmt: skip
     if takes(qkv, spec):
         launch_warps(given)
     else:

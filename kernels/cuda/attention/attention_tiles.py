@@ -25,7 +25,7 @@ from quengine.kernels.cuda.attention.kv_store import (
     table_rows,
 )
 from quengine.kernels.cuda.attention.output_gate import load_gates
-from quengine.kernels.cuda.attention.rope import load_angles, load_rotated, load_values
+from quengine.kernels.cuda.attention.rope import angle_row, load_angles, load_rotated, load_values
 from quengine.kernels.cuda.gemm.fp16_operand import store_operand
 from quengine.kernels.cuda.gemm.mma import prefetch, uses_assembly
 from quengine.kernels.cuda.gemv.activations import quantize_group, store_quantized
@@ -300,7 +300,7 @@ def _attention_tiles_kernel(
     if Q8:
         k_scale_ptr += head_rows * (HEAD_DIM // 32)
         v_scale_ptr += head_rows * (HEAD_DIM // 32)
-    offset = position.to(tl.int64) * (ROPE.dim // 2)
+    offset = angle_row(rotation, sequence, position, ROPE) * (ROPE.dim // 2)
     angles = load_angles(rotation.cos + offset, rotation.sin + offset, PADDED, ROPE)
     # The first tile is fetched before the PDL producer has delivered the queries.
     begin = first + part * per_split

@@ -106,12 +106,12 @@ def _pairs(x, ROPE: gl.constexpr):
 
 @gluon.jit
 def _turn_at(
-    position, rotation, norm_ptr, R: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
+    row, rotation, norm_ptr, R: gl.constexpr, HEAD_DIM: gl.constexpr, ROPE: gl.constexpr, L: gl.constexpr
 ):
-    """Inputs of `_rotated` for R heads at a position: cosines, sines, norm weights. The PDL producer writes none."""
+    """Inputs of `_rotated` for R heads: a row of cosines and sines, norm weights. The PDL producer writes none."""
     near, _ = _pairs(gl.zeros([R, HEAD_DIM], gl.float32, L), ROPE)
     angle = gl.expand_dims(gl.arange(0, HEAD_DIM // 2, layout=gl.SliceLayout(0, near.type.layout)), 0)
-    row = position.to(gl.int64) * (ROPE.dim // 2)
+    row *= ROPE.dim // 2
     cos = gl.load(rotation.cos + row + angle, mask=angle < ROPE.dim // 2, other=1.0)
     sin = gl.load(rotation.sin + row + angle, mask=angle < ROPE.dim // 2, other=0.0)
     norm = cos
@@ -374,8 +374,11 @@ def _attention_warps_kernel(
             sink = gl.load(sink_ptr + kv_head * GROUP + member, mask=member < GROUP, other=0.0) * _LOG2_E
         # Queries and the new key are rotated once, by all threads, and reach all warps through shared memory.
         R: gl.constexpr = gl.BlockedLayout([1, 4], [256 // HEAD_DIM, HEAD_DIM // 8], [WARPS, 1], [1, 0])
-        turn = _turn_at(position, rotation, rotation.q_norm, HEADS, HEAD_DIM, ROPE, R)
-        turn_new = _turn_at(position, rotation, rotation.k_norm, 1, HEAD_DIM, ROPE, R)
+        angles = position.to(gl.int64)
+        if ROPE.rows:
+            angles = gl.load(rotation.rows + sequence).to(gl.int64)
+        turn = _turn_at(angles, rotation, rotation.q_norm, HEADS, HEAD_DIM, ROPE, R)
+        turn_new = _turn_at(angles, rotation, rotation.k_norm, 1, HEAD_DIM, ROPE, R)
         if PDL:
             tl.extra.cuda.gdc_wait()
 

@@ -6,6 +6,7 @@ prefill, which is bound by bandwidth, both elements of a pair are loaded once, i
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,9 +15,11 @@ from quengine.kernels.backend import AttentionSpec
 
 
 class RotationPointers(NamedTuple):
-    """cos and sin [context, rope_dim / 2], norm weights of queries and keys [head_dim], query scales [context].
+    """cos and sin [context, rope_dim / 2], norm weights of queries and keys [head_dim], query scales [context], and
+    int32 [T], the row of cos and sin of each token.
 
-    A layer without norms or scales repeats its cosines there, which are not read.
+    A layer without norms or scales, and tokens whose rows are their positions, repeat the cosines there, which are not
+    read.
     """
 
     cos: Tensor
@@ -24,12 +27,13 @@ class RotationPointers(NamedTuple):
     q_norm: Tensor
     k_norm: Tensor
     query_scale: Tensor
+    rows: Tensor
 
 
 class RopeVariant(NamedTuple):
     """What a kernel that rotates is compiled for: rotated elements of a head, whether a pair is an element of each half
-    (else neighbours), per-head norms, whether they are of the rotated heads, queries scaled by their position, and
-    value heads divided by their root mean square."""
+    (else neighbours), per-head norms, whether they are of the rotated heads, queries scaled by their position, value
+    heads divided by their root mean square, and whether `RotationPointers.rows` are given."""
 
     dim: int
     halves: bool
@@ -37,18 +41,20 @@ class RopeVariant(NamedTuple):
     norm_rotated: bool
     query_scale: bool
     v_norm: bool = False
+    rows: bool = False
 
 
-def rotation_pointers(spec: AttentionSpec) -> RotationPointers:
+def rotation_pointers(spec: AttentionSpec, rows: Tensor | None) -> RotationPointers:
     """A layer's tables and norm weights; norms are over single heads (row norms: `qk_row_norm`)."""
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()
-    optional = (spec.q_norm, spec.k_norm, spec.query_scale)
+    assert rows is None or rows.dtype == torch.int32
+    optional = (spec.q_norm, spec.k_norm, spec.query_scale, rows)
     assert all(norm is None or norm.shape == (spec.head_dim,) for norm in optional[:2])
     return RotationPointers(spec.cos, spec.sin, *(spec.cos if given is None else given for given in optional))
 
 
-def rope_variant(spec: AttentionSpec) -> RopeVariant:
-    """The kernel variant for a layer."""
+def rope_variant(spec: AttentionSpec, rows: Tensor | None) -> RopeVariant:
+    """The kernel variant for a layer, and the rows of its tables."""
     return RopeVariant(
         dim=2 * spec.cos.shape[1],
         halves=spec.rope_layout == "halves",
@@ -56,7 +62,17 @@ def rope_variant(spec: AttentionSpec) -> RopeVariant:
         norm_rotated=spec.q_norm is not None and spec.norms_rotated,
         query_scale=spec.query_scale is not None,
         v_norm=spec.v_norm,
+        rows=rows is not None,
     )
+
+
+@triton.jit
+def angle_row(rotation, token, position, ROPE: tl.constexpr):
+    """The row of the tables that a token at a position is rotated by."""
+    row = position
+    if ROPE.rows:
+        row = tl.load(rotation.rows + token)
+    return row.to(tl.int64)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from quengine.kernels.cuda.attention.kv_store import (
 )
 from quengine.kernels.cuda.attention.output_gate import qkv_width
 from quengine.kernels.cuda.attention.rope import (
+    angle_row,
     load_angles,
     load_rotated,
     load_rotated_pairs,
@@ -62,7 +63,7 @@ def _rope_store_kernel(
     if GATED:
         place = head + tl.minimum(head, HEADS)
     head_ptr = qkv_ptr + token * qkv_stride + place * HEAD_DIM
-    offset = position * (ROPE.dim // 2)
+    offset = angle_row(rotation, token, position, ROPE) * (ROPE.dim // 2)
     cos_ptr = rotation.cos + offset
     sin_ptr = rotation.sin + offset
     scale = 1.0
@@ -108,13 +109,14 @@ def rope_store(
     sequences: Tensor,
     out: Tensor | None = None,
     pdl: bool = False,
+    angle_rows: Tensor | None = None,
 ) -> Tensor:
     """Rotates queries and keys of T tokens and stores their keys and values to the cache.
 
     qkv: [T, (heads + 2 * kv_heads) * head_dim], where the spec is gated or shared `qkv_width` columns, fp32 or fp16,
     unit inner stride, or products of that shape, which are scaled here; positions: int32 [T] on the device (one past
     the block table is not written); block_tables: int32 [sequences, blocks]; sequences: int32 [T], each token's row of
-    them.
+    them. angle_rows: as of ForwardBatch.
     Returns the rotated queries [T, heads, head_dim] fp16, in `out` where that is given, contiguous.
     With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """
@@ -132,10 +134,10 @@ def rope_store(
     block_heads = heads_per_block(spec.heads, kv_heads)
     grid = (tokens, (spec.heads + (0 if spec.shared else 2 * kv_heads)) // block_heads)
     _rope_store_kernel[grid](
-        qkv, rotation_pointers(spec), spec.cos if row_scale is None else row_scale, positions, sequences,
+        qkv, rotation_pointers(spec, angle_rows), spec.cos if row_scale is None else row_scale, positions, sequences,
         block_tables, q, cache_pointers(layer),
         spec.eps, weight_scale, cache_rows, block_tables.shape[1], qkv.stride(0),
-        HEADS=spec.heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROPE=rope_variant(spec),
+        HEADS=spec.heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROPE=rope_variant(spec, angle_rows),
         ROW_SCALE=row_scale is not None, Q8=layer.k_scale is not None, BLOCK_HEADS=block_heads, GATED=spec.gated,
         PDL=pdl,
         num_warps=rope_warps(block_heads * head_dim), launch_pdl=pdl,

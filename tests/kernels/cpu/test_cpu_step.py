@@ -93,11 +93,15 @@ def chunk(start: int, rows: int) -> ForwardBatch:
 @pytest.mark.parametrize("layout", ["pairs", "halves"])
 @pytest.mark.parametrize(("rope_dim", "head_dim"), [(16, 16), (64, 64), (20, 40), (6, 10)])
 @pytest.mark.parametrize(("rows", "start"), [(1, 0), (1, 31), (5, 9)])
+@pytest.mark.parametrize("turned", [False, True])
 def test_rotation_and_cache_write_have_the_bits_of_the_definition(
-    layout: RopeLayout, rope_dim: int, head_dim: int, rows: int, start: int
+    layout: RopeLayout, rope_dim: int, head_dim: int, rows: int, start: int, turned: bool
 ) -> None:
+    """turned: rows are rotated by others than their positions."""
     spec = dataclasses.replace(spec_of(layout, rope_dim, head_dim), query_scale=1.0 + torch.rand(32))
     qkv, batch = randn(rows, 8 * head_dim), chunk(start, rows)
+    if turned:
+        batch = dataclasses.replace(batch, angle_rows=torch.arange(rows, dtype=torch.int32) * 5 + 2)
     layers = [KVLayer(*torch.zeros(2, 32, 2, head_dim, dtype=torch.float16)) for _ in range(2)]
     expected = rope_store(qkv, spec, layers[0], batch)
     assert torch.equal(cpu.rope_store(qkv.clone(), spec, layers[1], batch), expected)

@@ -1,5 +1,7 @@
 """Attention over a paged cache: the same bits wherever its blocks lie, alone and in any batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,6 +44,7 @@ def decode(
     positions: list[int],
     coarse: bool = False,
     tables: torch.Tensor | None = None,
+    angles: list[int] | None = None,
 ) -> torch.Tensor:
     """With `tables` in place of the cache's."""
     batch = len(positions)
@@ -50,7 +53,8 @@ def decode(
     out = torch.full((batch, spec.heads * spec.head_dim), float("nan"), device=qkv.device)
     pdl = qkv.device.type == "cuda" and has_dependent_launch(qkv.device)
     tables = cache.tables if tables is None else tables
-    attention_decode(qkv, spec, cache.layer, at, tables, workspace, out, coarse, pdl)
+    turned = None if angles is None else torch.tensor(angles, dtype=torch.int32, device=qkv.device)
+    attention_decode(qkv, spec, cache.layer, at, tables, workspace, out, coarse, pdl, turned)
     assert not workspace.arrivals.any()
     return out
 
@@ -93,6 +97,33 @@ def test_decode_is_the_same_wherever_blocks_lie(
     assert torch.equal(paged, decode(spec, cache, qkv, positions, coarse))
     for held, expected in zip(pool.planes(), cache.planes(), strict=True):
         assert torch.equal(held, expected), "keys and values went to other rows"
+
+
+@pytest.mark.parametrize(("head_dim", "rope_dim"), [(64, 64), (64, 32), (80, 80)])
+def test_rows_may_be_rotated_by_others_than_their_positions(
+    head_dim: int, rope_dim: int, device: torch.device
+) -> None:
+    """As with tables whose rows at the positions are those; in decode by both kernels, and in prefill."""
+    positions, angles = [200, 31, 5], [120, 31, 250]
+    spec = make_spec(device, CONTEXT, 2, 1, head_dim, rope_dim=rope_dim)
+    cos, sin = (table.clone() for table in (spec.cos, spec.sin))
+    for table in (cos, sin):
+        table[positions] = table[angles].clone()
+    moved = replace(spec, cos=cos, sin=sin)
+    qkv, caches = random_qkv(device, spec, 3), [sequences_of(spec, 3, False) for _ in range(2)]
+    found = decode(spec, caches[0], qkv, positions, angles=angles)
+    assert torch.equal(found, decode(moved, caches[1], qkv, positions))
+    assert not torch.equal(found, decode(spec, sequences_of(spec, 3, False), qkv, positions))
+    at, turned, rows = (
+        torch.tensor(values, dtype=torch.int32, device=device) for values in (positions, angles, range(3))
+    )
+    stored = [
+        rope_store(qkv, each, cache.layer, at, cache.tables, rows, angle_rows=given)
+        for each, cache, given in ((spec, caches[0], turned), (moved, caches[1], None))
+    ]
+    assert torch.equal(*stored)
+    for held, expected in zip(caches[0].planes(), caches[1].planes(), strict=True):
+        assert torch.equal(held, expected)
 
 
 def test_a_row_is_the_same_alone_and_in_any_batch(device: torch.device) -> None:

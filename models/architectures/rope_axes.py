@@ -1,0 +1,35 @@
+"""Rotary frequencies of models whose image rows have three positions: which frequency turns by which.
+
+A row has a position in time, one down and one across its image; of text the three are equal. Sources: Wang et al. 2024,
+"Qwen2-VL" (M-RoPE, sections one after the other); Qwen3-VL, whose sections take turns.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from quengine.models.architectures.architecture import Keys
+
+Axes = tuple[int, ...]
+"""For each frequency 0, 1 or 2: it turns by the position in time, down or across. Empty: not known."""
+
+
+def consecutive_axes(sections: Sequence[int], frequencies: int) -> Axes:
+    """The first sections[0] frequencies turn by time, and so on; empty if they are not all frequencies."""
+    axes = tuple(axis for axis, count in enumerate(sections[:3]) for _ in range(count))
+    return axes if len(axes) == frequencies else ()
+
+
+def interleaved_axes(sections: Sequence[int], frequencies: int) -> Axes:
+    """Frequencies take turns, as long as sections[1] and sections[2] last; all others turn by time."""
+    return tuple(
+        j % 3 if j % 3 and j < 3 * sections[j % 3] else 0
+        for j in range(frequencies if len(sections) > 2 else 0)
+    )
+
+
+def sections_of(keys: Keys, default: Sequence[int]) -> list[int]:
+    """`mrope_section` of a configuration with complete `rope_parameters`."""
+    given = keys.get("rope_parameters")
+    found = given.get("mrope_section") if isinstance(given, Mapping) else None
+    if isinstance(found, list) and len(found) >= 3 and all(type(n) is int and n >= 0 for n in found):
+        return found
+    return list(default)
