@@ -1,7 +1,7 @@
 """The nearest schema to a standard one that the grammar's compiler takes: what a text is held to token by token.
 
     nearest = grammar_schema(standard_schema(given).schema)
-    nearest.schema      for the compiler
+    nearest.schema      for `schema_rules`, which writes it as a grammar
     nearest.dropped     keywords of which something is left to the check of the finished text (`schema_check`)
 
 Whatever is valid under the given schema is valid under this one, but for two things. Objects with `properties` are
@@ -14,7 +14,6 @@ joined by `allOf` do not shut each other out. An alternative of `anyOf` has its 
 """
 
 import json
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +27,14 @@ from quengine.structured.schema_check import (
     value_violation,
 )
 from quengine.structured.schema_dialect import Schema, conjunction, without
+from quengine.structured.schema_numbers import (
+    NUMERIC,
+    any_of,
+    exact_numbers,
+    exact_values,
+    is_large,
+    is_nothing,
+)
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_DEFINITIONS = 2000
@@ -36,7 +43,7 @@ _MAX_DEPENDENCIES = 6
 _MAX_MULTIPLE = 5000
 """A grammar of multiples has as many states as the number has digits' worth: `multipleOf: 99999999` takes minutes."""
 _MAX_NUMBER = 2**53
-"""The compiler reads numbers as doubles."""
+"""The compiler reads numbers as doubles; what it cannot read is written by `schema_numbers`, or left out."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,8 @@ class _Builder:
         """A schema whose value is also under others, which know the keys `around`."""
         if isinstance(schema, bool):
             return schema
+        if (exact := self._exact(schema)) is not None:
+            return exact
         own = {k: v for k, v in schema.items() if k in _PLAIN}
         self._take_not(own, schema.get("not"))
         self._take_texts_and_numbers(own)
@@ -231,6 +240,21 @@ class _Builder:
 
     # --- keywords
 
+    def _exact(self, schema: Mapping[str, Any]) -> Schema | None:
+        """The whole schema by numbers that the compiler does not read; None where it has none, or they are not all."""
+        values = _finite(schema)
+        if values is None:
+            return _exact_range(schema)
+        if not any(map(is_large, values)):
+            return None
+        rule = json.dumps({**schema, "$defs": dict(self.given)})
+        valid = [each for each in values if value_violation(rule, each) is None]
+        small = [each for each in valid if not is_large(each)]
+        parts = ([{"enum": small}] if small else []) + exact_values(
+            [each for each in valid if is_large(each)]
+        )
+        return any_of(parts) if parts else False
+
     def _take_not(self, own: dict[str, Any], denied: Schema | None) -> None:
         """What can be said of `not` by other keywords."""
         if denied is None or denied is False:
@@ -280,18 +304,6 @@ class _Builder:
         if "multipleOf" in own and not _is_small_multiple(own["multipleOf"]):
             del own["multipleOf"]
             self.dropped.append("multipleOf")
-        self._take_values(own)
-
-    def _take_values(self, own: dict[str, Any]) -> None:
-        """`const` and `enum`, whose numbers must be the compiler's."""
-        values = _finite(own)
-        if values is None or not any(map(_is_large, values)):
-            return
-        own.pop("const", None)
-        own.pop("enum", None)
-        self.dropped.append("enum")
-        types = {_type_of(each) for each in values}
-        own["type"] = [each for each in _list(own.get("type", list(_TYPES))) if each in types]
 
     def _take_array(self, own: dict[str, Any], schema: Mapping[str, Any]) -> None:
         items, prefix = schema.get("items"), schema.get("prefixItems")
@@ -528,6 +540,24 @@ def _contains(values: Iterable[Any], value: Any) -> bool:
     return any(each == value and isinstance(each, bool) == isinstance(value, bool) for each in values)
 
 
+def _exact_range(schema: Mapping[str, Any]) -> Schema | None:
+    """A schema with bounds that the compiler does not read, where its numbers can be told from its other values."""
+    if not any(map(is_large, (schema[key] for key in NUMERIC & schema.keys()))):
+        return None
+    types = _list(schema.get("type", list(_TYPES)))
+    rest = [each for each in types if each not in ("integer", "number")]
+    others = schema.keys() - NUMERIC - {"type"}
+    if len(rest) == len(types) or (others and not (set(rest) <= {"null", "boolean"} and others <= _PLAIN)):
+        return None
+    bounds = {key: schema[key] for key in NUMERIC & schema.keys()}
+    exact = exact_numbers({"type": "number" if "number" in types else "integer", **bounds})
+    if exact is None:
+        return None
+    parts = [] if is_nothing(exact) else [exact]
+    parts += [{"type": rest}] if rest else []
+    return any_of(parts) if parts else False
+
+
 def _denied(condition: Mapping[str, Any], properties: Mapping[str, Any]) -> list[Schema] | None:
     """Alternatives of what is not under `condition`, where that says one key's value and the key has few values."""
     keys = condition.get("properties", {})
@@ -545,6 +575,8 @@ def _denied(condition: Mapping[str, Any], properties: Mapping[str, Any]) -> list
     if values is None or chosen is None or not set(required) <= {name}:
         return None
     rest = [each for each in values if not _contains(chosen, each)]
+    if any(map(is_large, rest)):
+        return None
     denied: list[Schema] = (
         [_Absent({"properties": {name: {"enum": rest}}, "required": [name]})] if rest else []
     )
@@ -558,21 +590,3 @@ def _is_small_multiple(value: float) -> bool:
     digits = Decimal(repr(value)).normalize().as_tuple()
     coefficient = int("".join(map(str, digits.digits)))
     return coefficient <= _MAX_MULTIPLE and isinstance(digits.exponent, int) and -9 <= digits.exponent <= 6
-
-
-def _is_large(value: Any) -> bool:
-    """Whether a value has a number that a double is not."""
-    if isinstance(value, dict):
-        return any(map(_is_large, value.values()))
-    if isinstance(value, list):
-        return any(map(_is_large, value))
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) > _MAX_NUMBER or (value != 0 and math.log10(abs(value)) < -9)
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return names[type(value)]
