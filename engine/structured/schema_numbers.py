@@ -17,7 +17,7 @@ EXACT = "x-exact"
 """The keyword of a node whose number is held by a regular expression; beside it stands only `type`."""
 
 _MOST = 2**53
-_MAX_DIGITS = 60
+_TOO_LONG: int = 10**60
 """Longer numbers are left to the check of the finished text: a range has a part for each digit."""
 _MAX_MULTIPLES = 500
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
@@ -97,7 +97,7 @@ def _spellings(value: float) -> list[str]:
 
 
 def _is_long(value: float) -> bool:
-    return abs(value) >= 10**_MAX_DIGITS
+    return abs(value) >= _TOO_LONG
 
 
 def _integers(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
