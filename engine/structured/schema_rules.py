@@ -6,10 +6,14 @@
 
 Only what leads to an exact number is written as rules: objects by their properties, arrays, alternatives and
 references; all else stays a schema that llguidance compiles. Rules and schemas have the same white space.
+
+The second line of the rules is a comment with the schema without exact numbers (`plain_grammar`), for where they are
+not compiled: llguidance leaves out of a schema what nothing is valid under, and refuses a rule that is nothing else.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +24,10 @@ from quengine.structured.schema_numbers import EXACT
 # a model that likes spaces then never ends.
 _WHITESPACE = r"( |\r?\n[ \t]{0,64})"
 _STRING = r'"(?:[^"\\\x00-\x1F\x7F]|\\["\\bfnrt]|\\u[0-9a-fA-F]{4})*"'
+
+_MAX_CHARACTERS = 64 * 1024
+_MAX_ITEMS = 1000
+_PLAIN = re.compile(r"%lark \{\n// (\{.*\})\n(?:.*\n)*?\}")
 
 _OF_ARRAYS = frozenset({"items", "prefixItems", "minItems", "maxItems"})
 _OF_OBJECTS = frozenset({"properties", "required", "additionalProperties"})
@@ -43,21 +51,37 @@ class LarkExpression:
 def lark_expression(schema: Schema) -> LarkExpression:
     """The expression of a schema that `schema_grammar` made."""
     given = {} if isinstance(schema, bool) else schema
-    definitions = given.get("$defs", {})
-    writer = _Writer(definitions, _with_exact(definitions))
-    if not writer.has_exact(without(given, "$defs")):
+    definitions, root = given.get("$defs", {}), without(given, "$defs")
+    names, marked = _with_exact(definitions), set[int]()
+    if not _mark_exact(root, names, marked):
         return LarkExpression(_json(given))
-    start = writer.expression(without(given, "$defs"))
+    for part in definitions.values():
+        _mark_exact(part, names, marked)
+    writer = _Writer(definitions, names, marked)
+    start = writer.expression(root) or writer.expression(writer.inexact(root))
     writer.write_definitions()
-    if start is None:
-        start = writer.expression(writer.inexact(without(given, "$defs")))
-    rules = "\n".join([f"start: {start}", *writer.rules])
-    once = '%llguidance {"ignore_once": true}'
-    return LarkExpression(f"%lark {{\n{once}\n%ignore /{_WHITESPACE}/\n{rules}\n}}", writer.complete)
+    plain = _json({**_inexact(root), **_defined(definitions)})
+    head = [
+        f"// {plain.removeprefix(_JSON)}",
+        '%llguidance {"ignore_once": true}',
+        f"%ignore /{_WHITESPACE}/",
+    ]
+    text = "\n".join(["%lark {", *head, f"start: {start}", *writer.rules, "}"])
+    return (
+        LarkExpression(plain, False) if len(text) > _MAX_CHARACTERS else LarkExpression(text, writer.complete)
+    )
+
+
+def plain_grammar(lark: str) -> str:
+    """A grammar whose schemas have no exact numbers."""
+    return _PLAIN.sub(lambda found: _JSON + found[1], lark)
+
+
+_JSON = "%json "
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
+    return _JSON + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
 
 
 def _quoted(text: str) -> str:
@@ -82,49 +106,81 @@ def _references(schema: Schema) -> set[str]:
     while waiting:
         part = waiting.pop()
         if not isinstance(part, bool) and "$ref" in part:
-            found.add(part["$ref"].rpartition("/")[2])
+            found.add(_name(part))
         waiting += _parts(part)
     return found
 
 
-def _says_exact(schema: Schema) -> bool:
-    """Whether a schema or one within it has EXACT, references aside."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, bool) and EXACT in part:
-            return True
-        waiting += _parts(part)
-    return False
+def _mark_exact(schema: Schema, names: Set[str], found: set[int]) -> bool:
+    """Whether a schema or one within it has EXACT, or refers to one of `names`; `found` takes the `id` of each."""
+    if isinstance(schema, bool):
+        return False
+    within = [_mark_exact(part, names, found) for part in _parts(schema)]
+    if any(within) or EXACT in schema or _name(schema) in names:
+        found.add(id(schema))
+    return id(schema) in found
+
+
+def _name(schema: Mapping[str, Any]) -> str:
+    """The definition that a schema refers to; "" where it refers to none."""
+    return str(schema.get("$ref", "")).rpartition("/")[2]
 
 
 def _with_exact(definitions: Mapping[str, Schema]) -> frozenset[str]:
     """The definitions that have exact numbers, within them or in those that they refer to."""
-    found = {name for name, part in definitions.items() if _says_exact(part)}
-    references = {name: _references(part) for name, part in definitions.items()} if found else {}
-    while more := {name for name, others in references.items() if name not in found and others & found}:
+    found = {name for name, part in definitions.items() if _mark_exact(part, frozenset(), set())}
+    users: dict[str, list[str]] = {}
+    for user, part in definitions.items() if found else ():
+        for name in _references(part):
+            users.setdefault(name, []).append(user)
+    waiting = [*found]
+    while waiting:
+        more = {user for user in users.get(waiting.pop(), ()) if user not in found}
         found |= more
+        waiting += more
     return frozenset(found)
+
+
+def _inexact(schema: Schema, renamed: Set[str] = frozenset()) -> Any:
+    """A schema without EXACT; what it refers to of `renamed` is called `-inexact`."""
+    if isinstance(schema, bool):
+        return schema
+    made = without(schema, EXACT)
+    for key in ("anyOf", "allOf", "prefixItems"):
+        if key in made:
+            made = {**made, key: [_inexact(part, renamed) for part in made[key]]}
+    for key in ("items", "additionalProperties"):
+        if key in made:
+            made = {**made, key: _inexact(made[key], renamed)}
+    for key in ("properties", "patternProperties"):
+        if key in made:
+            made = {**made, key: {name: _inexact(part, renamed) for name, part in made[key].items()}}
+    if _name(made) in renamed:
+        made = {**made, "$ref": made["$ref"] + "-inexact"}
+    return made
+
+
+def _defined(definitions: Mapping[str, Schema]) -> dict[str, Any]:
+    """`$defs` without exact numbers."""
+    return {"$defs": {name: _inexact(part) for name, part in definitions.items()}} if definitions else {}
 
 
 @dataclass
 class _Writer:
     definitions: Mapping[str, Schema]
-    exact: frozenset[str]
+    exact: Set[str]
+    marked: Set[int]
     rules: list[str] = field(default_factory=list)
     complete: bool = True
     _names: dict[str, str] = field(default_factory=dict)
     _waiting: list[str] = field(default_factory=list)
     _known: set[str] = field(default_factory=set)
 
-    def has_exact(self, schema: Schema) -> bool:
-        return _says_exact(schema) or bool(_references(schema) & self.exact)
-
     def expression(self, schema: Schema) -> str | None:
         """The expression of a schema; None where nothing is valid under it."""
         if schema is False:
             return None
-        if isinstance(schema, bool) or not self.has_exact(schema):
+        if isinstance(schema, bool) or id(schema) not in self.marked:
             return self._schema({} if isinstance(schema, bool) else schema)
         if EXACT in schema and schema.keys() <= {"type", EXACT}:
             return self._named("N", f"/{schema[EXACT]}/")
@@ -133,7 +189,7 @@ class _Writer:
         if schema.keys() == {"allOf"} and len(schema["allOf"]) == 1:
             return self.expression(schema["allOf"][0])
         if schema.keys() == {"$ref"}:
-            return self._reference(schema["$ref"].rpartition("/")[2])
+            return self._reference(_name(schema))
         if schema.keys() <= _OF_ARRAYS | _OF_OBJECTS | _OF_OTHERS | {"type"}:
             return self._by_type(schema)
         return self.expression(self.inexact(schema))
@@ -149,26 +205,9 @@ class _Writer:
     def inexact(self, schema: Schema) -> Schema:
         """A schema without exact numbers, which allows more."""
         self.complete = False
-        return self._inexact(schema)
+        return _inexact(schema, self.exact)
 
     # --- the parts
-
-    def _inexact(self, schema: Schema) -> Schema:
-        if isinstance(schema, bool):
-            return schema
-        made = without(schema, EXACT)
-        for key in ("anyOf", "allOf", "prefixItems"):
-            if key in made:
-                made = {**made, key: [self._inexact(part) for part in made[key]]}
-        for key in ("items", "additionalProperties"):
-            if key in made:
-                made = {**made, key: self._inexact(made[key])}
-        for key in ("properties", "patternProperties"):
-            if key in made:
-                made = {**made, key: {name: self._inexact(part) for name, part in made[key].items()}}
-        if "$ref" in made and made["$ref"].rpartition("/")[2] in self.exact:
-            made = {**made, "$ref": made["$ref"] + "-inexact"}
-        return made
 
     def _schema(self, schema: dict[str, Any]) -> str:
         """A schema that llguidance compiles, with the definitions that it refers to."""
@@ -178,7 +217,7 @@ class _Writer:
                 continue
             given = name.removesuffix("-inexact")
             part = self.definitions[given]
-            needed[name] = part if given == name else self._inexact(part)
+            needed[name] = part if given == name else _inexact(part, self.exact)
             waiting += sorted(_references(needed[name]))
         definitions = {"$defs": dict(sorted(needed.items()))} if needed else {}
         return self._named("s", _json({**schema, **definitions}))
@@ -200,7 +239,9 @@ class _Writer:
             self._waiting.append(name)
         return f"d_{name}"
 
-    def _by_type(self, schema: Mapping[str, Any]) -> str | None:
+    def _by_type(self, schema: dict[str, Any]) -> str | None:
+        if max(schema.get("minItems", 0), schema.get("maxItems", 0)) > _MAX_ITEMS:
+            return self.expression(self.inexact(schema))
         given = schema.get("type", list(_TYPES))
         types = [given] if isinstance(given, str) else list(given)
         parts: list[str | None] = []
@@ -230,8 +271,8 @@ class _Writer:
         rest = "" if items is None else self._more(items, max(least - len(parts), 0), most, len(parts))
         for n in reversed(range(len(parts))):
             rest = f'"," {parts[n]} {rest}' if n else f"{parts[n]} {rest}"
-            rest = rest if n < least else f"({rest})?"
-        return f'("[" {rest} "]")'
+            rest = rest if n < least else f"{self._named('t', rest)}?"
+        return self._named("a", f'"[" {rest} "]"')
 
     @staticmethod
     def _more(item: str, least: int, most: int | None, before: int) -> str:
@@ -244,7 +285,7 @@ class _Writer:
 
     def _object(self, schema: Mapping[str, Any]) -> str | None:
         rest, properties = schema.get("additionalProperties", True), schema.get("properties", {})
-        required = schema.get("required", ())
+        required = dict.fromkeys(schema.get("required", ()))
         named = {**properties, **{name: rest for name in required if name not in properties}}
         members: list[tuple[str, bool]] = []
         for name, part in named.items():
@@ -260,7 +301,7 @@ class _Writer:
             taken = " | ".join(_quoted(json.dumps(name, ensure_ascii=False)) for name in named)
             key = self._named("K", f"/{_STRING}/" + (f" & ~({taken})" if taken else ""))
             others = f'{key} ":" {value}'
-        return f'("{{" {self._members(members, others)} "}}")'
+        return self._named("o", f'"{{" {self._members(members, others)} "}}"')
 
     def _members(self, members: list[tuple[str, bool]], others: str) -> str:
         """Members in their order, commas between those that are there, and then `others` in any number."""

@@ -97,6 +97,22 @@ def test_numbers_that_no_grammar_of_moderate_size_has_are_said_to_be_checked(
     assert takes(compiler, schema, value)
 
 
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ({"type": "integer", "minimum": 5, "maximum": 3}, {"a": 8}),  # nothing is valid under it
+        ({"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]+$"}, {"a": 8, "b": "a1"}),
+        ({"type": "array", "maxItems": 10**12, "items": U64}, {"a": 8, "b": [1]}),
+        ({"enum": [2**60 + n for n in range(9000)]}, {"a": 8, "b": 2**60}),
+    ],
+    ids=["nothing", "look-ahead", "many items", "long"],
+)
+def test_what_cannot_be_compiled_beside_large_numbers_costs_no_error(
+    compiler: ConstraintCompiler, part: Any, value: Any
+) -> None:
+    assert takes(compiler, {"type": "object", "properties": {"a": U64, "b": part}}, value)
+
+
 def test_a_number_above_2_53_has_no_fraction_as_no_double_has_one(compiler: ConstraintCompiler) -> None:
     schema = {"type": "number", "minimum": 0, "maximum": 2**64}
     assert takes(compiler, schema, 2**52 - 0.5) and takes(compiler, schema, 2**53 + 1)
