@@ -205,7 +205,8 @@ class _Writer:
     def inexact(self, schema: Schema) -> Schema:
         """A schema without exact numbers, which allows more."""
         self.complete = False
-        return _inexact(schema, self.exact)
+        made: Schema = _inexact(schema, self.exact)
+        return made
 
     # --- the parts
 
