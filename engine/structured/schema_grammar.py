@@ -27,6 +27,7 @@ from quengine.structured.schema_check import (
     value_violation,
 )
 from quengine.structured.schema_dialect import Schema, conjunction, without
+from quengine.structured.schema_keys import Absent, Keys, KnownKeys
 from quengine.structured.schema_numbers import (
     NUMERIC,
     any_of,
@@ -58,27 +59,12 @@ def grammar_schema(standard: Schema) -> GrammarSchema:
     """The nearest schema to `standard` (`schema_dialect.standard_schema`) that can be compiled."""
     if isinstance(standard, bool):
         return GrammarSchema(standard)
-    builder = _Builder(standard.get("$defs", {}))
-    schema = builder.build(without(standard, "$defs"), _Keys())
-    if isinstance(schema, dict) and (definitions := builder.definitions()):
-        schema = {**schema, "$defs": definitions}
+    definitions = standard.get("$defs", {})
+    builder = _Builder(definitions, KnownKeys(definitions))
+    schema = builder.build(without(standard, "$defs"), Keys())
+    if isinstance(schema, dict) and (built := builder.definitions()):
+        schema = {**schema, "$defs": built}
     return GrammarSchema(schema, tuple(dict.fromkeys(builder.dropped)))
-
-
-@dataclass(frozen=True)
-class _Keys:
-    """Keys that schemas of one value know, in their order; `open`: one of them says that there may be others."""
-
-    names: tuple[str, ...] = ()
-    patterns: frozenset[str] = frozenset()
-    open: bool = False
-
-    @classmethod
-    def all_of(cls, parts: Iterable["_Keys"]) -> "_Keys":
-        every = list(parts)
-        names = tuple(dict.fromkeys(name for keys in every for name in keys.names))
-        patterns = frozenset().union(*(keys.patterns for keys in every))
-        return cls(names, patterns, any(keys.open for keys in every))
 
 
 @dataclass(frozen=True)
@@ -92,9 +78,10 @@ class _Group:
 @dataclass
 class _Builder:
     given: Mapping[str, Schema]
+    known: KnownKeys
     dropped: list[str] = field(default_factory=list)
-    _numbers: dict[tuple[str, _Keys], int] = field(default_factory=dict)
-    _waiting: deque[tuple[str, _Keys]] = field(default_factory=deque)
+    _numbers: dict[tuple[str, Keys], int] = field(default_factory=dict)
+    _waiting: deque[tuple[str, Keys]] = field(default_factory=deque)
     _within: str | None = None  # the definition all of which the schema is that is built
 
     def definitions(self) -> dict[str, Schema]:
@@ -105,7 +92,7 @@ class _Builder:
             found[str(self._numbers[name, around])] = self.build(self.given[name], around)
         return found
 
-    def build(self, schema: Schema, around: _Keys) -> Schema:
+    def build(self, schema: Schema, around: Keys) -> Schema:
         """A schema whose value is also under others, which know the keys `around`."""
         if isinstance(schema, bool):
             return schema
@@ -120,7 +107,7 @@ class _Builder:
         self._take_array(own, schema)
         if not self._take_object(own, schema, groups, around):
             return False
-        combined = self._combined(groups, self._own_keys(schema), around)
+        combined = self._combined(groups, self.known.own(schema), around)
         first = next((k for k in schema if k in _APPLICATORS or k == "properties"), None)
         return {**own, **combined} if first == "properties" else {**combined, **own}
 
@@ -172,14 +159,14 @@ class _Builder:
         if len(dependent) > _MAX_DEPENDENCIES:
             self.dropped.append("dependentRequired" if "dependentRequired" in schema else "dependentSchemas")
         for key, then in dependent[:_MAX_DEPENDENCIES]:
-            yield _Group([_Absent({"properties": {key: False}}), conjunction({"required": [key]}, then)])
+            yield _Group([Absent({"properties": {key: False}}), conjunction({"required": [key]}, then)])
 
-    def _combined(self, groups: list[_Group], own: _Keys, around: _Keys) -> dict[str, Any]:
+    def _combined(self, groups: list[_Group], own: Keys, around: Keys) -> dict[str, Any]:
         """The keywords that hold the groups, each of which is closed around what all others know."""
         known = [self._keys_of_group(group) for group in groups]
         made: list[Schema] = []
         for n, group in enumerate(groups):
-            others = _Keys.all_of([around, own, *known[:n], *known[n + 1 :]])
+            others = Keys.all_of([around, own, *known[:n], *known[n + 1 :]])
             within, self._within = self._within, self._within if len(group.alternatives) == 1 else None
             parts = [self._alternative(part, others) for part in group.alternatives]
             self._within = within
@@ -190,16 +177,16 @@ class _Builder:
             return made[0]
         return {"allOf": made} if made else {}
 
-    def _alternative(self, part: Schema, around: _Keys) -> Schema:
-        if isinstance(part, _Absent):
+    def _alternative(self, part: Schema, around: Keys) -> Schema:
+        if isinstance(part, Absent):
             return dict(part)
         if not isinstance(part, dict) or part.keys() != {"$ref"}:
             return self.build(part, around)
         name = part["$ref"].rpartition("/")[2]
-        if not self._keys(part).names and not self._keys(part).patterns:
-            around = _Keys()
+        if not self.known.of(part).names and not self.known.of(part).patterns:
+            around = Keys()
         if len(self._numbers) > _MAX_DEFINITIONS:
-            around = _Keys(open=True)
+            around = Keys(open=True)
         if (name, around) not in self._numbers:
             self._numbers[name, around] = len(self._numbers)
             self._waiting.append((name, around))
@@ -207,36 +194,8 @@ class _Builder:
 
     # --- keys
 
-    def _keys(self, schema: Schema, seen: set[str] | None = None) -> _Keys:
-        """The keys that a schema and all others of the same value know; definitions in `seen` are counted already."""
-        seen = set() if seen is None else seen
-        if isinstance(schema, (bool, _Absent)):
-            return _Keys()
-        parts = [self._own_keys(schema)]
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            parts += [self._keys(part, seen) for part in schema.get(keyword, ())]
-        parts += [
-            self._keys(schema[keyword], seen) for keyword in ("if", "then", "else") if keyword in schema
-        ]
-        parts += [self._keys(part, seen) for part in schema.get("dependentSchemas", {}).values()]
-        name = schema.get("$ref", "").rpartition("/")[2]
-        if name and name not in seen:
-            seen.add(name)
-            parts.append(self._keys(self.given[name], seen))
-        return _Keys.all_of(parts)
-
-    def _own_keys(self, schema: Mapping[str, Any]) -> _Keys:
-        dependent = schema.get("dependentRequired", {})
-        names = [*schema.get("properties", ()), *schema.get("required", ()), *dependent]
-        names += [name for each in dependent.values() for name in each]
-        opened = any(
-            schema.get(keyword, False) is not False
-            for keyword in ("additionalProperties", "unevaluatedProperties")
-        )
-        return _Keys(tuple(dict.fromkeys(names)), frozenset(schema.get("patternProperties", ())), opened)
-
-    def _keys_of_group(self, group: _Group) -> _Keys:
-        return _Keys.all_of(map(self._keys, group.alternatives))
+    def _keys_of_group(self, group: _Group) -> Keys:
+        return Keys.all_of(map(self.known.of, group.alternatives))
 
     # --- keywords
 
@@ -247,8 +206,11 @@ class _Builder:
             return _exact_range(schema)
         if not any(map(is_large, values)):
             return None
-        rule = json.dumps({**schema, "$defs": dict(self.given)})
-        valid = [each for each in values if value_violation(rule, each) is None]
+        rule = json.dumps(schema)
+        if '"$ref"' in rule:
+            rule = json.dumps({**schema, "$defs": dict(self.given)})
+        alone = schema.keys() <= {"const", "enum"}
+        valid = values if alone else [each for each in values if value_violation(rule, each) is None]
         small = [each for each in valid if not is_large(each)]
         parts = ([{"enum": small}] if small else []) + exact_values(
             [each for each in valid if is_large(each)]
@@ -324,7 +286,7 @@ class _Builder:
                 self.dropped.append("contains")
 
     def _take_object(
-        self, own: dict[str, Any], schema: Mapping[str, Any], groups: list[_Group], around: _Keys
+        self, own: dict[str, Any], schema: Mapping[str, Any], groups: list[_Group], around: Keys
     ) -> bool:
         """Keys and their values. False where no value can be."""
         if "properties" in own:
@@ -335,7 +297,7 @@ class _Builder:
         if "additionalProperties" in schema:
             own["additionalProperties"] = self._part(schema["additionalProperties"])
         self._take_unevaluated(own, schema, groups)
-        others = _Keys.all_of([around, *map(self._keys_of_group, groups)])
+        others = Keys.all_of([around, *map(self._keys_of_group, groups)])
         self._take_property_names(own, schema, others)
         self._close(own, schema, others)
         return self._take_counts_of_properties(own, others)
@@ -343,7 +305,7 @@ class _Builder:
     def _part(self, schema: Schema) -> Schema:
         """A schema of a value within this one."""
         within, self._within = self._within, None
-        made = self._alternative(schema, _Keys())
+        made = self._alternative(schema, Keys())
         self._within = within
         return made
 
@@ -358,7 +320,7 @@ class _Builder:
         else:
             own["additionalProperties"] = self._part(rest)
 
-    def _take_property_names(self, own: dict[str, Any], schema: Mapping[str, Any], others: _Keys) -> None:
+    def _take_property_names(self, own: dict[str, Any], schema: Mapping[str, Any], others: Keys) -> None:
         names, seen = schema.get("propertyNames"), 0
         while isinstance(names, dict) and names.keys() == {"$ref"} and seen <= len(self.given):
             names, seen = self.given[names["$ref"].rpartition("/")[2]], seen + 1
@@ -405,7 +367,7 @@ class _Builder:
         own["patternProperties"] = {pattern: rest}
         own["additionalProperties"] = False
 
-    def _close(self, own: dict[str, Any], schema: Mapping[str, Any], others: _Keys) -> None:
+    def _close(self, own: dict[str, Any], schema: Mapping[str, Any], others: Keys) -> None:
         """Let an object have no other keys than those that are known, where nothing says that it may."""
         if not {"properties", "patternProperties"} & schema.keys() and schema.get(
             "unevaluatedProperties", True
@@ -432,7 +394,7 @@ class _Builder:
             own["patternProperties"] = patterns
         own["additionalProperties"] = False
 
-    def _take_counts_of_properties(self, own: dict[str, Any], others: _Keys) -> bool:
+    def _take_counts_of_properties(self, own: dict[str, Any], others: Keys) -> bool:
         """`minProperties` and `maxProperties`, as far as the compiler has them. False where no value can be."""
         least, most = own.pop("minProperties", 0), own.pop("maxProperties", None)
         properties = own.get("properties", {})
@@ -484,10 +446,6 @@ class _Builder:
                 break
             schema = self.given[schema["$ref"].rpartition("/")[2]]
         return None if isinstance(schema, bool) else _finite(schema)
-
-
-class _Absent(dict[str, Any]):
-    """A schema that is as it has to be: a key that may not be there."""
 
 
 _PLAIN = frozenset(
@@ -578,10 +536,10 @@ def _denied(condition: Mapping[str, Any], properties: Mapping[str, Any]) -> list
     if any(map(is_large, rest)):
         return None
     denied: list[Schema] = (
-        [_Absent({"properties": {name: {"enum": rest}}, "required": [name]})] if rest else []
+        [Absent({"properties": {name: {"enum": rest}}, "required": [name]})] if rest else []
     )
     if required:
-        denied.append(_Absent({"properties": {name: False}}))
+        denied.append(Absent({"properties": {name: False}}))
     return denied or [False]
 
 
