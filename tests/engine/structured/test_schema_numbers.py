@@ -11,7 +11,8 @@ from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
 from quengine.structured.constraint import Constraint, ConstraintCompiler
 from quengine.structured.constraint_spec import ConstraintSpec
-from quengine.structured.schema_numbers import EXACT, exact_numbers, is_nothing
+from quengine.structured.schema_numbers import EXACT, exact_numbers, is_large, is_nothing
+from quengine.structured.schema_rules import plain_grammar
 from tests.engine.structured.random_schemas import (
     allows,
     bytes_by_id,
@@ -134,6 +135,26 @@ def test_the_white_space_is_that_of_other_schemas(compiler: ConstraintCompiler) 
         assert allows(compiler.compile(spec), ids, text) is not None
 
 
+def schemas_in(lark: str) -> list[Any]:
+    decoder = json.JSONDecoder()
+    return [decoder.raw_decode(lark, found.end())[0] for found in re.finditer("%json ", lark)]
+
+
+@pytest.mark.parametrize("least", [-(2**63), -(2**70), 2**70])
+def test_no_number_reaches_the_compiler_that_it_cannot_read(least: int) -> None:
+    """Of -2^63 it takes a range apart without end, and the process is lost."""
+    condition = {"if": {"properties": {"k": {"const": 1}}, "required": ["k"]}, "then": {"required": ["a"]}}
+    for schema in (
+        {"properties": {"k": {"enum": [1, least, 2]}, "a": {}}, **condition},
+        {"type": "integer", "minimum": least, "multipleOf": 7},
+        {"allOf": [{"minimum": least}, {"enum": [least, {"a": [least]}]}], "not": {"const": least}},
+        {"patternProperties": {"a": {"const": least}}, "propertyNames": {"enum": ["a", "ab"]}},
+    ):
+        lark = ConstraintSpec.json_schema(schema).lark
+        for text in (lark, plain_grammar(lark)):
+            assert schemas_in(text) and not any(map(is_large, schemas_in(text)))
+
+
 @pytest.mark.parametrize("kind", ["integer", "number"])
 def test_ranges_have_the_numbers_between_their_bounds(kind: str) -> None:
     rng = random.Random(5)
@@ -204,6 +225,7 @@ def test_random_schemas_with_large_numbers_allow_valid_documents_and_no_others(
     except EngineError as error:
         assert "no text can be" in str(error) and not valid
         return
+    assert not any(map(is_large, schemas_in(spec.lark)))
     ids = bytes_by_id(tokenizer)
     for text in valid:
         assert (place := allows(compiler.compile(spec), ids, text)) is None, f"{text} stops after {place}"
