@@ -59,7 +59,9 @@ def why_ended(completion: "Completion", llm: "LLM", params: "SamplingParams") ->
             completion.prompt_tokens + len(completion.tokens) >= llm.ctx_size
             and not completion.timings.shifts
         ):
-            return f"cut: the context of {llm.ctx_size} tokens is full (-c)"
+            longest = llm.model_config.context_length
+            more = f"-c takes up to {longest}" if llm.ctx_size < longest else "the model's own maximum"
+            return f"cut: the context of {llm.ctx_size} tokens is full ({more})"
         if params.max_tokens is not None and len(completion.tokens) >= params.max_tokens:
             return f"cut at -n {params.max_tokens}"
         return "cut by a limit"

@@ -11,6 +11,9 @@ go on; how the tokenizer itself would have cut the text does not matter. End tok
 llguidance bounds most of the work of compiling, but not that for regexes which are joined by "and": a few patterns
 under `allOf` keep a thread busy for hours, and no thread can be stopped. Such a grammar is compiled by a process of
 its own first, over a vocabulary of bytes, with limits of time and memory; what does not end there is refused.
+
+llguidance compiles by recursion: rules that lead to each other, or definitions of a schema, take stack for each, and a
+stack that is full ends the process. A grammar is compiled on a thread whose stack grows with the grammar's length.
 """
 
 import logging
@@ -29,6 +32,7 @@ from quengine.errors import EngineError
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.schema_check import FORMAT_PATTERNS
 from quengine.structured.schema_fallback import simpler_grammars
+from quengine.structured.schema_rules import plain_grammar
 from quengine.structured.token_mask import BudgetConstraint, Mask
 
 if TYPE_CHECKING:
@@ -114,6 +118,9 @@ _EXCERPT = re.compile(
 )  # a numbered line of the grammar, the mark under one, an empty line
 _NO_TEXT = re.compile(r"^NoExtension|Unsatisfiable schema")
 _LEXER_STATES = 50_000  # 1 to 2 KB each
+_STACK_BYTES = 4 << 20
+_STACK_A_CHARACTER = 2 << 10  # chains of the shortest rules take a quarter of it
+_starting = threading.Lock()  # the stack's size is that of all threads that start
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'  # any cutting into tokens is as good as the canonical one
 
 
@@ -254,7 +261,11 @@ class ConstraintCompiler:
         if not self._slots.acquire(timeout=seconds):
             raise EngineError(f"{spec.kind}: {_COMPILING_AT_ONCE} others are being compiled; try again later")
         thread = threading.Thread(target=work, name="compile constraint", daemon=True)
-        thread.start()
+        try:
+            _start(thread, _STACK_BYTES + _STACK_A_CHARACTER * len(spec.lark))
+        except RuntimeError:
+            self._slots.release()
+            raise EngineError(f"{spec.kind}: too little memory for a thread that compiles it") from None
         thread.join(seconds)
         if failed:
             known = isinstance(failed[0], EngineError)
@@ -264,6 +275,20 @@ class ConstraintCompiler:
         if not made:
             raise EngineError(f"{spec.kind}: not compiled within {seconds:g} s; make it simpler")
         return made[0]
+
+
+def _start(thread: threading.Thread, stack: int) -> None:
+    """Start a thread with a stack of `stack` bytes, of which what it uses takes memory.
+
+    Raises:
+        RuntimeError: it cannot be started.
+    """
+    with _starting:
+        before = threading.stack_size(stack)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
 
 
 class _Tokens:
@@ -295,7 +320,11 @@ def _nearest_matcher(vocabulary: "LLTokenizer", spec: ConstraintSpec) -> "LLMatc
     try:
         matcher = _matcher(vocabulary, spec, spec.lark)
     except _NoTextError:
-        raise
+        if not spec.from_schemas or (plain := plain_grammar(spec.lark)) == spec.lark:
+            raise
+        return _nearest_matcher(
+            vocabulary, replace(spec, lark=plain, dropped=(*spec.dropped, "large numbers"))
+        )
     except EngineError as error:
         for lark, missing in simpler_grammars(spec.lark) if spec.from_schemas else ():
             try:

@@ -19,6 +19,7 @@ from quengine.errors import EngineError, shown
 from quengine.platform import strict_json
 from quengine.structured.schema_dialect import standard_schema
 from quengine.structured.schema_grammar import grammar_schema
+from quengine.structured.schema_rules import lark_expression
 
 if TYPE_CHECKING:
     from quengine.models.tokenizer import Tokenizer
@@ -43,9 +44,6 @@ def literal(text: str) -> str:
 MAX_CHARACTERS = 128 * 1024
 """Compiling takes time that grows with the square of a schema's properties: about 5 s at this size."""
 
-# Between the parts of a JSON text: nothing, a space, or a new line with its indentation. JSON allows any amount, and
-# a model that likes spaces then never ends.
-_WHITESPACE = r"( |\r?\n[ \t]{0,64})"
 _LARK_START = re.compile(r"^\s*(start\s*(\[[^\]\n]*\])?\s*:|%llguidance\b)", re.MULTILINE)
 _INLINE_SCHEMA = re.compile(r"%json\s*")
 _IGNORED_OPTIONS = re.compile(r"^[^/#\n\"]*\[[^\]\n]*\b(temperature|stop)\b", re.MULTILINE)
@@ -215,9 +213,9 @@ class JsonExpression:
             raise EngineError(f"{name}: it has too many levels") from None
         if nearest.schema is False:
             raise EngineError(f"{name}: no text can be what it asks for")
-        schema = {} if nearest.schema is True else nearest.schema
-        text = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
-        return cls(f"%json {text}", json.dumps(standard.schema), standard.dropped + nearest.dropped)
+        expression = lark_expression(nearest.schema)
+        dropped = standard.dropped + nearest.dropped + (() if expression.complete else ("large numbers",))
+        return cls(expression.text, json.dumps(standard.schema), dropped)
 
 
 def _check_numbers(kind: str, text: str) -> None:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from quengine.structured.schema_dialect import Schema, without
+from quengine.structured.schema_rules import plain_grammar
 
 _INLINE = re.compile(r"%json ")
 _STRUCTURE = frozenset(
@@ -34,10 +35,12 @@ _LEFT_OUT = ("patterns that are no regular expressions here", "all but the struc
 
 def simpler_grammars(lark: str) -> Iterator[tuple[str, str]]:
     """Lark grammars whose schemas are ever simpler, and what each of them leaves out."""
-    parts = _parts(lark)
+    last = plain_grammar(lark)
+    if last != lark:
+        yield last, "large numbers"
+    parts = _parts(last)
     if len(parts) == 1:
         return
-    last = lark
     for simplify, left_out in zip((_with_known_patterns, _structure, _type_alone), _LEFT_OUT, strict=True):
         made = "".join(
             part if isinstance(part, str) else f"%json {json.dumps(simplify(part))}" for part in parts

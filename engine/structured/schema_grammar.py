@@ -1,7 +1,7 @@
 """The nearest schema to a standard one that the grammar's compiler takes: what a text is held to token by token.
 
     nearest = grammar_schema(standard_schema(given).schema)
-    nearest.schema      for the compiler
+    nearest.schema      for `schema_rules`, which writes it as a grammar
     nearest.dropped     keywords of which something is left to the check of the finished text (`schema_check`)
 
 Whatever is valid under the given schema is valid under this one, but for two things. Objects with `properties` are
@@ -14,7 +14,6 @@ joined by `allOf` do not shut each other out. An alternative of `anyOf` has its 
 """
 
 import json
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +27,15 @@ from quengine.structured.schema_check import (
     value_violation,
 )
 from quengine.structured.schema_dialect import Schema, conjunction, without
+from quengine.structured.schema_keys import Absent, Keys, KnownKeys
+from quengine.structured.schema_numbers import (
+    NUMERIC,
+    any_of,
+    exact_numbers,
+    exact_values,
+    is_large,
+    is_nothing,
+)
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_DEFINITIONS = 2000
@@ -36,7 +44,7 @@ _MAX_DEPENDENCIES = 6
 _MAX_MULTIPLE = 5000
 """A grammar of multiples has as many states as the number has digits' worth: `multipleOf: 99999999` takes minutes."""
 _MAX_NUMBER = 2**53
-"""The compiler reads numbers as doubles."""
+"""The compiler reads numbers as doubles; what it cannot read is written by `schema_numbers`, or left out."""
 
 
 @dataclass(frozen=True)
@@ -51,27 +59,12 @@ def grammar_schema(standard: Schema) -> GrammarSchema:
     """The nearest schema to `standard` (`schema_dialect.standard_schema`) that can be compiled."""
     if isinstance(standard, bool):
         return GrammarSchema(standard)
-    builder = _Builder(standard.get("$defs", {}))
-    schema = builder.build(without(standard, "$defs"), _Keys())
-    if isinstance(schema, dict) and (definitions := builder.definitions()):
-        schema = {**schema, "$defs": definitions}
+    definitions = standard.get("$defs", {})
+    builder = _Builder(definitions, KnownKeys(definitions))
+    schema = builder.build(without(standard, "$defs"), Keys())
+    if isinstance(schema, dict) and (built := builder.definitions()):
+        schema = {**schema, "$defs": built}
     return GrammarSchema(schema, tuple(dict.fromkeys(builder.dropped)))
-
-
-@dataclass(frozen=True)
-class _Keys:
-    """Keys that schemas of one value know, in their order; `open`: one of them says that there may be others."""
-
-    names: tuple[str, ...] = ()
-    patterns: frozenset[str] = frozenset()
-    open: bool = False
-
-    @classmethod
-    def all_of(cls, parts: Iterable["_Keys"]) -> "_Keys":
-        every = list(parts)
-        names = tuple(dict.fromkeys(name for keys in every for name in keys.names))
-        patterns = frozenset().union(*(keys.patterns for keys in every))
-        return cls(names, patterns, any(keys.open for keys in every))
 
 
 @dataclass(frozen=True)
@@ -85,9 +78,10 @@ class _Group:
 @dataclass
 class _Builder:
     given: Mapping[str, Schema]
+    known: KnownKeys
     dropped: list[str] = field(default_factory=list)
-    _numbers: dict[tuple[str, _Keys], int] = field(default_factory=dict)
-    _waiting: deque[tuple[str, _Keys]] = field(default_factory=deque)
+    _numbers: dict[tuple[str, Keys], int] = field(default_factory=dict)
+    _waiting: deque[tuple[str, Keys]] = field(default_factory=deque)
     _within: str | None = None  # the definition all of which the schema is that is built
 
     def definitions(self) -> dict[str, Schema]:
@@ -98,10 +92,12 @@ class _Builder:
             found[str(self._numbers[name, around])] = self.build(self.given[name], around)
         return found
 
-    def build(self, schema: Schema, around: _Keys) -> Schema:
+    def build(self, schema: Schema, around: Keys) -> Schema:
         """A schema whose value is also under others, which know the keys `around`."""
         if isinstance(schema, bool):
             return schema
+        if (exact := self._exact(schema)) is not None:
+            return exact
         own = {k: v for k, v in schema.items() if k in _PLAIN}
         self._take_not(own, schema.get("not"))
         self._take_texts_and_numbers(own)
@@ -111,7 +107,7 @@ class _Builder:
         self._take_array(own, schema)
         if not self._take_object(own, schema, groups, around):
             return False
-        combined = self._combined(groups, self._own_keys(schema), around)
+        combined = self._combined(groups, self.known.own(schema), around)
         first = next((k for k in schema if k in _APPLICATORS or k == "properties"), None)
         return {**own, **combined} if first == "properties" else {**combined, **own}
 
@@ -163,14 +159,14 @@ class _Builder:
         if len(dependent) > _MAX_DEPENDENCIES:
             self.dropped.append("dependentRequired" if "dependentRequired" in schema else "dependentSchemas")
         for key, then in dependent[:_MAX_DEPENDENCIES]:
-            yield _Group([_Absent({"properties": {key: False}}), conjunction({"required": [key]}, then)])
+            yield _Group([Absent({"properties": {key: False}}), conjunction({"required": [key]}, then)])
 
-    def _combined(self, groups: list[_Group], own: _Keys, around: _Keys) -> dict[str, Any]:
+    def _combined(self, groups: list[_Group], own: Keys, around: Keys) -> dict[str, Any]:
         """The keywords that hold the groups, each of which is closed around what all others know."""
         known = [self._keys_of_group(group) for group in groups]
         made: list[Schema] = []
         for n, group in enumerate(groups):
-            others = _Keys.all_of([around, own, *known[:n], *known[n + 1 :]])
+            others = Keys.all_of([around, own, *known[:n], *known[n + 1 :]])
             within, self._within = self._within, self._within if len(group.alternatives) == 1 else None
             parts = [self._alternative(part, others) for part in group.alternatives]
             self._within = within
@@ -181,16 +177,16 @@ class _Builder:
             return made[0]
         return {"allOf": made} if made else {}
 
-    def _alternative(self, part: Schema, around: _Keys) -> Schema:
-        if isinstance(part, _Absent):
+    def _alternative(self, part: Schema, around: Keys) -> Schema:
+        if isinstance(part, Absent):
             return dict(part)
         if not isinstance(part, dict) or part.keys() != {"$ref"}:
             return self.build(part, around)
         name = part["$ref"].rpartition("/")[2]
-        if not self._keys(part).names and not self._keys(part).patterns:
-            around = _Keys()
+        if not self.known.of(part).names and not self.known.of(part).patterns:
+            around = Keys()
         if len(self._numbers) > _MAX_DEFINITIONS:
-            around = _Keys(open=True)
+            around = Keys(open=True)
         if (name, around) not in self._numbers:
             self._numbers[name, around] = len(self._numbers)
             self._waiting.append((name, around))
@@ -198,38 +194,28 @@ class _Builder:
 
     # --- keys
 
-    def _keys(self, schema: Schema, seen: set[str] | None = None) -> _Keys:
-        """The keys that a schema and all others of the same value know; definitions in `seen` are counted already."""
-        seen = set() if seen is None else seen
-        if isinstance(schema, (bool, _Absent)):
-            return _Keys()
-        parts = [self._own_keys(schema)]
-        for keyword in ("allOf", "anyOf", "oneOf"):
-            parts += [self._keys(part, seen) for part in schema.get(keyword, ())]
-        parts += [
-            self._keys(schema[keyword], seen) for keyword in ("if", "then", "else") if keyword in schema
-        ]
-        parts += [self._keys(part, seen) for part in schema.get("dependentSchemas", {}).values()]
-        name = schema.get("$ref", "").rpartition("/")[2]
-        if name and name not in seen:
-            seen.add(name)
-            parts.append(self._keys(self.given[name], seen))
-        return _Keys.all_of(parts)
-
-    def _own_keys(self, schema: Mapping[str, Any]) -> _Keys:
-        dependent = schema.get("dependentRequired", {})
-        names = [*schema.get("properties", ()), *schema.get("required", ()), *dependent]
-        names += [name for each in dependent.values() for name in each]
-        opened = any(
-            schema.get(keyword, False) is not False
-            for keyword in ("additionalProperties", "unevaluatedProperties")
-        )
-        return _Keys(tuple(dict.fromkeys(names)), frozenset(schema.get("patternProperties", ())), opened)
-
-    def _keys_of_group(self, group: _Group) -> _Keys:
-        return _Keys.all_of(map(self._keys, group.alternatives))
+    def _keys_of_group(self, group: _Group) -> Keys:
+        return Keys.all_of(map(self.known.of, group.alternatives))
 
     # --- keywords
+
+    def _exact(self, schema: Mapping[str, Any]) -> Schema | None:
+        """The whole schema by numbers that the compiler does not read; None where it has none, or they are not all."""
+        values = _finite(schema)
+        if values is None:
+            return _exact_range(schema)
+        if not any(map(is_large, values)):
+            return None
+        rule = json.dumps(schema)
+        if '"$ref"' in rule:
+            rule = json.dumps({**schema, "$defs": dict(self.given)})
+        alone = schema.keys() <= {"const", "enum"}
+        valid = values if alone else [each for each in values if value_violation(rule, each) is None]
+        small = [each for each in valid if not is_large(each)]
+        parts = ([{"enum": small}] if small else []) + exact_values(
+            [each for each in valid if is_large(each)]
+        )
+        return any_of(parts) if parts else False
 
     def _take_not(self, own: dict[str, Any], denied: Schema | None) -> None:
         """What can be said of `not` by other keywords."""
@@ -280,18 +266,6 @@ class _Builder:
         if "multipleOf" in own and not _is_small_multiple(own["multipleOf"]):
             del own["multipleOf"]
             self.dropped.append("multipleOf")
-        self._take_values(own)
-
-    def _take_values(self, own: dict[str, Any]) -> None:
-        """`const` and `enum`, whose numbers must be the compiler's."""
-        values = _finite(own)
-        if values is None or not any(map(_is_large, values)):
-            return
-        own.pop("const", None)
-        own.pop("enum", None)
-        self.dropped.append("enum")
-        types = {_type_of(each) for each in values}
-        own["type"] = [each for each in _list(own.get("type", list(_TYPES))) if each in types]
 
     def _take_array(self, own: dict[str, Any], schema: Mapping[str, Any]) -> None:
         items, prefix = schema.get("items"), schema.get("prefixItems")
@@ -312,7 +286,7 @@ class _Builder:
                 self.dropped.append("contains")
 
     def _take_object(
-        self, own: dict[str, Any], schema: Mapping[str, Any], groups: list[_Group], around: _Keys
+        self, own: dict[str, Any], schema: Mapping[str, Any], groups: list[_Group], around: Keys
     ) -> bool:
         """Keys and their values. False where no value can be."""
         if "properties" in own:
@@ -323,7 +297,7 @@ class _Builder:
         if "additionalProperties" in schema:
             own["additionalProperties"] = self._part(schema["additionalProperties"])
         self._take_unevaluated(own, schema, groups)
-        others = _Keys.all_of([around, *map(self._keys_of_group, groups)])
+        others = Keys.all_of([around, *map(self._keys_of_group, groups)])
         self._take_property_names(own, schema, others)
         self._close(own, schema, others)
         return self._take_counts_of_properties(own, others)
@@ -331,7 +305,7 @@ class _Builder:
     def _part(self, schema: Schema) -> Schema:
         """A schema of a value within this one."""
         within, self._within = self._within, None
-        made = self._alternative(schema, _Keys())
+        made = self._alternative(schema, Keys())
         self._within = within
         return made
 
@@ -346,7 +320,7 @@ class _Builder:
         else:
             own["additionalProperties"] = self._part(rest)
 
-    def _take_property_names(self, own: dict[str, Any], schema: Mapping[str, Any], others: _Keys) -> None:
+    def _take_property_names(self, own: dict[str, Any], schema: Mapping[str, Any], others: Keys) -> None:
         names, seen = schema.get("propertyNames"), 0
         while isinstance(names, dict) and names.keys() == {"$ref"} and seen <= len(self.given):
             names, seen = self.given[names["$ref"].rpartition("/")[2]], seen + 1
@@ -393,7 +367,7 @@ class _Builder:
         own["patternProperties"] = {pattern: rest}
         own["additionalProperties"] = False
 
-    def _close(self, own: dict[str, Any], schema: Mapping[str, Any], others: _Keys) -> None:
+    def _close(self, own: dict[str, Any], schema: Mapping[str, Any], others: Keys) -> None:
         """Let an object have no other keys than those that are known, where nothing says that it may."""
         if not {"properties", "patternProperties"} & schema.keys() and schema.get(
             "unevaluatedProperties", True
@@ -420,7 +394,7 @@ class _Builder:
             own["patternProperties"] = patterns
         own["additionalProperties"] = False
 
-    def _take_counts_of_properties(self, own: dict[str, Any], others: _Keys) -> bool:
+    def _take_counts_of_properties(self, own: dict[str, Any], others: Keys) -> bool:
         """`minProperties` and `maxProperties`, as far as the compiler has them. False where no value can be."""
         least, most = own.pop("minProperties", 0), own.pop("maxProperties", None)
         properties = own.get("properties", {})
@@ -474,10 +448,6 @@ class _Builder:
         return None if isinstance(schema, bool) else _finite(schema)
 
 
-class _Absent(dict[str, Any]):
-    """A schema that is as it has to be: a key that may not be there."""
-
-
 _PLAIN = frozenset(
     [
         "type",
@@ -528,6 +498,24 @@ def _contains(values: Iterable[Any], value: Any) -> bool:
     return any(each == value and isinstance(each, bool) == isinstance(value, bool) for each in values)
 
 
+def _exact_range(schema: Mapping[str, Any]) -> Schema | None:
+    """A schema with bounds that the compiler does not read, where its numbers can be told from its other values."""
+    if not any(map(is_large, (schema[key] for key in NUMERIC & schema.keys()))):
+        return None
+    types = _list(schema.get("type", list(_TYPES)))
+    rest = [each for each in types if each not in ("integer", "number")]
+    others = schema.keys() - NUMERIC - {"type"}
+    if len(rest) == len(types) or (others and not (set(rest) <= {"null", "boolean"} and others <= _PLAIN)):
+        return None
+    bounds = {key: schema[key] for key in NUMERIC & schema.keys()}
+    exact = exact_numbers({"type": "number" if "number" in types else "integer", **bounds})
+    if exact is None:
+        return None
+    parts = [] if is_nothing(exact) else [exact]
+    parts += [{"type": rest}] if rest else []
+    return any_of(parts) if parts else False
+
+
 def _denied(condition: Mapping[str, Any], properties: Mapping[str, Any]) -> list[Schema] | None:
     """Alternatives of what is not under `condition`, where that says one key's value and the key has few values."""
     keys = condition.get("properties", {})
@@ -545,11 +533,13 @@ def _denied(condition: Mapping[str, Any], properties: Mapping[str, Any]) -> list
     if values is None or chosen is None or not set(required) <= {name}:
         return None
     rest = [each for each in values if not _contains(chosen, each)]
+    if any(map(is_large, rest)):
+        return None
     denied: list[Schema] = (
-        [_Absent({"properties": {name: {"enum": rest}}, "required": [name]})] if rest else []
+        [Absent({"properties": {name: {"enum": rest}}, "required": [name]})] if rest else []
     )
     if required:
-        denied.append(_Absent({"properties": {name: False}}))
+        denied.append(Absent({"properties": {name: False}}))
     return denied or [False]
 
 
@@ -558,21 +548,3 @@ def _is_small_multiple(value: float) -> bool:
     digits = Decimal(repr(value)).normalize().as_tuple()
     coefficient = int("".join(map(str, digits.digits)))
     return coefficient <= _MAX_MULTIPLE and isinstance(digits.exponent, int) and -9 <= digits.exponent <= 6
-
-
-def _is_large(value: Any) -> bool:
-    """Whether a value has a number that a double is not."""
-    if isinstance(value, dict):
-        return any(map(_is_large, value.values()))
-    if isinstance(value, list):
-        return any(map(_is_large, value))
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) > _MAX_NUMBER or (value != 0 and math.log10(abs(value)) < -9)
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return names[type(value)]

@@ -85,7 +85,9 @@ def test_why_an_answer_ended_is_told(model: str, capsys: pytest.CaptureFixture[s
         return capsys.readouterr().err.rpartition("; ")[2].strip()
 
     assert why("-n", "6", "--ignore-eos") == "cut at -n 6"
-    assert why("--raw", "-c", "32", "--ignore-eos") == "cut: the context of 32 tokens is full (-c)"
+    full = "cut: the context of {} tokens is full ({})"
+    assert why("--raw", "-c", "32", "--ignore-eos") == full.format(32, "-c takes up to 128")
+    assert why("--raw", "-c", "0", "--ignore-eos") == full.format(128, "the model's own maximum")
     assert why("-j", '{"const": 1}') == "ended by the model"
     assert (
         why("-n", "6", "--ignore-eos", "--logit-bias", "97+100", "--stop", "aa")

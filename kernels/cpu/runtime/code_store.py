@@ -84,9 +84,7 @@ class CodeStore:
         """Stores content under this name; warns once if no folder is writable."""
         for folder in self.folders:
             with contextlib.suppress(OSError):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                key = self._key(folder, make=True)
-                if key is None:
+                if (key := self._made_key(folder)) is None:
                     continue
                 _replace(folder / name, self._digest(key, name, content) + content)
                 return
@@ -94,6 +92,19 @@ class CodeStore:
             ", ".join(str(folder.parent) for folder in self.folders)
             or "the cache of a user without a home folder"
         )
+
+    def keeps(self) -> bool:
+        """Whether there is a folder for new contents, which is made."""
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                if self._made_key(folder) is not None:
+                    return True
+        return False
+
+    def _made_key(self, folder: Path) -> bytes | None:
+        """The secret of a folder that is made where there is none. Raises OSError if it cannot be."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self._key(folder, make=True)
 
     def _key(self, folder: Path, make: bool = False) -> bytes | None:
         """This user's secret in a folder; None if the folder may not be used or has none."""

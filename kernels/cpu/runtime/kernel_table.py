@@ -79,9 +79,8 @@ def _watched() -> Iterator[None]:
 @cache
 def say_once() -> None:
     """Logs, once, that kernels have to be compiled, so that the user knows what the start waits for."""
-    _log.warning(
-        "compiling kernels for this processor and the model's types, once; later runs find them on disk"
-    )
+    kept = ", once; later runs find them on disk" if code_store().keeps() else ""
+    _log.warning("compiling kernels for this processor and the model's types%s", kept)
 
 
 def _compiled_by(module: str, function: str) -> Callable[..., int]:

@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -442,3 +444,32 @@ def test_only_the_control_tokens_asked_for_are_shown(llm: LLM) -> None:
         stream = llm.stream("the", show_special=ids).sequence.stream
         shown.append(stream.push(end) + stream.push(start))
     assert shown == ["", "<|endoftext|><|im_start|>", "<|im_start|>"]
+
+
+# Rules, terminals, GBNF's rules, and definitions of a schema that lead to each other, as many as a grammar may have.
+CHAINS = """
+import sys
+from quengine.models.tokenizer import Tokenizer
+from quengine.structured.constraint import ConstraintCompiler
+from quengine.structured.constraint_spec import MAX_CHARACTERS, ConstraintSpec
+
+tokenizer = Tokenizer.from_gguf(sys.argv[1])
+compiler = ConstraintCompiler(tokenizer, tokenizer.vocab_size)
+n = 6000
+refs = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(1700)} | {"1700": {"type": "null"}}
+specs = [
+    ConstraintSpec.grammar("start: r0\\n" + "".join(f'r{i}: "a" r{i + 1}\\n' for i in range(n)) + f'r{n}: "b"'),
+    ConstraintSpec.grammar("start: R0\\n" + "".join(f'R{i}: "a" R{i + 1}\\n' for i in range(n)) + f'R{n}: "b"'),
+    ConstraintSpec.grammar("root ::= r0\\n" + "".join(f'r{i} ::= "a" r{i + 1}\\n' for i in range(n)) + f'r{n} ::= "b"'),
+    ConstraintSpec.json_schema({"$ref": "#/$defs/0", "$defs": refs}),
+]
+for spec in specs:
+    assert MAX_CHARACTERS // 2 < len(spec.lark)
+    assert compiler.compile(spec).allowed().any()
+"""
+
+
+def test_rules_that_lead_to_each_other_do_not_end_the_process(tmp_path: Path) -> None:
+    path = GGUFBuilder().kvs({"general.architecture": "llama", **bpe_vocabulary()}).write(tmp_path / "v.gguf")
+    done = subprocess.run([sys.executable, "-c", CHAINS, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

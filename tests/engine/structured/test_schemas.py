@@ -7,7 +7,6 @@ import json
 import logging
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,20 +34,6 @@ from tests.engine.structured.random_schemas import (
     random_text,
     violation,
 )
-from tests.gguf_builder import GGUFBuilder, bpe_vocabulary
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    path: Path = tmp_path_factory.mktemp("bytes") / "vocab.gguf"
-    return Tokenizer.from_gguf(
-        GGUFBuilder().kvs({"general.architecture": "llama", **bpe_vocabulary()}).write(path)
-    )
-
-
-@pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> ConstraintCompiler:
-    return ConstraintCompiler(tokenizer, tokenizer.vocab_size)
 
 
 def takes(compiler: ConstraintCompiler, schema: Any, value: Any) -> bool:

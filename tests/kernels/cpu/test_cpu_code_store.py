@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from quengine.kernels.cpu.runtime import code_store as module
+from quengine.kernels.cpu.runtime import kernel_table
 from quengine.kernels.cpu.runtime.code_store import CodeStore, code_store
 from quengine.kernels.private_folder import KEY_NAME
 
@@ -61,6 +62,19 @@ def test_where_no_folder_can_be_written_it_says_so_once(
     (record,) = caplog.records
     assert str(tmp_path / "file") in record.getMessage() and "NUMBA_CACHE_DIR" in record.getMessage()
     assert store.read("x") is None
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_later_runs_are_said_to_find_kernels_where_they_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: bool
+) -> None:
+    (tmp_path / "file").touch()
+    store = CodeStore([tmp_path / ("folder" if kept else "file") / "kernels"], "1")
+    monkeypatch.setattr(kernel_table, "code_store", lambda: store)
+    with caplog.at_level(logging.WARNING, "quengine"):
+        kernel_table.say_once.__wrapped__()
+    (record,) = caplog.records
+    assert ("later runs find them" in record.getMessage()) is kept
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
