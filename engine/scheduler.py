@@ -89,8 +89,8 @@ class Scheduler:
         self.deterministic = deterministic
         self.packed = packed
         self.shares = shares
-        self.blocks = BlockManager(cache.pools)
         self._copy_blocks = copy_blocks or (lambda _copies: None)
+        self.blocks = BlockManager(cache.pools, lambda copies: self._copy_blocks(copies))
         self._ahead, self._most_ahead = ahead, most_ahead
         # States that cannot go back to the last full block are copied as they come to its end.
         self._keeps_copies = (
