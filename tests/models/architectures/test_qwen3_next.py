@@ -31,7 +31,7 @@ from tests.transformers_models import DROP, edit, nmse, our_logits, transformers
 LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]
 SIZES = {
     "num_hidden_layers": 5,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 1024,
     "layer_types": LAYERS,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
@@ -155,12 +155,12 @@ def long_logits(root: Path) -> list[Tensor]:
         return [model(text[None]).logits[0] for text in texts(CASES["plain"].vocab)]
 
 
-def paged_cache(config: ModelConfig) -> list[LayerState]:
-    """Four slots, and 8 blocks of 32 positions for each, in fp32."""
+def paged_cache(config: ModelConfig, blocks: int = 8) -> list[LayerState]:
+    """Four slots, and so many blocks of 32 positions for each, in fp32."""
     return [
         SlotLayer(tuple(torch.full((4, *shape), 7.0) for shape in block.mixer.state.shapes))
         if isinstance(block.mixer, GatedDelta)
-        else KVLayer(*torch.zeros(2, 4 * 256, block.mixer.state.kv_heads, block.mixer.state.head_dim))
+        else KVLayer(*torch.zeros(2, 4 * 32 * blocks, block.mixer.state.kv_heads, block.mixer.state.head_dim))
         for block in layers_of(config)
     ]
 
@@ -201,6 +201,24 @@ def test_the_engine_has_the_same_logits_for_any_chunks(root: Path, long_logits: 
             found.append(llm.logits(ids))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert nmse(found[0].double(), long_logits[2]) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["plain", "next"])
+def test_a_prompt_of_1000_tokens_has_the_logits_of_transformers(root: Path, name: str) -> None:
+    """Sixteen chunks of 64 positions: by the definition in one step, and behind its states token by token."""
+    checkpoint, vocab = opened(root, name, "gguf"), CASES[name].vocab
+    ids = torch.randint(0, vocab, (1000,), generator=torch.Generator().manual_seed(9))
+    model, _ = transformers_model(root / name)
+    with torch.no_grad():
+        theirs = model(ids[None]).logits[0]
+    decoder = Decoder(checkpoint.config, checkpoint.tensors, ReferenceBackend(keep=True), 1024, 1024)
+    cache, device, table = paged_cache(checkpoint.config, 32), torch.device("cpu"), [list(range(32, 64)), [1]]
+    ours = [
+        decoder.forward(prefill_batch([ids[:996].tolist()], [0], [table], device, all_logits=True), cache)
+    ]
+    for position in range(996, 1000):
+        ours.append(decoder.forward(decode_batch([int(ids[position])], [position], [table], device), cache))
+    assert nmse(torch.cat([rows.clone() for rows in ours]), theirs) < 1e-9
 
 
 PROMPTS = (1, 5, 63, 64, 65, 130)
