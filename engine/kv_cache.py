@@ -86,7 +86,7 @@ class ColdStates:
         slab, row = divmod(block, self._slab)
         if slab not in self._slabs:
             self._slabs[slab] = self._allocated()
-        split = self._slabs[slab][row].split(self._sizes)
+        split = self._slabs[slab][row].split_with_sizes(self._sizes)
         for part, held in zip(self._parts, split, strict=True):
             for layer, values in zip(part, held.view(len(part), -1), strict=True):
                 yield values, layer[on_device].view(-1)
