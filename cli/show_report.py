@@ -162,7 +162,7 @@ def _device_lines(summary: ModelSummary, devices: list[dict[str, Any]]) -> list[
     if needs.state_bytes:
         lines.append(
             f"state         {gib(needs.state_bytes)} a sequence of --parallel, whatever its length, and for each "
-            "copy (--state-checkpoints)"
+            "copy (--state-checkpoints; on a GPU also in host memory, --host-checkpoints)"
         )
     for device in devices:
         context = device["context_that_fits"]

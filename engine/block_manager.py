@@ -15,10 +15,14 @@ entry of its table; behind it come copies that it keeps for itself: `CachePool.s
 at the end of its last full block, where there is room. Blocks without an owner hold checkpoints: copies of states at
 the ends of full blocks, found by the same keys. One that a step of a prompt writes on its way has an owner until that
 step is launched. A prefix is found where every group holds it, so only as far as there is a checkpoint at its end.
+
+Checkpoints that make room for others move to host memory where the pool has some (`CachePool.cold`), the least
+recently used first, and from there a prompt goes on as well: its state is copied back. Blocks in host memory have the
+numbers after those on the device.
 """
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from hashlib import sha256
@@ -43,6 +47,7 @@ class CachePool:
     rewinds: a state serves to go on from that many positions before its newest one.
     spares: copies that each sequence has beside its state.
     checkpoints: blocks beyond those that sequences need, for checkpoints.
+    cold: blocks num_blocks + 1 .. num_blocks + `cold`, in host memory, for checkpoints that had to make room.
     """
 
     num_blocks: int
@@ -52,6 +57,7 @@ class CachePool:
     rewinds: int = 0
     spares: int = 0
     checkpoints: int = 0
+    cold: int = 0
 
     def first_visible(self, position: int) -> int:
         """Index in a block table of the first block that tokens at `position` or later attend to."""
@@ -69,6 +75,19 @@ class BlockCopy(NamedTuple):
     group: int
     source: int
     target: int
+
+
+CopyBlocks = Callable[[Seq[BlockCopy]], None]
+"""Copies blocks in this order, after the steps that were launched before and in front of all later ones."""
+
+
+class CheckpointCounts(NamedTuple):
+    """Checkpoints that prompts may go on from, on the device and in host memory, and how many were moved so far."""
+
+    on_device: int = 0
+    in_host: int = 0
+    to_host: int = 0
+    from_host: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,10 +128,12 @@ class _Beginning(NamedTuple):
 
 
 class BlockManager:
-    """The blocks of all cache groups, all of them free at first. `pools`: one per cache group."""
+    """The blocks of all cache groups, all of them free at first. `pools`: one per cache group. `copy_blocks`: moves
+    checkpoints to host memory at once, before their blocks are written again."""
 
-    def __init__(self, pools: Seq[CachePool]) -> None:
-        self._pools = [_Pool(pool) for pool in pools]
+    def __init__(self, pools: Seq[CachePool], copy_blocks: CopyBlocks = lambda _copies: None) -> None:
+        self._copy_blocks = copy_blocks
+        self._pools = [_Pool(pool, n, copy_blocks) for n, pool in enumerate(pools)]
         self._paged_groups = [n for n, pool in enumerate(pools) if not pool.is_state]
         self._paged = [self._pools[n] for n in self._paged_groups]
         self._states = [pool for pool in self._pools if pool.shape.is_state]
@@ -133,6 +154,15 @@ class BlockManager:
     def has_states(self) -> bool:
         """Whether there are groups with a state."""
         return bool(self._states)
+
+    @property
+    def checkpoints(self) -> CheckpointCounts:
+        """Those of states; of several groups, in the one that has most."""
+        counts = (
+            CheckpointCounts(len(pool.by_key), len(pool.cold), pool.to_host, pool.from_host)
+            for pool in self._states
+        )
+        return max(counts, default=CheckpointCounts())
 
     def covered(self, tables: Seq[Seq[int]]) -> int:
         """Number of positions that these block tables cover."""
@@ -166,7 +196,7 @@ class BlockManager:
         for group, (pool, blocks, count) in enumerate(zip(self._pools, shared, new, strict=True)):
             if pool.shape.is_state:
                 source = pool.checkpoint_of(keys[found - 1]) if found else PADDING_BLOCK
-                tables.append([pool.take() for _ in range(count)])
+                tables.append([pool.take(source) for _ in range(count)])
                 if found:
                     copies.append(BlockCopy(group, source, tables[-1][0]))
                 continue
@@ -232,7 +262,7 @@ class BlockManager:
         used."""
         copies = []
         for group, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
-            if pool.shape.is_state and key not in pool.by_key and pool.num_free:
+            if pool.shape.is_state and not pool.holds(key) and pool.num_free:
                 copies.append(BlockCopy(group, table[0], pool.keep_new(key, on_the_way)))
         return copies
 
@@ -240,7 +270,7 @@ class BlockManager:
         """Blocks that the next step writes the states to which stand for the tokens up to the end of the block with
         this key: of each group, 0 in one without a state. Empty where the key is known, or no block is free. The caller
         owns them until `give_checkpoint`; least recently used checkpoints make room."""
-        if any(key in pool.by_key or not pool.num_free for pool in self._states):
+        if any(pool.holds(key) or not pool.num_free for pool in self._states):
             return []
         return [pool.take() if pool.shape.is_state else PADDING_BLOCK for pool in self._pools]
 
@@ -328,9 +358,12 @@ class BlockManager:
     def held(self, keys: Seq[bytes]) -> list[dict[int, int]]:
         """For each cache group, the blocks of the longest prefix of `keys` that all groups hold, by index.
 
-        Of a group with a window or a state, only the blocks that are still cached.
+        Of a group with a window or a state, only the blocks that are still cached. A checkpoint in host memory is
+        copied to a free block of the device, where there is one.
         """
-        prefix = keys[: _match(self._pools, keys)]
+        if end := _match(self._pools, keys):
+            self._bring_back(keys[end - 1])
+        prefix = keys[: _match(self._pools, keys, on_device=True)]
         return [
             {
                 index: pool.by_key[key]
@@ -339,6 +372,15 @@ class BlockManager:
             }
             for pool in self._pools
         ]
+
+    def _bring_back(self, key: bytes) -> None:
+        """Copies the checkpoint with this key from host memory to free blocks of the device."""
+        for group, pool in enumerate(self._pools):
+            if pool.shape.is_state and key not in pool.by_key and pool.num_free:
+                source = pool.checkpoint_of(key)
+                number = pool.take(source)
+                self._copy_blocks([BlockCopy(group, source, number)])
+                pool.keep(number, key, evicted_first=False)
 
     def take_back(self, keys: Seq[bytes], held: Seq[Seq[int]]) -> list[dict[int, int]] | None:
         """Allocates blocks for saved contents; the caller owns them, fills them, and then calls `given_back`.
@@ -398,12 +440,16 @@ class _Pool:
     """The blocks of one cache group.
 
     `by_key` maps keys to full blocks. A free block is either in `_empty`, or, if its content can still be found, in
-    `_kept`, in the order of last use.
+    `_kept`, in the order of last use. `cold` maps keys to blocks in host memory, in that order as well.
     """
 
-    def __init__(self, shape: CachePool) -> None:
+    def __init__(self, shape: CachePool, group: int, copy_blocks: CopyBlocks) -> None:
         self.shape = shape
         self.by_key: dict[bytes, int] = {}
+        self.cold: dict[bytes, int] = {}
+        self.to_host = self.from_host = 0
+        self._group, self._copy_blocks = group, copy_blocks
+        self._empty_cold = list(range(shape.num_blocks + shape.cold, shape.num_blocks, -1))
         self._owners = [0] * (shape.num_blocks + 1)
         self._keys: dict[int, bytes] = {}
         self._empty = list(range(shape.num_blocks, 0, -1))
@@ -426,8 +472,17 @@ class _Pool:
             return 1 + self.shape.spares
         return self.end(found * BLOCK_SIZE, positions) - found
 
+    def holds(self, key: bytes) -> bool:
+        """Whether there is a block with this key, on the device or in host memory."""
+        return key in self.by_key or key in self.cold
+
     def checkpoint_of(self, key: bytes) -> int:
-        """The block with this key, marked as the most recently used one."""
+        """The block with this key, marked as the most recently used one; on the device, if it is there."""
+        if key in self.cold:
+            self.cold[key] = self.cold.pop(key)
+            if key not in self.by_key:
+                self.from_host += 1
+                return self.cold[key]
         number = self.by_key[key]
         if number in self._kept:
             self._kept[number] = self._kept.pop(number)
@@ -459,13 +514,31 @@ class _Pool:
             self._kept.pop(number, None)
             self._owners[number] += 1
 
-    def take(self) -> int:
-        """Takes a free block, evicting the least recently used content if need be, and gives it one owner."""
+    def take(self, spared: int = PADDING_BLOCK) -> int:
+        """Takes a free block, evicting the least recently used content if need be, and gives it one owner. `spared`: a
+        block in host memory that is about to be copied, and keeps its content."""
         if not self._empty:
-            self.unname(self._keys[next(iter(self._kept))])
+            number = next(iter(self._kept))
+            self._move_to_host(number, spared)
+            self._unname(self._keys[number])
         number = self._empty.pop()
         self._owners[number] = 1
         return number
+
+    def _move_to_host(self, number: int, spared: int) -> None:
+        """Copies a block that is about to be evicted to host memory, where there is some and it is not there yet."""
+        key = self._keys[number]
+        if key in self.cold:
+            self.cold[key] = self.cold.pop(key)
+            return
+        if not self._empty_cold:
+            oldest = next((each for each, held in self.cold.items() if held != spared), None)
+            if oldest is None:
+                return
+            self._empty_cold.append(self.cold.pop(oldest))
+        self.cold[key] = self._empty_cold.pop()
+        self.to_host += 1
+        self._copy_blocks([BlockCopy(self._group, number, self.cold[key])])
 
     def release(self, blocks: Iterable[int]) -> None:
         for number in blocks:
@@ -493,7 +566,13 @@ class _Pool:
             self.by_key[key], self._keys[number] = number, key
 
     def unname(self, key: bytes) -> None:
-        """Removes the block with this key from the prefix cache, if there is one."""
+        """Removes the blocks with this key from the prefix cache, if there are any."""
+        self._unname(key)
+        if key in self.cold:
+            self._empty_cold.append(self.cold.pop(key))
+
+    def _unname(self, key: bytes) -> None:
+        """The same of the block on the device alone."""
         if key in self.by_key:
             number = self.by_key.pop(key)
             del self._keys[number]
@@ -504,15 +583,18 @@ class _Pool:
     def reset(self) -> None:
         for number in list(self._kept):
             self.unname(self._keys[number])
+        for key in list(self.cold):
+            self.unname(key)
 
 
-def _match(pools: Seq[_Pool], keys: Seq[bytes]) -> int:
-    """Full blocks of the longest prefix of which each of these groups holds what the token behind it sees."""
+def _match(pools: Seq[_Pool], keys: Seq[bytes], on_device: bool = False) -> int:
+    """Full blocks of the longest prefix of which each of these groups holds what the token behind it sees.
+    `on_device`: checkpoints in host memory do not count."""
     longest = 0
     held_from = [0] * len(pools)  # since which index all blocks were found
     for index, key in enumerate(keys):
         for group, pool in enumerate(pools):
-            if key not in pool.by_key:
+            if key not in pool.by_key and (on_device or key not in pool.cold):
                 held_from[group] = index + 1
                 if pool.shape.window is None and not pool.shape.is_state:
                     return longest

@@ -90,6 +90,8 @@ class EngineConfig:
         state_checkpoints: of a model whose layers keep a state (a convolution, a gated delta net), how many copies of
             states are kept, from which prompts that begin alike go on; None: by the memory that there is. `engine show`
             says what one takes.
+        host_checkpoints: host memory in MiB for such copies that have no room left on a CUDA device, the least recently
+            used ones; 0: none; None: an eighth of what is free, up to 8 GiB.
         mmproj: the file (mmproj*.gguf) or folder with the encoder of images and the projector that makes them rows of
             the prompt; None: one beside the model, where there is one.
         no_mmproj: the model is to read text alone.
@@ -251,6 +253,16 @@ class EngineConfig:
             "Of models that keep a state: copies of it, for prompts that begin alike. (default: by memory)",
             RUN_PANEL,
             "N",
+        ),
+    ] = None
+    host_checkpoints: Annotated[
+        int | None,
+        Range(0),
+        Flag(
+            "--host-checkpoints",
+            "MiB of host memory for those that have no room on the GPU; 0: none. (default: an eighth, up to 8192)",
+            RUN_PANEL,
+            "MIB",
         ),
     ] = None
     mmproj: Annotated[

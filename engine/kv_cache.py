@@ -1,7 +1,7 @@
 """The KV cache of a model: blocks of keys and values, shared by sequences, and recurrent states; allocated once."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from quengine.block_manager import BlockCopy, CachePool
 from quengine.kernels.backend import KVLayer, LayerState, SlotLayer
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType, blocks_for
 from quengine.kernels.kv.kv_rows import allocate_layer
-from quengine.memory import state_pool
+from quengine.memory import cold_slab, state_pool
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import SlotState, State
 from quengine.models.config import ModelConfig
@@ -53,6 +53,52 @@ def _allocate_states(
     return stacks, of_layers
 
 
+class ColdStates:
+    """Blocks of a group of states in host memory, which a CUDA device copies to and from beside the host's work.
+
+    Memory is allocated as blocks are first written, several of them at once (`cold_slab`), pinned where the states are
+    on a CUDA device. parts: the group's states, [layers, blocks, ...] each. Blocks are numbered from 0.
+    """
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        self._parts = parts
+        self._sizes = [part[:, 0].numel() for part in parts]
+        self._slab = cold_slab(4 * sum(self._sizes))
+        self._slabs = dict[int, Tensor]()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(slab.nbytes for slab in self._slabs.values())
+
+    def put(self, block: int, source: int) -> None:
+        """Copy the device's block `source` to this one."""
+        for held, own in self._layers(block, source):
+            held.copy_(own, non_blocking=True)
+
+    def get(self, block: int, target: int) -> None:
+        """Copy this block to the device's block `target`."""
+        for held, own in self._layers(block, target):
+            own.copy_(held, non_blocking=True)
+
+    def _layers(self, block: int, on_device: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each part and layer the values here and on the device, both contiguous."""
+        slab, row = divmod(block, self._slab)
+        if slab not in self._slabs:
+            self._slabs[slab] = self._allocated()
+        split = self._slabs[slab][row].split_with_sizes(self._sizes)
+        for part, held in zip(self._parts, split, strict=True):
+            for layer, values in zip(part, held.view(len(part), -1), strict=True):
+                yield values, layer[on_device].view(-1)
+
+    def _allocated(self) -> Tensor:
+        shape, is_cuda = (self._slab, sum(self._sizes)), self._parts[0].is_cuda
+        try:
+            return torch.empty(shape, dtype=torch.float32, pin_memory=is_cuda)
+        except RuntimeError:  # the system pins no more: copies wait for the device
+            return torch.empty(shape, dtype=torch.float32)
+
+
 @dataclass
 class KVCache:
     """Keys and values, and recurrent states, of sequences of at most `ctx_size` positions each.
@@ -71,6 +117,8 @@ class KVCache:
     """The layers of each group."""
     hidden: Tensor | None = None
     """Hidden rows for a layer that drafts tokens, in blocks of the first group (kernels/hidden_rows.py)."""
+    cold: dict[int, ColdStates] = field(default_factory=dict)
+    """Of each group with blocks in host memory (`CachePool.cold`), these."""
 
     @classmethod
     def allocate(
@@ -114,8 +162,15 @@ class KVCache:
         return cache
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy blocks within their groups, behind the steps that were launched before."""
+        """Copy blocks within their groups, behind the steps that were launched before; also to and from host memory."""
         for group, source, target in copies:
+            first_cold = self.pools[group].num_blocks + 1
+            if target >= first_cold:
+                self._cold_of(group).put(target - first_cold, source)
+                continue
+            if source >= first_cold:
+                self._cold_of(group).get(source - first_cold, target)
+                continue
             for part in self.states[group]:
                 part[:, target].copy_(part[:, source])
             held = (self.layers[layer] for layer in self.groups[group])
@@ -124,6 +179,11 @@ class KVCache:
                 blocks.append(self.hidden.view(-1, BLOCK_SIZE, self.hidden.shape[1]))
             for block in blocks:
                 block[target].copy_(block[source])
+
+    def _cold_of(self, group: int) -> ColdStates:
+        if group not in self.cold:
+            self.cold[group] = ColdStates(self.states[group])
+        return self.cold[group]
 
     @property
     def whole_tables(self) -> tuple[list[int], ...]:

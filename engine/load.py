@@ -202,6 +202,7 @@ def _notes(
             counts = [end - first for first, end in pairwise(stage.bounds)]
             each = f"with {' + '.join(map(str, counts))} layers, the first with weights of {gib(part.nbytes)}"
         notes.append(f"shared by {config.ranks} ranks, {each}")
+    notes += _cold_in_vain(config, runner.cache, runner.decoder.backend.device)
     if config.places_experts:
         notes.append(experts.note())
     if config.draft_ngram:
@@ -227,5 +228,24 @@ def _states_note(config: EngineConfig, pool: CachePool, cache: KVCache) -> str:
     copies = ", as many copies for drafts" if pool.spares else ""
     return (
         f", of it {gib(size * pool.num_blocks)} for states of {gib(size)}: {config.parallel} of sequences{copies}, "
-        f"{pool.checkpoints} checkpoints"
+        f"{pool.checkpoints} checkpoints{_cold_note(pool, size)}"
     )
+
+
+def _cold_note(pool: CachePool, size: int) -> str:
+    return f", up to {pool.cold} more in host memory ({gib(size * pool.cold)})" if pool.cold else ""
+
+
+def _cold_in_vain(config: EngineConfig, cache: KVCache, device: torch.device) -> list[str]:
+    """A note where host memory is requested for checkpoints and there is nothing to keep in it."""
+    if not config.host_checkpoints or any(pool.cold for pool in cache.pools):
+        return []
+    pools = [pool for pool in cache.pools if pool.is_state]
+    why = "it is less than a state takes"
+    if not pools:
+        why = "the model's layers keep no states"
+    elif device.type != "cuda":
+        why = f"the states of a model on the {device.type} are in host memory anyway"
+    elif not any(pool.checkpoints for pool in pools):
+        why = "no checkpoints are kept"
+    return [f"host_checkpoints {config.host_checkpoints} MiB: not used, {why}"]

@@ -45,6 +45,13 @@ CHECKPOINTS, CHECKPOINTS_A_SEQUENCE = 32, 4
 CHECKPOINTS_SHARE = 8
 """They take one part in so many of the memory for the cache, at most."""
 
+COLD_BYTES, COLD_SHARE = 8 * 2**30, 8
+"""Host memory for checkpoints that have no room on a CUDA device: so much, and one part in so many of what is free, at
+most."""
+
+_SLAB = 512 * 2**20
+"""Bytes that are pinned at once, at most, unless a single state takes more: some 0.1 seconds."""
+
 CONTEXT_STEP = 256
 """A context cut to fit is a multiple of this number of tokens."""
 
@@ -254,6 +261,45 @@ def state_pool(config: ModelConfig, group: CacheGroup, states: int, drafts: bool
     return CachePool(
         states, is_state=True, rewinds=rewinds, spares=int(drafts and rewinds < MOST_DRAFT_TOKENS)
     )
+
+
+def cold_slab(size: int) -> int:
+    """States of `size` bytes that are allocated in host memory at once. Pinned memory is handed out in powers of two
+    (torch's caching allocator), so that some counts waste less of it than others."""
+
+    def used(count: int) -> float:
+        return count * size / _pinned(count * size)
+
+    fitting = [count for count in range(1, 9) if count == 1 or _pinned(count * size) <= _SLAB]
+    return max(fitting, key=lambda count: (used(count), -count))
+
+
+def cold_checkpoints(needs: CacheNeeds, requested: int | None, free: int, ranks: int = 1) -> int:
+    """States that are kept in host memory, of a model on a CUDA device.
+
+    Args:
+        needs: the memory that the cache takes.
+        requested: the user's MiB, or None: what suits.
+        free: bytes of host memory that are free.
+        ranks: processes that share the model, each with as many states of its own.
+
+    Raises:
+        CannotRunError: more is requested than is free.
+    """
+    if requested is not None and requested * 2**20 > free:
+        raise CannotRunError(
+            f"not enough host memory for checkpoints: host_checkpoints {requested} MiB, free {gib(free)}; use "
+            f"--host-checkpoints {free // 2**21} or less"
+        )
+    if not needs.state_bytes or not needs.least_checkpoints:
+        return 0
+    room = min(COLD_BYTES, free // COLD_SHARE) if requested is None else requested * 2**20
+    slab = cold_slab(needs.state_bytes)
+    return room // ranks // _pinned(slab * needs.state_bytes) * slab
+
+
+def _pinned(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def wanted_bytes(

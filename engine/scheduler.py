@@ -34,6 +34,10 @@ LEAST_CHUNK = 16
 CHECKPOINT_EVERY = 4096
 """Tokens of a long prompt from one copy of its states to the next."""
 
+_LEAST_OPENING = 256
+"""Tokens of the first message of a chat, with instructions and tools, at whose end its states are copied: other chats
+begin with it and go on from there."""
+
 _CHANGED_TAIL = 8
 """Tokens at the end of a prompt that a template may write otherwise once the answer follows, as where it opens a block
 of reasoning that later turns leave out."""
@@ -89,8 +93,8 @@ class Scheduler:
         self.deterministic = deterministic
         self.packed = packed
         self.shares = shares
-        self.blocks = BlockManager(cache.pools)
         self._copy_blocks = copy_blocks or (lambda _copies: None)
+        self.blocks = BlockManager(cache.pools, lambda copies: self._copy_blocks(copies))
         self._ahead, self._most_ahead = ahead, most_ahead
         # States that cannot go back to the last full block are copied as they come to its end.
         self._keeps_copies = (
@@ -308,7 +312,8 @@ class Scheduler:
                 self._checkpoint(sequence, end, self._is_on_the_way(sequence, end))
 
     def _is_on_the_way(self, sequence: Sequence, end: int) -> bool:
-        return end % CHECKPOINT_EVERY == 0 and end != sequence.checkpoints_at[-1]
+        is_due = end % CHECKPOINT_EVERY == 0 or end == _whole(sequence.opening)
+        return is_due and end != sequence.checkpoints_at[-1]
 
     def _begin_checkpoints(self, sequence: Sequence, chunk: range) -> tuple[list[int], ...]:
         """Block tables for a chunk of a prompt, which of groups with states name the checkpoints that it writes."""
@@ -367,10 +372,13 @@ class Scheduler:
 
     def _checkpoints_of(self, sequence: Sequence, held: int) -> list[int]:
         """Behind how many of its first tokens the states of a sequence are kept: at the last full block of its prompt,
-        and the one before where that ends among tokens that may change, every CHECKPOINT_EVERY tokens, and where it
-        parts from what others have computed: the cache holds keys and values of `held` tokens."""
-        start, last = sequence.num_cached_tokens, self._most_shared(sequence) // BLOCK_SIZE * BLOCK_SIZE
+        and the one before where that ends among tokens that may change, every CHECKPOINT_EVERY tokens, at the end of a
+        long first message, and where it parts from what others have computed: the cache holds keys and values of `held`
+        tokens."""
+        start, last = sequence.num_cached_tokens, _whole(self._most_shared(sequence))
         places = {held, last, *range(CHECKPOINT_EVERY, last, CHECKPOINT_EVERY)}
+        if sequence.opening >= _LEAST_OPENING:
+            places.add(_whole(sequence.opening))
         if self.blocks.rewinds < BLOCK_SIZE and len(sequence.token_ids) - last < _CHANGED_TAIL:
             places.add(last - BLOCK_SIZE)
         return sorted(place for place in places if start < place <= last)
@@ -663,6 +671,11 @@ class Scheduler:
             self.blocks.keep_beginning(
                 sequence.block_tables, keys, sequence.key_ids[len(keys) * BLOCK_SIZE : known]
             )
+
+
+def _whole(tokens: int) -> int:
+    """As many of these tokens as fill blocks."""
+    return tokens // BLOCK_SIZE * BLOCK_SIZE
 
 
 def _common(keys: Seq[bytes], others: Seq[bytes]) -> int:

@@ -1,12 +1,15 @@
 """The logits that llama.cpp computes from a GGUF file, by functions of llama.h in the package xllamacpp."""
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from tests.llama_cpp_vocab import library
-from tests.transformers_models import TOKENS, token_ids
+from tests.transformers_models import token_ids
 
 
 class _ContextParams(ctypes.Structure):
@@ -29,27 +32,70 @@ class _Batch(ctypes.Structure):
     )
 
 
-def llama_cpp_logits(path: Path, vocab: int) -> np.ndarray | None:
-    """llama.cpp's logits of the tokens [TOKENS, vocab]; None where it does not load the file."""
+def _library() -> ctypes.CDLL:
     lib = library()
     lib.llama_context_default_params.restype = _ContextParams
     lib.llama_init_from_model.argtypes = [ctypes.c_void_p, _ContextParams]
     lib.llama_init_from_model.restype = ctypes.c_void_p
+    lib.llama_free.argtypes = [ctypes.c_void_p]
+    lib.llama_get_memory.argtypes = [ctypes.c_void_p]
+    lib.llama_get_memory.restype = ctypes.c_void_p
+    lib.llama_memory_clear.argtypes = [ctypes.c_void_p, ctypes.c_bool]
     lib.llama_batch_init.restype = _Batch
+    lib.llama_batch_free.argtypes = [_Batch]
     lib.llama_decode.argtypes = [ctypes.c_void_p, _Batch]
     lib.llama_get_logits_ith.argtypes = [ctypes.c_void_p, ctypes.c_int32]
     lib.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
-    model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
-    context = model and lib.llama_init_from_model(model, lib.llama_context_default_params())
-    if not context:
+    return lib
+
+
+class LlamaCpp:
+    """A file in llama.cpp, with a context of its default 512 positions. Raises ValueError where it is not loaded."""
+
+    def __init__(self, path: Path, vocab: int) -> None:
+        self._lib, self._vocab, self._position = _library(), vocab, 0
+        self._model = self._lib.llama_model_load_from_file(
+            str(path).encode(), self._lib.llama_model_default_params()
+        )
+        defaults = self._lib.llama_context_default_params()
+        self._context = self._model and self._lib.llama_init_from_model(self._model, defaults)
+        if not self._context:
+            raise ValueError(f"llama.cpp does not load {path}")
+
+    def __enter__(self) -> "LlamaCpp":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lib.llama_free(self._context)
+        self._lib.llama_model_free(self._model)
+
+    def clear(self) -> None:
+        """Begin another text."""
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
+        self._position = 0
+
+    def step(self, ids: Sequence[int]) -> "np.ndarray[Any, np.dtype[np.float32]]":
+        """The logits [len(ids), vocab] of these tokens, the next ones of the text, computed in one batch."""
+        batch = self._lib.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i] = token, self._position + i
+            batch.n_seq_id[i], batch.logits[i], batch.seq_id[i][0] = 1, 1, 0
+        failed = self._lib.llama_decode(self._context, batch)
+        self._lib.llama_batch_free(batch)
+        if failed:
+            raise ValueError(f"llama_decode: {failed}")
+        self._position += len(ids)
+        rows = [self._lib.llama_get_logits_ith(self._context, i) for i in range(len(ids))]
+        return np.stack([np.ctypeslib.as_array(row, (self._vocab,)).copy() for row in rows])
+
+
+def llama_cpp_logits(path: Path, vocab: int) -> np.ndarray | None:
+    """llama.cpp's logits of the tokens [TOKENS, vocab]; None where it does not load the file."""
+    try:
+        with LlamaCpp(path, vocab) as model:
+            return model.step(token_ids(vocab).tolist())
+    except ValueError:
         return None
-    batch = lib.llama_batch_init(TOKENS, 0, 1)
-    batch.n_tokens = TOKENS
-    for i, token in enumerate(token_ids(vocab).tolist()):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
-        batch.seq_id[i][0] = 0
-    if lib.llama_decode(context, batch):
-        return None
-    return np.stack(
-        [np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab,)).copy() for i in range(TOKENS)]
-    )

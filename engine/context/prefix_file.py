@@ -1,6 +1,7 @@
 """Files of saved prefixes: safetensors, with metadata on the model and on how the keys and values were computed.
 
-Tensors: `token_ids` int64 [T], of which the last T % 32 are in no block; of each group of layers `held.G` int64, the
+Tensors: `token_ids` int64 [T], below 0 at the rows of images (`PromptImages.keyed`), of which the last T % 32 are in no
+block; of each group of layers `held.G` int64, the
 indices of its blocks; of each layer `layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or int8 with
 `.k_scale` and `.v_scale` fp16 [.., head_dim / 32]; of a state its parts, `layer.N.state.P` fp32 [1, ...].
 Metadata: `PrefixFiles.header`, and a digest of all tensors. Format: https://huggingface.co/docs/safetensors.
@@ -117,7 +118,9 @@ class PrefixFiles:
         blocks = len(ids) // BLOCK_SIZE
         if len(ids) > cache.ctx_size:
             raise EngineError(f"it holds {len(ids)} tokens, the context {cache.ctx_size}")
-        if not all(0 <= token < config.vocab_size for token in ids):
+        if self._loaded.vision is None and any(token < 0 for token in ids):
+            raise EngineError("it holds images, and the model is loaded without a projector (--mmproj)")
+        if not all(token < config.vocab_size for token in ids):
             raise EngineError(f"it holds token ids outside the vocabulary of {config.vocab_size}")
         held, layers = [], [list[Tensor]() for _ in cache.layers]
         for number, (group, pool) in enumerate(zip(config.cache_groups, cache.pools, strict=True)):

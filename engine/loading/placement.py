@@ -15,6 +15,7 @@ from quengine.memory import (
     DeviceMemory,
     choose_context,
     choose_pools,
+    cold_checkpoints,
     wanted_bytes,
     workspace_bytes,
 )
@@ -83,10 +84,10 @@ def fit_stages(
 
 def _fewest(pools: Sequence[CachePool]) -> CachePool:
     """One that each rank has room for."""
-    blocks, checkpoints = (
-        min(getattr(pool, name) for pool in pools) for name in ("num_blocks", "checkpoints")
+    blocks, checkpoints, cold = (
+        min(getattr(pool, name) for pool in pools) for name in ("num_blocks", "checkpoints", "cold")
     )
-    return replace(pools[0], num_blocks=blocks, checkpoints=checkpoints)
+    return replace(pools[0], num_blocks=blocks, checkpoints=checkpoints, cold=cold)
 
 
 def of_rank(config: EngineConfig, rank: int) -> EngineConfig:
@@ -182,4 +183,9 @@ def choose_cache(
             memory = replace(memory, free=free_memory(device, config.ranks))
     ctx_size = choose_context(needs, config.ctx_size, memory, cache_type)
     room = memory.room + 2 * sum(needs.block_bytes(cache_type))  # the padding blocks are among those chosen
-    return ctx_size, choose_pools(needs, ctx_size, config.parallel, room, cache_type)
+    pools = choose_pools(needs, ctx_size, config.parallel, room, cache_type)
+    if device.type != "cuda":  # states are in host memory anyway
+        return ctx_size, pools
+    free_in_host = available_memory() - experts.host_bytes
+    cold = cold_checkpoints(needs, config.host_checkpoints, free_in_host, config.ranks)
+    return ctx_size, [replace(pool, cold=cold) if pool.is_state else pool for pool in pools]

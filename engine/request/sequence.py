@@ -42,9 +42,11 @@ class Sequence:
         block_tables: the blocks of the cache that hold it, in order, one list per group of layers. The lists only grow,
             but for entries behind a window, which become the padding block; after a preemption there are new lists.
         block_keys: identify the contents of its full blocks (block_manager.extend_keys).
+        opening: how many of its first tokens are the first message of a chat, with which other chats may begin as well;
+            0: not known.
         checkpoints_at: of a model that keeps states, the numbers of its first tokens behind which they are copied.
         checkpoints_begun: those that its chunk in the next step, or the newest one in flight, writes on the way.
-    state_copy_at: how many of its first tokens the copy that it keeps of its states stands for; 0: none.
+        state_copy_at: how many of its first tokens the copy that it keeps of its states stands for; 0: none.
         replay: how many of the cached tokens its states lack, which the next step computes again.
         error: why the sequence could not go on.
         thread: the one that made the sequence.
@@ -73,6 +75,7 @@ class Sequence:
     slot: Slot = field(default_factory=Slot)
     block_tables: tuple[list[int], ...] = ()
     block_keys: list[bytes] = field(default_factory=list)
+    opening: int = 0
     checkpoints_at: list[int] = field(default_factory=list)
     checkpoints_begun: list[BegunCheckpoint] = field(default_factory=list)
     state_copy_at: int = 0

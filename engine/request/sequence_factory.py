@@ -59,7 +59,28 @@ class SequenceFactory:
         sampler = Sampler(params, self.config.vocab_size, index, mask, self.choose, breakers, infill)
         stream = TextStream(self._shown_bytes(show_special), params.stop, params.n_indent)
         shift = ContextShift.of(params, len(ids), self.tokenizer.add_bos)
-        return Sequence(ids, params, sampler, stream, end_ids, self.ctx_size, shift=shift, images=images)
+        return Sequence(
+            *(ids, params, sampler, stream, end_ids, self.ctx_size),
+            shift=shift,
+            images=images,
+            opening=self._opening(ids) if self._keeps_states else 0,
+        )
+
+    @cached_property
+    def _keeps_states(self) -> bool:
+        return any(group.is_state for group in self.config.cache_groups)
+
+    def _opening(self, ids: list[int]) -> int:
+        """Tokens in front of a chat's second message: of the control tokens that begin messages the first one comes
+        again there. 0 where none does."""
+        # Models may have more rows than their tokenizer has tokens.
+        known = (token for token in set(ids) if token < self.tokenizer.vocab_size)
+        control, seen = set(filter(self.tokenizer.is_control, known)), set[int]()
+        for position, token in enumerate(ids) if control else ():
+            if token in control and token in seen:
+                return position
+            seen.add(token)
+        return 0
 
     @cached_property
     def _breakers(self) -> BreakerFinder:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quengine.serve import access_log
+from quengine.serve.checkpoint_metrics import CheckpointMetrics
 from quengine.serve.metrics import Metrics
 from quengine.serve.processes.server_handle import Handle, joined
 from quengine.serve.processes.server_text import TextPool
@@ -68,6 +69,7 @@ class Service:
             "cache_size_tokens", "Positions that the cache has.", lambda: self.worker.stats.cache_size
         )
         metrics.add(ReplicaMetrics(lambda: (*self.worker.stats.replicas, *self.worker.stats.prefill)))
+        metrics.add(CheckpointMetrics(lambda: self.worker.stats.checkpoints))
         metrics.gauge("busy_seconds", "Time spent in steps.", lambda: self.worker.busy_seconds)
 
     @property

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from quengine.context.prefix_file import PrefixFiles
+from quengine.context.saved_prefix import restore_prefix, save_prefix
 from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.request.chat_session import ChatSession
@@ -92,6 +94,27 @@ def test_layers_with_states_and_windows(tmp_path: Path, architecture: str) -> No
             given = llm.stream(llm.with_images("the <image> cat", [PICTURE]), GREEDY).finish()
             assert given.tokens == llm.generate(text, GREEDY)[0].tokens
         assert given.timings.cached_tokens >= 32 and vision.encoded == [1]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "lfm2"])
+def test_a_saved_prefix_with_an_image_goes_on_in_another_engine(tmp_path: Path, architecture: str) -> None:
+    path = write_model(tmp_path / "m.gguf", architecture=architecture)
+    with seeing(path, reuse_prefix=True) as (llm, _):
+        first = llm.stream(llm.with_images("the <image> cat", [PICTURE]), GREEDY)
+        expected, ids = first.finish(), first.sequence.key_ids
+        saved = save_prefix(llm.scheduler, llm.model_config, ids[: expected.prompt_tokens])
+        assert min(ids) < 0 and saved.reusable_tokens >= 32
+        PrefixFiles(llm.loaded, "f16", False).write(tmp_path / "saved", saved)
+    with seeing(path, reuse_prefix=True) as (llm, _):
+        restored, _ = PrefixFiles(llm.loaded, "f16", False).read(tmp_path / "saved")
+        restore_prefix(llm.scheduler, llm.model_config, restored)
+        found = llm.stream(llm.with_images("the <image> cat", [PICTURE]), GREEDY).finish()
+    assert found.tokens == expected.tokens and found.timings.cached_tokens >= 32
+    with (
+        seeing(path, no_mmproj=True) as (llm, _),
+        pytest.raises(EngineError, match=r"^it holds images, and the model is loaded without a projector"),
+    ):
+        PrefixFiles(llm.loaded, "f16", False).read(tmp_path / "saved")
 
 
 def test_chunks_end_within_images_and_steps_hold_several_prompts(model: Path) -> None:

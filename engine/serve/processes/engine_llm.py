@@ -197,7 +197,8 @@ class LLMEngine:
             for i, s in self._requests.items()
         )
         scheduler = self._llm.scheduler
-        return EngineStats(slots, scheduler.cache_used, scheduler.cache_size)
+        checkpoints = scheduler.blocks.checkpoints if scheduler.blocks.has_states else None
+        return EngineStats(slots, scheduler.cache_used, scheduler.cache_size, checkpoints=checkpoints)
 
     def kill(self) -> None:
         """Nothing: it runs in this process."""

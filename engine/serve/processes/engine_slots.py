@@ -43,7 +43,7 @@ class EngineSlots:
         """Start an action; what comes of it is an event of a later `finished`.
 
         Raises:
-            EngineError: to be saved or restored is what several ranks hold, or images are.
+            EngineError: to be saved or restored is what several ranks hold.
         """
         if self._llm.loaded.ranks is not None and action.action != "erase":
             raise EngineError(
@@ -55,8 +55,6 @@ class EngineSlots:
             count = erase_prefix(scheduler, self._held.pop(action.slot, []))
             self._events.append(SlotDone(action.id, count))
         elif action.action == "save":
-            if any(token < 0 for token in self._held.get(action.slot, [])):
-                raise EngineError(f"slot {action.slot} holds images, which are not saved to a file")
             saved = save_prefix(scheduler, self._llm.model_config, self._held.get(action.slot, []))
             job = self._thread.submit(lambda: (saved, self._files.write(path, saved)))
             self._jobs[job] = action, began

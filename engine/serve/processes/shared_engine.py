@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from quengine.block_manager import CheckpointCounts
 from quengine.errors import EngineError
 from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.output import Timings
@@ -230,13 +231,15 @@ class ReplicaStats(msgspec.Struct):
 
 class EngineStats(msgspec.Struct, frozen=True):
     """What the engine holds. `cache_used` and `cache_size` are positions of keys and values. `replicas`: of several
-    engines behind one address each, by number; `prefill`: of those that compute prompts for them."""
+    engines behind one address each, by number; `prefill`: of those that compute prompts for them. `checkpoints`: of
+    states, None of a model that keeps none."""
 
     slots: tuple[SlotStats, ...] = ()
     cache_used: int = 0
     cache_size: int = 0
     replicas: tuple[ReplicaStats, ...] = ()
     prefill: tuple[ReplicaStats, ...] = ()
+    checkpoints: CheckpointCounts | None = None
 
 
 class Engine(Protocol):

@@ -16,6 +16,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from queue import SimpleQueue
 
+from quengine.block_manager import CheckpointCounts
 from quengine.errors import CannotRunError
 from quengine.serve.processes.server_engine import EngineFailedError
 from quengine.serve.processes.server_thread import MAX_RESTARTS
@@ -142,12 +143,14 @@ class ReplicaEngine:
         self._receive()
         parts = [self._stats_of(replica) for replica in self._all]
         serving = parts[: len(self._replicas)]
+        checkpoints = [part.checkpoints for part in serving if part.checkpoints is not None]
         return EngineStats(
             tuple(slot for part in serving for slot in part.slots),
             sum(part.cache_used for part in serving),
             sum(part.cache_size for part in serving),
             tuple(each for part in serving for each in part.replicas),
             tuple(each for part in parts[len(serving) :] for each in part.replicas),
+            CheckpointCounts(*map(sum, zip(*checkpoints, strict=True))) if checkpoints else None,
         )
 
     def kill(self) -> None:

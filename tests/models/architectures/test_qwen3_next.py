@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quengine import LLM
+from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
 from quengine.kernels.backend import KVLayer, LayerState, SlotLayer
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
@@ -23,13 +24,14 @@ from quengine.models.gguf import StringArray, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import DELTA, GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder
+from tests.llama_cpp_logits import LlamaCpp
 from tests.models.architectures.both_files import KINDS, Case, SameLogits, opened, path_of
 from tests.transformers_models import DROP, edit, nmse, our_logits, transformers_model
 
 LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]
 SIZES = {
     "num_hidden_layers": 5,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 1024,
     "layer_types": LAYERS,
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
@@ -153,12 +155,12 @@ def long_logits(root: Path) -> list[Tensor]:
         return [model(text[None]).logits[0] for text in texts(CASES["plain"].vocab)]
 
 
-def paged_cache(config: ModelConfig) -> list[LayerState]:
-    """Four slots, and 8 blocks of 32 positions for each, in fp32."""
+def paged_cache(config: ModelConfig, blocks: int = 8) -> list[LayerState]:
+    """Four slots, and so many blocks of 32 positions for each, in fp32."""
     return [
         SlotLayer(tuple(torch.full((4, *shape), 7.0) for shape in block.mixer.state.shapes))
         if isinstance(block.mixer, GatedDelta)
-        else KVLayer(*torch.zeros(2, 4 * 256, block.mixer.state.kv_heads, block.mixer.state.head_dim))
+        else KVLayer(*torch.zeros(2, 4 * 32 * blocks, block.mixer.state.kv_heads, block.mixer.state.head_dim))
         for block in layers_of(config)
     ]
 
@@ -199,6 +201,51 @@ def test_the_engine_has_the_same_logits_for_any_chunks(root: Path, long_logits: 
             found.append(llm.logits(ids))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     assert nmse(found[0].double(), long_logits[2]) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["plain", "next"])
+def test_a_prompt_of_1000_tokens_has_the_logits_of_transformers(root: Path, name: str) -> None:
+    """Sixteen chunks of 64 positions: by the definition in one step, and behind its states token by token."""
+    checkpoint, vocab = opened(root, name, "gguf"), CASES[name].vocab
+    ids = torch.randint(0, vocab, (1000,), generator=torch.Generator().manual_seed(9))
+    model, _ = transformers_model(root / name)
+    with torch.no_grad():
+        theirs = model(ids[None]).logits[0]
+    decoder = Decoder(checkpoint.config, checkpoint.tensors, ReferenceBackend(keep=True), 1024, 1024)
+    cache, device, table = paged_cache(checkpoint.config, 32), torch.device("cpu"), [list(range(32, 64)), [1]]
+    ours = [
+        decoder.forward(prefill_batch([ids[:996].tolist()], [0], [table], device, all_logits=True), cache)
+    ]
+    for position in range(996, 1000):
+        ours.append(decoder.forward(decode_batch([int(ids[position])], [position], [table], device), cache))
+    assert nmse(torch.cat([rows.clone() for rows in ours]), theirs) < 1e-9
+
+
+PROMPTS = (1, 5, 63, 64, 65, 130)
+"""Lengths of prompts; llama.cpp, too, computes chunks of 64 positions."""
+
+GENERATED = 24
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "three value heads for each key head", "draft layer", "experts", "next"]
+)
+def test_greedy_texts_are_llama_cpps(root: Path, name: str) -> None:
+    """All tokens: of files in fp32 llama.cpp rounds no activations."""
+    path, vocab, random = path_of(root, name, "gguf"), CASES[name].vocab, torch.Generator().manual_seed(21)
+    params = SamplingParams(temperature=0.0, max_tokens=GENERATED, ignore_eos=True)
+    with LLM(path, "cpu", ctx_size=256) as llm, LlamaCpp(path, vocab) as peer:
+        ends = list(llm.tokenizer.eos_ids)
+        for length in PROMPTS:
+            prompt = torch.randint(0, vocab, (length,), generator=random).tolist()
+            ours, theirs = llm.generate(prompt, params)[0].tokens, list[int]()
+            peer.clear()
+            logits = peer.step(prompt)[-1]
+            while len(theirs) < GENERATED:
+                logits[ends] = -np.inf
+                theirs.append(int(logits.argmax()))
+                logits = peer.step(theirs[-1:])[-1]
+            assert ours == theirs, f"behind {length} tokens"
 
 
 def write_first_form(source: Path, path: Path, config: ModelConfig) -> None:
