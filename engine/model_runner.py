@@ -330,7 +330,7 @@ class ModelRunner:
             hidden = self.hidden([chunk])
         try:
             if sequence.pool.pooling == RANK:
-                hidden = self.decoder.scores(hidden[0])[None]
+                hidden = self.decoder.scores(hidden)[None]
             sequence.pool.add(hidden)
         except EngineError as error:
             return error

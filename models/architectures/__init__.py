@@ -26,6 +26,7 @@ from quengine.models.architectures.lfm2 import LFM2, LFM2MOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
 from quengine.models.architectures.llama4 import LLAMA4
 from quengine.models.architectures.minimax_m2 import MINIMAX_M2
+from quengine.models.architectures.modern_bert import MODERN_BERT
 from quengine.models.architectures.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from quengine.models.architectures.nomic_bert import NOMIC_BERT
 from quengine.models.architectures.olmo2 import OLMO2
@@ -52,6 +53,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
         *(LLAMA4, DEEPSEEK2, MISTRAL4, GRANITEHYBRID, NEMOTRON_H_MOE, BERT, NOMIC_BERT),
+        *(MODERN_BERT,),
     )
 }
 """By the name that GGUF has for them."""

@@ -12,7 +12,7 @@ from quengine.models.blocks.block import BIAS, Block, Draw, TensorSpec
 from quengine.models.blocks.encoder import EncoderAttention, EncoderFeedForward, layer_norm_specs
 from quengine.models.config import BlockKind, EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
-from quengine.models.hf.hf_keys import config_error
+from quengine.models.hf.hf_keys import config_error, integer
 
 CAUSAL = "attention.causal"
 _BIASES = {
@@ -79,12 +79,18 @@ def kinds_of_segments(keys: Keys) -> int:
     return types
 
 
+def classes_of(keys: Keys) -> int:
+    """Outputs of a head for classification. Raises EngineError."""
+    labels = keys.get("id2label")
+    if labels is not None and not isinstance(labels, Mapping):
+        raise config_error("id2label", f"{labels!r} is not an object")
+    return len(labels or ()) or integer(keys, "num_labels", 1, 1 << 16, default=2)
+
+
 def _fields(keys: Keys, _config: ModelConfig) -> Fields:
     types = kinds_of_segments(keys)
     headed = _HEADED in (keys.get("architectures") or ())
-    labels = keys.get("id2label") or {}
-    classes = (len(labels) or 2) if headed else 0
-    sizes = EncoderSizes(types, classes=classes, head_dense=headed)
+    sizes = EncoderSizes(types, classes=classes_of(keys) if headed else 0, head_dense=headed)
     return {"encoder": sizes, "pooling": "rank" if headed else None}
 
 

@@ -46,6 +46,7 @@ ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "clamped_swish": ("silu",),
     "relu2": ("relu2",),
     "gelu": ("gelu",),
+    "gelu_erf": ("gelu",),
 }
 
 

@@ -17,7 +17,8 @@ from tests.tiny_models import write_tiny
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind"), [("bert", "F16"), ("bert", "Q8_0"), ("nomic-bert", "Q8_0")]
+    ("architecture", "kind"),
+    [("bert", "F16"), ("bert", "Q8_0"), ("nomic-bert", "Q8_0"), ("modern-bert", "Q8_0")],
 )
 @pytest.mark.parametrize("texts", [[[5, 17, 50, 3], [7, 9]], [[5]]], ids=["two texts", "one token"])
 def test_rows_are_the_references(
