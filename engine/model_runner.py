@@ -332,6 +332,7 @@ class ModelRunner:
             if sequence.pool.pooling == RANK:
                 hidden = self.decoder.scores(hidden)[None]
             sequence.pool.add(hidden)
+            sequence.pool.projection = self.decoder.projected
         except EngineError as error:
             return error
         return None

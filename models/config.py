@@ -322,6 +322,10 @@ class LayerInputSizes:
     length: int
 
 
+PROJECTIONS = ("dense_2", "dense_3")
+"""GGUF's names of matrices that multiply a pooled vector, in order."""
+
+
 @dataclass(frozen=True)
 class EncoderSizes:
     """Of a model whose positions all see each other, which makes embeddings and scores (blocks/encoder.py).
@@ -347,6 +351,18 @@ class EncoderSizes:
     rotates: bool = False
     first_position: int = 0
     projections: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def problem_of(projections: tuple[tuple[int, int], ...], width: int) -> str | None:
+        """Why matrices do not follow one another, from `width` elements back to as many; None: they do."""
+        if len(projections) > len(PROJECTIONS):
+            problem = f"{len(projections)} matrices for the pooled vector"
+            return f"{problem}, more than {len(PROJECTIONS)} are not implemented"
+        ends = [width, *(size for pair in projections for size in pair), width]
+        wrong = next((pair for pair in zip(ends[::2], ends[1::2], strict=True) if pair[0] != pair[1]), None)
+        if wrong is None:
+            return None
+        return f"matrices for the pooled vector of {width}: {wrong[1]} columns after {wrong[0]} are not implemented"
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,8 @@ from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.encoder import BidirectionalAttention, EncoderAttention, EncoderFeedForward
 from quengine.models.blocks.feed_forward import FeedForward
-from quengine.models.config import EncoderSizes, ModelConfig, Rotation, no_text
+from quengine.models.config import PROJECTIONS, EncoderSizes, ModelConfig, Rotation, no_text
 from quengine.models.layers import FeedForwardLayer, LayerTensors
-
-PROJECTIONS = ("dense_2", "dense_3")
-"""Matrices that multiply a pooled vector, in order."""
 
 
 class BidirectionalLayer:

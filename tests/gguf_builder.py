@@ -328,6 +328,12 @@ CHANGES = {
         "post_ffw_norm.weight": "d",
         "layer_output_scale.weight": "1",
     },
+    "gemma-embedding": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+    },
     "gemma3": {
         "attn_q_norm.weight": "h",
         "attn_k_norm.weight": "h",
@@ -549,7 +555,7 @@ DENSE_BESIDE = {
 LAYER_NORMED = ("cohere2", "bert", "nomic-bert", "modern-bert")
 """Architectures whose norms are LayerNorms."""
 
-ENCODERS = ("bert", "nomic-bert", "modern-bert")
+ENCODERS = ("bert", "nomic-bert", "modern-bert", "gemma-embedding")
 """Architectures whose positions all see each other."""
 
 SUMMED = ("bert", "nomic-bert")
