@@ -337,6 +337,7 @@ class EncoderSizes:
     head_pooling: what the head reads: the row of the first position, or the mean of all.
     rotates: queries and keys are rotated, and there is no table of positions.
     first_position: the row of the table of positions that a text begins with.
+    one_segment: all of a text is of the first kind of segments.
     projections: (columns, rows) of matrices that multiply a pooled vector, one after the other.
     """
 
@@ -350,6 +351,7 @@ class EncoderSizes:
     head_pooling: Literal["cls", "mean"] = "cls"
     rotates: bool = False
     first_position: int = 0
+    one_segment: bool = False
     projections: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
