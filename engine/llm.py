@@ -268,6 +268,7 @@ class LLM:
         end = self.tokenizer.end_of_text
         first, *others = [with_end(self.encode(text), end) for text in (query, *documents)]
         start = int(self.tokenizer.add_bos)
+        first = [*first, *self.tokenizer.pair_gap]
         pairs = [first + other[start:] for other in others]
         return [score for (score,) in self._pooled([self.embedding_sequence(ids, RANK) for ids in pairs])]
 

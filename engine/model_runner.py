@@ -352,8 +352,9 @@ class ModelRunner:
             hidden = self.hidden([chunk])
         try:
             if sequence.pool.pooling == RANK:
-                hidden = self.decoder.scores(hidden[0])[None]
+                hidden = self.decoder.scores(hidden)[None]
             sequence.pool.add(hidden)
+            sequence.pool.projection = self.decoder.projected
         except EngineError as error:
             return error
         return None

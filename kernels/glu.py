@@ -7,9 +7,9 @@ from torch.nn.functional import gelu, silu
 
 from quengine.kernels.pointwise import Pointwise, pointwise
 
-Gating: TypeAlias = Literal["silu", "gelu_tanh", "clamped_swish"]
-"""The activation of a gated feed-forward: SiLU (SwiGLU); GELU in its tanh form (GeGLU); or, in gpt-oss, a swish of the
-gate clamped from above, times one more than the clamped up value.
+Gating: TypeAlias = Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swish"]
+"""The activation of a gated feed-forward: SiLU (SwiGLU); GELU in its tanh form, or exact (GeGLU); or, in gpt-oss, a
+swish of the gate clamped from above, times one more than the clamped up value.
 """
 
 Activation: TypeAlias = Gating | Pointwise
@@ -17,6 +17,8 @@ Activation: TypeAlias = Gating | Pointwise
 
 GATELESS: frozenset[str] = frozenset(get_args(Pointwise))
 """Activations of the up value alone: the first matrix has its rows, and no gate's."""
+
+_APPROXIMATIONS = {"gelu_tanh": "tanh", "gelu_erf": "none"}
 
 SWISH_SLOPE, CLAMP = 1.702, 7.0
 """The constants of `clamped_swish`: `alpha` and `limit` in OpenAI's gpt-oss."""
@@ -31,8 +33,8 @@ def glu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
     """`activation(gate) * up` of a merged projection, or without a gate activation(up).
 
     gate_up: [..., 2F], the first F columns are the gate, or without one [..., F]. activation: SiLU (SwiGLU), GELU in
-    its tanh form (GeGLU), `clamped_swish`: g sigmoid(1.702 g) (u + 1), where g = min(gate, 7) and u = up clamped to
-    [-7, 7], or one of kernels/pointwise.py, which has no gate.
+    its tanh form or exact (GeGLU), `clamped_swish`: g sigmoid(1.702 g) (u + 1), where g = min(gate, 7) and u = up
+    clamped to [-7, 7], or one of kernels/pointwise.py, which has no gate.
     Returns [..., F] in the same dtype; fp32 and fp64 are computed as given, fp16 and bf16 in fp32 and rounded once.
     Sources: Shazeer 2020, "GLU Variants Improve Transformer"; Hendrycks & Gimpel 2016, "Gaussian Error Linear Units";
     OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card" and its reference implementation.
@@ -44,5 +46,5 @@ def glu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
     if activation == "clamped_swish":
         gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
         return (gate * torch.sigmoid(SWISH_SLOPE * gate) * (up + 1.0)).to(gate_up.dtype)
-    gate = silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")
+    gate = silu(gate) if activation == "silu" else gelu(gate, approximate=_APPROXIMATIONS[activation])
     return (gate * up).to(gate_up.dtype)

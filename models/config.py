@@ -155,7 +155,7 @@ class BlockKind:
     qkv_bias: bool = False
     output_bias: bool = False
     sinks: bool = False
-    activation: Literal["silu", "gelu_tanh", "clamped_swish"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swish"] = "silu"
     pointwise: Literal["relu2", "gelu"] | None = None
     expert_bias: bool = False
     selection_bias: bool = False
@@ -323,21 +323,49 @@ class LayerInputSizes:
     length: int
 
 
+PROJECTIONS = ("dense_2", "dense_3")
+"""GGUF's names of matrices that multiply a pooled vector, in order."""
+
+
 @dataclass(frozen=True)
 class EncoderSizes:
     """Of a model whose positions all see each other, which makes embeddings and scores (blocks/encoder.py).
 
     token_types: rows of the table by kind of segment; 0: there is none. biases: its matrices have biases.
-    classes: outputs of a trained head on the first position, of `embedding_length` columns; 0: there is none.
-    head_dense: the head has a dense layer and tanh in front.
+    classes: outputs of a trained head, of `embedding_length` columns; 0: there is none.
+    head_dense: the head has a dense layer with `head_activation` in front, without bias where `head_bias` is false, and
+      where `head_normed` a LayerNorm of its result.
+    head_pooling: what the head reads: the row of the first position, or the mean of all.
     rotates: queries and keys are rotated, and there is no table of positions.
+    first_position: the row of the table of positions that a text begins with.
+    one_segment: all of a text is of the first kind of segments.
+    projections: (columns, rows) of matrices that multiply a pooled vector, one after the other.
     """
 
     token_types: int
     biases: bool = True
     classes: int = 0
     head_dense: bool = False
+    head_activation: Literal["tanh", "gelu"] = "tanh"
+    head_bias: bool = True
+    head_normed: bool = False
+    head_pooling: Literal["cls", "mean"] = "cls"
     rotates: bool = False
+    first_position: int = 0
+    one_segment: bool = False
+    projections: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def problem_of(projections: tuple[tuple[int, int], ...], width: int) -> str | None:
+        """Why matrices do not follow one another, from `width` elements back to as many; None: they do."""
+        if len(projections) > len(PROJECTIONS):
+            problem = f"{len(projections)} matrices for the pooled vector"
+            return f"{problem}, more than {len(PROJECTIONS)} are not implemented"
+        ends = [width, *(size for pair in projections for size in pair), width]
+        wrong = next((pair for pair in zip(ends[::2], ends[1::2], strict=True) if pair[0] != pair[1]), None)
+        if wrong is None:
+            return None
+        return f"matrices for the pooled vector of {width}: {wrong[1]} columns after {wrong[0]} are not implemented"
 
 
 @dataclass(frozen=True)
@@ -481,6 +509,8 @@ class ModelConfig:
 
         In a pipeline stage the groups are those of the whole model, with only the layers of this process.
         """
+        if self.encoder is not None:  # nothing is kept
+            return (CacheGroup(None, self._held(range(self.block_count))),)
         groups: dict[int | None, list[int]] = {}
         for layer, window in enumerate(self.layer_windows):
             keeps = self.kv_source(layer) == layer

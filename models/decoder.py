@@ -130,7 +130,11 @@ class Decoder:
         hidden = self.backend.normed(x, self.output_norm) / self.config.logit_scale
         return hidden if self.config.stage is None else self._of_last_stage(hidden, *hidden.shape)
 
-    def scores(self, _row: Tensor) -> Tensor:
+    def projected(self, vector: Tensor) -> Tensor:
+        """A pooled vector as it is: a decoder has no matrices for it."""
+        return vector
+
+    def scores(self, _rows: Tensor) -> Tensor:
         """Raises EngineError: a decoder has no trained head for rankings."""
         raise EngineError("the model has no trained head: it makes embeddings, and does not rank")
 

@@ -3,7 +3,7 @@
 All rows of a text are of one step, since every position sees every other; nothing is kept for the next.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,14 +14,52 @@ from quengine.errors import EngineError
 from quengine.kernels.backend import Backend, Hidden, LayerState
 from quengine.kernels.encoder_attention import EncoderAttentionSpec
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.layer_norm import LayerNorm, Norm
+from quengine.kernels.layer_norm import LayerNorm, layer_norm
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import rope_table
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.encoder import EncoderAttention, EncoderFeedForward
-from quengine.models.config import ModelConfig, no_text
-from quengine.models.layers import LayerTensors
+from quengine.models.blocks.encoder import BidirectionalAttention, EncoderAttention, EncoderFeedForward
+from quengine.models.blocks.feed_forward import FeedForward
+from quengine.models.config import PROJECTIONS, EncoderSizes, ModelConfig, Rotation, no_text
+from quengine.models.layers import FeedForwardLayer, LayerTensors
+
+
+class BidirectionalLayer:
+    """A decoder's layer with attention to both sides: norms in front of its parts, where declared on their results."""
+
+    def __init__(self, block: Block, tensors: LayerTensors, turn: tuple[Tensor, Tensor] | None) -> None:
+        declared, channel = block.mixer, block.feed_forward
+        assert isinstance(declared, BidirectionalAttention) and isinstance(channel, FeedForward)
+        causal, form = declared.causal, declared.causal.form
+        self.backend = tensors.backend
+        cos, sin = (None, None) if turn is None else turn
+        q_norm, k_norm = (
+            tensors.vector(f"attn_{name}_norm") if form.qk_norm == "head" else None for name in "qk"
+        )
+        self.spec = EncoderAttentionSpec(
+            *(causal.heads, causal.head_dim, causal.scale, cos, sin, causal.kv_heads, q_norm, k_norm),
+            eps=tensors.eps,
+            reach=declared.reach,
+        )
+        self.norm = tensors.norm("attn_norm", declared.normed)
+        merged = tensors.has("attn_qkv")
+        self.entry = tensors.weight(*(["attn_qkv"] if merged else ["attn_q", "attn_k", "attn_v"]))
+        self.output = tensors.weight("attn_output")
+        self.post_norm = tensors.rms_norm("post_attention_norm", form.norms == "both")
+        self.feed_forward = FeedForwardLayer(channel, tensors)
+
+    def __call__(self, batch: ForwardBatch, x: Hidden) -> Hidden:
+        backend = self.backend
+        qkv = backend.norm_linear(batch, x, self.norm, self.entry)
+        y = backend.encoder_attention(batch, qkv, self.spec)
+        x = backend.linear_add(batch, y, self.output, x, self.feed_forward.norm, self.post_norm)
+        return self.feed_forward(batch, x, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a step reads."""
+        return int(self.entry.nbytes + self.output.nbytes) + self.feed_forward.nbytes
 
 
 class EncoderLayer:
@@ -73,7 +111,7 @@ def _bias(tensors: LayerTensors, *names: str) -> Tensor | None:
 
 
 def _layer_norm(tensors: LayerTensors, name: str) -> LayerNorm:
-    return LayerNorm(tensors.vector(name), tensors.vector(name, kind="bias"), tensors.eps)
+    return LayerNorm(tensors.vector(name), _bias(tensors, name), tensors.eps)
 
 
 class Encoder:
@@ -102,19 +140,18 @@ class Encoder:
         self.chunk_size = ctx_size
         self.separator = separator
         sizes, width = config.encoder, config.embedding_length
-        top = LayerTensors(tensors, None, backend, config.rms_eps)
+        top = LayerTensors(tensors, None, backend, config.rms_eps, config.block.norm)
         self.token_embd = top.weight("token_embd")
         self.positions = None if sizes.rotates else top.vector("position_embd").view(-1, width)
         self.token_types = top.vector("token_types").view(-1, width) if sizes.token_types else None
-        self.norm: Norm = _layer_norm(top, "token_embd_norm")
-        turn = None
-        if sizes.rotates:
-            turn = rope_table(config.rotation(0).spec(ctx_size), ctx_size, backend.device)
-        self.blk = [
-            EncoderLayer(block, LayerTensors(tensors, i, backend, config.rms_eps), turn)
-            for i, block in enumerate(layers_of(config))
+        self.norm = top.norm("token_embd_norm", top.has("token_embd_norm"))
+        self.blk = _layers(config, tensors, backend, ctx_size)
+        self.output_norm = top.norm("output_norm", top.has("output_norm"))
+        self._head = _Head(top, width, sizes) if sizes.classes else None
+        self._projections = [
+            top.vector(name).view(shape[::-1])
+            for name, shape in zip(PROJECTIONS, sizes.projections, strict=False)
         ]
-        self._head = _Head(top, width, sizes.head_dense) if sizes.classes else None
 
     def hidden(self, batch: ForwardBatch, _cache: Sequence[LayerState] = ()) -> Tensor:
         """The hidden rows of all tokens of whole texts: [T, embedding length].
@@ -126,25 +163,36 @@ class Encoder:
             raise EngineError(
                 "a text for an encoder is computed in one step, and this one goes on from another"
             )
-        x = self.backend.embed(batch, self.token_embd)
+        assert self.config.encoder is not None
+        x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
         if self.positions is not None:
-            x = x + self.positions[batch.positions.long()]
+            x = x + self.positions[batch.positions.long() + self.config.encoder.first_position]
         if self.token_types is not None:
             x = x + self.token_types[self._kinds(batch)]
-        x = self.backend.normed(x, self.norm)
+        if self.norm is not None:
+            x = self.backend.normed(x, self.norm)
         for layer in self.blk:
             x = layer(batch, x)
+        if self.output_norm is not None:
+            x = self.backend.normed(x, self.output_norm)
         return x if isinstance(x, Tensor) else torch.as_tensor(x)
 
-    def scores(self, row: Tensor) -> Tensor:
-        """Outputs of the trained head for the hidden row of a text's first position [embedding length]: [classes].
+    def projected(self, vector: Tensor) -> Tensor:
+        """A pooled vector [embedding length] times the matrices that the model has for it; on any device."""
+        moved = vector
+        for weight in self._projections:
+            moved = weight @ moved.to(weight.device, weight.dtype)
+        return moved.to(vector.device, vector.dtype)
+
+    def scores(self, rows: Tensor) -> Tensor:
+        """Outputs of the trained head for the hidden rows of a text [T, embedding length]: [classes].
 
         Raises:
             EngineError: there is none.
         """
         if self._head is None:
             raise EngineError("the model has no trained head: it makes embeddings, and does not rank")
-        return self._head(row)
+        return self._head(rows)
 
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """Raises EngineError: there are no logits."""
@@ -168,20 +216,48 @@ class Encoder:
         return self.bytes_per_token
 
 
+def _layers(
+    config: ModelConfig, tensors: Mapping[str, QuantTensor], backend: Backend[Any], ctx_size: int
+) -> list[BidirectionalLayer | EncoderLayer]:
+    assert config.encoder is not None
+    turns: dict[Rotation, tuple[Tensor, Tensor]] = {}
+    found: list[BidirectionalLayer | EncoderLayer] = []
+    for i, block in enumerate(layers_of(config)):
+        rotation = config.rotation(i)
+        if config.encoder.rotates and rotation not in turns:
+            turns[rotation] = rope_table(rotation.spec(ctx_size), ctx_size, backend.device)
+        of_layer = LayerTensors(tensors, i, backend, config.rms_eps, config.block.norm)
+        kind = BidirectionalLayer if isinstance(block.mixer, BidirectionalAttention) else EncoderLayer
+        found.append(kind(block, of_layer, turns.get(rotation)))
+    return found
+
+
 class _Head:
-    """tanh(dense) where there is one, then the projection to classes; a single row, in plain matrices."""
+    """A dense layer with its activation and norm where there is one, then the projection to classes; of a single row,
+    in plain matrices."""
 
-    def __init__(self, top: LayerTensors, width: int, has_dense: bool) -> None:
-        self._dense = _plain(top, "cls", width) if has_dense else None
+    def __init__(self, top: LayerTensors, width: int, sizes: EncoderSizes) -> None:
+        self._dense = _plain(top, "cls", width) if sizes.head_dense else None
+        self._activation: Callable[[Tensor], Tensor] = (
+            torch.tanh if sizes.head_activation == "tanh" else torch.nn.functional.gelu
+        )
+        self._norm = _layer_norm(top, "cls.norm") if sizes.head_normed else None
         self._output = _plain(top, "cls.output", width)
+        self._mean = sizes.head_pooling == "mean"
 
-    def __call__(self, row: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
+        row = rows.mean(0) if self._mean else rows[0]
         if self._dense is not None:
-            weight, bias = self._dense
-            row = torch.tanh(weight @ row + bias)
-        weight, bias = self._output
-        return weight @ row + bias
+            row = self._activation(_product(self._dense, row))
+        if self._norm is not None:
+            row = layer_norm(row, self._norm.weight, self._norm.bias, self._norm.eps)
+        return _product(self._output, row)
 
 
-def _plain(top: LayerTensors, name: str, width: int) -> tuple[Tensor, Tensor]:
-    return top.vector(name).view(-1, width), top.vector(name, kind="bias")
+def _plain(top: LayerTensors, name: str, width: int) -> tuple[Tensor, Tensor | None]:
+    return top.vector(name).view(-1, width), _bias(top, name)
+
+
+def _product(matrix: tuple[Tensor, Tensor | None], row: Tensor) -> Tensor:
+    weight, bias = matrix
+    return weight @ row if bias is None else weight @ row + bias

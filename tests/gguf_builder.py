@@ -328,11 +328,25 @@ CHANGES = {
         "post_ffw_norm.weight": "d",
         "layer_output_scale.weight": "1",
     },
+    "gemma-embedding": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+    },
     "gemma3": {
         "attn_q_norm.weight": "h",
         "attn_k_norm.weight": "h",
         "post_attention_norm.weight": "d",
         "post_ffw_norm.weight": "d",
+    },
+    "modern-bert": {
+        "attn_q.weight": "",
+        "attn_k.weight": "",
+        "attn_v.weight": "",
+        "ffn_gate.weight": "",
+        "attn_qkv.weight": "qkv d",
+        "ffn_up.weight": "2f d",
     },
     "phi3": {
         "attn_q.weight": "",
@@ -538,11 +552,17 @@ DENSE_BESIDE = {
 }
 """What layers of such architectures have besides or otherwise where they have experts."""
 
-LAYER_NORMED = ("cohere2", "bert", "nomic-bert")
+LAYER_NORMED = ("cohere2", "bert", "nomic-bert", "modern-bert")
 """Architectures whose norms are LayerNorms."""
 
-ENCODERS = ("bert", "nomic-bert")
+ENCODERS = ("bert", "nomic-bert", "modern-bert", "gemma-embedding")
 """Architectures whose positions all see each other."""
+
+SUMMED = ("bert", "nomic-bert")
+"""Those of them whose norms are of sums, with tables of their own."""
+
+EQUALLY_HEADED = (*SUMMED, "modern-bert")
+"""Those of them with as many heads of keys and values as of queries."""
 
 LATENTS = ("deepseek2", "mistral4")
 """Architectures with latent attention."""
@@ -608,6 +628,8 @@ class ModelSizes:
         self.blocks = max(self.blocks, 3) if self.architecture in LONE else self.blocks
         if self.experts is None:
             self.experts = 4 if self.architecture in MIXTURES else 0
+        if self.architecture in EQUALLY_HEADED:
+            self.kv_heads = self.heads
         if self.architecture == "llama4":
             self.experts_used = 1  # they weigh their input
         if "expert_feed_forward_length" not in MIXTURES.get(self.architecture, ()):
@@ -630,7 +652,7 @@ class ModelSizes:
             **self._of_cohere(),
             **(
                 {f"{a}.attention.causal": False, f"{a}.attention.head_count_kv": self.heads}
-                if a in ENCODERS
+                if a in EQUALLY_HEADED
                 else {}
             ),
             **({f"{a}.interleave_moe_layer_step": 1} if a == "llama4" else {}),
@@ -679,6 +701,8 @@ class ModelSizes:
 
     def _windows(self) -> dict[str, Any]:
         a = self.architecture
+        if a in ENCODERS and a not in SUMMED:
+            return {f"{a}.attention.sliding_window": 8}
         if a not in WIDENING:
             return {}
         keys = {
@@ -751,7 +775,7 @@ class ModelSizes:
     def tensor_shapes(self, vocab: int, tied: bool = False) -> dict[str, tuple[int, ...]]:
         """Every tensor of the model and its torch-order shape."""
         shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, self.embedding)}
-        if self.architecture in ENCODERS:
+        if self.architecture in SUMMED:
             return shapes | self._bert_shapes()
         for i in range(self.blocks):
             wider = self.architecture in WIDENING and i % 2 == 1
@@ -777,7 +801,10 @@ class ModelSizes:
             shapes["rope_freqs.weight"] = (self.head_dim,)
         norm = "token_embd_norm" if self.architecture in CONVOLVED else "output_norm"
         shapes[f"{norm}.weight"] = (self.embedding,)
-        if not tied:
+        if self.architecture == "modern-bert":
+            shapes["token_embd_norm.weight"] = (self.embedding,)
+            del shapes["blk.0.attn_norm.weight"]
+        if not tied and self.architecture not in ENCODERS:
             shapes["output.weight"] = (vocab, self.embedding)
         return shapes
 

@@ -141,7 +141,7 @@ def main() -> int:
     files = {
         path.stem.removeprefix("ggml-vocab-"): path for path in (llama_cpp_source() / "models").glob("*.gguf")
     }
-    for kind in ("bert-bge", "nomic-bert-moe"):  # not supported
+    for kind in ("bert-bge", "nomic-bert-moe"):  # follow `transformers`
         del files[kind]
     names = ("smollm2", *SENTENCEPIECE, *TEKKEN, *sorted(files))
     # llama.cpp has another name for mistral's, tekken.

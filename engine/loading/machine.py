@@ -90,7 +90,7 @@ class Machine:
         from quengine.models.encoder import Encoder
 
         sizes, separator = checkpoint.config.encoder, None
-        if sizes is not None and sizes.classes and sizes.token_types > 1:
+        if sizes is not None and sizes.classes and sizes.token_types > 1 and not sizes.one_segment:
             separator = checkpoint.tokenizer().end_of_text
         with _weights(checkpoint, self.device, self.config.mmap, self.progress, 0) as tensors:
             encoder: Any = Encoder(checkpoint.config, tensors, backend, cache.ctx_size, separator)

@@ -1,5 +1,6 @@
 """Embeddings: the hidden rows of a text pooled into one vector of unit length, or as they are."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, get_args
 
 from quengine.errors import EngineError
@@ -53,7 +54,8 @@ class Pool:
     """Takes a text's hidden rows chunk by chunk, and pools them: their mean, the first one (`cls`) or the last; `none`
     keeps them all. Of `rank` the one row that it takes is the outputs of the model's head.
 
-    The mean is summed in whole numbers, so that it is the same to the last bit however the rows come.
+    The mean is summed in whole numbers, so that it is the same to the last bit however the rows come. `projection`:
+    what the model makes of a pooled vector before its length is 1 (`Encoder.projected`).
 
     Raises:
         EngineError: a pooling that there is not.
@@ -63,6 +65,7 @@ class Pool:
         if pooling not in (*POOLINGS, RANK):
             raise EngineError(f"pooling {pooling!r}: must be {' or '.join(POOLINGS)}")
         self.pooling = pooling
+        self.projection: Callable[[Tensor], Tensor] | None = None
         self._one: Tensor | None = None
         self._sums: Tensor | None = None
         self._rows: list[Tensor] = []
@@ -115,5 +118,6 @@ class Pool:
         if self.pooling == RANK:
             scores: list[float] = pooled.tolist()
             return scores
+        pooled = pooled if self.projection is None else self.projection(pooled)
         unit: list[float] = normalize(pooled, dim=0).tolist()
         return unit

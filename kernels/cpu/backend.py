@@ -27,7 +27,7 @@ from quengine.kernels.embedded_rows import place_embeddings
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
-from quengine.kernels.glu import Activation, Gating
+from quengine.kernels.glu import Activation, Gating, glu
 from quengine.kernels.hidden_rows import keep_rows, rows_before
 from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.latent_spec import LatentSpec
@@ -120,7 +120,8 @@ class CpuBackend:
         activation: Gating = "silu",
     ) -> Tensor:
         if batch.phase == "prefill":
-            return cpu.glu(_prompt_linear(cpu.normed(x, norm), gate_up), activation)
+            y = _prompt_linear(cpu.normed(x, norm), gate_up)
+            return glu(y, activation) if activation == "gelu_erf" else cpu.glu(y, activation)
         with recorded(batch, len(x)) as step:
             return step.norm_glu(x, norm, gate_up, activation)
 

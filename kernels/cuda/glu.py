@@ -1,7 +1,7 @@
 """Gated linear units on CUDA: the activation as a matmul's epilogue, or on rows that a matmul has stored.
 
-Defined in kernels/glu.py. All activations are gate / (1 + exp(-z)), where z is the gate (SiLU), a multiple of the
-clamped gate or, since (1 + tanh(y)) / 2 = 1 / (1 + exp(-2y)), twice the argument of GELU's tanh.
+Defined in kernels/glu.py. All activations but the exact GELU are gate / (1 + exp(-z)), where z is the gate (SiLU), a
+multiple of the clamped gate or, since (1 + tanh(y)) / 2 = 1 / (1 + exp(-2y)), twice the argument of GELU's tanh.
 """
 
 import math
@@ -19,9 +19,9 @@ from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.glu import CLAMP, SWISH_SLOPE, Activation, glu_width
 
 BIAS, ROWS, RESIDUAL = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)
-SILU, GELU_TANH = tl.constexpr(2), tl.constexpr(3)
-CLAMPED_SWISH, BIASED_SWISH = tl.constexpr(4), tl.constexpr(5)
-RELU2, GELU = tl.constexpr(6), tl.constexpr(7)
+SILU, GELU_TANH, GELU_ERF = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
+CLAMPED_SWISH, BIASED_SWISH = tl.constexpr(5), tl.constexpr(6)
+RELU2, GELU = tl.constexpr(7), tl.constexpr(8)
 """Epilogues of a matmul: rows plus a bias, rows, rows plus a residual, or gated linear units by their activation;
 BIASED_SWISH: the clamped swish of products plus a bias. RELU2 and GELU, which have no gate, are of stored rows alone.
 """
@@ -29,6 +29,7 @@ BIASED_SWISH: the clamped swish of products plus a bias. RELU2 and GELU, which h
 EPILOGUES: dict[Activation, int] = {
     "silu": SILU.value,
     "gelu_tanh": GELU_TANH.value,
+    "gelu_erf": GELU_ERF.value,
     "clamped_swish": CLAMPED_SWISH.value,
     "relu2": RELU2.value,
     "gelu": GELU.value,
@@ -51,6 +52,8 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == GELU_TANH:
         z = gate * (1.0 + 0.044715 * gate * gate) * _TWICE_SQRT_2_OVER_PI
         y = gate / (1.0 + tl.exp(-z)) * up
+    elif ACTIVATION == GELU_ERF:
+        y = activated(gate, True) * up
     elif ACTIVATION >= CLAMPED_SWISH:
         # Comparisons keep a NaN a NaN.
         gate = tl.where(gate > _CLAMP, _CLAMP, gate)
@@ -100,9 +103,9 @@ def product_scales(row_scale, bound, ACTIVATION: tl.constexpr = SILU):
     """(factor, row scale) of the fp16 rows activation(gate) * up, powers of two, from the row scales of x and the
     weight's `product_bound`.
 
-    Gate and up values are at most row_scale * bound < 2^above. Every activation is the gate divided by 1 + exp(-z) >=
-    1, so no larger than the gate: products are below 2^(2 * above), and scaled below 2^15. With the clamped swish,
-    whose other factor is up + 1, they are below 2^(above + 1 + max(above, 0)), and below 7 * 8 < 2^6.
+    Gate and up values are at most row_scale * bound < 2^above. Every activation is the gate times at most 1: products
+    are below 2^(2 * above), and scaled below 2^15. With the clamped swish, whose other factor is up + 1, they are below
+    2^(above + 1 + max(above, 0)), and below 7 * 8 < 2^6.
     """
     above = ((row_scale * bound).to(tl.int32, bitcast=True) >> 23) - 126
     above = tl.minimum(tl.maximum(above, -55), 70)

@@ -16,6 +16,7 @@ from quengine.models.architectures.exaone4 import EXAONE4
 from quengine.models.architectures.gemma2 import GEMMA2
 from quengine.models.architectures.gemma3 import GEMMA3
 from quengine.models.architectures.gemma4 import GEMMA4
+from quengine.models.architectures.gemma_embedding import GEMMA_EMBEDDING
 from quengine.models.architectures.glm4 import GLM4
 from quengine.models.architectures.glm4moe import GLM4MOE
 from quengine.models.architectures.gpt_oss import GPT_OSS
@@ -26,6 +27,7 @@ from quengine.models.architectures.lfm2 import LFM2, LFM2MOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
 from quengine.models.architectures.llama4 import LLAMA4
 from quengine.models.architectures.minimax_m2 import MINIMAX_M2
+from quengine.models.architectures.modern_bert import MODERN_BERT
 from quengine.models.architectures.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from quengine.models.architectures.nomic_bert import NOMIC_BERT
 from quengine.models.architectures.olmo2 import OLMO2
@@ -52,6 +54,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
         *(LLAMA4, DEEPSEEK2, MISTRAL4, GRANITEHYBRID, NEMOTRON_H_MOE, BERT, NOMIC_BERT),
+        *(MODERN_BERT, GEMMA_EMBEDDING),
     )
 }
 """By the name that GGUF has for them."""
@@ -62,6 +65,13 @@ MODEL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
     for name, model_type in architecture.model_types.items()
 }
 """By the `model_type` of a Hugging Face config.json."""
+
+BIDIRECTIONAL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
+    name: (architecture, model_type)
+    for architecture in ARCHITECTURES.values()
+    for name, model_type in architecture.bidirectional_types.items()
+}
+"""The same, of those with `use_bidirectional_attention`."""
 
 
 @lru_cache(32)

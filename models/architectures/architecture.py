@@ -113,6 +113,8 @@ class Architecture:
     """A decoder by the name that GGUF has for it.
 
     model_types: the Hugging Face models of this architecture.
+    projects: its files may have matrices for the pooled vector (`EncoderSizes.projections`).
+    bidirectional_types: those of them whose config.json has `use_bidirectional_attention`.
     block: what each layer computes, from which its tensors follow.
     build: the layers of a model, as `models.blocks` declares them.
     router: how experts are chosen and weighted, where a file does not say; `used` is the file's. None: no experts.
@@ -167,6 +169,8 @@ class Architecture:
     has_lone_parts: bool = False
     sizes_by_layer: bool = False
     draft_names: DraftNames | None = None
+    bidirectional_types: Mapping[str, ModelType] = field(default_factory=dict)
+    projects: bool = False
 
     @property
     def may_be_dense(self) -> bool:

@@ -1,10 +1,13 @@
 """BERT, an encoder for retrieval: every position sees every other, positions and segments are learned embeddings.
 
 LayerNorms of each sum with the residual, GELU without a gate, biases. A head for rankings has a dense layer with tanh
-in folders; llama.cpp's converter leaves that out. Source: Devlin et al. 2018, "BERT"; `BertModel` in `transformers`.
+in folders; llama.cpp's converter leaves that out. XLM-RoBERTa (BGE-M3, multilingual E5) is BERT whose positions begin
+behind the padding token's number, and whose head has a dense layer of its own. Sources: Devlin et al. 2018, "BERT";
+Conneau et al. 2019, "XLM-R"; `BertModel` and `XLMRobertaModel` in `transformers`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import tensor_kinds
@@ -12,13 +15,26 @@ from quengine.models.blocks.block import BIAS, Block, Draw, TensorSpec
 from quengine.models.blocks.encoder import EncoderAttention, EncoderFeedForward, layer_norm_specs
 from quengine.models.config import BlockKind, EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
-from quengine.models.hf.hf_keys import config_error
+from quengine.models.hf.hf_keys import config_error, integer
 
 CAUSAL = "attention.causal"
 _BIASES = {
     f"{name}.bias" for name in ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_up", "ffn_down")
 }
-_HEADED = "BertForSequenceClassification"
+_CLASSIFIES = "ForSequenceClassification"
+_HEADED = f"Bert{_CLASSIFIES}"
+_DEFAULTS = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 512,
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+    "tie_word_embeddings": True,
+}
 
 
 def encoder_layers(config: ModelConfig) -> Sequence[Block]:
@@ -43,7 +59,8 @@ def encoder_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
     assert sizes is not None
     tables = {"token_embd.weight": (config.vocab_size, "word_embeddings")}
     if not sizes.rotates:
-        tables["position_embd.weight"] = (config.context_length, "position_embeddings")
+        positions = sizes.first_position + config.context_length
+        tables["position_embd.weight"] = (positions, "position_embeddings")
     if sizes.token_types:
         tables["token_types.weight"] = (sizes.token_types, "token_type_embeddings")
     found = {
@@ -51,12 +68,16 @@ def encoder_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
         for name, (rows, module) in tables.items()
     }
     found |= layer_norm_specs("token_embd_norm", "{body}embeddings.LayerNorm", width)
+    roberta = sizes.first_position > 0  # GGUF files, which have one name for either, begin at 0
+    dense, output = (
+        ("classifier.dense", "classifier.out_proj") if roberta else ("{body}pooler.dense", "classifier")
+    )
     if sizes.head_dense:
-        found["cls.weight"] = TensorSpec((width, width), hf="{body}pooler.dense.weight")
-        found["cls.bias"] = TensorSpec((width,), hf="{body}pooler.dense.bias", draw=BIAS)
+        found["cls.weight"] = TensorSpec((width, width), hf=f"{dense}.weight")
+        found["cls.bias"] = TensorSpec((width,), hf=f"{dense}.bias", draw=BIAS)
     if sizes.classes:
-        found["cls.output.weight"] = TensorSpec((sizes.classes, width), hf="classifier.weight")
-        found["cls.output.bias"] = TensorSpec((sizes.classes,), hf="classifier.bias", draw=BIAS)
+        found["cls.output.weight"] = TensorSpec((sizes.classes, width), hf=f"{output}.weight")
+        found["cls.output.bias"] = TensorSpec((sizes.classes,), hf=f"{output}.bias", draw=BIAS)
     return found
 
 
@@ -79,12 +100,37 @@ def kinds_of_segments(keys: Keys) -> int:
     return types
 
 
+def _roberta_keys(keys: Keys) -> Keys:
+    """The table's rows up to the padding token's are of no position."""
+    rows = integer(keys, "max_position_embeddings", 1, 1 << 30)
+    first = integer(keys, "pad_token_id", 0, rows - 2) + 1
+    return {**_common_keys(keys), "max_position_embeddings": rows - first, "first_position": first}
+
+
+def _roberta_fields(keys: Keys, _config: ModelConfig) -> Fields:
+    headed = any(str(name).endswith(_CLASSIFIES) for name in keys.get("architectures") or ())
+    sizes = EncoderSizes(
+        kinds_of_segments(keys),
+        classes=classes_of(keys) if headed else 0,
+        head_dense=headed,
+        first_position=keys["first_position"],
+        one_segment=True,
+    )
+    return {"encoder": sizes, "pooling": "rank" if headed else None}
+
+
+def classes_of(keys: Keys) -> int:
+    """Outputs of a head for classification. Raises EngineError."""
+    labels = keys.get("id2label")
+    if labels is not None and not isinstance(labels, Mapping):
+        raise config_error("id2label", f"{labels!r} is not an object")
+    return len(labels or ()) or integer(keys, "num_labels", 1, 1 << 16, default=2)
+
+
 def _fields(keys: Keys, _config: ModelConfig) -> Fields:
     types = kinds_of_segments(keys)
     headed = _HEADED in (keys.get("architectures") or ())
-    labels = keys.get("id2label") or {}
-    classes = (len(labels) or 2) if headed else 0
-    sizes = EncoderSizes(types, classes=classes, head_dense=headed)
+    sizes = EncoderSizes(types, classes=classes_of(keys) if headed else 0, head_dense=headed)
     return {"encoder": sizes, "pooling": "rank" if headed else None}
 
 
@@ -119,6 +165,8 @@ def encoder_sizes(file: GGUFFile, config: ModelConfig, rotates: bool = False) ->
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     sizes = encoder_sizes(file, config)
+    # RoBERTa and its descendants, whose files are told by their tokenizer, have one kind of segments.
+    sizes = replace(sizes, one_segment=file.get_str("tokenizer.ggml.model") != "bert")
     return {"encoder": sizes, "pooling": config.pooling or ("rank" if sizes.classes else None)}
 
 
@@ -127,26 +175,19 @@ BERT = Architecture(
     block=BlockKind(norm="layer", pointwise="gelu", qkv_bias=True),
     build=encoder_layers,
     model_types={
-        "bert": ModelType(
-            {
-                "vocab_size": 30522,
-                "hidden_size": 768,
-                "intermediate_size": 3072,
-                "num_hidden_layers": 12,
-                "num_attention_heads": 12,
-                "max_position_embeddings": 512,
-                "layer_norm_eps": 1e-12,
-                "type_vocab_size": 2,
-                "hidden_act": "gelu",
-                "tie_word_embeddings": True,
-            },
-            common_keys=_common_keys,
-            fields=_fields,
-        )
+        "bert": ModelType(_DEFAULTS, common_keys=_common_keys, fields=_fields),
+        "xlm-roberta": ModelType(
+            {**_DEFAULTS, "pad_token_id": 1}, common_keys=_roberta_keys, fields=_roberta_fields
+        ),
+        "roberta": ModelType(
+            {**_DEFAULTS, "vocab_size": 50265, "pad_token_id": 1},
+            common_keys=_roberta_keys,
+            fields=_roberta_fields,
+        ),
     },
     top_tensors=encoder_tensors,
     hf_layers="encoder.layer.",
-    hf_unused=("pooler.", "cls."),
+    hf_unused=("pooler.", "cls.", "lm_head.", "embeddings.position_ids"),
     size_fields=_size_fields,
     gguf_keys=(CAUSAL,),
     gguf_fields=_gguf_fields,

@@ -23,15 +23,20 @@ from quengine.models.config import LIMITS, BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
-_PERIOD = 6
-_LOCAL_BASE = 1e4
+PERIOD = 6
+LOCAL = 1e4
 _LAYERS_OF_27B = 62
 
 
 def _layer_kinds(keys: Keys, blocks: int) -> Sequence[LayerKind]:
-    period = integer(keys, "sliding_window_pattern", *LIMITS["block_count"], default=_PERIOD)
+    period = integer(keys, "sliding_window_pattern", *LIMITS["block_count"], default=PERIOD)
     full = full_layers(blocks, period)
     return ["full_attention" if i in full else "sliding_attention" for i in range(blocks)]
+
+
+def full_attention_layers(blocks: int) -> tuple[int, ...]:
+    """The layers without a window."""
+    return full_layers(blocks, PERIOD)
 
 
 def _common_keys(keys: Keys) -> Keys:
@@ -48,7 +53,7 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
     scalar = number(keys, "query_pre_attn_scalar", 256.0)
     if not scalar > 0.0:
         raise config_error("query_pre_attn_scalar", f"{scalar} is not positive")
-    base = number(keys, "rope_local_base_freq", _LOCAL_BASE)
+    base = number(keys, "rope_local_base_freq", LOCAL)
     return {"attention_scale": scalar**-0.5, "rope_freq_base_swa": base}
 
 
@@ -60,18 +65,18 @@ def _size_fields(config: ModelConfig) -> Fields:
     return {
         "attention_scale": max(scalar, 1) ** -0.5,
         "embedding_scale": float(np.float32(sqrt(config.embedding_length))),
-        "full_attention_layers": full_layers(config.block_count, _PERIOD) if windowed else (),
-        "rope_freq_base_swa": _LOCAL_BASE if windowed else None,
+        "full_attention_layers": full_attention_layers(config.block_count) if windowed else (),
+        "rope_freq_base_swa": LOCAL if windowed else None,
     }
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     if "gemma3.rope.freq_base" not in file.metadata:  # some files have keys of another name, and another base
         raise file.error("gemma3.rope.freq_base", "missing from the metadata")
-    return gguf_fields(file, config, _PERIOD, config.rope_freq_base_swa)
+    return gguf_fields(file, config, PERIOD, config.rope_freq_base_swa)
 
 
-_TEXT = ModelType(
+TEXT = ModelType(
     {
         "vocab_size": 262208,
         "hidden_size": 2304,
@@ -93,7 +98,7 @@ _TEXT = ModelType(
 GEMMA3 = Architecture(
     name="gemma3",
     block=BlockKind(norms="both", qk_norm="head", activation="gelu_tanh"),
-    model_types={"gemma3": replace(_TEXT, text_models=("gemma3_text",)), "gemma3_text": _TEXT},
+    model_types={"gemma3": replace(TEXT, text_models=("gemma3_text",)), "gemma3_text": TEXT},
     hf_modules={"ffn_norm": "pre_feedforward_layernorm"},
     hf_norm_offset=1.0,
     vocabulary="spm",

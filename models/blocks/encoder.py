@@ -1,10 +1,16 @@
-"""The layers of an encoder, declared: attention among all positions, and a feed-forward; a LayerNorm of each sum."""
+"""The layers of encoders, declared: attention to both sides and a feed-forward.
+
+BERT's have a LayerNorm of each sum (`EncoderAttention`, `EncoderFeedForward`); others are a decoder's, whose attention
+is not causal (`BidirectionalAttention`).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import BIAS, NORM, PagedKV, TensorSpec
-from quengine.models.config import Rotation
+from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.block import BIAS, NORM, Block, PagedKV, TensorSpec
+from quengine.models.blocks.uniform import uniform_layers
+from quengine.models.config import ModelConfig, Rotation
 
 
 def _with_bias(name: str, hf: str, rows: int, cols: int, has_bias: bool = True) -> dict[str, TensorSpec]:
@@ -88,3 +94,44 @@ class EncoderFeedForward:
 
     def joined(self) -> Mapping[str, TensorSpec]:
         return {}
+
+
+@dataclass(frozen=True)
+class BidirectionalAttention:
+    """A decoder's attention whose positions see those before and after them, of one with a window W those at most
+    W // 2 away. Nothing is kept of a text: the cache has no heads. normed: it has a norm in front."""
+
+    causal: Attention
+    normed: bool = True
+    kind = "attention"
+
+    @property
+    def traits(self) -> Sequence[str]:
+        return ("bidirectional attention", *self.causal.traits)
+
+    @property
+    def state(self) -> PagedKV:
+        return PagedKV(0, self.causal.head_dim)
+
+    @property
+    def reach(self) -> int | None:
+        """How many positions away the farthest one is that a position sees; None: at an end of the text."""
+        return None if self.causal.window is None else self.causal.window // 2
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        found = self.causal.tensors()
+        return {name: spec for name, spec in found.items() if self.normed or name != "attn_norm.weight"}
+
+    def joined(self) -> Mapping[str, TensorSpec]:
+        return self.causal.joined()
+
+
+def bidirectional_layers(config: ModelConfig, first_normed: bool = True) -> Sequence[Block]:
+    """A decoder's layers with such an attention. first_normed: that of the first has a norm in front."""
+    layers = enumerate(uniform_layers(config))
+    found = []
+    for i, block in layers:
+        assert isinstance(block.mixer, Attention)
+        mixer = BidirectionalAttention(block.mixer, first_normed or i > 0)
+        found.append(Block(mixer, block.feed_forward))
+    return found

@@ -275,11 +275,13 @@ def _float(file: GGUFFile, key: str, default: float) -> float:
 
 
 def _norm_eps(file: GGUFFile, declared: Architecture) -> float:
-    """The epsilon of the norms; RMSNorm's by LayerNorm's name where that is in `gguf_keys` and there is no other."""
-    key = f"{declared.name}.{KEYS['rms_eps'] if declared.block.norm == 'rms' else LAYER_NORM_EPS}"
+    """The epsilon of the norms; by the other kind's name where that is in `gguf_keys` and there is no other."""
+    names = (KEYS["rms_eps"], LAYER_NORM_EPS)
+    own, other = names if declared.block.norm == "rms" else names[::-1]
+    key = f"{declared.name}.{own}"
     value = file.get_float(key)
-    if value is None and LAYER_NORM_EPS in declared.gguf_keys:
-        value = file.get_float(f"{declared.name}.{LAYER_NORM_EPS}")
+    if value is None and other in declared.gguf_keys:
+        value = file.get_float(f"{declared.name}.{other}")
     if value is None:
         raise file.error(key, "missing from the metadata")
     return value

@@ -35,7 +35,7 @@ SPECIAL_ID_KEYS = tuple(
     )
 )
 # Kind of tokenizer (MODEL) -> the array that says what merges first. Converters write the other one too.
-MERGED_BY = {"llama": SCORES, "gpt2": MERGES}
+MERGED_BY = {"llama": SCORES, "gpt2": MERGES, "t5": SCORES}
 _BYTE_TOKEN = re.compile(rb"<0x[0-9A-F]{2}>")
 
 

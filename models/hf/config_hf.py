@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quengine.models.architectures import MODEL_TYPES, unsupported_architecture
+from quengine.models.architectures import BIDIRECTIONAL_TYPES, MODEL_TYPES, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture, ModelType
 from quengine.models.config import LIMITS, BlockKind, ModelConfig
 from quengine.models.hf.experts_hf import COUNTS, expert_keys, read_experts
@@ -46,6 +46,7 @@ ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "clamped_swish": ("silu",),
     "relu2": ("relu2",),
     "gelu": ("gelu",),
+    "gelu_erf": ("gelu",),
 }
 
 
@@ -104,6 +105,8 @@ def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Map
     if not isinstance(outer, str) or outer not in MODEL_TYPES:
         raise unsupported_architecture(str(outer))
     architecture, model_type = MODEL_TYPES[outer]
+    if config.get("use_bidirectional_attention") and outer in BIDIRECTIONAL_TYPES:
+        architecture, model_type = BIDIRECTIONAL_TYPES[outer]
     text = config
     if model_type.text_models and isinstance(config.get("text_config"), Mapping):
         text = config["text_config"]

@@ -18,19 +18,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import HFPart
 from quengine.models.blocks.block import TensorSpec
-from quengine.models.config import ModelConfig
+from quengine.models.config import PROJECTIONS, ModelConfig
 from quengine.models.draft_layer import DraftTensors, layer_config, no_draft_layer
 from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.hf.draft_names import DraftLayerNames
-from quengine.models.hf.hf_headers import read_config, read_pooling
+from quengine.models.hf.hf_headers import read_config
 from quengine.models.hf.hf_names import HFNames
 from quengine.models.hf.hf_parts import StoredPart
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
+from quengine.models.hf.sentence_modules import read_pooling, read_projections
 from quengine.models.tensor_table import (
     draft_note,
     draft_tensors,
@@ -69,9 +71,26 @@ class HFCheckpoint:
         declared = read_hf_config(read_config(path))
         declared = replace(declared, pooling=read_pooling(path) or declared.pooling)
         self._shards = HFShards(path)
+        declared = self._with_projections(declared)
         self.config = _with_own_output(declared, self._shards)
         self._untied = self.config is not declared
         self._tensors = HFTensors(self._shards, self.config)
+
+    def _with_projections(self, config: ModelConfig) -> ModelConfig:
+        """With the matrices for the pooled vector of an encoder, whose tensors are then among the others.
+
+        Raises EngineError: they are not implemented, or the architecture's files have none.
+        """
+        found = read_projections(self.path, config.embedding_length)
+        if not found:
+            return config
+        if config.encoder is None or not ARCHITECTURES[config.architecture].projects:
+            problem = f"dense layers behind a {config.architecture} model are not implemented"
+            raise EngineError(f"{self.path / 'modules.json'}: {problem}")
+        for name, each in zip(PROJECTIONS, found, strict=False):
+            self._shards.include(name, each.file)
+        sizes = tuple((each.columns, each.rows) for each in found)
+        return replace(config, encoder=replace(config.encoder, projections=sizes))
 
     @property
     def tensors(self) -> "HFTensors":

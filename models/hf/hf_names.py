@@ -17,12 +17,13 @@ PREFIXES = (
     ("model.text_model.", ""),
     ("transformer.", ""),
     ("bert.", ""),
+    ("roberta.", ""),
     ("backbone.", ""),
     ("", ""),
 )
 """(body, head) of names: a text model; the text part of a model with vision as it was released, and as newer releases
-of transformers save it; SmolVLM; OpenELM; BERT with a head; Nemotron-H; a model without an output matrix, which makes
-embeddings."""
+of transformers save it; SmolVLM; OpenELM; BERT and RoBERTa with a head; Nemotron-H; a model without an output matrix,
+which makes embeddings."""
 
 
 class HFNames:

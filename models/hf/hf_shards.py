@@ -45,10 +45,18 @@ class HFShards:
         files = sorted(set(weight_map.values())) if weight_map else [SINGLE]
         self._open = {file: self._mapped(file) for file in files}
         self.files = weight_map or dict.fromkeys(self._open[SINGLE].keys(), SINGLE)  # tensor -> file name
+        self._inner: dict[str, str] = {}
         held = {file: frozenset(handle.keys()) for file, handle in self._open.items()}
         for name, file in self.files.items():
             if name not in held[file]:
                 raise EngineError(f"{folder / file}: tensor {name!r} is missing, {INDEX} says it is there")
+
+    def include(self, prefix: str, file: str) -> None:
+        """Adds the tensors of a file in a folder below, their names behind `prefix` and a point. Raises EngineError."""
+        self._open[file] = self._mapped(file)
+        for name in self._open[file].keys():  # noqa: SIM118 (not a mapping)
+            self.files[f"{prefix}.{name}"] = file
+            self._inner[f"{prefix}.{name}"] = name
 
     def stored(self, name: str, shape: tuple[int, ...], types: tuple[str, ...] = FLOAT_TYPES) -> StoredTensor:
         """The header of tensor `name`, which must be there, of `shape` and of one of `types`.
@@ -58,7 +66,7 @@ class HFShards:
         """
         if name not in self.files:
             raise self.error(f"tensor {name!r} is missing: this model needs it, {len(self.files)} are there")
-        header = self._open[self.files[name]].get_slice(name)
+        header = self._slice(name)
         dtype, actual = header.get_dtype(), tuple(header.get_shape())
         if actual != shape:
             raise self.error(f"tensor {name!r} has shape {list(actual)}, config.json needs {list(shape)}")
@@ -70,12 +78,15 @@ class HFShards:
         """That of tensor `name`; None: it is not there."""
         if name not in self.files:
             return None
-        return tuple(self._open[self.files[name]].get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
         """A view on the mapped file; it stays valid after `close`, as long as it is held."""
-        tensor: Tensor = self._open[self.files[name]].get_tensor(name)
+        tensor: Tensor = self._open[self.files[name]].get_tensor(self._inner.get(name, name))
         return tensor
+
+    def _slice(self, name: str) -> Any:
+        return self._open[self.files[name]].get_slice(self._inner.get(name, name))
 
     def close(self) -> None:
         self._open.clear()

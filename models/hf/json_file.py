@@ -7,7 +7,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +30,21 @@ def read_json(path: Path) -> Mapping[str, Any]:
     Raises EngineError: there is no such file, it is too large or no JSON object, or has a number that is not finite
     or text that is not Unicode.
     """
+    value = _parsed(path)
+    if not isinstance(value, dict):
+        raise EngineError(f"{path}: must hold a JSON object")
+    return value
+
+
+def read_json_array(path: Path) -> Sequence[Any]:
+    """The JSON array in `path`. Raises EngineError as `read_json` does."""
+    value = _parsed(path)
+    if not isinstance(value, list):
+        raise EngineError(f"{path}: must hold a JSON array")
+    return value
+
+
+def _parsed(path: Path) -> Any:
     raw = _read(path, MAX_JSON_BYTES)
     containers, values = raw.count(b"[") + raw.count(b"{"), raw.count(b",")
     if containers > MAX_CONTAINERS or values > MAX_VALUES:
@@ -44,8 +59,6 @@ def read_json(path: Path) -> Mapping[str, Any]:
         raise EngineError(f"{path}: has half of a surrogate pair, which is no Unicode text") from None
     except (ValueError, RecursionError) as error:
         raise EngineError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise EngineError(f"{path}: must hold a JSON object")
     return value
 
 

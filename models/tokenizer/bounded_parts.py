@@ -4,15 +4,21 @@ Anything that is not known to be so counts as not: such a file still works, in a
 """
 
 import json
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from quengine.models.tokenizer.charsmap import charsmap_problem
+from quengine.models.tokenizer.scored_bpe import SPACE
 
 MAX_COMPONENTS = 16
 MAX_TOKENS = 1 << 20
 MAX_MERGES = 1 << 21
 MAX_ADDED_TOKENS = 1 << 16
 MAX_TEXT = 1000
+MAX_PIECE = 256
+_SPACE_RUNS = " {2,}"
 MAX_POST_PROCESSOR = 4096
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -89,8 +95,12 @@ def _normalizer_is_bounded(part: Any) -> bool:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "Prepend":
         return _is_text(part.get("prepend"), 16)
+    if kind == "Precompiled":
+        return _is_sound_map(part.get("precompiled_charsmap"))
     if kind == "Replace":
         pattern, content = part.get("pattern"), part.get("content")
+        if pattern == {"Regex": _SPACE_RUNS}:
+            return content in ("", " ", SPACE)
         text = pattern.get("String") if isinstance(pattern, dict) and len(pattern) == 1 else None
         if not isinstance(text, str) or not isinstance(content, str):
             return False
@@ -109,7 +119,19 @@ def _pre_tokenizer_is_bounded(part: Any) -> bool:
     return _is_text(text) and (text in KNOWN_PATTERNS if way == "Regex" else way == "String" and bool(text))
 
 
+def _is_sound_map(text: Any) -> bool:
+    if not isinstance(text, str):
+        return False
+    try:
+        raw = b64decode(text, validate=True)
+    except ValueError:
+        return False
+    return charsmap_problem(raw) is None
+
+
 def _model_is_bounded(model: Any) -> bool:
+    if isinstance(model, dict) and model.get("type") == "Unigram":
+        return _unigram_is_bounded(model.get("vocab"))
     if not isinstance(model, dict) or model.get("type") != "BPE":
         return False
     vocab, merges = model.get("vocab"), model.get("merges")
@@ -120,6 +142,18 @@ def _model_is_bounded(model: Any) -> bool:
         and isinstance(merges, list)
         and len(merges) <= MAX_MERGES
         and all(affix is None or _is_text(affix, 16) for affix in affixes)
+    )
+
+
+def _unigram_is_bounded(vocab: Any) -> bool:
+    """At each place of a text pieces are tried as long as one goes on."""
+    return (
+        isinstance(vocab, list)
+        and len(vocab) <= MAX_TOKENS
+        and all(
+            isinstance(entry, list) and len(entry) == 2 and bool(entry[0]) and _is_text(entry[0], MAX_PIECE)
+            for entry in vocab
+        )
     )
 
 

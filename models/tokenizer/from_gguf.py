@@ -11,10 +11,12 @@ from dataclasses import replace
 from quengine.models.gguf import GGUFFile
 from quengine.models.gguf.vocab_checks import MERGES, SCORES, TOKEN_TYPE, TOKENS, check_vocabulary
 from quengine.models.tokenizer.bpe import ByteLevelBPE, CharacterBPE, byte_level_bytes
+from quengine.models.tokenizer.charsmap import charsmap_problem
 from quengine.models.tokenizer.parts import AddedTokenEncoder, TextEncoder, TokenizerParts
 from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer
 from quengine.models.tokenizer.scored_bpe import ScoredBPE, scored_bytes
 from quengine.models.tokenizer.token_length import of_gguf
+from quengine.models.tokenizer.unigram import Unigram
 from quengine.models.tokenizer.vocabulary import TokenizerError, TokenType, Vocabulary, with_roles_by_text
 from quengine.models.tokenizer.wordpiece import WordPiece, word_bytes
 
@@ -35,6 +37,9 @@ _ROLES = {
 }
 # SentencePiece's own places for them, in files that do not say.
 _SCORED_ROLES = {"unk": 0, "bos": 1, "eos": 2}
+# T5's own places, likewise.
+_UNIGRAM_ROLES = {"pad": 0, "eos": 1, "unk": 2}
+_CHARSMAP = _PREFIX + "precompiled_charsmap"
 # BERT's own places, likewise.
 _WORD_PIECE_ROLES = {"pad": 0, "unk": 100, "bos": 101, "eos": 102}
 _MASKS_STRIPPED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
@@ -42,7 +47,6 @@ _MASKS_STRIPPED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 
 # Kinds of llama.cpp that are not supported, by the names that people call them.
 _OTHER_KINDS = {
-    "t5": "Unigram",
     "rwkv": "RWKV",
     "plamo2": "PLaMo-2",
     "hybriddna": "DNA k-mers",
@@ -61,9 +65,11 @@ def read_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
         return _scored(file)
     if kind == "bert":
         return _word_pieces(file)
+    if kind == "t5":
+        return _unigram(file)
     named = f" ({_OTHER_KINDS[kind]})" if kind in _OTHER_KINDS else ""
     raise TokenizerError(
-        f"{file.path}: tokenizer model {kind!r}{named} is not supported; supported: gpt2, llama, gemma4, bert"
+        f"{file.path}: tokenizer model {kind!r}{named} is not supported; supported: gpt2, llama, gemma4, bert, t5"
     )
 
 
@@ -86,6 +92,7 @@ def _merging(file: GGUFFile, kind: str) -> TokenizerParts:
     vocabulary = _vocabulary(file, checked.texts, splits.add_bos, {}, to_bytes)
     if splits.always_bos:
         vocabulary = replace(vocabulary, add_bos="bos" in vocabulary.named_ids)
+    vocabulary = replace(vocabulary, pair_gap=_pair_gap(file, vocabulary, False))
     kind_of_bpe = ByteLevelBPE if splits.byte_level else CharacterBPE
     return TokenizerParts(
         vocabulary,
@@ -110,6 +117,53 @@ def _scored(file: GGUFFile) -> TokenizerParts:
     return TokenizerParts(
         vocabulary, make_encoder, lambda: of_gguf(vocabulary, byte_level=False), space_prefix
     )
+
+
+def _unigram(file: GGUFFile) -> TokenizerParts:
+    checked = check_vocabulary(file)
+    vocabulary = _vocabulary(file, checked.texts, False, _UNIGRAM_ROLES, scored_bytes)
+    ends = file.get_bool(_PREFIX + "add_eos_token")
+    vocabulary = replace(vocabulary, add_eos=ends is not False and "eos" in vocabulary.named_ids)
+    vocabulary = replace(vocabulary, pair_gap=_pair_gap(file, vocabulary, True))
+    scores, unknown = file.get_floats(SCORES), vocabulary.named_ids.get("unk")
+    if scores is None:
+        raise file.error(SCORES, "missing, and tokenizer model 't5' chooses by score")
+    if unknown is None:
+        raise file.error(_PREFIX + "unknown_token_id", "missing: characters that no tokens spell need it")
+    values: list[float] = scores.tolist()
+    charsmap = _charsmap(file)
+    merges, prefix = (
+        said is None or said
+        for said in (
+            file.get_bool(_PREFIX + name) for name in ("remove_extra_whitespaces", "add_space_prefix")
+        )
+    )
+
+    def make_encoder() -> TextEncoder:
+        pieces = Unigram(vocabulary, values, unknown, charsmap, merges, prefix)
+        return AddedTokenEncoder(vocabulary, pieces)
+
+    return TokenizerParts(vocabulary, make_encoder, lambda: None, prefix)
+
+
+def _pair_gap(file: GGUFFile, vocabulary: Vocabulary, by_default: bool) -> tuple[int, ...]:
+    """A separator behind the end token, where the file asks for both; `by_default`: where it does not say."""
+    said = file.get_bool(_PREFIX + "add_sep_token")
+    separator = file.get_int(_PREFIX + "seperator_token_id", high=(1 << 32) - 1)
+    if separator is None or separator >= len(vocabulary) or not vocabulary.add_eos:
+        return ()
+    return (separator,) if (by_default if said is None else said) else ()
+
+
+def _charsmap(file: GGUFFile) -> bytes:
+    """A map of normalizations, or b"". Raises GGUFError for one that leads outside of itself."""
+    given = file.get_ints(_CHARSMAP)
+    if given is None or not len(given):
+        return b""
+    raw = bytes(given.astype("uint8"))
+    if given.dtype.itemsize != 1 or (problem := charsmap_problem(raw)) is not None:
+        raise file.error(_CHARSMAP, "is not an array of bytes" if given.dtype.itemsize != 1 else str(problem))
+    return raw
 
 
 def _word_pieces(file: GGUFFile) -> TokenizerParts:

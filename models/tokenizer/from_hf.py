@@ -90,6 +90,7 @@ class Described:
     vocab: Mapping[str, int]
     added: Sequence[tuple[int, str, bool]]
     empty: Sequence[int]
+    pair: Sequence[int]
 
 
 def engine_for(path: Path, parts: Mapping[str, Any]) -> Engine:
@@ -128,7 +129,7 @@ def describe(path: Path, engine: Engine) -> Described:
     largest = max((*found["vocab"].values(), *(i for i, _, _ in added)), default=-1)
     if largest >= MAX_VOCABULARY:
         raise TokenizerError(f"{path}: token {largest} is not from 0 to {MAX_VOCABULARY - 1}")
-    return Described(found["vocab"], added, found["empty"])
+    return Described(found["vocab"], added, found["empty"], found["pair"])
 
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -165,6 +166,7 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
         eos_ids=ends,
         lstrip_ids=_stripping(parts, "lstrip"),
         rstrip_ids=_stripping(parts, "rstrip"),
+        pair_gap=_pair_gap(described),
     )
     prefix = not byte_level and _puts_space_first(parts)
     complete = with_roles_by_text(vocabulary)
@@ -234,6 +236,12 @@ def _adds_eos(described: Described, config: Mapping[str, Any], eos: int | None) 
     if eos is None or isinstance(said, bool):
         return bool(said)
     return list(described.empty[-1:]) == [eos]
+
+
+def _pair_gap(described: Described) -> tuple[int, ...]:
+    """What the post-processor puts between a whole text and the second of a pair, whose end it repeats."""
+    one, both = list(described.empty), list(described.pair)
+    return tuple(both[len(one) : -1]) if len(one) > 1 and both[: len(one)] == one else ()
 
 
 def _generation_ends(folder: Path, size: int) -> frozenset[int]:

@@ -42,7 +42,7 @@ class LibraryEngine:
     def describe(self) -> dict[str, Any]:
         """`vocab`: text -> id of every token. `added`: (id, text, whether special) of those matched by their text.
 
-        `empty`: the ids of an empty text with what the file puts around one.
+        `empty`: the ids of an empty text with what the file puts around one; `pair`: of two of them.
         """
         try:
             added = self._engine.get_added_tokens_decoder()
@@ -50,6 +50,7 @@ class LibraryEngine:
                 "vocab": self._engine.get_vocab(with_added_tokens=True),
                 "added": [(i, token.content, token.special) for i, token in added.items()],
                 "empty": self._engine.encode("").ids,
+                "pair": self._engine.encode("", "").ids,
             }
         except BaseException as failure:
             raise _refusal(failure) from None

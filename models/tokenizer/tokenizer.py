@@ -89,6 +89,11 @@ class Tokenizer:
         return self.eos_id if self.add_eos else None
 
     @property
+    def pair_gap(self) -> tuple[int, ...]:
+        """Tokens between a pair's first text, with its end token, and the second, which begins with none."""
+        return self._vocabulary.pair_gap
+
+    @property
     def control_texts(self) -> list[str]:
         """What `encode` turns into control tokens if asked, longest first."""
         return list(self._vocabulary.control_tokens)

@@ -91,7 +91,8 @@ class Vocabulary:
     whether a prompt begins with `bos`; `to_bytes` turns a normal token's text into the bytes it stands for;
     `eos_ids` end a generation; `ids` follow from `texts`. White space before a token of `lstrip_ids`, or after one of
     `rstrip_ids`, goes where the token is matched by its text. `normal_controls` are control tokens by their text
-    alone, which the file calls normal.
+    alone, which the file calls normal. `pair_gap`: what lies between the end token of a pair's first text and the
+    second text, which begins with none.
     """
 
     texts: Sequence[str]
@@ -105,6 +106,7 @@ class Vocabulary:
     lstrip_ids: frozenset[int] = field(default=frozenset())
     rstrip_ids: frozenset[int] = field(default=frozenset())
     normal_controls: frozenset[int] = field(default=frozenset())
+    pair_gap: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ids:

@@ -51,8 +51,10 @@ def test_swiglu_takes_the_gate_from_the_first_half() -> None:
     torch.testing.assert_close(glu(torch.cat((gate, up), dim=-1)), expected, rtol=1e-13, atol=1e-14)
 
 
-def test_geglu_is_torchs_tanh_gelu_of_the_gate_times_up() -> None:
+def test_geglu_is_a_gelu_of_the_gate_times_up() -> None:
     gate, up = torch.linspace(-9, 9, 40, dtype=torch.float64).view(2, 20), torch.full((2, 20), 0.7).double()
     cube = gate + 0.044715 * gate**3
     expected = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * cube)) * up
     torch.testing.assert_close(glu(torch.cat([gate, up], 1), "gelu_tanh"), expected)
+    exact = 0.5 * gate * (1 + torch.erf(gate / 2**0.5)) * up
+    torch.testing.assert_close(glu(torch.cat([gate, up], 1), "gelu_erf"), exact)

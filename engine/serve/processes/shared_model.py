@@ -94,6 +94,7 @@ class ServedModel:
         self.template = self._chat.source
         self.notes = notes
         self.bos_id: int | None = text.tokenizer.bos_id
+        self.pair_gap: list[int] = list(text.tokenizer.pair_gap)
         self.eos_id: int | None = text.tokenizer.eos_id
         self.eos_ids = text.tokenizer.eos_ids
         self.end_of_text = text.tokenizer.end_of_text

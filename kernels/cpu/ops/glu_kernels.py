@@ -22,7 +22,7 @@ _GELU_CUBE = 0.044715
 
 def glu_kernel(activation: Activation) -> bytes:
     """Task i is the i-th run of `task_cols` columns of every row."""
-    assert activation != "gelu", "only encoders have it, whose feed-forwards torch computes"
+    assert activation not in ("gelu", "gelu_erf"), "only encoders have it, whose feed-forwards torch computes"
     parts = 1 if activation in GATELESS else 2
 
     def glu_span(args: GLUArguments, task: int) -> None:

@@ -238,6 +238,8 @@ def _block_cases() -> Iterator[Case]:
         for name, hidden, ffn in (("Q4_K", 2560, 18432), ("Q5_0", 2688, 3712)):
             call = partial(_ungated, name, hidden, ffn, _step(rows))
             yield Case(f"feed-forward without a gate, {name}, {_rows(rows)}", rows == 1, (90,), call)
+        call = partial(_encoder_layer, "Q8_0", 768, 1152, _step(rows))
+        yield Case(f"an encoder's feed-forward, exact GELU, {_rows(rows)}", False, (80, 90), call)
         call = partial(_blocks, "Q4_K", "Q6_K", 2560, 10240, _step(rows))
         yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
         call = partial(_branches, "Q4_0", 2816, 2112, _step(rows))
@@ -559,6 +561,14 @@ def _layer_norm(width: int, rows: int, backend: MetaBackend) -> None:
         norm = LayerNorm(empty(width), bias, EPS)
         backend.normed(empty(rows, width), norm)
         backend.norm_linear(_step(rows), empty(rows, width), norm, weight)
+
+
+def _encoder_layer(name: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """The feed-forward of ModernBERT, behind a LayerNorm without a bias."""
+    gate_up = backend.gate_up_weight(stored(name, ffn, hidden), stored(name, ffn, hidden))
+    down, x = backend.weight([stored(name, hidden, ffn)]), empty(len(batch), hidden)
+    gated = backend.norm_glu(batch, x, LayerNorm(empty(hidden), None, EPS), gate_up, "gelu_erf")
+    backend.linear_add(batch, gated, down, x)
 
 
 def _ungated(name: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:

@@ -69,6 +69,7 @@ class FakeModel(ServedModel):
         self.template = "the messages as role: content, a line each"
         self.notes = ("a fake engine: tokens are hashes",)
         self.bos_id = self.eos_id = None
+        self.pair_gap: list[int] = []
         self.eos_ids = frozenset()
         self.token_length = TokenLength(1)
         self.source = None

@@ -12,12 +12,14 @@ from quengine.kernels.forward_batch import prefill_batch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.models.encoder import Encoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
+from tests.gguf_builder import ENCODERS
 from tests.kernels.weights import nmse
 from tests.tiny_models import write_tiny
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind"), [("bert", "F16"), ("bert", "Q8_0"), ("nomic-bert", "Q8_0")]
+    ("architecture", "kind"),
+    [("bert", "F16"), *((name, "Q8_0") for name in ENCODERS)],
 )
 @pytest.mark.parametrize("texts", [[[5, 17, 50, 3], [7, 9]], [[5]]], ids=["two texts", "one token"])
 def test_rows_are_the_references(

@@ -14,6 +14,7 @@ from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import prefill_batch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.models.checkpoint import open_checkpoint
+from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.encoder import Encoder
 from quengine.models.gguf import GGUFError, open_gguf
@@ -60,11 +61,16 @@ def write_bert(folder: Path, headed: bool, cased: bool = False, pooling: str | N
     ids = {token: i for i, token in enumerate(VOCABULARY)}
     transformers.BertTokenizer(vocab=ids, do_lower_case=not cased).save_pretrained(folder)
     if pooling is not None:
-        (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))
-        modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
-        (folder / "modules.json").write_text(json.dumps(modules))
+        write_pooling(folder, pooling)
     return folder
+
+
+def write_pooling(folder: Path, pooling: str) -> None:
+    """What is made of a text's rows, as sentence-transformers saves it."""
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{pooling}": True}))
+    modules = [{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +102,16 @@ def theirs(folder: Path, text: str, pair: str | None = None) -> tuple[list[int],
     return given["input_ids"][0].tolist(), out.hidden_states[-1][0], out.logits[0] if headed else None
 
 
-def rows(path: Path, texts: list[list[int]], backend: Any, separator: int | None = None) -> list[Tensor]:
-    """Hidden rows of texts that are computed in one step."""
+def rows(
+    path: Path,
+    texts: list[list[int]],
+    backend: Any,
+    separator: int | None = None,
+    config: ModelConfig | None = None,
+) -> list[Tensor]:
+    """Hidden rows of texts that are computed in one step; `config`: in place of the file's."""
     checkpoint = open_checkpoint(path)
-    encoder = Encoder(checkpoint.config, checkpoint.tensors, backend, 64, separator)
+    encoder = Encoder(config or checkpoint.config, checkpoint.tensors, backend, 64, separator)
     tables = [[[0]]] * len(texts)
     with torch.no_grad():
         found = encoder.hidden(prefill_batch(texts, [0] * len(texts), tables, backend.device))

@@ -73,9 +73,10 @@ async def _by_cosine(service: Service, request: Request, prompts: list[list[int]
 
 
 async def _by_head(service: Service, request: Request, prompts: list[list[int]], key: str) -> list[float]:
-    """Each document behind the query, without the token that begins a text."""
+    """Each document behind the query and what the model has between the two, without the token that begins a text."""
     query, *documents = prompts
     begin = service.model.bos_id
+    query = query + service.model.pair_gap
     pairs = [query + document[document[:1] == [begin] :] for document in documents]
     for index, pair in enumerate(pairs):
         if len(pair) > service.model.ctx_size:

@@ -153,7 +153,7 @@ def test_parts_of_different_size_share_one_product(
     assert products == [(53, 256)]
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu_erf"])
 @pytest.mark.parametrize("room", [1 << 16, 20 * 256])
 @pytest.mark.usefixtures("way")
 def test_glu_of_a_paired_weight(activation: Activation, room: int, device: torch.device) -> None:
@@ -345,7 +345,7 @@ def test_two_groups_of_warps_take_every_type(
     assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu_erf"])
 @pytest.mark.parametrize(
     "geometry",
     [
