@@ -100,8 +100,7 @@ class CacheNeeds:
         sizes = [sum(layers[i] for i in group.layers) for group in self.config.cache_groups]
         if self.draft is not None:
             sizes[0] += kv_cache_bytes(self.draft, BLOCK_SIZE, cache_type)
-            if self.draft.is_draft_layer:
-                sizes[0] += HIDDEN_BYTES * BLOCK_SIZE * self.draft.embedding_length
+            sizes[0] += HIDDEN_BYTES * BLOCK_SIZE * self.draft.hidden_width
         return sizes
 
     def cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:

@@ -405,7 +405,8 @@ class ModelConfig:
     generates no text (EncoderSizes). `output_norm`: GGUF's name of the norm in front of the output matrix. `ranks`: how
     many processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
     `stage`: which layers this process has, where processes have whole ones (layer_split.py). `is_draft_layer`: a layer
-    that drafts tokens, as a model of one layer (draft_layer.py).
+    that drafts tokens, as a model of one layer (draft_layer.py). `target_width`: of the hidden rows of the model that
+    this one drafts for, to whose keys and values its layers attend (architectures/gemma4_assistant.py); 0: it does not.
     """
 
     architecture: str
@@ -457,6 +458,12 @@ class ModelConfig:
     ranks: int = 1
     stage: Stage | None = None
     is_draft_layer: bool = False
+    target_width: int = 0
+
+    @property
+    def hidden_width(self) -> int:
+        """Of the target's hidden rows that a model which drafts reads; 0: it reads none."""
+        return self.target_width or (self.embedding_length if self.is_draft_layer else 0)
 
     def sizes(self, layer: int) -> LayerSizes:
         """Those of a layer."""

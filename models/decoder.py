@@ -78,7 +78,7 @@ class Decoder:
         self._output_rows = token_counts(config.vocab_size, config.ranks)
         inputs = config.layer_input
         self.inputs = None if inputs is None else LayerInputs(top, config.embedding_length, inputs.length)
-        tables = LayerTables(config, backend.device, ctx_size, chunk_size, host_experts)
+        tables = self._layer_tables(ctx_size)
         layers = layers_of(config)
         self.blk = [DecoderLayer(layers[i], self._of_layer(tensors, i), tables) for i in config.held_layers]
         last_norm = self.output_norm
@@ -94,6 +94,10 @@ class Decoder:
             self.last_writer = config.block_count - config.shared_kv_layers - 1
         self._sources = [config.kv_source(i) for i in config.held_layers]
         self._handed = HandedRows(stage, backend, config.embedding_length)
+
+    def _layer_tables(self, ctx_size: int) -> LayerTables:
+        """The tables that its layers share."""
+        return LayerTables(self.config, self.backend.device, ctx_size, self.chunk_size, self.host_experts)
 
     def _of_layer(self, tensors: Mapping[str, QuantTensor], layer: int) -> LayerTensors:
         config = self.config

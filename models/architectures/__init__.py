@@ -16,6 +16,7 @@ from quengine.models.architectures.exaone4 import EXAONE4
 from quengine.models.architectures.gemma2 import GEMMA2
 from quengine.models.architectures.gemma3 import GEMMA3
 from quengine.models.architectures.gemma4 import GEMMA4
+from quengine.models.architectures.gemma4_assistant import GEMMA4_ASSISTANT
 from quengine.models.architectures.glm4 import GLM4
 from quengine.models.architectures.glm4moe import GLM4MOE
 from quengine.models.architectures.gpt_oss import GPT_OSS
@@ -56,9 +57,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 """By the name that GGUF has for them."""
 
+DECLARED: Mapping[str, Architecture] = {**ARCHITECTURES, GEMMA4_ASSISTANT.name: GEMMA4_ASSISTANT}
+"""Those, and the ones that only draft tokens for another model."""
+
 MODEL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
     name: (architecture, model_type)
-    for architecture in ARCHITECTURES.values()
+    for architecture in DECLARED.values()
     for name, model_type in architecture.model_types.items()
 }
 """By the `model_type` of a Hugging Face config.json."""
@@ -67,7 +71,7 @@ MODEL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
 @lru_cache(32)
 def layers_of(config: ModelConfig) -> Sequence[Block]:
     """The layers of a model, in order; with ranks those of one of them (tensor_split.py)."""
-    return tuple(ARCHITECTURES[config.architecture].build(config))
+    return tuple(DECLARED[config.architecture].build(config))
 
 
 def attentions_of(config: ModelConfig) -> Sequence[Attention | LatentAttention]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from quengine.errors import EngineError
-from quengine.models.architectures import ARCHITECTURES, unsupported_architecture
+from quengine.models.architectures import DECLARED, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.config import (
     LIMITS,
@@ -127,7 +127,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     if isinstance(kind, str) and kind in _OTHER_FILES:
         raise EngineError(f"{file.path}: {_OTHER_FILES[kind]}")
     named = file.require_str("general.architecture")
-    declared = ARCHITECTURES.get(named)
+    declared = DECLARED.get(named)
     if declared is None:
         what = _OTHER_FILES.get(named)
         raise unsupported_architecture(named, f"is {what}" if what else "is not supported")

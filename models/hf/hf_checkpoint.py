@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.models.architectures import ARCHITECTURES
+from quengine.models.architectures import DECLARED
 from quengine.models.architectures.architecture import HFPart
 from quengine.models.blocks.block import TensorSpec
 from quengine.models.config import ModelConfig
@@ -156,7 +156,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
         self.parts: dict[str, tuple[int, int]] = {}
         self.within: dict[str, StoredPart] = {}
-        declared = ARCHITECTURES[config.architecture]
+        declared = DECLARED[config.architecture]
         self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
         self._rows, self._known = declared.hf_rows, declared.hf_unused
         self._has_gate = config.block.has_gate

@@ -6,7 +6,7 @@ them: [E, 2F, H] with the gate's rows before those of up, and [E, H, F].
 
 from collections.abc import Collection
 
-from quengine.models.architectures import ARCHITECTURES
+from quengine.models.architectures import DECLARED
 from quengine.models.config import ModelConfig
 from quengine.models.tensor_table import joined_specs, tensor_specs
 
@@ -32,7 +32,7 @@ class HFNames:
     """
 
     def __init__(self, config: ModelConfig, held: Collection[str]) -> None:
-        declared = ARCHITECTURES[config.architecture]
+        declared = DECLARED[config.architecture]
         self._modules, self._layers, self._held = declared.hf_modules, declared.hf_layers, held
         self._specs = {**tensor_specs(config), **joined_specs(config)}
         norm = self._usual_or_own(f"{config.output_norm}.weight")
