@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quengine.kernels.backend import LayerState
+from quengine.kernels.backend import Hidden, LayerState
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import rope_table
@@ -18,7 +18,7 @@ from quengine.models.architectures.gemma4_assistant import POST, PRE, sources
 from quengine.models.config import ModelConfig, Rotation
 from quengine.models.decoder import Decoder
 from quengine.models.layer_tables import LayerTables
-from quengine.models.layers import LayerTensors
+from quengine.models.layers import LayerTensors, product
 
 
 class _Tables(LayerTables):
@@ -81,14 +81,8 @@ class AssistantDecoder(Decoder):
         assert norm is not None
         embedded = backend.embed(batch, self._target.token_embd, self._target.config.embedding_scale)
         both = torch.cat([embedded, hidden.to(embedded.dtype)], 1)
-        x = backend.linear_add(batch, both, self._pre, self._zeros(batch, self.config.embedding_length))
+        x: Hidden = product(backend, batch, both, self._pre)
         for block, source, next_norm in zip(self.blk, self._sources, self._next_norms, strict=True):
             x = block(batch, x, cache[source], next_norm)
         logits = self._logits(batch, x, len(batch))
-        rows = backend.normed(x, norm)
-        return logits, backend.linear_add(
-            batch, rows, self._post, self._zeros(batch, self.config.target_width)
-        )
-
-    def _zeros(self, batch: ForwardBatch, width: int) -> Tensor:
-        return torch.zeros(len(batch), width, dtype=self.backend.dtype, device=self.backend.device)
+        return logits, product(backend, batch, backend.normed(x, norm), self._post)

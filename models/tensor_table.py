@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from quengine.models.architectures import DECLARED, layers_of
-from quengine.models.blocks import attention, experts, layer_input
+from quengine.models.blocks import altup, attention, experts, layer_input
 from quengine.models.blocks.block import NORM, OUTPUT_CUT, Draw, Shape, TensorSpec
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, GGUFTensor
@@ -57,7 +57,7 @@ def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     logits = Draw(LOGIT_STD)
     embedding = logits if config.tied_output else Draw(by_columns=False)
     specs = {"token_embd.weight": TensorSpec((vocab, width), hf="{body}embed_tokens.weight", draw=embedding)}
-    specs |= layer_input.top_tensors(config)
+    specs |= {**layer_input.top_tensors(config), **altup.top_tensors(config)}
     specs |= _of_layers(config)
     specs[f"{config.output_norm}.weight"] = TensorSpec((width,), hf="{body}norm.weight", draw=NORM)
     if not config.tied_output:

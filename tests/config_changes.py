@@ -128,6 +128,27 @@ _GEMMA4_EXPERTS = {
     "top_k_experts": 2,
     "moe_intermediate_size": 48,
 }
+_GEMMA3N = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 64,
+    "laurel_rank": 16,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA4_LAYERED = {
+    **_GEMMA4,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_key_value_heads": 1,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 32,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -189,6 +210,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "dots1": {**_ROUTED, "n_shared_experts": 1, "sliding_window": 8, "norm_topk_prob": True},
     "deepseek_v2": {**_LATENT, "num_key_value_heads": 4},
     "deepseek_v3": {**_LATENT, "n_group": 2, "topk_group": 1},
+    "mistral4": {**_LATENT, "n_group": 2, "topk_group": 1},
     "glm4_moe_lite": {key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
     "minimax_m2": {**_EXPERTS, "partial_rotary_factor": 0.5},
     "hunyuan_v1_dense": {},
@@ -243,6 +265,8 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
             yield f"{name}, {kind}", Seed(name, {**base, "rope_parameters": _of_kinds(rope)}, rotary=True)
     yield "gemma4_text", Seed("gemma4_text", _GEMMA4)
     yield "gemma4_text, experts", Seed("gemma4_text", {**_GEMMA4, **_GEMMA4_EXPERTS})
+    yield "gemma3n_text", Seed("gemma3n_text", _GEMMA3N)
+    yield "gemma4_text, layered", Seed("gemma4_text", _GEMMA4_LAYERED)
     yield "phi3", Seed("phi3", {"sliding_window": 8})
     yield (
         "phi3, longrope",

@@ -301,8 +301,8 @@ def _make_runner(
 
     shape = decoder.config
     if (
-        shape.ranks > 1 or shape.stage is not None
-    ):  # between the kernels of a step it waits for other processes
+        shape.ranks > 1 or shape.stage is not None or shape.altup is not None
+    ):  # between the kernels of a step it waits for other processes, or calls torch
         return ModelRunner(decoder, cache, choose=sampling.sample, packs_prompts=False)
     # A dozen rows of one prompt keep the processor as busy as those of many.
     return ModelRunner(

@@ -15,6 +15,7 @@ from quengine.models.architectures.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from quengine.models.architectures.exaone4 import EXAONE4
 from quengine.models.architectures.gemma2 import GEMMA2
 from quengine.models.architectures.gemma3 import GEMMA3
+from quengine.models.architectures.gemma3n import GEMMA3N
 from quengine.models.architectures.gemma4 import GEMMA4
 from quengine.models.architectures.gemma4_assistant import GEMMA4_ASSISTANT
 from quengine.models.architectures.glm4 import GLM4
@@ -49,7 +50,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     for a in (
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
         *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, QWEN2VL, QWEN3VL, HUNYUAN_DENSE, QWEN35),
-        *(OPENELM, GEMMA2, GEMMA4, ARCEE, COHERE2, NEMOTRON_H),
+        *(OPENELM, GEMMA2, GEMMA3N, GEMMA4, ARCEE, COHERE2, NEMOTRON_H),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
         *(LLAMA4, DEEPSEEK2, MISTRAL4, GRANITEHYBRID, NEMOTRON_H_MOE, BERT, NOMIC_BERT),

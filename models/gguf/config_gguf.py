@@ -72,6 +72,8 @@ KEYS: Mapping[str, str] = {
     "mamba2.taps": "ssm.conv_kernel",
     "shared_kv_layers": "attention.shared_kv_layers",
     "layer_input.length": "embedding_length_per_layer_input",
+    "altup.streams": "altup.num_inputs",
+    "altup.cutoffs": "activation_sparsity_scale",
     **EXPERT_KEYS,
 }
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"

@@ -57,6 +57,10 @@ class HFNames:
         own = self._own(tensor.replace("_exps.", ".{expert}."))
         return self._in_layer(layer, own, self._specs[name].hf_each).format(expert=expert)
 
+    def of_stack(self, name: str, number: int) -> str:
+        """The name of one matrix of a tensor of no layer that GGUF files hold together as `name`."""
+        return self._specs[name].hf_each.format(body=self.body, head=self.head, expert=number)
+
     def _own(self, tensor: str) -> str:
         """What the architecture declares for a tensor, with .weight or .bias; "": nothing."""
         whole, (module, _, kind) = self._modules.get(tensor, ""), tensor.rpartition(".")
