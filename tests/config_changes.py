@@ -210,7 +210,6 @@ _TYPES: dict[str, dict[str, Any]] = {
     "dots1": {**_ROUTED, "n_shared_experts": 1, "sliding_window": 8, "norm_topk_prob": True},
     "deepseek_v2": {**_LATENT, "num_key_value_heads": 4},
     "deepseek_v3": {**_LATENT, "n_group": 2, "topk_group": 1},
-    "mistral4": {**_LATENT, "n_group": 2, "topk_group": 1},
     "glm4_moe_lite": {key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
     "minimax_m2": {**_EXPERTS, "partial_rotary_factor": 0.5},
     "hunyuan_v1_dense": {},
@@ -265,6 +264,7 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
             yield f"{name}, {kind}", Seed(name, {**base, "rope_parameters": _of_kinds(rope)}, rotary=True)
     yield "gemma4_text", Seed("gemma4_text", _GEMMA4)
     yield "gemma4_text, experts", Seed("gemma4_text", {**_GEMMA4, **_GEMMA4_EXPERTS})
+    yield "mistral4", Seed("mistral4", {**_LATENT, "n_group": 2, "topk_group": 1}, vision=True)
     yield "gemma3n_text", Seed("gemma3n_text", _GEMMA3N)
     yield "gemma4_text, layered", Seed("gemma4_text", _GEMMA4_LAYERED)
     yield "phi3", Seed("phi3", {"sliding_window": 8})
@@ -544,7 +544,9 @@ def known_keys() -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     keys: dict[str, Any] = {}
-    for name in sorted(MODEL_TYPES.keys() & CONFIG_MAPPING.keys()):
+    # Assistants have another model's configuration within, and their class refuses its own defaults.
+    whole = {name for name in MODEL_TYPES if not name.endswith("_assistant")}
+    for name in sorted(whole.intersection(CONFIG_MAPPING.keys())):
         for key, value in CONFIG_MAPPING[name]().to_dict().items():
             if keys.get(key) is None:
                 keys[key] = value

@@ -15,7 +15,9 @@ from quengine.models.hf.config_hf import read_hf_config
 from tests.engine.speculative.test_speculation import load
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.llama_cpp_convert import VOCAB
-from tests.models.architectures.both_files import Case, SameLogits
+from tests.llama_cpp_logits import llama_cpp_logits
+from tests.models.architectures.both_files import Case, SameLogits, opened
+from tests.transformers_models import nmse, our_logits
 
 SIZES = {
     "num_hidden_layers": 6,
@@ -63,11 +65,36 @@ CASES = {
         change=scales,
         converts=False,
     ),
+    "as llama.cpp": Case(
+        "gemma3n_text",
+        {
+            **SIZES,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 256,
+            "laurel_rank": 64,
+            "intermediate_size": 768,
+            "activation_sparsity_pattern": [0.95] * 6,
+            "final_logit_softcapping": 30.0,
+        },
+        change=scales,
+    ),
 }
 
 
 class TestLogits(SameLogits):
     main = ("plain",)
+
+
+def test_llama_cpp_computes_the_same(root: Path) -> None:
+    """Of the sizes, cutoffs and sharing layers that it takes for granted; its deviation is that of a sample."""
+    theirs = llama_cpp_logits(root / "as llama.cpp.gguf", VOCAB)
+    assert theirs is not None
+    rows = zip(
+        our_logits(opened(root, "as llama.cpp", "gguf"), VOCAB),
+        torch.from_numpy(theirs).double(),
+        strict=True,
+    )
+    assert torch.tensor([nmse(*row) for row in rows]).median() < 1e-3
 
 
 def test_the_same_text_in_any_batch(root: Path) -> None:
