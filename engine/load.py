@@ -40,7 +40,7 @@ from quengine.platform.host_experts import ExpertPlacement
 from quengine.platform.machine import available_memory, thread_count
 from quengine.request.image_prompts import Vision
 from quengine.speculative.draft_model import DraftModel
-from quengine.speculative.load_draft import check_shared, open_draft
+from quengine.speculative.load_draft import check_generates, check_shared, open_draft
 
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
@@ -112,6 +112,7 @@ def load_model(
     threads = thread_count(config.threads)
     path = resolve_model(str(model))
     checkpoint = open_checkpoint(path)
+    check_generates(checkpoint)
     _log_checkpoint("model", checkpoint)
     tokenizer = _in_thread(checkpoint.tokenizer)
     draft = open_draft(config, checkpoint)
@@ -119,7 +120,7 @@ def load_model(
         _log_checkpoint("draft model", draft)
     device, why = choose_device(of_rank(config, 0))
     config = replace(config, tensor_parallel=rank_count(config, checkpoint, draft, device))
-    check_shared(config)
+    check_shared(config, draft)
     for rank in range(1, config.ranks):
         choose_device(of_rank(replace(config, device=device.type), rank))
     stages = stages_of(config, checkpoint, device)
@@ -134,7 +135,7 @@ def load_model(
     ctx_size, pools = choose_cache(config, part, draft, device, free, experts)
     if stages:
         ctx_size, pools = fit_stages(config, checkpoint, draft, device, stages, ctx_size)
-    layer = draft if draft is not None and draft.config.is_draft_layer else None
+    layer = draft if draft is not None and draft.config.hidden_width else None
     made = Machine(config, device, threads, free, progress, experts, layer, vision is not None)
     with on_device(device):
         shared = part is not checkpoint

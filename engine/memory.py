@@ -107,8 +107,7 @@ class CacheNeeds:
         sizes = [sum(layers[i] for i in group.layers) for group in self.config.cache_groups]
         if self.draft is not None:
             sizes[0] += kv_cache_bytes(self.draft, BLOCK_SIZE, cache_type)
-            if self.draft.is_draft_layer:
-                sizes[0] += HIDDEN_BYTES * BLOCK_SIZE * self.draft.embedding_length
+            sizes[0] += HIDDEN_BYTES * BLOCK_SIZE * self.draft.hidden_width
         return sizes
 
     def cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:
@@ -359,8 +358,10 @@ def workspace_bytes(
     """
     fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind]
     inputs = 0 if config.layer_input is None else config.block_count * config.layer_input.length
+    # fp32 rows of alternating updates: before and after a layer, predicted, and what is added to them
+    rows_beside = 0 if config.altup is None else 16 * (config.altup.streams + 1) * config.embedding_length
     if kind == "cpu":
-        return fixed + cpu_expert_bytes(config, chunk) + chunk * 8 * inputs
+        return fixed + cpu_expert_bytes(config, chunk) + chunk * (8 * inputs + rows_beside)
     width, attentions, net = config.embedding_length, attentions_of(config), config.gated_delta
     queries = max((a.heads * a.head_dim for a in attentions), default=0)
     qkv = max((a.rows for a in attentions), default=0)
@@ -373,6 +374,7 @@ def workspace_bytes(
     largest = width * max(inner, qkv, inputs)
     # fp32: the residual stream, products of qkv; fp16: normed rows, then queries or the rows of SwiGLU.
     activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, inner))
+    activations += chunk * rows_beside
     activations += chunk * 8 * inputs  # what layers get beside the stream, and its projected part
     logits = (12 if draft else LOGIT_BYTES) * rows * config.vocab_size
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5

@@ -317,10 +317,25 @@ def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
 class LayerInputSizes:
     """Of what each layer gets of a token beside the residual stream (blocks/layer_input.py).
 
-    length: elements of it for a layer.
+    length: elements of it for a layer. rows: of the table, whose first one is that of all later tokens; 0: each token
+    has its own.
     """
 
     length: int
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class AltUpSizes:
+    """Of alternating updates (blocks/altup.py).
+
+    streams: rows of a token. rank: of the product beside attention. cutoffs: of the gates of each layer
+    (blocks/feed_forward.py).
+    """
+
+    streams: int
+    rank: int
+    cutoffs: tuple[float, ...]
 
 
 PROJECTIONS = ("dense_2", "dense_3")
@@ -430,11 +445,13 @@ class ModelConfig:
     (blocks/short_conv.py); `gated_delta`, `mamba2`: the sizes of their mixer. `mixerless_layers` are a feed-forward
     alone, and keep nothing. `latent`: the sizes of every layer's latent attention; `head_dim` is then that of queries
     before their matrix is applied. `shared_kv_layers`: so many of the last layers have no keys and values of their own
-    (`kv_source`). `layer_input`: what layers get of each token beside the residual stream. `encoder`: of a model that
-    generates no text (EncoderSizes). `output_norm`: GGUF's name of the norm in front of the output matrix. `ranks`: how
-    many processes share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py).
-    `stage`: which layers this process has, where processes have whole ones (layer_split.py). `is_draft_layer`: a layer
-    that drafts tokens, as a model of one layer (draft_layer.py).
+    (`kv_source`). `layer_input`: what layers get of each token beside the residual stream. `altup`: of several
+    rows of each token. `encoder`: of a model that generates no text (EncoderSizes). `output_norm`: GGUF's name of the
+    norm in front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths
+    are then those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole
+    ones (layer_split.py). `is_draft_layer`: a layer that drafts tokens, as a model of one layer (draft_layer.py).
+    `target_width`: of the hidden rows of the model that this one drafts for, to whose keys and values its layers attend
+    (architectures/gemma4_assistant.py); 0: it does not.
     """
 
     architecture: str
@@ -479,6 +496,7 @@ class ModelConfig:
     latent: LatentSizes | None = None
     shared_kv_layers: int = 0
     layer_input: LayerInputSizes | None = None
+    altup: AltUpSizes | None = None
     encoder: EncoderSizes | None = None
     mamba2: Mamba2Sizes | None = None
     mixerless_layers: tuple[int, ...] = ()
@@ -487,6 +505,12 @@ class ModelConfig:
     ranks: int = 1
     stage: Stage | None = None
     is_draft_layer: bool = False
+    target_width: int = 0
+
+    @property
+    def hidden_width(self) -> int:
+        """Of the target's hidden rows that a model which drafts reads; 0: it reads none."""
+        return self.target_width or (self.embedding_length if self.is_draft_layer else 0)
 
     def sizes(self, layer: int) -> LayerSizes:
         """Those of a layer."""
@@ -597,6 +621,9 @@ class ModelConfig:
                 "layer_input.length",
                 f"{self.layer_input.length} is not from 1 to {LIMITS['embedding_length'][1]}",
             )
+
+        if self.altup is not None:
+            yield from _altup_problems(self.altup, self.block_count)
 
     def _sharing_problems(self) -> Iterator[tuple[str, str]]:
         """Of layers that share the keys and values of others."""
@@ -719,6 +746,18 @@ def _latent_problems(sizes: LatentSizes) -> Iterator[tuple[str, str]]:
             yield f"latent.{name}", f"{value} is not from {low} to {high}"
     if sizes.rank % 32:
         yield "latent.rank", f"{sizes.rank} is not a multiple of 32, which the decoder does not implement"
+
+
+def _altup_problems(sizes: AltUpSizes, blocks: int) -> Iterator[tuple[str, str]]:
+    """As ModelConfig.problems, of alternating updates in so many layers."""
+    if not 2 <= sizes.streams <= 16:
+        yield "altup.streams", f"{sizes.streams} is not from 2 to 16"
+    if not 1 <= sizes.rank <= LIMITS["embedding_length"][1]:
+        yield "altup.rank", f"{sizes.rank} is not from 1 to {LIMITS['embedding_length'][1]}"
+    if len(sizes.cutoffs) != blocks:
+        yield "altup.cutoffs", f"{len(sizes.cutoffs)} values for {blocks} layers"
+    elif not all(cutoff < inf for cutoff in sizes.cutoffs):
+        yield "altup.cutoffs", f"{max(sizes.cutoffs)} is no number of standard deviations"
 
 
 def _mamba2_problems(sizes: Mamba2Sizes) -> Iterator[tuple[str, str]]:

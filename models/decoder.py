@@ -13,7 +13,10 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.altup import AltUpLayer, Streams
 from quengine.models.architectures import layers_of
+from quengine.models.blocks.altup import AltUp
+from quengine.models.blocks.block import Block
 from quengine.models.config import ModelConfig, Stage
 from quengine.models.decoder_layer import DecoderLayer
 from quengine.models.experts import MixtureOfExperts
@@ -77,11 +80,16 @@ class Decoder:
             self.output = top.weight("output") if top.has("output") else self.token_embd
         self._output_rows = token_counts(config.vocab_size, config.ranks)
         inputs = config.layer_input
-        self.inputs = None if inputs is None else LayerInputs(top, config.embedding_length, inputs.length)
-        tables = LayerTables(config, backend.device, ctx_size, chunk_size, host_experts)
+        self.inputs = (
+            None
+            if inputs is None
+            else LayerInputs(top, config.embedding_length, inputs.length, config.vocab_size)
+        )
+        self.streams = None if config.altup is None else Streams(top)
+        tables = self._layer_tables(ctx_size)
         self.turn_images = tables.turn_images
         layers = layers_of(config)
-        self.blk = [DecoderLayer(layers[i], self._of_layer(tensors, i), tables) for i in config.held_layers]
+        self.blk = [_layer(layers[i], self._of_layer(tensors, i), tables) for i in config.held_layers]
         last_norm = self.output_norm
         if not stage.is_last:
             behind = self._of_layer(tensors, stage.layers.stop)
@@ -95,6 +103,10 @@ class Decoder:
             self.last_writer = config.block_count - config.shared_kv_layers - 1
         self._sources = [config.kv_source(i) for i in config.held_layers]
         self._handed = HandedRows(stage, backend, config.embedding_length)
+
+    def _layer_tables(self, ctx_size: int) -> LayerTables:
+        """The tables that its layers share."""
+        return LayerTables(self.config, self.backend.device, ctx_size, self.chunk_size, self.host_experts)
 
     def _of_layer(self, tensors: Mapping[str, QuantTensor], layer: int) -> LayerTensors:
         config = self.config
@@ -168,6 +180,7 @@ class Decoder:
         stage = self._stage
         x = self._embedded(batch) if stage.is_first else self._handed.receive(len(batch), self.blk[0].norm)
         inputs = None if self.inputs is None else self.inputs(batch, x)
+        x = x if self.streams is None else self.streams.open(batch, x)
         held = [cache[source] for source in self._sources]
         gathers_at, embeds = self._gathers_at(batch, rows), batch.embeds
         for i, (block, layer, next_norm) in enumerate(zip(self.blk, held, self._next_norms, strict=True)):
@@ -181,7 +194,7 @@ class Decoder:
                 inputs = None if inputs is None else self.backend.gather_rows(inputs, kept)
         if not stage.is_last:
             self._handed.send(x, len(batch))
-        return x
+        return x if self.streams is None else self.streams.close(batch, x)
 
     def _gathers_at(self, batch: ForwardBatch, rows: Tensor | None) -> int | None:
         """The layer after whose mixer only `rows` go on; None: all do."""
@@ -203,7 +216,7 @@ class Decoder:
         """Weight bytes that one decoded token reads: every matrix once, the selected experts, one embedding row."""
         blocks = sum(block.nbytes for block in self.blk)
         read = self.token_embd.nbytes // self.token_embd.rows if self._stage.is_first else 0
-        read += 0 if self.inputs is None else self.inputs.nbytes
+        read += sum(part.nbytes for part in (self.inputs, self.streams) if part is not None)
         return int(blocks + read + (self.output.nbytes if self._stage.is_last else 0))
 
     def step_bytes(self, rows: int) -> int:
@@ -216,3 +229,9 @@ class Decoder:
             more = sum(ffn.step_bytes(rows) - ffn.nbytes for ffn in experts)
             self._step_bytes[rows] = self.bytes_per_token + more
         return self._step_bytes[rows]
+
+
+def _layer(declared: Block, tensors: LayerTensors, tables: LayerTables) -> DecoderLayer:
+    if isinstance(declared.around, AltUp):
+        return AltUpLayer(declared, declared.around, tensors, tables)
+    return DecoderLayer(declared, tensors, tables)

@@ -1,5 +1,6 @@
 """What layers get of a token beside the residual stream, on a backend."""
 
+from dataclasses import replace
 from math import sqrt
 
 import numpy as np
@@ -17,11 +18,11 @@ class LayerInputs:
 
     A token's projected embedding is divided by the root of its width and normalized, its row of the table multiplied by
     the root of `length`, and their sum divided by the root of 2: those factors are in the norm's weights, in its eps,
-    and in what multiplies the table's rows.
+    and in what multiplies the table's rows. vocabulary: tokens, of which those without a row have the first.
     """
 
-    def __init__(self, tensors: LayerTensors, width: int, length: int) -> None:
-        self.backend = tensors.backend
+    def __init__(self, tensors: LayerTensors, width: int, length: int, vocabulary: int) -> None:
+        self.backend, self._vocabulary = tensors.backend, vocabulary
         self.project = tensors.weight("per_layer_model_proj")
         (table,) = tensors.take(TABLE)
         self.table = self.backend.row_table(table)
@@ -31,6 +32,9 @@ class LayerInputs:
 
     def __call__(self, batch: ForwardBatch, x: Hidden) -> Hidden:
         """x: the embedded tokens, which stay as they are."""
+        if self.table.rows < self._vocabulary:
+            ids = batch.token_ids
+            batch = replace(batch, token_ids=ids.where(ids < self.table.rows, 0))
         projected = self.backend.norm_linear(batch, x, None, self.project)
         return self.backend.layer_inputs(batch, projected, self.norm, self.table, self.scale)
 
@@ -51,10 +55,19 @@ class LayerInputLayer:
         self.project = tensors.weight("proj")
         self.post_norm = tensors.ending_norm("post_norm", declared.form)
 
-    def __call__(self, batch: ForwardBatch, x: Hidden, inputs: Hidden, next_norm: Norm | None) -> Hidden:
-        """The new residual stream. `inputs`: of `LayerInputs`. `next_norm`: the norm that reads the result."""
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        inputs: Hidden,
+        next_norm: Norm | None,
+        residual: Hidden | None = None,
+    ) -> Hidden:
+        """The new residual stream. `inputs`: of `LayerInputs`. `next_norm`: the norm that reads the result. `residual`:
+        what is added to; None: x."""
         gated = self.backend.input_glu(batch, x, self.gate, inputs, self.layer, self.activation)
-        return self.backend.linear_add(batch, gated, self.project, x, next_norm, self.post_norm)
+        added_to = x if residual is None else residual
+        return self.backend.linear_add(batch, gated, self.project, added_to, next_norm, self.post_norm)
 
     @property
     def nbytes(self) -> int:

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
+from quengine.kernels.altup import above_cutoff
 from quengine.kernels.backend import Backend, Hidden, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.layer_norm import LayerNorm, Norm
@@ -149,6 +152,32 @@ def _qkv(tensors: LayerTensors, kind: str, keys_as_values: bool = False) -> list
     return ["attn_q", "attn_k", "attn_k" if keys_as_values else "attn_v"]
 
 
+def product(backend: Backend[Any], batch: ForwardBatch, x: Hidden, weight: Any) -> Tensor:
+    """The matrix times rows x: [T, rows of the matrix], in the backend's dtype."""
+    zeros = torch.zeros(len(batch), weight.rows, dtype=backend.dtype, device=backend.device)
+    found: Tensor = backend.linear_add(batch, x, weight, zeros[: len(x)])
+    return found
+
+
+class SparseEntry:
+    """`FeedForwardEntry` of a layer whose gates count as far as they are above a cutoff of their row."""
+
+    def __init__(self, declared: FeedForward, tensors: LayerTensors) -> None:
+        self.weight = tensors.weight("ffn_gate", "ffn_up")
+        self._length, self._deviations = declared.length, declared.cutoff
+
+    def __call__(self, backend: Backend[Any], batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Tensor:
+        rows = x if norm is None else backend.normed(x, norm)
+        both = product(backend, batch, rows, self.weight)
+        gate, up = both[:, : self._length], both[:, self._length :]
+        found: Tensor = gelu(above_cutoff(gate, self._deviations), approximate="tanh") * up
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.weight.nbytes)
+
+
 class FeedForwardEntry:
     """Merged gate and up projection, or up alone, and their activation. kind: the end of the matrices' names."""
 
@@ -181,7 +210,8 @@ class FeedForwardLayer:
         self.backend = tensors.backend
         self.partial = declared.partial
         self.norm = tensors.norm(form.ffn_norm, form.norms in ("pre", "both"))
-        self.entry = FeedForwardEntry(form, tensors)
+        sparse = declared.cutoff > -inf
+        self.entry = SparseEntry(declared, tensors) if sparse else FeedForwardEntry(form, tensors)
         self.ffn_down = tensors.weight("ffn_down")
         self.post_norm = tensors.last_norm(form)
 

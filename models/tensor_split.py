@@ -216,6 +216,8 @@ class ModelSplit:
         config = self.whole
         if not 1 <= count <= MOST_RANKS:
             return f"must be from 1 to {MOST_RANKS}"
+        if count > 1 and config.altup is not None:
+            return "not implemented for layers with alternating updates"
         for sizes, layer in _sizes(config).items():
             problem = self._problem_of_layer(count, tensors, layer, sizes)
             if problem is not None:

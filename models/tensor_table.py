@@ -7,8 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from quengine.models.architectures import ARCHITECTURES, layers_of
-from quengine.models.blocks import attention, experts, layer_input
+from quengine.models.architectures import DECLARED, layers_of
+from quengine.models.blocks import altup, attention, experts, layer_input
 from quengine.models.blocks.block import NORM, OUTPUT_CUT, Draw, Shape, TensorSpec
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, GGUFTensor
@@ -50,14 +50,14 @@ def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     tensors of no layer begin with {body} or {head} (`hf.hf_names`)."""
     if config.is_draft_layer:
         return {**_of_layers(config), **_of_draft(config.embedding_length)}
-    top = ARCHITECTURES[config.architecture].top_tensors
+    top = DECLARED[config.architecture].top_tensors
     if top is not None:
         return {**top(config), **_of_layers(config)}
     vocab, width = config.vocab_size, config.embedding_length
     logits = Draw(LOGIT_STD)
     embedding = logits if config.tied_output else Draw(by_columns=False)
     specs = {"token_embd.weight": TensorSpec((vocab, width), hf="{body}embed_tokens.weight", draw=embedding)}
-    specs |= layer_input.top_tensors(config)
+    specs |= {**layer_input.top_tensors(config), **altup.top_tensors(config)}
     specs |= _of_layers(config)
     specs[f"{config.output_norm}.weight"] = TensorSpec((width,), hf="{body}norm.weight", draw=NORM)
     if not config.tied_output:
@@ -118,7 +118,7 @@ def draft_note(config: ModelConfig, names: Sized) -> list[str]:
     """A note for the user on draft tensors, if there are any."""
     if not names:
         return []
-    if ARCHITECTURES[config.architecture].draft_names is None:
+    if DECLARED[config.architecture].draft_names is None:
         return [f"the model's own draft layer is ignored: {len(names)} tensors"]
     return [f"the model has a layer that drafts tokens (MTP), used with --draft-mtp N: {len(names)} tensors"]
 

@@ -128,6 +128,27 @@ _GEMMA4_EXPERTS = {
     "top_k_experts": 2,
     "moe_intermediate_size": 48,
 }
+_GEMMA3N = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 64,
+    "laurel_rank": 16,
+    "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    "final_logit_softcapping": 3.0,
+}
+_GEMMA4_LAYERED = {
+    **_GEMMA4,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_key_value_heads": 1,
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 32,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
 _LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -243,6 +264,9 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
             yield f"{name}, {kind}", Seed(name, {**base, "rope_parameters": _of_kinds(rope)}, rotary=True)
     yield "gemma4_text", Seed("gemma4_text", _GEMMA4)
     yield "gemma4_text, experts", Seed("gemma4_text", {**_GEMMA4, **_GEMMA4_EXPERTS})
+    yield "mistral4", Seed("mistral4", {**_LATENT, "n_group": 2, "topk_group": 1}, vision=True)
+    yield "gemma3n_text", Seed("gemma3n_text", _GEMMA3N)
+    yield "gemma4_text, layered", Seed("gemma4_text", _GEMMA4_LAYERED)
     yield "phi3", Seed("phi3", {"sliding_window": 8})
     yield (
         "phi3, longrope",
@@ -520,7 +544,9 @@ def known_keys() -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     keys: dict[str, Any] = {}
-    for name in sorted(MODEL_TYPES.keys() & CONFIG_MAPPING.keys()):
+    # Assistants have another model's configuration within, and their class refuses its own defaults.
+    whole = {name for name in MODEL_TYPES if not name.endswith("_assistant")}
+    for name in sorted(whole.intersection(CONFIG_MAPPING.keys())):
         for key, value in CONFIG_MAPPING[name]().to_dict().items():
             if keys.get(key) is None:
                 keys[key] = value

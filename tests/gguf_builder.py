@@ -321,6 +321,23 @@ CHANGES = {
         "post_ffw_norm.weight": "d",
     },
     "gemma2": {"post_attention_norm.weight": "d", "post_ffw_norm.weight": "d"},
+    "gemma3n": {
+        "attn_q_norm.weight": "h",
+        "attn_k_norm.weight": "h",
+        "post_attention_norm.weight": "d",
+        "post_ffw_norm.weight": "d",
+        "inp_gate.weight": "li d",
+        "proj.weight": "d li",
+        "post_norm.weight": "d",
+        "altup_router.weight": "au d",
+        "altup_router_norm.weight": "d",
+        "altup_predict_coef.weight": "aa au",
+        "altup_correct_coef.weight": "au au",
+        "altup_correct_scale.weight": "d",
+        "laurel_l.weight": "ar d",
+        "laurel_r.weight": "d ar",
+        "laurel_post_norm.weight": "d",
+    },
     "gemma4": {
         "attn_q_norm.weight": "h",
         "attn_k_norm.weight": "h",
@@ -537,6 +554,12 @@ LONE = {
 GROWING = ("openelm",)
 """Architectures whose odd layers have twice as many heads, and feed-forwards of twice the length."""
 
+UNSHARED = ("gemma3n",)
+"""Architectures whose layers devices do not share."""
+
+STREAMS, LAUREL_RANK, LAYER_INPUT = 4, 32, 32
+"""Of alternating updates and per-layer embeddings."""
+
 WIDENING = ("gemma4",)
 """Architectures whose even layers have a window, and whose odd ones have heads of twice the elements, and no values."""
 
@@ -660,6 +683,7 @@ class ModelSizes:
             f"{a}.rope.freq_base": 10000.0,
             **({f"{a}.shortconv.l_cache": TAPS} if a in CONVOLVED else {}),
             **self._windows(),
+            **self._altup(),
             **self._gated_delta(),
             **self._mamba(),
             **self._mixture(),
@@ -719,6 +743,23 @@ class ModelSizes:
         }
         if self.experts:
             keys["expert_feed_forward_length"] = self.expert_feed_forward
+        return {f"{a}.{key}": value for key, value in keys.items()}
+
+    def _altup(self) -> dict[str, Any]:
+        a = self.architecture
+        if a not in UNSHARED:
+            return {}
+        keys = {
+            "altup.num_inputs": STREAMS,
+            "altup.active_idx": 0,
+            "activation_sparsity_scale": [1.5, *[float("-inf")] * (self.blocks - 1)],
+            "embedding_length_per_layer_input": LAYER_INPUT,
+            "attention.shared_kv_layers": 0,
+            "attention.sliding_window": 8,
+            "attention.sliding_window_pattern": [layer % 2 == 0 for layer in range(self.blocks)],
+            "rope.freq_base_swa": 10000.0,
+            "final_logit_softcapping": 30.0,
+        }
         return {f"{a}.{key}": value for key, value in keys.items()}
 
     def _mamba(self) -> dict[str, Any]:
@@ -797,6 +838,8 @@ class ModelSizes:
                     shapes |= {f"{one}.{expert}.weight": shape[1:] for expert in range(shape[0])}
                 elif shape:
                     shapes[f"blk.{i}.{name}"] = shape
+        if self.architecture in UNSHARED:
+            shapes |= self._top_of_altup(vocab)
         if self.architecture in WIDENING:
             shapes["rope_freqs.weight"] = (self.head_dim,)
         norm = "token_embd_norm" if self.architecture in CONVOLVED else "output_norm"
@@ -807,6 +850,16 @@ class ModelSizes:
         if not tied and self.architecture not in ENCODERS:
             shapes["output.weight"] = (vocab, self.embedding)
         return shapes
+
+    def _top_of_altup(self, vocab: int) -> dict[str, tuple[int, ...]]:
+        every, d = self.blocks * LAYER_INPUT, self.embedding
+        return {
+            "per_layer_token_embd.weight": (vocab, every),
+            "per_layer_model_proj.weight": (every, d),
+            "per_layer_proj_norm.weight": (LAYER_INPUT,),
+            "altup_proj.weight": (STREAMS - 1, d, d),
+            "altup_unembd_proj.weight": (STREAMS - 1, d, d),
+        }
 
     def _bert_shapes(self) -> dict[str, tuple[int, ...]]:
         d, f, q = self.embedding, self.feed_forward, self.heads * self.head_dim
@@ -853,6 +906,7 @@ class ModelSizes:
         inner, of_b = self.mamba_heads * self.mamba_head_dim, self.mamba_groups * self.mamba_state
         sizes |= {"mi": 2 * (inner + of_b) + self.mamba_heads, "mc": inner + 2 * of_b, "mv": inner, "1": 1}
         sizes |= {"mn": self.mamba_heads, "mg": self.mamba_groups, "mw": inner // self.mamba_groups}
+        sizes |= {"au": STREAMS, "aa": STREAMS**2, "ar": LAUREL_RANK, "li": LAYER_INPUT}
         return sizes | {"nv": self.value_heads, "2nv": 2 * self.value_heads, "hv": self.delta_head_dim}
 
 
@@ -870,5 +924,7 @@ def model_builder(
     builder = GGUFBuilder().kvs({k: v for k, v in metadata.items() if v is not None})
     for name, shape in sizes.tensor_shapes(len(vocabulary["tokenizer.ggml.tokens"]), tied).items():
         ones = np.ones(shape, "<f4") if name == "rope_freqs.weight" else None  # of 0 there are none
-        builder.tensor(name, shape, kind if len(shape) > 1 and shape[-1] not in (1, TAPS) else "F32", ones)
+        builder.tensor(
+            name, shape, kind if len(shape) > 1 and shape[-1] not in (1, TAPS, STREAMS) else "F32", ones
+        )
     return builder

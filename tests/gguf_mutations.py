@@ -148,6 +148,15 @@ OTHERS: dict[str, dict[str, object]] = {
     },
     "gemma2": {"gemma2.attention.sliding_window": 4, "gemma2.attn_logit_softcapping": 20.0},
     "gemma4": {"gemma4.attention.shared_kv_layers": 0, "gemma4.embedding_length_per_layer_input": 0},
+    "gemma3n": {},
+    **{
+        name: {
+            f"{name}.expert_shared_count": 1,
+            f"{name}.leading_dense_block_count": 0,
+            f"{name}.expert_gating_func": 2,
+        }
+        for name in ("deepseek2", "mistral4")
+    },
     "granite": {
         "granite.attention.scale": 0.25,
         "granite.embedding_scale": 12.0,

@@ -16,12 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Engine
 
 from quengine.errors import EngineError
 from quengine.models.checkpoint import open_checkpoint
+from quengine.models.hf.config_hf import read_hf_config
+from quengine.models.hf.hf_checkpoint import HFTensors
+from quengine.models.hf.hf_shards import StoredTensor
 from quengine.models.model_summary import summarize
 from quengine.models.template.chat_template import ChatTemplate, encode_chat
 from quengine.models.tokenizer import Tokenizer
@@ -263,6 +267,101 @@ OTHERS: dict[str, dict[str, Any]] = {
 """Other architectures, with keys of their own."""
 
 
+_TINY = {
+    "vocab_size": 270,
+    "max_position_embeddings": 128,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+DECLARED: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 260,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.5, 0.0],
+        "intermediate_size": [8, 16],
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+        "global_head_dim": 8,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 270,
+        "use_double_wide_mlp": True,
+    },
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": {key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"},
+    "mistral4": {**_LATENT, "head_dim": 8},
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 2,
+        "mamba_head_dim": 8,
+        "n_groups": 1,
+        "ssm_state_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "moe_shared_expert_intermediate_size": 8,
+    },
+}
+"""Model types -> keys of folders whose tensors have the names and shapes that are read of them."""
+
+
+class _Wanted:
+    """Notes what is read, in place of a folder's files."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        self.shapes[name] = shape
+        return StoredTensor(name, "F32", shape)
+
+
+def _declared(folder: Path, model_type: str, keys: dict[str, Any]) -> Files:
+    config, wanted = {**_TINY, "model_type": model_type, **keys}, _Wanted()
+    HFTensors(wanted, read_hf_config(config))  # type: ignore[arg-type]
+    folder.mkdir()
+    rng = torch.Generator().manual_seed(5)
+    weights = {name: torch.randn(shape, generator=rng) for name, shape in wanted.shapes.items()}
+    save_file(weights, folder / WEIGHTS)
+    return {
+        CONFIG: config,
+        TOKENIZER: json.loads(_llama().to_str()),
+        TOKENIZER_CONFIG: {"bos_token": "<s>", "eos_token": "</s>"},
+        WEIGHTS: (folder / WEIGHTS).read_bytes(),
+    }
+
+
 def seeds(folder: Path) -> list[Files]:
     """Whole folders: each architecture, kind of tokenizer and of rotary scaling, one file of weights and two."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32}
@@ -278,6 +377,7 @@ def seeds(folder: Path) -> list[Files]:
     ]
     found.append(_seed(folder / "e", "llama", _llama(), model_type="mixtral"))
     found += [_seed(folder / name, name, _llama(), **keys) for name, keys in OTHERS.items()]
+    found += [_declared(folder / f"of {name}", name, keys) for name, keys in DECLARED.items()]
     found[1][TOKENIZER_CONFIG]["chat_template"] = named
     found[2][TEMPLATE] = CHATML
     return found

@@ -108,10 +108,11 @@ import json, sys
 import convert_hf_to_gguf as converter
 import gguf
 from conversion.base import ModelBase, TextModel
-from conversion.gemma import Gemma2Model, Gemma4Model
+from conversion.gemma import Gemma2Model, Gemma3NModel, Gemma4Model
 from conversion.hunyuan import HunYuanMoEModel
 
 Gemma2Model.set_vocab = TextModel._set_vocab_gpt2  # theirs want other tokenizers than the tests'
+Gemma3NModel.set_vocab = TextModel._set_vocab_gpt2
 Gemma4Model.set_vocab = TextModel._set_vocab_gpt2
 HunYuanMoEModel.set_vocab = TextModel._set_vocab_gpt2  # its own wants the tokenizer's code
 load_hparams = TextModel.load_hparams

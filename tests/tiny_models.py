@@ -13,7 +13,7 @@ from gguf.quants import quantize
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.config import BlockKind, ModelConfig, RopeScaling
-from tests.gguf_builder import TAPS, GGUFBuilder, ModelSizes, bpe_vocabulary
+from tests.gguf_builder import STREAMS, TAPS, GGUFBuilder, ModelSizes, bpe_vocabulary
 from tests.llama_cpp_source import llama_cpp_source
 
 CHATML = (
@@ -85,7 +85,7 @@ def write_tiny(
     builder = GGUFBuilder().kvs({key: value for key, value in metadata.items() if value is not None})
     weights = random_weights(sizes, len(vocabulary["tokenizer.ggml.tokens"]), tied, seed)
     for name, values in weights.items():
-        plain = values.ndim == 1 or values.shape[-1] in (1, TAPS) or "norm" in name
+        plain = values.ndim == 1 or values.shape[-1] in (1, TAPS, STREAMS) or "norm" in name
         stored = "F32" if plain else kind
         builder.tensor(name, values.shape, stored, quantize(values, GGMLQuantizationType[stored]))
     return builder.write(path)

@@ -24,7 +24,19 @@ from llvmlite import binding
 from tests.models.architectures import both_files as models
 
 ARCHITECTURES = (
-    *("arcee", "cohere2", "dots1", "ernie4_5", "exaone4", "gemma2", "gemma3", "gemma4", "glm4", "glm4moe"),
+    *(
+        "arcee",
+        "cohere2",
+        "dots1",
+        "ernie4_5",
+        "exaone4",
+        "gemma2",
+        "gemma3",
+        "gemma3n",
+        "gemma4",
+        "glm4",
+        "glm4moe",
+    ),
     *("gpt_oss", "granite", "granite_hybrid", "hunyuan", "lfm2", "llama4", "minimax_m2", "mixtral"),
     *("nemotron_h", "olmo2", "olmoe", "openelm", "phi3", "qwen3_next", "qwen_moe", "qwen_vl", "seed_oss"),
     "smollm3",

@@ -262,6 +262,9 @@ SPM = ("phi3",)
 TIED = ("cohere2", "gemma2", "gemma4", "openelm")
 """Architectures whose output matrix is the embedding for llama.cpp."""
 
+NOT_COMPARED = {"bert", "nomic-bert", "gemma3n"}
+"""Encoders, and a model of which llama.cpp takes sizes, cutoffs and sharing layers for those of released files."""
+
 WITH_SCALING = ("linear", "yarn")
 """Kinds of scaling that every key of a rotation is tried with too."""
 
@@ -365,9 +368,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument(
-        "--architectures", nargs="*", default=sorted(set(ARCHITECTURES) - {"bert", "nomic-bert"})
-    )
+    parser.add_argument("--architectures", nargs="*", default=sorted(set(ARCHITECTURES) - NOT_COMPARED))
     parser.add_argument("--every", type=int, default=1, help="only every so many changes")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -19,6 +19,7 @@ from quengine.kv_cache import KVCache
 from quengine.loading.placement import of_rank
 from quengine.memory import gib
 from quengine.model_runner import ModelRunner
+from quengine.models.assistant_decoder import AssistantDecoder
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.draft_decoder import DraftDecoder
@@ -26,6 +27,7 @@ from quengine.models.tensor_split import SplitTensors
 from quengine.platform import cuda_start
 from quengine.platform.host_experts import ROW_TABLE, ExpertPlacement, split_tensors
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
+from quengine.speculative.draft_assistant import AssistantDrafts
 from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
 from quengine.speculative.draft_mtp import MtpDrafts
@@ -40,8 +42,9 @@ REFERENCE_BYTES_A_WEIGHT = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that models are loaded onto, and how. experts: where those of the model lie. layer: the model's own
-    that drafts; None: it does not. takes_images: rows of prompts may be those of images."""
+    """The device that models are loaded onto, and how. experts: where those of the model lie. layer: what drafts
+    from the model's hidden rows, a layer of its own or an assistant; None: nothing does. takes_images: rows of prompts
+    may be those of images."""
 
     config: EngineConfig
     device: torch.device
@@ -132,6 +135,8 @@ class Machine:
         try:
             if checkpoint.config.is_draft_layer:
                 return self._drafts_of_layer(target, checkpoint, draft_pools)
+            if checkpoint.config.target_width:
+                return self._drafts_of_assistant(target, checkpoint)
             runner = self.runner(checkpoint, drafts_ctx, draft_pools, drafts=True)
             model = DraftModel(runner, self.draft_steps(runner, target))
         except BaseException:
@@ -162,6 +167,18 @@ class Machine:
         note += f"cache {gib(held)} with the hidden rows that it reads"
         return MtpDrafts(runner, self.draft_steps(runner, target), config.draft_mtp), [note]
 
+    def _drafts_of_assistant(
+        self, target: ModelRunner, checkpoint: Checkpoint
+    ) -> tuple[DraftModel, list[str]]:
+        """As `drafts_beside`, of a model that attends to the keys and values of `target`."""
+        with _weights(checkpoint, self.device, self.config.mmap, self.progress, 0) as tensors:
+            decoder = AssistantDecoder(checkpoint.config, tensors, target.decoder, target.cache.ctx_size)
+        assert target.cache.hidden is not None
+        note = (
+            f"drafts by {checkpoint.path.name} from the model's own cache: weights {gib(checkpoint.nbytes)}, "
+        )
+        return AssistantDrafts(decoder, target), [f"{note}hidden rows {gib(target.cache.hidden.nbytes)}"]
+
     def _compile_ahead(
         self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool
     ) -> None:
@@ -189,7 +206,7 @@ class Machine:
     def _layer_plan(self) -> "LayerPlan | None":
         from quengine.runners.compile_kernels import LayerPlan, stored_tensors
 
-        if self.layer is None:
+        if self.layer is None or not self.layer.config.is_draft_layer:
             return None
         return LayerPlan(
             self.layer.config, stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
@@ -284,8 +301,8 @@ def _make_runner(
 
     shape = decoder.config
     if (
-        shape.ranks > 1 or shape.stage is not None
-    ):  # between the kernels of a step it waits for other processes
+        shape.ranks > 1 or shape.stage is not None or shape.altup is not None
+    ):  # between the kernels of a step it waits for other processes, or calls torch
         return ModelRunner(decoder, cache, choose=sampling.sample, packs_prompts=False)
     # A dozen rows of one prompt keep the processor as busy as those of many.
     return ModelRunner(

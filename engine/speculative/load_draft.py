@@ -2,6 +2,7 @@
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.models.architectures.gemma4_assistant import sources
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.draft_checkpoint import DraftLayer
 from quengine.models.hub.hub import resolve_model
@@ -22,6 +23,8 @@ def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
         draft = open_checkpoint(resolve_model(str(config.draft_model)))
     except EngineError as error:
         raise type(error)(f"draft model: {error}") from None
+    if draft.config.target_width:
+        sources(draft.config, target.config)
     if draft.config.recurrent_layers:
         raise EngineError(
             f"the draft model {draft.path.name} ({draft.config.architecture}) keeps a state, which a draft that is not "
@@ -31,8 +34,22 @@ def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
     return draft
 
 
-def check_shared(config: EngineConfig) -> None:
-    """Raises EngineError where several devices share a model whose own layer drafts."""
+def check_generates(checkpoint: Checkpoint) -> None:
+    """Raises EngineError for a model that only drafts for another one."""
+    if checkpoint.config.target_width:
+        raise EngineError(
+            f"{checkpoint.path.name} is a {checkpoint.config.architecture} model, which drafts tokens for another one: "
+            "give that model, and this as --draft-model"
+        )
+
+
+def check_shared(config: EngineConfig, draft: Checkpoint | None) -> None:
+    """Raises EngineError where several devices share a model whose hidden rows a draft needs."""
+    if draft is not None and draft.config.target_width and config.ranks > 1:
+        raise EngineError(
+            f"the draft model {draft.path.name} ({draft.config.architecture}): not implemented for a model that "
+            f"{config.ranks} devices share; leave out --draft-model, or use one device (--tensor-parallel 1)"
+        )
     if config.draft_mtp and config.ranks > 1:
         raise EngineError(
             f"draft_mtp {config.draft_mtp}: not implemented for a model that {config.ranks} devices share; leave out "

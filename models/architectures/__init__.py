@@ -15,8 +15,10 @@ from quengine.models.architectures.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from quengine.models.architectures.exaone4 import EXAONE4
 from quengine.models.architectures.gemma2 import GEMMA2
 from quengine.models.architectures.gemma3 import GEMMA3
+from quengine.models.architectures.gemma3n import GEMMA3N
 from quengine.models.architectures.gemma4 import GEMMA4
 from quengine.models.architectures.gemma_embedding import GEMMA_EMBEDDING
+from quengine.models.architectures.gemma4_assistant import GEMMA4_ASSISTANT
 from quengine.models.architectures.glm4 import GLM4
 from quengine.models.architectures.glm4moe import GLM4MOE
 from quengine.models.architectures.gpt_oss import GPT_OSS
@@ -50,7 +52,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     for a in (
         *(LLAMA, MISTRAL3, QWEN2, QWEN3, OLMO2, GEMMA3, PHI3, GRANITE, LFM2),
         *(SMOLLM3, EXAONE4, SEED_OSS, GLM4, ERNIE4_5, QWEN2VL, QWEN3VL, HUNYUAN_DENSE, QWEN35),
-        *(OPENELM, GEMMA2, GEMMA4, ARCEE, COHERE2, NEMOTRON_H),
+        *(OPENELM, GEMMA2, GEMMA3N, GEMMA4, ARCEE, COHERE2, NEMOTRON_H),
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
         *(LLAMA4, DEEPSEEK2, MISTRAL4, GRANITEHYBRID, NEMOTRON_H_MOE, BERT, NOMIC_BERT),
@@ -59,9 +61,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 """By the name that GGUF has for them."""
 
+DECLARED: Mapping[str, Architecture] = {**ARCHITECTURES, GEMMA4_ASSISTANT.name: GEMMA4_ASSISTANT}
+"""Those, and the ones that only draft tokens for another model."""
+
 MODEL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
     name: (architecture, model_type)
-    for architecture in ARCHITECTURES.values()
+    for architecture in DECLARED.values()
     for name, model_type in architecture.model_types.items()
 }
 """By the `model_type` of a Hugging Face config.json."""
@@ -77,7 +82,7 @@ BIDIRECTIONAL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
 @lru_cache(32)
 def layers_of(config: ModelConfig) -> Sequence[Block]:
     """The layers of a model, in order; with ranks those of one of them (tensor_split.py)."""
-    return tuple(ARCHITECTURES[config.architecture].build(config))
+    return tuple(DECLARED[config.architecture].build(config))
 
 
 def attentions_of(config: ModelConfig) -> Sequence[Attention | LatentAttention]:

@@ -35,7 +35,7 @@ _STILL = float(np.float32(1e30))
 """Divisor of the frequency of elements that do not turn."""
 
 _CAP = "final_logit_softcapping"
-_SHARED, _PER_LAYER = "attention.shared_kv_layers", "embedding_length_per_layer_input"
+SHARED, PER_LAYER = "attention.shared_kv_layers", "embedding_length_per_layer_input"
 _LOCAL_SIZES = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
 _SIZES = {"head_dim": "head_dim", "num_key_value_heads": "head_count_kv"}
 """Keys that `per_layer_config` may have of a layer -> what they are limited as."""
@@ -195,35 +195,39 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    cap, length = file.get_float(f"gemma4.{_CAP}"), file.get_int(f"gemma4.{_PER_LAYER}") or 0
-    shared = file.get_int(f"gemma4.{_SHARED}") or 0
+    cap, length = (
+        file.get_float(f"{config.architecture}.{_CAP}"),
+        file.get_int(f"{config.architecture}.{PER_LAYER}") or 0,
+    )
+    shared = file.get_int(f"{config.architecture}.{SHARED}") or 0
     found: dict[str, Any] = {
         "logit_softcap": 0.0 if cap is None else cap,
         "shared_kv_layers": shared,
         "layer_input": LayerInputSizes(length) if length else None,
     }
     if config.sliding_window is None:
-        if "gemma4.attention.sliding_window" in file.metadata:
-            raise file.error("gemma4.attention.sliding_window", "0: leave it out where no layer has a window")
+        if (key := f"{config.architecture}.attention.sliding_window") in file.metadata:
+            raise file.error(key, "0: leave it out where no layer has a window")
         layers = range(config.block_count - shared)
         return {**found, "keys_as_values": tuple(i for i in layers if _lacks_values(file, i))}
-    return {**found, **_windows_of_gguf(file, config, shared)}
+    return {**found, **windows_of_gguf(file, config, shared)}
 
 
-def _windows_of_gguf(file: GGUFFile, config: ModelConfig, shared: int) -> Fields:
+def windows_of_gguf(file: GGUFFile, config: ModelConfig, shared: int) -> Fields:
     """Which layers have the window, and what differs in them. shared: so many of the last have no keys of their own."""
+    prefix = config.architecture
     for suffix in (PATTERN, *_LOCAL_SIZES, LOCAL_BASE, "rope.freq_base"):
-        if f"gemma4.{suffix}" not in file.metadata:
-            raise file.error(f"gemma4.{suffix}", "missing from the metadata")
-    if not isinstance(file.metadata[f"gemma4.{PATTERN}"], np.ndarray):
-        raise file.error(f"gemma4.{PATTERN}", f"is not a flag for each of {config.block_count} layers")
+        if f"{prefix}.{suffix}" not in file.metadata:
+            raise file.error(f"{prefix}.{suffix}", "missing from the metadata")
+    if not isinstance(file.metadata[f"{prefix}.{PATTERN}"], np.ndarray):
+        raise file.error(f"{prefix}.{PATTERN}", f"is not a flag for each of {config.block_count} layers")
     windows = gguf_fields(file, config, _PERIOD, None)
     full = frozenset(windows["full_attention_layers"])
     windowed = [i not in full for i in range(config.block_count)]
     if full and config.rope_scaling.freq_factors is None:
         problem = "missing: it says which elements of heads in layers without a window are rotated"
         raise file.tensor_error("rope_freqs.weight", problem)
-    local = file.require_int(f"gemma4.{_LOCAL_SIZES[0]}", *LIMITS["head_dim"])
+    local = file.require_int(f"{prefix}.{_LOCAL_SIZES[0]}", *LIMITS["head_dim"])
     sizes = [
         config.sizes(i)._replace(head_dim=local if windowed[i] else config.head_dim)
         for i in range(config.block_count)
@@ -233,7 +237,7 @@ def _windows_of_gguf(file: GGUFFile, config: ModelConfig, shared: int) -> Fields
         **_of_sizes(config, sizes, windowed),
         "head_dim": max(config.head_dim, local),
         "rope_dim": config.rope_dim,
-        "rope_dim_swa": file.require_int(f"gemma4.{_LOCAL_SIZES[2]}", *LIMITS["rope_dim"]),
+        "rope_dim_swa": file.require_int(f"{prefix}.{_LOCAL_SIZES[2]}", *LIMITS["rope_dim"]),
         "keys_as_values": tuple(
             sorted(i for i in full if i < config.block_count - shared and _lacks_values(file, i))
         ),
@@ -250,7 +254,7 @@ _SIZE_KEYS = {
     "layer_input.length": "hidden_size_per_layer_input",
 }
 
-_TEXT = ModelType(
+TEXT = ModelType(
     {
         "vocab_size": 262144,
         "hidden_size": 2304,
@@ -281,7 +285,7 @@ _TEXT = ModelType(
 )
 _UNIFIED = ModelType(
     {
-        **_TEXT.defaults,
+        **TEXT.defaults,
         "max_position_embeddings": 262144,
         "sliding_window": 1024,
         "hidden_size_per_layer_input": 0,
@@ -347,8 +351,8 @@ GEMMA4 = Architecture(
         dense_beside_experts=True,
     ),
     model_types={
-        "gemma4": _with_vision(_TEXT, "gemma4_text"),
-        "gemma4_text": _TEXT,
+        "gemma4": _with_vision(TEXT, "gemma4_text"),
+        "gemma4_text": TEXT,
         "gemma4_unified": _with_vision(_UNIFIED, "gemma4_unified_text"),
         "gemma4_unified_text": _UNIFIED,
     },
@@ -363,7 +367,7 @@ GEMMA4 = Architecture(
     vocabulary="spm",
     size_fields=_size_fields,
     sizes_by_layer=True,
-    gguf_keys=(PATTERN, LOCAL_BASE, _CAP, _SHARED, _PER_LAYER, *_LOCAL_SIZES),
+    gguf_keys=(PATTERN, LOCAL_BASE, _CAP, SHARED, PER_LAYER, *_LOCAL_SIZES),
     gguf_fields=_gguf_fields,
     synthetic={
         "gemma-4-26b-a4b": {

@@ -164,18 +164,20 @@ class Block:
     """One layer of a model: a mixer, a feed-forward, or both.
 
     parallel: the feed-forward reads the mixer's norm of the layer's input, not its result. input: what is added at the
-    layer's end of what it gets of each token beside the residual stream.
+    layer's end of what it gets of each token beside the residual stream. around: what it does with rows of a token
+    that it does not compute.
     """
 
     mixer: Mixer | None
     feed_forward: ChannelMixer | None
     parallel: bool = False
     input: Part | None = None
+    around: Part | None = None
 
     @property
     def parts(self) -> Sequence[Part]:
         """The mixer first."""
-        return [part for part in (self.mixer, self.feed_forward, self.input) if part is not None]
+        return [part for part in (self.mixer, self.feed_forward, self.input, self.around) if part is not None]
 
     @property
     def state(self) -> State:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from quengine.models.blocks.block import NORM, Cut, TensorSpec, Uniform
 from quengine.models.config import BlockKind
@@ -28,17 +29,20 @@ def last_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
 class FeedForward:
     """activation(gate) * up of `length` elements, or of a form without a gate activation(up), then down to `width`.
 
-    partial: a rank has some of the elements.
+    partial: a rank has some of the elements. cutoff: gates count as far as they are above the mean of their row plus so
+    many of its standard deviations (kernels/altup.py); -inf: all as they are.
     """
 
     form: BlockKind
     width: int
     length: int
     partial: bool = False
+    cutoff: float = -inf
 
     @property
     def traits(self) -> Sequence[str]:
-        return ("merged projections",) if self.form.merged_gate else ()
+        sparse = ("sparse activations",) if self.cutoff > -inf else ()
+        return (*(("merged projections",) if self.form.merged_gate else ()), *sparse)
 
     @property
     def every_row_length(self) -> int:

@@ -52,7 +52,7 @@ def top_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
     every = config.block_count * length
     return {
         f"{TABLE}.weight": TensorSpec(
-            (config.vocab_size, every),
+            (config.layer_input.rows or config.vocab_size, every),
             hf="{body}embed_tokens_per_layer.weight",
             draw=Draw(length**-0.5, by_columns=False),
         ),

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
+from quengine.models.blocks.altup import AltUp
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block, ChannelMixer
 from quengine.models.blocks.dense_and_experts import DenseAndExperts
@@ -16,9 +18,16 @@ def uniform_layers(config: ModelConfig) -> Sequence[Block]:
     """Attention in every layer, with the sizes and the window that the configuration has for it."""
     parallel = config.block.norms == "parallel"
     return [
-        Block(Attention.of(config, i), channel_mixer(config, i), parallel, layer_input(config))
+        Block(
+            Attention.of(config, i), channel_mixer(config, i), parallel, layer_input(config), _around(config)
+        )
         for i in range(config.block_count)
     ]
+
+
+def _around(config: ModelConfig) -> AltUp | None:
+    sizes = config.altup
+    return None if sizes is None else AltUp(config.embedding_length, sizes.streams, sizes.rank)
 
 
 def layer_input(config: ModelConfig) -> LayerInput | None:
@@ -33,7 +42,8 @@ def channel_mixer(config: ModelConfig, layer: int) -> ChannelMixer:
     form, width, partial = config.block, config.embedding_length, config.ranks > 1
     if config.layer_input is not None:  # the number at a layer's end comes behind its input
         form = replace(form, layer_scale=False)
-    dense = FeedForward(form, width, config.sizes(layer).feed_forward_length, partial)
+    cutoff = -inf if config.altup is None else config.altup.cutoffs[layer]
+    dense = FeedForward(form, width, config.sizes(layer).feed_forward_length, partial, cutoff)
     if config.has_experts(layer):
         assert config.experts is not None
         experts = Experts(form, width, config.experts, partial)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from quengine.errors import EngineError
-from quengine.models.architectures import ARCHITECTURES, unsupported_architecture
+from quengine.models.architectures import DECLARED, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.config import (
     LIMITS,
@@ -72,6 +72,8 @@ KEYS: Mapping[str, str] = {
     "mamba2.taps": "ssm.conv_kernel",
     "shared_kv_layers": "attention.shared_kv_layers",
     "layer_input.length": "embedding_length_per_layer_input",
+    "altup.streams": "altup.num_inputs",
+    "altup.cutoffs": "activation_sparsity_scale",
     **EXPERT_KEYS,
 }
 LAYER_NORM_EPS = "attention.layer_norm_epsilon"
@@ -127,7 +129,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     if isinstance(kind, str) and kind in _OTHER_FILES:
         raise EngineError(f"{file.path}: {_OTHER_FILES[kind]}")
     named = file.require_str("general.architecture")
-    declared = ARCHITECTURES.get(named)
+    declared = DECLARED.get(named)
     if declared is None:
         what = _OTHER_FILES.get(named)
         raise unsupported_architecture(named, f"is {what}" if what else "is not supported")

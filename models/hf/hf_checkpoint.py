@@ -21,7 +21,7 @@ from torch import Tensor
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.models.architectures import ARCHITECTURES
+from quengine.models.architectures import DECLARED
 from quengine.models.architectures.architecture import HFPart
 from quengine.models.blocks.block import TensorSpec
 from quengine.models.config import PROJECTIONS, ModelConfig
@@ -165,7 +165,7 @@ class HFTensors(Mapping[str, QuantTensor]):
     tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
     draft tokens, `unused` those outside the text model.
 
-    names: of the layer that drafts, where it is that alone.
+    stacks: the names of matrices that are one tensor here. names: of the layer that drafts, where it is that alone.
     """
 
     def __init__(self, shards: HFShards, config: ModelConfig, names: HFNames | None = None) -> None:
@@ -175,7 +175,8 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
         self.parts: dict[str, tuple[int, int]] = {}
         self.within: dict[str, StoredPart] = {}
-        declared = ARCHITECTURES[config.architecture]
+        self.stacks: dict[str, list[str]] = {}
+        declared = DECLARED[config.architecture]
         self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
         self._rows, self._known = declared.hf_rows, declared.hf_unused
         self._has_gate = config.block.has_gate
@@ -187,6 +188,8 @@ class HFTensors(Mapping[str, QuantTensor]):
                 self._take_part(name, shape, part, config)
             elif name.endswith("_exps.weight"):
                 self._take_experts(name, shape)
+            elif spec.hf_each:
+                self._take_stack(name, shape)
             elif not spec.hf and (holder := holder_of(name)) in joined:
                 self._take(holder, joined[holder], config)
             elif name not in _COMPUTED:
@@ -250,10 +253,19 @@ class HFTensors(Mapping[str, QuantTensor]):
             )
         self.stored |= stored
 
+    def _take_stack(self, name: str, shape: tuple[int, ...]) -> None:
+        """The matrices of `name`, [E, rows, columns], which a folder has one by one."""
+        names = [self._names.of_stack(name, number) for number in range(shape[0])]
+        held = [self._shards.stored(each, shape[1:]) for each in names]
+        if len(types := sorted({each.dtype for each in held})) > 1:
+            raise self._shards.error(f"{names[0]!r} and others like it differ in type: {', '.join(types)}")
+        self.stacks[name], self.stored[name] = names, replace(held[0], shape=shape)
+
     def _unused(self) -> list[str]:
         body, output = self._names.body, self._names.output
         # An output matrix that is the embedding again needs no mention.
         known = {stored.name for stored in self.stored.values()} | {output} | self.drafts
+        known |= {each for names in self.stacks.values() for each in names}
         known |= {name for part in self.within.values() for name in part.names} | self._of_sharing
         rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
         applied = (body, output.removesuffix("weight"))
@@ -269,7 +281,10 @@ class HFTensors(Mapping[str, QuantTensor]):
         stored = self.stored[name]
         if name in self.within:
             return QuantTensor(name, FORMATS[stored.dtype], stored.shape, self.within[name].data())
-        tensor = self._shards.tensor(stored.name)
+        if name in self.stacks:
+            tensor = torch.stack([self._shards.tensor(each) for each in self.stacks[name]])
+        else:
+            tensor = self._shards.tensor(stored.name)
         if name in self.heads:
             tensor = permute_heads(tensor, *self.heads[name])
         if name in self.parts:

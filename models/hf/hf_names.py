@@ -6,7 +6,7 @@ them: [E, 2F, H] with the gate's rows before those of up, and [E, H, F].
 
 from collections.abc import Collection
 
-from quengine.models.architectures import ARCHITECTURES
+from quengine.models.architectures import DECLARED
 from quengine.models.config import ModelConfig
 from quengine.models.tensor_table import joined_specs, tensor_specs
 
@@ -33,7 +33,7 @@ class HFNames:
     """
 
     def __init__(self, config: ModelConfig, held: Collection[str]) -> None:
-        declared = ARCHITECTURES[config.architecture]
+        declared = DECLARED[config.architecture]
         self._modules, self._layers, self._held = declared.hf_modules, declared.hf_layers, held
         self._specs = {**tensor_specs(config), **joined_specs(config)}
         norm = self._usual_or_own(f"{config.output_norm}.weight")
@@ -57,6 +57,10 @@ class HFNames:
         _, layer, tensor = name.split(".", 2)
         own = self._own(tensor.replace("_exps.", ".{expert}."))
         return self._in_layer(layer, own, self._specs[name].hf_each).format(expert=expert)
+
+    def of_stack(self, name: str, number: int) -> str:
+        """The name of one matrix of a tensor of no layer that GGUF files hold together as `name`."""
+        return self._specs[name].hf_each.format(body=self.body, head=self.head, expert=number)
 
     def _own(self, tensor: str) -> str:
         """What the architecture declares for a tensor, with .weight or .bias; "": nothing."""

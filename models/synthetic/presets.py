@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import numpy as np
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.config import (
+    AltUpSizes,
     ExpertConfig,
     GatedDeltaSizes,
     LatentSizes,
@@ -50,6 +53,8 @@ class SyntheticModel:
     pooled: matrices of layers are cut from a pool of random rows, as those of experts always are.
     layer_sizes: of each layer, where they differ, in place of the numbers of heads and the feed-forward's length.
     shared_kv_layers, layer_input_length: as ModelConfig and LayerInputSizes have them.
+    altup_streams, laurel_rank: of alternating updates, where an architecture has them, as AltUpSizes says.
+        sparse_layers: layers in front in which one gate in twenty is above its cutoff.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
     """
 
@@ -93,6 +98,9 @@ class SyntheticModel:
     layer_sizes: tuple[LayerSizes, ...] = ()
     shared_kv_layers: int = 0
     layer_input_length: int = 0
+    altup_streams: int = 4
+    laurel_rank: int = 64
+    sparse_layers: int = 0
 
     def of_layers(self, count: int, preset: str) -> "SyntheticModel":
         """The model of `preset`, this one's first `count` layers."""
@@ -138,7 +146,8 @@ class SyntheticModel:
             latent=self._latent(),
             mamba2=self._mamba2(),
             shared_kv_layers=self.shared_kv_layers,
-            layer_input=LayerInputSizes(self.layer_input_length) if self.layer_input_length else None,
+            layer_input=self._layer_input(),
+            altup=self._altup(),
             draft_layers=self.draft_layers,
         )
         return replace(config, **declared.size_fields(config))
@@ -171,6 +180,18 @@ class SyntheticModel:
         rotated = self.rope_dim or self.head_dim
         plain = self.head_dim - rotated
         return LatentSizes(self.query_rank, self.latent_rank, plain, rotated, self.value_dim, _EPS)
+
+    def _layer_input(self) -> LayerInputSizes | None:
+        length = self.layer_input_length or (64 if self.architecture == "gemma3n" else 0)
+        return LayerInputSizes(length) if length else None
+
+    def _altup(self) -> AltUpSizes | None:
+        if self.architecture != "gemma3n":
+            return None
+        cutoff = float(np.float32(NormalDist().inv_cdf(0.95)))
+        sparse = min(self.sparse_layers, self.block_count)
+        cutoffs = (cutoff,) * sparse + (-inf,) * (self.block_count - sparse)
+        return AltUpSizes(self.altup_streams, self.laurel_rank, cutoffs)
 
     def _mamba2(self) -> Mamba2Sizes | None:
         if not self.mamba_heads:

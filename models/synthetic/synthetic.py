@@ -203,6 +203,9 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         sizes[f"{a}.attention.shared_kv_layers"] = config.shared_kv_layers
     if config.layer_input is not None:
         sizes[f"{a}.embedding_length_per_layer_input"] = config.layer_input.length
+    if config.altup is not None:
+        sizes[f"{a}.altup.num_inputs"], sizes[f"{a}.altup.active_idx"] = config.altup.streams, 0
+        sizes[f"{a}.activation_sparsity_scale"] = list(config.altup.cutoffs)
     if config.draft_layers:
         sizes[f"{a}.nextn_predict_layers"] = config.draft_layers
     if config.conv_taps:
@@ -319,6 +322,7 @@ def _expert_metadata(experts: ExpertConfig) -> Metadata:
 _FLOAT = (
     *(".bias", "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight"),
     *("ssm_a", "ssm_d", "ssm_norm.weight"),
+    *("altup_router.weight", "altup_predict_coef.weight", "altup_correct_coef.weight"),
 )
 
 

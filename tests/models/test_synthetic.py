@@ -288,7 +288,9 @@ class Fetched(Mapping[str, QuantTensor]):
         return len(self.source)
 
 
-@pytest.mark.parametrize("preset", ["gemma-4-moe-tiny", "phi3-tiny", "deepseek2-tiny", "qwen3.5moe-tiny"])
+@pytest.mark.parametrize(
+    "preset", ["gemma-4-moe-tiny", "gemma-3n-tiny", "phi3-tiny", "deepseek2-tiny", "qwen3.5moe-tiny"]
+)
 def test_no_tensor_is_taken_twice(tmp_path: Path, preset: str) -> None:
     """Loading onto a device moves each tensor once; what is taken again comes from the host."""
     checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", preset))

@@ -20,7 +20,7 @@ from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank, cut_of, shares, token_counts
 from tests.engine.parallel.rank_threads import as_ranks
 from tests.forward import forward
-from tests.gguf_builder import ENCODERS, ModelSizes
+from tests.gguf_builder import ENCODERS, UNSHARED, ModelSizes
 from tests.tiny_models import with_sinks_and_output_biases, write_tiny
 
 IDS = [5, 17, 250, 3, 99, 42, 42, 8]
@@ -62,7 +62,7 @@ def check_shared_alike(checkpoint, count: int, by_expert: bool = False) -> None:
     assert ranks[0].shape == whole.shape
 
 
-@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(ENCODERS)))
+@pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - {*ENCODERS, *UNSHARED}))
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_architecture_is_shared_by_ranks(tmp_path: Path, architecture: str, count: int) -> None:
     """Four ranks have more than there are key/value heads."""

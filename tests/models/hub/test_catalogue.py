@@ -67,6 +67,7 @@ FAMILIES = {
     "olmo2": "olmo-2-7b-q4k",
     "gemma2": "gemma-2-9b-q4k",
     "gemma3": "gemma-3-4b-q4k",
+    "gemma3n": "gemma-3n-e4b-q4k",
     "gemma4": "gemma-4-26b-a4b",
     "phi3": "phi-4-q4k",
     "granite": "granite-3.3-8b-q4k",

@@ -1,0 +1,61 @@
+"""Alternating updates around a layer (Gemma 3n), declared: the rows beside the one that the layer computes.
+
+A layer reads the first of several predicted rows of a token; beside its attention there is a product of low rank with a
+norm of its own ("LAuReL"). See kernels/altup.py. Sources: Baykal et al. 2023, "Alternating Updates for Efficient
+Transformers"; Menghani et al. 2024, "LAuReL: Learned Augmented Residual Layer".
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quengine.models.blocks.block import NORM, Draw, TensorSpec
+from quengine.models.config import ModelConfig
+
+PROJECT, UNEMBED = "altup_proj", "altup_unembd_proj"
+"""Matrices of all rows but the first: from the embedding, and to what the output matrix reads."""
+
+_SMALL = Draw(0.3, by_columns=False)
+
+
+@dataclass(frozen=True)
+class AltUp:
+    """width: of a row. streams: rows of a token. rank: of the product beside attention."""
+
+    width: int
+    streams: int
+    rank: int
+
+    @property
+    def traits(self) -> Sequence[str]:
+        return ("alternating updates",)
+
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        width, count = self.width, self.streams
+        return {
+            "altup_router.weight": TensorSpec((count, width), hf="altup.modality_router.weight"),
+            "altup_router_norm.weight": TensorSpec((width,), hf="altup.router_norm.weight", draw=NORM),
+            "altup_predict_coef.weight": TensorSpec(
+                (count * count, count), hf="altup.prediction_coefs.weight", draw=_SMALL
+            ),
+            "altup_correct_coef.weight": TensorSpec(
+                (count, count), hf="altup.correction_coefs.weight", draw=_SMALL
+            ),
+            "altup_correct_scale.weight": TensorSpec((width,), hf="altup.correct_output_scale", draw=NORM),
+            "laurel_l.weight": TensorSpec((self.rank, width), hf="laurel.linear_left.weight"),
+            "laurel_r.weight": TensorSpec((width, self.rank), hf="laurel.linear_right.weight"),
+            "laurel_post_norm.weight": TensorSpec((width,), hf="laurel.post_laurel_norm.weight", draw=NORM),
+        }
+
+    def joined(self) -> Mapping[str, TensorSpec]:
+        return {}
+
+
+def top_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    """Those of no layer, by name, for a model whose layers have such updates."""
+    if config.altup is None:
+        return {}
+    shape = (config.altup.streams - 1, config.embedding_length, config.embedding_length)
+    return {
+        f"{PROJECT}.weight": TensorSpec(shape, hf_each="{body}altup_projections.{expert}.weight"),
+        f"{UNEMBED}.weight": TensorSpec(shape, hf_each="{body}altup_unembed_projections.{expert}.weight"),
+    }
