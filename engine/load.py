@@ -119,7 +119,7 @@ def load_model(
         _log_checkpoint("draft model", draft)
     device, why = choose_device(of_rank(config, 0))
     config = replace(config, tensor_parallel=rank_count(config, checkpoint, draft, device))
-    check_shared(config)
+    check_shared(config, draft)
     for rank in range(1, config.ranks):
         choose_device(of_rank(replace(config, device=device.type), rank))
     stages = stages_of(config, checkpoint, device)

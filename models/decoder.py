@@ -17,6 +17,7 @@ from quengine.models.architectures import layers_of
 from quengine.models.config import ModelConfig, Stage
 from quengine.models.decoder_layer import DecoderLayer
 from quengine.models.experts import MixtureOfExperts
+from quengine.models.fused_rows import FusedRows
 from quengine.models.handed_rows import HandedRows
 from quengine.models.layer_input import LayerInputs
 from quengine.models.layer_tables import LayerTables
@@ -70,6 +71,8 @@ class Decoder:
         self.token_embd: Any = top.weight("token_embd") if top.has("token_embd") else None
         self.kept: Tensor | None = None
         """Where hidden rows are kept, for a layer that drafts tokens (kernels/hidden_rows.py)."""
+        self.fused: FusedRows | None = None
+        """What is kept of the layers' inputs, for an EAGLE-3 draft model."""
         self.output: Any = None
         self.output_norm: Norm | None = None
         if stage.is_last:
@@ -142,15 +145,19 @@ class Decoder:
         return self.backend.communicator.all_gather(logits, self._output_rows)
 
     def _keeps(self, _batch: ForwardBatch) -> bool:
-        """Whether the hidden rows of a step are kept."""
-        return self.kept is not None
+        """Whether the hidden rows of a step are kept, of all positions after the last layer."""
+        return self.kept is not None or (self.fused is not None and self.fused.last > self.last_writer)
+
+    @property
+    def kept_norm(self) -> Norm | None:
+        """The norm of the rows that are kept."""
+        return self.output_norm
 
     def _all_rows(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Hidden:
         """The residual stream after the layers, of all rows, which are kept where a layer that drafts reads them."""
         x = self._layers(batch, cache, None)
-        if self._keeps(batch):
-            assert self.kept is not None and self.output_norm is not None
-            self.backend.keep_hidden(batch, x, self.output_norm, self.kept, self.keeps_newest)
+        if self.kept is not None and self._keeps(batch):
+            self.backend.keep_hidden(batch, x, self.kept_norm, self.kept, self.keeps_newest)
         return x
 
     def _embedded(self, batch: ForwardBatch) -> Hidden:
@@ -163,13 +170,17 @@ class Decoder:
         x = self._embedded(batch) if stage.is_first else self._handed.receive(len(batch), self.blk[0].norm)
         inputs = None if self.inputs is None else self.inputs(batch, x)
         held = [cache[source] for source in self._sources]
-        gathers_at = self._gathers_at(batch, rows)
+        gathers_at, every, fused = self._gathers_at(batch, rows), batch, None
         for i, (block, layer, next_norm) in enumerate(zip(self.blk, held, self._next_norms, strict=True)):
             kept = rows if i == gathers_at else None
+            if self.fused is not None:
+                fused = self.fused.add(every, i, x, fused)
             x = block(batch, x, layer, next_norm, kept, inputs)
             if kept is not None and i < self._last_mixer:
                 batch = batch.of_last_rows(kept)
                 inputs = None if inputs is None else self.backend.gather_rows(inputs, kept)
+        if self.fused is not None:
+            self.fused.add(every, len(self.blk), x, fused)
         if not stage.is_last:
             self._handed.send(x, len(batch))
         return x
@@ -195,6 +206,7 @@ class Decoder:
         blocks = sum(block.nbytes for block in self.blk)
         read = self.token_embd.nbytes // self.token_embd.rows if self._stage.is_first else 0
         read += 0 if self.inputs is None else self.inputs.nbytes
+        read += 0 if self.fused is None else self.fused.nbytes
         return int(blocks + read + (self.output.nbytes if self._stage.is_last else 0))
 
     def step_bytes(self, rows: int) -> int:

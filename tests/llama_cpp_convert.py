@@ -35,6 +35,7 @@ class Conversion:
     drafts: the layers that draft tokens are written, too, which the folder then must have.
     outtype: the type of matrices.
     mmproj: the vision part is written, and not the text model.
+    target: the folder of the model that a draft model is for.
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class Conversion:
     drafts: bool = True
     outtype: str = "f32"
     mmproj: bool = False
+    target: Path | None = None
 
     @property
     def arguments(self) -> list[str]:
@@ -54,6 +56,7 @@ class Conversion:
         flags += ["--fuse-qkv"] if self.qkv else []
         flags += [] if self.drafts else ["--no-mtp"]
         flags += ["--mmproj"] if self.mmproj else []
+        flags += ["--target-model-dir", str(self.target)] if self.target is not None else []
         return [str(self.folder), "--outfile", str(self.output), "--outtype", self.outtype, *flags]
 
 

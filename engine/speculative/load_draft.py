@@ -4,6 +4,7 @@ from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.draft_checkpoint import DraftLayer
+from quengine.models.eagle_checkpoint import open_eagle
 from quengine.models.hub.hub import resolve_model
 from quengine.speculative.draft_length import draft_vocab
 
@@ -19,9 +20,13 @@ def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
     if config.draft_model is None:
         return None
     try:
-        draft = open_checkpoint(resolve_model(str(config.draft_model)))
+        path = resolve_model(str(config.draft_model))
+        eagle = open_eagle(path, target)
+        draft = open_checkpoint(path) if eagle is None else eagle
     except EngineError as error:
         raise type(error)(f"draft model: {error}") from None
+    if eagle is not None:
+        return eagle
     if draft.config.recurrent_layers:
         raise EngineError(
             f"the draft model {draft.path.name} ({draft.config.architecture}) keeps a state, which a draft that is not "
@@ -31,8 +36,13 @@ def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
     return draft
 
 
-def check_shared(config: EngineConfig) -> None:
-    """Raises EngineError where several devices share a model whose own layer drafts."""
+def check_shared(config: EngineConfig, draft: Checkpoint | None) -> None:
+    """Raises EngineError where several devices share a model whose hidden rows a layer that drafts reads."""
+    if draft is not None and draft.config.eagle is not None and config.ranks > 1:
+        raise EngineError(
+            f"the EAGLE-3 draft model {draft.path.name}: not implemented for a model that {config.ranks} devices share"
+            "; leave out --draft-model, or use one device (--tensor-parallel 1)"
+        )
     if config.draft_mtp and config.ranks > 1:
         raise EngineError(
             f"draft_mtp {config.draft_mtp}: not implemented for a model that {config.ranks} devices share; leave out "
