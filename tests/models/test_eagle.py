@@ -22,6 +22,7 @@ from quengine.models.eagle_decoder import EagleDecoder
 from quengine.models.fused_rows import FusedRows
 from tests.eagle_files import Definition, Eagle
 from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
+from tests.llama_cpp_eagle import llama_cpp_eagle_logits
 from tests.models.test_draft_layer import in_float64
 from tests.transformers_models import TOKENS, edit, nmse, token_ids, transformers_model, write_model
 
@@ -134,6 +135,19 @@ def test_logits_are_those_of_the_definition(root: Path, name: str, kind: str) ->
             wanted, after = definition.rows(tokens, rows)
             assert nmse(row[:, drafted], wanted[-1:]) < budget
             tokens, rows = [*tokens, int(drafted[wanted[-1].argmax()])], torch.cat([rows, after[-1:]])
+
+
+def test_logits_are_those_of_llama_cpp(root: Path) -> None:
+    """Which keeps keys and values in fp16, as this engine does."""
+    kind = KINDS["speculators"]  # llama.cpp's functions take a draft model with an embedding of its own
+    files = root / "target.gguf", root / "speculators.gguf"
+    theirs = torch.from_numpy(llama_cpp_eagle_logits(*files, kind.layers, 64, VOCAB)).double()
+    run = Run(*opened(root, "speculators", ".gguf"), CpuBackend(1), exact=False)
+    run.prompt(token_ids(VOCAB).tolist())
+    logits = run.prompt_logits(token_ids(VOCAB).tolist())
+    drafted = theirs[0] > -1e9
+    assert drafted.sum() == kind.drafted and torch.equal(logits[0] > 0.9 * NOT_DRAFTED, drafted)
+    assert nmse(logits[:, drafted], theirs[:, drafted]) < 1e-4
 
 
 def test_folder_and_file_have_the_same_bits(root: Path) -> None:
