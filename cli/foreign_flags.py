@@ -146,7 +146,8 @@ _ANSWERS: Mapping[str, str] = {
     # Speculative decoding
     "--num-draft-tokens --spec-draft-n-max --draft-n": "--draft-tokens N",
     "--spec-draft-model --speculative-config": "--draft-model MODEL, or --draft-ngram N",
-    "--spec-type --dflash --eagle3 --spec-default": "--draft-model MODEL, --draft-ngram N, or --draft-mtp N",
+    "--spec-type --dflash --spec-default": "--draft-model MODEL, --draft-ngram N, or --draft-mtp N",
+    "--eagle3": "--draft-model FILE, which may be an EAGLE-3 file",
     "--mtp": "--draft-mtp N",
     "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic": "--draft-ngram N looks up in the text itself",
     "--spec-ngram-mod-n-min --spec-ngram-mod-n-max --spec-ngram-mod-n-match": "--draft-ngram N",

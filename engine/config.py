@@ -63,8 +63,8 @@ class EngineConfig:
             (docs/performance.md).
         parallel: maximum number of running sequences. They share a KV cache of `parallel * ctx_size` positions, or of
             as many as fit in memory.
-        draft_model: a small model with the same vocabulary that drafts tokens, several of which this model verifies in
-            one step (docs/speculative.md); None: no draft model.
+        draft_model: a small model with the same vocabulary, or an EAGLE-3 file or folder for this one, that drafts
+            tokens, several of which this model verifies in one step (docs/speculative.md); None: no draft model.
         draft_ngram: length of the longest n-gram looked up in the sequence itself; what followed it there is the draft.
             Shorter ones, down to half that length, are looked up too; 0: no look-up. Look-up comes before the draft
             model if there are both.
@@ -142,7 +142,7 @@ class EngineConfig:
         str | Path | None,
         Flag(
             "--draft-model --model-draft -md",
-            "A small model of the same vocabulary that drafts tokens.",
+            "A small model of the same vocabulary, or an EAGLE-3 file, that drafts tokens.",
             DRAFT_PANEL,
             "MODEL",
             completes="model",

@@ -156,10 +156,13 @@ class KVCache:
         groups = tuple(tuple(group.layers) for group in config.cache_groups)
         cache = cls(layers, ctx_size, tuple(pools), tuple(states), groups)
         if keeps_hidden:
-            rows = (pools[0].num_blocks + 1) * BLOCK_SIZE
-            width = config.embedding_length
-            cache.hidden = torch.zeros(rows, width, dtype=torch.float16, device=device)
+            cache.keep_hidden(config.embedding_length, torch.float16, device)
         return cache
+
+    def keep_hidden(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocates room for hidden rows, zeros."""
+        rows = (self.pools[0].num_blocks + 1) * BLOCK_SIZE
+        self.hidden = torch.zeros(rows, width, dtype=dtype, device=device)
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
         """Copy blocks within their groups, behind the steps that were launched before; also to and from host memory."""

@@ -35,6 +35,9 @@ DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 HIDDEN_BYTES = 2
 """Bytes of an element of a hidden row that is kept for a layer that drafts: fp16."""
 
+FUSED_BYTES = 4
+"""The same for an EAGLE-3 draft model: fp32."""
+
 LEAST_CHECKPOINTS = 2
 """States that are kept beside those of sequences, for prompts that begin as earlier ones did: at the end of a
 conversation's prompt, and of its answer."""
@@ -107,7 +110,8 @@ class CacheNeeds:
         sizes = [sum(layers[i] for i in group.layers) for group in self.config.cache_groups]
         if self.draft is not None:
             sizes[0] += kv_cache_bytes(self.draft, BLOCK_SIZE, cache_type)
-            sizes[0] += HIDDEN_BYTES * BLOCK_SIZE * self.draft.hidden_width
+            each = FUSED_BYTES if self.draft.eagle is not None else HIDDEN_BYTES
+            sizes[0] += each * BLOCK_SIZE * self.draft.hidden_width
         return sizes
 
     def cache_bytes(self, positions: int, cache_type: CacheType = "f16") -> int:
@@ -476,7 +480,8 @@ def _ways(
             ways.append(f"--cache-type q8_0 -c {smaller}")
     ways += _ways_with_fewer_states(needs, memory, wanted, fitting, cache_type)
     if needs.draft is not None:
-        ways.append("no --draft-mtp" if needs.draft.is_draft_layer else "no --draft-model")
+        own = needs.draft.is_draft_layer and needs.draft.eagle is None
+        ways.append("no --draft-mtp" if own else "no --draft-model")
     missing = needs.nbytes(wanted, cache_type) - memory.room
     if (layers := layers_that_free(memory.experts, missing)) is not None:
         ways.append(f"--n-cpu-moe {layers}")

@@ -424,10 +424,10 @@ class Backend(Protocol[WeightT]):
         ...
 
     def keep_hidden(
-        self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, newest: bool = False
+        self, batch: ForwardBatch, x: Hidden, norm: Norm | None, kept: Tensor, newest: bool = False
     ) -> None:
-        """Writes `norm` of x [T, K] to the rows of `kept`, fp16 [rows, K], of the step's positions; `newest`: of each
-        sequence's rows in decode only the last.
+        """Writes `norm` of x [T, K], or x itself, to the rows of `kept`, [rows, K], of the step's positions; `newest`:
+        of each sequence's rows in decode only the last.
 
         x is not changed. See kernels/hidden_rows.py.
         """
@@ -439,6 +439,20 @@ class Backend(Protocol[WeightT]):
         """The matmul of weight [N, 2K] with `norm` of x [T, K] followed by `kept_norm` of the rows of `kept` of the
         positions before the step's: [T, N]. See kernels/hidden_rows.py.
         """
+        ...
+
+    def hidden_before(self, batch: ForwardBatch, kept: Tensor, norm: Norm | None) -> Hidden:
+        """`norm` of the rows of `kept` of the positions before the step's, or these themselves: [T, K]."""
+        ...
+
+    def fused(self, batch: ForwardBatch, x: Hidden, weight: WeightT, before: Hidden | None) -> Hidden:
+        """The matmul of weight [N, K] with the residual stream x [T, K], added to `before` [T, N], an earlier result of
+        this operation in the same step: [T, N]. x is not changed.
+        """
+        ...
+
+    def spread_logits(self, batch: ForwardBatch, logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
+        """A step's logits [n, V], of the tokens int64 [V] among `vocab`: [n, vocab]. See kernels/hidden_rows.py."""
         ...
 
     def logits(

@@ -119,6 +119,16 @@ class ForwardBatch:
             logits_rows=None,
         )
 
+    def one_earlier(self) -> "ForwardBatch":
+        """The step with each row one position earlier, the first position staying as it is."""
+        tiles = self.tiles
+        if tiles is not None:
+            moved = tiles.tiles.clone()
+            moved[:, 3] = (moved[:, 3] - 1).clamp(min=0)
+            tiles = replace(tiles, tiles=moved)
+        starts = tuple(max(0, start - 1) for start in self.starts)
+        return replace(self, positions=(self.positions - 1).clamp(min=0), starts=starts, tiles=tiles)
+
     def block_tables_of(self, group: int) -> Tensor:
         """The block tables [S, most blocks] of a cache group, contiguous."""
         return self.block_tables[group]

@@ -1,8 +1,10 @@
-"""Hidden rows after the final norm, kept for each position of a sequence: the torch definition.
+"""Hidden rows kept for each position of a sequence: the torch definition.
 
-A layer that drafts tokens (multi-token prediction, models/draft_layer.py) reads, beside a token, what the model made of
-the position before it. These rows lie in blocks as keys and values do, fp16 [rows, width], in the order of the first
-cache group: a sequence's block table of that group says where each position's row is. The backends do the same.
+A layer that drafts tokens reads, beside a token, what the model made of the position before it: the row after the final
+norm (multi-token prediction, models/draft_layer.py), fp16, or rows of several layers joined (EAGLE-3,
+models/eagle_decoder.py), fp32 as no norm limits them. These rows [rows, width] lie in blocks as keys and values do, in
+the order of the first cache group: a sequence's block table of that group says where each position's row is. The
+backends do the same.
 """
 
 import torch
@@ -38,6 +40,16 @@ def rows_before(batch: ForwardBatch, kept: Tensor, dtype: torch.dtype = torch.fl
     positions = batch.positions.long()
     rows = kept[places(batch, (positions - 1).clamp(min=0))].to(dtype)
     return rows * (positions > 0)[:, None]
+
+
+NOT_DRAFTED = -1e30
+"""The logit of a token outside a reduced vocabulary: finite, so that the others are sampled as without it."""
+
+
+def spread_logits(logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
+    """Logits [n, V] of the tokens int64 [V] among `vocab` tokens: [n, vocab], NOT_DRAFTED for the others."""
+    out = torch.full((len(logits), vocab), NOT_DRAFTED, dtype=logits.dtype, device=logits.device)
+    return out.index_copy_(1, tokens, logits)
 
 
 def _sequences(batch: ForwardBatch) -> Tensor:

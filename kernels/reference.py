@@ -20,7 +20,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, encoder_att
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, Gating, glu
-from quengine.kernels.hidden_rows import keep_rows, rows_before
+from quengine.kernels.hidden_rows import keep_rows, rows_before, spread_logits
 from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 from quengine.kernels.latent_attention import latent_attention
@@ -320,7 +320,7 @@ class ReferenceBackend:
         return _normed(x, norm)
 
     def keep_hidden(
-        self, batch: ForwardBatch, x: Tensor, norm: Norm, kept: Tensor, newest: bool = False
+        self, batch: ForwardBatch, x: Tensor, norm: Norm | None, kept: Tensor, newest: bool = False
     ) -> None:
         keep_rows(batch, _normed(x, norm), kept, newest)
 
@@ -335,6 +335,18 @@ class ReferenceBackend:
     ) -> Tensor:
         before = rows_before(batch, kept, self.dtype)
         return self._matmul(torch.cat([_normed(x, norm), _normed(before, kept_norm)], 1), weight)
+
+    def hidden_before(self, batch: ForwardBatch, kept: Tensor, norm: Norm | None) -> Tensor:
+        return _normed(rows_before(batch, kept, self.dtype), norm)
+
+    def fused(
+        self, _batch: ForwardBatch, x: Tensor, weight: ReferenceWeight, before: Tensor | None
+    ) -> Tensor:
+        product = self._matmul(x, weight)
+        return product if before is None else before + product
+
+    def spread_logits(self, _batch: ForwardBatch, logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
+        return spread_logits(logits, tokens, vocab)
 
     def logits(
         self, _batch: ForwardBatch, x: Tensor, norm: Norm, weight: ReferenceWeight, cap: float = 0.0

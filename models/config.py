@@ -343,6 +343,23 @@ PROJECTIONS = ("dense_2", "dense_3")
 
 
 @dataclass(frozen=True)
+class EagleSizes:
+    """Of an EAGLE-3 draft model: what it reads of another model, and what it drafts (models/eagle.py).
+
+    layers: numbers of the layers of the other model whose inputs it reads, the number of its layers being the output of
+    the last. width: columns of each. drafted: tokens of its vocabulary. normed_residual: its layer adds to the
+    normalized hidden row. own_embedding, own_output: it has these matrices, else it uses the other model's.
+    """
+
+    layers: tuple[int, ...]
+    width: int
+    drafted: int
+    normed_residual: bool = False
+    own_embedding: bool = False
+    own_output: bool = True
+
+
+@dataclass(frozen=True)
 class EncoderSizes:
     """Of a model whose positions all see each other, which makes embeddings and scores (blocks/encoder.py).
 
@@ -449,7 +466,8 @@ class ModelConfig:
     rows of each token. `encoder`: of a model that generates no text (EncoderSizes). `output_norm`: GGUF's name of the
     norm in front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths
     are then those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole
-    ones (layer_split.py). `is_draft_layer`: a layer that drafts tokens, as a model of one layer (draft_layer.py).
+    ones (layer_split.py). `is_draft_layer`: a layer that drafts tokens, as a model of one layer (draft_layer.py);
+    `eagle`: one of a file of its own (eagle.py).
     `target_width`: of the hidden rows of the model that this one drafts for, to whose keys and values its layers attend
     (architectures/gemma4_assistant.py); 0: it does not.
     """
@@ -506,6 +524,7 @@ class ModelConfig:
     stage: Stage | None = None
     is_draft_layer: bool = False
     target_width: int = 0
+    eagle: EagleSizes | None = None
 
     @property
     def hidden_width(self) -> int:

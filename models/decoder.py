@@ -20,6 +20,7 @@ from quengine.models.blocks.block import Block
 from quengine.models.config import ModelConfig, Stage
 from quengine.models.decoder_layer import DecoderLayer
 from quengine.models.experts import MixtureOfExperts
+from quengine.models.fused_rows import FusedRows
 from quengine.models.handed_rows import HandedRows
 from quengine.models.layer_input import LayerInputs
 from quengine.models.layer_tables import LayerTables
@@ -73,6 +74,8 @@ class Decoder:
         self.token_embd: Any = top.weight("token_embd") if top.has("token_embd") else None
         self.kept: Tensor | None = None
         """Where hidden rows are kept, for a layer that drafts tokens (kernels/hidden_rows.py)."""
+        self.fused: FusedRows | None = None
+        """What is kept of the layers' inputs, for an EAGLE-3 draft model."""
         self.output: Any = None
         self.output_norm: Norm | None = None
         if stage.is_last:
@@ -160,15 +163,19 @@ class Decoder:
         return self.backend.communicator.all_gather(logits, self._output_rows)
 
     def _keeps(self, _batch: ForwardBatch) -> bool:
-        """Whether the hidden rows of a step are kept."""
-        return self.kept is not None
+        """Whether the hidden rows of a step are kept, of all positions after the last layer."""
+        return self.kept is not None or (self.fused is not None and self.fused.last > self.last_writer)
+
+    @property
+    def kept_norm(self) -> Norm | None:
+        """The norm of the rows that are kept."""
+        return self.output_norm
 
     def _all_rows(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Hidden:
         """The residual stream after the layers, of all rows, which are kept where a layer that drafts reads them."""
         x = self._layers(batch, cache, None)
-        if self._keeps(batch):
-            assert self.kept is not None and self.output_norm is not None
-            self.backend.keep_hidden(batch, x, self.output_norm, self.kept, self.keeps_newest)
+        if self.kept is not None and self._keeps(batch):
+            self.backend.keep_hidden(batch, x, self.kept_norm, self.kept, self.keeps_newest)
         return x
 
     def _embedded(self, batch: ForwardBatch) -> Hidden:
@@ -182,9 +189,12 @@ class Decoder:
         inputs = None if self.inputs is None else self.inputs(batch, x)
         x = x if self.streams is None else self.streams.open(batch, x)
         held = [cache[source] for source in self._sources]
-        gathers_at, embeds = self._gathers_at(batch, rows), batch.embeds
+        gathers_at, every, fused = self._gathers_at(batch, rows), batch, None
+        embeds = batch.embeds
         for i, (block, layer, next_norm) in enumerate(zip(self.blk, held, self._next_norms, strict=True)):
             kept = rows if i == gathers_at else None
+            if self.fused is not None:
+                fused = self.fused.add(every, i, x, fused)
             adds = embeds is not None and embeds.later is not None and i < len(embeds.later)
             x = block(batch, x, layer, None if adds else next_norm, kept, inputs)
             if adds:
@@ -192,6 +202,8 @@ class Decoder:
             if kept is not None and i < self._last_mixer:
                 batch = batch.of_last_rows(kept)
                 inputs = None if inputs is None else self.backend.gather_rows(inputs, kept)
+        if self.fused is not None:
+            self.fused.add(every, len(self.blk), x, fused)
         if not stage.is_last:
             self._handed.send(x, len(batch))
         return x if self.streams is None else self.streams.close(batch, x)
@@ -216,7 +228,7 @@ class Decoder:
         """Weight bytes that one decoded token reads: every matrix once, the selected experts, one embedding row."""
         blocks = sum(block.nbytes for block in self.blk)
         read = self.token_embd.nbytes // self.token_embd.rows if self._stage.is_first else 0
-        read += sum(part.nbytes for part in (self.inputs, self.streams) if part is not None)
+        read += sum(part.nbytes for part in (self.inputs, self.streams, self.fused) if part is not None)
         return int(blocks + read + (self.output.nbytes if self._stage.is_last else 0))
 
     def step_bytes(self, rows: int) -> int:

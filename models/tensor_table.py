@@ -10,7 +10,7 @@ from typing import Protocol
 from quengine.models.architectures import DECLARED, layers_of
 from quengine.models.blocks import altup, attention, experts, layer_input
 from quengine.models.blocks.block import NORM, OUTPUT_CUT, Draw, Shape, TensorSpec
-from quengine.models.config import ModelConfig
+from quengine.models.config import EagleSizes, ModelConfig
 from quengine.models.gguf import GGUFError, GGUFTensor
 from quengine.models.gguf.errors import shown
 
@@ -48,6 +48,8 @@ _ROWS = (".ffn_gate_inp_shexp.weight", ".exp_probs_b.bias")
 def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     """Every tensor that a model of this configuration has, by name, layer by layer. Names in a Hugging Face folder of
     tensors of no layer begin with {body} or {head} (`hf.hf_names`)."""
+    if config.eagle is not None:
+        return {**_of_layers(config), **_of_eagle(config, config.eagle)}
     if config.is_draft_layer:
         return {**_of_layers(config), **_of_draft(config.embedding_length)}
     top = DECLARED[config.architecture].top_tensors
@@ -74,6 +76,24 @@ def _of_draft(width: int) -> dict[str, TensorSpec]:
     norm = TensorSpec((width,), draw=NORM)
     norms = {f"{name}.weight": norm for name in ("blk.0.nextn.enorm", "blk.0.nextn.hnorm", "output_norm")}
     return {"blk.0.nextn.eh_proj.weight": TensorSpec((width, 2 * width)), **norms}
+
+
+def _of_eagle(config: ModelConfig, sizes: EagleSizes) -> dict[str, TensorSpec]:
+    """Those of an EAGLE-3 draft model beside its layer's (eagle.py)."""
+    width, logits = config.embedding_length, Draw(LOGIT_STD)
+    found = {
+        "fc.weight": TensorSpec((width, len(sizes.layers) * sizes.width), hf="fc.weight"),
+        "output_norm.weight": TensorSpec((width,), hf="norm.weight", draw=NORM),
+    }
+    if sizes.own_output:
+        found["output.weight"] = TensorSpec((sizes.drafted, width), hf="lm_head.weight", draw=logits)
+    if sizes.own_embedding:
+        found["token_embd.weight"] = TensorSpec(
+            (config.vocab_size, width), hf="embed_tokens.weight", draw=Draw(by_columns=False)
+        )
+    if config.rope_scaling.freq_factors is not None:
+        found["rope_freqs.weight"] = TensorSpec((config.rope_dim // 2,))
+    return found
 
 
 def _of_layers(config: ModelConfig) -> dict[str, TensorSpec]:

@@ -36,6 +36,7 @@ class Conversion:
     outtype: the type of matrices.
     mmproj: the vision part is written, and not the text model.
     dense: so are matrices for the pooled vector, of sentence-transformers.
+    target: the folder of the model that a draft model is for.
     """
 
     folder: Path
@@ -48,6 +49,7 @@ class Conversion:
     outtype: str = "f32"
     mmproj: bool = False
     dense: bool = False
+    target: Path | None = None
 
     @property
     def arguments(self) -> list[str]:
@@ -57,6 +59,7 @@ class Conversion:
         flags += [] if self.drafts else ["--no-mtp"]
         flags += ["--mmproj"] if self.mmproj else []
         flags += ["--sentence-transformers-dense-modules"] if self.dense else []
+        flags += ["--target-model-dir", str(self.target)] if self.target is not None else []
         return [str(self.folder), "--outfile", str(self.output), "--outtype", self.outtype, *flags]
 
 

@@ -72,7 +72,11 @@ def differences(root: Path, module: Any) -> Iterator[tuple[str, str, float]]:
                 yield "engine", name, models.engine_difference(root, name, kind, cases[name], decode)
     name = tests.main[0]
     for fault in tests.faults:
-        yield "fault", name, models.cpu_difference(root, name, "folder", cases[name], fault=models.FAULTS[fault])
+        yield (
+            "fault",
+            name,
+            models.cpu_difference(root, name, "folder", cases[name], fault=models.FAULTS[fault]),
+        )
 
 
 def table(architectures: Sequence[str]) -> bool:

@@ -23,11 +23,15 @@ from quengine.models.assistant_decoder import AssistantDecoder
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.draft_decoder import DraftDecoder
+from quengine.models.eagle_checkpoint import EagleCheckpoint, Fusion
+from quengine.models.eagle_decoder import EagleDecoder
+from quengine.models.fused_rows import FusedRows
 from quengine.models.tensor_split import SplitTensors
 from quengine.platform import cuda_start
 from quengine.platform.host_experts import ROW_TABLE, ExpertPlacement, split_tensors
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
 from quengine.speculative.draft_assistant import AssistantDrafts
+from quengine.speculative.draft_eagle import EagleDrafts
 from quengine.speculative.draft_length import draft_rows, draft_tokens
 from quengine.speculative.draft_model import MOST_ROWS, DraftModel, DraftSteps, HostDraftSteps
 from quengine.speculative.draft_mtp import MtpDrafts
@@ -67,7 +71,8 @@ class Machine:
         config, device = self.config, self.device
         backend = make_backend(config, checkpoint, device, self.threads, self.free)
         backend.communicator = communicator
-        keeps = self.layer is not None
+        eagle = self.layer if isinstance(self.layer, EagleCheckpoint) else None
+        keeps = self.layer is not None and eagle is None
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools, keeps)
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         if checkpoint.config.encoder is not None:
@@ -82,11 +87,21 @@ class Machine:
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = experts.operations(backend, self.threads)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
-        decoder.kept = cache.hidden
+        if eagle is None:
+            decoder.kept = cache.hidden
+        else:
+            cache.keep_hidden(eagle.config.embedding_length, torch.float32, device)
+            decoder.fused = self._fused(eagle, cache, backend)
         logger.debug("weights loaded")
         if self.experts.layers:
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts, self.takes_images and not drafts)
+
+    def _fused(self, eagle: EagleCheckpoint, cache: KVCache, backend: Backend[Any]) -> FusedRows:
+        """The part of an EAGLE-3 draft model that its target's steps compute."""
+        assert cache.hidden is not None
+        with _weights(eagle.fusion, self.device, self.config.mmap, self.progress, 0) as tensors:
+            return FusedRows.load(eagle.fusion.layers, tensors, cache.hidden, backend)
 
     def _encoder_runner(self, checkpoint: Checkpoint, backend: Backend[Any], cache: KVCache) -> ModelRunner:
         """Of a model that computes whole texts, one in each step, eagerly."""
@@ -133,6 +148,8 @@ class Machine:
         drafts_ctx = min(ctx_size, checkpoint.config.context_length)
         draft_pools = [CachePool(pools[0].num_blocks) for _ in checkpoint.config.cache_groups]
         try:
+            if isinstance(checkpoint, EagleCheckpoint):
+                return self._drafts_of_eagle(target, checkpoint, draft_pools)
             if checkpoint.config.is_draft_layer:
                 return self._drafts_of_layer(target, checkpoint, draft_pools)
             if checkpoint.config.target_width:
@@ -153,11 +170,7 @@ class Machine:
         cache = KVCache.allocate(layer.config, ctx_size, self.device, config.cache_type, pools)
         with _weights(layer, self.device, config.mmap, self.progress, 0) as tensors:
             decoder = DraftDecoder(layer.config, tensors, target.decoder, ctx_size)
-        runner = (
-            ModelRunner(decoder, cache)
-            if self.experts.layers
-            else _make_runner(config, decoder, cache, drafts=True, takes_images=False)
-        )
+        runner = self._draft_runner(decoder, cache)
         assert target.cache.hidden is not None
         held = cache.nbytes + target.cache.hidden.nbytes
         vocab, every = layer.config.vocab_size, target.decoder.config.vocab_size
@@ -178,6 +191,28 @@ class Machine:
             f"drafts by {checkpoint.path.name} from the model's own cache: weights {gib(checkpoint.nbytes)}, "
         )
         return AssistantDrafts(decoder, target), [f"{note}hidden rows {gib(target.cache.hidden.nbytes)}"]
+
+    def _drafts_of_eagle(
+        self, target: ModelRunner, eagle: EagleCheckpoint, pools: Sequence[CachePool]
+    ) -> tuple[DraftModel, list[str]]:
+        """As `drafts_beside`, of an EAGLE-3 draft model."""
+        config, ctx_size = self.config, min(target.cache.ctx_size, eagle.config.context_length)
+        cache = KVCache.allocate(eagle.config, ctx_size, self.device, config.cache_type, pools)
+        with _weights(eagle, self.device, config.mmap, self.progress, 0) as tensors:
+            decoder = EagleDecoder(eagle.config, tensors, target.decoder, eagle.drafted, ctx_size)
+        runner = self._draft_runner(decoder, cache)
+        assert target.cache.hidden is not None and eagle.config.eagle is not None
+        layers = ", ".join(map(str, eagle.fusion.layers))
+        note = f"{_draft_note(eagle, cache, target.cache.ctx_size)}; EAGLE-3, of the inputs of layers {layers}, whose "
+        note += f"rows take {gib(target.cache.hidden.nbytes)}; {eagle.config.eagle.drafted} tokens"
+        most = draft_tokens(config, self.device.type)
+        return EagleDrafts(runner, self.draft_steps(runner, target), most), [note]
+
+    def _draft_runner(self, decoder: Decoder, cache: KVCache) -> ModelRunner:
+        """Of a layer that drafts."""
+        if self.experts.layers:
+            return ModelRunner(decoder, cache)
+        return _make_runner(self.config, decoder, cache, drafts=True, takes_images=False)
 
     def _compile_ahead(
         self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool
@@ -208,9 +243,11 @@ class Machine:
 
         if self.layer is None or not self.layer.config.is_draft_layer:
             return None
-        return LayerPlan(
-            self.layer.config, stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
-        )
+        tensors, rows = stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
+        if isinstance(self.layer, EagleCheckpoint):
+            fusion = stored_tensors(self.layer.fusion.tensors)
+            return LayerPlan(self.layer.config, tensors, rows, fusion, self.layer.drafted is not None)
+        return LayerPlan(self.layer.config, tensors, rows)
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a model that drafts for `target`."""
@@ -235,7 +272,7 @@ def _draft_note(draft: Checkpoint, cache: KVCache, ctx_size: int) -> str:
 
 @contextmanager
 def _weights(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | Fusion,
     device: torch.device,
     mapped: bool,
     progress: Callable[[str], None] | None,
@@ -259,7 +296,9 @@ def _weights(
     torch.cuda.empty_cache()
 
 
-def _copied(checkpoint: Checkpoint, progress: Callable[[str], None] | None) -> Mapping[str, QuantTensor]:
+def _copied(
+    checkpoint: Checkpoint | Fusion, progress: Callable[[str], None] | None
+) -> Mapping[str, QuantTensor]:
     from quengine.platform.weight_loader import copy_weights
 
     try:

@@ -5,7 +5,7 @@ are read, and needs no GPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 
@@ -20,9 +20,11 @@ from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
-from quengine.models.config import ModelConfig
+from quengine.models.config import EagleSizes, ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.draft_decoder import DraftDecoder
+from quengine.models.eagle_decoder import EagleDecoder
+from quengine.models.fused_rows import FusedRows
 from quengine.platform.machine import cpu_quota, usable_cpus
 from quengine.platform.torch_import import PRELUDE
 from quengine.runners.cuda_graphs import CudaGraphs
@@ -48,11 +50,36 @@ _FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The same of the model's own layer that drafts. slots: see `CudaGraphs`."""
+    """The same of a layer that drafts: the model's own, or an EAGLE-3 draft model. slots: see `CudaGraphs`. fusion: the
+    tensors of the latter that the model's steps read. is_reduced: it drafts from some of the tokens."""
 
     config: ModelConfig
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     slots: int
+    fusion: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    is_reduced: bool = False
+
+    def marks(self) -> tuple[object, ...]:
+        """See `KernelPlan.marks`."""
+        return self.config, dict(self.tensors), self.slots, dict(self.fusion), self.is_reduced
+
+    @property
+    def sizes(self) -> EagleSizes | None:
+        return self.config.eagle
+
+    def decoder(self, target: Decoder, cache: KVCache, ctx_size: int) -> Decoder:
+        """The layer on the backend of the model, over rows that this cache keeps."""
+        tensors = _tensors(self.tensors)
+        if self.sizes is None:
+            target.kept = cache.hidden
+            return DraftDecoder(self.config, tensors, target, ctx_size)
+        cache.keep_hidden(self.config.embedding_length, torch.float32, META)
+        assert cache.hidden is not None
+        parts = _tensors(self.fusion)
+        target.fused = FusedRows.load(self.sizes.layers, parts, cache.hidden, target.backend)
+        drafted = torch.arange(self.sizes.drafted, device=META) if self.is_reduced else None
+        ctx_size = min(ctx_size, self.config.context_length)
+        return EagleDecoder(self.config, tensors, target, drafted, ctx_size)
 
 
 @dataclass(frozen=True)
@@ -81,15 +108,15 @@ class KernelPlan:
         backend = MetaBackend(META, self.batch_invariant)
         if self.config.ranks > 1:
             backend.communicator = PushingRanks(self.config.ranks, backend.pdl)
-        drafts = self.layer is not None
+        drafts = self.layer is not None and self.layer.sizes is None
         decoder = Decoder(self.config, _tensors(self.tensors), backend, self.ctx_size, self.chunk_size)
         cache = KVCache.allocate(self.config, self.ctx_size, META, self.cache_type, self.pools, drafts)
-        decoder.kept = cache.hidden
         rest = self.prefill_tokens, self.shares_sequences
+        layer = None if self.layer is None else self.layer.decoder(decoder, cache, self.ctx_size)
         graphs = [CudaGraphs(decoder, cache, self.slots, *rest)]
-        if self.layer is not None:
-            layer = DraftDecoder(self.layer.config, _tensors(self.layer.tensors), decoder, self.ctx_size)
-            own = KVCache.allocate(self.layer.config, self.ctx_size, META, self.cache_type, self.pools[:1])
+        if self.layer is not None and layer is not None:
+            size = min(self.ctx_size, self.layer.config.context_length) if self.layer.sizes else self.ctx_size
+            own = KVCache.allocate(self.layer.config, size, META, self.cache_type, self.pools[:1])
             graphs.append(CudaGraphs(layer, own, self.layer.slots, *rest))
         return graphs
 
@@ -97,7 +124,7 @@ class KernelPlan:
         """The key of these kernels, together with the GPU."""
         tiles = -(-self.prefill_tokens // _TILE_ROWS)
         sizes = (tiles, self.ctx_size % 16, self.cache_type, self.slots)
-        layer = () if self.layer is None else (self.layer.config, dict(self.layer.tensors), self.layer.slots)
+        layer = () if self.layer is None else self.layer.marks()
         return (self.config, dict(self.tensors), *sizes, self.shares_sequences, self.batch_invariant, *layer)
 
 

@@ -86,7 +86,7 @@ def _sampled(job: DraftJob, logits: Tensor) -> int | None:
 
 
 @dataclass
-class _Progress:
+class Progress:
     """A sequence's state in the draft model's cache: `cached` valid tokens, then those of the draft `ahead` but for its
     last one, which has not been computed.
 
@@ -111,7 +111,7 @@ class DraftModel:
     def __init__(self, runner: ModelRunner, steps: DraftSteps) -> None:
         self._runner = runner
         self._steps = steps
-        self._progresses: WeakKeyDictionary[Sequence, _Progress] = WeakKeyDictionary()
+        self._progresses: WeakKeyDictionary[Sequence, Progress] = WeakKeyDictionary()
         # the key of each full block that this model has computed, by block number
         self._contents: dict[int, int] = {}
 
@@ -171,13 +171,13 @@ class DraftModel:
         ids, start = list(sequence.token_ids), progress.cached
         return DraftJob(ids[start:], start, progress.block_table, count, ids, progress.sampler)
 
-    def _progress(self, sequence: Sequence) -> _Progress:
+    def _progress(self, sequence: Sequence) -> Progress:
         """The sequence's progress, updated by its last draft's accepted tokens; a new one if its blocks are new."""
         progress = self._progresses.get(sequence)
         if progress is None or progress.block_table is not sequence.block_tables[0]:
             same = progress is not None and progress.sampler.stream == sequence.sampler.stream
             sampler = progress.sampler if progress is not None and same else self._sampler(sequence)
-            progress = self._progresses[sequence] = _Progress(sequence.block_tables[0], sampler)
+            progress = self._progresses[sequence] = Progress(sequence.block_tables[0], sampler)
             self._share(progress, sequence)
             return progress
         taken = 0
@@ -203,7 +203,7 @@ class DraftModel:
         )
         return Sampler(plain, vocab, sequence.sampler.stream)
 
-    def _share(self, progress: _Progress, sequence: Sequence) -> None:
+    def _share(self, progress: Progress, sequence: Sequence) -> None:
         """Reuses the leading blocks that already hold these tokens."""
         for index, number in enumerate(progress.block_table[: len(sequence.token_ids) // BLOCK_SIZE]):
             key = _key(progress.keys, sequence, index)
@@ -212,12 +212,12 @@ class DraftModel:
             progress.keys.append(key)
             progress.cached += BLOCK_SIZE
 
-    def _wrote(self, progress: _Progress, start: int, count: int) -> None:
+    def _wrote(self, progress: Progress, start: int, count: int) -> None:
         """Drops the keys of the blocks of these rows, which have been overwritten."""
         for index in range(start // BLOCK_SIZE, (start + count - 1) // BLOCK_SIZE + 1):
             self._contents.pop(progress.block_table[index], None)
 
-    def _confirm(self, progress: _Progress, sequence: Sequence, count: int) -> None:
+    def _confirm(self, progress: Progress, sequence: Sequence, count: int) -> None:
         """Notes that `count` more rows hold the sequence's own tokens."""
         progress.cached += count
         while (len(progress.keys) + 1) * BLOCK_SIZE <= progress.cached:

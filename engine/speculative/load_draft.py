@@ -5,6 +5,7 @@ from quengine.errors import EngineError
 from quengine.models.architectures.gemma4_assistant import sources
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.draft_checkpoint import DraftLayer
+from quengine.models.eagle_checkpoint import open_eagle
 from quengine.models.hub.hub import resolve_model
 from quengine.speculative.draft_length import draft_vocab
 
@@ -20,9 +21,13 @@ def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
     if config.draft_model is None:
         return None
     try:
-        draft = open_checkpoint(resolve_model(str(config.draft_model)))
+        path = resolve_model(str(config.draft_model))
+        eagle = open_eagle(path, target)
+        draft = open_checkpoint(path) if eagle is None else eagle
     except EngineError as error:
         raise type(error)(f"draft model: {error}") from None
+    if eagle is not None:
+        return eagle
     if draft.config.target_width:
         sources(draft.config, target.config)
     if draft.config.recurrent_layers:
@@ -45,7 +50,8 @@ def check_generates(checkpoint: Checkpoint) -> None:
 
 def check_shared(config: EngineConfig, draft: Checkpoint | None) -> None:
     """Raises EngineError where several devices share a model whose hidden rows a draft needs."""
-    if draft is not None and draft.config.target_width and config.ranks > 1:
+    reads = draft is not None and (draft.config.target_width or draft.config.eagle is not None)
+    if draft is not None and reads and config.ranks > 1:
         raise EngineError(
             f"the draft model {draft.path.name} ({draft.config.architecture}): not implemented for a model that "
             f"{config.ranks} devices share; leave out --draft-model, or use one device (--tensor-parallel 1)"

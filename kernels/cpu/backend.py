@@ -28,7 +28,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_atten
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating, glu
-from quengine.kernels.hidden_rows import keep_rows, rows_before
+from quengine.kernels.hidden_rows import keep_rows, rows_before, spread_logits
 from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
@@ -297,7 +297,7 @@ class CpuBackend:
         return cpu.normed(x, norm)
 
     def keep_hidden(
-        self, batch: ForwardBatch, x: Tensor, norm: Norm, kept: Tensor, newest: bool = False
+        self, batch: ForwardBatch, x: Tensor, norm: Norm | None, kept: Tensor, newest: bool = False
     ) -> None:
         if isinstance(batch, StepBatch):
             batch.recorder.keep_hidden(x, norm, kept, newest)
@@ -311,6 +311,23 @@ class CpuBackend:
             return batch.recorder.join_hidden(x, norm, kept, kept_norm, weight)
         before = cpu.normed(rows_before(batch, kept), kept_norm)
         return self.norm_linear(batch, torch.cat([cpu.normed(x, norm), before], 1), None, weight)
+
+    def hidden_before(self, batch: ForwardBatch, kept: Tensor, norm: Norm | None) -> Tensor:
+        if isinstance(batch, StepBatch):
+            return batch.recorder.hidden_before(kept, norm)
+        return cpu.normed(rows_before(batch, kept), norm)
+
+    def fused(self, batch: ForwardBatch, x: Tensor, weight: CpuWeight, before: Tensor | None) -> Tensor:
+        if batch.phase == "prefill":
+            product = _prompt_linear(x, weight)
+            return product if before is None else product.add_(before)
+        with recorded(batch, len(x)) as step:
+            return step.fused(x, weight, before)
+
+    def spread_logits(self, batch: ForwardBatch, logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
+        if isinstance(batch, StepBatch):
+            return batch.recorder.spread_logits(logits, tokens, vocab)
+        return spread_logits(logits, tokens, vocab)
 
     def logits(
         self, batch: ForwardBatch, x: Tensor, norm: Norm, weight: CpuWeight, softcap: float = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.attention.attention import Visible
@@ -32,13 +33,19 @@ class CompiledStep:
     ) -> None:
         inputs = RunInputs(rows, blocks, groups)
         recorder = StepRecorder(rows, inputs, buffers)
-        batch = StepBatch("decode", inputs.ids, inputs.positions, inputs.tables, recorder=recorder)
+        positions = torch.zeros(rows, dtype=torch.int64)
+        batch = StepBatch("decode", inputs.ids, positions, inputs.tables, recorder=recorder)
         self._logits = forward(batch)
         self.rows, self._inputs = rows, inputs
         self._ids, self._positions = inputs.ids.numpy(), inputs.positions.numpy()
         self._angles = inputs.angles.numpy()
         self._slots, self._tables = inputs.slots.numpy(), inputs.tables.numpy()
         self._kept, self._before, self._batch = recorder.kept, recorder.before, batch
+        self._spread, self._one_earlier, self._of_rows = (
+            recorder.spread,
+            recorder.one_earlier,
+            positions.numpy(),
+        )
         numbers: dict[int, int] = {}
         launches: list[Launch] = []
         for stage in recorder.stages:
@@ -69,6 +76,9 @@ class CompiledStep:
             raise ValueError(f"the embedding has rows 0 to {vocabulary - 1}; asked for {list(tokens)}")
         if not 0 <= min(positions) <= max(positions) < context:
             raise ValueError(f"positions {list(positions)} are not in a cache of {context}")
+        self._of_rows[:] = positions
+        if self._one_earlier:
+            positions = [max(0, position - 1) for position in positions]
         self._ids[:], self._positions[:] = tokens, positions
         self._angles[:] = positions if angle_rows is None else angle_rows
         for i, (position, of_token) in enumerate(zip(positions, tables, strict=True)):
@@ -89,6 +99,9 @@ class CompiledStep:
         self._program.run()
         for rows, kept, newest in self._kept:
             keep_rows(self._batch, rows, kept, newest)
+        if self._spread is not None:
+            logits, drafted, every = self._spread
+            every.index_copy_(1, drafted, logits)
         return self._logits
 
     def _set_splits(self, splits: int, attentions: list[tuple[RecordedAttention, int]]) -> None:

@@ -55,6 +55,7 @@ from quengine.kernels.cpu.step_inputs import BatchInputs, StepInputs
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
+from quengine.kernels.hidden_rows import NOT_DRAFTED
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -118,6 +119,9 @@ class StepRecorder:
     # Rows of a step, where they are kept, whether only a sequence's last one is.
     kept: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
     before: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows to be filled from kept ones
+    # The logits of some tokens, these, and where the logits of all go.
+    spread: tuple[Tensor, Tensor, Tensor] | None = None
+    one_earlier: bool = False  # attention's positions are those before the rows'
     _cleared: set[int] = field(default_factory=set)
     _row_stage: KernelStage | None = None  # the newest stage with one task per row
     # The last normalised hidden state: input, norm, result. Router and experts read the same.
@@ -388,22 +392,50 @@ class StepRecorder:
         self._matvecs(self._normed(x, norm), weight, y, cap=softcap)
         return y
 
-    def keep_hidden(self, x: Tensor, norm: Norm, kept: Tensor, newest: bool) -> None:
+    def keep_hidden(self, x: Tensor, norm: Norm | None, kept: Tensor, newest: bool) -> None:
         """The rows are copied to `kept` after the list of kernels (CompiledStep.run)."""
-        out = self._fp32("kept", x.shape[1])
-        self._then(norm_launch(x, norm, out))
-        self.kept.append((out, kept, newest))
+        if norm is not None:
+            out = self._fp32("kept", x.shape[1])
+            self._then(norm_launch(x, norm, out))
+            x = out
+        self.kept.append((x, kept, newest))
 
     def join_hidden(self, x: Tensor, norm: Norm, kept: Tensor, kept_norm: Norm, weight: CpuWeight) -> Tensor:
         """The rows before are copied from `kept` ahead of the list of kernels (CompiledStep.run)."""
         width = x.shape[1]
-        both, before = self._fp32("joined", 2 * width), self._fp32("before", width)
-        self.before.append((before, kept))
+        both, before = self._fp32("joined", 2 * width), self._before(kept)
         self._then(norm_launch(x, norm, both[:, :width]))
         self._then(norm_launch(before, kept_norm, both[:, width:]))
         y = self._hidden(weight.rows, x)
         self._matvecs(both, weight, y)
         return y
+
+    def hidden_before(self, kept: Tensor, norm: Norm | None) -> Tensor:
+        before = self._before(kept)
+        if norm is None:
+            return before
+        out = self._fp32("normed before", kept.shape[1])
+        self._then(norm_launch(before, norm, out))
+        return out
+
+    def _before(self, kept: Tensor) -> Tensor:
+        """The rows of the positions before, in one buffer."""
+        if not self.before:
+            self.before.append((self._fp32("before", kept.shape[1]), kept))
+        return self.before[0][0]
+
+    def fused(self, x: Tensor, weight: CpuWeight, before: Tensor | None) -> Tensor:
+        y = self._fp32("fused 0", weight.rows)
+        if before is not None and _share_memory(y, before):
+            y = self._fp32("fused 1", weight.rows)
+        self._matvecs(x, weight, y, residual=before)
+        return y
+
+    def spread_logits(self, logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
+        """Spread after the list of kernels (CompiledStep.run)."""
+        out = self._fp32("spread logits", vocab).fill_(NOT_DRAFTED)
+        self.spread = logits, tokens, out
+        return out
 
     def _stage(self, *parts: list[Launch]) -> KernelStage:
         self.stages.append(KernelStage(list(parts)))
@@ -516,6 +548,11 @@ class StepBatch(ForwardBatch):
     """A batch whose operations are recorded, not run; their inputs have no values yet."""
 
     recorder: StepRecorder = field(kw_only=True)
+
+    def one_earlier(self) -> StepBatch:
+        """As of any batch, for the attention of the whole step."""
+        self.recorder.one_earlier = True
+        return self
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from quengine.kernels.cuda.gated_delta.gated_delta import (
     gated_delta_rows,
 )
 from quengine.kernels.cuda.gated_delta.rows import StepRows
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct, to_fp16_operand
 from quengine.kernels.cuda.gemm.matmul import (
     matmul,
     matmul_glu,
@@ -53,7 +53,7 @@ from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
-from quengine.kernels.cuda.hidden_rows import joined, keep_hidden
+from quengine.kernels.cuda.hidden_rows import hidden_before, joined, keep_hidden
 from quengine.kernels.cuda.latent.latent_attention import LatentOperations
 from quengine.kernels.cuda.latent.shapes import check_latent
 from quengine.kernels.cuda.launch.gpu import gpu_of
@@ -77,6 +77,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_atten
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
+from quengine.kernels.hidden_rows import spread_logits
 from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import LayerNorm, Norm
@@ -443,9 +444,9 @@ class CudaBackend:
         return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
 
     def keep_hidden(
-        self, batch: ForwardBatch, x: Residual, norm: Norm, kept: Tensor, newest: bool = False
+        self, batch: ForwardBatch, x: Residual, norm: Norm | None, kept: Tensor, newest: bool = False
     ) -> None:
-        assert isinstance(norm, RMSNorm), "no model with LayerNorm has a layer that drafts"
+        assert norm is None or isinstance(norm, RMSNorm), "no model with LayerNorm has a layer that drafts"
         keep_hidden(batch, _stream(x), norm, kept, self._sequences_of(batch), newest, self.pdl)
 
     def join_hidden(
@@ -460,6 +461,23 @@ class CudaBackend:
         assert isinstance(norm, RMSNorm) and isinstance(kept_norm, RMSNorm)
         rows = joined(batch, _stream(x), norm, kept, kept_norm, self._sequences_of(batch), self.pdl)
         return self._matmul(batch, rows, weight, None)
+
+    def hidden_before(self, batch: ForwardBatch, kept: Tensor, norm: Norm | None) -> Tensor:
+        assert norm is None or isinstance(norm, RMSNorm)
+        return hidden_before(batch, kept, norm, self._sequences_of(batch), self.pdl)
+
+    def fused(self, batch: ForwardBatch, x: Residual, weight: PackedWeight, before: Tensor | None) -> Tensor:
+        stream = _stream(x)
+        if self._takes_q_dot(len(stream)):
+            return self._matmul(batch, stream, weight, before)
+        # The workspace's operand holds the next layer's normalized rows.
+        (count, width), layout = stream.shape, self._room().layout(len(stream))
+        own = Fp16Operand.empty(count, width, stream.device, layout)
+        rows = to_fp16_operand(stream, own, self.pdl)
+        return matmul(rows, weight, self._room(), before, self.pdl, _exact(batch))
+
+    def spread_logits(self, _batch: ForwardBatch, logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
+        return spread_logits(logits, tokens, vocab)
 
     def _sequences_of(self, batch: ForwardBatch) -> Tensor | None:
         """The sequence of each row of a prompt's step; None in decode."""

@@ -1,4 +1,4 @@
-"""Hidden rows on CUDA: normalized rows stored by position, and embeddings joined with the rows of the position before.
+"""Hidden rows on CUDA: rows stored by position, those of the position before, and embeddings joined with these.
 
 Defined in kernels/hidden_rows.py. A program takes a row, or one of the two halves of a joined one, whole.
 """
@@ -42,16 +42,17 @@ def _keep_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     x = tl.load(x_ptr + row.to(tl.int64) * x_stride + column, mask=inside, other=0.0)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     position = tl.load(positions_ptr + row)
     place = _place(row, position, tables_ptr, sequences_ptr, table_stride)
+    y = x
+    if weight_ptr is not None:
+        y = _normed(x, tl.load(weight_ptr + column, mask=inside, other=0.0), eps, WIDTH)
     if NEWEST:  # the row after is of the same sequence where it has the place of the position after
         other = tl.minimum(row + 1, rows - 1)
         theirs = tl.load(positions_ptr + other)
         after = tl.minimum(position + 1, table_stride * _BLOCK_SIZE - 1)
         beside = _place(row, after, tables_ptr, sequences_ptr, table_stride)
         inside &= (row == other) | (beside != _place(other, theirs, tables_ptr, sequences_ptr, table_stride))
-    y = _normed(x, weight, eps, WIDTH)
     tl.store(kept_ptr + place * WIDTH + column, y.to(kept_ptr.dtype.element_ty), mask=inside)
 
 
@@ -79,24 +80,63 @@ def _join_kernel(
         tl.store(out, _normed(x, weight, kept_eps, WIDTH), mask=inside)
 
 
+@DirectLaunch
+@triton.jit
+def _before_kernel(
+    kept_ptr, weight_ptr, out_ptr, positions_ptr, tables_ptr, sequences_ptr, table_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_then_launch(PDL)
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    position = tl.load(positions_ptr + row)
+    place = _place(row, tl.maximum(position - 1, 0), tables_ptr, sequences_ptr, table_stride)
+    x = tl.load(kept_ptr + place * WIDTH + column, mask=inside & (position > 0), other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        x = _normed(x, tl.load(weight_ptr + column, mask=inside, other=0.0), eps, WIDTH)
+    tl.store(out_ptr + row.to(tl.int64) * WIDTH + column, x, mask=inside)
+
+
 def keep_hidden(
     batch: ForwardBatch,
     x: torch.Tensor,
-    norm: RMSNorm,
+    norm: RMSNorm | None,
     kept: torch.Tensor,
     sequences: torch.Tensor | None,
     newest: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Stores `norm` of x fp32 [T, K] to kept [rows, K] at the step's positions, `newest`: only of each sequence's last
-    row. sequences: int32 [T], that of each of a prompt's rows; None: each row has its own table."""
+    """Stores `norm` of x fp32 [T, K], or x itself, to kept [rows, K] at the step's positions, `newest`: only of each
+    sequence's last row. sequences: int32 [T], that of each of a prompt's rows; None: each row has its own table."""
     rows, width = x.shape
     tables = batch.block_tables_of(0)
     assert x.stride(1) == 1 and kept.is_contiguous() and kept.shape[1] == width
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     _keep_kernel[(rows,)](
-        x, norm.weight, kept, batch.positions, tables, sequences, rows, x.stride(0),
-        tables.stride(0), norm.eps, WIDTH=width, NEWEST=newest, PDL=pdl, launch_pdl=pdl, **_geometry(width),
+        x, weight, kept, batch.positions, tables, sequences, rows, x.stride(0),
+        tables.stride(0), eps, WIDTH=width, NEWEST=newest, PDL=pdl, launch_pdl=pdl, **_geometry(width),
     )  # fmt: skip
+
+
+def hidden_before(
+    batch: ForwardBatch,
+    kept: torch.Tensor,
+    norm: RMSNorm | None,
+    sequences: torch.Tensor | None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`norm` of the kept row of the position before each of the step's, or that row: fp32 [T, K]; others as above."""
+    rows, width = len(batch), kept.shape[1]
+    tables = batch.block_tables_of(0)
+    assert kept.is_contiguous()
+    out = torch.empty(rows, width, dtype=torch.float32, device=kept.device)
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    _before_kernel[(rows,)](
+        kept, weight, out, batch.positions, tables, sequences, tables.stride(0), eps,
+        WIDTH=width, PDL=pdl, launch_pdl=pdl, **_geometry(width),
+    )  # fmt: skip
+    return out
 
 
 def joined(

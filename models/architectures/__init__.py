@@ -17,8 +17,8 @@ from quengine.models.architectures.gemma2 import GEMMA2
 from quengine.models.architectures.gemma3 import GEMMA3
 from quengine.models.architectures.gemma3n import GEMMA3N
 from quengine.models.architectures.gemma4 import GEMMA4
-from quengine.models.architectures.gemma_embedding import GEMMA_EMBEDDING
 from quengine.models.architectures.gemma4_assistant import GEMMA4_ASSISTANT
+from quengine.models.architectures.gemma_embedding import GEMMA_EMBEDDING
 from quengine.models.architectures.glm4 import GLM4
 from quengine.models.architectures.glm4moe import GLM4MOE
 from quengine.models.architectures.gpt_oss import GPT_OSS

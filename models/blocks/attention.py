@@ -32,7 +32,8 @@ class Attention:
     queries grow with the position (`ModelConfig.attention_temperature_scale`), or None. unit_norms: of rotated queries
     and keys (`BlockKind.unit_norms`). partial: a rank has some of the heads. keys_as_values: values are keys before
     their norm and rotation, without a projection. softcap: of the scores, or 0. shared: keys and values are those of an
-    earlier layer, with heads of the same number and size.
+    earlier layer, with heads of the same number and size. joins_hidden: the projections read a token's embedding and a
+    hidden row, each after a norm of its own, side by side (models/eagle.py).
     """
 
     form: BlockKind
@@ -49,6 +50,7 @@ class Attention:
     keys_as_values: bool = False
     softcap: float = 0.0
     shared: bool = False
+    joins_hidden: bool = False
     kind = "attention"
 
     @classmethod
@@ -73,6 +75,7 @@ class Attention:
             keys_as_values=layer in config.keys_as_values,
             shared=config.kv_source(layer) != layer,
             softcap=config.attention_softcap,
+            joins_hidden=config.eagle is not None,
         )
 
     @property
@@ -102,6 +105,9 @@ class Attention:
         if self.form.norms not in ("pre", "parallel"):
             norm = TensorSpec((self.width,), hf="post_attention_layernorm.weight", draw=NORM)
             found["post_attention_norm.weight"] = norm
+        if self.joins_hidden:
+            norm = TensorSpec((self.width,), hf="hidden_norm.weight", draw=NORM)
+            found["attn_norm_2.weight"] = norm
         found |= self._biases()
         if self.form.sinks:
             sinks = TensorSpec((self.heads,), _HEADS, "self_attn.sinks", draw=Draw(by_columns=False))
@@ -119,9 +125,14 @@ class Attention:
             (Cut("rows", _ALL, units=units), Cut("columns", _ALL, units=units)) if cut else (None, None)
         )
         return {
-            "attn_qkv.weight": TensorSpec((self.rows, self.width), by_rows, "self_attn.qkv_proj.weight"),
+            "attn_qkv.weight": TensorSpec((self.rows, self.columns), by_rows, "self_attn.qkv_proj.weight"),
             "attn_qkv.bias": TensorSpec((self.rows,), by_columns, "self_attn.qkv_proj.bias", draw=BIAS),
         }
+
+    @property
+    def columns(self) -> int:
+        """Of the projections."""
+        return 2 * self.width if self.joins_hidden else self.width
 
     @property
     def rows(self) -> int:
@@ -140,7 +151,7 @@ class Attention:
         else:
             found = {
                 f"attn_{name}.weight": TensorSpec(
-                    (each * heads * self.head_dim, self.width),
+                    (each * heads * self.head_dim, self.columns),
                     Cut("rows", (axis,), units=(each,)),
                     f"self_attn.{name}_proj.weight",
                     rotated=None if name == "v" else (heads, self.rotation.dim),

@@ -112,14 +112,17 @@ _OTHER_FILES: Mapping[str, str] = {
     "adapter": "a LoRA adapter, not a model; merge it into its model and convert the result",
     "mmproj": _PROJECTOR,
     "clip": _PROJECTOR,
+    "eagle3": "an EAGLE-3 draft model; give it beside the model that it drafts for, with --draft-model",
     "imatrix": "an importance matrix, from which a model was quantized; give the model's own GGUF file",
     "controlvector": "a control vector, not a model; control vectors are not supported",
 }
 """What GGUF files are that hold no language model, by their `general.type`, or else by their architecture."""
 
 
-def read_gguf_config(file: GGUFFile) -> ModelConfig:
+def read_gguf_config(file: GGUFFile, given: Architecture | None = None) -> ModelConfig:
     """The configuration in a GGUF file's metadata; needs no tensor data beyond `rope_freqs.weight`.
+
+    given: its architecture, where that is of no model that generates by itself.
 
     Raises:
         GGUFError: a value is missing, of the wrong type, out of range or at odds with another.
@@ -129,7 +132,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
     if isinstance(kind, str) and kind in _OTHER_FILES:
         raise EngineError(f"{file.path}: {_OTHER_FILES[kind]}")
     named = file.require_str("general.architecture")
-    declared = DECLARED.get(named)
+    declared = given or DECLARED.get(named)
     if declared is None:
         what = _OTHER_FILES.get(named)
         raise unsupported_architecture(named, f"is {what}" if what else "is not supported")

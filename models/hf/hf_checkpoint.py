@@ -84,7 +84,7 @@ class HFCheckpoint:
         found = read_projections(self.path, config.embedding_length)
         if not found:
             return config
-        if config.encoder is None or not ARCHITECTURES[config.architecture].projects:
+        if config.encoder is None or not DECLARED[config.architecture].projects:
             problem = f"dense layers behind a {config.architecture} model are not implemented"
             raise EngineError(f"{self.path / 'modules.json'}: {problem}")
         for name, each in zip(PROJECTIONS, found, strict=False):
