@@ -18,7 +18,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 
 class Newest(NamedTuple):
-    """What a device has by slot, of S slots, the last of which is nobody's: tokens int64 [S], the newest; positions
+    """What a device has by slot, of S slots, the last of which is for padding: tokens int64 [S], the newest; positions
     int32 [S], its position; history int32 [S, context], the tokens by position, as far as steps have sampled them."""
 
     tokens: Tensor
@@ -34,7 +34,7 @@ class Drafting(NamedTuple):
         counts: int32 [B], drafted tokens at most.
         ends: int32 [B], the first position that has no block, or is not to be computed.
         positions: int32 [B], the newest token's, where the host knows it; -1: the device has it.
-        recent: int32 [B, N + 1], the newest tokens, the newest one last, where the host knows them.
+        recent: int32 [B, W], the newest tokens, the newest one last, where the host knows them.
     """
 
     slots: Tensor
@@ -45,12 +45,14 @@ class Drafting(NamedTuple):
 
 
 class PlacedRows(NamedTuple):
-    """Rows of a step: tokens int64 [R], positions int32 [R], tables int32 [groups, R, blocks], slots int32 [R]."""
+    """Rows of a step: tokens int64 [R], positions int32 [R], tables int32 [groups, R, blocks], slots int32 [R]; and
+    last int32 [B], the position of each sequence's last row."""
 
     tokens: Tensor
     positions: Tensor
     tables: Tensor
     slots: Tensor
+    last: Tensor
 
 
 def enter(drafting: Drafting, newest: Newest) -> None:
@@ -74,21 +76,20 @@ def rows_of(
     blocks], the slots' block tables; entries after a row's position name the padding block. A row before the sequence's
     first position, after its last drafted token or at `ends` is padding: token 0 at position 0 of the last slot.
     """
-    nobody, context = len(newest.tokens) - 1, tokens.shape[1]
+    unused, context = len(newest.tokens) - 1, tokens.shape[1]
     offset = torch.arange(first, first + count, device=tokens.device)
     slots = drafting.slots.long()[:, None].expand(-1, count)
     positions = newest.positions[slots] + offset
     live = (positions >= 0) & (offset <= drafting.counts[:, None]) & (positions < drafting.ends[:, None])
-    live &= slots != nobody
-    slots, positions = torch.where(live, slots, nobody), torch.where(live, positions, 0)
+    live &= slots != unused
+    slots, positions = torch.where(live, slots, unused), torch.where(live, positions, 0)
     others = tokens[slots, positions.clamp(max=context - 1)].long()
     found = torch.where(offset == 0, newest.tokens[slots], others).clamp(min=0)
     entry = torch.arange(tables.shape[2], device=tokens.device)
     held = tables[:, slots.flatten()]
     held = torch.where(entry <= positions.flatten()[:, None] // BLOCK_SIZE, held, PADDING_BLOCK)
-    return PlacedRows(
-        torch.where(live, found, 0).flatten(), positions.flatten().int(), held, slots.flatten().int()
-    )
+    rows = torch.where(live, found, 0).flatten(), positions.flatten().int(), held, slots.flatten().int()
+    return PlacedRows(*rows, positions[:, -1].int())
 
 
 def accept(drafting: Drafting, newest: Newest, drafted: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,9 +98,9 @@ def accept(drafting: Drafting, newest: Newest, drafted: Tensor, sampled: Tensor)
     drafted: int32 [S, context], the drafted tokens by position, of which those that are not valid count as token 0.
     sampled: int64 [B * (N + 1)], after the rows of `rows_of(first=0, count=N + 1)`; below 0: none could be. Returns the
     number of accepted tokens int32 [B], -1 where a sequence has no row; and for the host int64 [B, 2 N + 1] what was
-    sampled after each row, then the drafted tokens, -1 for those that the step has not.
+    sampled after each row, -1 where a sequence has none, then the drafted tokens, -1 for those that the step has not.
     """
-    nobody, context = len(newest.tokens) - 1, drafted.shape[1]
+    unused, context = len(newest.tokens) - 1, drafted.shape[1]
     most = len(sampled) // len(drafting.slots) - 1
     ours = sampled.view(-1, most + 1)
     slots = drafting.slots.long()
@@ -109,10 +110,11 @@ def accept(drafting: Drafting, newest: Newest, drafted: Tensor, sampled: Tensor)
     has = (offset <= drafting.counts[:, None]) & (at < drafting.ends[:, None])
     theirs = drafted[slots[:, None], at.clamp(max=context - 1)].long().clamp(min=0)
     taken = ((theirs == ours[:, :most]) & has).long().cumprod(1).sum(1)
-    live = (slots != nobody) & (starts < drafting.ends)
+    live = (slots != unused) & (starts < drafting.ends)
     for row in live.nonzero().flatten().tolist():
         slot, start, count = int(slots[row]), int(starts[row]), int(taken[row])
         newest.tokens[slot], newest.positions[slot] = ours[row, count], start + count + 1
         end = min(context, start + count + 2)
         newest.history[slot, start + 1 : end] = ours[row, : end - start - 1].int()
-    return torch.where(live, taken, -1).int(), torch.cat([ours, torch.where(has, theirs, -1)], dim=1)
+    seen = torch.cat([torch.where(live[:, None], ours, -1), torch.where(has, theirs, -1)], dim=1)
+    return torch.where(live, taken, -1).int(), seen

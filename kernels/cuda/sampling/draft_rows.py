@@ -45,10 +45,10 @@ def enter(drafting: Drafting, newest: Newest, turn: torch.Tensor, turns: int, pd
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["nobody", "context", "rows", "blocks", "first"])
+@triton.jit(do_not_specialize=["unused", "context", "rows", "blocks", "first"])
 def _place_kernel(
     slot_ptr, count_ptr, end_ptr, newest_ptr, place_ptr, known_ptr, held_ptr,
-    token_ptr, position_ptr, table_ptr, row_slot_ptr, nobody, context, held_stride, rows, blocks, first,
+    token_ptr, position_ptr, table_ptr, row_slot_ptr, last_ptr, unused, context, held_stride, rows, blocks, first,
     COUNT: tl.constexpr, ENTRIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
@@ -58,9 +58,9 @@ def _place_kernel(
     offset = first + (row % COUNT).to(tl.int32)
     slot = tl.load(slot_ptr + sequence)
     position = tl.load(place_ptr + slot) + offset
-    live = (position >= 0) & (offset <= tl.load(count_ptr + sequence)) & (slot != nobody)
+    live = (position >= 0) & (offset <= tl.load(count_ptr + sequence)) & (slot != unused)
     live &= position < tl.load(end_ptr + sequence)
-    slot = tl.where(live, slot, nobody).to(tl.int64)
+    slot = tl.where(live, slot, unused).to(tl.int64)
     position = tl.where(live, position, 0)
     other = tl.load(known_ptr + slot * context + position, mask=live & (position < context), other=0).to(
         tl.int64
@@ -70,6 +70,8 @@ def _place_kernel(
         tl.store(token_ptr + row, tl.where(live, tl.maximum(token, 0), 0))
         tl.store(position_ptr + row, position)
         tl.store(row_slot_ptr + row, slot.to(tl.int32))
+        if row % COUNT == COUNT - 1:
+            tl.store(last_ptr + sequence, position)
     source = held_ptr + group.to(tl.int64) * held_stride + slot * blocks
     target = table_ptr + (group * rows + row) * blocks
     for begin in range(0, blocks, ENTRIES):
@@ -96,17 +98,17 @@ def place(
     assert tables[0].is_contiguous() and tokens.shape == newest.history.shape
     _place_kernel[(rows, groups)](
         drafting.slots, drafting.counts, drafting.ends, newest.tokens, newest.positions, tokens, tables,
-        placed.tokens, placed.positions, placed.tables, placed.slots, len(newest.tokens) - 1, tokens.shape[1],
-        tables.stride(0), rows, blocks, first,
+        placed.tokens, placed.positions, placed.tables, placed.slots, placed.last, len(newest.tokens) - 1,
+        tokens.shape[1], tables.stride(0), rows, blocks, first,
         COUNT=count, ENTRIES=_ENTRIES, BLOCK_SIZE=BLOCK_SIZE, PADDING=PADDING_BLOCK, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["nobody", "context", "stride"])
+@triton.jit(do_not_specialize=["unused", "context", "stride"])
 def _accept_kernel(
     slot_ptr, count_ptr, end_ptr, sampled_ptr, drafted_ptr, newest_ptr, place_ptr, history_ptr, accepted_ptr,
-    result_ptr, turn_ptr, nobody, context, stride, MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    result_ptr, turn_ptr, unused, context, stride, MOST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
     sequence = tl.program_id(0)
@@ -121,9 +123,9 @@ def _accept_kernel(
     theirs = tl.load(drafted_ptr + history, mask=has & (at < context), other=0).to(tl.int64)
     theirs = tl.maximum(theirs, 0)
     taken = tl.min(tl.where(has & (theirs == ours), MOST, n), 0)
-    live = (slot != nobody) & (start < end)
+    live = (slot != unused) & (start < end)
     out = result_ptr + tl.load(turn_ptr).to(tl.int64) * stride + sequence * (2 * MOST + 1) + n
-    tl.store(out, ours, mask=n <= MOST)
+    tl.store(out, tl.where(live, ours, -1), mask=n <= MOST)
     tl.store(out + MOST + 1, tl.where(has, theirs, -1), mask=n < MOST)
     tl.store(accepted_ptr + sequence, tl.where(live, taken, -1))
     tl.store(history_ptr + history, ours.to(tl.int32), mask=live & (n <= taken) & (at < context))

@@ -9,7 +9,7 @@ from quengine.kernels.draft_rows import Drafting, Newest, PlacedRows
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 SLOTS, CONTEXT, MOST = 6, 70, 3
-NOBODY = SLOTS - 1
+UNUSED = SLOTS - 1
 
 
 def ints(device: torch.device, *values: object) -> Tensor:
@@ -29,7 +29,7 @@ def drafting_on(device: torch.device) -> Drafting:
     has room for one."""
     recent = torch.tensor([[7, 7, 7, 7], [7, 7, 7, 7], [7, 7, 7, 7], [50, 51, 52, 53], [7, 7, 7, 7]])
     return Drafting(
-        ints(device, 4, 1, 0, 2, NOBODY),
+        ints(device, 4, 1, 0, 2, UNUSED),
         ints(device, 3, 1, 3, 3, 3),
         ints(device, 51, 64, 64, 64, 64),
         ints(device, -1, -1, -1, 2, -1),
@@ -41,7 +41,7 @@ def placed_on(device: torch.device, rows: int, blocks: int) -> PlacedRows:
     """Full of what earlier steps have left."""
     table = torch.full((2, rows, blocks), 99, dtype=torch.int32, device=device)
     numbers = torch.full((rows,), 98, dtype=torch.int32, device=device)
-    return PlacedRows(numbers.long(), numbers.clone(), table, numbers.clone())
+    return PlacedRows(numbers.long(), numbers.clone(), table, numbers.clone(), numbers[:5].clone())
 
 
 def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
@@ -80,12 +80,12 @@ def test_rows_are_before_and_after_the_newest_tokens(device: torch.device) -> No
             assert placed.tokens.tolist() == [
                 *(446, 447, 448, 449), *(110, 111, 112, 113), *(0, 0, 0, 1), *(0, 51, 52, 53), *(0, 0, 0, 0)
             ]  # fmt: skip
-            assert placed.slots.tolist()[8:14] == [NOBODY, NOBODY, 0, 0, NOBODY, 2]
+            assert placed.slots.tolist()[8:14] == [UNUSED, UNUSED, 0, 0, UNUSED, 2]
         elif not first:
             assert placed.tokens.tolist()[:8] == [449, 1450, 0, 0, 113, 0, 0, 0]
             assert placed.positions.tolist()[:8] == [49, 50, 0, 0, 13, 14, 0, 0]
             assert placed.tables[1, 1].tolist() == [*tables[1, 4, :2].tolist(), PADDING_BLOCK]
-            assert placed.tables[1, 2].tolist() == [int(tables[1, NOBODY, 0]), PADDING_BLOCK, PADDING_BLOCK]
+            assert placed.tables[1, 2].tolist() == [int(tables[1, UNUSED, 0]), PADDING_BLOCK, PADDING_BLOCK]
 
 
 def test_drafted_tokens_are_accepted_up_to_the_first_that_is_not_sampled(device: torch.device) -> None:
