@@ -51,11 +51,13 @@ class Verified:
     """The result of a step for a sequence with a draft: the tokens after its newest token and after the drafted ones.
 
     `first`: the token sampled after the newest token. `later(n)`: the result after the first n drafted tokens, once
-    the sequence has accepted exactly these. Valid until the next step.
+    the sequence has accepted exactly these. Valid until the next step. `draft`: what the device drafted, whose accepted
+    tokens it has gone on from by itself; None: the sequence's own draft.
     """
 
     first: Sample
     later: "Callable[[int], Result]"
+    draft: Seq[int] | None = None
 
 
 Result: TypeAlias = "Sample | Verified | Exception | None"

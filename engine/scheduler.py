@@ -8,8 +8,9 @@ there are blocks for them. When blocks run out, the newest sequence is preempted
 recomputed later, with its generated tokens as part of the prompt.
 
 On a device that computes asynchronously, a step is planned before the results of those in flight are known (`plan`), so
-that the device does not wait for the host in between. Rows that only the host can sample, and drafts, are left out of
-such a step: the lookahead ends for their sequences alone.
+that the device does not wait for the host in between. Rows that only the host can sample, and drafts that it makes, are
+left out of such a step: the lookahead ends for their sequences alone. Where the device drafts and accepts by itself,
+the host knows how far a sequence may have come at most (`Slot.drafted`).
 """
 
 import time
@@ -22,11 +23,11 @@ from itertools import chain, islice
 from quengine.block_manager import BlockCopy, BlockManager, extend_keys
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import MOST_CHECKPOINTS, StateCheckpoint, state_table
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, blocks_for
 from quengine.kv_cache import KVCache
 from quengine.request.sequence import BegunCheckpoint, Sequence
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, StepPlan, angles_of
+from quengine.step_plan import DraftRoom, SequenceRows, StepPlan, angles_of
 
 LEAST_CHUNK = 16
 """Minimum number of prompt tokens per step, however slow the machine is."""
@@ -182,10 +183,11 @@ class Scheduler:
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         if plan.phase == "decode":
-            for sequence, slot in zip(plan.sequences, plan.slots, strict=True):
+            for sequence, slot, drafted in zip(plan.sequences, plan.slots, plan.drafted, strict=True):
                 if sequence.slot is not slot or sequence.finished:
                     continue
                 slot.launched -= 1
+                slot.drafted -= drafted
                 slot.waits = False
                 if (
                     self.blocks.has_states and not sequence.draft
@@ -202,6 +204,20 @@ class Scheduler:
     def accepted(self, sequence: Sequence) -> None:
         """Notes that the newest token was an accepted draft, whose keys and values this step put into the cache."""
         self._cached(sequence, 1)
+
+    def device_draft(self, sequence: Sequence, most: int) -> DraftRoom:
+        """The draft of up to `most` tokens that the device may make in the step that is planned, within the blocks that
+        the sequence has. Allocates more for it as `draft_room` does."""
+        slot = sequence.slot
+        after = sequence.num_cached_tokens + slot.launched + slot.drafted  # its first row is before it
+        if self.blocks.num_free > len(self._running):
+            end = min(after + most, sequence.max_positions)
+            self.blocks.grow(sequence.block_tables, sequence.num_cached_tokens, end)
+        end = min(self.blocks.covered(sequence.block_tables), sequence.max_positions - 1)
+        if self._keeps_copies and self._copy_is_due(sequence):
+            end = min(end, blocks_for(after) * BLOCK_SIZE)
+        slot.drafted += most
+        return DraftRoom(most, end)
 
     def draft_room(self, sequence: Sequence, most: int) -> int:
         """Number of drafted tokens, up to `most`, that the sequence has blocks for after its newest token.
@@ -237,14 +253,15 @@ class Scheduler:
         are computed again. It may have changed some of the states that it computes: where these cannot be computed
         again from themselves, the sequences begin again."""
         if plan.phase == "decode":
-            for sequence, slot in zip(plan.sequences, plan.slots, strict=True):
+            for sequence, slot, drafted in zip(plan.sequences, plan.slots, plan.drafted, strict=True):
                 if sequence.slot is not slot:
                     continue
                 if launched:  # steps in flight go on from what is lost
                     sequence.slot = Slot(slot.index, slot.end)
                     continue
                 slot.launched -= 1
-                slot.has_token, slot.waits = False, slot.launched > 0
+                slot.drafted -= drafted
+                slot.has_token, slot.undrafted, slot.waits = False, 0, slot.launched > 0
         restarts = self.blocks.has_states and not self.blocks.rewinds
         for sequence in reversed(self._running):
             if sequence not in plan.sequences:
@@ -477,6 +494,8 @@ class Scheduler:
             return False
         if sequence.num_cached_tokens + slot.launched + 1 >= slot.end:
             return False
+        if slot.drafted and self._keeps_copies and self._copy_is_due(sequence):
+            return False  # the host copies its states once it knows that it is at the end of a block
         return self.holds_back is None or not self.holds_back(sequence)
 
     def _prompt_step(self, left: int) -> StepPlan | None:
@@ -620,6 +639,8 @@ class Scheduler:
         if slot.index < 0:  # preempted by one before it
             return False
         positions = sequence.num_cached_tokens + slot.launched + 1
+        if slot.drafted:
+            positions = min(positions + slot.drafted, sequence.max_positions)
         # Nearly always its blocks reach far enough; without a window there are none to release either.
         return (self._keeps_all and len(tables[0]) * BLOCK_SIZE >= positions) or self._has_room(
             sequence, positions
@@ -648,7 +669,7 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence, keeps: bool = True) -> None:
         """Take a running sequence out and free its blocks; what a failed one has computed is not to be shared."""
-        ahead = 0 if sequence in self.prefilling else self._ahead
+        ahead = 0 if sequence in self.prefilling else self._ahead + sequence.slot.drafted
         (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
         if self.blocks.has_states:
             self._drop_checkpoints(sequence)

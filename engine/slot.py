@@ -18,6 +18,9 @@ class Slot:
         launched: decode steps with a row of it that have not been committed.
         waits: whether the host has to see the result of such a step before it knows the input of the next one.
         has_token: whether the device has the input of the next step, as it samples the newest token.
+        drafted: most tokens beyond one each that those steps may add, as they draft on the device.
+        undrafted: rows, of the next step's first one and those before it, that the layer which drafts on the device
+            lacks at most; 0: the host has to say what it lacks.
         written: entries of each block table that the device has; empty before the first step.
         kind: the kind of sampling that the device has the settings for; None after the sequence's release.
         wanted: the smallest kind that takes its settings; None: the host samples.
@@ -28,6 +31,8 @@ class Slot:
     launched: int = 0
     waits: bool = False
     has_token: bool = False
+    drafted: int = 0
+    undrafted: int = 0
     written: list[int] = field(default_factory=list)
     kind: "SamplingKind | None" = None
     wanted: "SamplingKind | None" = None

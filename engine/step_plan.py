@@ -1,8 +1,9 @@
 """The plan of one step: whose rows are computed, as the scheduler makes it and a runner launches it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,14 @@ TOKENS_ALONE = GivenRows()
 """No row is given as an embedding."""
 
 
+class DraftRoom(NamedTuple):
+    """The draft of a sequence in a step that drafts on the device: of `most` tokens at most, none of which is computed
+    at position `end` or later."""
+
+    most: int
+    end: int
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """One step: a chunk of each sequence's prompt (prefill), or its next token (decode).
@@ -56,8 +65,9 @@ class StepPlan:
     Attributes:
         slots: the slot of each sequence when the step was planned. One that has another by now was preempted or
             cancelled meanwhile: it has no part in the results.
-        starts: the position of each sequence's first row.
+        starts: the position of each sequence's first row; -1: the device alone knows it.
         chunks: in prefill, the rows. In decode they follow from the sequences, as far as the host knows them.
+        drafting: in a decode step that drafts on the device, the draft of each sequence; else empty.
     """
 
     phase: Phase
@@ -65,6 +75,7 @@ class StepPlan:
     slots: list[Slot]
     starts: list[int]
     chunks: list[SequenceRows] = field(default_factory=list)
+    drafting: list[DraftRoom] = field(default_factory=list)
 
     @classmethod
     def prefill(cls, sequences: list[Sequence], chunks: list[SequenceRows]) -> "StepPlan":
@@ -76,7 +87,9 @@ class StepPlan:
         """The next step of these sequences. The first row of one is its first token that is neither in the cache nor
         in a step in flight, after those that its states lack."""
         slots = [sequence.slot for sequence in sequences]
-        starts = [s.num_cached_tokens + s.slot.launched - s.replay for s in sequences]
+        starts = [
+            -1 if s.slot.drafted else s.num_cached_tokens + s.slot.launched - s.replay for s in sequences
+        ]
         for slot in slots:
             slot.launched += 1
         return cls("decode", sequences, slots, starts)
@@ -101,6 +114,11 @@ class StepPlan:
         spans = [span for part in parts for span in part.spans]
         places = [place for part in parts for place in part.places]
         return GivenRows(numbers, torch.cat(values), spans, places) if values else TOKENS_ALONE
+
+    @property
+    def drafted(self) -> Iterable[int]:
+        """Of each sequence, most tokens that its draft on the device adds."""
+        return (room.most for room in self.drafting) if self.drafting else repeat(0, len(self.sequences))
 
     @property
     def cancelled(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +36,15 @@ def state_table(slot: int, checkpoints: Sequence[StateCheckpoint]) -> list[int]:
     """The block table of a prefill step in a group with a state: the slot, then for each checkpoint, in order of
     position, the negative position and the block. No block is negative, so that other entries are no checkpoints."""
     return [slot, *chain.from_iterable((-position, block) for position, block in checkpoints)]
+
+
+class PendingStates(Protocol):
+    """The states of a layer that a step of drafts has read, and not written."""
+
+    def advance(self, accepted: Tensor) -> None:
+        """Carries them over the rows that are right: of sequence b the first `accepted[b] + 1`. accepted: int32 [B], on
+        the device; the step has as many rows of each sequence, one sequence after the other."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +94,8 @@ class ForwardBatch:
         embeds: in prefill, the rows that are given as embeddings. Their tokens are of the vocabulary, and not read.
         angle_rows: int32 [T], the row of the rotary tables that each token is rotated by, on the device; None: its
             position.
+        pending: in a decode step that verifies drafts on the device, each layer with a state appends it here, and
+            leaves it as it was; None: layers write their states.
     """
 
     phase: Phase
@@ -98,6 +109,7 @@ class ForwardBatch:
     tiles: PrefillTiles | None = None
     embeds: EmbeddedRows | None = None
     angle_rows: Tensor | None = None
+    pending: list[PendingStates] | None = None
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]

@@ -85,12 +85,33 @@ def gated_delta(
     history fp32 [slots, taps - 1 or more, channels] and memory fp32 [slots, value_heads, head_dim, head_dim] are
     written in place; what a slot holds is not read by a sequence's first position. Rows of one sequence are in the
     order of their positions. In x's dtype; the state is read and written in its own. Checkpoints of the batch
-    (`state_table`) are written too.
+    (`state_table`) are written too. With `batch.pending` the states stay as they are until they are advanced.
     """
+    if batch.pending is not None:
+        batch.pending.append(PendingMemory(batch, x.clone(), spec, history, memory))
+        history, memory = history.clone(), memory.clone()
     sequences = batch.sequences(spec.cache_group, history, memory)
     return torch.cat(
         [_of_sequence(x[rows], at, spec, history[slot], memory[slot]) for rows, at, slot in sequences]
     )
+
+
+@dataclass(frozen=True)
+class PendingMemory:
+    """The states of a step that verifies drafts, x [T, ...]: those after accepted rows are of these rows alone."""
+
+    batch: ForwardBatch
+    x: Tensor
+    spec: GatedDeltaSpec
+    history: Tensor
+    memory: Tensor
+
+    def advance(self, accepted: Tensor) -> None:
+        rows = len(self.x) // len(accepted)
+        pieces = list(self.batch.sequences(self.spec.cache_group))
+        for sequence, count in enumerate(accepted.tolist()):
+            for row, at, slot in pieces[sequence * rows : sequence * rows + count + 1]:
+                _of_sequence(self.x[row], at, self.spec, self.history[slot], self.memory[slot])
 
 
 def _of_sequence(x: Tensor, start: int, spec: GatedDeltaSpec, history: Tensor, memory: Tensor) -> Tensor:

@@ -19,7 +19,10 @@ from quengine.kv_cache import KVCache
 from quengine.loading.placement import of_rank
 from quengine.memory import gib
 from quengine.model_runner import ModelRunner
+from quengine.models.architectures import layers_of
 from quengine.models.assistant_decoder import AssistantDecoder
+from quengine.models.blocks.block import SlotState
+from quengine.models.blocks.gated_delta import GatedDelta
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.draft_decoder import DraftDecoder
@@ -38,6 +41,7 @@ from quengine.speculative.draft_mtp import MtpDrafts
 
 if TYPE_CHECKING:
     from quengine.runners.compile_kernels import LayerPlan
+    from quengine.runners.draft_graphs import DraftGraphs
 
 logger = logging.getLogger("quengine.load")
 
@@ -178,7 +182,27 @@ class Machine:
         note = f"drafts of up to {config.draft_mtp} tokens{among} by the model's own layer: "
         note += f"weights {gib(layer.nbytes)}, "
         note += f"cache {gib(held)} with the hidden rows that it reads"
-        return MtpDrafts(runner, self.draft_steps(runner, target), config.draft_mtp), [note]
+        on_device = self._drafts_on_device(runner, target)
+        return MtpDrafts(runner, self.draft_steps(runner, target), config.draft_mtp, on_device), [note]
+
+    def _drafts_on_device(self, layer: ModelRunner, target: ModelRunner) -> "DraftGraphs | None":
+        """Steps in which the layer drafts on the device; None where a model has a state that cannot wait for them,
+        or image rows with three positions."""
+        if layer.graphs is None or target.device_decoder is None:
+            return None
+        from quengine.runners.cuda_graphs import CudaGraphs
+        from quengine.runners.draft_graphs import DraftGraphs
+
+        assert isinstance(layer.graphs, CudaGraphs) and isinstance(target.graphs, CudaGraphs)
+        states = (block for block in layers_of(target.decoder.config) if isinstance(block.state, SlotState))
+        if any(not isinstance(block.mixer, GatedDelta) for block in states):
+            return None
+        if self.takes_images and target.decoder.config.rope_axes:
+            return None  # rows after images are rotated by less than their positions
+        config = self.config
+        made = DraftGraphs(target.graphs, layer.graphs, config.draft_mtp, draft_rows(config, "cuda"))
+        target.device_decoder.drafting = made
+        return made
 
     def _drafts_of_assistant(
         self, target: ModelRunner, checkpoint: Checkpoint

@@ -281,7 +281,7 @@ class CudaGraphs:
         history = self._history[slot, :total]
         if ids:
             history[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        self._sampling_buffers(kind).set(slot, settings, history, bias)
+        self.sampling_buffers(kind).set(slot, settings, history, bias)
 
     @torch.no_grad()
     def capture(self, key: GraphKey) -> CapturedStep:
@@ -293,7 +293,7 @@ class CudaGraphs:
             if self._pool is None and self._history.is_cuda:
                 self._pool = torch.cuda.graph_pool_handle()
             if key.sampling is not None:
-                self._sampling_buffers(key.sampling)  # outside the capture: graphs of other sizes share them
+                self.sampling_buffers(key.sampling)  # outside the capture: graphs of other sizes share them
             step = self._capture_step(lambda: self.run_padding(key), lambda: self._run(key), self._pool)
             self._drop_stale()
             self._steps[key] = step
@@ -378,7 +378,7 @@ class CudaGraphs:
     def _run(self, key: GraphKey) -> Tensor:
         if key.sampling is None:
             return self.decoder.forward(self.prompts.batch(key), self.cache.layers)
-        buffers = self._sampling_buffers(key.sampling)
+        buffers = self.sampling_buffers(key.sampling)
         return self._decode(key, self.inputs, self._history, buffers, self._chosen)
 
     def _decode(
@@ -422,9 +422,9 @@ class CudaGraphs:
         held, ends = self.inputs.of_slots, self._ends
         taking = (ends.slots, ends.slots, ends.positions)
         state = DecodeState(held.tokens, held.positions, self._history, *taking, ends.chosen)
-        sample_step(logits, state, self._sampling_buffers(kind), has_dependent_launch(logits.device))
+        sample_step(logits, state, self.sampling_buffers(kind), has_dependent_launch(logits.device))
 
-    def _sampling_buffers(self, kind: SamplingKind) -> SamplingBuffers:
+    def sampling_buffers(self, kind: SamplingKind) -> SamplingBuffers:
         if kind not in self._sampling:
             self._sampling[kind] = self._new_buffers(kind, max(len(self._history), self.inputs.rows))
         return self._sampling[kind]

@@ -3,8 +3,9 @@ it are read: the host's work on them (text, stop strings, output) overlaps with 
 sampled there too, and the decode step after it is launched before that token is read.
 
 Rows with settings that the device cannot sample (log-probabilities, a constraint, penalties beside drafts) are sampled
-on the host from a copy of their logits. Their sequences, and those with drafts, have no row in a step that is launched
-ahead (`Slot.waits`); all others have.
+on the host from a copy of their logits. Their sequences, and those with drafts of the host, have no row in a step that
+is launched ahead (`Slot.waits`); all others have. Steps that draft on the device (draft_graphs.py) go on from the same
+slots, and are launched ahead too.
 
 In steps of many rows every row costs the host Python time: nearly all are continued as they are.
 """
@@ -13,12 +14,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 
+from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
 from quengine.runners.device_rows import DeviceRows, Drafted
+from quengine.runners.draft_graphs import DraftedSequence, DraftGraphs
 from quengine.runners.graph_keys import SamplingKind
 from quengine.runners.static_inputs import Row
-from quengine.sampler import Result
+from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 from quengine.slot import Slot
 from quengine.step_plan import StepPlan, known_ids, samples
 
@@ -30,10 +33,12 @@ class DeviceDecoder:
     """See the module docstring. With `graphs.shares_sequences` sequences may have drafts.
 
     before_launch: called before each decode step with the sequences and the positions of their first rows.
+    drafting: launches steps that draft on the device; None: there are none.
     """
 
     def __init__(self, graphs: CudaGraphs) -> None:
         self.before_launch: Callable[[Seq[tuple[Sequence, int]]], None] | None = None
+        self.drafting: DraftGraphs | None = None
         self.most_rows = graphs.rows
         self._drafts = graphs.shares_sequences
         self._rows = DeviceRows(graphs)
@@ -43,6 +48,8 @@ class DeviceDecoder:
         """Launches a step without waiting; None if it is a decode step of too many rows."""
         if plan.phase == "prefill":
             return self._launch_prompts(plan)
+        if plan.drafting:
+            return self._launch_drafting(plan)
         count = len(plan.sequences)
         if self._drafts:
             count += sum(len(sequence.draft) + sequence.replay for sequence in plan.sequences)
@@ -53,12 +60,37 @@ class DeviceDecoder:
         if self.before_launch is not None:
             self.before_launch(list(zip(plan.sequences, plan.starts, strict=True)))
         self._decoding = plan.slots
+        for slot in plan.slots if self.drafting is not None else ():
+            slot.undrafted += slot.undrafted > 0
         changed = self._update(plan)
         rows = [slot.row for slot in plan.slots]
         if not changed:
             step = self._rows.launch(rows)
             return lambda: step.samples(len(rows))
         return self._launch_changed(plan, changed, rows)
+
+    def _launch_drafting(self, plan: StepPlan) -> Results:
+        """Launches a step that drafts on the device, where the host gives what it knows of sequences that join."""
+        assert self.drafting is not None
+        if self.before_launch is not None:
+            self.before_launch(list(zip(plan.sequences, plan.starts, strict=True)))
+        self._decoding = plan.slots
+        for sequence, slot in zip(plan.sequences, plan.slots, strict=True):
+            self._send_tables(sequence, slot)
+        self._rows.choose_kind(plan.slots, [slot.wanted for slot in plan.slots])
+        parts, kind, window = list[DraftedSequence](), self._rows.kind, self.drafting.window
+        for sequence, slot, room in zip(plan.sequences, plan.slots, plan.drafting, strict=True):
+            if slot.kind != kind:
+                self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids)
+            self.drafting.configure(slot, kind, sequence.params, sequence.sampler)
+            if 0 < slot.undrafted <= window:
+                parts.append(DraftedSequence(slot.index, *room))
+            else:
+                ids = sequence.token_ids
+                parts.append(DraftedSequence(slot.index, *room, len(ids) - 1, ids[-window:]))
+            slot.has_token, slot.waits, slot.undrafted = True, False, room.most + 1
+        step = self.drafting.launch(kind, parts, max(plan.drafted))
+        return lambda: [_verified(*step.of(number)) for number in range(len(parts))]
 
     def _launch_prompts(self, plan: StepPlan) -> Results:
         """Launches a step of prompts; the device samples after those that end with their newest token, where it can."""
@@ -149,6 +181,13 @@ class DeviceDecoder:
             sequence.result(step.after, row) if sequence.slot is slot else None
             for sequence, slot, row in zip(plan.sequences, plan.slots, first, strict=True)
         ]
+
+
+def _verified(sampled: list[int], draft: list[int]) -> Result:
+    """The result of a sequence, given what was sampled after its rows, and its draft."""
+    found: list[Result] = [NO_CHOICE if token == NO_TOKEN else Sample(token) for token in sampled]
+    first = found[0]
+    return Verified(first, found.__getitem__, draft) if draft and isinstance(first, Sample) else first
 
 
 def _first_tokens(plan: StepPlan, step: StepTokens, ends: Seq[int]) -> list[Result]:

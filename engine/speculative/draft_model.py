@@ -145,6 +145,23 @@ class DraftModel:
                 self._wrote(progress, progress.cached, len(ids))
                 self._confirm(progress, sequence, len(ids))
 
+    def most_on_device(self, _sequences: int) -> int:
+        """Most tokens that the device drafts and verifies of each of so many sequences in a step that the host does not
+        wait for; 0: it does not."""
+        return 0
+
+    def goes_on(self, _sequence: Sequence) -> bool:
+        """Whether the device drafts in the next step of a sequence without anything of the host."""
+        return False
+
+    def begin_on_device(self, sequence: Sequence, end: int) -> None:
+        """Prepares for a step in which the device drafts after a sequence, up to position `end`."""
+        raise NotImplementedError
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        """The device has drafted after a sequence's first `count` tokens, and computed these."""
+        raise NotImplementedError
+
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
         """Drafts up to counts[sequence] tokens after each sequence's newest one, for all sequences in the same steps.
 

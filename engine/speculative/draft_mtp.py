@@ -3,22 +3,69 @@
 It is a draft model over the target's block tables, which also reads the hidden rows that the target's steps keep there:
 of a position once the target has computed the one before. After the first token of a draft it reads its own rows, which
 it writes where the target's will be. What the target has accepted of a draft is computed again, from the target's rows.
+
+Where the device samples, a step of its own drafts, verifies and accepts (runners/draft_graphs.py). The layer then goes
+on with the rows up to the newest token that it may lack: those that the last draft may have added, and those of a few
+steps without one.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from quengine.model_runner import ModelRunner
+from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.speculative.draft_model import DraftModel, DraftSteps
 
 
-class MtpDrafts(DraftModel):
-    """A `DraftModel` whose runner has a `DraftDecoder`. most: maximum number of tokens of a draft."""
+class StepsOnDevice(Protocol):
+    """`draft_graphs.DraftGraphs`, as far as the host plans with it."""
 
-    def __init__(self, runner: ModelRunner, steps: DraftSteps, most: int) -> None:
+    @property
+    def window(self) -> int: ...
+
+    def most_drafted(self, sequences: int) -> int: ...
+
+    def warm_up(self, *settings: SamplingParams) -> None: ...
+
+
+class MtpDrafts(DraftModel):
+    """A `DraftModel` whose runner has a `DraftDecoder`. most: maximum number of tokens of a draft. on_device: steps
+    that draft on the device; None: there are none."""
+
+    def __init__(
+        self, runner: ModelRunner, steps: DraftSteps, most: int, on_device: StepsOnDevice | None = None
+    ) -> None:
         super().__init__(runner, steps)
         self._most = most
+        self._on_device = on_device
+
+    def warm_up(self, params: SamplingParams | None) -> None:
+        super().warm_up(params)
+        if self._on_device is not None:
+            given = (SamplingParams(temperature=0), SamplingParams()) if params is None else (params,)
+            self._on_device.warm_up(*given)
+
+    def most_on_device(self, sequences: int) -> int:
+        return 0 if self._on_device is None else self._on_device.most_drafted(sequences)
+
+    def goes_on(self, sequence: Sequence) -> bool:
+        return self._on_device is not None and 0 < sequence.slot.undrafted <= self._on_device.window
+
+    def begin_on_device(self, sequence: Sequence, end: int) -> None:
+        """As DraftModel; what the layer lacks of a sequence whose last step had no draft is computed ahead of it."""
+        assert self._on_device is not None
+        progress, slot = self._progress(sequence), sequence.slot
+        if not self.goes_on(sequence):
+            self.follow(sequence, len(sequence.token_ids) - self._on_device.window)
+        most = min(end, sequence.num_cached_tokens + slot.launched + slot.drafted)
+        if most > progress.cached:
+            self._wrote(progress, progress.cached, most - progress.cached)
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        progress = self._progress(sequence)
+        self._confirm(progress, sequence, max(0, count - progress.cached))
 
     def room(self, sequence: Sequence) -> int:
         return min(self._most, super().room(sequence))

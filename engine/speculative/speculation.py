@@ -5,6 +5,10 @@ sampled with the random number of that position; as long as it equals the drafte
 first mismatch ends the draft. So the text is exactly that without drafts, greedy or sampled. (Leviathan et al. 2023
 accept drafts by rejection sampling instead, which preserves the distribution, not the text.) Drafts come from the
 sequence itself (draft_ngram.py), or, if it gives none, from a draft model (draft_model.py).
+
+A model's own layer drafts on a device that samples there, where the step verifies and accepts too (draft_mtp.py); the
+host then takes what was accepted as it takes sampled tokens. Sequences whose tokens the host samples, and all others of
+their step, have their drafts from the host.
 """
 
 from collections.abc import Sequence as Seq
@@ -13,8 +17,10 @@ from weakref import WeakKeyDictionary
 
 from quengine.config import EngineConfig
 from quengine.request.sequence import Sequence
+from quengine.runners.graph_keys import SamplingKind
 from quengine.sampler import Sample, Verified
 from quengine.scheduler import Scheduler
+from quengine.slot import Slot
 from quengine.speculative.draft_length import DraftLength, divide, draft_rows, draft_tokens
 from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.draft_ngram import NgramIndex
@@ -82,7 +88,8 @@ class Speculation:
     def propose(self, plan: StepPlan) -> None:
         """Sets the drafts of a decode step's sequences; in prefill, the draft model computes the chunks too."""
         if plan.phase == "decode":
-            self._draft(plan.sequences)
+            if not self._draft_on_device(plan):
+                self._draft(plan.sequences)
             return
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
             if self._model is not None and sequence.pool is None:
@@ -90,17 +97,43 @@ class Speculation:
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Whether a sequence is likely to have a draft once the results in flight are known: it would have one after
-        the tokens known now. A step of it is not launched ahead then, as its draft follows from those results."""
+        the tokens known now. A step of it is not launched ahead then, as its draft follows from those results, unless
+        the device makes it."""
         drafting = self._drafting(sequence)
         if drafting.index is not None and drafting.lookup.due:
             return bool(drafting.index.draft(sequence.token_ids, 1))
-        return self._model is not None and drafting.model.due and self._model.room(sequence) > 0
+        if self._model is None or not drafting.model.due or self._model.room(sequence) <= 0:
+            return False
+        return not self._model.goes_on(sequence)
 
     def take(self, sequence: Sequence, verified: Verified) -> str:
         """Appends the verified tokens of a sequence's draft; returns the text that becomes visible."""
+        if verified.draft is not None:
+            return self._take_of_device(sequence, verified, verified.draft)
         draft, sequence.draft = sequence.draft, ()
         before = sequence.num_cached_tokens - 1 - sequence.replay  # what the states stood for before the step
-        accepted, sample = 0, verified.first
+        text, accepted, _ = self._accept(sequence, verified, draft)
+        if before + sequence.replay + 1 + len(draft) == sequence.num_cached_tokens:
+            sequence.replay = 0
+        else:
+            self._scheduler.roll_back(sequence, before)
+        self._lengths.pop(sequence).update(len(draft), accepted)
+        return text
+
+    def _take_of_device(self, sequence: Sequence, verified: Verified, draft: Seq[int]) -> str:
+        assert self._model is not None
+        self._model.computed(sequence, sequence.num_cached_tokens)
+        text, accepted, is_whole = self._accept(sequence, verified, draft)
+        if not is_whole:  # the device has gone on from no token
+            sequence.slot = Slot(sequence.slot.index, sequence.slot.end)
+        self._drafting(sequence).model.update(len(draft), accepted)
+        sequence.draft_bytes += len(draft) * self._model.bytes_per_token
+        return text
+
+    def _accept(self, sequence: Sequence, verified: Verified, draft: Seq[int]) -> tuple[str, int, bool]:
+        """Appends the verified tokens of a draft; returns the text that becomes visible, how many drafted ones were
+        accepted, and whether the token after them could be sampled."""
+        accepted, sample, is_whole = 0, verified.first, True
         text = sequence.advance(sample)
         while accepted < len(draft) and sample.token == draft[accepted]:
             accepted += 1
@@ -108,18 +141,42 @@ class Speculation:
                 break
             later = verified.later(accepted)
             if not isinstance(later, Sample):
-                break  # the step of this token alone will report the error
+                is_whole = False  # the step of this token alone will report the error
+                break
             self._scheduler.accepted(sequence)
             sample = later
             text += sequence.advance(sample)
-        if before + sequence.replay + 1 + len(draft) == sequence.num_cached_tokens:
-            sequence.replay = 0
-        else:
-            self._scheduler.roll_back(sequence, before)
         sequence.drafts_by_length[len(draft)] += 1
         sequence.accepted_tokens += accepted
-        self._lengths.pop(sequence).update(len(draft), accepted)
-        return text
+        return text, accepted, is_whole
+
+    def _draft_on_device(self, plan: StepPlan) -> bool:
+        """Leaves the drafts of a step to the device, if it can make those of all of its sequences; returns whether it
+        can. Those whose drafts pause have none; where all pause the step is a plain one."""
+        model, sequences = self._model, plan.sequences
+        if model is None or self._longest or not all(map(self._drafts_on_device, sequences)):
+            return False
+        most = model.most_on_device(len(sequences))
+        if not most:
+            return False
+        counts = [min(most, self._drafting(sequence).model.next()) for sequence in sequences]
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.draft = ()
+            if any(counts):
+                room = self._scheduler.device_draft(sequence, count)
+                model.begin_on_device(sequence, room.end)
+                plan.drafting.append(room)
+        return True
+
+    def _drafts_on_device(self, sequence: Sequence) -> bool:
+        """Whether the device can draft after a sequence's newest token, which it has or gets."""
+        kind = SamplingKind.of(sequence.params)
+        if kind is None or kind.penalties or sequence.replay:
+            return False
+        assert self._model is not None
+        if self._model.goes_on(sequence):
+            return True
+        return sequence.next_is_newest and sequence.slot.launched == 1  # this step
 
     def _draft(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:

@@ -374,7 +374,7 @@ class CudaBackend:
         step, several = self._state_step(batch, x, spec.cache_group)
         out = self._heads_operand(len(batch), spec.value_heads * spec.head_dim)
         if several:
-            gated_delta_rows(step, spec, state, out, self.batch_invariant, self.pdl)
+            gated_delta_rows(step, spec, state, out, self.batch_invariant, self.pdl, batch.pending)
         else:
             gated_delta_decode(step, spec, state, out, self._reads_ahead(batch), self.pdl)
         return out

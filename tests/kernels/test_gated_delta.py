@@ -1,11 +1,13 @@
 """The definition of the gated delta net against the layer of `transformers`."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import Tensor
 
+from quengine.kernels.forward_batch import PendingStates
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from tests.kernels.gated_delta_steps import Shape, rows_of, spec_of, states
 from tests.kernels.short_conv_steps import CHECKPOINTS, prefixes, prompt, tokens
@@ -124,3 +126,18 @@ def test_a_checkpoint_is_the_state_of_the_rows_before_it(step: str) -> None:
         alone = states(shape)
         gated_delta(prefix, x[rows], spec, *alone)
         assert all(torch.equal(part[block], own[slot]) for part, own in zip(kept, alone, strict=True))
+
+
+def test_states_that_wait_are_those_of_accepted_rows_alone() -> None:
+    """Of three rows all and none, of one sequence a prompt's first."""
+    shape = Shape(1, 2, 16)
+    spec, x = spec_of(shape), rows_of(6, shape, 5)
+    state, alone = states(shape), states(shape)
+    pending: list[PendingStates] = []
+    batch = replace(tokens([0, 1, 2, 9, 10, 11], [1, 1, 1, 3, 3, 3], shares=True), pending=pending)
+    y = gated_delta(batch, x, spec, *state)
+    assert all(torch.equal(part, before) for part, before in zip(state, states(shape), strict=True))
+    pending[0].advance(torch.tensor([2, 0]))
+    accepted = tokens([0, 1, 2, 9], [1, 1, 1, 3], shares=True)
+    assert torch.equal(gated_delta(accepted, x[:4], spec, *alone), y[:4])
+    assert all(torch.equal(part, other) for part, other in zip(state, alone, strict=True))

@@ -9,6 +9,7 @@ sequences have several rows.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,7 +61,7 @@ def chunk_shape(net: Net, sequences: int, hopper: bool) -> ChunkShape:
 
 
 @triton.jit
-def _state(memory_ptr, slot, head, first, ROWS: tl.constexpr, column, NET: tl.constexpr):
+def state_at(memory_ptr, slot, head, first, ROWS: tl.constexpr, column, NET: tl.constexpr):
     """Pointers to rows first .. first + ROWS - 1 and columns [N] of the S of a head: [ROWS, N]."""
     D: tl.constexpr = NET.head_dim
     memory_ptr += (slot.to(tl.int64) * NET.value_heads + head) * (D * D)
@@ -68,7 +69,7 @@ def _state(memory_ptr, slot, head, first, ROWS: tl.constexpr, column, NET: tl.co
 
 
 @triton.jit
-def _own_channels(COLUMNS: tl.constexpr, NET: tl.constexpr):
+def own_channels(COLUMNS: tl.constexpr, NET: tl.constexpr):
     """The channels whose history a program keeps, and which of them there are: an equal share of all."""
     HEADS: tl.constexpr = 2 * NET.key_heads + NET.value_heads
     SHARE: tl.constexpr = (HEADS * COLUMNS + NET.value_heads - 1) // NET.value_heads
@@ -102,7 +103,7 @@ def _by_chunks_kernel(
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         memory = ()
         for part in tl.static_range(PARTS):
-            place = _state(memory_ptr, slot, head, part * BLOCK, BLOCK, column, NET)
+            place = state_at(memory_ptr, slot, head, part * BLOCK, BLOCK, column, NET)
             memory = memory + (tl.load(place, mask=kept & (start > 0), other=0.0),)
         i = tl.arange(0, C)
         element = key_head_of(head, NET) * D + tl.arange(0, BLOCK)[None, :]
@@ -144,14 +145,14 @@ def _by_chunks_kernel(
             block = block_at(ends, blocks, end)
             if block != 0:
                 for part in tl.static_range(PARTS):
-                    place = _state(memory_ptr, block, head, part * BLOCK, BLOCK, column, NET)
+                    place = state_at(memory_ptr, block, head, part * BLOCK, BLOCK, column, NET)
                     tl.store(place, memory[part])
             begin = end
         for part in tl.static_range(PARTS):
-            place = _state(memory_ptr, slot, head, part * BLOCK, BLOCK, column, NET)
+            place = state_at(memory_ptr, slot, head, part * BLOCK, BLOCK, column, NET)
             tl.store(place, memory[part], mask=kept)
         if slot != 0:
-            channel, inside = _own_channels(COLUMNS, NET)
+            channel, inside = own_channels(COLUMNS, NET)
             keep_checkpoints(
                 x_ptr, row_scale_ptr, weight_scale, history_ptr, slot, ends, blocks, first, start, channel, inside,
                 x_stride, CHANNELS, NET.ring,
@@ -166,15 +167,17 @@ def _by_chunks_kernel(
 @triton.jit(do_not_specialize=["tiles", "rows", "table_stride"])
 def _by_rows_kernel(
     qkv_ptr, gates_ptr, position_ptr, tile_ptr, table_ptr, x_ptr, row_scale_ptr, history_ptr, memory_ptr,
-    tiles, rows, table_stride, x_stride, weight_scale,
-    NET: tl.constexpr, COLUMNS: tl.constexpr, ALL_ROWS: tl.constexpr, PDL: tl.constexpr,
+    o_ptr, kept_ptr, tiles, rows, table_stride, x_stride, weight_scale,
+    NET: tl.constexpr, COLUMNS: tl.constexpr, ALL_ROWS: tl.constexpr, VERIFIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (columns, value head, sequence), or, where ALL_ROWS is not 0, (columns, value head, row of a step of
-    decode), of which the first row of each sequence works (rows.py)."""
+    decode), of which the first row of each sequence works (rows.py). VERIFIES: states stay as they are, o goes to o_ptr
+    [rows, width], and what the histories lack to kept_ptr [rows, channels]."""
     wait_then_launch(PDL)
     D: tl.constexpr = NET.head_dim
     KEYS: tl.constexpr = NET.key_heads * D
-    CHANNELS: tl.constexpr = 2 * KEYS + NET.value_heads * D
+    WIDTH: tl.constexpr = NET.value_heads * D
+    CHANNELS: tl.constexpr = 2 * KEYS + WIDTH
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     first = sequence
@@ -186,11 +189,11 @@ def _by_rows_kernel(
         slot = tl.load(table_ptr + sequence * table_stride)
         own_history = history_ptr + slot.to(tl.int64) * (NET.ring * CHANNELS)
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        place = _state(memory_ptr, slot, head, 0, D, column, NET)
+        place = state_at(memory_ptr, slot, head, 0, D, column, NET)
         kept = slot != 0
         memory = tl.load(place, mask=kept & (start > 0), other=0.0)
         element = key_head_of(head, NET) * D + tl.arange(0, D)
-        channel, inside = _own_channels(COLUMNS, NET)
+        channel, inside = own_channels(COLUMNS, NET)
         if ALL_ROWS == 0:
             ends, blocks = checkpoints_of(table_ptr, sequence, table_stride, start)
             keep_checkpoints(
@@ -211,17 +214,24 @@ def _by_rows_kernel(
             beta = tl.load(gate + NET.value_heads)
             kq = tl.sum(q * k, 0)
             memory, o = delta_step(memory, q, k, kq, tl.load(v_place), decay, beta)
-            tl.store(v_place, o)
+            if VERIFIES:
+                tl.store(o_ptr + row.to(tl.int64) * WIDTH + head * D + column, o)
+                x = tl.load(x_ptr + row.to(tl.int64) * x_stride + channel, mask=inside, other=0.0)
+                x *= tl.load(row_scale_ptr + row) * weight_scale
+                tl.store(kept_ptr + row.to(tl.int64) * CHANNELS + channel, x, mask=inside)
+            else:
+                tl.store(v_place, o)
+                if (n + NET.ring >= count) & (slot != 0):
+                    keep_history(
+                        x_ptr, row_scale_ptr, weight_scale, own_history, row - n, n, n + 1, start, channel, inside,
+                        x_stride, CHANNELS, NET.ring,
+                    )  # fmt: skip
             if ALL_ROWS == 0:
                 block = block_at(ends, blocks, n + 1)
                 if block != 0:
-                    tl.store(_state(memory_ptr, block, head, 0, D, column, NET), memory)
-            if (n + NET.ring >= count) & (slot != 0):
-                keep_history(
-                    x_ptr, row_scale_ptr, weight_scale, own_history, row - n, n, n + 1, start, channel, inside,
-                    x_stride, CHANNELS, NET.ring,
-                )  # fmt: skip
-        tl.store(place, memory, mask=kept)
+                    tl.store(state_at(memory_ptr, block, head, 0, D, column, NET), memory)
+        if not VERIFIES:
+            tl.store(place, memory, mask=kept)
 
 
 def carry_by_chunks(
@@ -244,13 +254,37 @@ def carry_by_rows(
     step: StepRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
 ) -> None:
     """The same of any step whose sequences may have several rows."""
+    _launch_by_rows(step, qkv, gates, net, history, memory, None, pdl)
+
+
+def verify_by_rows(
+    step: StepRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    """o fp32 [T, width] of a decode step, whose states stay as they are; and the rows that go to the histories once
+    they are accepted, fp32 [T, channels]."""
+    o = torch.empty(len(step.x), net.width, dtype=torch.float32, device=qkv.device)
+    kept = torch.empty(len(step.x), net.channels, dtype=torch.float32, device=qkv.device)
+    _launch_by_rows(step, qkv, gates, net, history, memory, (o, kept), pdl)
+    return o, kept
+
+
+def _launch_by_rows(
+    step: StepRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor,
+    verified: tuple[Tensor, Tensor] | None, pdl: bool,
+) -> None:  # fmt: skip
     columns = min(ROW_COLUMNS, net.head_dim)
     tiles = None if step.tiles is None else step.tiles.tiles
     sequences = len(step.x) if tiles is None else step.block_tables.shape[0]
     _by_rows_kernel[(net.head_dim // columns, net.value_heads, sequences)](
         qkv, gates, step.positions, tiles, step.block_tables, step.x, step.row_scale, history, memory,
+        *(verified or (qkv, qkv)),
         0 if tiles is None else tiles.shape[0], len(step.x), step.block_tables.stride(0), step.x.stride(0),
         step.weight_scale,
-        NET=net, COLUMNS=columns, ALL_ROWS=step.all_rows, PDL=pdl,
-        num_warps=max(1, min(8, net.head_dim * columns // 1024)), launch_pdl=pdl,
+        NET=net, COLUMNS=columns, ALL_ROWS=step.all_rows, VERIFIES=verified is not None, PDL=pdl,
+        num_warps=row_warps(net, columns), launch_pdl=pdl,
     )  # fmt: skip
+
+
+def row_warps(net: Net, columns: int) -> int:
+    """Warps of a program that goes row by row."""
+    return max(1, min(8, net.head_dim * columns // 1024))

@@ -110,6 +110,12 @@ class Drafter:
     def room(self, sequence: Sequence) -> int:
         return CTX - len(sequence.token_ids)
 
+    def most_on_device(self, _sequences: int) -> int:
+        return 0
+
+    def goes_on(self, _sequence: Sequence) -> bool:
+        return False
+
     def draft(self, asked: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         drafts = {sequence: self.choose(sequence, count) for sequence, count in asked.items()}
         for sequence, draft in drafts.items():

@@ -57,7 +57,7 @@ def run(
     if not several:
         gated_delta_decode(step, on(device, spec), layer, result)
     else:
-        gated_delta_rows(step, on(device, spec), layer, result, batch_invariant)
+        gated_delta_rows(step, on(device, spec), layer, result, batch_invariant, pending=batch.pending)
     return result if isinstance(result, Tensor) else result.dequantize()[:, :width]
 
 
@@ -213,3 +213,43 @@ def test_a_single_row_is_quantized(shape: Shape, device: torch.device) -> None:
     y = run(batch, x, spec, layer, device, out=out).cpu()
     torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
     torch.testing.assert_close(layer.parts[1].cpu()[2], memory[2], **TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", [SMALL, Shape(2, 4, 16, taps=3, tiled=False, rows=3)])
+def test_states_advance_over_accepted_rows_alone(shape: Shape, device: torch.device) -> None:
+    """Of six rows more than a history holds, of two, of none, and of padding; and as if only these had been."""
+    accepted = [5, 1, -1, -1]
+    starts, slots = [65, 0, 40, 0], [2, 1, 3, 0]
+    batch = tokens(
+        [start + n for start, slot in zip(starts, slots, strict=True) for n in range(6)],
+        [slot for slot in slots for _ in range(6)],
+        shares=True,
+    )
+    spec, state, x = spec_of(shape), states(shape), rows_of(24, shape, 3)
+    taken = [row for n, count in enumerate(accepted) for row in range(6 * n, 6 * n + count + 1)]
+    alone = tokens(batch.positions[taken].tolist(), batch.slots_of(1)[taken].tolist(), shares=True)
+    _, history, memory = expected(alone, x[taken], spec, *state)
+    every = expected(batch, x, spec, *state)[0]
+    counts = torch.tensor(accepted, dtype=torch.int32)
+    layer = SlotLayer(tuple(part.clone().to(device) for part in state))
+    step = replace(batch, pending=[])
+    y = run(step, x, spec, layer, device).cpu()
+    torch.testing.assert_close(y[:18], every[:18], **TOLERANCE)
+    assert all(torch.equal(part.cpu(), before) for part, before in zip(layer.parts, state, strict=True))
+    assert step.pending is not None and len(step.pending) == 1
+    step.pending[0].advance(counts.to(device))
+    torch.testing.assert_close(layer.parts[1].cpu(), memory, **TOLERANCE)
+    written = run_alone(alone, x[taken], spec, state, device)
+    assert all(torch.equal(part, other) for part, other in zip(layer.parts, written, strict=True))
+    for slot, end in ((2, 71), (1, 2)):
+        places = [position % shape.rows for position in range(max(0, end - shape.taps + 1), end)]
+        assert torch.equal(layer.parts[0].cpu()[slot, places], history[slot, places])
+
+
+def run_alone(
+    batch: ForwardBatch, x: Tensor, spec: GatedDeltaSpec, state: tuple[Tensor, ...], device: torch.device
+) -> tuple[Tensor, ...]:
+    """The states after a step that writes them."""
+    layer = SlotLayer(tuple(part.clone().to(device) for part in state))
+    run(batch, x, spec, layer, device)
+    return layer.parts
