@@ -335,7 +335,7 @@ def workspace_bytes(
     activations += 0 if config.latent is None else chunk * _latent_row_bytes(config.head_count, config.latent)
     # Of a prompt's row in a Mamba2 layer beside its product: fp32 channels, and two gates of each head.
     activations += 0 if mamba is None else 4 * chunk * (mamba.channels + 2 * mamba.heads)
-    return fixed + packed + dequantized + activations + logits + expert_bytes(config, chunk)
+    return fixed + packed + dequantized + activations + logits + grouped_row_bytes(config, chunk)
 
 
 def _delta_row_bytes(net: GatedDeltaSizes) -> int:
@@ -351,7 +351,7 @@ def _latent_row_bytes(heads: int, sizes: LatentSizes) -> int:
     return heads * (4 * widest + 4 * sizes.rotated + 2 * (sizes.plain + sizes.rank) + 8 * sizes.values)
 
 
-def expert_bytes(config: ModelConfig, chunk: int) -> int:
+def grouped_row_bytes(config: ModelConfig, chunk: int) -> int:
     """Bytes of the rows that a CUDA device groups by expert: those of a chunk, those of few rows, which have
     buffers of their own, and the products of gate and up when they share no tiles.
     """

@@ -19,7 +19,7 @@ from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import CopyBlocks, Forward, Hidden, Message, Parts, Together, alone
-from quengine.platform.ranges import Range
+from quengine.platform.ranges import ProfilerRange
 from quengine.request.pooling import RANK
 from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
@@ -166,7 +166,7 @@ class ModelRunner:
             scored = self._score(plan)
             return LaunchedStep(plan, lambda: scored)
         if self.device_decoder is not None and not plan.given.numbers:
-            with Range(f"launch {_NAMES[plan.phase]}"):
+            with ProfilerRange(f"launch {_NAMES[plan.phase]}"):
                 results = self.device_decoder.launch(plan)
             if results is not None:
                 return LaunchedStep(plan, results, True)
@@ -176,7 +176,7 @@ class ModelRunner:
         """`launch`, with tokens sampled on the host."""
         if plan.phase == "decode" and self._has_states:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
-        with Range(_NAMES[plan.phase]):
+        with ProfilerRange(_NAMES[plan.phase]):
             logits = self.forward(plan.phase, plan.rows, given=plan.given).float().cpu()
         return LaunchedStep(plan, partial(_sampled, plan, logits))
 
@@ -309,14 +309,14 @@ class ModelRunner:
         if sampled:  # by themselves, as without scoring
             parts.append(list(sampled.values()))
         results: dict[Sequence, Result] = dict.fromkeys(plan.sequences)
-        with Range("prefill"):
+        with ProfilerRange("prefill"):
             logits = self.logits_of_parts(plan.chunks, parts, plan.given)
             for (sequence, rows), of_rows in zip(scored, logits, strict=False):
                 if results[sequence] is None:
                     results[sequence] = _add_scores(sequence, of_rows[: len(rows)])
             rows_left = next(logits).float().cpu() if sampled else ()
             next(logits, None)  # ends the step on all ranks
-        with Range("sample"):
+        with ProfilerRange("sample"):
             for sequence, row in zip(sampled, rows_left, strict=True):
                 if results[sequence] is None:
                     results[sequence] = sequence.sample_next(row)
@@ -326,7 +326,7 @@ class ModelRunner:
     def _embed(self, sequence: Sequence, chunk: SequenceRows) -> Result:
         """Computes a chunk of a pooled prompt, and pools its hidden rows; returns the error if they are not finite."""
         assert sequence.pool is not None
-        with Range("embedding chunk"):
+        with ProfilerRange("embedding chunk"):
             hidden = self.hidden([chunk])
         try:
             if sequence.pool.pooling == RANK:
@@ -343,7 +343,7 @@ def _sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
     def after(sequence: Sequence, row: int) -> Result:
         return sequence.sample_next(logits[row])
 
-    with Range("sample"):
+    with ProfilerRange("sample"):
         if plan.phase == "prefill":
             pairs = enumerate(zip(plan.sequences, plan.chunks, strict=True))
             return [

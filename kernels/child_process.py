@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-from quengine.kernels.channel import Channel, Decoder
+from quengine.kernels.channel import Channel, MessageDecoder
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class ChildProcess(Generic[T]):
     def __init__(
         self,
         program: Sequence[str],
-        decoder: Decoder[T],
+        decoder: MessageDecoder[T],
         arguments: Sequence[str] = (),
         *,
         descriptors: Sequence[int] = (),
@@ -106,7 +106,7 @@ def import_path() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def parent_channel(decoder: Decoder[T]) -> Channel[T]:
+def parent_channel(decoder: MessageDecoder[T]) -> Channel[T]:
     """In a `ChildProcess`: its end of the channel, of which the descriptor is its first argument."""
     return Channel(socket.socket(fileno=int(sys.argv[1])), decoder)
 

@@ -22,7 +22,7 @@ from quengine.kernels.channel import encode
 from quengine.kernels.child_process import ChildProcess
 from quengine.models.tensor_split import Rank
 from quengine.parallel.communicator import WAIT_SECONDS, RankCommunicator, join
-from quengine.parallel.wire import FROM_RANK, FromRank, Message, RankPlan, Ready, Starting
+from quengine.parallel.wire import FROM_RANK, FromRank, Message, RankPlan, RankReady, Starting
 from quengine.platform.deferred_interrupt import DeferredInterrupt
 from quengine.platform.failure import Failure
 from quengine.platform.out_of_memory import killed_for_memory
@@ -52,7 +52,7 @@ class _Follower(ChildProcess[FromRank]):
         verbose = ["-v"] if logger.isEnabledFor(logging.INFO) else []
         super().__init__(("-m", "quengine.parallel.rank_main"), FROM_RANK, verbose)
 
-    def await_report(self, expected: type[Starting | Ready], seconds: float) -> None:
+    def await_report(self, expected: type[Starting | RankReady], seconds: float) -> None:
         """Wait for a message. Raises EngineError, also where the rank reports one, and RankFailedError."""
         try:
             message = self.channel.receive(seconds)
@@ -142,7 +142,7 @@ class RankGroup:
         reports = list[EngineError]()
         for follower in self._followers:
             try:
-                follower.await_report(Ready, END_SECONDS)
+                follower.await_report(RankReady, END_SECONDS)
             except EngineError as report:
                 reports.append(report)
         reports.sort(key=lambda report: _misses_another(str(report)))
@@ -151,7 +151,7 @@ class RankGroup:
     def wait_until_loaded(self) -> None:
         """Until all ranks have loaded their parts. Raises EngineError as loading does, and RankFailedError."""
         for follower in self._followers:
-            follower.await_report(Ready, WAIT_SECONDS)
+            follower.await_report(RankReady, WAIT_SECONDS)
         for follower in self._followers:
             threading.Thread(target=self._watch, args=(follower,), daemon=True).start()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from quengine.errors import CannotRunError
 from quengine.kernels.channel import Channel
 from quengine.kernels.child_process import end_with_parent, parent_channel
-from quengine.parallel.wire import TO_RANK, RankPlan, Ready, Starting, ToRank
+from quengine.parallel.wire import TO_RANK, RankPlan, RankReady, Starting, ToRank
 from quengine.platform import bus_error, collector, log_lines
 from quengine.platform.failure import failure_of
 
@@ -33,13 +33,13 @@ def follow(channel: Channel[ToRank]) -> None:
     communicator = join(plan.rank, device, Path(plan.meeting), bool(plan.options["deterministic"]))
     if not plan.model:
         time_sums(communicator, device)
-        channel.send(Ready())
+        channel.send(RankReady())
         with suppress(EOFError):
             channel.receive()  # until rank 0 leaves the group
         communicator.close()
         return
     runner = load_rank(plan, communicator)
-    channel.send(Ready())
+    channel.send(RankReady())
     collector.working()
     try:
         while True:

@@ -6,16 +6,16 @@ import torch
 
 from quengine.model_runner import ModelRunner
 from quengine.models.experts import MixtureOfExperts
-from quengine.parallel.cached_rows import read_rows, write_rows
+from quengine.parallel.cached_rows import read_rank_rows, write_rank_rows
 from quengine.parallel.wire import (
     Capture,
-    Choose,
+    ChooseExperts,
     Configure,
     CopyBlocks,
     Forward,
     Graphs,
     Hidden,
-    Launch,
+    LaunchDecode,
     Message,
     Parts,
     Prefill,
@@ -38,12 +38,12 @@ def run(runner: ModelRunner, message: Message) -> None:
             for _ in runner.logits_of_parts(rows, parts, GivenRows(embedded, None, spans)):
                 pass
         case ReadCache(start, end):
-            read_rows(runner, start, end)
+            read_rank_rows(runner, start, end)
         case WriteCache(start, end):
-            write_rows(runner, start, end, None)
+            write_rank_rows(runner, start, end, None)
         case CopyBlocks(copies):
             runner.copy_blocks(copies)
-        case Choose(experts):
+        case ChooseExperts(experts):
             _choose(runner, experts)
         case _:
             _run_graphs(runner, message)
@@ -51,19 +51,19 @@ def run(runner: ModelRunner, message: Message) -> None:
 
 def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
     """On a CUDA device: what is captured, with the tokens chosen by every rank for itself, from the same logits."""
-    from quengine.kernels.cuda.sampling.sampling import Settings
+    from quengine.kernels.cuda.sampling.sampling import SamplingSettings
     from quengine.runners.cuda_graphs import CudaGraphs
 
     graphs = runner.graphs
     assert isinstance(graphs, CudaGraphs)
     match message:
-        case Launch(key, changes):
+        case LaunchDecode(key, changes):
             graphs.inputs.changes.update(changes)
             graphs.launch(key)
         case Prefill(rows, slots, kind):
             graphs.prefill(rows, slots, kind)
         case Configure(slot, kind, settings, bias, ids, total):
-            made = Settings(**settings)  # type: ignore[arg-type]
+            made = SamplingSettings(**settings)  # type: ignore[arg-type]
             graphs.set_sampling(slot, kind, made, dict(bias), list(ids), total)
         case Capture(key):
             graphs.capture(key)

@@ -41,7 +41,7 @@ class Starting(msgspec.Struct, tag=True, frozen=True):
     """From a rank: its process has begun."""
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
+class RankReady(msgspec.Struct, tag=True, frozen=True):
     """From a rank: its part of the model is loaded."""
 
 
@@ -88,13 +88,13 @@ class WriteCache(_ToRank, frozen=True):
     end: int
 
 
-class Choose(_ToRank, frozen=True):
+class ChooseExperts(_ToRank, frozen=True):
     """The experts [T][k] of the rows of the next step, by layer, in place of the routers' choice."""
 
     experts: Mapping[int, Sequence[Sequence[int]]]
 
 
-class Launch(_ToRank, frozen=True):
+class LaunchDecode(_ToRank, frozen=True):
     """`CudaGraphs.launch`, on inputs with these changes, by index."""
 
     key: GraphKey
@@ -138,8 +138,8 @@ class CopyBlocks(_ToRank, frozen=True):
     copies: Sequence[BlockCopy]
 
 
-Step: TypeAlias = Forward | Hidden | Parts | ReadCache | WriteCache | CopyBlocks | Choose
-Graphs: TypeAlias = Launch | Prefill | Configure | Capture | Prompts
+Step: TypeAlias = Forward | Hidden | Parts | ReadCache | WriteCache | CopyBlocks | ChooseExperts
+Graphs: TypeAlias = LaunchDecode | Prefill | Configure | Capture | Prompts
 Message: TypeAlias = Step | Graphs
 
 Together = Callable[[Message], AbstractContextManager[None]]
@@ -151,7 +151,7 @@ def alone(_message: Message) -> AbstractContextManager[None]:
 
 
 ToRank: TypeAlias = RankPlan | Message
-FromRank: TypeAlias = Starting | Ready | Failure
+FromRank: TypeAlias = Starting | RankReady | Failure
 
 TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

@@ -20,7 +20,7 @@ from quengine.kernels.cuda.sampling.sampling import (
     NO_TOKEN,
     DecodeState,
     SamplingBuffers,
-    Settings,
+    SamplingSettings,
     sample_step,
 )
 from quengine.kernels.embedded_rows import EmbeddedRows
@@ -29,7 +29,7 @@ from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
 from quengine.models.architectures import attentions_of
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import Capture, Configure, Launch, Prefill, Prompts, Together, alone
+from quengine.parallel.wire import Capture, Configure, LaunchDecode, Prefill, Prompts, Together, alone
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.runners.graph_capture import CapturedStep, capture_step
@@ -226,7 +226,7 @@ class CudaGraphs:
     @torch.no_grad()
     def launch(self, key: GraphKey) -> StepTokens:
         """Starts a decode step on the rows set in `inputs`, sampled as set by `configure`; returns without waiting."""
-        with self.together(Launch(key, self.inputs.changes)):
+        with self.together(LaunchDecode(key, self.inputs.changes)):
             key = self._or_larger(key)
             step = self._steps.get(key)
             if step is None or key.rows > UNMOVED_ROWS:
@@ -260,7 +260,7 @@ class CudaGraphs:
         self,
         slot: int,
         kind: SamplingKind,
-        settings: Settings,
+        settings: SamplingSettings,
         bias: dict[int, float],
         ids: list[int],
         total: int,
@@ -427,9 +427,9 @@ class CudaGraphs:
             }
 
 
-def settings_of(params: SamplingParams, sampler: Sampler) -> Settings:
+def settings_of(params: SamplingParams, sampler: Sampler) -> SamplingSettings:
     """A sequence's sampling settings in the device's form."""
-    return Settings(
+    return SamplingSettings(
         temperature=params.temperature,
         top_k=1 if params.greedy else params.top_k,
         typical_p=params.typical_p,

@@ -34,7 +34,7 @@ from quengine.kernels.cpu.gemv.matmul import (
 )
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.moe.experts import CpuExperts, down_launches, gate_up_launch, spread_launch
-from quengine.kernels.cpu.moe.groups import GROUP, HEAD, Groups
+from quengine.kernels.cpu.moe.groups import GROUP, HEAD, ExpertSlots
 from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.cpu.moe.router import logits_launches, logits_width, router_launch
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
@@ -249,7 +249,7 @@ class StepRecorder:
         source, used, parts = self._normed(x, norm), routing.experts.shape[1], gate_up.parts
         order, places = (self._buffer(role, used, torch.int64) for role in ("slot order", "slot places"))
         table = self._buffer("expert groups", HEAD + GROUP * used, torch.int64)
-        groups = Groups(order, places, table, self.inputs.repeats(routing.experts))
+        groups = ExpertSlots(order, places, table, self.inputs.repeats(routing.experts))
         self._then(groups.launch(routing.experts, len(parts[0].matrices)))
         inputs = [self._input(source, part.first) for part in parts]
         if not groups.single_places:
@@ -279,7 +279,7 @@ class StepRecorder:
             self._then(launch)
         return y
 
-    def _spread(self, inputs: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    def _spread(self, inputs: Sequence[Tensor], groups: ExpertSlots) -> list[Tensor]:
         """Copies the sources to their places, each distinct one once; returns the kernels' inputs."""
         spread: dict[int, Tensor] = {}
         for rows in inputs:
@@ -289,7 +289,9 @@ class StepRecorder:
                 spread[rows.data_ptr()] = out
         return [spread[rows.data_ptr()] for rows in inputs]
 
-    def _by_place(self, role: str, width: int, groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _by_place(
+        self, role: str, width: int, groups: ExpertSlots, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """A buffer [slots, width]."""
         return self._buffer(f"{role} {dtype}", groups.used * width, dtype).view(groups.slots, width)
 

@@ -99,7 +99,7 @@ def keep_hidden(
     )  # fmt: skip
 
 
-def joined(
+def embedding_beside_hidden(
     batch: ForwardBatch,
     x: torch.Tensor,
     norm: RMSNorm,

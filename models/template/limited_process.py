@@ -26,7 +26,7 @@ class ProcessStoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """What a worker may use: seconds of processor time for one answer, bytes of address space."""
 
     cpu_seconds: float
@@ -47,7 +47,7 @@ class LimitedProcess:
     worker: a Python file, run with a `Worker` (limited_worker.py), which gets `setup`, and answers each question.
     """
 
-    def __init__(self, worker: Path, setup: Any, limits: Limits) -> None:
+    def __init__(self, worker: Path, setup: Any, limits: ProcessLimits) -> None:
         self._worker = worker
         self._setup = setup
         self._limits = limits

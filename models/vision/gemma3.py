@@ -11,7 +11,15 @@ from PIL import Image
 from torch import Tensor
 
 from quengine.models.gguf.file import GGUFFile
-from quengine.models.vision.blocks import HF_ACTIVATIONS, Block, Linear, Norm, norm, patch_linear, patches
+from quengine.models.vision.blocks import (
+    HF_ACTIVATIONS,
+    Linear,
+    Norm,
+    VisionBlock,
+    norm,
+    patch_linear,
+    patches,
+)
 from quengine.models.vision.files import Weights
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
@@ -66,7 +74,7 @@ class Gemma3:
     settings: VisionSettings
     embed: Linear
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     post_norm: Norm
     project_norm: Norm
     project: Linear

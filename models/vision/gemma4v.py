@@ -14,13 +14,13 @@ from torch import Tensor, cat
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Attention,
-    Block,
     Joined,
     Linear,
     Mlp,
     Norm,
     Rotation,
+    VisionAttention,
+    VisionBlock,
     activation,
     axial_angles,
     clipped_linear,
@@ -118,7 +118,7 @@ class Gemma4V:
     settings: VisionSettings
     embed: Linear
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     standard: tuple[Tensor, Tensor] | None
     project_norm: Norm
     project: Linear
@@ -154,14 +154,14 @@ class Gemma4V:
         return rotate
 
 
-def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
+def _block(weights: Weights, settings: VisionSettings, name: str) -> VisionBlock:
     size, hidden, eps = settings.width, settings.feed_forward, settings.eps
 
     def rms(part: str, width: int) -> Norm:
         return norm(weights, f"{name}.{part}", width, eps, centred=False)
 
     parts = tuple(clipped_linear(weights, f"{name}.attn_{part}", size, size) for part in "qkv")
-    attention = Attention(
+    attention = VisionAttention(
         Joined(parts),
         clipped_linear(weights, f"{name}.attn_out", size, size),
         settings.heads,
@@ -176,7 +176,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
     down = clipped_linear(weights, f"{name}.ffn_down", size, hidden)
     mlp = Mlp(up, down, activation(settings.activation), gate)
     post = rms("attn_post_norm", size), rms("ffn_post_norm", size)
-    return Block(rms("ln1", size), attention, rms("ln2", size), mlp, post=post)
+    return VisionBlock(rms("ln1", size), attention, rms("ln2", size), mlp, post=post)
 
 
 def _encoder(weights: Weights, settings: VisionSettings) -> Gemma4V:

@@ -13,10 +13,10 @@ from torch import Tensor
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Block,
     Linear,
     Mlp,
     Norm,
+    VisionBlock,
     activation,
     axial_angles,
     linear,
@@ -98,7 +98,7 @@ class Glm4V:
     embed: Linear
     embed_norm: Norm
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     post_norm: Norm
     down: Linear
     project: Linear

@@ -15,9 +15,9 @@ from torch import Tensor
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Block,
     Linear,
     Norm,
+    VisionBlock,
     linear,
     merged,
     norm,
@@ -135,7 +135,7 @@ class Idefics3:
     settings: VisionSettings
     embed: Linear
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     post_norm: Norm
     project: Linear
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Attention,
-    Block,
     Linear,
     Mlp,
     Norm,
+    VisionAttention,
+    VisionBlock,
     activation,
     linear,
     merged,
@@ -114,7 +114,7 @@ class InternVL:
     embed: Linear
     first: Tensor
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     project_norm: Norm
     project: Mlp
 
@@ -130,7 +130,7 @@ class InternVL:
         return self.project(self.project_norm(x.flatten(1, 2)))
 
 
-def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
+def _block(weights: Weights, settings: VisionSettings, name: str) -> VisionBlock:
     size, hidden = settings.width, settings.feed_forward
     centred = weights.has(f"{name}.ln1.bias")
     first, second = (norm(weights, f"{name}.{part}", size, settings.eps, centred) for part in ("ln1", "ln2"))
@@ -139,7 +139,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
         norm(weights, f"{name}.attn_{part}_norm", size, _QK_EPS, centred=False) if normed else None
         for part in "qk"
     ]
-    attention = Attention(
+    attention = VisionAttention(
         qkv_linear(weights, name, size, size),
         linear(weights, f"{name}.attn_out", size, size),
         settings.heads,
@@ -151,7 +151,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
         linear(weights, f"{name}.ffn_down", size, hidden),
     )
     scales = (weights.tensor(f"{name}.ls1.weight", size), weights.tensor(f"{name}.ls2.weight", size))
-    return Block(first, attention, second, Mlp(up, down, activation(settings.activation)), scales)
+    return VisionBlock(first, attention, second, Mlp(up, down, activation(settings.activation)), scales)
 
 
 def _encoder(weights: Weights, settings: VisionSettings) -> InternVL:

@@ -14,10 +14,10 @@ from torch import Tensor
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Block,
     Linear,
     Mlp,
     Norm,
+    VisionBlock,
     activation,
     linear,
     merged,
@@ -124,7 +124,7 @@ class Lfm2:
     settings: VisionSettings
     embed: Linear
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     post_norm: Norm
     project_norm: Norm | None
     project: Mlp

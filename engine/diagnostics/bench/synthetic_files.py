@@ -13,7 +13,7 @@ from quengine.errors import CannotRunError, EngineError, nearest
 from quengine.kernels.private_folder import user_cache
 from quengine.loading.placement import free_memory
 from quengine.memory import WORKSPACE, gib
-from quengine.models.synthetic.presets import PRESETS, find_preset
+from quengine.models.synthetic.presets import PRESETS, synthetic_preset
 from quengine.models.synthetic.synthetic import remove_partial_files, synthetic_bytes, write_synthetic
 from quengine.platform.device import choose_device
 from quengine.platform.machine import available_memory
@@ -41,7 +41,7 @@ def synthetic_models(
         CannotRunError: too little memory for a model or disk for its file, or no folder can be written.
     """
     for name in names:
-        if find_preset(name) is None:
+        if synthetic_preset(name) is None:
             raise EngineError(
                 f"--synthetic {name}: must be one of {', '.join(PRESETS)}, or the first N layers of one, as in "
                 f"llama-3-70b-20l{nearest(name, PRESETS)}"
@@ -110,7 +110,7 @@ def _check_memory(name: str, plan: BenchPlan) -> None:
 
 def _smaller(name: str, room: int) -> str:
     """What fits into so many bytes: the model's first layers, or the largest of the others."""
-    spec = find_preset(name)
+    spec = synthetic_preset(name)
     assert spec is not None
     base = name if name in PRESETS else name.rpartition("-")[0]
     for layers in range(spec.block_count - 1, 0, -1):

@@ -74,7 +74,7 @@ def budgets_for(a: str, b: str, cache_type: CacheType = "f16") -> Mapping[str, B
     }
 
 
-class Place(NamedTuple):
+class TextPosition(NamedTuple):
     """A position in a text: `ids` up to and with it are `ids[: position + 1]`."""
 
     ids: list[int]
@@ -97,7 +97,7 @@ class ParityReport:
     b: str
     phases: dict[str, PhaseMetrics]
     budgets: Mapping[str, Budget]
-    worst: dict[str, Place]
+    worst: dict[str, TextPosition]
     divergences: list[Divergence]
     identical_prompts: int
     prompts: int
@@ -131,7 +131,7 @@ def compare_sides(
 ) -> ParityReport:
     """Run the whole comparison; `progress` is called with what is being computed, in a few words."""
     phases: dict[str, PhaseMetrics] = {}
-    worst: dict[str, Place] = {}
+    worst: dict[str, TextPosition] = {}
     pairs: dict[str, Pair] = {}
     names: tuple[Phase, ...] = ("prefill", "decode")
     for phase in names if workload.windows else ():
@@ -225,13 +225,13 @@ def _left(done: int, total: int, elapsed: float) -> str:
     )
 
 
-def _place(row: int, texts: list[tuple[list[int], int]], shift: int = 0) -> Place:
+def _place(row: int, texts: list[tuple[list[int], int]], shift: int = 0) -> TextPosition:
     """Where row number `row` lies, of the rows of all texts: each has one for every token from a first one on, whose
     position is that of the token plus `shift`.
     """
     for ids, first in texts:
         if row < len(ids) - first:
-            return Place(ids, first + row + shift)
+            return TextPosition(ids, first + row + shift)
         row -= len(ids) - first
     raise ValueError(f"row {row} lies beyond the texts")
 

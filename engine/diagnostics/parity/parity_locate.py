@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from quengine.diagnostics.parity.parity import ParityReport, Place
+from quengine.diagnostics.parity.parity import ParityReport, TextPosition
 from quengine.diagnostics.parity.parity_metrics import nmse_rows
 from quengine.diagnostics.parity.parity_operations import Operation, in_the_form_of, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
@@ -107,19 +107,19 @@ def locate(a: LLMSide, b: LLMSide, report: ParityReport, progress: Callable[[str
     return found
 
 
-def _worst_place(report: ParityReport, phase: Phase) -> Place:
+def _worst_place(report: ParityReport, phase: Phase) -> TextPosition:
     failed = {failure.partition(":")[0] for failure in report.failures}
     if phase not in report.worst or ("greedy" in failed and phase not in failed):
         return report.worst["greedy"]
     return report.worst[phase]
 
 
-def _chunk_start(place: Place, chunk: int) -> int:
+def _chunk_start(place: TextPosition, chunk: int) -> int:
     """Where the chunk with that position began; later where it would be too long to keep."""
     return max(place.position // chunk * chunk, place.position + 1 - MAX_POSITIONS)
 
 
-def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: Place, start: int) -> Location:
+def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: TextPosition, start: int) -> Location:
     end = place.position + 1
     ids = place.ids[start:end]
     chunk = a.step("prefill")

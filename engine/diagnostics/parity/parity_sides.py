@@ -16,7 +16,7 @@ from quengine.kernels.backend import SlotLayer
 from quengine.kernels.forward_batch import Phase
 from quengine.llm import LLM
 from quengine.parallel.cached_rows import read_cached, write_cached
-from quengine.parallel.wire import Choose
+from quengine.parallel.wire import ChooseExperts
 from quengine.platform.device import choose_device
 from quengine.request.sampling_params import SamplingParams
 from quengine.step_plan import SequenceRows
@@ -80,7 +80,7 @@ class LLMSide:
     def choose_experts(self, experts: Mapping[int, Tensor]) -> None:
         """Where the side has several ranks: tell the others which experts [T, k] the rows of the next step have, by
         layer."""
-        with self.llm.runner.together(Choose({layer: of.tolist() for layer, of in experts.items()})):
+        with self.llm.runner.together(ChooseExperts({layer: of.tolist() for layer, of in experts.items()})):
             pass
 
     def cached(self, start: int, end: int) -> list[Tensor]:

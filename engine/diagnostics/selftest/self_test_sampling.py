@@ -5,17 +5,24 @@ import torch
 
 from quengine.diagnostics.selftest.self_test import KernelCheck, failure
 from quengine.kernels import sampling as definition
-from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
+from quengine.kernels.cuda.sampling.sampling import (
+    DecodeState,
+    SamplingBuffers,
+    SamplingSettings,
+    sample_step,
+)
 
 VOCAB, STEPS = 2000, 24
 SETTINGS = {
-    "greedy": Settings(temperature=0.0, top_k=1),
-    "sampled": Settings(temperature=0.9, top_k=40, top_p=0.95, min_p=0.02, seed=17),
-    "penalties": Settings(
+    "greedy": SamplingSettings(temperature=0.0, top_k=1),
+    "sampled": SamplingSettings(temperature=0.9, top_k=40, top_p=0.95, min_p=0.02, seed=17),
+    "penalties": SamplingSettings(
         temperature=0.8, top_k=60, repeat=1.2, presence=0.3, frequency=0.1, repeat_last_n=8, seed=3
     ),
-    "no top-k": Settings(temperature=1.1, top_k=0, top_p=0.98, min_p=0.001, seed=5),
-    "typical": Settings(temperature=1.3, top_k=700, typical_p=0.9, top_p=1.0, min_p=0.0, repeat=1.1, seed=6),
+    "no top-k": SamplingSettings(temperature=1.1, top_k=0, top_p=0.98, min_p=0.001, seed=5),
+    "typical": SamplingSettings(
+        temperature=1.3, top_k=700, typical_p=0.9, top_p=1.0, min_p=0.0, repeat=1.1, seed=6
+    ),
 }
 SUBJECT = "sampling"
 
@@ -28,7 +35,7 @@ def check_sampling(device: torch.device, pdl: bool, name: str) -> KernelCheck:
         return failure(SUBJECT, name, error)
 
 
-def _share_of_wrong_tokens(device: torch.device, pdl: bool, settings: Settings) -> float:
+def _share_of_wrong_tokens(device: torch.device, pdl: bool, settings: SamplingSettings) -> float:
     random = torch.Generator().manual_seed(11)
     penalizes = settings.penalizes
     history = [7, 8, 7]
@@ -49,7 +56,7 @@ def _share_of_wrong_tokens(device: torch.device, pdl: bool, settings: Settings) 
     return wrong / STEPS
 
 
-def _defined(logits: np.ndarray, s: Settings, history: list[int], position: int) -> int:
+def _defined(logits: np.ndarray, s: SamplingSettings, history: list[int], position: int) -> int:
     if history:
         ids, counts = np.unique(np.array(history[-s.repeat_last_n :], dtype=np.int64), return_counts=True)
         logits = definition.penalize(logits, ids, counts.astype(np.int64), s.repeat, s.presence, s.frequency)

@@ -41,7 +41,7 @@ def net_of(spec: GatedDeltaSpec, ring: int) -> Net:
     return Net(spec.key_heads, spec.value_heads, spec.head_dim, spec.tiled, spec.taps, ring)
 
 
-def check_head_dim(head_dim: int) -> None:
+def check_state_head_dim(head_dim: int) -> None:
     """Raises EngineError for heads that no kernel takes."""
     if not 16 <= head_dim <= 256 or head_dim & (head_dim - 1):
         raise EngineError(

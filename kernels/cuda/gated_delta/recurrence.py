@@ -17,7 +17,7 @@ from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gated_delta.arithmetic import Net, delta_step, key_head_of
 from quengine.kernels.cuda.gated_delta.chunks import PRECISION, chunk_rows
 from quengine.kernels.cuda.gated_delta.rows import (
-    StepRows,
+    StateRows,
     block_at,
     checkpoints_of,
     chunk_of,
@@ -225,7 +225,7 @@ def _by_rows_kernel(
 
 
 def carry_by_chunks(
-    step: StepRows, qkv: Tensor, gates: Tensor, matrices: tuple[Tensor, Tensor], net: Net,
+    step: StateRows, qkv: Tensor, gates: Tensor, matrices: tuple[Tensor, Tensor], net: Net,
     history: Tensor, memory: Tensor, pdl: bool,
 ) -> None:  # fmt: skip
     """o over the columns of v, and the states of a prompt's sequences. matrices: of `chunk_matrices`."""
@@ -241,7 +241,7 @@ def carry_by_chunks(
 
 
 def carry_by_rows(
-    step: StepRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
+    step: StateRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
 ) -> None:
     """The same of any step whose sequences may have several rows."""
     columns = min(ROW_COLUMNS, net.head_dim)

@@ -15,7 +15,7 @@ _AT_ONCE = tl.constexpr(128)
 
 
 @dataclass(frozen=True)
-class StepRows:
+class StateRows:
     """Rows x fp32 [T, columns], unit inner stride, and what they belong to.
 
     Attributes:

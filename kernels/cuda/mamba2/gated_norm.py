@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gated_delta.arithmetic import silu
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, fp16_row_scale, store_row
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
@@ -77,7 +77,7 @@ def _gated_norm_kernel(
 
 def gated_norm(
     y: Tensor,
-    step: StepRows,
+    step: StateRows,
     spec: Mamba2Spec,
     net: Mamba2Net,
     out: Tensor | QuantizedActivations | Fp16Operand,

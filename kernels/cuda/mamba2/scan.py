@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quengine.kernels.cuda.gated_delta.chunks import PRECISION
 from quengine.kernels.cuda.gated_delta.rows import (
-    StepRows,
+    StateRows,
     block_at,
     checkpoints_of,
     chunk_of,
@@ -230,7 +230,7 @@ def _by_rows_kernel(
 
 
 def scan_by_chunks(
-    step: StepRows,
+    step: StateRows,
     spec: Mamba2Spec,
     xbc: Tensor,
     gates: Tensor,
@@ -250,7 +250,7 @@ def scan_by_chunks(
 
 
 def scan_by_rows(
-    step: StepRows,
+    step: StateRows,
     spec: Mamba2Spec,
     xbc: Tensor,
     gates: Tensor,

@@ -32,7 +32,7 @@ _FLOAT_ROWS = 8
 
 
 @triton.jit
-def row_at(x, index, squares, COLS: tl.constexpr):
+def quantized_row(x, index, squares, COLS: tl.constexpr):
     """Row `index` of quantized activations [n, COLS] whose first row is `x`; squares: the row's."""
     return QuantizedRow(
         x.high + index * COLS,
@@ -87,7 +87,9 @@ def _expert_rows_kernel(
     matrix = Matrix(planes, (expert + 1) * expert_tiles)
     queue = begin_rows(matrix, tile0, P)
     squares_row = squares_ptr + row * P.partials
-    x = row_at(QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps), row, squares_row, P.cols)
+    x = quantized_row(
+        QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps), row, squares_row, P.cols
+    )
     y = finish_rows(queue, load_squares(squares_row, P.partials), matrix, x, tile0, P)
     tile = block + tl.arange(0, P.tiles)[:, None, None, None]
     rh = tl.arange(0, 2)[None, None, :, None]

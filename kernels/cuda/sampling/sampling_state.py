@@ -63,7 +63,7 @@ class DecodeState:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SamplingSettings:
     """The sampling settings of one sequence; names and ranges as in `quengine.kernels.sampling.sample`."""
 
     temperature: float = 0.8
@@ -182,7 +182,9 @@ class SamplingBuffers:
             torch.zeros(batch, vocab, dtype=torch.int32, device=device) if penalties else None,
         )
 
-    def set(self, slot: int, settings: Settings, history: torch.Tensor, bias: dict[int, float]) -> None:
+    def set(
+        self, slot: int, settings: SamplingSettings, history: torch.Tensor, bias: dict[int, float]
+    ) -> None:
         """Sets the settings of a slot; `history`, int32 on the device, is its tokens so far, of which the penalties'
         window is counted. Waits for nothing: what steps in flight append to the history is counted too.
 

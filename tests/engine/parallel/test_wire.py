@@ -7,12 +7,12 @@ from quengine.kernels.channel import encode
 from quengine.parallel.wire import (
     TO_RANK,
     Capture,
-    Choose,
+    ChooseExperts,
     Configure,
     CopyBlocks,
     Forward,
     Hidden,
-    Launch,
+    LaunchDecode,
     Parts,
     Prompts,
     RankPlan,
@@ -39,8 +39,10 @@ ROWS = [
         Parts(ROWS, [[0, 1], [], [2]]),
         ReadCache(3, 70000),
         WriteCache(0, 4),
-        Choose({3: [[0, 2], [1, 5]], 0: []}),
-        Launch(GraphKey("decode", 4, 4, SamplingKind(64, bias=True, penalties=False)), {7: 1, 100000: 0}),
+        ChooseExperts({3: [[0, 2], [1, 5]], 0: []}),
+        LaunchDecode(
+            GraphKey("decode", 4, 4, SamplingKind(64, bias=True, penalties=False)), {7: 1, 100000: 0}
+        ),
         Configure(
             3,
             SamplingKind(0, bias=True, penalties=True),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quengine.models.template.limited_process import LimitedProcess, Limits, ProcessStoppedError
+from quengine.models.template.limited_process import LimitedProcess, ProcessLimits, ProcessStoppedError
 
-LIMITS = Limits(cpu_seconds=1.0, memory_bytes=1 << 30)
+LIMITS = ProcessLimits(cpu_seconds=1.0, memory_bytes=1 << 30)
 
 
 def template(source: str) -> LimitedProcess:
