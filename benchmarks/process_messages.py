@@ -19,7 +19,7 @@ import msgspec
 
 from quengine.kernels.channel import MessageDecoder, encode
 from quengine.kernels.child_process import ChildProcess, end_with_parent, parent_channel
-from quengine.parallel.wire import TO_RANK, Forward, LaunchDecode
+from quengine.parallel.wire import TO_RANK, LaunchDecode, PlannedStep
 from quengine.runners.graph_keys import GraphKey, SamplingKind
 from quengine.serve.processes.shared_engine import Piece
 from quengine.serve.processes.shared_wire import FROM_ENGINE, Step
@@ -51,9 +51,9 @@ def messages() -> list[tuple[str, str, Any]]:
             "rank",
             LaunchDecode(key, {3 * number: 7000 + number for number in range(256)}),
         ),
-        ("decode, 1 row of 4096 positions", "rank", Forward("decode", rows(1, 1, 128), True, False)),
-        ("decode, 64 rows of 1024", "rank", Forward("decode", rows(64, 1, 32), True, False)),
-        ("prompt of 2048 tokens", "rank", Forward("prefill", rows(1, 2048, 64), False, False)),
+        ("decode, 1 row of 4096 positions", "rank", PlannedStep("decode", rows(1, 1, 128), "all logits")),
+        ("decode, 64 rows of 1024", "rank", PlannedStep("decode", rows(64, 1, 32), "all logits")),
+        ("prompt of 2048 tokens", "rank", PlannedStep("prefill", rows(1, 2048, 64), "last logits")),
         *(
             (f"events of {count} streams", "server", Step([Piece(n, (n,), " word") for n in range(count)]))
             for count in (1, 64, 256)

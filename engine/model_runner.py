@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import CopyBlocks, Forward, Hidden, Message, Parts, Together, alone
+from quengine.parallel.wire import CopyBlocks, Message, PlannedStep, Together, alone
 from quengine.platform.ranges import ProfilerRange
 from quengine.request.pooling import RANK
 from quengine.request.prompt_scores import split_rows
@@ -194,11 +194,11 @@ class ModelRunner:
         In prefill [sequences, vocab], after each sequence's last row, or with `all_logits` [T, vocab]; in decode
         always [T, vocab]. `eager`: use no captured step. `given`: rows of a prefill step given as embeddings.
         """
-        numbers, spans = tuple(given.numbers), tuple(given.spans)
-        with self.together(Forward(phase, rows, all_logits, eager, numbers, spans)):
+        output: Literal["last logits", "all logits"] = "all logits" if all_logits else "last logits"
+        with self.together(PlannedStep(phase, rows, output, given.numbers, given.spans, eager)):
             embeds, graphs = self._embeds(given), self.graphs
             captures = not all_logits and not eager
-            takes = embeds is None or (graphs is not None and graphs.takes_embeds and not spans)
+            takes = embeds is None or (graphs is not None and graphs.takes_embeds and not given.spans)
             if graphs is not None and captures and takes:
                 key = graphs.lookup(phase, rows)
                 if key is not None:
@@ -221,7 +221,7 @@ class ModelRunner:
     @torch.no_grad()
     def hidden(self, rows: Seq[SequenceRows], given: GivenRows = TOKENS_ALONE) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens of these chunks: [T, embedding length]."""
-        with self.together(Hidden(rows, tuple(given.numbers), tuple(given.spans))):
+        with self.together(PlannedStep("prefill", rows, "hidden rows", given.numbers, given.spans)):
             embeds = self._embeds(given)
             batch = forward_batch("prefill", rows, self.decoder.backend.device, embeds=embeds)
             return self.decoder.hidden(batch, self.cache.layers)
@@ -231,7 +231,8 @@ class ModelRunner:
         self, rows: Seq[SequenceRows], parts: Seq[Seq[int]], given: GivenRows = TOKENS_ALONE
     ) -> Iterator[Tensor]:
         """Logits [n, vocab] of each of `parts` of these rows, computed lazily; the caller must take them all."""
-        with self.together(Parts(rows, parts, tuple(given.numbers), tuple(given.spans))):
+        step = PlannedStep("prefill", rows, "logits of parts", given.numbers, given.spans, parts=parts)
+        with self.together(step):
             device = self.decoder.backend.device
             batch = forward_batch("prefill", rows, device, embeds=self._embeds(given))
             tensors = (torch.tensor(part, device=device) for part in parts)

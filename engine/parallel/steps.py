@@ -1,6 +1,7 @@
 """What a rank other than rank 0 does with a message: the call of its runner that rank 0 makes of its own."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,31 +13,24 @@ from quengine.parallel.wire import (
     ChooseExperts,
     Configure,
     CopyBlocks,
-    Forward,
     Graphs,
-    Hidden,
     LaunchDecode,
     Message,
-    Parts,
-    Prefill,
+    PlannedStep,
     Prompts,
     ReadCache,
     WriteCache,
 )
-from quengine.step_plan import GivenRows
+
+if TYPE_CHECKING:
+    from quengine.runners.cuda_graphs import CudaGraphs
 
 
 def run(runner: ModelRunner, message: Message) -> None:
     """Compute this rank's part of a step."""
     match message:
-        case Forward(phase, rows, all_logits, eager, embedded, spans):
-            runner.forward(phase, rows, all_logits, eager, GivenRows(embedded, None, spans))
-            _choose(runner, {})
-        case Hidden(rows, embedded, spans):
-            runner.hidden(rows, GivenRows(embedded, None, spans))
-        case Parts(rows, parts, embedded, spans):
-            for _ in runner.logits_of_parts(rows, parts, GivenRows(embedded, None, spans)):
-                pass
+        case PlannedStep():
+            _compute(runner, message)
         case ReadCache(start, end):
             read_rank_rows(runner, start, end)
         case WriteCache(start, end):
@@ -49,19 +43,40 @@ def run(runner: ModelRunner, message: Message) -> None:
             _run_graphs(runner, message)
 
 
-def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
-    """On a CUDA device: what is captured, with the tokens chosen by every rank for itself, from the same logits."""
-    from quengine.kernels.cuda.sampling.sampling import SamplingSettings
+def _compute(runner: ModelRunner, step: PlannedStep) -> None:
+    """Compute the rows of a plan as rank 0 does."""
+    match step.output:
+        case "hidden rows":
+            runner.hidden(step.rows, step.given)
+        case "logits of parts":
+            for _ in runner.logits_of_parts(step.rows, step.parts, step.given):
+                pass
+        case "tokens":
+            assert step.kind is not None
+            _graphs(runner).prefill(step.rows, step.slots, step.kind)
+        case _:
+            all_logits = step.output == "all logits"
+            runner.forward(step.phase, step.rows, all_logits, step.eager, step.given)
+            _choose(runner, {})
+
+
+def _graphs(runner: ModelRunner) -> "CudaGraphs":
+    """The captured steps of a CUDA device."""
     from quengine.runners.cuda_graphs import CudaGraphs
 
-    graphs = runner.graphs
-    assert isinstance(graphs, CudaGraphs)
+    assert isinstance(runner.graphs, CudaGraphs)
+    return runner.graphs
+
+
+def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
+    """Run what concerns the captured steps; each rank samples the same tokens by itself, from the same logits."""
+    from quengine.kernels.cuda.sampling.sampling import SamplingSettings
+
+    graphs = _graphs(runner)
     match message:
         case LaunchDecode(key, changes):
             graphs.inputs.changes.update(changes)
             graphs.launch(key)
-        case Prefill(rows, slots, kind):
-            graphs.prefill(rows, slots, kind)
         case Configure(slot, kind, settings, bias, ids, total):
             made = SamplingSettings(**settings)  # type: ignore[arg-type]
             graphs.set_sampling(slot, kind, made, dict(bias), list(ids), total)

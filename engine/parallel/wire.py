@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -11,7 +11,7 @@ from quengine.kernels.forward_batch import Phase
 from quengine.models.tensor_split import Rank
 from quengine.platform.failure import Failure
 from quengine.runners.graph_keys import GraphKey, SamplingKind
-from quengine.step_plan import SequenceRows
+from quengine.step_plan import GivenRows, SequenceRows
 
 
 class _ToRank(msgspec.Struct, tag=True, frozen=True, array_like=True):
@@ -45,33 +45,29 @@ class RankReady(msgspec.Struct, tag=True, frozen=True):
     """From a rank: its part of the model is loaded."""
 
 
-class Forward(_ToRank, frozen=True):
-    """`ModelRunner.forward`. `embedded`: numbers of the rows given as embeddings, which follow by broadcast.
-    `spans`: of these rows, as `EmbeddedRows` has them."""
+class PlannedStep(_ToRank, frozen=True):
+    """The data of a `StepPlan`, of which every rank computes its part.
+
+    phase, rows: as in the plan. embedded: numbers of the rows given as embeddings, whose values follow by broadcast;
+    spans: as `EmbeddedRows` has them. output: logits of each sequence's last row or of all rows
+    (`ModelRunner.forward`, with `eager`), the hidden rows (`hidden`), logits of `parts` of the rows
+    (`logits_of_parts`), or tokens for `slots`, sampled as `kind` (`CudaGraphs.prefill`).
+    """
 
     phase: Phase
     rows: Sequence[SequenceRows]
-    all_logits: bool
-    eager: bool
-    embedded: tuple[int, ...] = ()
-    spans: tuple[tuple[int, int, int], ...] = ()
+    output: Literal["last logits", "all logits", "hidden rows", "logits of parts", "tokens"]
+    embedded: Sequence[int] = []
+    spans: Sequence[tuple[int, int, int]] = []
+    eager: bool = False
+    parts: Sequence[Sequence[int]] = []
+    slots: Sequence[int] = []
+    kind: SamplingKind | None = None
 
-
-class Hidden(_ToRank, frozen=True):
-    """`ModelRunner.hidden`."""
-
-    rows: Sequence[SequenceRows]
-    embedded: tuple[int, ...] = ()
-    spans: tuple[tuple[int, int, int], ...] = ()
-
-
-class Parts(_ToRank, frozen=True):
-    """`ModelRunner.logits_of_parts`."""
-
-    rows: Sequence[SequenceRows]
-    parts: Sequence[Sequence[int]]
-    embedded: tuple[int, ...] = ()
-    spans: tuple[tuple[int, int, int], ...] = ()
+    @property
+    def given(self) -> GivenRows:
+        """The rows given as embeddings, without their values."""
+        return GivenRows(self.embedded, None, self.spans)
 
 
 class ReadCache(_ToRank, frozen=True):
@@ -99,14 +95,6 @@ class LaunchDecode(_ToRank, frozen=True):
 
     key: GraphKey
     changes: Mapping[int, int]
-
-
-class Prefill(_ToRank, frozen=True):
-    """`CudaGraphs.prefill`."""
-
-    rows: Sequence[SequenceRows]
-    slots: Sequence[int]
-    kind: SamplingKind
 
 
 class Configure(_ToRank, frozen=True):
@@ -138,8 +126,8 @@ class CopyBlocks(_ToRank, frozen=True):
     copies: Sequence[BlockCopy]
 
 
-Step: TypeAlias = Forward | Hidden | Parts | ReadCache | WriteCache | CopyBlocks | ChooseExperts
-Graphs: TypeAlias = LaunchDecode | Prefill | Configure | Capture | Prompts
+Step: TypeAlias = PlannedStep | ReadCache | WriteCache | CopyBlocks | ChooseExperts
+Graphs: TypeAlias = LaunchDecode | Configure | Capture | Prompts
 Message: TypeAlias = Step | Graphs
 
 Together = Callable[[Message], AbstractContextManager[None]]

@@ -29,7 +29,7 @@ from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
 from quengine.models.architectures import attentions_of
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import Capture, Configure, LaunchDecode, Prefill, Prompts, Together, alone
+from quengine.parallel.wire import Capture, Configure, LaunchDecode, PlannedStep, Prompts, Together, alone
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.runners.graph_capture import CapturedStep, capture_step
@@ -210,7 +210,7 @@ class CudaGraphs:
         """
         number = self._launched_prompts % len(self._prompt_events)
         self._launched_prompts += 1
-        with self.together(Prefill(rows, slots, kind)):
+        with self.together(PlannedStep("prefill", rows, "tokens", slots=slots, kind=kind)):
             key = self.lookup("prefill", rows)
             if key is None:
                 batch = forward_batch("prefill", rows, self._backend.device)

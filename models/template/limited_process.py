@@ -44,7 +44,7 @@ class _PythonJson:
 class LimitedProcess:
     """Asks a worker again and again; its process starts with the first question.
 
-    worker: a Python file, run with a `LimitedWorker` (limited_worker.py), which gets `setup`, and answers each question.
+    worker: a Python file, run with a `LimitedWorker`, which gets `setup`, and answers each question.
     """
 
     def __init__(self, worker: Path, setup: Any, limits: ProcessLimits) -> None:

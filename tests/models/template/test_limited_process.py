@@ -52,7 +52,8 @@ def test_the_end_of_a_worker_is_said(
 ) -> None:
     monkeypatch.setattr("quengine.models.template.limited_process.MAX_ANSWER_BYTES", 1 << 20)
     worker = tmp_path / "worker.py"
-    begin = "from quengine.models.template.limited_worker import LimitedWorker\nworker = LimitedWorker()\nnext(worker.requests())"
+    begin = "from quengine.models.template.limited_worker import LimitedWorker\nworker = LimitedWorker()\n"
+    begin += "next(worker.requests())"
     worker.write_text(f"import os, signal, sys\n{begin}\n{end}\n")
     with pytest.raises(ProcessStoppedError, match=problem):
         LimitedProcess(worker, {}, LIMITS).ask({})
