@@ -1,8 +1,8 @@
-"""Keys and values of positions in the cache's first blocks, of all heads, whichever rank has them; and the states of
-the sequence that has these blocks, whose channels are then what is called heads here.
+"""Keys and values of positions in the cache's first blocks, of the heads of all ranks; and the states of the sequence
+that has these blocks, whose channels take the place of heads here.
 
-Of many layers at a time: what is exchanged and copied between host and device is one array of bytes, a row for each
-position, with the tensors of the layers one beside the other.
+Several layers are exchanged, and copied between host and device, at a time: as one array of bytes with a row for each
+position, in which the tensors of the layers lie side by side.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a rank other than rank 0 does with a message: the call of its runner that rank 0 makes of its own."""
+"""Runs a message on a rank other than rank 0: makes the same call of its runner that rank 0 makes."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING

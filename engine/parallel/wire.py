@@ -15,12 +15,13 @@ from quengine.step_plan import GivenRows, SequenceRows
 
 
 class _ToRank(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A call that all ranks make together, with its arguments; but for the first message."""
+    """A call that all ranks make together, with its arguments. RankPlan, the first message, is the exception."""
 
 
 class RankPlan(_ToRank, frozen=True):
-    """The first message: what a rank loads. `options`: fields of EngineConfig. `pools`: of each group of layers.
-    `meeting`: the file where the ranks meet. `bounds`: of `Stage`; empty where ranks have a part of every layer."""
+    """The first message to a rank: what it loads. `options`: fields of EngineConfig. `pools`: the cache's pools, by
+    group of layers. `meeting`: the file through which the ranks meet. `bounds`: those of `Stage`; empty where each rank
+    has a part of every layer."""
 
     model: str
     options: Mapping[str, Any]
@@ -38,11 +39,11 @@ class RankPlan(_ToRank, frozen=True):
 
 
 class Starting(msgspec.Struct, tag=True, frozen=True):
-    """From a rank: its process has begun."""
+    """A rank's first message: its process has started."""
 
 
 class RankReady(msgspec.Struct, tag=True, frozen=True):
-    """From a rank: its part of the model is loaded."""
+    """A rank's message that its part of the model is loaded."""
 
 
 class PlannedStep(_ToRank, frozen=True):

@@ -138,7 +138,7 @@ def _name_operations(config: ModelConfig) -> None:
 
 
 def _name_attention(attention: Attention) -> None:
-    """Those of a layer."""
+    """Load or compile the kernels of an attention layer."""
     sinks, wide = (True,) if attention.form.sinks else (), (True,) if attention.head_dim > DEPTH else ()
     table.block_kernel(attention.form.sinks, True) if wide else table.block_kernel(*sinks)
     table.combine_kernel(*sinks)
@@ -153,7 +153,7 @@ def _name_attention(attention: Attention) -> None:
 
 
 def _name_latent_attention(attention: LatentAttention) -> None:
-    """Those of a layer."""
+    """Load or compile the kernels of a layer of latent attention."""
     wide = (True,) if attention.head_dim > DEPTH else ()
     table.scores_kernel(*wide), table.softmax_kernel(*wide), table.sums_kernel(*wide), table.combine_kernel()
     table.block_kernel(*((False, True) if wide else ()))
