@@ -79,14 +79,14 @@ class StepTokens:
             self._arrived.record()
 
     def wait(self) -> list[int]:
-        """The sampled tokens, row by row; NO_TOKEN where there is none."""
+        """The sampled tokens, row by row; NO_TOKEN for a row without one."""
         if self._tokens is None:
             self._arrived.synchronize()
             self._tokens = self._memory.tolist()
         return self._tokens
 
     def samples(self, rows: int) -> list[Result]:
-        """The tokens of the first rows; NO_CHOICE where there is none."""
+        """The tokens of the first rows; NO_CHOICE for a row without one."""
         return [NO_CHOICE if token == NO_TOKEN else Sample(token) for token in self.wait()[:rows]]
 
     def after(self, sequence: Sequence, row: int) -> Result:
@@ -106,7 +106,7 @@ class CudaGraphs:
         shares_sequences: whether a sequence may have several rows in a decode step.
         pending: most steps of a phase in flight, whose tokens have not been read yet.
         capture: `graph_capture.capture_step`.
-        slots: most sequences that run at once; None: as many as rows.
+        slots: most sequences that run at once; None: one for each row.
         takes_embeds: whether rows of captured prefill steps may be given as embeddings.
 
     `drafted`: `history` of the graphs of a model that drafts for this one, set before a step is captured; None: the

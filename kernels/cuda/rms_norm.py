@@ -1,6 +1,6 @@
 """RMSNorm on CUDA: to plain rows, quantized for q-dot, or as an fp16 operand, also of a sum with a residual.
 
-One kernel, whose geometry follows from (rows, width). Few rows take a block each, with as many warps as the row can
+One kernel, whose geometry follows from (rows, width). Few rows take a block each, with the most warps that a row can
 feed; many narrow rows share a block, so that every block has enough loads in flight. The order of a row's sum follows
 from the geometry: with `batch_invariant`, that of few rows is always used. A row is read once and stays in registers.
 Operands in the WGMMA layout have their own kernel, in rms_norm_wgmma.py.

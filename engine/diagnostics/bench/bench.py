@@ -42,10 +42,10 @@ from quengine.platform.machine import physical_cores
 
 
 def bytes_per_token(llm: LLM, depth: int, generate: int, batch: int = 1) -> int:
-    """Weights, and the cache on average, that one of `generate` tokens after `depth` tokens reads.
+    """Bytes of weights, and of the cache on average, that one of `generate` tokens after `depth` tokens reads.
 
-    `batch` sequences share a pass over the weights. Of a mixture of experts that pass reads those which so many rows
-    are expected to choose.
+    `batch` sequences share a pass over the weights. In a mixture of experts the pass reads the experts that `batch`
+    rows are expected to choose.
     """
     # Token i of the test reads the rows before it and its own.
     context = depth + (generate + 1) // 2
@@ -56,7 +56,7 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     """Floating-point operations, a multiply-add counting two, of a prompt after `depth` tokens.
 
     Matrices of the layers for every token (of experts, those that compute it), the scores and sums of causal attention
-    within the window, and the output matrix and the last layer's matrices behind its attention once a chunk, as only a
+    within the window, and the output matrix and the last layer's matrices after its attention once a chunk, as only a
     chunk's last token gets logits.
     """
     decoder = llm.runner.decoder
@@ -100,7 +100,7 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
 
 
 def _feed_forward_operations(config: ModelConfig, ffn: FeedForwardLayer | MixtureOfExperts) -> int:
-    """Of the matrices of one layer's feed-forward, for one row."""
+    """Floating-point operations of the matrices of one layer's feed-forward, for one row."""
     if isinstance(ffn, FeedForwardLayer):
         return int(sum(2 * weight.rows * weight.cols for weight in (ffn.entry.weight, ffn.ffn_down)))
     experts = ffn.experts
@@ -113,7 +113,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Limits:
-    """What the device gives: bytes a second of its memory, operations a second of its matrix units (None: not
+    """The device's limits: bytes per second of its memory, operations per second of its matrix units (None: not
     measured).
     """
 
@@ -162,7 +162,7 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
 
 
 def _loads(plan: BenchPlan, device: str) -> Iterator[tuple[int, list[int]]]:
-    """How the model is loaded, and for what: positions of a sequence, numbers of sequences."""
+    """The loads of the model: positions of a sequence, and the numbers of sequences that are timed with it."""
     alone = [batch for batch in plan.batches if batch == 1]
     together = [batch for batch in plan.batches if batch > 1]
     for batches in filter(None, (alone, together)):
@@ -229,8 +229,8 @@ def _profiles(
 
 
 def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
-    """Before the first minute is spent: every model is here, holds the longest test, and has experts if they are to be
-    placed."""
+    """Check before anything is timed that the model is here, that its context holds the longest test, and that it has
+    experts if they are to be placed."""
     checkpoint = open_checkpoint(resolve_model(str(model)))
     context = checkpoint.config.context_length
     checkpoint.close()
@@ -276,7 +276,7 @@ def _row(
 
 
 def model_facts(checkpoint: Checkpoint) -> ModelFacts:
-    """Counted from the tensors, not taken from the file's name."""
+    """The facts of a model, counted from its tensors; nothing is taken from the file's name."""
     weights: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         weights[tensor.format.name] += prod(tensor.shape)

@@ -39,8 +39,9 @@ class BenchRow:
     single prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
     on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded, of
     which weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
-    drafts: what was drafted and accepted; None where nothing drafts. host_layers: layers whose experts are in host
-    memory beside a CUDA device, where they take host_bytes. placement: a line that says so, where it was requested.
+    drafts: what was drafted and accepted; None without drafts. host_layers: layers whose experts are in host
+    memory beside a CUDA device, where they take host_bytes. placement: a line that describes this, where it was
+    requested.
     ranks: devices that share the model; bytes, operations and memory are then those of one. split: what each has of it.
     """
 
@@ -103,14 +104,15 @@ class BenchRow:
 
     @property
     def bandwidth_percent(self) -> float | None:
-        """Of the device's memory; None where that is not what limits the test, as with experts in another's."""
+        """The share of the memory bandwidth that was used; None where that does not limit the test, as with experts in
+        the host's memory."""
         if self.gb_s is None or self.host_bytes:
             return None
         return 100 * self.gb_s / (self.bandwidth / 1e9)
 
     @property
     def matrix_percent(self) -> float | None:
-        """Of the matrix rate; None where it does not limit the test, or was not measured."""
+        """The share of the matrix rate that was used; None where it does not limit the test, or was not measured."""
         if not self.operations or self.matrix_rate is None:
             return None
         return 100 * self.operations / self.test.prompt * self.tok_s / self.matrix_rate

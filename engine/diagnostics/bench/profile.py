@@ -231,7 +231,7 @@ def check_can_profile(device: torch.device) -> None:
 
 
 def profile_decode(llm: LLM, prompts: list[list[int]], steps: int = PROFILED_STEPS) -> Traced:
-    """The table and the trace of `steps` decode steps of as many sequences as there are prompts, after these.
+    """The table and the trace of `steps` decode steps, of one sequence after each of the prompts.
 
     The first steps of the requests, which prepare their sampling, are not in it.
     """

@@ -21,7 +21,7 @@ from quengine.platform.machine import available_memory
 Say = Callable[[str], None]
 
 _SPARE = 1 << 27
-"""Bytes of disk beside the weights: the vocabulary, and room for whoever else writes."""
+"""Bytes of disk beside the weights: the vocabulary, and room for other programs that write."""
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _check_memory(name: str, plan: BenchPlan) -> None:
 
 
 def _smaller(name: str, room: int) -> str:
-    """What fits into so many bytes: the model's first layers, or the largest of the others."""
+    """What fits into `room` bytes: the model's first layers, or the largest of the other models."""
     spec = synthetic_preset(name)
     assert spec is not None
     base = name if name in PRESETS else name.rpartition("-")[0]

@@ -57,7 +57,8 @@ _SHOWN_VALUE = 80
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor of the same type in both files whose bytes differ: in how many of its blocks, and first in which row."""
+    """A tensor of the same type in both files whose bytes differ: the number of differing blocks, and the first row
+    with one."""
 
     name: str
     type_name: str
@@ -75,7 +76,7 @@ class FileComparison:
     """The tensors of two models, as stored.
 
     differing: those of one type whose bytes are not the same.
-    retyped: how many are stored as another type, or in one of the files only; nothing is said of their values.
+    retyped: the number stored as another type, or in one of the files only; their values are not compared.
     settings: what differs of the configuration, a phrase each: "rms_eps is 1e-05 in a and 1e-06 in b".
     """
 
@@ -119,7 +120,7 @@ def _check_shapes(a: ModelConfig, b: ModelConfig) -> None:
 
 
 def _value(config: ModelConfig, name: str) -> object:
-    """The field of that name, or that of its experts; None where there are none."""
+    """The field of that name, or that of its experts; None for a model without experts."""
     outer, _, inner = name.rpartition(".")
     return getattr(getattr(config, outer) if outer else config, inner, None)
 

@@ -20,7 +20,7 @@ from quengine.kernels.forward_batch import Phase
 from quengine.kernels.moe.router import Routing
 
 MAX_POSITIONS = 96
-"""Of a prefill chunk, at most: what goes in and out of every operation is held, about 1 GB for a 7B model."""
+"""Most rows of a prefill chunk: the inputs and outputs of every operation are held, about 1 GB for a 7B model."""
 
 CAPTURED = "captured step"
 """The last line of decode: a whole step of side b as it serves, against the same step one operation at a time."""
@@ -30,17 +30,18 @@ BUDGETS: Mapping[Phase, float] = {"prefill": 2e-5, "decode": 5e-8}
 16-bit integers a group (docs/parity.md has what healthy models show)."""
 
 ROUTE_BUDGET = BUDGETS["decode"]
-"""Of the weights of a row's experts: a router computes in fp32 in both phases."""
+"""Limit for the weights of a row's experts: a router computes in fp32 in both phases."""
 
 EMBED_BUDGET = 1e-12
 """A stored row has one value."""
 
 SUM_ROUNDING = 2.0**-18
-"""Of an fp32 sum, relative: an addition rounds by up to 2^-24, and a thousand products that are added to the residual
-one by one err by some 2^-19."""
+"""Relative error of an fp32 sum: an addition rounds by up to 2^-24, and a thousand products that are added to the
+residual one by one err by some 2^-19."""
 
 CACHED_BUDGET = 1e-6
-"""Of a position's keys, or values: both sides round to fp16, and elements near the middle of two may part."""
+"""Limit for a position's keys, or values: both sides round to fp16, and elements near the middle of two fp16 values may
+round to different ones."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class _Call:
     inputs: tuple[Tensor, ...]
     output: Tensor
     experts: Tensor | None = None
-    """Those that a router chose, int32 [T, k]."""
+    """The experts that a router chose, int32 [T, k]."""
 
 
 def _calls_of(side: LLMSide, ids: list[int], start: int) -> list[_Call]:
@@ -195,7 +196,7 @@ class _Replay:
         given = placed if operation == "route" else first + placed[1:]
         further = {} if call.experts is None else {"experts": call.experts.to(backend.device)}
         output = run(*given, **further)
-        # Of a latent attention there are two, one after the other.
+        # A latent attention has two, one after the other.
         self._layer += operation == "norm+qkv" and self._last != "norm+qkv"
         self._last = operation
         self.found.append(self._compared(*_of_one_width(call, _on_host(output))))

@@ -26,14 +26,14 @@ from quengine.models.experts import MixtureOfExperts
 
 @dataclass(frozen=True)
 class RoutingMetrics:
-    """How often side b's routers, on rows behind the same routing, choose other experts than side a's.
+    """The share of places where side b's routers, on rows after the same routing, choose other experts than side a's.
 
     places: positions times layers with experts. differing: those where the two sets of experts are not the same.
     margin: at such a place the difference of two of side a's router logits, of the best expert that side b left out and
         of the worst that it took instead (where the k-th and the next change places, of those two); of all places the
         one with the largest `relative`. 0 without any.
     relative: the same in units of the standard deviation of that row's logits.
-    layer, position: where that is; -1 without any.
+    layer, position: those of that place; -1 without any.
     bound: of `relative`; a difference above it is a failure (`Budget.clear_margin`).
     """
 
@@ -103,7 +103,7 @@ class Pair:
     _chosen: dict[int, _Choices] = field(default_factory=dict)
 
     def most_together(self, phase: Phase) -> int:
-        """How many tokens each side computes before the other does: a state is handed over as it is behind them."""
+        """Tokens that each side computes before the other does: a state is handed over as it is after them."""
         steps = self.a.step(phase), self.b.step(phase)
         return min(steps) if any(self.a.are_states) else max(steps)
 
@@ -125,7 +125,7 @@ class Pair:
     def continuations(
         self, prompt: list[int], tokens: list[int]
     ) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
-        """Of each side the logits, in blocks [t, vocab], that each of `tokens` follows from after `prompt`."""
+        """The logits of each side, in blocks [t, vocab], from which each of `tokens` follows after `prompt`."""
         if not self.a.has_experts:
             return self.a.continuation(prompt, tokens), self.b.continuation(prompt, tokens)
         first, second = tee(self._together(prompt, tokens))
@@ -243,7 +243,7 @@ class RouteCall:
 
 
 Route = Callable[[int, RouteCall], Routing]
-"""Is given the layer and the call, and returns the routing that the decoder is to go on with."""
+"""Called with the layer and the call; returns the routing that the decoder continues with."""
 
 
 @contextmanager

@@ -27,8 +27,8 @@ _SHARED = re.compile(r"(\w+):(tp|layer)(\d+)")
 
 @dataclass(frozen=True)
 class SideSpec:
-    """A side as it is requested: which model, and `reference`, `cpu`, `cuda` or `cuda:N`, shared by so many `ranks`,
-    which `split` each layer or the layers. `name` is for the report."""
+    """A side as it is requested: the model, and its device, `reference`, `cpu`, `cuda` or `cuda:N`. `ranks` devices
+    share the model; `split`: each layer, or the layers. `name` is for the report."""
 
     name: str
     model: str | Path
@@ -64,7 +64,7 @@ class LLMSide:
 
     @property
     def are_states(self) -> list[bool]:
-        """Of each tensor of `cached`, whether it is a state, which has no positions."""
+        """For each tensor of `cached`, whether it is a state, which has no positions."""
         layers = self.llm.runner.cache.layers
         return [isinstance(layer, SlotLayer) for layer in layers for _ in layer.tensors]
 
@@ -78,8 +78,7 @@ class LLMSide:
         return self.llm.runner.forward(_phase(ids), rows, all_logits=True, eager=True).cpu()
 
     def choose_experts(self, experts: Mapping[int, Tensor]) -> None:
-        """Where the side has several ranks: tell the others which experts [T, k] the rows of the next step have, by
-        layer."""
+        """Send the other ranks, if any, the experts [T, k] of the rows of the next step, by layer."""
         with self.llm.runner.together(ChooseExperts({layer: of.tolist() for layer, of in experts.items()})):
             pass
 
@@ -155,7 +154,7 @@ class SidePair(AbstractContextManager["SidePair"]):
 
 
 def default_device() -> str:
-    """Where a model runs when nothing is said: the GPU where there is a usable one, else the CPU."""
+    """The default device of a model: the GPU where there is a usable one, else the CPU."""
     device, _ = choose_device(EngineConfig())
     return "cuda" if device.type == "cuda" else "cpu"
 
@@ -163,9 +162,9 @@ def default_device() -> str:
 def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSpec, SideSpec]:
     """The two sides of a command line; each is DEVICE (of `model`), FILE, FILE@DEVICE, or None for the default.
 
-    A side that is one of the devices' names is that device; what stands behind the last @ is a device only if it has
-    such a name. A file without a device runs where a model runs by default. A side that is left out is `model`: b on
-    that device; a on the CPU where that is a GPU, else by the definition; but if b names another file, both run alike.
+    A side that is one of the devices' names is that device; the text after the last @ is a device only if it has such a
+    name. A file without a device runs where a model runs by default. A side that is left out is `model`: b on that
+    device; a on the CPU where that is a GPU, else by the definition; but if b names another file, both run alike.
 
     Raises:
         EngineError: a side has no file, or both have one and `model` is given as well.

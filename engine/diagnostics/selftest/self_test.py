@@ -20,7 +20,7 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.rms_norm import RMSNorm
 
 ROWS, COLS = 40, 768
-"""Of the test matrix: several blocks of every format wide, and no multiple of a kernel's tile high."""
+"""Size of the test matrix: several blocks of every format wide, and its height no multiple of a kernel's tile."""
 
 GATED = 256
 """Width of the test's feed-forward: one block of the formats with the largest."""
@@ -39,7 +39,7 @@ Run = Callable[[Backend[Any], BlockFormat], Hidden]
 
 @dataclass(frozen=True)
 class Use:
-    """One thing that is done with a weight: `run(backend, format)` does it, with at most `limit` of error.
+    """One operation on a weight: `run(backend, format)` computes it, with an error of at most `limit`.
 
     The error is the NMSE against float64: mean square of the difference over mean square of the result.
     """
@@ -52,7 +52,7 @@ class Use:
 @dataclass(frozen=True)
 class KernelCheck:
     """One test of one subject (a weight format, or an operation). `error` is NMSE; NaN where the kernel's result was
-    not finite, or where it could not be run: `note` then says why.
+    not finite, or where it could not be run: `note` then has the reason.
     """
 
     subject: str
@@ -72,7 +72,7 @@ def check_use(backend: Backend[Any], name: str, use: Use) -> KernelCheck:
         return KernelCheck(
             name, use.name, nmse(use.run(backend, FORMATS[name]), _definition(use, name)), use.limit
         )
-    except Exception as error:  # whatever stops a kernel is what this test looks for
+    except Exception as error:  # any exception is a failure of the kernel
         return failure(name, use.name, error)
 
 
@@ -163,7 +163,7 @@ def _matmul(tokens: int) -> Run:
 
 
 def _feed_forward(tokens: int) -> Run:
-    """Norm, gate, up, SwiGLU, down with the residual, and the next norm with a matrix behind it."""
+    """Norm, gate, up, SwiGLU, down with the residual, and the next norm with a matrix after it."""
 
     def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
         random = torch.Generator().manual_seed(3)

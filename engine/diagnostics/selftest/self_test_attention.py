@@ -46,7 +46,7 @@ LIMITS = {
 """A q8_0 code that falls the other way moves the result by its share of 1/127."""
 
 PROMPTS = (70, 64, 31)
-"""Tokens of each sequence of the paged cache; the one behind them lies within a block, begins one, and ends one."""
+"""Tokens of each sequence of the paged cache; the token after them lies within a block, begins one, or ends one."""
 
 TABLES = ((5, 7, 0), (2, 6, 1), (4, 8, 3))
 _WHOLE = tuple(range(CONTEXT // BLOCK_SIZE))
@@ -126,7 +126,7 @@ class _Side:
         return self._attended(self._qkv(sequence, 0, sequence.length), batch).cpu()
 
     def newest(self, sequences: Sequence[_Sequence]) -> Tensor:
-        """Attention of the token behind the prompts of these sequences, in one step."""
+        """Attention of the token after the prompts of these sequences, in one step."""
         rows = [self._qkv(each, each.length, each.length + 1) for each in sequences]
         positions, tables = [each.length for each in sequences], [[each.table] for each in sequences]
         batch = decode_batch([0] * len(rows), positions, tables, self.backend.device)

@@ -54,7 +54,7 @@ ROUTERS = {
 
 
 def _layer(tokens: int, activation: Gating = "silu", biases: bool = False) -> Run:
-    """Norm, router, experts, the shared expert, the next norm with a matrix behind it; with `biases` no shared one."""
+    """Norm, router, experts, the shared expert, the next norm with a matrix after it; with `biases` no shared one."""
 
     def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
         random = torch.Generator().manual_seed(11)

@@ -51,7 +51,7 @@ QUICK_FORMAT = "Q4_K"
 
 
 def quick_units() -> tuple[Unit, ...]:
-    """Of GPU_UNITS one of each kind: every use of one format, every operation, one router."""
+    """One of each kind of GPU_UNITS: every use of one format, every operation, one router."""
     kinds = {QUICK_FORMAT, *OPERATIONS, *PAGED, *STATES, *LATENTS, f"experts {QUICK_FORMAT}", *SAMPLING}
     return tuple(unit for unit in GPU_UNITS if unit[0] in kinds or unit == (ROUTER, next(iter(ROUTERS))))
 

@@ -51,7 +51,7 @@ def _share_of_wrong_tokens(device: torch.device, pdl: bool, settings: SamplingSe
         token = int(sample_step(logits.to(device), state, buffers, pdl)[0])
         wanted = _defined(logits[0].numpy(), settings, history if penalizes else [], len(history))
         wrong += token != wanted
-        # Both go on from the device's token: one wrong choice is counted once.
+        # Both continue from the device's token: one wrong choice is counted once.
         history.append(token)
     return wrong / STEPS
 

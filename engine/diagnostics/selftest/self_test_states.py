@@ -1,6 +1,6 @@
 """Checks the operations of a backend that keep a state, on this machine, against the float64 definition.
 
-A prompt, then a token, then rows of several sequences, over the state that the steps before have left.
+A prompt, then a token, then rows of several sequences, each over the state that the preceding steps have left.
 """
 
 from collections.abc import Callable, Iterator
@@ -108,7 +108,7 @@ def _gated_delta(size: int, random: torch.Generator) -> _Subject:
 
 
 def _mamba2(state_dim: int, random: torch.Generator) -> _Subject:
-    """Of two groups, with a state that decays at another rate for each head."""
+    """A layer of two groups, with a state that decays at another rate for each head."""
     inner, groups = MAMBA_HEADS * MAMBA_SIZE, 2
     channels = inner + 2 * groups * state_dim
     spec = Mamba2Spec(

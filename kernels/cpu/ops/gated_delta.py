@@ -25,10 +25,10 @@ from quengine.kernels.cpu.runtime.threads import Launch
 from quengine.kernels.gated_delta import L2_EPS, GatedDeltaSpec
 
 COLUMNS = 32
-"""Of a value head's matrix in a task: with 128 rows 16 KiB, which stay in a core's first cache."""
+"""Columns of a value head's matrix in a task: with 128 rows 16 KiB, which stay in a core's L1 cache."""
 
 MOST_WIDTH = 256
-"""Of a head."""
+"""The widest head."""
 
 
 @dataclass

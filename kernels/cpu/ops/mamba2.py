@@ -24,7 +24,7 @@ from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.mamba2 import Mamba2Spec
 
 ROWS = 32
-"""Of a head's matrix in a task: with 128 columns 16 KiB, which stay in a core's first cache."""
+"""Rows of a head's matrix in a task: with 128 columns 16 KiB, which stay in a core's L1 cache."""
 
 _LEAST = 64
 """Channels per task, at least: 256 bytes of each row."""

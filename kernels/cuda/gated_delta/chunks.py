@@ -27,9 +27,9 @@ from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.forward_batch import PrefillTiles
 
 PRECISION = tl.constexpr("tf32x3")
-"""Of products: three of tf32 matrix units, which keep the bits of fp32 operands but for the last two or three. One
-alone has fp16's 11 bits, which a state that sums for thousands of positions, and an inverse, would add up; "ieee" is
-exact, and leaves the matrix units idle."""
+"""The precision of products: three products on the tf32 matrix units, which lose only the last two or three bits of
+fp32 operands. A single one has fp16's 11 bits, and its error would add up in an inverse and in a state that is summed
+over thousands of positions; "ieee" is exact, and leaves the matrix units idle."""
 
 _FIELDS = tl.constexpr(TILE_FIELDS)
 

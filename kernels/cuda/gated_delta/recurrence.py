@@ -1,10 +1,10 @@
 """The states of a step's sequences, carried over their rows: chunk by chunk, or row by row.
 
-A program takes a sequence, a value head and some columns of its S, which no other columns depend on. The newest rows
-of qkv go to the sequence's history here, behind the launch that reads what they replace. o is written over v.
+A program takes a sequence, a value head and some columns of its S, which no other columns depend on. The newest rows of
+qkv are stored in the sequence's history here, after the launch that reads the rows they replace. o is written over v.
 
-Row by row a result does not depend on where a prompt is cut. So does `batch_invariant`, and a decode step in which
-sequences have several rows.
+Row by row, a result does not depend on where a prompt is cut: `batch_invariant` selects this form, and so does a decode
+step in which sequences have several rows.
 """
 
 from typing import NamedTuple

@@ -47,7 +47,8 @@ class StateRows:
 
 @triton.jit
 def chunk_of(tile_ptr, tiles, sequence):
-    """First row of a prompt's chunk, its rows, and its first position; 0 rows where the step has none of a sequence."""
+    """The first row of a prompt's chunk, its number of rows (0 where the step has no row of a sequence), and its first
+    position."""
     first = 0
     rows = 0
     start = 0
@@ -66,8 +67,8 @@ def chunk_of(tile_ptr, tiles, sequence):
 
 @triton.jit
 def checkpoints_of(table_ptr, sequence, table_stride, start):
-    """Of a prompt's chunk from position `start` on, each checkpoint's number of rows before it, 0 where there is none,
-    and its block (forward_batch.state_table)."""
+    """For each checkpoint in a prompt's chunk from position `start` on: the number of the chunk's rows before it (0: no
+    checkpoint), and its block (forward_batch.state_table)."""
     ends = ()
     blocks = ()
     for n in tl.static_range(_CHECKPOINTS):
@@ -107,8 +108,8 @@ def piece_end(begin, rows, ends, C: tl.constexpr):
 
 @triton.jit
 def run_of(position_ptr, table_ptr, row, rows, table_stride, ALL_ROWS: tl.constexpr):
-    """Of the rows of a decode step that have the slot of row `row`: how many, and the first position. 0 rows where
-    `row` is not the first of them, or its slot is padding."""
+    """The number of rows of a decode step that have the slot of row `row`, and the first position. 0 rows where `row`
+    is not the first of them, or its slot is padding."""
     other = tl.arange(0, ALL_ROWS)
     slot = tl.load(table_ptr + row * table_stride)
     same = (tl.load(table_ptr + other * table_stride, mask=other < rows, other=0) == slot) & (other < rows)

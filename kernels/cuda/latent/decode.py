@@ -63,7 +63,7 @@ class LatentWorkspace(NamedTuple):
 
 
 def most_splits(coarse: bool) -> int:
-    """Of a sequence; those of a batch fill the device with fewer."""
+    """Most KV splits of a sequence; with `coarse` fewer, since the sequences of a batch fill the device."""
     return _MOST_SPLITS // 4 if coarse else _MOST_SPLITS
 
 

@@ -22,7 +22,7 @@ _PLAIN, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def _inverse_roots(y, column, eps, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Of each of a row's columns [COLUMNS], 1 / the root of the mean square of its group of GROUP columns."""
+    """For each of a row's columns [COLUMNS], 1 / the root mean square of its group of GROUP columns."""
     if COLUMNS % GROUP == 0 and triton.next_power_of_2(GROUP) == GROUP:
         squares = tl.sum(tl.reshape(y * y, [COLUMNS // GROUP, GROUP]), 1)
         root = tl.rsqrt(squares / GROUP + eps)

@@ -6,10 +6,12 @@ In a chunk of C rows with B, C, x, steps of time t and logs of decays, of which 
     S' = exp(G_last) S + sum over j of exp(G_last - G_j) t_j x_j B_j^T
 
 A program takes a sequence, a head and some of its elements, rows of S that no other elements depend on. The newest rows
-of xBC go to the sequence's history here, behind the launch that reads what they replace. y is written over x.
+of xBC are stored in the sequence's history here, after the launch that reads the rows they replace. y is written over
+x.
 
-Row by row a result does not depend on where a prompt is cut. So does `batch_invariant`, and a decode step in which
-sequences have several rows. Source: Dao and Gu 2024, section 6 (the block decomposition of the semiseparable matrix).
+Row by row, a result does not depend on where a prompt is cut: `batch_invariant` selects this form, and so does a decode
+step in which sequences have several rows. Source: Dao and Gu 2024, section 6 (the block decomposition of the
+semiseparable matrix).
 """
 
 from typing import NamedTuple

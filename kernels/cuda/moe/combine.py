@@ -31,7 +31,7 @@ _AT_ONCE = tl.constexpr(8)
 
 @triton.constexpr_function
 def _end(first: int, used: int) -> int:
-    """Of the experts of a row from `first` on that are read at a time, the one after the last."""
+    """The end of the run of a row's experts, from `first` on, that are read at a time."""
     return min(used, first + int(_AT_ONCE.value))
 
 

@@ -59,7 +59,8 @@ def check_rows(x: QuantizedActivations, weights: ExpertWeights, rows: int) -> No
 
 
 def check_routing(routing: Routing, weights: ExpertWeights) -> None:
-    """Raises ValueError unless the routing is contiguous int32 and fp32 [T, k], k no more than the experts."""
+    """Raises ValueError unless the routing is contiguous int32 and fp32 [T, k], with k at most the number of
+    experts."""
     experts, factors = routing.experts, routing.weights
     fits = experts.ndim == 2 and experts.shape == factors.shape and experts.shape[1] <= weights.count
     kinds = (experts.dtype, factors.dtype) == (torch.int32, torch.float32)

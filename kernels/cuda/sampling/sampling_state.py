@@ -45,7 +45,7 @@ class DecodeState:
 
     @classmethod
     def allocate(cls, batch: int, context: int, device: torch.device) -> "DecodeState":
-        """Of rows whose slots are their own numbers, step after step."""
+        """The state of rows each of which has the slot of its own number in every step."""
         positions = torch.zeros(batch, dtype=torch.int32, device=device)
         slots = torch.arange(batch, dtype=torch.int32, device=device)
         return cls(
@@ -124,7 +124,7 @@ class FullRoom:
 
 @dataclass(frozen=True)
 class SamplingBuffers:
-    """Settings of B slots on the device, and workspace for sampling as many rows.
+    """Settings of B slots on the device, and workspace for sampling B rows.
 
     floats: fp64 [B, 7] (sharpness or 0 for greedy, typical_p, top_p, log of min_p, repeat, presence, frequency); ints:
     int64 [B, 4] (top_k or 0, seed, stream, repeat_last_n); bias: fp64 [B, V] or None; counts: int32 [B, V],
