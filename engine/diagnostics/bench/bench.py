@@ -5,7 +5,7 @@ device's own limits come from `bench_machine`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -39,6 +39,7 @@ from quengine.models.parameter_counts import checkpoint_parameters
 from quengine.platform.device import choose_device
 from quengine.platform.host_experts import host_layers
 from quengine.platform.machine import physical_cores
+from quengine.platform.weight_loader import Progress
 
 
 def bytes_per_token(llm: LLM, depth: int, generate: int, batch: int = 1) -> int:
@@ -106,9 +107,6 @@ def _feed_forward_operations(config: ModelConfig, ffn: FeedForwardLayer | Mixtur
     experts = ffn.experts
     inner = experts.router.used * experts.feed_forward_length + experts.shared_feed_forward_length
     return 2 * config.embedding_length * ((3 if config.block.has_gate else 2) * inner + experts.count)
-
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ logits of more than one chunk held.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,8 +25,7 @@ from quengine.diagnostics.parity.parity_sides import REFERENCE, LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import CacheType
-
-Progress = Callable[[str], None]
+from quengine.platform.weight_loader import Progress
 
 DECODE_SPAN = 64
 """Positions of the decode phase whose logits are held at once; prefill holds a chunk."""

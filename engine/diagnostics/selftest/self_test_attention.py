@@ -15,11 +15,14 @@ from torch import Tensor
 from quengine.diagnostics.selftest.self_test import (
     EPS,
     HALF,
+    PROMPT,
     ROUNDED,
+    STEP_LIMITS,
     KernelCheck,
     failure,
     floats,
     nmse,
+    read_rows_of,
     rows_on,
 )
 from quengine.kernels.attention import causal_mask_band
@@ -32,7 +35,7 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeSpec, rope_table
 
-PROMPT, CONTEXT = 70, 96
+CONTEXT = 96
 HEADS, KV_HEADS = 4, 2
 HEAD_SIZES = (64, 128)
 NORM_WIDTHS = (576, 4096)
@@ -40,7 +43,7 @@ STORED = 1e-6
 """Largest NMSE of cached rows: both sides round them, and where a value lies between two codes they may part."""
 
 LIMITS = {
-    "f16": {"prompt": HALF, "1 token": ROUNDED, "batch": HALF},
+    "f16": STEP_LIMITS,
     "q8_0": {"prompt": 1e-4, "1 token": 1e-4, "batch": 1e-4},
 }
 """A q8_0 code that falls the other way moves the result by its share of 1/127."""
@@ -115,9 +118,7 @@ class _Side:
         self.backend = backend
         self.spec = _spec(size, backend.device)
         self.layer = allocate_layer(blocks * BLOCK_SIZE, KV_HEADS, size, backend.device, cache_type)
-        for (
-            held
-        ) in self.layer.tensors:  # memory that was freed may hold what an earlier check left, all of it right
+        for held in self.layer.tensors:  # freed memory may hold the right results of an earlier check
             held.fill_(3)
 
     def prompt(self, sequence: _Sequence) -> Tensor:
@@ -139,12 +140,11 @@ class _Side:
         return rows[start:end].contiguous()
 
     def _attended(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
-        mixed, width = self.backend.attention(batch, qkv, self.spec, self.layer), HEADS * self.spec.head_dim
-        # Decode may give quantized activations, which only a matrix reads: one row of it for each output.
-        identity = self.backend.weight([floats(torch.eye(width))])
-        zero = torch.zeros(len(qkv), width, dtype=self.backend.dtype, device=self.backend.device)
-        result: Tensor = self.backend.linear_add(batch, mixed, identity, zero)
-        return result
+        backend = self.backend
+        width = HEADS * self.spec.head_dim
+        return read_rows_of(
+            backend, batch, lambda: backend.attention(batch, qkv, self.spec, self.layer), width
+        )
 
 
 def _check_attention(
