@@ -66,7 +66,7 @@ class KVCache:
     ctx_size: int
     pools: tuple[CachePool, ...]
     states: tuple[tuple[Tensor, ...], ...] = ()
-    """Of each group, where its layers keep states, these once more, of all layers: [layers, blocks, ...]."""
+    """For each group whose layers keep states: the states of all its layers, as tensors [layers, blocks, ...]."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The layers of each group."""
     hidden: Tensor | None = None
@@ -114,7 +114,7 @@ class KVCache:
         return cache
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy blocks within their groups, behind the steps that were launched before."""
+        """Copy blocks within their groups, in stream order after the steps that were launched before."""
         for group, source, target in copies:
             for part in self.states[group]:
                 part[:, target].copy_(part[:, source])

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from quengine.runners.device_decode import DeviceDecoder
 
 _NAMES: dict[Phase, str] = {"prefill": "prefill", "decode": "decode step"}
-"""Of the ranges of a profile."""
+"""Names of the ranges of a profile, by phase."""
 
 
 class StepGraphs(Protocol):
@@ -151,9 +151,9 @@ class ModelRunner:
         is not in the cache, nor in a step in flight. If that is its newest token, the result is a Sample of the next
         one; if generated tokens are being recomputed, it is an earlier token (`next_is_newest` is false), and the
         result is None. The tokens of its `draft` are further rows, computed as if they had been generated; the result
-        is then Verified. Tokens in front of it that the states lack (`Sequence.replay`) are further rows, whose results
-        nobody wants. In prefill it computes chunks of prompts, with the generated tokens of sequences that were
-        preempted, and samples after those that end with their newest token.
+        is then Verified. Tokens before it that the states lack (`Sequence.replay`) are further rows, whose results are
+        not used. In prefill it computes chunks of prompts, with the generated tokens of sequences that were preempted,
+        and samples after those that end with their newest token.
 
         A sequence fails alone: its result is then the exception, an EngineError if its logits are not finite. An
         exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
@@ -244,7 +244,7 @@ class ModelRunner:
             self.cache.copy_blocks(copies)
 
     def together(self, message: Message) -> AbstractContextManager[None]:
-        """A block that all ranks compute: `message` tells the others what to do."""
+        """A block that all ranks compute; the others compute `message`."""
         return alone(message) if self.ranks is None else self.ranks.together(message)
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
@@ -292,7 +292,9 @@ class ModelRunner:
     def explain(self, plan: StepPlan, sequence: Sequence) -> Result:
         """Recomputes the step of a sequence for which a device found no token, on the host, to get the error."""
         sequence.draft = ()
-        sequence.slot = Slot(sequence.slot.index, sequence.slot.end)  # a step in flight goes on from no token
+        sequence.slot = Slot(
+            sequence.slot.index, sequence.slot.end
+        )  # a step in flight continues from NO_TOKEN
         if plan.phase == "prefill":
             alone = StepPlan.prefill([sequence], [plan.chunks[plan.sequences.index(sequence)]])
         else:

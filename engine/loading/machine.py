@@ -86,7 +86,7 @@ class Machine:
         return _make_runner(config, decoder, cache, drafts, self.takes_images and not drafts)
 
     def _encoder_runner(self, checkpoint: Checkpoint, backend: Backend[Any], cache: KVCache) -> ModelRunner:
-        """Of a model that computes whole texts, one in each step, eagerly."""
+        """The runner of a model that computes whole texts, one in each step, eagerly."""
         from quengine.models.encoder import Encoder
 
         sizes, separator = checkpoint.config.encoder, None

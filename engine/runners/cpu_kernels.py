@@ -99,7 +99,7 @@ def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
 
 
 def _name_operations(config: ModelConfig) -> None:
-    """All but the matrices', with either type of cache."""
+    """Load or compile the kernels of all operations but matrices, for both types of cache."""
     table.choose_kernel()
     if config.logit_softcap:
         table.softcap_kernel()
@@ -165,7 +165,7 @@ def _name_latent_attention(attention: LatentAttention) -> None:
 
 
 def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:
-    """A process that compiles them, of low priority and a session of its own: it outlives this one."""
+    """A process of low priority that compiles these kernels, in a session of its own, so that it outlives this one."""
     program = f"{PRELUDE}\nfrom quengine.runners.cpu_kernels import compile_all; compile_all()"
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", program], env=import_path(), start_new_session=True,

@@ -521,8 +521,8 @@ class StepBatch(ForwardBatch):
 
 @contextmanager
 def recorded(batch: ForwardBatch, rows: int, first: int = 0) -> Iterator[StepRecorder]:
-    """A recorder of an operation on `rows` rows: that of a StepBatch, or one that runs it at the end of the block.
-    `first`: the row of the batch that it begins with, where it goes on from states."""
+    """A recorder of an operation on `rows` rows: that of a StepBatch, or one that runs the operation at the end of the
+    `with` block. `first`: the operation's first row in the batch, where it continues from states."""
     if isinstance(batch, StepBatch):
         yield batch.recorder
         return
@@ -538,7 +538,7 @@ def state_operation(
     layer: SlotLayer,
     operation: Callable[[StepRecorder, Tensor], Tensor],
 ) -> Tensor:
-    """An operation on rows x that goes on from the states of a cache group, recorded in pieces that end where states
+    """An operation on rows x that continues from the states of a cache group, recorded in pieces that end where states
     are kept (ForwardBatch.state_pieces)."""
     outs = []
     for rows in batch.state_pieces(group, *layer.parts):

@@ -353,7 +353,7 @@ class CudaBackend:
     def encoder_attention(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: EncoderAttentionSpec
     ) -> Tensor:
-        """In fp16, as keys and values of a cache are."""
+        """Attention in fp16, the type in which a cache stores keys and values."""
         rows = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
         return fused_attention(batch, rows, spec, torch.float16).float()
 
@@ -395,8 +395,8 @@ class CudaBackend:
     def _state_step(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, cache_group: int
     ) -> tuple[StateRows, bool]:
-        """A step's rows for a layer with a state, and whether sequences may have several, or keep checkpoints, as in
-        prompts of one row too."""
+        """A step's rows for a layer with a state, and whether a sequence may have several rows or checkpoints, as any
+        prompt may, even of one row."""
         prompt = batch.phase == "prefill"
         several = batch.shares_sequences or prompt
         if not isinstance(x, ScaledProduct) or not several:
@@ -408,7 +408,8 @@ class CudaBackend:
         return StateRows(x.values, x.row_scale, scale, batch.positions, tables, tiles), several
 
     def _reads_ahead(self, batch: ForwardBatch) -> bool:
-        """As of attention: what was written by a launch just before must be complete, as a chunk's positions."""
+        """Whether positions and tables may be read before the launch in front has ended: not a chunk's positions, which
+        may have been written just before."""
         return self.pdl and batch.phase != "prefill"
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:

@@ -1,6 +1,6 @@
-"""How fast a model runs here: prompt processing and token generation, at depths, repeated.
+"""The speed of a model on this machine: prompt processing and token generation, at depths, repeated.
 
-Times what serves a user: requests of random token ids at temperature 0, sampling and detokenization included. The
+Requests of random token ids at temperature 0 are timed as a user's are, with sampling and detokenization. The
 device's own limits come from `bench_machine`.
 """
 
@@ -214,7 +214,7 @@ def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
 def _profiles(
     llm: LLM, test: BenchTest, batch: int, label: str, trace: TraceFile | None
 ) -> tuple[Profile, ...]:
-    """The kernels of a test: of its prompt, and of a decode step after it."""
+    """The kernels of a test's prompt, and those of a decode step after it."""
     prompts, found = random_prompts(llm, batch, test.depth + max(test.prompt, 1)), []
     if test.prompt:
         found.append(profile_prompt(llm, prompts[0], test.depth))

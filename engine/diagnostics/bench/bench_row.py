@@ -91,12 +91,12 @@ class BenchRow:
 
     @property
     def gb_s(self) -> float | None:
-        """1e9 bytes read per second; None where that is not what limits the test."""
+        """Gigabytes (1e9 bytes) read per second; None where memory does not limit the test."""
         return self.bytes_per_token * self.tok_s / 1e9 if self.bytes_per_token else None
 
     @property
     def step_rows(self) -> float:
-        """Rows of a decode step on average: of each sequence one, and one for each token that was drafted for it."""
+        """Average rows of a decode step: one for each sequence, and one for each token that was drafted for it."""
         if self.drafts is None:
             return self.batch
         steps = self.batch * len(self.seconds) * self.test.generate - self.drafts.accepted
@@ -172,7 +172,8 @@ class BenchRow:
         return fields if machine is None else {**fields, **machine}
 
     def _experts(self) -> dict[str, Any]:
-        """Of a mixture of experts, else None each; `experts_read` of a layer in a step of the test, as expected."""
+        """The fields of a mixture of experts, each None for other models; `experts_read`: expected experts read by a
+        layer in a step of the test."""
         model, experts = self.model, self.model.experts
         return {
             "model_active_params": model.active_params,

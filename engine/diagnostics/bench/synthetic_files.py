@@ -129,7 +129,8 @@ def _cache_folder() -> Path | None:
 
 
 def _kept_in(folder: Path | None) -> Path | None:
-    """The folder that keeps files, there and free of what killed processes left; None: the cache cannot be written.
+    """The folder that keeps files, created if missing and cleared of the partial files of killed processes; None: the
+    cache cannot be written.
 
     Raises CannotRunError where a folder that the user chose cannot be written.
     """
@@ -166,7 +167,7 @@ def _has_room(path: Path, name: str, removes: bool, in_use: Sequence[Path], say:
         others = [each for each in path.parent.glob("*.gguf") if each not in in_use]
         freed = sum(each.stat().st_size for each in others)
         if _free(path.parent) + freed < synthetic_bytes(name) + _SPARE:
-            return False  # removing all of them would not do
+            return False  # removing all of them would not be enough
         for old in sorted(others, key=lambda each: each.stat().st_mtime):
             say(f"{old} makes room, {gib(old.stat().st_size)}")
             old.unlink(missing_ok=True)

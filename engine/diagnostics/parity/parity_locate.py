@@ -1,4 +1,4 @@
-"""Which operation of which layer is past its budget: two sides, operation by operation, on the same inputs.
+"""Finds the first operation that exceeds its budget: two sides, operation by operation, on the same inputs.
 
 Side a runs, and what goes into and comes out of each of its operations is kept. Side b then runs with a's inputs in
 place of its own, so that an error shows where it is made and is not carried on. (Where a backend begins a norm in the
@@ -80,7 +80,7 @@ class Location:
 
     @property
     def first(self) -> OperationError | None:
-        """The first operation past its budget."""
+        """The first operation that exceeds its budget."""
         return next((found for found in self.operations if not found.within), None)
 
     @property
@@ -116,7 +116,7 @@ def _worst_place(report: ParityReport, phase: Phase) -> TextPosition:
 
 
 def _chunk_start(place: TextPosition, chunk: int) -> int:
-    """Where the chunk with that position began; later where it would be too long to keep."""
+    """The first position of the chunk with that position; a later one where the chunk would be too long to keep."""
     return max(place.position // chunk * chunk, place.position + 1 - MAX_POSITIONS)
 
 
@@ -144,7 +144,7 @@ def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: TextPosition, sta
 
 @dataclass(frozen=True)
 class _Call:
-    """What went into an operation and what came out, on the host."""
+    """The inputs and the output of an operation, on the host."""
 
     operation: Operation
     inputs: tuple[Tensor, ...]
@@ -215,14 +215,14 @@ class _Replay:
         return OperationError(call.operation, self._layer, nmse, budget, cached)
 
     def _cached(self) -> float | None:
-        """How far the rows are apart that this layer's attention has just written; None: it writes none."""
+        """The largest NMSE of the rows that this layer's attention has just cached; None: it caches none."""
         rows_a, rows_b = (_layer_rows(side, self._layer, *self._rows) for side in (self._a, self._b))
         pairs = zip(rows_a, rows_b, strict=True)
         return max((_largest(mine, other) for mine, other in pairs), default=None)
 
 
 def _of_one_width(call: _Call, output: Tensor) -> tuple[_Call, Tensor]:
-    """Both results without what pads the rows of experts on one side."""
+    """Both results, without the padding that the rows of experts have on one side."""
     if call.operation != "experts+glu":
         return call, output
     width = min(call.output.shape[-1], output.shape[-1])
@@ -247,8 +247,8 @@ def _layer_rows(side: LLMSide, layer: int, start: int, end: int) -> list[Tensor]
 def _of_what_is_added(call: _Call, output: Tensor) -> float:
     """Compares what is added to the residual, not the sum: the residual may be a thousand times larger.
 
-    Then the sum's own rounding is no small part of what is added: some models have one value of 20,000 among ones, and
-    it is let off as much as two fp32 sums of its size may differ.
+    The rounding of such a sum is no small part of what is added, since some models have one value of 20,000 among ones;
+    so differences up to that of two fp32 sums of this size are not counted.
     """
     wanted, residual = call.output.double(), call.inputs[1].double()
     difference = output.double() - wanted

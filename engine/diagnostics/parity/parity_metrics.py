@@ -1,4 +1,4 @@
-"""How far two streams of logits are apart, and whether that is within a budget (docs/parity.md)."""
+"""The differences of two streams of logits, and whether they are within a budget (docs/parity.md)."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ TILE_ELEMENTS = 2**21
 TOP_K = 5
 
 DIFFERENCES = 6
-"""Numbers that are kept of a position: see `position_differences`."""
+"""The number of values kept for a position: see `position_differences`."""
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,15 @@ probabilities may be rounded to fp16 as well. Decode: int16 by groups of 32 with
 bits do, 32 / 12 / 32767^2 of a group's energy, where one value of the group is all of it."""
 
 FACTOR = 4.0
-"""How much further than this rounding a sound side may move the logits: one measurement of noise is noise itself."""
+"""Factor by which a correct side may move the logits further than this rounding: one measurement of noise is noise
+itself."""
 
 _EXACT: frozenset[Operation] = frozenset(("embed", "route"))
 """Computed in fp32 in both phases."""
 
 
 def widened(budget: Budget, rounding: PhaseMetrics) -> Budget:
-    """The budget of a phase of a model that `rounding` moved by so much: `FACTOR` times that, or as it was.
+    """The budget of a phase, widened to `FACTOR` times the change of the logits by `rounding` where that is more.
 
     The maximum, and with it the clear margin, keeps its distance from the 99th percentile. A measurement that is not
     finite widens nothing.
@@ -88,7 +89,7 @@ class RoundedSide(LLMSide):
         return logits
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        """What the last steps cached themselves."""
+        """The rows that the last steps of this side cached."""
         return self._parts(start - self._first, end - self._first)
 
     def _parts(self, first: int, last: int) -> list[Tensor]:
@@ -97,7 +98,7 @@ class RoundedSide(LLMSide):
         return [rows if is_state else rows[first:last] for is_state, rows in pairs]
 
     def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
-        """Go on from side a's rows, which the cache has."""
+        """Continue from side a's rows, which the cache has."""
         del start, rows
         self._rows = []
         if any(self.are_states):

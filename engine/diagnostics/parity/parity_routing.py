@@ -47,7 +47,7 @@ class RoutingMetrics:
 
     @property
     def failures(self) -> list[str]:
-        """What is outside the bound, in one phrase."""
+        """One phrase for the margin that exceeds the bound; empty if none does."""
         if self.relative <= self.bound:  # not ">": what is not finite must not pass
             return []
         return [
@@ -58,7 +58,7 @@ class RoutingMetrics:
 
 @dataclass
 class RoutingCounts:
-    """Collects the places of one phase; a few numbers whatever their number."""
+    """Collects the places of one phase in a few numbers, however many places there are."""
 
     places: int = 0
     differing: int = 0
@@ -192,7 +192,7 @@ def parts(ids: list[int], start: int, step: int) -> Iterator[tuple[list[int], in
 
 
 def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much side a's logits fp64 [n, E] speak for its experts `wanted` [n, k] against `taken` [n, k]: [n] each,
+    """The margin of side a's logits fp64 [n, E] for its experts `wanted` [n, k] over `taken` [n, k]: [n] each,
     in logits, and in units of their standard deviation. See RoutingMetrics; infinite where there is no number.
 
     Scores with a selection bias are brought to logits by the slope of the score at the two experts. Where experts are
@@ -226,7 +226,7 @@ class RouteCall:
     router: Router
 
     def own(self, experts: Tensor | None = None) -> Routing:
-        """What the backend gives, freely or for these experts."""
+        """The backend's routing, by its own choice or with these experts."""
         return self.backend.route(self.batch, self.x, self.norm, self.router, experts)
 
     @property

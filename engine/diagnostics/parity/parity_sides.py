@@ -58,7 +58,7 @@ class LLMSide:
         return self.decoder.config.ranks == 1 and self.decoder.config.stage is None
 
     def step(self, phase: Phase) -> int:
-        """How many tokens the side computes at once in a phase, one by one where it hands over states."""
+        """Tokens that the side computes at once in a phase; one where it hands over states."""
         alone = self.device != REFERENCE or any(self.are_states)
         return 1 if phase == "decode" and alone else self.decoder.chunk_size
 
@@ -98,7 +98,7 @@ class LLMSide:
         return LLMSide.cached(self, start - 1, start) if start and any(self.are_states) else None
 
     def go_back(self, start: int, states: list[Tensor] | None) -> None:
-        """Have the states again that `states_before` gave for this position."""
+        """Restore the states that `states_before` gave for this position."""
         if states is not None:
             LLMSide.set_cached(self, start - 1, start, states)
 
@@ -181,7 +181,8 @@ def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSp
 
 
 def is_device(text: str) -> bool:
-    """Whether it names what a model can run on ("cpu:tp2": two ranks); whether it can here shows when it is loaded."""
+    """Whether the text names a device ("cpu:tp2": two ranks); whether this machine has it is checked when the model is
+    loaded."""
     kind, _, index = text.partition(":")
     if (shared := _SHARED.fullmatch(text)) is not None:  # cuda:tp2, cuda:layer2
         return shared[1] in (REFERENCE, "cpu", "cuda")

@@ -75,12 +75,12 @@ def check_operation(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
         if kind == "paged":
             sequences = [_Sequence(PROMPTS[i], TABLES[i], i) for i in range(len(PROMPTS))]
         yield from _check_attention(backend, name, cache_type, int(rest[1]), sequences)
-    except Exception as error:  # whatever stops a kernel is what this test looks for
+    except Exception as error:  # anything that stops a kernel
         yield failure(name, "run", error)
 
 
 def _check_norm(backend: Backend[Any], name: str, width: int) -> Iterator[KernelCheck]:
-    """Through a plain matrix of few rows, as no backend gives a norm away alone."""
+    """Check a norm with a plain matrix of few rows after it, since backends have no operation for a norm alone."""
     reference = ReferenceBackend(keep=True)
     for test, tokens, limit in (("1 token", 1, ROUNDED), ("prompt", PROMPT, HALF)):
         found, wanted = (_normed(side, name, width, tokens) for side in (backend, reference))

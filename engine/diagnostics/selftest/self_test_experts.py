@@ -50,7 +50,7 @@ ROUTERS = {
     "sigmoid": RouterKind(used=8, scores="sigmoid", scale=2.5),
     "groups": RouterKind(used=6, scores="sigmoid", groups=8, groups_used=3),
 }
-"""What is checked of a router, by the names of the report's columns."""
+"""The routers that are checked, by the names of the report's columns."""
 
 
 def _layer(tokens: int, activation: Gating = "silu", biases: bool = False) -> Run:
@@ -139,7 +139,8 @@ def _weights_of_both(backend: Backend[Any], name: str, tokens: int) -> tuple[Ten
 
 
 def _weights(backend: Backend[Any], name: str, tokens: int) -> Tensor:
-    """What each row gives every expert, 0 where it is not chosen, and the shared one's: [tokens, experts + 1]."""
+    """The weight of every expert in each row, 0 where it is not chosen, and that of the shared expert: [tokens, experts
+    + 1]."""
     kind, random = ROUTERS[name], torch.Generator().manual_seed(12)
     router = _router(backend, kind, ROUTER_EXPERTS, random, bias=kind.scores == "sigmoid")
     x, norm = rows_on(backend, tokens, COLS, 6), norm_on(backend, COLS)

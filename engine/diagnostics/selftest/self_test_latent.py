@@ -69,7 +69,7 @@ def _spec(backend: Backend[Any]) -> LatentSpec:
 
 
 def _layer(backend: Backend[Any], cache_type: CacheType) -> KVLayer:
-    """With the same in every row that no step of this test writes."""
+    """A layer whose rows have equal values on all backends where no step of this test writes."""
     rows = 10 * BLOCK_SIZE
     layer = allocate_layer(rows, 1, RANK + ROTATED, backend.device, cache_type, latent=True)
     for held in layer.tensors:

@@ -106,7 +106,7 @@ def check_on_gpu(index: int, unit: Unit) -> list[KernelCheck]:
     from quengine.diagnostics.selftest.self_test_sampling import check_sampling
     from quengine.kernels.cuda.backend import CudaBackend
 
-    # The CPU's part of a test is small; many processes with many threads each would only be in each other's way.
+    # The CPU's part of a test is small; many processes with many threads each would only compete.
     torch.set_num_threads(1)
     # A new one each time: a backend takes all of a model's weights before it is used.
     backend = CudaBackend(torch.device("cuda", index))

@@ -31,7 +31,7 @@ def check_sampling(device: torch.device, pdl: bool, name: str) -> KernelCheck:
     """The check of one of SETTINGS; the error is the share of tokens that differ."""
     try:
         return KernelCheck(SUBJECT, name, _share_of_wrong_tokens(device, pdl, SETTINGS[name]), 0.0)
-    except Exception as error:  # whatever stops a kernel is what this test looks for
+    except Exception as error:  # anything that stops a kernel
         return failure(SUBJECT, name, error)
 
 

@@ -89,7 +89,7 @@ def _short_convolution(channels: int, random: torch.Generator) -> _Subject:
 
 
 def _gated_delta(size: int, random: torch.Generator) -> _Subject:
-    """With a state that decays at another rate for each head."""
+    """A layer with a state that decays at another rate for each head."""
     channels, width = (2 * KEY_HEADS + VALUE_HEADS) * size, VALUE_HEADS * size
     spec = GatedDeltaSpec(
         conv=torch.randn(DELTA_TAPS, channels, generator=random) / 2,

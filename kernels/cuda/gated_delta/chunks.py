@@ -1,4 +1,5 @@
-"""What the rows of a chunk of a prompt are to each other, of all chunks at once: two matrices a chunk and value head.
+"""The relations between the rows of a prompt's chunk, for all chunks at once: two matrices for each chunk and value
+head.
 
 In a chunk of C rows with queries q, keys k, gates beta and decays g, of which G is the running sum, the errors d that
 the state takes are the solution of a triangular system: with S the state before the chunk,
@@ -35,7 +36,7 @@ _FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 def chunk_rows(head_dim: int) -> int:
-    """Rows of a chunk, of which tiles have a multiple. With heads of 256, 64 of them need more shared memory than
+    """Rows of a chunk; the rows of a tile are a multiple of it. With heads of 256, 64 rows need more shared memory than
     sm_89 has."""
     return 64 if head_dim <= 128 else 32
 
@@ -110,8 +111,8 @@ def _chunks_kernel(
 def chunk_matrices(
     qkv: Tensor, gates: Tensor, net: Net, tiles: PrefillTiles, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`solve` and `reach`, each fp32 [T, value_heads, C]: of each row its row of the chunk's matrices. Those of rows
-    that are in no chunk are not written."""
+    """`solve` and `reach`, each fp32 [T, value_heads, C]: row t of them is that row of its chunk's matrices. Rows
+    outside of all chunks are not written."""
     size = chunk_rows(net.head_dim)
     assert tiles.block_rows % size == 0
     parts = tiles.block_rows // size

@@ -228,7 +228,8 @@ def carry_by_chunks(
     step: StateRows, qkv: Tensor, gates: Tensor, matrices: tuple[Tensor, Tensor], net: Net,
     history: Tensor, memory: Tensor, pdl: bool,
 ) -> None:  # fmt: skip
-    """o over the columns of v, and the states of a prompt's sequences. matrices: of `chunk_matrices`."""
+    """Writes o over the columns of v, and advances the states of a prompt's sequences. matrices: of
+    `chunk_matrices`."""
     assert step.tiles is not None
     sequences = step.block_tables.shape[0]
     shape = chunk_shape(net, sequences, is_hopper(qkv.device))

@@ -90,7 +90,7 @@ def block_at(ends, blocks, end):
 
 @triton.jit
 def pieces_of(rows, ends, C: tl.constexpr):
-    """How many pieces a chunk of a prompt is computed in: they end every C rows and at checkpoints."""
+    """The number of pieces in which a chunk of a prompt is computed: they end every C rows and at checkpoints."""
     pieces = tl.cdiv(rows, C)
     for n in tl.static_range(_CHECKPOINTS):
         pieces += ((ends[n] % C != 0) & (ends[n] < rows)).to(tl.int32)

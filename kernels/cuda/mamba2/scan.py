@@ -241,7 +241,7 @@ def scan_by_chunks(
     memory: Tensor,
     pdl: bool,
 ) -> None:
-    """y over the columns of x, and the states of a prompt's sequences."""
+    """Writes y over the columns of x, and advances the states of a prompt's sequences."""
     assert step.tiles is not None
     shape = chunk_shape(net)
     _by_chunks_kernel[(net.head_dim // shape.columns, net.heads, step.block_tables.shape[0])](
