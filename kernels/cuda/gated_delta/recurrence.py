@@ -23,6 +23,7 @@ from quengine.kernels.cuda.gated_delta.rows import (
     chunk_of,
     keep_checkpoints,
     keep_history,
+    own_channels,
     piece_end,
     pieces_of,
     row_at,
@@ -65,16 +66,6 @@ def _state(memory_ptr, slot, head, first, ROWS: tl.constexpr, column, NET: tl.co
     D: tl.constexpr = NET.head_dim
     memory_ptr += (slot.to(tl.int64) * NET.value_heads + head) * (D * D)
     return memory_ptr + (first + tl.arange(0, ROWS))[:, None] * D + column[None, :]
-
-
-@triton.jit
-def _own_channels(COLUMNS: tl.constexpr, NET: tl.constexpr):
-    """The channels whose history a program keeps, and which of them there are: an equal share of all."""
-    HEADS: tl.constexpr = 2 * NET.key_heads + NET.value_heads
-    SHARE: tl.constexpr = (HEADS * COLUMNS + NET.value_heads - 1) // NET.value_heads
-    n = tl.arange(0, triton.next_power_of_2(SHARE))
-    channel = (tl.program_id(1) * (NET.head_dim // COLUMNS) + tl.program_id(0)) * SHARE + n
-    return channel, (n < SHARE) & (channel < HEADS * NET.head_dim)
 
 
 @DirectLaunch
@@ -151,7 +142,7 @@ def _by_chunks_kernel(
             place = _state(memory_ptr, slot, head, part * BLOCK, BLOCK, column, NET)
             tl.store(place, memory[part], mask=kept)
         if slot != 0:
-            channel, inside = _own_channels(COLUMNS, NET)
+            channel, inside = own_channels(CHANNELS, NET.value_heads, NET.head_dim // COLUMNS)
             keep_checkpoints(
                 x_ptr, row_scale_ptr, weight_scale, history_ptr, slot, ends, blocks, first, start, channel, inside,
                 x_stride, CHANNELS, NET.ring,
@@ -190,7 +181,7 @@ def _by_rows_kernel(
         kept = slot != 0
         memory = tl.load(place, mask=kept & (start > 0), other=0.0)
         element = key_head_of(head, NET) * D + tl.arange(0, D)
-        channel, inside = _own_channels(COLUMNS, NET)
+        channel, inside = own_channels(CHANNELS, NET.value_heads, NET.head_dim // COLUMNS)
         if ALL_ROWS == 0:
             ends, blocks = checkpoints_of(table_ptr, sequence, table_stride, start)
             keep_checkpoints(

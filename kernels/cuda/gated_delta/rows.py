@@ -130,6 +130,17 @@ def row_at(position_ptr, table_ptr, slot, position, rows, table_stride, ALL_ROWS
 
 
 @triton.jit
+def own_channels(CHANNELS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr):
+    """The channels whose history a program keeps, and which of them exist: an equal share for each of the PARTS
+    programs of each head. Programs (part of a head, head)."""
+    PROGRAMS: tl.constexpr = HEADS * PARTS
+    SHARE: tl.constexpr = (CHANNELS + PROGRAMS - 1) // PROGRAMS
+    n = tl.arange(0, triton.next_power_of_2(SHARE))
+    channel = (tl.program_id(1) * PARTS + tl.program_id(0)) * SHARE + n
+    return channel, (n < SHARE) & (channel < CHANNELS)
+
+
+@triton.jit
 def keep_history(
     x_ptr, row_scale_ptr, weight_scale, history_ptr, first, begin, end, start, channel, inside, x_stride,
     CHANNELS: tl.constexpr, RING: tl.constexpr,

@@ -28,6 +28,7 @@ from quengine.kernels.cuda.gated_delta.rows import (
     chunk_of,
     keep_checkpoints,
     keep_history,
+    own_channels,
     piece_end,
     pieces_of,
     row_at,
@@ -60,16 +61,6 @@ def chunk_shape(net: Mamba2Net) -> ScanShape:
 
 
 @triton.jit
-def _own_channels(PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr, NET: tl.constexpr):
-    """The channels whose history a program keeps, and which of them there are: an equal share of all."""
-    CHANNELS: tl.constexpr = NET.heads * NET.head_dim + 2 * NET.groups * NET.state_dim
-    SHARE: tl.constexpr = (CHANNELS + PROGRAMS - 1) // PROGRAMS
-    n = tl.arange(0, triton.next_power_of_2(SHARE))
-    channel = (tl.program_id(1) * (NET.head_dim // COLUMNS) + tl.program_id(0)) * SHARE + n
-    return channel, (n < SHARE) & (channel < CHANNELS)
-
-
-@triton.jit
 def _state(memory_ptr, slot, head, first, BLOCK: tl.constexpr, element, NET: tl.constexpr):
     """Pointers to columns first .. first + BLOCK - 1 and rows [M] of the S of a head, transposed: [BLOCK, M]."""
     N: tl.constexpr = NET.state_dim
@@ -93,7 +84,6 @@ def _by_chunks_kernel(
     PARTS: tl.constexpr = N // BLOCK
     WIDTH: tl.constexpr = NET.heads * NET.head_dim
     CHANNELS: tl.constexpr = WIDTH + 2 * NET.groups * N
-    PROGRAMS: tl.constexpr = NET.heads * (NET.head_dim // COLUMNS)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     first, rows, start = chunk_of(tile_ptr, tiles, sequence)
@@ -152,7 +142,7 @@ def _by_chunks_kernel(
             place = _state(memory_ptr, slot, head, part * BLOCK, BLOCK, element, NET)
             tl.store(place, memory[part], mask=kept)
         if slot != 0:
-            channel, inside = _own_channels(PROGRAMS, COLUMNS, NET)
+            channel, inside = own_channels(CHANNELS, NET.heads, NET.head_dim // COLUMNS)
             keep_checkpoints(
                 x_ptr + WIDTH, row_scale_ptr, weight_scale, history_ptr, slot, ends, blocks, first, start, channel,
                 inside, x_stride, CHANNELS, NET.ring,
@@ -177,7 +167,6 @@ def _by_rows_kernel(
     N: tl.constexpr = NET.state_dim
     WIDTH: tl.constexpr = NET.heads * NET.head_dim
     CHANNELS: tl.constexpr = WIDTH + 2 * NET.groups * N
-    PROGRAMS: tl.constexpr = NET.heads * (NET.head_dim // COLUMNS)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     first = sequence
@@ -197,7 +186,7 @@ def _by_rows_kernel(
         memory = tl.load(place, mask=kept & (start > 0), other=0.0)
         skip = tl.load(skip_ptr + head)
         of_b = WIDTH + head // (NET.heads // NET.groups) * N + n
-        channel, inside = _own_channels(PROGRAMS, COLUMNS, NET)
+        channel, inside = own_channels(CHANNELS, NET.heads, NET.head_dim // COLUMNS)
         if ALL_ROWS == 0:
             ends, blocks = checkpoints_of(table_ptr, sequence, table_stride, start)
             keep_checkpoints(
