@@ -1,6 +1,6 @@
-"""A program of ours in a process of its own, with a channel to it; and what such a program begins with.
+"""A program of the engine in a process of its own, with a channel to it; and the set-up of such a program.
 
-Its session is its own: the terminal's Ctrl-C is for the process that has started it, which decides when it ends.
+It has its own session: the terminal's Ctrl-C goes to the process that has started it, which decides when it ends.
 """
 
 import atexit
@@ -67,7 +67,7 @@ class ChildProcess(Generic[T]):
 
     @property
     def code(self) -> int | None:
-        """Its exit code, -N where signal N has ended it; None while it runs."""
+        """The process's exit code, -N where signal N has ended it; None while it runs."""
         return self._process.poll()
 
     @property

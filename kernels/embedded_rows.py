@@ -14,7 +14,7 @@ class EmbeddedRows(NamedTuple):
         rows: int64 [n], their numbers in the step, each at most once; in a captured step entries of -1 are none.
         values: fp32 [n, embedding length], on the same device.
         spans: runs of rows that attend to one another both ways (kernels/image_attention.py), on the host: the first
-            row in the step, the row behind the last, and rows of the run in the cache before them.
+        row in the step, the row after the last, and rows of the run in the cache before them.
     """
 
     rows: Tensor
