@@ -24,7 +24,7 @@ import torch  # noqa: E402
 from quengine.kernels.cuda.launch.compile_processes import _order  # noqa: E402
 from quengine.kernels.cuda.launch.record_kernels import Kernel, record_kernels  # noqa: E402
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache  # noqa: E402
-from quengine.runners.compile_kernels import stages_of  # noqa: E402
+from quengine.runners.compile_kernels import compile_stages  # noqa: E402
 from quengine.runners.kernel_packs import PackPlan, _plans, _shape, arch_of, gpus  # noqa: E402
 
 
@@ -43,7 +43,7 @@ def compile_all(model: str, parallel: int, arch: int) -> list[Compiled]:
     plan = _plans(_shape(model), PackPlan([model], [arch], parallel))[-1]
     gpu = gpus([arch])[-1]
     known, compiled = set[str](), list[Compiled]()
-    for stage, compute in enumerate(stages_of(plan)):
+    for stage, compute in enumerate(compile_stages(plan)):
         new = [kernel for key, kernel in record_kernels([compute], gpu).items() if key not in known]
         known.update(kernel.key for kernel in new)
         for kernel in sorted(new, key=_order):

@@ -17,15 +17,15 @@ from typing import Any
 
 import msgspec
 
-from quengine.kernels.channel import Decoder, encode
+from quengine.kernels.channel import MessageDecoder, encode
 from quengine.kernels.child_process import ChildProcess, end_with_parent, parent_channel
-from quengine.parallel.wire import TO_RANK, Forward, Launch
+from quengine.parallel.wire import TO_RANK, LaunchDecode, PlannedStep
 from quengine.runners.graph_keys import GraphKey, SamplingKind
 from quengine.serve.processes.shared_engine import Piece
 from quengine.serve.processes.shared_wire import FROM_ENGINE, Step
 from quengine.step_plan import SequenceRows
 
-DECODERS: dict[str, Decoder[Any]] = {"rank": TO_RANK, "server": FROM_ENGINE}
+DECODERS: dict[str, MessageDecoder[Any]] = {"rank": TO_RANK, "server": FROM_ENGINE}
 
 
 def rows(sequences: int, tokens: int, blocks: int) -> list[SequenceRows]:
@@ -45,11 +45,15 @@ def messages() -> list[tuple[str, str, Any]]:
     """Name, receiver, message."""
     key = GraphKey("decode", 64, 64, SamplingKind(64, bias=False, penalties=False))
     return [
-        ("launch, 4 changes", "rank", Launch(key, {64 * number: 7000 + number for number in range(4)})),
-        ("launch, 256 changes", "rank", Launch(key, {3 * number: 7000 + number for number in range(256)})),
-        ("decode, 1 row of 4096 positions", "rank", Forward("decode", rows(1, 1, 128), True, False)),
-        ("decode, 64 rows of 1024", "rank", Forward("decode", rows(64, 1, 32), True, False)),
-        ("prompt of 2048 tokens", "rank", Forward("prefill", rows(1, 2048, 64), False, False)),
+        ("launch, 4 changes", "rank", LaunchDecode(key, {64 * number: 7000 + number for number in range(4)})),
+        (
+            "launch, 256 changes",
+            "rank",
+            LaunchDecode(key, {3 * number: 7000 + number for number in range(256)}),
+        ),
+        ("decode, 1 row of 4096 positions", "rank", PlannedStep("decode", rows(1, 1, 128), "all logits")),
+        ("decode, 64 rows of 1024", "rank", PlannedStep("decode", rows(64, 1, 32), "all logits")),
+        ("prompt of 2048 tokens", "rank", PlannedStep("prefill", rows(1, 2048, 64), "last logits")),
         *(
             (f"events of {count} streams", "server", Step([Piece(n, (n,), " word") for n in range(count)]))
             for count in (1, 64, 256)

@@ -16,7 +16,7 @@ from quengine.memory import gib
 from quengine.models.parameter_counts import count_text
 
 
-def write_rows(rows: Iterator[BenchRow], output: str) -> None:
+def write_table(rows: Iterator[BenchRow], output: str) -> None:
     """Write rows as "md", "json" (one list at the end), "jsonl" or "csv"."""
     _WRITERS[output](rows)
 

@@ -19,7 +19,7 @@ RUN, MODELS, MEASURE = "Run a model", "Models on this machine", "Measure and che
 
 
 @dataclass(frozen=True)
-class Entry:
+class CommandEntry:
     """One command.
 
     Attributes:
@@ -130,7 +130,7 @@ def _with_examples(text: str, name: str | None) -> str:
 
 
 COMMANDS = {
-    "generate": Entry(
+    "generate": CommandEntry(
         "generate",
         RUN,
         (
@@ -139,12 +139,12 @@ COMMANDS = {
             'engine generate -m smollm2-135m "Summarize this:" < notes.txt',
         ),
     ),
-    "chat": Entry(
+    "chat": CommandEntry(
         "chat",
         RUN,
         ("engine chat -m smollm2-135m", 'engine chat -m smollm2-135m --system "Be brief." --session trip'),
     ),
-    "run": Entry(
+    "run": CommandEntry(
         "run_model",
         RUN,
         (
@@ -153,7 +153,7 @@ COMMANDS = {
             'engine run smollm2-135m "Summarize this:" < notes.txt',
         ),
     ),
-    "serve": Entry(
+    "serve": CommandEntry(
         "serve",
         RUN,
         (
@@ -161,7 +161,7 @@ COMMANDS = {
             "engine serve -m qwen3-4b-q4k -c 8192 --host 0.0.0.0 --api-key-file keys",
         ),
     ),
-    "launch": Entry(
+    "launch": CommandEntry(
         "launch",
         RUN,
         (
@@ -170,19 +170,19 @@ COMMANDS = {
             'engine launch opencode -m qwen3-8b-q4k -- run "Explain this repository"',
         ),
     ),
-    "ps": Entry("ps", RUN, ("engine ps",)),
-    "stop": Entry("stop", RUN, ("engine stop qwen3-4b-q4k",)),
-    "list": Entry("list_models", MODELS, ("engine list --all",)),
-    "pull": Entry("pull", MODELS, ("engine pull qwen3-4b-q4k", "engine pull hf:user/repo:Q4_K_M")),
-    "show": Entry("show", MODELS, ("engine show smollm2-135m", "engine show model.gguf --tensors")),
-    "create": Entry(
+    "ps": CommandEntry("ps", RUN, ("engine ps",)),
+    "stop": CommandEntry("stop", RUN, ("engine stop qwen3-4b-q4k",)),
+    "list": CommandEntry("list_models", MODELS, ("engine list --all",)),
+    "pull": CommandEntry("pull", MODELS, ("engine pull qwen3-4b-q4k", "engine pull hf:user/repo:Q4_K_M")),
+    "show": CommandEntry("show", MODELS, ("engine show smollm2-135m", "engine show model.gguf --tensors")),
+    "create": CommandEntry(
         "create",
         MODELS,
         ("engine create pirate -f pirate.toml", "engine create mario -f Modelfile"),
     ),
-    "cp": Entry("copy", MODELS, ("engine cp pirate corsair", "engine cp qwen3-4b-q4k small")),
-    "rm": Entry("remove", MODELS, ("engine rm qwen3-4b-q4k", "engine rm -y pirate")),
-    "convert": Entry(
+    "cp": CommandEntry("copy", MODELS, ("engine cp pirate corsair", "engine cp qwen3-4b-q4k small")),
+    "rm": CommandEntry("remove", MODELS, ("engine rm qwen3-4b-q4k", "engine rm -y pirate")),
+    "convert": CommandEntry(
         "convert",
         MODELS,
         (
@@ -190,7 +190,7 @@ COMMANDS = {
             "engine convert folder -o model-bf16.gguf --type bf16 --split-max-size 4G",
         ),
     ),
-    "quantize": Entry(
+    "quantize": CommandEntry(
         "quantize",
         MODELS,
         (
@@ -200,7 +200,7 @@ COMMANDS = {
             "engine quantize model-f16.gguf --type IQ4_XS --dry-run",
         ),
     ),
-    "bench": Entry(
+    "bench": CommandEntry(
         "bench",
         MEASURE,
         (
@@ -208,13 +208,13 @@ COMMANDS = {
             "engine bench --synthetic mistral-7b -b 1,8,32 -o json",
         ),
     ),
-    "parity": Entry(
+    "parity": CommandEntry(
         "parity",
         MEASURE,
         ("engine parity -m smollm2-135m --quick", "engine parity --a original.gguf --b copy.gguf"),
     ),
-    "tokenize": Entry("tokenize", MEASURE, ('engine tokenize -m smollm2-135m "Hello, world!"',)),
-    "kernels": Entry(
+    "tokenize": CommandEntry("tokenize", MEASURE, ('engine tokenize -m smollm2-135m "Hello, world!"',)),
+    "kernels": CommandEntry(
         "group",
         MEASURE,
         (
@@ -223,5 +223,5 @@ COMMANDS = {
             "engine kernels list",
         ),
     ),
-    "doctor": Entry("doctor", MEASURE, ("engine doctor --json",)),
+    "doctor": CommandEntry("doctor", MEASURE, ("engine doctor --json",)),
 }

@@ -38,7 +38,7 @@ def clear_before(record: logging.LogRecord) -> bool:
     return True
 
 
-class PromptProgress:
+class PromptMeter:
     """How far a prompt is, and how fast, as `CompletionStream.progress` is called; a short one is not shown."""
 
     def __init__(self) -> None:

@@ -112,7 +112,7 @@ class KVCache:
     ctx_size: int
     pools: tuple[CachePool, ...]
     states: tuple[tuple[Tensor, ...], ...] = ()
-    """Of each group, where its layers keep states, these once more, of all layers: [layers, blocks, ...]."""
+    """For each group whose layers keep states: the states of all its layers, as tensors [layers, blocks, ...]."""
     groups: tuple[tuple[int, ...], ...] = ()
     """The layers of each group."""
     hidden: Tensor | None = None
@@ -165,7 +165,8 @@ class KVCache:
         self.hidden = torch.zeros(rows, width, dtype=dtype, device=device)
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy blocks within their groups, behind the steps that were launched before; also to and from host memory."""
+        """Copies blocks within their groups, in stream order after the steps launched so far; also to and from host
+        memory."""
         for group, source, target in copies:
             first_cold = self.pools[group].num_blocks + 1
             if target >= first_cold:

@@ -43,10 +43,10 @@ LEAST_CHECKPOINTS = 2
 conversation's prompt, and of its answer."""
 
 CHECKPOINTS, CHECKPOINTS_A_SEQUENCE = 32, 4
-"""The same at most, where memory is plenty: so many, and more for each sequence."""
+"""The most checkpoints where memory is plenty: this number, and more for each sequence."""
 
 CHECKPOINTS_SHARE = 8
-"""They take one part in so many of the memory for the cache, at most."""
+"""Checkpoints take at most one part in this number of the memory for the cache."""
 
 COLD_BYTES, COLD_SHARE = 8 * 2**30, 8
 """Host memory for checkpoints that have no room on a CUDA device: so much, and one part in so many of what is free, at
@@ -153,8 +153,8 @@ class CacheNeeds:
         return min(most, LEAST_CHECKPOINTS + more)
 
     def nbytes(self, positions: int, cache_type: CacheType = "f16") -> int:
-        """Bytes that a sequence of so many positions takes: its blocks and the rotary tables; with the states of the
-        other sequences, and the fewest checkpoints."""
+        """Bytes that a sequence of `positions` positions takes: its blocks and the rotary tables, with the states of
+        the other sequences and the fewest checkpoints."""
         others = self.states - self.states // self.parallel + self.least_checkpoints
         own = self.cache_bytes(positions, cache_type) + self.table_bytes(positions)
         return own + others * self.state_bytes
@@ -256,8 +256,8 @@ def _block_bytes(state: State, cache_type: CacheType) -> int:
 
 
 def state_pool(config: ModelConfig, group: CacheGroup, states: int, drafts: bool = False) -> CachePool:
-    """A pool of so many states of a group's layers. drafts: sequences have drafted tokens, which some states cannot go
-    back over: they are copied before."""
+    """A pool of `states` states of a group's layers. drafts: sequences have drafted tokens; states that cannot be
+    rolled back over them are copied before."""
     layers = layers_of(config)
     kept = [state for i in group.layers if isinstance(state := layers[i].state, SlotState)]
     rewinds = min((state.rewinds for state in kept), default=0)
@@ -385,25 +385,25 @@ def workspace_bytes(
     dequantized = min(2 * largest, _MOST_DEQUANTIZED)
     activations += 0 if net is None else chunk * _delta_row_bytes(net)
     activations += 0 if config.latent is None else chunk * _latent_row_bytes(config.head_count, config.latent)
-    # Of a prompt's row in a Mamba2 layer beside its product: fp32 channels, and two gates of each head.
+    # A prompt's row in a Mamba2 layer takes, beside its product, fp32 channels and two gates of each head.
     activations += 0 if mamba is None else 4 * chunk * (mamba.channels + 2 * mamba.heads)
-    return fixed + packed + dequantized + activations + logits + expert_bytes(config, chunk)
+    return fixed + packed + dequantized + activations + logits + grouped_row_bytes(config, chunk)
 
 
 def _delta_row_bytes(net: GatedDeltaSizes) -> int:
-    """Of a prompt's row in a gated delta net on a CUDA device, beside its product and its result: fp32 queries, keys
-    and values, two gates of each value head, and a row of two matrices of its chunk."""
+    """Bytes of a prompt's row in a gated delta net on a CUDA device, beside its product and its result: fp32 queries,
+    keys and values, two gates of each value head, and a row of two matrices of its chunk."""
     return 4 * (net.channels + 2 * net.value_heads * (1 + _DELTA_CHUNK))
 
 
 def _latent_row_bytes(heads: int, sizes: LatentSizes) -> int:
-    """Of a prompt's row in a latent attention on a CUDA device: of each head fp32 products and rotated elements, fp16
-    queries and sums of latents, and values twice."""
+    """Bytes of a prompt's row in a latent attention on a CUDA device: for each head fp32 products and rotated elements,
+    fp16 queries and sums of latents, and values twice."""
     widest = max(sizes.rank, sizes.values)
     return heads * (4 * widest + 4 * sizes.rotated + 2 * (sizes.plain + sizes.rank) + 8 * sizes.values)
 
 
-def expert_bytes(config: ModelConfig, chunk: int) -> int:
+def grouped_row_bytes(config: ModelConfig, chunk: int) -> int:
     """Bytes of the rows that a CUDA device groups by expert: those of a chunk, those of few rows, which have
     buffers of their own, and the products of gate and up when they share no tiles.
     """

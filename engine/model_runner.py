@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import CopyBlocks, Forward, Hidden, Message, Parts, Together, alone
-from quengine.platform.ranges import Range
+from quengine.parallel.wire import CopyBlocks, Message, PlannedStep, Together, alone
+from quengine.platform.ranges import ProfilerRange
 from quengine.request.pooling import RANK
 from quengine.request.prompt_images import PromptImages
 from quengine.request.prompt_scores import split_rows
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from quengine.runners.device_decode import DeviceDecoder
 
 _NAMES: dict[Phase, str] = {"prefill": "prefill", "decode": "decode step"}
-"""Of the ranges of a profile."""
+"""Names of the ranges of a profile, by phase."""
 
 
 class StepGraphs(Protocol):
@@ -161,9 +161,9 @@ class ModelRunner:
         is not in the cache, nor in a step in flight. If that is its newest token, the result is a Sample of the next
         one; if generated tokens are being recomputed, it is an earlier token (`next_is_newest` is false), and the
         result is None. The tokens of its `draft` are further rows, computed as if they had been generated; the result
-        is then Verified. Tokens in front of it that the states lack (`Sequence.replay`) are further rows, whose results
-        nobody wants. In prefill it computes chunks of prompts, with the generated tokens of sequences that were
-        preempted, and samples after those that end with their newest token.
+        is then Verified. Tokens before it that the states lack (`Sequence.replay`) are further rows, whose results are
+        not used. In prefill it computes chunks of prompts, with the generated tokens of sequences that were preempted,
+        and samples after those that end with their newest token.
 
         A sequence fails alone: its result is then the exception, an EngineError if its logits are not finite. An
         exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
@@ -176,7 +176,7 @@ class ModelRunner:
             scored = self._score(plan)
             return LaunchedStep(plan, lambda: scored)
         if self.device_decoder is not None and not plan.given.numbers:
-            with Range(f"launch {_NAMES[plan.phase]}"):
+            with ProfilerRange(f"launch {_NAMES[plan.phase]}"):
                 results = self.device_decoder.launch(plan)
             if results is not None:
                 return LaunchedStep(plan, results, True)
@@ -186,7 +186,7 @@ class ModelRunner:
         """`launch`, with tokens sampled on the host."""
         if plan.phase == "decode" and self._has_states:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
-        with Range(_NAMES[plan.phase]):
+        with ProfilerRange(_NAMES[plan.phase]):
             logits = self.forward(plan.phase, plan.rows, given=plan.given).float().cpu()
         return LaunchedStep(plan, partial(_sampled, plan, logits))
 
@@ -204,12 +204,12 @@ class ModelRunner:
         In prefill [sequences, vocab], after each sequence's last row, or with `all_logits` [T, vocab]; in decode
         always [T, vocab]. `eager`: use no captured step. `given`: rows of a prefill step given as embeddings.
         """
-        numbers, spans = tuple(given.numbers), tuple(given.spans)
-        with self.together(Forward(phase, rows, all_logits, eager, numbers, spans)):
+        output: Literal["last logits", "all logits"] = "all logits" if all_logits else "last logits"
+        with self.together(PlannedStep(phase, rows, output, given.numbers, given.spans, eager)):
             embeds, graphs = self._embeds(given), self.graphs
             angles = self._angles(rows, given)
             captures = not all_logits and not eager
-            plain = embeds is None or (embeds.later is None and not spans)
+            plain = embeds is None or (embeds.later is None and not given.spans)
             takes = embeds is None or (graphs is not None and graphs.takes_embeds and plain)
             if graphs is not None and captures and takes:
                 key = graphs.lookup(phase, rows)
@@ -240,7 +240,7 @@ class ModelRunner:
     @torch.no_grad()
     def hidden(self, rows: Seq[SequenceRows], given: GivenRows = TOKENS_ALONE) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens of these chunks: [T, embedding length]."""
-        with self.together(Hidden(rows, tuple(given.numbers), tuple(given.spans))):
+        with self.together(PlannedStep("prefill", rows, "hidden rows", given.numbers, given.spans)):
             embeds = self._embeds(given)
             angles = self._angles(rows, given)
             batch = forward_batch("prefill", rows, self.decoder.backend.device, False, embeds, angles)
@@ -251,7 +251,8 @@ class ModelRunner:
         self, rows: Seq[SequenceRows], parts: Seq[Seq[int]], given: GivenRows = TOKENS_ALONE
     ) -> Iterator[Tensor]:
         """Logits [n, vocab] of each of `parts` of these rows, computed lazily; the caller must take them all."""
-        with self.together(Parts(rows, parts, tuple(given.numbers), tuple(given.spans))):
+        step = PlannedStep("prefill", rows, "logits of parts", given.numbers, given.spans, parts=parts)
+        with self.together(step):
             device = self.decoder.backend.device
             embeds, angles = self._embeds(given), self._angles(rows, given)
             batch = forward_batch("prefill", rows, device, False, embeds, angles)
@@ -264,7 +265,7 @@ class ModelRunner:
             self.cache.copy_blocks(copies)
 
     def together(self, message: Message) -> AbstractContextManager[None]:
-        """A block that all ranks compute: `message` tells the others what to do."""
+        """A block that all ranks compute; the others compute `message`."""
         return alone(message) if self.ranks is None else self.ranks.together(message)
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
@@ -313,7 +314,9 @@ class ModelRunner:
     def explain(self, plan: StepPlan, sequence: Sequence) -> Result:
         """Recomputes the step of a sequence for which a device found no token, on the host, to get the error."""
         sequence.draft = ()
-        sequence.slot = Slot(sequence.slot.index, sequence.slot.end)  # a step in flight goes on from no token
+        sequence.slot = Slot(
+            sequence.slot.index, sequence.slot.end
+        )  # a step in flight continues from NO_TOKEN
         if plan.phase == "prefill":
             alone = StepPlan.prefill([sequence], [plan.chunks[plan.sequences.index(sequence)]])
         else:
@@ -331,14 +334,14 @@ class ModelRunner:
         if sampled:  # by themselves, as without scoring
             parts.append(list(sampled.values()))
         results: dict[Sequence, Result] = dict.fromkeys(plan.sequences)
-        with Range("prefill"):
+        with ProfilerRange("prefill"):
             logits = self.logits_of_parts(plan.chunks, parts, plan.given)
             for (sequence, rows), of_rows in zip(scored, logits, strict=False):
                 if results[sequence] is None:
                     results[sequence] = _add_scores(sequence, of_rows[: len(rows)])
             rows_left = next(logits).float().cpu() if sampled else ()
             next(logits, None)  # ends the step on all ranks
-        with Range("sample"):
+        with ProfilerRange("sample"):
             for sequence, row in zip(sampled, rows_left, strict=True):
                 if results[sequence] is None:
                     results[sequence] = sequence.sample_next(row)
@@ -348,7 +351,7 @@ class ModelRunner:
     def _embed(self, sequence: Sequence, chunk: SequenceRows) -> Result:
         """Computes a chunk of a pooled prompt, and pools its hidden rows; returns the error if they are not finite."""
         assert sequence.pool is not None
-        with Range("embedding chunk"):
+        with ProfilerRange("embedding chunk"):
             hidden = self.hidden([chunk])
         try:
             if sequence.pool.pooling == RANK:
@@ -366,7 +369,7 @@ def _sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
     def after(sequence: Sequence, row: int) -> Result:
         return sequence.sample_next(logits[row])
 
-    with Range("sample"):
+    with ProfilerRange("sample"):
         if plan.phase == "prefill":
             pairs = enumerate(zip(plan.sequences, plan.chunks, strict=True))
             return [

@@ -23,7 +23,7 @@ class TooLongError(Exception):
     """A message is longer than may be received."""
 
 
-class Decoder(Protocol[T_co]):
+class MessageDecoder(Protocol[T_co]):
     """Makes a message of its bytes, as msgspec's decoders do."""
 
     def decode(self, buf: bytearray, /) -> T_co: ...
@@ -42,7 +42,7 @@ class Channel(Generic[T]):
         decoder: of what is received.
     """
 
-    def __init__(self, end: socket.socket, decoder: Decoder[T]) -> None:
+    def __init__(self, end: socket.socket, decoder: MessageDecoder[T]) -> None:
         self._socket, self._decoder = end, decoder
 
     def send(self, message: object) -> None:

@@ -1,6 +1,6 @@
-"""A program of ours in a process of its own, with a channel to it; and what such a program begins with.
+"""A program of the engine in a process of its own, with a channel to it; and the set-up of such a program.
 
-Its session is its own: the terminal's Ctrl-C is for the process that has started it, which decides when it ends.
+It has its own session: the terminal's Ctrl-C goes to the process that has started it, which decides when it ends.
 """
 
 import atexit
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-from quengine.kernels.channel import Channel, Decoder
+from quengine.kernels.channel import Channel, MessageDecoder
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class ChildProcess(Generic[T]):
     def __init__(
         self,
         program: Sequence[str],
-        decoder: Decoder[T],
+        decoder: MessageDecoder[T],
         arguments: Sequence[str] = (),
         *,
         descriptors: Sequence[int] = (),
@@ -67,7 +67,7 @@ class ChildProcess(Generic[T]):
 
     @property
     def code(self) -> int | None:
-        """Its exit code, -N where signal N has ended it; None while it runs."""
+        """The process's exit code, -N where signal N has ended it; None while it runs."""
         return self._process.poll()
 
     @property
@@ -106,7 +106,7 @@ def import_path() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def parent_channel(decoder: Decoder[T]) -> Channel[T]:
+def parent_channel(decoder: MessageDecoder[T]) -> Channel[T]:
     """In a `ChildProcess`: its end of the channel, of which the descriptor is its first argument."""
     return Channel(socket.socket(fileno=int(sys.argv[1])), decoder)
 

@@ -16,7 +16,7 @@ class EmbeddedRows(NamedTuple):
         later: fp32 [layers, n, embedding length], what is added to these rows after each of the first layers
             (Qwen3-VL's deepstack); None: nothing is.
         spans: runs of rows that attend to one another both ways (kernels/image_attention.py), on the host: the first
-            row in the step, the row behind the last, and rows of the run in the cache before them.
+        row in the step, the row after the last, and rows of the run in the cache before them.
     """
 
     rows: Tensor

@@ -173,8 +173,8 @@ class ForwardBatch:
                 row += end - at
 
     def state_pieces(self, group: int, *parts: Tensor) -> Iterator[slice]:
-        """The rows of a step in pieces that end at checkpoints of any sequence, in decode all of them, for operations
-        that go on from states which the pieces before have left. `parts`: as in `sequences`."""
+        """The rows of a step in pieces that end at checkpoints of any sequence, in decode in one piece, for operations
+        that continue from the states that the preceding pieces have left. `parts`: as in `sequences`."""
         if self.phase == "decode":
             yield slice(0, len(self))
             return
@@ -189,7 +189,7 @@ class ForwardBatch:
             yield slice(done, row)
 
     def with_checkpoints(self, group: int) -> Iterator[tuple[int, int, int, list[StateCheckpoint]]]:
-        """Of each sequence of a prefill step: the position of its first row, its rows, its slot in a group with a
+        """For each sequence of a prefill step: the position of its first row, its rows, its slot in a group with a
         state, and the checkpoints that are written."""
         tables = self.block_tables_of(group)[:, :STATE_ENTRIES].tolist()
         for start, length, (slot, *entries) in zip(self.starts, self.query_lens, tables, strict=True):

@@ -63,7 +63,7 @@ class GatedDeltaSpec:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: those of queries, keys and values."""
+        """Channels of the convolution: those of queries, keys and values."""
         return (2 * self.key_heads + self.value_heads) * self.head_dim
 
     @property

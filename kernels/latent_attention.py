@@ -1,7 +1,7 @@
 """Latent attention: keys and values of all heads are made of one latent vector a position. The torch definition.
 
-A position is cached as one row: the latent c, normalized, then its rotated key elements, which all heads share. Of head
-h, a key is [W_h c | rotated] and a value V_h c, so that scores and sums can be taken over the rows themselves: a query
+A position is cached as one row: the latent c, normalized, then its rotated key elements, which all heads share. A key
+of head h is [W_h c | rotated] and a value V_h c, so that scores and sums can be taken over the rows themselves: a query
 [q | r] becomes [W_h^T q | r], whose product with a row is the score, and V_h is applied to the weighted sum of latents.
 That is attention with one key head, whose values are the first elements of its keys. Sources: DeepSeek-AI 2024,
 "DeepSeek-V2", section 2.1; `DeepseekV2Attention` in the `transformers` library.
@@ -57,7 +57,7 @@ def latent_rows(latent: Tensor, spec: LatentSpec, cos: Tensor, sin: Tensor) -> T
 
 
 def _parts(batch: ForwardBatch, queries: Tensor, spec: LatentSpec) -> list[tuple[Tensor, int, Tensor]]:
-    """Of each chunk in prefill, and of each row in decode: queries, position of the first, block table."""
+    """For each chunk in prefill, and each row in decode: its queries, the position of the first, its block table."""
     if batch.phase == "prefill":
         return [(queries[rows], start, table) for rows, start, table in batch.chunks(spec.cache_group)]
     tables = batch.block_tables_of(spec.cache_group)

@@ -69,7 +69,7 @@ class Mamba2Spec:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: those of x, B and C."""
+        """Channels of the convolution: those of x, B and C."""
         return self.inner + 2 * self.groups * self.state_dim
 
     @property
@@ -117,7 +117,7 @@ def _of_sequence(x: Tensor, start: int, spec: Mamba2Spec, history: Tensor, memor
 
 
 def _gated_norm(y: Tensor, z: Tensor, spec: Mamba2Spec) -> Tensor:
-    """Of y and z [T, heads * head_dim]."""
+    """The gated norm of y and z [T, heads * head_dim]."""
     parts = (y * silu(z)).view(len(y), spec.groups, -1)
     scale = torch.rsqrt(parts.square().mean(dim=-1, keepdim=True) + spec.eps)
     return (parts * scale).flatten(1) * spec.norm.to(y.dtype)

@@ -30,7 +30,7 @@ def user_cache() -> Path | None:
 
 
 def check_owner(folder: Path) -> os.stat_result:
-    """The status of a folder that this user owns, whoever may write to it.
+    """The status of a folder that this user owns, even if others may write to it.
 
     Raises:
         ForeignFolderError: another user owns it or a link to it, or others can replace it.
@@ -85,7 +85,7 @@ def folder_key(folder: Path, make: bool) -> bytes | None:
 
 
 def _read_key(path: Path) -> bytes | None:
-    """The content of the file, if it is a secret that this user owns and nobody else can read."""
+    """The content of the file, if it is a secret that this user owns and no one else can read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

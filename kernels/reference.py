@@ -357,7 +357,7 @@ class ReferenceBackend:
         return dequantize(part.format, part.data).reshape(part.shape).to(self.dtype)
 
     def _matrices(self, weights: ReferenceExperts) -> Tensor:
-        """Of all experts, or heads: [E, N, K]."""
+        """The matrices of all experts, or heads: [E, N, K]."""
         held = [w.parts[0] if w.dense is None else w.dense for w in weights.experts]
         return torch.stack([w if isinstance(w, Tensor) else self._dense(w) for w in held])
 

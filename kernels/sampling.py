@@ -196,7 +196,7 @@ def drawn(mass: Ids, uniform: float) -> int:
     return int(np.searchsorted(reached, math.floor(uniform * int(reached[-1])), side="right"))
 
 
-class Settings(TypedDict):
+class SamplerArguments(TypedDict):
     """The settings of the samplers, and the uniform number in (0, 1) to draw with."""
 
     top_k: int
@@ -210,10 +210,10 @@ class Settings(TypedDict):
 class Choose(Protocol):
     """`sample`, or a function with the same results."""
 
-    def __call__(self, logits: Logits, **settings: Unpack[Settings]) -> int: ...
+    def __call__(self, logits: Logits, **settings: Unpack[SamplerArguments]) -> int: ...
 
 
-def sample(logits: Logits, **settings: Unpack[Settings]) -> int:
+def sample(logits: Logits, **settings: Unpack[SamplerArguments]) -> int:
     """A token id from `logits` [V] (finite or -inf), the samplers applied in llama.cpp's order.
 
     Bias and penalties have been applied before. Temperature 0 is greedy: the most likely token, whatever the other

@@ -25,7 +25,7 @@ from quengine.models.handed_rows import HandedRows
 from quengine.models.layer_input import LayerInputs
 from quengine.models.layer_tables import LayerTables
 from quengine.models.layers import LayerTensors
-from quengine.models.tensor_split import token_counts
+from quengine.models.tensor_split import vocab_shares
 
 
 class Decoder:
@@ -81,7 +81,7 @@ class Decoder:
         if stage.is_last:
             self.output_norm = top.scaled_norm(config.output_norm, config.logit_scale)
             self.output = top.weight("output") if top.has("output") else self.token_embd
-        self._output_rows = token_counts(config.vocab_size, config.ranks)
+        self._output_rows = vocab_shares(config.vocab_size, config.ranks)
         inputs = config.layer_input
         self.inputs = (
             None

@@ -65,7 +65,7 @@ def shares(total: int, unit: int, count: int) -> list[range]:
     return [range(bounds[rank], bounds[rank + 1]) for rank in range(count)]
 
 
-def token_counts(vocab_size: int, ranks: int) -> list[int]:
+def vocab_shares(vocab_size: int, ranks: int) -> list[int]:
     """Number of rows of the output matrix on each rank."""
     return [len(share) for share in shares(vocab_size, _TOKENS, ranks)]
 

@@ -182,29 +182,33 @@ def _kernels() -> Iterator[tuple[str, Callable[[], bytes], tuple[str | bool, ...
     from functools import partial
     from inspect import signature
     from itertools import product
-
-    from quengine.kernels.block_formats import FORMATS
+    from typing import get_type_hints
 
     kernel_table = import_module("quengine.kernels.cpu.runtime.kernel_table")
-    values: dict[str, list[str | bool]] = {
-        "format_name": list(FORMATS),
-        "many": [False, True],
-        "q8_0": [False, True],
-        "layout": ["pairs", "halves"],
-        "cache_type": ["f16", "q8_0"],
-        "activation": ["silu", "gelu_tanh", "clamped_swish"],
-        "sinks": [False, True],
-        "scores_kind": ["softmax", "softmax_of_chosen", "sigmoid"],
-    }
     for found in vars(kernel_table).values():
         if isinstance(found, partial):
             module, name = found.args
             function = getattr(import_module(f"quengine.kernels.cpu.{module}"), name)
-            parameters = signature(function).parameters.values()
-            for chosen in product(*(values[parameter.name] for parameter in parameters)):
+            parameters, hints = signature(function).parameters.values(), get_type_hints(function)
+            for chosen in product(*(_values(hints[parameter.name]) for parameter in parameters)):
                 given = zip(chosen, parameters, strict=True)
                 variant = tuple(value for value, parameter in given if value != parameter.default)
                 yield name, partial(function, *chosen), variant
+
+
+def _values(hint: Any) -> list[str | bool]:
+    """The values of a kernel's parameter, by its type; a plain string names a format."""
+    from typing import get_args
+
+    from quengine.kernels.block_formats import FORMATS
+
+    if hint is bool:
+        return [False, True]
+    if hint is str:
+        return list(FORMATS)
+    return [
+        value for each in get_args(hint) for value in ([each] if isinstance(each, str) else _values(each))
+    ]
 
 
 def openapi(_device: str, _only: str) -> Record:
@@ -278,9 +282,11 @@ PARTS: dict[str, Callable[[str, str], Record]] = {
 def write(folder: Path, parts: list[str], device: str, only: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
-        path = folder / f"{part}.json"
-        path.write_text(json.dumps(PARTS[part](device, only), indent=0, sort_keys=True))
-        print(f"{path}: {len(json.loads(path.read_text()))} entries", flush=True)
+        path, record = folder / f"{part}.json", PARTS[part](device, only)
+        if not record:
+            raise SystemExit(f"freeze: {part} has no entries, so that nothing would be compared")
+        path.write_text(json.dumps(record, indent=0, sort_keys=True))
+        print(f"{path}: {len(record)} entries", flush=True)
 
 
 def compare(before: Path, after: Path) -> int:

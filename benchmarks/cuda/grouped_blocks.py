@@ -122,7 +122,7 @@ def geometries(block: int) -> list[list[int]]:
 @contextmanager
 def geometry_of(block: int, geometry: list[int]) -> Iterator[None]:
     """Blocks of so many rows are launched with `geometry`."""
-    entries = launch_table._table().setdefault(launch_table.device_name(), {}).setdefault("grouped_wgmma", {})
+    entries = launch_table._table().setdefault(launch_table.table_key(), {}).setdefault("grouped_wgmma", {})
     before = entries.get(str(block))
     entries[str(block)] = geometry
     try:
@@ -189,7 +189,7 @@ def main() -> None:
     compile_ahead("cuda.grouped_blocks", ["-m", *arguments.model], [str(i) for i in range(WORKERS)])
     found = tune_geometries(arguments.model) if is_hopper(torch.device("cuda")) else {}
     print(json.dumps({"grouped_wgmma": found}), flush=True)
-    launch_table._table().setdefault(launch_table.device_name(), {})["grouped_wgmma"] = found
+    launch_table._table().setdefault(launch_table.table_key(), {})["grouped_wgmma"] = found
     relative: dict[int, dict[int, list[float]]] = {}
     for name in arguments.model:
         model = MODELS[name]
@@ -214,7 +214,7 @@ def main() -> None:
     print(json.dumps({"device": torch.cuda.get_device_name(), "grouped_blocks": best}))
     if arguments.out:
         table = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-        entries = table.setdefault(launch_table.device_name(), {})
+        entries = table.setdefault(launch_table.table_key(), {})
         entries["grouped_blocks"], entries["grouped_wgmma"] = best, found
         arguments.out.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 

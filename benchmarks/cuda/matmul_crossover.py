@@ -136,7 +136,7 @@ def main() -> None:
                 steps[rows] = step_time(rows, layers, output)
             print(f"{rows:5d} rows: a step's matmuls, norms and roundings {steps[rows]:8.1f} us", flush=True)
     table = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    table.setdefault(launch_table.device_name(), {})[name_of_limit] = limit
+    table.setdefault(launch_table.table_key(), {})[name_of_limit] = limit
     arguments.out.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     report = {
         "device": torch.cuda.get_device_name(), name_of_limit: limit, "results": results, "steps": steps

@@ -179,7 +179,7 @@ def main() -> None:
     listed = arguments.jobs or [f"mistral-7b/{name}" for name in PACKED_FORMATS]
     jobs = [(model, name) for model, _, name in (job.partition("/") for job in listed)]
     table = launch_table._table()
-    entries = table.setdefault(launch_table.device_name(), {}).setdefault("matvec", {})
+    entries = table.setdefault(launch_table.table_key(), {}).setdefault("matvec", {})
     if arguments.compile is not None:
         compile_share(jobs, arguments.compile, arguments.tune, entries)
         return

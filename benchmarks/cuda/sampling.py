@@ -11,23 +11,28 @@ import torch
 
 from benchmarks.cuda.cuda_timing import launch_time
 from quengine.kernels.cuda.backend import has_dependent_launch
-from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
+from quengine.kernels.cuda.sampling.sampling import (
+    DecodeState,
+    SamplingBuffers,
+    SamplingSettings,
+    sample_step,
+)
 
 CASES = {
-    "greedy": Settings(temperature=0.0, top_k=1),
-    "defaults": Settings(),
-    "top-k 128": Settings(top_k=128),
-    "typical and penalties": Settings(typical_p=0.9, repeat=1.1, presence=0.1),
-    "no top-k": Settings(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
-    "no top-k, top-p 0.95": Settings(temperature=0.8, top_k=0, top_p=0.95, min_p=0.0),
-    "no top-k, min-p 0.05": Settings(temperature=1.0, top_k=0, top_p=1.0, min_p=0.05),
-    "no top-k, typical 0.9": Settings(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=0.9),
-    "no top-k, penalties": Settings(top_k=0, repeat=1.1, presence=0.1),
-    "top-k 500": Settings(top_k=500),
+    "greedy": SamplingSettings(temperature=0.0, top_k=1),
+    "defaults": SamplingSettings(),
+    "top-k 128": SamplingSettings(top_k=128),
+    "typical and penalties": SamplingSettings(typical_p=0.9, repeat=1.1, presence=0.1),
+    "no top-k": SamplingSettings(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0),
+    "no top-k, top-p 0.95": SamplingSettings(temperature=0.8, top_k=0, top_p=0.95, min_p=0.0),
+    "no top-k, min-p 0.05": SamplingSettings(temperature=1.0, top_k=0, top_p=1.0, min_p=0.05),
+    "no top-k, typical 0.9": SamplingSettings(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, typical_p=0.9),
+    "no top-k, penalties": SamplingSettings(top_k=0, repeat=1.1, presence=0.1),
+    "top-k 500": SamplingSettings(top_k=500),
 }
 
 
-def time_case(rows: int, vocab: int, settings: Settings, device: torch.device) -> float:
+def time_case(rows: int, vocab: int, settings: SamplingSettings, device: torch.device) -> float:
     """Microseconds a step; logits are normal with deviation 3."""
     logits = torch.randn(rows, vocab, device=device, generator=torch.Generator(device).manual_seed(1)) * 3
     state = DecodeState.allocate(rows, 1 << 12, device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cuda.attention.prefill_tiles import cut_tiles
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
@@ -36,11 +36,11 @@ def layers_in_a_graph(state_bytes: int) -> int:
     return max(2, min(MOST_LAYERS, STATE_BYTES // state_bytes))
 
 
-def step_of(batch: ForwardBatch, width: int) -> StepRows:
+def step_of(batch: ForwardBatch, width: int) -> StateRows:
     """Random rows of `width` columns, as the input matmul gives them."""
     tiles = cut_tiles(batch, 64) if batch.phase == "prefill" else None
     x, ones = torch.randn(len(batch), width, device=DEVICE), torch.ones(len(batch), device=DEVICE)
-    return StepRows(x, ones, 1.0, batch.positions, batch.block_tables_of(0), tiles)
+    return StateRows(x, ones, 1.0, batch.positions, batch.block_tables_of(0), tiles)
 
 
 def out_of(rows: int, width: int) -> QuantizedActivations | Fp16Operand:

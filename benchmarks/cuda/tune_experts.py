@@ -229,7 +229,7 @@ def _types(kind: Kind) -> str:
 
 
 def _tune_step(step: Step, best: dict[str, dict[str, list[int]]]) -> None:
-    table = launch_table._table().setdefault(launch_table.device_name(), {})
+    table = launch_table._table().setdefault(launch_table.table_key(), {})
     for (kind, key), tried in candidates(step).items():
         entries = table.setdefault(kind, {})
         times: list[tuple[float, list[int] | None]] = [(step.time(), entries.get(key))]
@@ -255,7 +255,7 @@ def _tune_step(step: Step, best: dict[str, dict[str, list[int]]]) -> None:
 def compile_share(name: str, worker: int) -> None:
     for kind in kinds_of_layers(PRESETS[name]):
         step = Step(PRESETS[name].config(), kind, 1, layers=1)
-        table = launch_table._table().setdefault(launch_table.device_name(), {})
+        table = launch_table._table().setdefault(launch_table.table_key(), {})
         for (kind_of, key), tried in candidates(step).items():
             for geometry in tried[worker::WORKERS]:
                 table.setdefault(kind_of, {})[key] = geometry
@@ -286,7 +286,7 @@ def main() -> None:
         table = json.loads(arguments.write.read_text())
         for best in found:
             for kind, entries in best.items():
-                table.setdefault(launch_table.device_name(), {}).setdefault(kind, {}).update(entries)
+                table.setdefault(launch_table.table_key(), {}).setdefault(kind, {}).update(entries)
         arguments.write.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 

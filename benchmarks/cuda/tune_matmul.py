@@ -43,7 +43,7 @@ Shape = tuple[str, str, int, int]
 def shares(shape: Shape, keep: bool) -> tuple[int, ...]:
     """What is tried for `splits`: what the table has, or enough programs for the machine, two chunks for each."""
     _, _, rows, cols = shape
-    entry = launch_table.wgmma_entry(launch_table.device_name(), key_of(shape))
+    entry = launch_table.wgmma_entry(launch_table.table_key(), key_of(shape))
     if keep and entry is not None:
         return (int(entry["splits"]),)
     return tuple(n for n in (1, 2, 4, 8) if n * rows >= 12288 and n <= max(1, cols // 512)) or (8,)
@@ -137,7 +137,7 @@ def main() -> None:
     given = ["--only", arguments.only, *(["--keep-splits"] if arguments.keep_splits else [])]
     compile_ahead("cuda.tune_matmul", given, [f"{i}/{arguments.workers}" for i in range(arguments.workers)])
     table = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    entries = table.setdefault(launch_table.device_name(), {}).setdefault("wgmma", {})
+    entries = table.setdefault(launch_table.table_key(), {}).setdefault("wgmma", {})
     times = []
     for shape in shapes:
         results = measure(shape, arguments.keep_splits, None)

@@ -103,13 +103,13 @@ def main() -> None:
     pdl = torch.cuda.get_device_capability() >= (9, 0)
     path = Path(launch_table.__file__).with_name("launch_table.json")
     table = launch_table._table()
-    entries = table[launch_table.device_name()]["matvec"]
+    entries = table[launch_table.table_key()]["matvec"]
     if arguments.compile is not None:
         compile_share(entries, arguments.compile, pdl)
         return
     compile_ahead("cuda.tune_matvec_chain", [], [str(i) for i in range(WORKERS)])
     chain = Chain(LAYERS, arguments.depth, pdl)
-    print(f"{launch_table.device_name()}: {chain.time():.1f} us for {LAYERS} layers before", flush=True)
+    print(f"{launch_table.table_key()}: {chain.time():.1f} us for {LAYERS} layers before", flush=True)
     for _ in range(ROUNDS):
         for key, candidates in CANDIDATES.items():
             times = []

@@ -13,7 +13,7 @@ from quengine.cli.chat.answer_view import AnswerView
 from quengine.cli.chat.commands import Attachment, run_command
 from quengine.cli.chat.input import joined, no_echo, one_interrupt, piped_lines
 from quengine.cli.chat.session_file import SessionFile, excerpt
-from quengine.cli.progress import PromptProgress
+from quengine.cli.progress import PromptMeter
 from quengine.cli.terminal import AnswerPrinter, note, write_text
 from quengine.errors import EngineError, visible
 from quengine.request.chat_session import ChatSession
@@ -76,7 +76,7 @@ class Repl:
         stopped, before = False, self.session.last
         moves = sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")  # the cursor
         printer = AnswerView(self._markdown) if moves else AnswerPrinter()
-        self.session.progress = progress = PromptProgress()
+        self.session.progress = progress = PromptMeter()
         with one_interrupt(), no_echo(), contextlib.closing(deltas), contextlib.closing(printer):
             try:
                 for delta in deltas:

@@ -99,7 +99,7 @@ def bench(flags: BenchFlags, plan: BenchPlan) -> None:
         raise EngineError("no model: give -m MODEL or --synthetic mistral-7b")
     tests = expand_tests(flags.prompts, flags.generated, flags.pairs, flags.depths)
     plan = replace(plan, tests=tests)  # checks them before a model is written
-    from quengine.cli.bench_table import write_rows
+    from quengine.cli.bench_table import write_table
 
     with interrupts.at_once():
         from quengine.diagnostics.bench.bench import run_bench
@@ -110,7 +110,7 @@ def bench(flags: BenchFlags, plan: BenchPlan) -> None:
     with synthetic_models(flags.synthetic, plan, flags.synthetic_dir, _announce, progress) as made:
         plan = replace(plan, models=[*flags.models, *made])
         try:
-            write_rows(_cleared(run_bench(plan, progress), progress), flags.output)
+            write_table(_cleared(run_bench(plan, progress), progress), flags.output)
         finally:
             progress.clear()
 

@@ -17,7 +17,7 @@ import typer
 
 from quengine.cli.flags import ConstraintFlags, Effort, Model, takes_options
 from quengine.cli.loading import load_llm
-from quengine.cli.progress import PromptProgress
+from quengine.cli.progress import PromptMeter
 from quengine.cli.report import completion_json, print_logprobs, print_report
 from quengine.cli.terminal import AnswerPrinter, json_line, write_text
 from quengine.config import EngineConfig
@@ -241,7 +241,7 @@ def _raw_ids(llm: "LLM", source: str, flags: PromptFlags) -> list[int]:
 
 
 def _print_pieces(stream: "CompletionStream", quiet: bool) -> None:
-    printer, progress = AnswerPrinter(), PromptProgress()
+    printer, progress = AnswerPrinter(), PromptMeter()
     stream.progress = progress
     try:
         for delta in stream.deltas():

@@ -108,7 +108,7 @@ class Machine:
             return FusedRows.load(eagle.fusion.layers, tensors, cache.hidden, backend)
 
     def _encoder_runner(self, checkpoint: Checkpoint, backend: Backend[Any], cache: KVCache) -> ModelRunner:
-        """Of a model that computes whole texts, one in each step, eagerly."""
+        """The runner of a model that computes whole texts, one in each step, eagerly."""
         from quengine.models.encoder import Encoder
 
         sizes, separator = checkpoint.config.encoder, None

@@ -30,15 +30,15 @@ from quengine.speculative.draft_length import draft_rows
 
 
 def part_of(checkpoint: Checkpoint, part: Rank | Stage) -> Checkpoint:
-    """What a rank has of a model. Raises EngineError where so many ranks cannot share it."""
+    """The part of a model that a rank has. Raises EngineError where this number of ranks cannot share it."""
     if part.count > 1 and checkpoint.config.encoder is not None:
         raise EngineError(f"a {checkpoint.config.architecture} model is an encoder, which ranks do not share")
     return checkpoint if part.count == 1 else SplitCheckpoint(checkpoint, part)
 
 
 def stages_of(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> list[Stage]:
-    """Which rank has which layers, by the shares that are asked for or by free memory; empty where none has whole
-    layers. Raises EngineError for more ranks than layers."""
+    """The layers of each rank, by the requested shares or by free memory; empty where ranks do not have whole layers.
+    Raises EngineError for more ranks than layers."""
     if config.split != "layer" or config.ranks == 1:
         return []
     count = config.ranks
@@ -105,7 +105,7 @@ def free_memory(device: torch.device, ranks: int) -> int:
 def rank_count(
     config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
 ) -> int:
-    """How many devices share the model: what the options say, or the fewest CUDA devices that hold it."""
+    """The number of devices that share the model: that of the options, or the fewest CUDA devices that hold it."""
     told = (
         config.tensor_parallel is not None or config.devices is not None or config.device.startswith("cuda:")
     )

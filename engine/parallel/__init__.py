@@ -1,1 +1,1 @@
-"""One model on several devices: the processes of a tensor-parallel group, what they tell each other, how they end."""
+"""One model on several devices: the processes of a tensor-parallel group, their messages, and how they end."""

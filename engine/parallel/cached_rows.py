@@ -1,8 +1,8 @@
-"""Keys and values of positions in the cache's first blocks, of all heads, whichever rank has them; and the states of
-the sequence that has these blocks, whose channels are then what is called heads here.
+"""Keys and values of positions in the cache's first blocks, of the heads of all ranks; and the states of the sequence
+that has these blocks, whose channels take the place of heads here.
 
-Of many layers at a time: what is exchanged and copied between host and device is one array of bytes, a row for each
-position, with the tensors of the layers one beside the other.
+Several layers are exchanged, and copied between host and device, at a time: as one array of bytes with a row for each
+position, in which the tensors of the layers lie side by side.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def read_cached(runner: ModelRunner, start: int, end: int, whole: ModelConfig) -
     and values, or in q8_0 their codes and scales; or of each part of its state, [1, channels, rows] or [1, heads, ...].
     On rank 0. `whole`: the model's configuration, of all ranks."""
     with runner.together(ReadCache(start, end)):
-        rows = read_rows(runner, start, end)
+        rows = read_rank_rows(runner, start, end)
     states = [block.state for block in layers_of(whole)]
     pairs = zip(_stored(runner, start, end), rows, strict=True)
     return [_without_copies(rows, states[one.layer]) for one, rows in pairs]
@@ -59,10 +59,10 @@ def _without_copies(rows: Tensor, state: State) -> Tensor:
 def write_cached(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor]) -> None:
     """Store what `read_cached` gave. On rank 0."""
     with runner.together(WriteCache(start, end)):
-        write_rows(runner, start, end, rows)
+        write_rank_rows(runner, start, end, rows)
 
 
-def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
+def read_rank_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
     """Each rank's part of `read_cached`: all have the heads of all, those of a rank side by side, of all layers."""
     communicator, config = runner.decoder.backend.communicator, runner.decoder.config
     ranks, rows = config.ranks if config.splits_heads else 1, list[Tensor]()
@@ -85,7 +85,7 @@ def read_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
     return rows
 
 
-def write_rows(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor] | None) -> None:
+def write_rank_rows(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor] | None) -> None:
     """Each rank's part of `write_cached`; `rows`: on rank 0."""
     communicator, config, done = runner.decoder.backend.communicator, runner.decoder.config, 0
     ranks = config.ranks if config.splits_heads else 1

@@ -29,7 +29,7 @@ WAIT_SECONDS = 600.0
 
 
 class RankCommunicator(Communicator, Protocol):
-    """That of a rank in a process of its own. `note`: for the user, how sums are exchanged."""
+    """The communicator of a rank in a process of its own. `note`: for the user, how sums are exchanged."""
 
     note: str
 
@@ -60,7 +60,7 @@ class GlooCommunicator:
 
     def __init__(self, rank: Rank, store: Any) -> None:
         self.rank, self.size = rank.number, rank.count
-        # Of its own, beside whatever process group the program has made.
+        # A group of the ranks' own, beside any process group that the program has made.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=WAIT_SECONDS)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
@@ -252,7 +252,7 @@ class CudaCommunicator:
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """With zeros behind the columns of each row."""
+    """The rows, each padded with zeros after its columns."""
     wide = x.new_zeros(len(x), width)
     wide[:, : x.shape[1]] = x
     return wide

@@ -1,4 +1,4 @@
-"""How many devices share a model where nobody says: the fewest of the first ones whose free memory holds it."""
+"""The default number of devices that share a model: the fewest of the first ones whose free memory holds it."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,17 +6,18 @@ from quengine.errors import CannotRunError
 from quengine.memory import gib
 
 USABLE_CONTEXT = 8192
-"""Tokens of a context that is worth another device, of a model that was made for as many."""
+"""Tokens of context for which another device is used, where the model was made for a context of at least this
+length."""
 
 
 def fewest_devices(free: Sequence[int], needed: Callable[[int, bool], int | None]) -> int:
-    """How many of the devices with so many bytes free hold a model, each its part: one, where one does.
+    """The smallest number of devices that hold a model, each its part. `free`: bytes free on each device.
 
-    needed: of a number of devices, the bytes on each of them, with a usable context or with the least; None: so many
-    cannot share the model.
+    needed: bytes on each device, by the number of devices and whether the context is to be a usable one or the least;
+    None: that number of devices cannot share the model.
 
     Raises:
-        CannotRunError: all of them together do not hold it; with the numbers.
+        CannotRunError: all devices together do not hold it; the message has the figures.
     """
     for usable in (True, False):
         for count in range(1, len(free) + 1):
@@ -31,7 +32,7 @@ def fewest_devices(free: Sequence[int], needed: Callable[[int, bool], int | None
 
 
 def _each(ways: Mapping[int, int | None]) -> str:
-    """What it takes by number of devices, without those that cannot share it."""
+    """The memory that each number of devices needs, for those numbers that can share the model."""
     return ", ".join(
         f"{gib(nbytes)} on one" if count == 1 else f"{gib(nbytes)} on each of {count}"
         for count, nbytes in ways.items()

@@ -1,7 +1,7 @@
-"""Rank 0's side of a tensor-parallel group: starts the other ranks, tells them each step, and notices when one ends.
+"""Rank 0's side of a tensor-parallel group: starts the other ranks, sends them each step, and detects when one ends.
 
 Rank 0 is the process of the engine; each other rank is a process of its own (`rank_main`), which ends when rank 0 does.
-A rank that fails leaves the others nothing to compute with: all end, and what is under way fails with one line.
+No rank can go on without the others: when one fails, all end, and the requests in progress fail with one line.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from quengine.kernels.channel import encode
 from quengine.kernels.child_process import ChildProcess
 from quengine.models.tensor_split import Rank
 from quengine.parallel.communicator import WAIT_SECONDS, RankCommunicator, join
-from quengine.parallel.wire import FROM_RANK, FromRank, Message, RankPlan, Ready, Starting
+from quengine.parallel.wire import FROM_RANK, FromRank, Message, RankPlan, RankReady, Starting
 from quengine.platform.deferred_interrupt import DeferredInterrupt
 from quengine.platform.failure import Failure
 from quengine.platform.out_of_memory import killed_for_memory
@@ -30,10 +30,10 @@ from quengine.platform.out_of_memory import killed_for_memory
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
-"""How long a rank's process may take to begin."""
+"""Seconds that a rank's process may take to begin."""
 
 END_SECONDS = 2.0
-"""How long a step that has lost a rank, or a rank that is told to end, may take to end by itself."""
+"""Seconds that a step that has lost a rank, or a rank whose channel is closed, has to end by itself."""
 
 _LOOK_SECONDS = 0.5
 _LAUNCHED_SECONDS = 5.0
@@ -52,7 +52,7 @@ class _Follower(ChildProcess[FromRank]):
         verbose = ["-v"] if logger.isEnabledFor(logging.INFO) else []
         super().__init__(("-m", "quengine.parallel.rank_main"), FROM_RANK, verbose)
 
-    def await_report(self, expected: type[Starting | Ready], seconds: float) -> None:
+    def await_report(self, expected: type[Starting | RankReady], seconds: float) -> None:
         """Wait for a message. Raises EngineError, also where the rank reports one, and RankFailedError."""
         try:
             message = self.channel.receive(seconds)
@@ -67,7 +67,7 @@ class _Follower(ChildProcess[FromRank]):
         assert isinstance(message, expected)
 
     def note_end(self) -> None:
-        """The process has ended: find out why."""
+        """Record why the process has ended."""
         with suppress(EOFError, OSError):
             message = self.channel.receive(0)
             if isinstance(message, Failure):
@@ -77,12 +77,12 @@ class _Follower(ChildProcess[FromRank]):
 
 
 def _misses_another(failure: str) -> bool:
-    """Whether a rank reports no more than that another one has left it."""
+    """Whether a rank's failure is only that another rank has left it."""
     return "gloo" in failure.lower()
 
 
 class RankGroup:
-    """The group as rank 0 sees it. `count` processes, this one among them; the others begin at once.
+    """The group as rank 0 sees it: `count` processes with this one; the others are started at once.
 
     Attributes:
         ends_process: called with a line when a rank has failed and this process is of no use any more: a step that
@@ -109,7 +109,7 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of the other ranks' processes."""
+        """Process ids of the other ranks."""
         return [follower.pid for follower in self._followers]
 
     def load(
@@ -124,7 +124,7 @@ class RankGroup:
         for follower in self._followers:
             follower.await_report(Starting, START_SECONDS)
             follower.channel.send(plan(follower.number, meeting))
-        # A device that waits for another rank's words cannot be told to stop.
+        # A kernel that waits for another rank's data cannot be stopped.
         self._may_hang = device.type == "cuda"
         joined = threading.Event()
         threading.Thread(target=self._watch_join, args=(joined,), daemon=True).start()
@@ -137,21 +137,21 @@ class RankGroup:
         return self._communicator
 
     def _not_met(self, error: RuntimeError) -> EngineError:
-        """Why the ranks did not meet: what one reports that failed right behind the meeting and left it before this one
-        had come to its end; else what the meeting says."""
+        """Why the ranks did not meet: the report of a rank that failed right after the meeting, and left before this
+        rank had finished meeting; without such a report, the error of the meeting itself."""
         reports = list[EngineError]()
         for follower in self._followers:
             try:
-                follower.await_report(Ready, END_SECONDS)
+                follower.await_report(RankReady, END_SECONDS)
             except EngineError as report:
                 reports.append(report)
         reports.sort(key=lambda report: _misses_another(str(report)))
         return reports[0] if reports else RankFailedError(f"the ranks did not meet: {error}")
 
     def wait_until_loaded(self) -> None:
-        """Until all ranks have loaded their parts. Raises EngineError as loading does, and RankFailedError."""
+        """Wait until all ranks have loaded their parts. Raises EngineError as loading does, and RankFailedError."""
         for follower in self._followers:
-            follower.await_report(Ready, WAIT_SECONDS)
+            follower.await_report(RankReady, WAIT_SECONDS)
         for follower in self._followers:
             threading.Thread(target=self._watch, args=(follower,), daemon=True).start()
 
@@ -165,7 +165,7 @@ class RankGroup:
 
     @contextmanager
     def together(self, message: Message) -> Iterator[None]:
-        """A step of all ranks: they compute `message`, and this one what is inside. Ctrl-C waits for its end.
+        """A step of all ranks: the others compute `message`, this one the body of the block. Ctrl-C waits for its end.
 
         Raises:
             RankFailedError: a rank has ended.
@@ -210,7 +210,8 @@ class RankGroup:
         self._folder.cleanup()
 
     def _watch_join(self, joined: threading.Event) -> None:
-        """A thread: a rank that ends before all have met would be waited for."""
+        """A thread that ends this process where a rank ends before all have met, since the meeting would wait for
+        it."""
         while not joined.wait(_LOOK_SECONDS):
             for follower in self._followers:
                 if follower.code is not None:
@@ -219,7 +220,7 @@ class RankGroup:
                     return
 
     def _watch(self, follower: _Follower) -> None:
-        """A thread: waits for the end of a rank."""
+        """A thread that waits for the end of a rank."""
         follower.wait()
         if self._closing:
             return
@@ -233,7 +234,8 @@ class RankGroup:
             self.ends_process(self._failure() or "")
 
     def _failure(self) -> str | None:
-        """What the first rank to fail reports; of one that only misses another, where no other reports."""
+        """The failure of the first rank; one that only misses another rank counts only where no other failure is
+        reported."""
         if self._broken is not None:
             return self._broken
         failures = [follower.failure for follower in self._followers if follower.failure is not None]
@@ -241,7 +243,7 @@ class RankGroup:
         return None if not failures else f"{failures[0]}; the model needs all {self.count} ranks"
 
     def _failure_within(self, seconds: float) -> str | None:
-        """Wait for a failure that is no consequence of another."""
+        """Wait for a failure that does not follow from another rank's."""
         with self._changed:
             self._changed.wait_for(
                 lambda: any(f.failure and not _misses_another(f.failure) for f in self._followers), seconds
@@ -255,6 +257,6 @@ class RankGroup:
 
 
 def _end_process(reason: str) -> None:
-    """One line, and the end: a step that waits for a rank on a device cannot be ended otherwise."""
+    """Print one line and exit: a step that waits on a device for another rank cannot be ended otherwise."""
     print(f"engine: {reason}", file=sys.stderr, flush=True)
     os._exit(CannotRunError.exit_code)

@@ -1,6 +1,6 @@
 """A rank's process other than rank 0's: `python -m quengine.parallel.rank_main FD [-v]`, started by `group`.
 
-It loads its part of the model, and then computes what rank 0 sends over the channel FD. It ends when rank 0 does.
+It loads its part of the model, and then computes the steps that rank 0 sends over the channel FD. It ends with rank 0.
 """
 
 import logging
@@ -12,13 +12,13 @@ from pathlib import Path
 from quengine.errors import CannotRunError
 from quengine.kernels.channel import Channel
 from quengine.kernels.child_process import end_with_parent, parent_channel
-from quengine.parallel.wire import TO_RANK, RankPlan, Ready, Starting, ToRank
+from quengine.parallel.wire import TO_RANK, RankPlan, RankReady, Starting, ToRank
 from quengine.platform import bus_error, collector, log_lines
 from quengine.platform.failure import failure_of
 
 
 def follow(channel: Channel[ToRank]) -> None:
-    """Load what rank 0 plans, and compute what it sends, until it sends no more; without a model, time sums."""
+    """Load this rank's part and compute rank 0's messages until its channel closes; without a model, time sums."""
     channel.send(Starting())
     import torch
 
@@ -33,13 +33,13 @@ def follow(channel: Channel[ToRank]) -> None:
     communicator = join(plan.rank, device, Path(plan.meeting), bool(plan.options["deterministic"]))
     if not plan.model:
         time_sums(communicator, device)
-        channel.send(Ready())
+        channel.send(RankReady())
         with suppress(EOFError):
             channel.receive()  # until rank 0 leaves the group
         communicator.close()
         return
     runner = load_rank(plan, communicator)
-    channel.send(Ready())
+    channel.send(RankReady())
     collector.working()
     try:
         while True:
@@ -56,7 +56,7 @@ def main() -> int:
     end_with_parent()
     log_lines.set_up(verbose="-v" in sys.argv[2:])
     if "-v" not in sys.argv[2:]:
-        logging.disable(logging.WARNING)  # rank 0 says the same
+        logging.disable(logging.WARNING)  # rank 0 prints the same warnings
     collector.starting()
     bus_error.install()
     try:

@@ -1,69 +1,84 @@
-"""What a rank other than rank 0 does with a message: the call of its runner that rank 0 makes of its own."""
+"""Runs a message on a rank other than rank 0: makes the same call of its runner that rank 0 makes."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from quengine.model_runner import ModelRunner
 from quengine.models.experts import MixtureOfExperts
-from quengine.parallel.cached_rows import read_rows, write_rows
+from quengine.parallel.cached_rows import read_rank_rows, write_rank_rows
 from quengine.parallel.wire import (
     Capture,
-    Choose,
+    ChooseExperts,
     Configure,
     CopyBlocks,
-    Forward,
     Graphs,
-    Hidden,
-    Launch,
+    LaunchDecode,
     Message,
-    Parts,
-    Prefill,
+    PlannedStep,
     Prompts,
     ReadCache,
     WriteCache,
 )
-from quengine.step_plan import GivenRows
+
+if TYPE_CHECKING:
+    from quengine.runners.cuda_graphs import CudaGraphs
 
 
 def run(runner: ModelRunner, message: Message) -> None:
     """Compute this rank's part of a step."""
     match message:
-        case Forward(phase, rows, all_logits, eager, embedded, spans):
-            runner.forward(phase, rows, all_logits, eager, GivenRows(embedded, None, spans))
-            _choose(runner, {})
-        case Hidden(rows, embedded, spans):
-            runner.hidden(rows, GivenRows(embedded, None, spans))
-        case Parts(rows, parts, embedded, spans):
-            for _ in runner.logits_of_parts(rows, parts, GivenRows(embedded, None, spans)):
-                pass
+        case PlannedStep():
+            _compute(runner, message)
         case ReadCache(start, end):
-            read_rows(runner, start, end)
+            read_rank_rows(runner, start, end)
         case WriteCache(start, end):
-            write_rows(runner, start, end, None)
+            write_rank_rows(runner, start, end, None)
         case CopyBlocks(copies):
             runner.copy_blocks(copies)
-        case Choose(experts):
+        case ChooseExperts(experts):
             _choose(runner, experts)
         case _:
             _run_graphs(runner, message)
 
 
-def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
-    """On a CUDA device: what is captured, with the tokens chosen by every rank for itself, from the same logits."""
-    from quengine.kernels.cuda.sampling.sampling import Settings
+def _compute(runner: ModelRunner, step: PlannedStep) -> None:
+    """Compute the rows of a plan as rank 0 does."""
+    match step.output:
+        case "hidden rows":
+            runner.hidden(step.rows, step.given)
+        case "logits of parts":
+            for _ in runner.logits_of_parts(step.rows, step.parts, step.given):
+                pass
+        case "tokens":
+            assert step.kind is not None
+            _graphs(runner).prefill(step.rows, step.slots, step.kind)
+        case _:
+            all_logits = step.output == "all logits"
+            runner.forward(step.phase, step.rows, all_logits, step.eager, step.given)
+            _choose(runner, {})
+
+
+def _graphs(runner: ModelRunner) -> "CudaGraphs":
+    """The captured steps of a CUDA device."""
     from quengine.runners.cuda_graphs import CudaGraphs
 
-    graphs = runner.graphs
-    assert isinstance(graphs, CudaGraphs)
+    assert isinstance(runner.graphs, CudaGraphs)
+    return runner.graphs
+
+
+def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
+    """Run what concerns the captured steps; each rank samples the same tokens by itself, from the same logits."""
+    from quengine.kernels.cuda.sampling.sampling import SamplingSettings
+
+    graphs = _graphs(runner)
     match message:
-        case Launch(key, changes):
+        case LaunchDecode(key, changes):
             graphs.inputs.changes.update(changes)
             graphs.launch(key)
-        case Prefill(rows, slots, kind):
-            graphs.prefill(rows, slots, kind)
         case Configure(slot, kind, settings, bias, ids, total):
-            made = Settings(**settings)  # type: ignore[arg-type]
+            made = SamplingSettings(**settings)  # type: ignore[arg-type]
             graphs.set_sampling(slot, kind, made, dict(bias), list(ids), total)
         case Capture(key):
             graphs.capture(key)

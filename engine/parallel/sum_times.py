@@ -27,7 +27,7 @@ _CALLS, _TIMES = 20, 10
 
 @dataclass(frozen=True)
 class SumTime:
-    """Of fp32 values [rows, width]; on CUDA within a graph."""
+    """Seconds of a sum of fp32 values [rows, width] over all ranks; on CUDA within a graph."""
 
     rows: int
     width: int
@@ -113,7 +113,7 @@ def time_as_rank_0(kind: str, count: int, ends_process: Callable[[str], None]) -
     `RankGroup`."""
 
     def plan(number: int, meeting: str) -> RankPlan:
-        """Of a rank without a model."""
+        """The plan of a rank that loads no model."""
         options = {"device": _device(kind, number), "deterministic": False, "expert_parallel": False}
         return RankPlan("", options, number, count, 0, (), 1, meeting)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -11,16 +11,17 @@ from quengine.kernels.forward_batch import Phase
 from quengine.models.tensor_split import Rank
 from quengine.platform.failure import Failure
 from quengine.runners.graph_keys import GraphKey, SamplingKind
-from quengine.step_plan import SequenceRows
+from quengine.step_plan import GivenRows, SequenceRows
 
 
 class _ToRank(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """A call that all ranks make together, with its arguments; but for the first message."""
+    """A call that all ranks make together, with its arguments. RankPlan, the first message, is the exception."""
 
 
 class RankPlan(_ToRank, frozen=True):
-    """The first message: what a rank loads. `options`: fields of EngineConfig. `pools`: of each group of layers.
-    `meeting`: the file where the ranks meet. `bounds`: of `Stage`; empty where ranks have a part of every layer."""
+    """The first message to a rank: what it loads. `options`: fields of EngineConfig. `pools`: the cache's pools, by
+    group of layers. `meeting`: the file through which the ranks meet. `bounds`: those of `Stage`; empty where each rank
+    has a part of every layer."""
 
     model: str
     options: Mapping[str, Any]
@@ -38,40 +39,36 @@ class RankPlan(_ToRank, frozen=True):
 
 
 class Starting(msgspec.Struct, tag=True, frozen=True):
-    """From a rank: its process has begun."""
+    """A rank's first message: its process has started."""
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """From a rank: its part of the model is loaded."""
+class RankReady(msgspec.Struct, tag=True, frozen=True):
+    """A rank's message that its part of the model is loaded."""
 
 
-class Forward(_ToRank, frozen=True):
-    """`ModelRunner.forward`. `embedded`: numbers of the rows given as embeddings, which follow by broadcast.
-    `spans`: of these rows, as `EmbeddedRows` has them."""
+class PlannedStep(_ToRank, frozen=True):
+    """The data of a `StepPlan`, of which every rank computes its part.
+
+    phase, rows: as in the plan. embedded: numbers of the rows given as embeddings, whose values follow by broadcast;
+    spans: as `EmbeddedRows` has them. output: logits of each sequence's last row or of all rows
+    (`ModelRunner.forward`, with `eager`), the hidden rows (`hidden`), logits of `parts` of the rows
+    (`logits_of_parts`), or tokens for `slots`, sampled as `kind` (`CudaGraphs.prefill`).
+    """
 
     phase: Phase
     rows: Sequence[SequenceRows]
-    all_logits: bool
-    eager: bool
-    embedded: tuple[int, ...] = ()
-    spans: tuple[tuple[int, int, int], ...] = ()
+    output: Literal["last logits", "all logits", "hidden rows", "logits of parts", "tokens"]
+    embedded: Sequence[int] = []
+    spans: Sequence[tuple[int, int, int]] = []
+    eager: bool = False
+    parts: Sequence[Sequence[int]] = []
+    slots: Sequence[int] = []
+    kind: SamplingKind | None = None
 
-
-class Hidden(_ToRank, frozen=True):
-    """`ModelRunner.hidden`."""
-
-    rows: Sequence[SequenceRows]
-    embedded: tuple[int, ...] = ()
-    spans: tuple[tuple[int, int, int], ...] = ()
-
-
-class Parts(_ToRank, frozen=True):
-    """`ModelRunner.logits_of_parts`."""
-
-    rows: Sequence[SequenceRows]
-    parts: Sequence[Sequence[int]]
-    embedded: tuple[int, ...] = ()
-    spans: tuple[tuple[int, int, int], ...] = ()
+    @property
+    def given(self) -> GivenRows:
+        """The rows given as embeddings, without their values."""
+        return GivenRows(self.embedded, None, self.spans)
 
 
 class ReadCache(_ToRank, frozen=True):
@@ -88,25 +85,17 @@ class WriteCache(_ToRank, frozen=True):
     end: int
 
 
-class Choose(_ToRank, frozen=True):
+class ChooseExperts(_ToRank, frozen=True):
     """The experts [T][k] of the rows of the next step, by layer, in place of the routers' choice."""
 
     experts: Mapping[int, Sequence[Sequence[int]]]
 
 
-class Launch(_ToRank, frozen=True):
+class LaunchDecode(_ToRank, frozen=True):
     """`CudaGraphs.launch`, on inputs with these changes, by index."""
 
     key: GraphKey
     changes: Mapping[int, int]
-
-
-class Prefill(_ToRank, frozen=True):
-    """`CudaGraphs.prefill`."""
-
-    rows: Sequence[SequenceRows]
-    slots: Sequence[int]
-    kind: SamplingKind
 
 
 class Configure(_ToRank, frozen=True):
@@ -138,8 +127,8 @@ class CopyBlocks(_ToRank, frozen=True):
     copies: Sequence[BlockCopy]
 
 
-Step: TypeAlias = Forward | Hidden | Parts | ReadCache | WriteCache | CopyBlocks | Choose
-Graphs: TypeAlias = Launch | Prefill | Configure | Capture | Prompts
+Step: TypeAlias = PlannedStep | ReadCache | WriteCache | CopyBlocks | ChooseExperts
+Graphs: TypeAlias = LaunchDecode | Configure | Capture | Prompts
 Message: TypeAlias = Step | Graphs
 
 Together = Callable[[Message], AbstractContextManager[None]]
@@ -151,7 +140,7 @@ def alone(_message: Message) -> AbstractContextManager[None]:
 
 
 ToRank: TypeAlias = RankPlan | Message
-FromRank: TypeAlias = Starting | Ready | Failure
+FromRank: TypeAlias = Starting | RankReady | Failure
 
 TO_RANK: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 FROM_RANK: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)

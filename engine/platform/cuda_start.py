@@ -1,7 +1,7 @@
-"""What a process with a CUDA device needs beside torch, made in a thread while torch is imported.
+"""Prepares what a process with a CUDA device needs beside torch, in a thread while torch is imported.
 
-That is the device's context, the primary one, which the CUDA runtime and so torch use as well; Triton; and the key of
-its cache, for which Triton hashes its compiler library of some 400 MB.
+This is the device's primary context, which the CUDA runtime and so torch use as well; Triton; and the key of its cache,
+for which Triton hashes its compiler library of some 400 MB.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ _threads: list[threading.Thread] = []
 def begin(device: str) -> None:
     """Begin, for the device that `EngineConfig.device` names; "auto" is the first.
 
-    What cannot be done here, for want of a driver or a device, is found and said where the device is chosen.
+    A missing driver or device is no error here: it is reported where the device is chosen.
     """
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cuda") or not (index or "0").isdecimal():

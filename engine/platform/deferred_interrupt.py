@@ -1,4 +1,4 @@
-"""Ctrl-C put off to the end of a block: a KeyboardInterrupt in its middle would leave state that nobody can mend."""
+"""Ctrl-C deferred to the end of a block: a KeyboardInterrupt in its middle would leave inconsistent state."""
 
 import signal
 import threading
@@ -10,10 +10,10 @@ from typing import Any
 class DeferredInterrupt:
     """A block of the main thread that SIGINT's handler runs after; in other threads, which have no signals, no change.
 
-    Only handlers of Python's are put off. `second_at_once`: the second SIGINT in the block is not, for blocks that may
-    wait for ever.
+    Only Python's handlers are deferred. `second_at_once`: the second SIGINT in the block is not deferred, for blocks
+    that may wait for ever.
 
-    The object is the handler meanwhile: `before` is the one that it stands for, `noted` says that a signal has come.
+    The object is the handler meanwhile: `before` is the one that it replaces, `noted` is set once a signal has come.
     """
 
     def __init__(self, second_at_once: bool = False) -> None:

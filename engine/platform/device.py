@@ -1,7 +1,7 @@
-"""Which device a model runs on, and why not on another; its name, and the notice that its kernels are compiled.
+"""The device that a model runs on, and why not another; its name, and the notice that its kernels are compiled.
 
-The first run on a machine compiles kernels, which takes long, and must say why. A later run finds them on disk
-(TRITON_CACHE_DIR, or ~/.triton) and nothing is reported.
+The first run on a machine compiles kernels, which takes long and is therefore reported. A later run finds them on disk
+(TRITON_CACHE_DIR, or ~/.triton), and nothing is reported.
 """
 
 import logging
@@ -97,7 +97,7 @@ class CompileNotice:
 
 
 def announce_compilation(device_name: str) -> None:
-    """From now on, tell the user of the first kernel that is not found on disk; once a process."""
+    """Report the first kernel from now on that is not found on disk to the user; once per process."""
     import triton
 
     if not isinstance(triton.knobs.compilation.listener, CompileNotice):

@@ -78,7 +78,7 @@ class ExpertPlacement:
         return HostExperts(device, CpuBackend(threads), self.layers)
 
     def note(self) -> str:
-        """For the user who asked for experts in host memory, what came of it."""
+        """A line for the user: which experts are in host memory, as requested."""
         if not self.layers:
             return (
                 "the whole model runs on the CPU, its experts too: --cpu-moe and --n-cpu-moe change nothing"
@@ -91,7 +91,7 @@ class ExpertPlacement:
 
 
 def host_layers(config: EngineConfig, model: ModelConfig) -> int:
-    """The first so many layers have their experts in host memory, by the options.
+    """The number of first layers whose experts are in host memory, by the options.
 
     Raises EngineError where the model has no experts.
     """

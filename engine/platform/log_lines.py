@@ -10,7 +10,8 @@ _MAX_MESSAGE = 2000  # characters
 
 
 class OneLine(logging.Formatter):
-    """`engine: level: message`. An exception is told with its causes; its traceback follows where `tracebacks` asks."""
+    """`engine: level: message`. An exception is logged with its causes, and with its traceback if `tracebacks` is
+    set."""
 
     def __init__(self, tracebacks: bool = False) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ def printable(text: str) -> str:
 
 
 class Seldom:
-    """Logs a warning at most once in `seconds`, and with it how many were left out since the one before."""
+    """Logs a warning at most once in `seconds`, with the number of those left out since the last one."""
 
     def __init__(self, logger: logging.Logger, seconds: float = 1.0) -> None:
         self._logger = logger

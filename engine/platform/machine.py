@@ -53,7 +53,7 @@ class CudaDevice:
 
 @cache
 def cpu_model() -> str:
-    """The processor's name as it tells it itself."""
+    """The processor's name, as it reports it."""
     for key in ("model name", "Model", "Hardware"):
         for line in _cpuinfo():
             name, _, value = line.partition(":")
@@ -86,7 +86,7 @@ def usable_cpus() -> set[int]:
 
 
 def thread_count(asked: int | None) -> int:
-    """The CPU threads to compute with: those asked for, or one for each physical core.
+    """The number of CPU threads to compute with: the requested one, or one for each physical core.
 
     Raises:
         EngineError: fewer than 1, or more than this process has processors. A pool of very many threads ends in a
@@ -224,7 +224,7 @@ def memory_bandwidth(threads: int | None = None, seconds: float = 0.4) -> float:
 
 
 def cuda_devices() -> list[CudaDevice]:
-    """The CUDA devices torch can use, in its order; empty where there is none."""
+    """The CUDA devices that torch can use, in its order; empty without any."""
     import torch
 
     if not torch.cuda.is_available():

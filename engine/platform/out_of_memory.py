@@ -7,7 +7,7 @@ from quengine.errors import CannotRunError
 
 _ADVICE = "lower -c or --parallel, choose a smaller model or quant type, or end what else uses memory"
 
-# Of torch on the CPU, of CUDA and its libraries, of Triton, of C++, of the C library, of LLVM.
+# Messages of torch on the CPU, CUDA and its libraries, Triton, C++, the C library, and LLVM.
 _SIGNS = re.compile(
     r"alloc_cpu|DefaultCPUAllocator|can't allocate memory|cannot allocate memory|out of memory|not enough memory"
     r"|ALLOC_FAILED|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|std::bad_alloc|failed to map segment"

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 
 
-class Range:
+class ProfilerRange:
     """`with Range("decode step"): ...` shows as a bar of that name on the host's timeline. Ranges nest."""
 
     __slots__ = ("_name", "_open")

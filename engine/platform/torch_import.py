@@ -14,8 +14,8 @@ PRELUDE = "from quengine.platform import torch_import; torch_import.keep_bytecod
 def keep_bytecode() -> None:
     """Keep bytecode in the user's cache from now on, where torch was installed without (as some images have it).
 
-    Compiling a thousand modules takes two seconds of each start otherwise, also where Python is told to write none
-    beside them. The folder is used if it is this user's alone.
+    Otherwise each start takes two seconds to compile a thousand modules, also where Python is set to write no bytecode
+    beside them. The folder is used if it belongs to this user alone.
     """
     spec = importlib.util.find_spec("torch")
     cache = user_cache()

@@ -33,7 +33,7 @@ PIECE = 8 * 2**20
 """Bytes that a thread reads before it has them copied: long enough for full speed, short enough to share a tensor."""
 
 AHEAD = 64 * 2**20
-"""Bytes that may lie on the device, or be on their way, before the decoder has asked for them."""
+"""Most bytes on the device, or on their way to it, that the decoder has not taken yet."""
 
 TRIM_EVERY = 2**28
 """Bytes taken after which unused memory is given back: the allocator keeps room for the largest tensors otherwise."""
@@ -108,7 +108,7 @@ class _Pinned:
         if free is not None:
             free.synchronize()
         half = self._halves[self._turn][: source.numel()]
-        # numpy copies on this thread alone and lets the others go on; torch would start threads of its own.
+        # numpy copies on this thread alone and lets the others run; torch would start threads of its own.
         half.numpy()[:] = source.numpy()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
@@ -140,10 +140,10 @@ class _Piece:
 class WeightLoader(Mapping[str, QuantTensor]):
     """The tensors of a checkpoint, matrices on the device, each meant to be taken once; use as a context manager.
 
-    source: the checkpoint's tensors in the order of the file, which is about the order in which they are asked for; one
-    that is asked for out of turn is fetched next. total: bytes of all of them. progress: told how far it is.
+    source: the checkpoint's tensors in the order of the file, which is about the order in which they are requested; one
+    that is requested out of turn is fetched next. total: bytes of all of them. progress: called with the progress.
 
-    Raises (from `[]`): whatever went wrong in a thread.
+    Raises (from `[]`): the error of a thread that failed.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class WeightLoader(Mapping[str, QuantTensor]):
                     self._sent += piece.end - piece.start
                     if arrival.left == 0:
                         self._changed.notify_all()
-        except BaseException as error:  # handed to whoever asks for the next tensor
+        except BaseException as error:  # raised where the next tensor is requested
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
@@ -294,7 +294,7 @@ def copy_weights(
     tensors: Mapping[str, QuantTensor], let_go: Callable[[], None], progress: Callable[[str], None] | None
 ) -> dict[str, QuantTensor]:
     """All tensors, copied into one piece of memory. `let_go` is called after each, so that no two copies of a model are
-    held; `progress` is told how far it is.
+    held; `progress` is called with the progress.
     """
     sizes = {name: -(-tensor.data.nbytes // _ALIGNMENT) * _ALIGNMENT for name, tensor in tensors.items()}
     total, began, told = sum(sizes.values()), time.perf_counter(), 0.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,20 +21,10 @@ from quengine.models.tokenizer import Tokenizer
 from quengine.request.content_parts import places_of
 from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, PromptImages
 
+if TYPE_CHECKING:
+    from quengine.models.vision import PreparedImage
+
 logger = logging.getLogger(__name__)
-
-
-class PreparedImage(Protocol):
-    """`models.vision.PreparedImage`, as far as a prompt needs it."""
-
-    @property
-    def digest(self) -> bytes: ...
-    @property
-    def layout(self) -> tuple[str | int, ...]: ...
-    @property
-    def bidirectional(self) -> bool: ...
-    @property
-    def grid(self) -> tuple[int, int, int] | None: ...
 
 
 class Vision(Protocol):
@@ -48,8 +38,8 @@ class Vision(Protocol):
     def text_size(self) -> int: ...
     @property
     def deepstack(self) -> int: ...
-    def prepare(self, data: bytes) -> Any: ...
-    def encode(self, images: Seq[Any]) -> list[Tensor]: ...
+    def prepare(self, data: bytes) -> "PreparedImage": ...
+    def encode(self, images: Seq["PreparedImage"]) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +153,7 @@ class ImagePrompts:
                 for name in mine:
                     self._under_way.pop(name, None)
 
-    def _encode(self, prepared: Seq[PreparedImage]) -> list[EncodedImage]:
+    def _encode(self, prepared: Seq["PreparedImage"]) -> list[EncodedImage]:
         """One batch at a time: on a CUDA device on a stream of its own, so that steps go on."""
         with self._encoding, torch.no_grad():
             if self._device.type == "cuda":

@@ -15,7 +15,7 @@ from quengine.block_manager import CachePool
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_ranks import PushingRanks
 from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
-from quengine.kernels.cuda.launch.compile_ahead import CompilePool, marker
+from quengine.kernels.cuda.launch.compile_ahead import CompilePool, compiled_marker
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.quant_tensor import QuantTensor
@@ -150,10 +150,10 @@ def compile_ahead(
 
     Rarer variants (penalties, more rows) are compiled when they are first launched.
     """
-    done = marker(gpu, *plan.marks())
+    done = compiled_marker(gpu, *plan.marks())
     if done.is_file():
         return None
-    task = partial(stages_of, plan)
+    task = partial(compile_stages, plan)
     return CompilePool(task, gpu, compilers(), progress, marker=done, prelude=PRELUDE)
 
 
@@ -163,7 +163,7 @@ def compilers() -> int:
     return max(1, min(len(usable_cpus()), round(quota or len(usable_cpus()))))
 
 
-def stages_of(*plans: KernelPlan) -> list[Callable[[], None]]:
+def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
     """The stages of compilation: each step of a first short request by itself, then all other steps."""
     made: list[CudaGraphs] = []
 

@@ -99,7 +99,7 @@ def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
 
 
 def _name_operations(config: ModelConfig) -> None:
-    """All but the matrices', with either type of cache."""
+    """Load or compile the kernels of all operations but matrices, for both types of cache."""
     table.choose_kernel()
     if config.logit_softcap:
         table.softcap_kernel()
@@ -138,7 +138,7 @@ def _name_operations(config: ModelConfig) -> None:
 
 
 def _name_attention(attention: Attention) -> None:
-    """Those of a layer."""
+    """Load or compile the kernels of an attention layer."""
     sinks, wide = (True,) if attention.form.sinks else (), (True,) if attention.head_dim > DEPTH else ()
     table.block_kernel(attention.form.sinks, True) if wide else table.block_kernel(*sinks)
     table.combine_kernel(*sinks)
@@ -153,7 +153,7 @@ def _name_attention(attention: Attention) -> None:
 
 
 def _name_latent_attention(attention: LatentAttention) -> None:
-    """Those of a layer."""
+    """Load or compile the kernels of a layer of latent attention."""
     wide = (True,) if attention.head_dim > DEPTH else ()
     table.scores_kernel(*wide), table.softmax_kernel(*wide), table.sums_kernel(*wide), table.combine_kernel()
     table.block_kernel(*((False, True) if wide else ()))
@@ -165,7 +165,7 @@ def _name_latent_attention(attention: LatentAttention) -> None:
 
 
 def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:
-    """A process that compiles them, of low priority and a session of its own: it outlives this one."""
+    """A process of low priority that compiles these kernels, in a session of its own, so that it outlives this one."""
     program = f"{PRELUDE}\nfrom quengine.runners.cpu_kernels import compile_all; compile_all()"
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", program], env=import_path(), start_new_session=True,

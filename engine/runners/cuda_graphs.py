@@ -20,7 +20,7 @@ from quengine.kernels.cuda.sampling.sampling import (
     NO_TOKEN,
     DecodeState,
     SamplingBuffers,
-    Settings,
+    SamplingSettings,
     sample_step,
 )
 from quengine.kernels.embedded_rows import EmbeddedRows
@@ -29,7 +29,7 @@ from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
 from quengine.models.architectures import attentions_of
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import Capture, Configure, Launch, Prefill, Prompts, Together, alone
+from quengine.parallel.wire import Capture, Configure, LaunchDecode, PlannedStep, Prompts, Together, alone
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.runners.graph_capture import CapturedStep, capture_step
@@ -79,14 +79,14 @@ class StepTokens:
             self._arrived.record()
 
     def wait(self) -> list[int]:
-        """The sampled tokens, row by row; NO_TOKEN where there is none."""
+        """The sampled tokens, row by row; NO_TOKEN for a row without one."""
         if self._tokens is None:
             self._arrived.synchronize()
             self._tokens = self._memory.tolist()
         return self._tokens
 
     def samples(self, rows: int) -> list[Result]:
-        """The tokens of the first rows; NO_CHOICE where there is none."""
+        """The tokens of the first rows; NO_CHOICE for a row without one."""
         return [NO_CHOICE if token == NO_TOKEN else Sample(token) for token in self.wait()[:rows]]
 
     def after(self, sequence: Sequence, row: int) -> Result:
@@ -106,7 +106,7 @@ class CudaGraphs:
         shares_sequences: whether a sequence may have several rows in a decode step.
         pending: most steps of a phase in flight, whose tokens have not been read yet.
         capture: `graph_capture.capture_step`.
-        slots: most sequences that run at once; None: as many as rows.
+        slots: most sequences that run at once; None: one for each row.
         takes_embeds: whether rows of captured prefill steps may be given as embeddings.
 
     `drafted`: `history` of the graphs of a model that drafts for this one, set before a step is captured; None: the
@@ -220,7 +220,7 @@ class CudaGraphs:
         """
         number = self._launched_prompts % len(self._prompt_events)
         self._launched_prompts += 1
-        with self.together(Prefill(rows, slots, kind)):
+        with self.together(PlannedStep("prefill", rows, "tokens", slots=slots, kind=kind)):
             key, angles = self.lookup("prefill", rows), angle_rows(rows, self.cache.ctx_size)
             if key is None:
                 batch = forward_batch("prefill", rows, self._backend.device, angles=angles)
@@ -236,7 +236,7 @@ class CudaGraphs:
     @torch.no_grad()
     def launch(self, key: GraphKey) -> StepTokens:
         """Starts a decode step on the rows set in `inputs`, sampled as set by `configure`; returns without waiting."""
-        with self.together(Launch(key, self.inputs.changes)):
+        with self.together(LaunchDecode(key, self.inputs.changes)):
             key = self._or_larger(key)
             step = self._steps.get(key)
             if step is None or key.rows > UNMOVED_ROWS:
@@ -270,7 +270,7 @@ class CudaGraphs:
         self,
         slot: int,
         kind: SamplingKind,
-        settings: Settings,
+        settings: SamplingSettings,
         bias: dict[int, float],
         ids: list[int],
         total: int,
@@ -445,9 +445,9 @@ class CudaGraphs:
             }
 
 
-def settings_of(params: SamplingParams, sampler: Sampler) -> Settings:
+def settings_of(params: SamplingParams, sampler: Sampler) -> SamplingSettings:
     """A sequence's sampling settings in the device's form."""
-    return Settings(
+    return SamplingSettings(
         temperature=params.temperature,
         top_k=1 if params.greedy else params.top_k,
         typical_p=params.typical_p,

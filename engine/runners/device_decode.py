@@ -115,8 +115,8 @@ class DeviceDecoder:
         return partial(_first_tokens, plan, step, list(kinds))
 
     def _update(self, plan: StepPlan) -> dict[int, SamplingKind | None]:
-        """Sends what the device lacks of the sequences; returns those whose next input it has not, by number, with the
-        kinds of sampling that they want."""
+        """Sends the device what it lacks of the sequences. Returns the numbers of those whose next input it does not
+        have, with the kinds of sampling that they want."""
         given, unset = dict[int, SamplingKind | None](), list[int]()
         kind = self._rows.kind
         for number, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True)):

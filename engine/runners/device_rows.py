@@ -1,4 +1,4 @@
-"""Steps over the slots of a device: sends what the device lacks of their sequences, and launches.
+"""Steps over the slots of a device: sends the device what it lacks of their sequences, and launches.
 
 The device advances a slot by itself, with the token that it sampled. Only changes are sent: a new sequence, an appended
 block, rows that are not those of the step before, an input that is not the last sampled token.

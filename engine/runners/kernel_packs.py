@@ -19,14 +19,14 @@ from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
 from quengine.models.hub.hub import resolve_model
-from quengine.models.synthetic.presets import PRESETS, find_preset
+from quengine.models.synthetic.presets import PRESETS, synthetic_preset
 from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 from quengine.platform.torch_import import PRELUDE
 from quengine.runners.compile_kernels import (
     KernelPlan,
+    compile_stages,
     compilers,
-    stages_of,
     stored_tensors,
 )
 from quengine.runners.graph_keys import DECODE_ROWS, padded_rows
@@ -61,7 +61,7 @@ def build_pack(plan: PackPlan, path: Path, progress: Callable[[str], None] | Non
     shapes = [_shape(name) for name in names]
     for gpu in gpus(plan.archs):
         plans = [each for shape in shapes for each in _plans(shape, plan)]
-        task = partial(stages_of, *plans)
+        task = partial(compile_stages, *plans)
         pool = CompilePool(task, gpu, compilers(), progress, every=True, prelude=PRELUDE)
         found = pool.finish()
         failed = [kernel for kernel in found if kernel.error]
@@ -110,7 +110,7 @@ def _named(models: Sequence[str]) -> list[str]:
 
 def _shape(name: str) -> Shape:
     """The shape of a synthetic model, or of the model of that name: a file, a folder, or one in the cache."""
-    if (spec := find_preset(name)) is not None:
+    if (spec := synthetic_preset(name)) is not None:
         shapes = required_tensors(spec.config())
         return spec.config(), {
             each: (tensor_type(spec, each, shape), shape) for each, shape in shapes.items()

@@ -9,9 +9,13 @@ from quengine.request.sequence import Sequence
 
 
 def copies_before(pools: Seq[CachePool], sequence: Sequence, position: int) -> Iterator[BlockCopy]:
-    """Of a sequence whose first row is at `position`, as many tokens as its states stand for: those before its draft,
-    into the spare one, and those at the end of a full block, into the last one of its table, where it has such; it then
-    notes so. What it had before a draft that was not accepted is there still."""
+    """The copies of states to make before a step whose first row of `sequence` is at `position`, the number of tokens
+    that its states have read.
+
+    Before the rows of a draft change a state, it is copied to the spare one, which keeps it while tokens are replayed
+    after a rejected draft. At the end of a full block a state is copied to the last entry of the sequence's table, if
+    there is one for a checkpoint; `state_copy_at` then records the position.
+    """
     for group, pool in enumerate(pools):
         if not pool.is_state:
             continue

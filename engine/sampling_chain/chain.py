@@ -11,7 +11,7 @@ from quengine.kernels import sampling
 from quengine.kernels.sampling import Floats, Ids, Logits
 from quengine.request.sampling_params import SamplingParams
 from quengine.sampling_chain.dry import Breakers, Dry
-from quengine.sampling_chain.pool import LEAST_TEMPERATURE, Infill, Pool
+from quengine.sampling_chain.pool import LEAST_TEMPERATURE, CandidatePool, Infill
 
 _MEASURED = 100
 """Candidates from which version 1 estimates how the probabilities fall off."""
@@ -119,7 +119,7 @@ class SamplerChain:
         Raises:
             NoCandidateError: every token is banned.
         """
-        pool = Pool(logits)
+        pool = CandidatePool(logits)
         for name in self._params.order:
             self._apply(name, pool, history, chance)
         ids, scores = pool.candidates()
@@ -132,7 +132,7 @@ class SamplerChain:
             self._mirostat.observe(int(mass[index]) / int(mass.sum()))
         return Choice(int(ids[index]), ids[: len(mass)], mass)
 
-    def _apply(self, name: str, pool: Pool, history: Seq[int], chance: float) -> None:
+    def _apply(self, name: str, pool: CandidatePool, history: Seq[int], chance: float) -> None:
         """One sampler, which is not off."""
         params = self._params
         match name:

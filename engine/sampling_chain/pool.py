@@ -73,7 +73,7 @@ LEAST_TEMPERATURE = 1e-30
 _FP32_MAX = float(np.finfo(np.float32).max)
 
 
-class Pool:
+class CandidatePool:
     """All tokens of a vocabulary, until a sampler ranks them; then the candidates.
 
     Attributes:

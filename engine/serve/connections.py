@@ -36,7 +36,7 @@ _HEADER_LINE = re.compile(
 _CHUNK_LINE = re.compile(rb"[0-9A-Fa-f]{0,20}[ \t]*(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?\r?")
 """What the lines of a request begin with."""
 
-Phase = Literal["idle", "partial", "busy"]
+ConnectionPhase = Literal["idle", "partial", "busy"]
 """Nothing received; a part of a request; a request that is being answered."""
 
 DIRECT = "quengine.connection"
@@ -87,7 +87,7 @@ class Connections:
             victim.drop()
         return len(victims)
 
-    def enter(self, connection: "Connection", phase: Phase) -> None:
+    def enter(self, connection: "Connection", phase: ConnectionPhase) -> None:
         self._waiting.pop(connection, None)
         if phase != "busy" and connection in self._admitted:
             self._waiting[connection] = None
@@ -110,7 +110,7 @@ class Connection(H11Protocol):
     def __init__(self, all_of_them: Connections, **given: Any) -> None:
         super().__init__(**given)
         self._all = all_of_them
-        self._phase: Phase | None = None
+        self._phase: ConnectionPhase | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
 
@@ -186,7 +186,7 @@ class Connection(H11Protocol):
         else:
             self._enter("idle")
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: ConnectionPhase) -> None:
         if phase == self._phase == "partial":
             return  # more of it does not give it more time
         if phase != self._phase:

@@ -18,7 +18,7 @@ from torch import Tensor
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.model_runner import ModelRunner
-from quengine.platform.ranges import Range
+from quengine.platform.ranges import ProfilerRange
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.sampler import Sampler
@@ -137,7 +137,7 @@ class DraftModel:
         progress = self._progress(sequence)
         end = min(end, self._runner.cache.ctx_size)
         size = self._runner.decoder.chunk_size
-        with Range("draft chunk"):
+        with ProfilerRange("draft chunk"):
             while progress.cached < end:
                 ids = sequence.token_ids[progress.cached : min(end, progress.cached + size)]
                 tables = [progress.block_table] * len(self._runner.cache.pools)
@@ -168,7 +168,7 @@ class DraftModel:
         The sequences' block tables cover these tokens. Drafts may lie on the device until their tokens are read.
         """
         jobs = [self._job(sequence, count) for sequence, count in counts.items()]
-        with Range("draft steps"):
+        with ProfilerRange("draft steps"):
             drafts = self._steps.draft(jobs)
         for sequence, job, draft in zip(counts, jobs, drafts, strict=True):
             progress = self._progresses[sequence]

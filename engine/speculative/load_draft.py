@@ -35,7 +35,7 @@ def open_draft(config: EngineConfig, target: Checkpoint) -> Checkpoint | None:
             f"the draft model {draft.path.name} ({draft.config.architecture}) keeps a state, which a draft that is not "
             "accepted would spoil; use one with attention in every layer"
         )
-    check_vocabulary(target, draft)
+    check_same_vocabulary(target, draft)
     return draft
 
 
@@ -63,7 +63,7 @@ def check_shared(config: EngineConfig, draft: Checkpoint | None) -> None:
         )
 
 
-def check_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
+def check_same_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
     """Raises EngineError if the vocabularies of target and draft model differ.
 
     Logits may be padded to different lengths; the tokens themselves must agree in number, bytes and kind.

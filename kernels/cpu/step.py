@@ -105,7 +105,7 @@ class CompiledStep:
         return self._logits
 
     def _set_splits(self, splits: int, attentions: list[tuple[RecordedAttention, int]]) -> None:
-        """The numbers of tasks for so many KV splits."""
+        """The number of tasks of each kernel, for `splits` KV splits."""
         for attention, number in attentions:
             tasks = attention.kv_heads * splits
             attention.stage.set_tasks(tasks)

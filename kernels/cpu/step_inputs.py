@@ -51,7 +51,7 @@ class StepInputs(Protocol):
 class BatchInputs:
     """The inputs of one batch, checked: an operation outside the cache or the embedding raises ValueError.
 
-    `first`: the row that an operation begins with which goes on from states.
+    `first`: the first row of an operation that continues from states.
     """
 
     def __init__(self, batch: ForwardBatch, first: int = 0) -> None:

@@ -34,7 +34,7 @@ from quengine.kernels.cpu.gemv.matmul import (
 )
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.moe.experts import CpuExperts, down_launches, gate_up_launch, spread_launch
-from quengine.kernels.cpu.moe.groups import GROUP, HEAD, Groups
+from quengine.kernels.cpu.moe.groups import GROUP, HEAD, ExpertSlots
 from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.cpu.moe.router import logits_launches, logits_width, router_launch
 from quengine.kernels.cpu.ops.add import add_launch, scale_launch
@@ -253,7 +253,7 @@ class StepRecorder:
         source, used, parts = self._normed(x, norm), routing.experts.shape[1], gate_up.parts
         order, places = (self._buffer(role, used, torch.int64) for role in ("slot order", "slot places"))
         table = self._buffer("expert groups", HEAD + GROUP * used, torch.int64)
-        groups = Groups(order, places, table, self.inputs.repeats(routing.experts))
+        groups = ExpertSlots(order, places, table, self.inputs.repeats(routing.experts))
         self._then(groups.launch(routing.experts, len(parts[0].matrices)))
         inputs = [self._input(source, part.first) for part in parts]
         if not groups.single_places:
@@ -283,7 +283,7 @@ class StepRecorder:
             self._then(launch)
         return y
 
-    def _spread(self, inputs: Sequence[Tensor], groups: Groups) -> list[Tensor]:
+    def _spread(self, inputs: Sequence[Tensor], groups: ExpertSlots) -> list[Tensor]:
         """Copies the sources to their places, each distinct one once; returns the kernels' inputs."""
         spread: dict[int, Tensor] = {}
         for rows in inputs:
@@ -293,7 +293,9 @@ class StepRecorder:
                 spread[rows.data_ptr()] = out
         return [spread[rows.data_ptr()] for rows in inputs]
 
-    def _by_place(self, role: str, width: int, groups: Groups, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _by_place(
+        self, role: str, width: int, groups: ExpertSlots, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
         """A buffer [slots, width]."""
         return self._buffer(f"{role} {dtype}", groups.used * width, dtype).view(groups.slots, width)
 
@@ -557,8 +559,8 @@ class StepBatch(ForwardBatch):
 
 @contextmanager
 def recorded(batch: ForwardBatch, rows: int, first: int = 0) -> Iterator[StepRecorder]:
-    """A recorder of an operation on `rows` rows: that of a StepBatch, or one that runs it at the end of the block.
-    `first`: the row of the batch that it begins with, where it goes on from states."""
+    """A recorder of an operation on `rows` rows: that of a StepBatch, or one that runs the operation at the end of the
+    `with` block. `first`: the operation's first row in the batch, where it continues from states."""
     if isinstance(batch, StepBatch):
         yield batch.recorder
         return
@@ -574,7 +576,7 @@ def state_operation(
     layer: SlotLayer,
     operation: Callable[[StepRecorder, Tensor], Tensor],
 ) -> Tensor:
-    """An operation on rows x that goes on from the states of a cache group, recorded in pieces that end where states
+    """An operation on rows x that continues from the states of a cache group, recorded in pieces that end where states
     are kept (ForwardBatch.state_pieces)."""
     outs = []
     for rows in batch.state_pieces(group, *layer.parts):

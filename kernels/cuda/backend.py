@@ -33,13 +33,13 @@ from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.embedded_rows import place_embeddings
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.flat_rows import flattened, unflattened
-from quengine.kernels.cuda.gated_delta.arithmetic import check_head_dim
+from quengine.kernels.cuda.gated_delta.arithmetic import check_state_head_dim
 from quengine.kernels.cuda.gated_delta.gated_delta import (
     TILE_ROWS,
     gated_delta_decode,
     gated_delta_rows,
 )
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct, to_fp16_operand
 from quengine.kernels.cuda.gemm.matmul import (
     matmul,
@@ -53,7 +53,7 @@ from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
-from quengine.kernels.cuda.hidden_rows import hidden_before, joined, keep_hidden
+from quengine.kernels.cuda.hidden_rows import embedding_beside_hidden, hidden_before, keep_hidden
 from quengine.kernels.cuda.latent.latent_attention import LatentOperations
 from quengine.kernels.cuda.latent.shapes import check_latent
 from quengine.kernels.cuda.launch.gpu import gpu_of
@@ -354,7 +354,7 @@ class CudaBackend:
     def encoder_attention(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: EncoderAttentionSpec
     ) -> Tensor:
-        """In fp16, as keys and values of a cache are."""
+        """Attention in fp16, the type in which a cache stores keys and values."""
         rows = qkv.finish() if isinstance(qkv, ScaledProduct) else qkv
         return fused_attention(batch, rows, spec, torch.float16).float()
 
@@ -395,9 +395,9 @@ class CudaBackend:
 
     def _state_step(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, cache_group: int
-    ) -> tuple[StepRows, bool]:
-        """A step's rows for a layer with a state, and whether sequences may have several, or keep checkpoints, as in
-        prompts of one row too."""
+    ) -> tuple[StateRows, bool]:
+        """A step's rows for a layer with a state, and whether a sequence may have several rows or checkpoints, as any
+        prompt may, even of one row."""
         prompt = batch.phase == "prefill"
         several = batch.shares_sequences or prompt
         if not isinstance(x, ScaledProduct) or not several:
@@ -406,14 +406,15 @@ class CudaBackend:
         tiles = self._state_tiles_of(batch) if several and prompt else None
         tables = batch.block_tables_of(cache_group)
         scale = 1.0 / x.weight_scale
-        return StepRows(x.values, x.row_scale, scale, batch.positions, tables, tiles), several
+        return StateRows(x.values, x.row_scale, scale, batch.positions, tables, tiles), several
 
     def _reads_ahead(self, batch: ForwardBatch) -> bool:
-        """As of attention: what was written by a launch just before must be complete, as a chunk's positions."""
+        """Whether positions and tables may be read before the launch in front has ended: not a chunk's positions, which
+        may have been written just before."""
         return self.pdl and batch.phase != "prefill"
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
-        check_head_dim(spec.head_dim)
+        check_state_head_dim(spec.head_dim)
 
     def kept(self, x: Rows) -> Rows:
         if (
@@ -459,7 +460,9 @@ class CudaBackend:
         weight: PackedWeight,
     ) -> Tensor:
         assert isinstance(norm, RMSNorm) and isinstance(kept_norm, RMSNorm)
-        rows = joined(batch, _stream(x), norm, kept, kept_norm, self._sequences_of(batch), self.pdl)
+        rows = embedding_beside_hidden(
+            batch, _stream(x), norm, kept, kept_norm, self._sequences_of(batch), self.pdl
+        )
         return self._matmul(batch, rows, weight, None)
 
     def hidden_before(self, batch: ForwardBatch, kept: Tensor, norm: Norm | None) -> Tensor:

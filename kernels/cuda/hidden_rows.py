@@ -139,7 +139,7 @@ def hidden_before(
     return out
 
 
-def joined(
+def embedding_beside_hidden(
     batch: ForwardBatch,
     x: torch.Tensor,
     norm: RMSNorm,

@@ -136,5 +136,5 @@ def input_glu_quantize(
 
 
 def _parts(x: Tensor | ScaledProduct) -> tuple[Tensor, Tensor, float]:
-    """Values, row scales (the values where there are none) and the weight's scale of a product."""
+    """Values, row scales (the values again where a product has no row scales) and the weight's scale of a product."""
     return (x.values, x.row_scale, x.weight_scale) if isinstance(x, ScaledProduct) else (x, x, 1.0)

@@ -1,6 +1,6 @@
 """RMSNorm on CUDA: to plain rows, quantized for q-dot, or as an fp16 operand, also of a sum with a residual.
 
-One kernel, whose geometry follows from (rows, width). Few rows take a block each, with as many warps as the row can
+One kernel, whose geometry follows from (rows, width). Few rows take a block each, with the most warps that a row can
 feed; many narrow rows share a block, so that every block has enough loads in flight. The order of a row's sum follows
 from the geometry: with `batch_invariant`, that of few rows is always used. A row is read once and stays in registers.
 Operands in the WGMMA layout have their own kernel, in rms_norm_wgmma.py.
@@ -39,7 +39,7 @@ _FULL_MACHINE = 16384
 
 
 @dataclass(frozen=True)
-class Geometry:
+class NormTile:
     """A tile of `block_rows` rows by `head` + `tail` columns, on `warps` warps.
 
     `head` and `tail` are powers of two; tail 0 means that `head` covers the row.
@@ -52,7 +52,7 @@ class Geometry:
 
 
 @cache
-def geometry(rows: int, width: int) -> Geometry:
+def geometry(rows: int, width: int) -> NormTile:
     """The tile for this many rows of this width, from the sweep in benchmarks/cuda/rms_norm.py on an H200.
 
     Raises ValueError for a row wider than one block can hold.
@@ -61,16 +61,16 @@ def geometry(rows: int, width: int) -> Geometry:
         raise ValueError(f"RMSNorm rows of 1 to {_MAX_WIDTH} elements, not {width}")
     padded = triton.next_power_of_2(width)
     if rows <= _FEW_ROWS:
-        return Geometry(1, padded, 0, min(32, max(1, padded // 512)))
+        return NormTile(1, padded, 0, min(32, max(1, padded // 512)))
     # Many rows: no lane may idle, so 576 is 512 + 64 and not a half-empty 1024.
     head = padded if padded == width else padded // 2
     tail = triton.next_power_of_2(width - head) if width > head else 0
     if padded <= 2048:
-        return Geometry(2048 // padded, head, tail, 1)
+        return NormTile(2048 // padded, head, tail, 1)
     if rows < _FULL_MACHINE:
-        return Geometry(1, head, tail, min(32, max(8, padded // 1024)))
+        return NormTile(1, head, tail, min(32, max(8, padded // 1024)))
     block_rows = max(1, 16384 // padded)
-    return Geometry(block_rows, head, tail, min(32, max(16, padded // 1024)))
+    return NormTile(block_rows, head, tail, min(32, max(16, padded // 1024)))
 
 
 @triton.jit

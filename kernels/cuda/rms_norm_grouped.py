@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.cuda.moe.groups import Groups, bins, counted
+from quengine.kernels.cuda.moe.groups import PairBlocks, bins, counted
 from quengine.kernels.cuda.rms_norm_wgmma import normed_row, row_columns, row_geometry, store_wgmma_layout
 from quengine.kernels.rms_norm import RMSNorm
 
@@ -63,11 +63,11 @@ def _group_normed_kernel(
 
 
 def group_normed_rows(
-    x: Tensor, norm: RMSNorm, experts: Tensor, groups: Groups, out: Fp16Operand, pdl: bool = False
+    x: Tensor, norm: RMSNorm, experts: Tensor, groups: PairBlocks, out: Fp16Operand, pdl: bool = False
 ) -> None:
     """Fills in `groups` for a routing's experts, int32 [T, k], and stores the norm of rows x fp32 [T, D] at
     their places in `out`, in the WGMMA layout. Columns are padded to 128 with zeros; padding rows are
-    undefined. Supports as many pairs as `counted`.
+    undefined. The most pairs are those of `counted`.
     """
     pairs, used = experts.numel(), experts.shape[1]
     assert out.is_wgmma and out.fits(x.shape[1]) and counted(pairs) and experts.is_contiguous()

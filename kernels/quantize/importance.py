@@ -15,7 +15,7 @@ from quengine.kernels.quantize.layout import by_group, by_number, root, total
 _DOUBLED = frozenset(("Q3_K", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS"))
 """Types whose mean square of a block counts twice beside a weight's own."""
 _LEAST = 1e-6
-"""Of the mean importance: a column that no activation met is still rounded to something near it."""
+"""Least importance, as a share of the mean: a column that no activation met is still rounded to a near value."""
 
 
 def error_weights(fmt: BlockFormat, rows: Tensor, x: Tensor, importance: Tensor | None) -> Tensor:
@@ -40,7 +40,8 @@ def error_weights(fmt: BlockFormat, rows: Tensor, x: Tensor, importance: Tensor 
 
 
 def _mean_square(fmt: BlockFormat, rows: Tensor, square: Tensor) -> Tensor:
-    """Of each block, or where blocks are 32 weights of a uniform grid of each row; [blocks]."""
+    """The mean square of each block's weights or, where blocks are 32 weights of a uniform grid, of each row's;
+    [blocks]."""
     if fmt.block == fmt.group and fmt.table is None:
         columns = by_number(total((rows * rows).t().contiguous()), rows.shape[1])
         return columns.repeat_interleave(rows.shape[1] // fmt.block)

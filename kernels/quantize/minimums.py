@@ -157,7 +157,7 @@ def _integers(values: Tensor, unit: Tensor, limit: int) -> Tensor:
 def _better_integers(
     fit: RangeFit, d: Tensor, dmin: Tensor, found: tuple[Tensor, Tensor, Tensor], limit: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the scales beside a group's, each with the minimum of least squares for its codes, the best."""
+    """The best of the scales near a group's own, each with the minimum of least squares for its codes."""
     sc, mn, error = found
     first, first_min = sc, mn
     for step in (0, -1, 1):

@@ -14,7 +14,7 @@ _UNIGRAM, _BPE = 1, 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class VocabularyPiece:
     """`type`, as in GGUF: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte."""
 
     text: bytes
@@ -22,9 +22,9 @@ class Piece:
     type: int
 
 
-def read_pieces(path: Path) -> list[Piece]:
+def read_pieces(path: Path) -> list[VocabularyPiece]:
     """The pieces in the order of their ids. Raises EngineError for a file that is no such thing, or not of BPE."""
-    pieces, kind = list[Piece](), _UNIGRAM
+    pieces, kind = list[VocabularyPiece](), _UNIGRAM
     try:
         for number, value in _fields(path.read_bytes()):
             if number == 1 and isinstance(value, bytes):
@@ -39,11 +39,11 @@ def read_pieces(path: Path) -> list[Piece]:
     return pieces
 
 
-def _piece(data: bytes) -> Piece:
+def _piece(data: bytes) -> VocabularyPiece:
     found = dict(_fields(data))
     score, kind, text = found.get(2, 0.0), found.get(3, 1), found.get(1, b"")
     assert isinstance(text, bytes) and isinstance(kind, int)
-    return Piece(text, float(score), kind)  # type: ignore[arg-type]
+    return VocabularyPiece(text, float(score), kind)  # type: ignore[arg-type]
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quengine.errors import EngineError
-from quengine.models.hf.json_file import read_json, read_text
+from quengine.models.hf.json_file import read_json, read_lenient_text
 
 _ITEM_BYTES = {
     "F64": 8,
@@ -64,7 +64,7 @@ def read_templates(folder: Path) -> dict[str, str]:
                 found[str(entry["name"])] = str(entry["template"])
     files = {DEFAULT_TEMPLATE: folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    return found | {name: read_text(file) for name, file in files.items() if file.is_file()}
+    return found | {name: read_lenient_text(file) for name, file in files.items() if file.is_file()}
 
 
 def safetensors_rows(folder: Path) -> tuple[tuple[Path, ...], list[Row]]:

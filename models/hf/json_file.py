@@ -62,7 +62,7 @@ def _parsed(path: Path) -> Any:
     return value
 
 
-def read_text(path: Path) -> str:
+def read_lenient_text(path: Path) -> str:
     """The text in `path`, bytes that are no UTF-8 as U+FFFD. Raises EngineError: it is not there, or too large."""
     return _read(path, MAX_TEXT_BYTES).decode("utf-8", "replace")
 

@@ -110,7 +110,7 @@ def mix_of(name: str) -> Mix:
     raise EngineError(f"no type {name}: {', '.join(MIXES)}{nearest(upper, MIXES)}")
 
 
-def tensor_type(name: str) -> str:
+def type_named(name: str) -> str:
     """The tensor type of a name, in any case. Raises EngineError as `mix_of`."""
     upper = name.upper()
     if upper in TYPES:

@@ -24,7 +24,7 @@ from quengine.models.quantize.mixes import (
     choose_types,
     file_order,
     mix_of,
-    tensor_type,
+    type_named,
 )
 from quengine.models.quantize.quantizer import Quantizer
 
@@ -124,8 +124,8 @@ def quantize(
     """
     mix = mix_of(type)
     overrides = Overrides(
-        output_type and tensor_type(output_type),
-        token_embd_type and tensor_type(token_embd_type),
+        output_type and type_named(output_type),
+        token_embd_type and type_named(token_embd_type),
         [_override(each) for each in tensor_types],
         pure,
     )
@@ -145,7 +145,7 @@ def _override(text: str) -> tuple[re.Pattern[str], str]:
     if not equals or not pattern:
         raise EngineError(f"--tensor-type {text}: must be PATTERN=TYPE, as ffn_down=q6_k")
     try:
-        return re.compile(pattern.lower()), tensor_type(kind)
+        return re.compile(pattern.lower()), type_named(kind)
     except re.error as error:
         raise EngineError(f"--tensor-type {text}: {pattern!r} is not a regular expression: {error}") from None
 

@@ -354,7 +354,7 @@ PRESETS: Mapping[str, SyntheticModel] = (
 )
 
 
-def find_preset(name: str) -> SyntheticModel | None:
+def synthetic_preset(name: str) -> SyntheticModel | None:
     """The preset of this name, the first N layers of one by `-Nl` at its end (llama-3-70b-20l), or one all in a type by
     `-TYPE` (mistral-7b-iq2_xs, mistral-7b-2l-nvfp4); None: no such.
     """
@@ -362,7 +362,7 @@ def find_preset(name: str) -> SyntheticModel | None:
         return PRESETS[name]
     base, _, layers = name.rpartition("-")
     if layers.upper() in QUANT_TYPES and layers == layers.lower():
-        whole = find_preset(base)
+        whole = synthetic_preset(base)
         return whole and replace(whole, name=f"synthetic {name}", quant=layers.upper())
     spec = PRESETS.get(base)
     if spec is None or not re.fullmatch(r"[1-9]\d{0,3}l", layers) or int(layers[:-1]) >= spec.block_count:

@@ -23,7 +23,7 @@ from quengine.models.draft_layer import stored_specs
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 from quengine.models.gguf.whole_file import PARTIAL, beside
-from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel, find_preset
+from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, SyntheticModel, synthetic_preset
 from quengine.models.synthetic.random_blocks import PooledRows, random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
 from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, tensor_specs
@@ -79,7 +79,7 @@ def _specs(config: ModelConfig) -> dict[str, TensorSpec]:
 
 def _resolve(model: str | SyntheticModel) -> SyntheticModel:
     if isinstance(model, str):
-        spec = find_preset(model)
+        spec = synthetic_preset(model)
         if spec is None:
             raise EngineError(f"no synthetic model {model!r}; there are {', '.join(PRESETS)}")
         model = spec

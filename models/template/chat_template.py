@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
 from quengine.models.hf.hf_headers import DEFAULT_TEMPLATE, read_templates, read_tokenizer_config
-from quengine.models.template.limited_process import LimitedProcess, Limits, ProcessStoppedError
+from quengine.models.template.limited_process import LimitedProcess, ProcessLimits, ProcessStoppedError
 from quengine.models.template.named_templates import NAMED_TEMPLATES, program_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _TEXT = re.compile(r"[{\s]")
 # The template for conversations with tools, by the name that transformers and GGUF files have for it.
 _TOOL_USE = "tool_use"
 _WORKER = Path(__file__).with_name("template_worker.py")
-_LIMITS = Limits(cpu_seconds=2.0, memory_bytes=512 << 20)
+_LIMITS = ProcessLimits(cpu_seconds=2.0, memory_bytes=512 << 20)
 # What jinja2 and Python say where a template takes a null or missing content for text.
 _NULL_CONTENT = re.compile(r"\bNone|Undefined|no attribute 'content'")
 

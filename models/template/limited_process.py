@@ -26,7 +26,7 @@ class ProcessStoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class ProcessLimits:
     """What a worker may use: seconds of processor time for one answer, bytes of address space."""
 
     cpu_seconds: float
@@ -44,10 +44,10 @@ class _PythonJson:
 class LimitedProcess:
     """Asks a worker again and again; its process starts with the first question.
 
-    worker: a Python file, run with a `Worker` (limited_worker.py), which gets `setup`, and answers each question.
+    worker: a Python file, run with a `LimitedWorker`, which gets `setup`, and answers each question.
     """
 
-    def __init__(self, worker: Path, setup: Any, limits: Limits) -> None:
+    def __init__(self, worker: Path, setup: Any, limits: ProcessLimits) -> None:
         self._worker = worker
         self._setup = setup
         self._limits = limits

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 
-class Worker:
+class LimitedWorker:
     """The program's side. Its arguments: a descriptor, seconds of processor time, bytes of address space.
 
     seconds, memory: the limits; the kernel bounds the memory from now on. setup: the first message.

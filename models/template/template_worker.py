@@ -21,7 +21,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quengine.models.template.limited_worker import Worker
+from quengine.models.template.limited_worker import LimitedWorker
 
 # A rendering writes the messages, some more than once or escaped, and what the template itself says: far less than
 # this. What is longer costs a tokenizer gigabytes.
@@ -145,7 +145,7 @@ def answer_in_time(source: str, request: bytes, seconds: float) -> dict[str, Any
 
 
 def main() -> None:
-    worker = Worker()
+    worker = LimitedWorker()
     for request in worker.requests():
         worker.answer(answer_in_time(worker.setup["source"], request, worker.seconds))
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from quengine.models.gguf.vocab_checks import MAX_VOCABULARY
 from quengine.models.hf.hf_headers import read_tokenizer_config
 from quengine.models.hf.json_file import read_json
-from quengine.models.template.limited_process import LimitedProcess, Limits, ProcessStoppedError
+from quengine.models.template.limited_process import LimitedProcess, ProcessLimits, ProcessStoppedError
 from quengine.models.tokenizer.bounded_parts import is_bounded
 from quengine.models.tokenizer.bpe import byte_level_bytes
 from quengine.models.tokenizer.library_engine import LibraryEngine
@@ -34,10 +34,10 @@ from quengine.models.tokenizer.vocabulary import (
 
 _WORKER = Path(__file__).with_name("library_engine.py")
 # The largest tokenizer in use takes 0.4 GiB.
-_LIMITS = Limits(cpu_seconds=1.0, memory_bytes=1 << 30)
+_LIMITS = ProcessLimits(cpu_seconds=1.0, memory_bytes=1 << 30)
 
 
-class Engine(Protocol):
+class TokenizerEngine(Protocol):
     """What runs a tokenizer.json, as `LibraryEngine` does. A LimitedEngine raises ProcessStoppedError too."""
 
     def describe(self) -> dict[str, Any]: ...
@@ -69,7 +69,7 @@ class LimitedEngine:
 class WholeTextEncoder:
     """tokenizer.json as an encoder. Whether control tokens are matched is a switch on the library's object."""
 
-    def __init__(self, engine: Engine, origin: Path) -> None:
+    def __init__(self, engine: TokenizerEngine, origin: Path) -> None:
         self._engine = engine
         self._origin = origin
         self._lock = Lock()
@@ -93,7 +93,7 @@ class Described:
     pair: Sequence[int]
 
 
-def engine_for(path: Path, parts: Mapping[str, Any]) -> Engine:
+def engine_for(path: Path, parts: Mapping[str, Any]) -> TokenizerEngine:
     """What runs the tokenizer.json `parts`, with marks that end a turn made special where the file forgot to.
 
     Raises TokenizerError: the library refuses the file.
@@ -119,7 +119,7 @@ def engine_for(path: Path, parts: Mapping[str, Any]) -> Engine:
         raise TokenizerError(f"{path}: {failure}") from None
 
 
-def describe(path: Path, engine: Engine) -> Described:
+def describe(path: Path, engine: TokenizerEngine) -> Described:
     """What `engine` says of its tokens. Raises TokenizerError: it does not work, or has too large an id."""
     try:
         found = engine.describe()

@@ -14,7 +14,7 @@ import os
 import signal
 from typing import Any
 
-from quengine.models.template.limited_worker import Worker
+from quengine.models.template.limited_worker import LimitedWorker
 
 # A tenth of what it does on a slow machine.
 CHARS_PER_SECOND = 100_000
@@ -87,7 +87,7 @@ def _answer(engine: LibraryEngine, question: dict[str, Any], seconds: float) -> 
 def main() -> None:
     """Answers requests."""
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
-    worker = Worker()
+    worker = LimitedWorker()
     signal.setitimer(signal.ITIMER_VIRTUAL, BUILDING * worker.seconds)
     engine: LibraryEngine | None = None
     problem = ""

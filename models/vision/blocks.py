@@ -128,7 +128,7 @@ class Windows:
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class VisionAttention:
     """Attention of all rows of a unit, or of a window, to one another.
 
     qkv: [3 * heads * head_dim, width], queries first. norms: of each head's values, or of all heads' at once.
@@ -172,14 +172,14 @@ class Attention:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class VisionBlock:
     """A pre-norm layer: attention, then a feed-forward, each added to the rows.
 
     scales: factors [width] of what is added; post: norms of it.
     """
 
     norm1: Norm
-    attention: Attention
+    attention: VisionAttention
     norm2: Norm
     mlp: Mlp
     scales: tuple[Tensor, Tensor] | None = None

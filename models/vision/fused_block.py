@@ -5,10 +5,10 @@ from torch import Tensor
 
 from quengine.kernels.cuda.vision_rows import add_normed, hidden_rows, split_heads
 from quengine.kernels.vision_rows import Rotation
-from quengine.models.vision.blocks import Attention, Block, Joined, Windows
+from quengine.models.vision.blocks import Joined, VisionAttention, VisionBlock, Windows
 
 
-def fused_block(block: Block, x: Tensor, rotate: Rotation | None, windows: Windows | None) -> Tensor:
+def fused_block(block: VisionBlock, x: Tensor, rotate: Rotation | None, windows: Windows | None) -> Tensor:
     """`block(x, rotate, windows)` of a block that `fuses`. x: [B, rows, width] fp32, overwritten."""
     attention, mlp = block.attention, block.mlp
     batch, rows, width = x.shape
@@ -30,7 +30,7 @@ def fused_block(block: Block, x: Tensor, rotate: Rotation | None, windows: Windo
 
 
 def _heads(
-    attention: Attention, x: Tensor | None, rows: int, rotate: Rotation | None
+    attention: VisionAttention, x: Tensor | None, rows: int, rotate: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert x is not None and not isinstance(attention.qkv, Joined)
     qkv = F.linear(x, attention.qkv.weight)

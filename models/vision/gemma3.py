@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
-from quengine.models.vision.blocks import HF_ACTIVATIONS, Block, Linear, norm, patch_linear, patches
+from quengine.models.vision.blocks import HF_ACTIVATIONS, Linear, VisionBlock, norm, patch_linear, patches
 from quengine.models.vision.files import Weights
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
@@ -67,7 +67,7 @@ class Gemma3:
     settings: VisionSettings
     embed: Linear
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     post_norm: Norm
     project_norm: Norm
     project: Linear

@@ -15,10 +15,10 @@ from quengine.kernels.vision_rows import Norm, Rotation
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Attention,
-    Block,
     Linear,
     Mlp,
+    VisionAttention,
+    VisionBlock,
     axial_angles,
     clipped_linear,
     joined,
@@ -116,7 +116,7 @@ class Gemma4V:
     settings: VisionSettings
     embed: Linear
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     standard: tuple[Tensor, Tensor] | None
     project_norm: Norm
     project: Linear
@@ -147,7 +147,7 @@ class Gemma4V:
         return rotation_of_halves(across, down)
 
 
-def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
+def _block(weights: Weights, settings: VisionSettings, name: str) -> VisionBlock:
     size, hidden, eps = settings.width, settings.feed_forward, settings.eps
 
     def rms(part: str, width: int) -> Norm:
@@ -156,7 +156,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
     parts = tuple(clipped_linear(weights, f"{name}.attn_{part}", size, size) for part in "qkv")
     of_keys = rms("attn_k_norm", settings.head_dim)
     assert of_keys.weight is not None
-    attention = Attention(
+    attention = VisionAttention(
         joined(parts),
         clipped_linear(weights, f"{name}.attn_out", size, size),
         settings.heads,
@@ -171,7 +171,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
     down = clipped_linear(weights, f"{name}.ffn_down", size, hidden)
     mlp = Mlp(up, down, settings.activation, gate)
     post = rms("attn_post_norm", size), rms("ffn_post_norm", size)
-    return Block(rms("ln1", size), attention, rms("ln2", size), mlp, post=post)
+    return VisionBlock(rms("ln1", size), attention, rms("ln2", size), mlp, post=post)
 
 
 def _encoder(weights: Weights, settings: VisionSettings) -> Gemma4V:

@@ -14,9 +14,9 @@ from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Block,
     Linear,
     Mlp,
+    VisionBlock,
     axial_angles,
     linear,
     merged,
@@ -97,7 +97,7 @@ class Glm4V:
     embed: Linear
     embed_norm: Norm
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     post_norm: Norm
     down: Linear
     project: Linear

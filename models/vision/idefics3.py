@@ -16,8 +16,8 @@ from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Block,
     Linear,
+    VisionBlock,
     linear,
     merged,
     norm,
@@ -135,7 +135,7 @@ class Idefics3:
     settings: VisionSettings
     embed: Linear
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     post_norm: Norm
     project: Linear
 

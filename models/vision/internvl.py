@@ -15,10 +15,10 @@ from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Attention,
-    Block,
     Linear,
     Mlp,
+    VisionAttention,
+    VisionBlock,
     linear,
     merged,
     norm,
@@ -113,7 +113,7 @@ class InternVL:
     embed: Linear
     first: Tensor
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     project_norm: Norm
     project: Mlp
 
@@ -129,7 +129,7 @@ class InternVL:
         return self.project(self.project_norm(x.flatten(1, 2)))
 
 
-def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
+def _block(weights: Weights, settings: VisionSettings, name: str) -> VisionBlock:
     size, hidden = settings.width, settings.feed_forward
     centred = weights.has(f"{name}.ln1.bias")
     first, second = (norm(weights, f"{name}.{part}", size, settings.eps, centred) for part in ("ln1", "ln2"))
@@ -138,7 +138,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
         norm(weights, f"{name}.attn_{part}_norm", size, _QK_EPS, centred=False) if normed else None
         for part in "qk"
     ]
-    attention = Attention(
+    attention = VisionAttention(
         qkv_linear(weights, name, size, size),
         linear(weights, f"{name}.attn_out", size, size),
         settings.heads,
@@ -150,7 +150,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
         linear(weights, f"{name}.ffn_down", size, hidden),
     )
     scales = (weights.tensor(f"{name}.ls1.weight", size), weights.tensor(f"{name}.ls2.weight", size))
-    return Block(first, attention, second, Mlp(up, down, settings.activation), scales)
+    return VisionBlock(first, attention, second, Mlp(up, down, settings.activation), scales)
 
 
 def _encoder(weights: Weights, settings: VisionSettings) -> InternVL:

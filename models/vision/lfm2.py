@@ -15,9 +15,9 @@ from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Block,
     Linear,
     Mlp,
+    VisionBlock,
     linear,
     merged,
     norm,
@@ -123,7 +123,7 @@ class Lfm2:
     settings: VisionSettings
     embed: Linear
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     post_norm: Norm
     project_norm: Norm | None
     project: Mlp

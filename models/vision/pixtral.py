@@ -15,10 +15,10 @@ from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Attention,
-    Block,
     Linear,
     Mlp,
+    VisionAttention,
+    VisionBlock,
     linear,
     merged,
     norm,
@@ -106,7 +106,7 @@ class Pixtral:
     settings: VisionSettings
     embed: Linear
     pre_norm: Norm
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     project_norm: Norm | None
     merger: Linear | None
     project: Mlp
@@ -141,9 +141,9 @@ class Pixtral:
         return torch.cat([rows, cols], -1).flatten(0, 1)
 
 
-def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
+def _block(weights: Weights, settings: VisionSettings, name: str) -> VisionBlock:
     size, hidden = settings.width, settings.feed_forward
-    attention = Attention(
+    attention = VisionAttention(
         qkv_linear(weights, name, size, size), linear(weights, f"{name}.attn_out", size, size), settings.heads
     )
     gate, up = (linear(weights, f"{name}.ffn_{part}", hidden, size) for part in ("gate", "up"))
@@ -151,7 +151,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
     first, second = (
         norm(weights, f"{name}.{part}", size, settings.eps, centred=False) for part in ("ln1", "ln2")
     )
-    return Block(first, attention, second, mlp)
+    return VisionBlock(first, attention, second, mlp)
 
 
 def _merger(weights: Weights, settings: VisionSettings) -> Linear:

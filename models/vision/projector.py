@@ -21,7 +21,7 @@ class Arranged:
     grid: tuple[int, int, int] | None = None
 
 
-class Encoder(Protocol):
+class ImageEncoder(Protocol):
     """A vision encoder and its projector with weights."""
 
     def __call__(self, pixels: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Projector:
     hf_names: Callable[[VisionSettings], Mapping[str, tuple[str, ...]]]
     hf_parts: tuple[str, ...]
     arrange: Callable[[Image.Image, VisionSettings], Arranged]
-    encoder: Callable[[Weights, VisionSettings], Encoder]
+    encoder: Callable[[Weights, VisionSettings], ImageEncoder]
     hf_changes: Mapping[str, Change] = field(default_factory=dict)
     hf_ignored: tuple[str, ...] = ()
     hf_vision: tuple[str, ...] = ()

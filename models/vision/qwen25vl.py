@@ -11,10 +11,10 @@ from torch import Tensor
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Attention,
-    Block,
     Linear,
     Mlp,
+    VisionAttention,
+    VisionBlock,
     Windows,
     axial_angles,
     linear,
@@ -84,7 +84,7 @@ class Qwen25VL:
 
     settings: VisionSettings
     embed: Linear
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     merger: Merger
     dtype: torch.dtype
 
@@ -103,18 +103,18 @@ class Qwen25VL:
         return self.merger(x.view(-1, height, width, settings.width))
 
 
-def gated_block(weights: Weights, settings: VisionSettings, hidden: int, name: str) -> Block:
+def gated_block(weights: Weights, settings: VisionSettings, hidden: int, name: str) -> VisionBlock:
     """A layer with RMSNorms and a gated feed-forward of length `hidden`."""
     size = settings.width
     first, second = (
         norm(weights, f"{name}.{part}", size, settings.eps, centred=False) for part in ("ln1", "ln2")
     )
-    attention = Attention(
+    attention = VisionAttention(
         qkv_linear(weights, name, size, size), linear(weights, f"{name}.attn_out", size, size), settings.heads
     )
     gate, up = (linear(weights, f"{name}.ffn_{part}", hidden, size) for part in ("gate", "up"))
     mlp = Mlp(up, linear(weights, f"{name}.ffn_down", size, hidden), settings.activation, gate)
-    return Block(first, attention, second, mlp)
+    return VisionBlock(first, attention, second, mlp)
 
 
 def _encoder(weights: Weights, settings: VisionSettings) -> Qwen25VL:

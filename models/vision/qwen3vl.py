@@ -14,10 +14,10 @@ from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
-    Attention,
-    Block,
     Linear,
     Mlp,
+    VisionAttention,
+    VisionBlock,
     axial_angles,
     linear,
     merged,
@@ -101,7 +101,7 @@ class Qwen3VL:
     settings: VisionSettings
     embed: Linear
     positions: Tensor
-    blocks: tuple[Block, ...]
+    blocks: tuple[VisionBlock, ...]
     merger: Merger
     deepstack: dict[int, Merger]
 
@@ -139,17 +139,17 @@ def interpolated(table: Tensor, height: int, width: int) -> Tensor:
     return grid
 
 
-def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
+def _block(weights: Weights, settings: VisionSettings, name: str) -> VisionBlock:
     size, hidden = settings.width, settings.feed_forward
     first, second = (norm(weights, f"{name}.{part}", size, settings.eps) for part in ("ln1", "ln2"))
-    attention = Attention(
+    attention = VisionAttention(
         qkv_linear(weights, name, size, size), linear(weights, f"{name}.attn_out", size, size), settings.heads
     )
     up, down = (
         linear(weights, f"{name}.ffn_up", hidden, size),
         linear(weights, f"{name}.ffn_down", size, hidden),
     )
-    return Block(first, attention, second, Mlp(up, down, settings.activation))
+    return VisionBlock(first, attention, second, Mlp(up, down, settings.activation))
 
 
 def _merger(weights: Weights, settings: VisionSettings, names: tuple[str, str, str], before: bool) -> Merger:

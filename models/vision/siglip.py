@@ -5,7 +5,7 @@ Source: Zhai et al. 2023, "Sigmoid Loss for Language Image Pre-Training"; `trans
 
 from collections.abc import Iterable
 
-from quengine.models.vision.blocks import Attention, Block, Mlp, linear, norm, qkv_linear
+from quengine.models.vision.blocks import Mlp, VisionAttention, VisionBlock, linear, norm, qkv_linear
 from quengine.models.vision.files import Weights
 from quengine.models.vision.settings import VisionSettings
 
@@ -44,13 +44,13 @@ def siglip_names(towers: Iterable[str]) -> dict[str, tuple[str, ...]]:
     return {f"{ours}.{end}": tuple(f"{each}{theirs}.{end}" for each in towers) for ours, theirs, end in every}
 
 
-def siglip_blocks(weights: Weights, settings: VisionSettings) -> tuple[Block, ...]:
+def siglip_blocks(weights: Weights, settings: VisionSettings) -> tuple[VisionBlock, ...]:
     return tuple(_block(weights, settings, f"v.blk.{layer}") for layer in range(settings.layers))
 
 
-def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
+def _block(weights: Weights, settings: VisionSettings, name: str) -> VisionBlock:
     size, hidden, act = settings.width, settings.feed_forward, settings.activation
-    attention = Attention(
+    attention = VisionAttention(
         qkv_linear(weights, name, size, size), linear(weights, f"{name}.attn_out", size, size), settings.heads
     )
     # The first releases of converters named the two matrices of the feed-forward the other way round.
@@ -60,4 +60,4 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> Block:
         linear(weights, f"{name}.{up}", hidden, size), linear(weights, f"{name}.{down}", size, hidden), act
     )
     first, second = (norm(weights, f"{name}.{part}", size, settings.eps) for part in ("ln1", "ln2"))
-    return Block(first, attention, second, mlp)
+    return VisionBlock(first, attention, second, mlp)

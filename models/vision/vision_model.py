@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quengine.models.vision.processor import ImageProcessor, PreparedImage
-from quengine.models.vision.projector import Encoder
+from quengine.models.vision.projector import ImageEncoder
 
 MAX_PATCHES = 1 << 14
 """Patches that are encoded at once: four images of 1024 x 1024 pixels with patches of 16."""
@@ -21,7 +21,7 @@ class VisionModel:
     """
 
     def __init__(
-        self, processor: ImageProcessor, encoder: Encoder, deepstack: int, device: torch.device
+        self, processor: ImageProcessor, encoder: ImageEncoder, deepstack: int, device: torch.device
     ) -> None:
         self.processor = processor
         self.projector, self.marker = processor.settings.projector, processor.marker

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from quengine.cli.progress import ProgressLine, PromptProgress, clear_before
+from quengine.cli.progress import ProgressLine, PromptMeter, clear_before
 from quengine.cli.terminal import note
 
 Captured = pytest.CaptureFixture[str]
@@ -21,7 +21,7 @@ def test_a_long_prompt_is_shown_with_its_rate_and_erased(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     on_terminal(monkeypatch)
-    progress = PromptProgress()
+    progress = PromptMeter()
     for done in (512, 1024, 3000):
         progress(done, 3000)
     progress.clear()
@@ -41,7 +41,7 @@ def test_a_log_line_takes_its_place(monkeypatch: pytest.MonkeyPatch, capsys: Cap
 
 def test_a_short_prompt_is_not(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     on_terminal(monkeypatch)
-    progress = PromptProgress()
+    progress = PromptMeter()
     progress(0, 20)
     progress.clear()
     assert capsys.readouterr().err == ""

@@ -15,13 +15,13 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.short_conv import ShortConvSpec
 from quengine.models.blocks.block import SlotState
 from quengine.models.blocks.short_conv import ShortConv
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 
 
 def write_small(path: Path, preset: str) -> Path:
     """A file of one of them, "lfm2-tiny" or "qwen3.5-tiny", or of another preset, at that path."""
-    found = find_preset(preset)
+    found = synthetic_preset(preset)
     assert found is not None
     small = replace(found, embedding_length=256, feed_forward_length=256, vocab_size=512)
     if preset == "lfm2-tiny":  # of which tests run the definition, and mean the states

@@ -29,12 +29,12 @@ from quengine.memory import (
     choose_context,
     choose_pools,
     cpu_expert_bytes,
-    expert_bytes,
+    grouped_row_bytes,
     kv_cache_bytes,
     workspace_bytes,
 )
 from quengine.models.config import ExpertConfig, GatedDeltaSizes, ModelConfig
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.tiny_models import small_config
 
@@ -238,10 +238,11 @@ def test_the_buffers_of_grouped_rows_are_counted(
         room.of_experts("rows", torch.float32, rows, (gated.groups.rows, hidden), 0)
     experts = ExpertConfig(count, RouterKind(used), ffn)
     counted = (
-        expert_bytes(dataclasses.replace(config, embedding_length=hidden, experts=experts), chunk) - 2**26
+        grouped_row_bytes(dataclasses.replace(config, embedding_length=hidden, experts=experts), chunk)
+        - 2**26
     )
     assert 0.98 * room.nbytes < counted < 1.25 * room.nbytes
-    assert expert_bytes(config, chunk) == 0
+    assert grouped_row_bytes(config, chunk) == 0
 
 
 @pytest.fixture
@@ -345,7 +346,7 @@ def test_a_window_of_all_layers_is_kept_with_a_draft_model(config: ModelConfig) 
 @pytest.fixture
 def recurrent() -> ModelConfig:
     """LFM2 with two convolutions so wide that a state takes 64 MiB; keys and values take 1 KiB a token."""
-    preset = find_preset("lfm2-tiny")
+    preset = synthetic_preset("lfm2-tiny")
     assert preset is not None
     config = dataclasses.replace(preset.config(), context_length=32768)
     state = CacheNeeds(config, 512).state_bytes

@@ -17,7 +17,7 @@ from quengine.models.experts import MixtureOfExperts
 from quengine.models.gguf import StringArray, open_gguf
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.model_summary import summarize
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.platform.host_experts import expert_bytes
 from tests.gguf_builder import GGUFBuilder
@@ -107,7 +107,7 @@ def test_parameters_and_bytes_are_counted_alike(files: tuple[Path, Path]) -> Non
 @pytest.fixture(scope="module")
 def with_shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose shared expert has the size and formats of the others."""
-    preset = find_preset("qwen2moe-tiny")
+    preset = synthetic_preset("qwen2moe-tiny")
     assert preset is not None
     preset = replace(preset, shared_feed_forward_length=preset.expert_feed_forward_length)
     return write_synthetic(tmp_path_factory.mktemp("shared") / "tiny.gguf", preset)

@@ -17,7 +17,7 @@ from quengine.models.architectures import ARCHITECTURES
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.decoder import Decoder
 from quengine.models.split_checkpoint import SplitCheckpoint
-from quengine.models.tensor_split import Rank, cut_of, shares, token_counts
+from quengine.models.tensor_split import Rank, cut_of, shares, vocab_shares
 from tests.engine.parallel.rank_threads import as_ranks
 from tests.forward import forward
 from tests.gguf_builder import ENCODERS, UNSHARED, ModelSizes
@@ -165,7 +165,7 @@ def test_rows_are_views_of_the_file(tmp_path: Path) -> None:
 
 def test_units_are_shared_as_equally_as_they_come() -> None:
     assert [len(share) for share in shares(11008, 256, 2)] == [21 * 256, 22 * 256]
-    assert sum(token_counts(49157, 4)) == 49157 and max(token_counts(49157, 4)) < 49157 / 4 + 16
+    assert sum(vocab_shares(49157, 4)) == 49157 and max(vocab_shares(49157, 4)) < 49157 / 4 + 16
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""How fast a model runs here: prompt processing and token generation, at depths, repeated.
+"""The speed of a model on this machine: prompt processing and token generation, at depths, repeated.
 
-Times what serves a user: requests of random token ids at temperature 0, sampling and detokenization included. The
+Requests of random token ids at temperature 0 are timed as a user's are, with sampling and detokenization. The
 device's own limits come from `bench_machine`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -39,13 +39,14 @@ from quengine.models.parameter_counts import checkpoint_parameters
 from quengine.platform.device import choose_device
 from quengine.platform.host_experts import host_layers
 from quengine.platform.machine import physical_cores
+from quengine.platform.weight_loader import Progress
 
 
 def bytes_per_token(llm: LLM, depth: int, generate: int, batch: int = 1) -> int:
-    """Weights, and the cache on average, that one of `generate` tokens after `depth` tokens reads.
+    """Bytes of weights, and of the cache on average, that one of `generate` tokens after `depth` tokens reads.
 
-    `batch` sequences share a pass over the weights. Of a mixture of experts that pass reads those which so many rows
-    are expected to choose.
+    `batch` sequences share a pass over the weights. In a mixture of experts the pass reads the experts that `batch`
+    rows are expected to choose.
     """
     # Token i of the test reads the rows before it and its own.
     context = depth + (generate + 1) // 2
@@ -56,7 +57,7 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     """Floating-point operations, a multiply-add counting two, of a prompt after `depth` tokens.
 
     Matrices of the layers for every token (of experts, those that compute it), the scores and sums of causal attention
-    within the window, and the output matrix and the last layer's matrices behind its attention once a chunk, as only a
+    within the window, and the output matrix and the last layer's matrices after its attention once a chunk, as only a
     chunk's last token gets logits.
     """
     decoder = llm.runner.decoder
@@ -100,7 +101,7 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
 
 
 def _feed_forward_operations(config: ModelConfig, ffn: FeedForwardLayer | MixtureOfExperts) -> int:
-    """Of the matrices of one layer's feed-forward, for one row."""
+    """Floating-point operations of the matrices of one layer's feed-forward, for one row."""
     if isinstance(ffn, FeedForwardLayer):
         return int(sum(2 * weight.rows * weight.cols for weight in (ffn.entry.weight, ffn.ffn_down)))
     experts = ffn.experts
@@ -108,12 +109,9 @@ def _feed_forward_operations(config: ModelConfig, ffn: FeedForwardLayer | Mixtur
     return 2 * config.embedding_length * ((3 if config.block.has_gate else 2) * inner + experts.count)
 
 
-Progress = Callable[[str], None]
-
-
 @dataclass(frozen=True)
 class _Limits:
-    """What the device gives: bytes a second of its memory, operations a second of its matrix units (None: not
+    """The device's limits: bytes per second of its memory, operations per second of its matrix units (None: not
     measured).
     """
 
@@ -162,7 +160,7 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
 
 
 def _loads(plan: BenchPlan, device: str) -> Iterator[tuple[int, list[int]]]:
-    """How the model is loaded, and for what: positions of a sequence, numbers of sequences."""
+    """The loads of the model: positions of a sequence, and the numbers of sequences that are timed with it."""
     alone = [batch for batch in plan.batches if batch == 1]
     together = [batch for batch in plan.batches if batch > 1]
     for batches in filter(None, (alone, together)):
@@ -216,7 +214,7 @@ def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
 def _profiles(
     llm: LLM, test: BenchTest, batch: int, label: str, trace: TraceFile | None
 ) -> tuple[Profile, ...]:
-    """The kernels of a test: of its prompt, and of a decode step after it."""
+    """The kernels of a test's prompt, and those of a decode step after it."""
     prompts, found = random_prompts(llm, batch, test.depth + max(test.prompt, 1)), []
     if test.prompt:
         found.append(profile_prompt(llm, prompts[0], test.depth))
@@ -229,8 +227,8 @@ def _profiles(
 
 
 def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
-    """Before the first minute is spent: every model is here, holds the longest test, and has experts if they are to be
-    placed."""
+    """Check before anything is timed that the model is here, that its context holds the longest test, and that it has
+    experts if they are to be placed."""
     checkpoint = open_checkpoint(resolve_model(str(model)))
     context = checkpoint.config.context_length
     checkpoint.close()
@@ -276,7 +274,7 @@ def _row(
 
 
 def model_facts(checkpoint: Checkpoint) -> ModelFacts:
-    """Counted from the tensors, not taken from the file's name."""
+    """The facts of a model, counted from its tensors; nothing is taken from the file's name."""
     weights: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         weights[tensor.format.name] += prod(tensor.shape)

@@ -1,4 +1,4 @@
-"""What a benchmark is measured against: the speed and the peak use of the memory that a device computes from."""
+"""The machine's figures beside a benchmark's: speed and peak use of the device's memory, and its matrix rate."""
 
 import datetime
 import platform
@@ -67,7 +67,7 @@ def _device_seconds(work: Callable[[], object]) -> float:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start the peak anew, so that one model's is not reported for the next."""
+    """Reset the peak, so that one model's is not reported for the next."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -88,7 +88,8 @@ def peak(device: torch.device) -> int:
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """What a result must carry to mean something later: processor, memory, GPU, versions, time."""
+    """The description of the machine that a result needs to be comparable later: processor, memory, GPU, versions,
+    time."""
     index = int(device.partition(":")[2] or 0)
     return {
         "machine": {

@@ -39,8 +39,9 @@ class BenchRow:
     single prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
     on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded, of
     which weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
-    drafts: what was drafted and accepted; None where nothing drafts. host_layers: layers whose experts are in host
-    memory beside a CUDA device, where they take host_bytes. placement: a line that says so, where it was requested.
+    drafts: what was drafted and accepted; None without drafts. host_layers: layers whose experts are in host
+    memory beside a CUDA device, where they take host_bytes. placement: a line that describes this, where it was
+    requested.
     ranks: devices that share the model; bytes, operations and memory are then those of one. split: what each has of it.
     """
 
@@ -90,12 +91,12 @@ class BenchRow:
 
     @property
     def gb_s(self) -> float | None:
-        """1e9 bytes read per second; None where that is not what limits the test."""
+        """Gigabytes (1e9 bytes) read per second; None where memory does not limit the test."""
         return self.bytes_per_token * self.tok_s / 1e9 if self.bytes_per_token else None
 
     @property
     def step_rows(self) -> float:
-        """Rows of a decode step on average: of each sequence one, and one for each token that was drafted for it."""
+        """Average rows of a decode step: one for each sequence, and one for each token that was drafted for it."""
         if self.drafts is None:
             return self.batch
         steps = self.batch * len(self.seconds) * self.test.generate - self.drafts.accepted
@@ -103,14 +104,15 @@ class BenchRow:
 
     @property
     def bandwidth_percent(self) -> float | None:
-        """Of the device's memory; None where that is not what limits the test, as with experts in another's."""
+        """The share of the memory bandwidth that was used; None where that does not limit the test, as with experts in
+        the host's memory."""
         if self.gb_s is None or self.host_bytes:
             return None
         return 100 * self.gb_s / (self.bandwidth / 1e9)
 
     @property
     def matrix_percent(self) -> float | None:
-        """Of the matrix rate; None where it does not limit the test, or was not measured."""
+        """The share of the matrix rate that was used; None where it does not limit the test, or was not measured."""
         if not self.operations or self.matrix_rate is None:
             return None
         return 100 * self.operations / self.test.prompt * self.tok_s / self.matrix_rate
@@ -170,7 +172,8 @@ class BenchRow:
         return fields if machine is None else {**fields, **machine}
 
     def _experts(self) -> dict[str, Any]:
-        """Of a mixture of experts, else None each; `experts_read` of a layer in a step of the test, as expected."""
+        """The fields of a mixture of experts, each None for other models; `experts_read`: expected experts read by a
+        layer in a step of the test."""
         model, experts = self.model, self.model.experts
         return {
             "model_active_params": model.active_params,

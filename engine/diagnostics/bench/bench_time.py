@@ -24,7 +24,7 @@ _WARM_UP_STEPS = 8
 
 
 def batch_positions(test: BenchTest, batch: int, device: str) -> int:
-    """Positions that a sequence of the test needs; the first ones go on while the last prompts are computed."""
+    """Positions that a sequence of the test needs; the first sequences generate while the last prompts are computed."""
     if test.prompt:
         return test.positions
     shortest = MIXED_CHUNK[device] if MIXED_SECONDS[device] is None else LEAST_CHUNK
@@ -41,7 +41,7 @@ def time_batch(
     one. Both: from the first prompt to the last token.
 
     Raises:
-        CannotRunError: the cache, as it fits in memory, does not hold so many sequences.
+        CannotRunError: the cache that fits in memory does not hold `batch` sequences.
     """
     cache = llm.loaded.cache
     positions = batch_positions(test, batch, llm.loaded.device.type)
@@ -63,7 +63,7 @@ def time_drafts(
     """Seconds of each repetition of `batch` requests, what was drafted and accepted in all of them, and the bytes that
     a token read on average, if no other request's rows were in its steps.
 
-    A step gives each sequence as many tokens as were accepted, so whole requests are timed. Their random prompts hold
+    A step gives each sequence the tokens that were accepted, so whole requests are timed. Their random prompts hold
     little to look up; what a model generates after them often repeats itself. benchmarks/speculative.py times prompts
     of natural language. Whole blocks of the depth are computed before, and not timed. A test without a prompt gives
     each sequence one token of it.

@@ -1,4 +1,4 @@
-"""Where a device's time goes: a benchmark's test under torch's profiler, and the trace that it writes, as a table.
+"""The device time of a benchmark's test, kernel by kernel: torch's profiler, and a table of the trace that it writes.
 
 Times are the device's own, from its activity records; host times of asynchronous launches are never used.
 Reference: the Chrome trace event format; categories as torch.profiler writes them ("kernel", "gpu_memcpy", ...).
@@ -115,7 +115,7 @@ def _kernel_time(
 
 
 def _name(event: TraceEvent) -> str:
-    """A kernel's name without what all of them share, cut where C++ templates make it long."""
+    """A kernel's name without the prefix that all share, cut where C++ templates make it long."""
     name = str(event["name"])
     if event["cat"] != "kernel":
         return name
@@ -125,7 +125,7 @@ def _name(event: TraceEvent) -> str:
 
 
 def _grid(event: TraceEvent) -> tuple[int, ...]:
-    """Programs launched, trailing ones left out; () for what is no kernel."""
+    """The grid that was launched, without trailing ones; () for an event that is no kernel."""
     grid = [int(n) for n in event.get("args", {}).get("grid", ())]
     while len(grid) > 1 and grid[-1] == 1:
         grid.pop()
@@ -149,7 +149,7 @@ class TraceFile:
         self._base_ns: int | None = None
 
     def check(self) -> None:
-        """Refuse now what `write` would refuse after minutes. Raises CannotRunError."""
+        """Check before the benchmark runs that `write` will be able to write. Raises CannotRunError."""
         folder = self.path.parent
         if self.path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise CannotRunError(f"--trace {self.path}: cannot be written; name a file in a folder that can")
@@ -182,7 +182,8 @@ class TraceFile:
 
 
 def format_profile(profile: Profile, rows: int = 24) -> Seq[str]:
-    """The lines of a Markdown table: the kernels that take most, then what is left, idle time, and the sum."""
+    """The lines of a Markdown table: the kernels that take the most time, the sum of the others, idle time, and the
+    total."""
     step = profile.what
     lines = [
         f"| {'kernel':56} | {'grid':>12} | calls per {step} | us per call | us per {step} |  share |",
@@ -231,7 +232,7 @@ def check_can_profile(device: torch.device) -> None:
 
 
 def profile_decode(llm: LLM, prompts: list[list[int]], steps: int = PROFILED_STEPS) -> Traced:
-    """The table and the trace of `steps` decode steps of as many sequences as there are prompts, after these.
+    """The table and the trace of `steps` decode steps, of one sequence after each of the prompts.
 
     The first steps of the requests, which prepare their sampling, are not in it.
     """

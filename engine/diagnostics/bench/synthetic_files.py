@@ -13,7 +13,7 @@ from quengine.errors import CannotRunError, EngineError, nearest
 from quengine.kernels.private_folder import user_cache
 from quengine.loading.placement import free_memory
 from quengine.memory import WORKSPACE, gib
-from quengine.models.synthetic.presets import PRESETS, find_preset
+from quengine.models.synthetic.presets import PRESETS, synthetic_preset
 from quengine.models.synthetic.synthetic import remove_partial_files, synthetic_bytes, write_synthetic
 from quengine.platform.device import choose_device
 from quengine.platform.machine import available_memory
@@ -21,7 +21,7 @@ from quengine.platform.machine import available_memory
 Say = Callable[[str], None]
 
 _SPARE = 1 << 27
-"""Bytes of disk beside the weights: the vocabulary, and room for whoever else writes."""
+"""Bytes of disk beside the weights: the vocabulary, and room for other programs that write."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def synthetic_models(
         CannotRunError: too little memory for a model or disk for its file, or no folder can be written.
     """
     for name in names:
-        if find_preset(name) is None:
+        if synthetic_preset(name) is None:
             raise EngineError(
                 f"--synthetic {name}: must be one of {', '.join(PRESETS)}, or the first N layers of one, as in "
                 f"llama-3-70b-20l{nearest(name, PRESETS)}"
@@ -109,8 +109,8 @@ def _check_memory(name: str, plan: BenchPlan) -> None:
 
 
 def _smaller(name: str, room: int) -> str:
-    """What fits into so many bytes: the model's first layers, or the largest of the others."""
-    spec = find_preset(name)
+    """What fits into `room` bytes: the model's first layers, or the largest of the other models."""
+    spec = synthetic_preset(name)
     assert spec is not None
     base = name if name in PRESETS else name.rpartition("-")[0]
     for layers in range(spec.block_count - 1, 0, -1):
@@ -129,7 +129,8 @@ def _cache_folder() -> Path | None:
 
 
 def _kept_in(folder: Path | None) -> Path | None:
-    """The folder that keeps files, there and free of what killed processes left; None: the cache cannot be written.
+    """The folder that keeps files, created if missing and cleared of the partial files of killed processes; None: the
+    cache cannot be written.
 
     Raises CannotRunError where a folder that the user chose cannot be written.
     """
@@ -166,7 +167,7 @@ def _has_room(path: Path, name: str, removes: bool, in_use: Sequence[Path], say:
         others = [each for each in path.parent.glob("*.gguf") if each not in in_use]
         freed = sum(each.stat().st_size for each in others)
         if _free(path.parent) + freed < synthetic_bytes(name) + _SPARE:
-            return False  # removing all of them would not do
+            return False  # removing all of them would not be enough
         for old in sorted(others, key=lambda each: each.stat().st_mtime):
             say(f"{old} makes room, {gib(old.stat().st_size)}")
             old.unlink(missing_ok=True)

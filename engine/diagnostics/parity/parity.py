@@ -5,7 +5,7 @@ logits of more than one chunk held.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,14 +25,13 @@ from quengine.diagnostics.parity.parity_sides import REFERENCE, LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import CacheType
-
-Progress = Callable[[str], None]
+from quengine.platform.weight_loader import Progress
 
 DECODE_SPAN = 64
 """Positions of the decode phase whose logits are held at once; prefill holds a chunk."""
 
 MAX_FACTOR = 100.0
-"""How far the worst of all positions may be over the limit of the 99th percentile (docs/parity.md)."""
+"""Factor by which the worst of all positions may exceed the limit of the 99th percentile (docs/parity.md)."""
 
 
 def _budget(median: float, p99: float) -> Budget:
@@ -51,12 +50,13 @@ DEVICE_BUDGETS: Mapping[str, Budget] = {**REFERENCE_BUDGETS, "decode": _budget(1
 
 
 Q8_0_FACTOR = 100.0
-"""How much wider the budgets are over a q8_0 cache: a last bit that turns a code moves a value by 1/127 of its group's
-largest, and that difference goes on through the layers (docs/parity.md). Operation by operation nothing is widened.
+"""Factor by which the budgets are wider over a q8_0 cache: a last bit that turns a code moves a value by 1/127 of its
+group's largest, and that difference is carried through the layers (docs/parity.md). Operation by operation nothing is
+widened.
 """
 
 Q8_0_MAX_FACTOR = 10.0
-"""The same for the maximum, which would let pass anything if it were 100 times wider."""
+"""The factor for the maximum, which would pass anything if it were 100 times wider."""
 
 
 def budgets_for(a: str, b: str, cache_type: CacheType = "f16") -> Mapping[str, Budget]:
@@ -74,7 +74,7 @@ def budgets_for(a: str, b: str, cache_type: CacheType = "f16") -> Mapping[str, B
     }
 
 
-class Place(NamedTuple):
+class TextPosition(NamedTuple):
     """A position in a text: `ids` up to and with it are `ids[: position + 1]`."""
 
     ids: list[int]
@@ -97,7 +97,7 @@ class ParityReport:
     b: str
     phases: dict[str, PhaseMetrics]
     budgets: Mapping[str, Budget]
-    worst: dict[str, Place]
+    worst: dict[str, TextPosition]
     divergences: list[Divergence]
     identical_prompts: int
     prompts: int
@@ -131,7 +131,7 @@ def compare_sides(
 ) -> ParityReport:
     """Run the whole comparison; `progress` is called with what is being computed, in a few words."""
     phases: dict[str, PhaseMetrics] = {}
-    worst: dict[str, Place] = {}
+    worst: dict[str, TextPosition] = {}
     pairs: dict[str, Pair] = {}
     names: tuple[Phase, ...] = ("prefill", "decode")
     for phase in names if workload.windows else ():
@@ -177,7 +177,7 @@ def compare_sides(
 def _rounding(
     a: LLMSide, name: str, workload: Workload, greedy: list[GreedyComparison], progress: Progress
 ) -> PhaseMetrics:
-    """What rounding once does to side a, on all that the phase of that name was compared on."""
+    """The effect of rounding once on side a, over the same rows as the phase of that name."""
 
     def told(what: str) -> None:
         progress(f"rounded once, {what}")
@@ -216,7 +216,7 @@ def _teacher_forced(pair: Pair, windows: list[list[int]], phase: Phase, progress
 
 
 def _left(done: int, total: int, elapsed: float) -> str:
-    """How long the rest of a phase takes at the speed of what is `done` of it."""
+    """The time left of a phase, at the speed of the part that is `done`."""
     seconds = elapsed * (total - done) / done
     return (
         f", {seconds:.0f} s left of this phase"
@@ -225,13 +225,13 @@ def _left(done: int, total: int, elapsed: float) -> str:
     )
 
 
-def _place(row: int, texts: list[tuple[list[int], int]], shift: int = 0) -> Place:
-    """Where row number `row` lies, of the rows of all texts: each has one for every token from a first one on, whose
-    position is that of the token plus `shift`.
+def _place(row: int, texts: list[tuple[list[int], int]], shift: int = 0) -> TextPosition:
+    """The place of row number `row` among the rows of all texts. Each text has a row for every token from a first one
+    on, at the token's position plus `shift`.
     """
     for ids, first in texts:
         if row < len(ids) - first:
-            return Place(ids, first + row + shift)
+            return TextPosition(ids, first + row + shift)
         row -= len(ids) - first
     raise ValueError(f"row {row} lies beyond the texts")
 
@@ -249,7 +249,7 @@ def _force_cache(a: LLMSide, b: LLMSide, start: int, end: int, comparison: Compa
 
 
 def _free_running(pair: Pair, workload: Workload, progress: Progress) -> Iterator[GreedyComparison]:
-    """Side b generates freely; both are then asked for the logits along its text.
+    """Side b generates freely; both then compute the logits along its text.
 
     Up to the first difference this is what a would have generated too, so nothing is lost by not running a
     freely, and the slow side computes whole chunks instead of single tokens. Where there are experts the logits are

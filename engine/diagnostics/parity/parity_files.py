@@ -1,7 +1,6 @@
 """Two files as the sides of a comparison: whether they can be compared at all, and which of their tensors differ.
 
-The logits cannot show all: a bit that is wrong in one weight of a large model is less than what rounding does to them.
-The bytes can.
+A wrong bit in one weight of a large model changes the logits by less than rounding does; only the bytes show it.
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ SHAPE = (
     "experts.shared_feed_forward_length",
     "experts.dense_layers",
 )
-"""What two models must share for each operation of one to have its counterpart in the other."""
+"""The fields that must be equal in two models, so that each operation of one has its counterpart in the other."""
 
 ARITHMETIC = (
     "rope_dim",
@@ -49,7 +48,7 @@ ARITHMETIC = (
     "attention_temperature_length",
     "experts.router",
 )
-"""What else of a configuration changes the logits."""
+"""The other fields of a configuration that change the logits."""
 
 _BYTES_AT_ONCE = 1 << 26
 _SHOWN_VALUE = 80
@@ -57,7 +56,8 @@ _SHOWN_VALUE = 80
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor of the same type in both files whose bytes differ: in how many of its blocks, and first in which row."""
+    """A tensor of the same type in both files whose bytes differ: the number of differing blocks, and the first row
+    with one."""
 
     name: str
     type_name: str
@@ -75,7 +75,7 @@ class FileComparison:
     """The tensors of two models, as stored.
 
     differing: those of one type whose bytes are not the same.
-    retyped: how many are stored as another type, or in one of the files only; nothing is said of their values.
+    retyped: the number stored as another type, or in one of the files only; their values are not compared.
     settings: what differs of the configuration, a phrase each: "rms_eps is 1e-05 in a and 1e-06 in b".
     """
 
@@ -119,7 +119,7 @@ def _check_shapes(a: ModelConfig, b: ModelConfig) -> None:
 
 
 def _value(config: ModelConfig, name: str) -> object:
-    """The field of that name, or that of its experts; None where there are none."""
+    """The field of that name, or that of its experts; None for a model without experts."""
     outer, _, inner = name.rpartition(".")
     return getattr(getattr(config, outer) if outer else config, inner, None)
 
@@ -151,7 +151,7 @@ def _alike(a: QuantTensor, b: QuantTensor) -> bool:
 
 
 def _difference(a: QuantTensor, b: QuantTensor) -> TensorDifference | None:
-    """Block by block, some rows at a time: the files are mapped and need not fit into memory."""
+    """Compare two tensors block by block, some rows at a time: the files are mapped and need not fit into memory."""
     blocks = differing = 0
     first_row = -1
     at_once = max(1, _BYTES_AT_ONCE // a.data.shape[1])

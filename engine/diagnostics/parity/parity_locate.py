@@ -1,4 +1,4 @@
-"""Which operation of which layer is past its budget: two sides, operation by operation, on the same inputs.
+"""Finds the first operation that exceeds its budget: two sides, operation by operation, on the same inputs.
 
 Side a runs, and what goes into and comes out of each of its operations is kept. Side b then runs with a's inputs in
 place of its own, so that an error shows where it is made and is not carried on. (Where a backend begins a norm in the
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from quengine.diagnostics.parity.parity import ParityReport, Place
+from quengine.diagnostics.parity.parity import ParityReport, TextPosition
 from quengine.diagnostics.parity.parity_metrics import nmse_rows
 from quengine.diagnostics.parity.parity_operations import Operation, in_the_form_of, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
@@ -20,7 +20,7 @@ from quengine.kernels.forward_batch import Phase
 from quengine.kernels.moe.router import Routing
 
 MAX_POSITIONS = 96
-"""Of a prefill chunk, at most: what goes in and out of every operation is held, about 1 GB for a 7B model."""
+"""Most rows of a prefill chunk: the inputs and outputs of every operation are held, about 1 GB for a 7B model."""
 
 CAPTURED = "captured step"
 """The last line of decode: a whole step of side b as it serves, against the same step one operation at a time."""
@@ -30,17 +30,18 @@ BUDGETS: Mapping[Phase, float] = {"prefill": 2e-5, "decode": 5e-8}
 16-bit integers a group (docs/parity.md has what healthy models show)."""
 
 ROUTE_BUDGET = BUDGETS["decode"]
-"""Of the weights of a row's experts: a router computes in fp32 in both phases."""
+"""Limit for the weights of a row's experts: a router computes in fp32 in both phases."""
 
 EMBED_BUDGET = 1e-12
 """A stored row has one value."""
 
 SUM_ROUNDING = 2.0**-18
-"""Of an fp32 sum, relative: an addition rounds by up to 2^-24, and a thousand products that are added to the residual
-one by one err by some 2^-19."""
+"""Relative error of an fp32 sum: an addition rounds by up to 2^-24, and a thousand products that are added to the
+residual one by one err by some 2^-19."""
 
 CACHED_BUDGET = 1e-6
-"""Of a position's keys, or values: both sides round to fp16, and elements near the middle of two may part."""
+"""Limit for a position's keys, or values: both sides round to fp16, and elements near the middle of two fp16 values may
+round to different ones."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Location:
 
     @property
     def first(self) -> OperationError | None:
-        """The first operation past its budget."""
+        """The first operation that exceeds its budget."""
         return next((found for found in self.operations if not found.within), None)
 
     @property
@@ -107,19 +108,19 @@ def locate(a: LLMSide, b: LLMSide, report: ParityReport, progress: Callable[[str
     return found
 
 
-def _worst_place(report: ParityReport, phase: Phase) -> Place:
+def _worst_place(report: ParityReport, phase: Phase) -> TextPosition:
     failed = {failure.partition(":")[0] for failure in report.failures}
     if phase not in report.worst or ("greedy" in failed and phase not in failed):
         return report.worst["greedy"]
     return report.worst[phase]
 
 
-def _chunk_start(place: Place, chunk: int) -> int:
-    """Where the chunk with that position began; later where it would be too long to keep."""
+def _chunk_start(place: TextPosition, chunk: int) -> int:
+    """The first position of the chunk with that position; a later one where the chunk would be too long to keep."""
     return max(place.position // chunk * chunk, place.position + 1 - MAX_POSITIONS)
 
 
-def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: Place, start: int) -> Location:
+def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: TextPosition, start: int) -> Location:
     end = place.position + 1
     ids = place.ids[start:end]
     chunk = a.step("prefill")
@@ -143,13 +144,13 @@ def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: Place, start: int
 
 @dataclass(frozen=True)
 class _Call:
-    """What went into an operation and what came out, on the host."""
+    """The inputs and the output of an operation, on the host."""
 
     operation: Operation
     inputs: tuple[Tensor, ...]
     output: Tensor
     experts: Tensor | None = None
-    """Those that a router chose, int32 [T, k]."""
+    """The experts that a router chose, int32 [T, k]."""
 
 
 def _calls_of(side: LLMSide, ids: list[int], start: int) -> list[_Call]:
@@ -195,7 +196,7 @@ class _Replay:
         given = placed if operation == "route" else first + placed[1:]
         further = {} if call.experts is None else {"experts": call.experts.to(backend.device)}
         output = run(*given, **further)
-        # Of a latent attention there are two, one after the other.
+        # A latent attention has two, one after the other.
         self._layer += operation == "norm+qkv" and self._last != "norm+qkv"
         self._last = operation
         self.found.append(self._compared(*_of_one_width(call, _on_host(output))))
@@ -214,14 +215,14 @@ class _Replay:
         return OperationError(call.operation, self._layer, nmse, budget, cached)
 
     def _cached(self) -> float | None:
-        """How far the rows are apart that this layer's attention has just written; None: it writes none."""
+        """The largest NMSE of the rows that this layer's attention has just cached; None: it caches none."""
         rows_a, rows_b = (_layer_rows(side, self._layer, *self._rows) for side in (self._a, self._b))
         pairs = zip(rows_a, rows_b, strict=True)
         return max((_largest(mine, other) for mine, other in pairs), default=None)
 
 
 def _of_one_width(call: _Call, output: Tensor) -> tuple[_Call, Tensor]:
-    """Both results without what pads the rows of experts on one side."""
+    """Both results, without the padding that the rows of experts have on one side."""
     if call.operation != "experts+glu":
         return call, output
     width = min(call.output.shape[-1], output.shape[-1])
@@ -246,8 +247,8 @@ def _layer_rows(side: LLMSide, layer: int, start: int, end: int) -> list[Tensor]
 def _of_what_is_added(call: _Call, output: Tensor) -> float:
     """Compares what is added to the residual, not the sum: the residual may be a thousand times larger.
 
-    Then the sum's own rounding is no small part of what is added: some models have one value of 20,000 among ones, and
-    it is let off as much as two fp32 sums of its size may differ.
+    The rounding of such a sum is no small part of what is added, since some models have one value of 20,000 among ones;
+    so differences up to that of two fp32 sums of this size are not counted.
     """
     wanted, residual = call.output.double(), call.inputs[1].double()
     difference = output.double() - wanted

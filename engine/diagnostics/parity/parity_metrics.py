@@ -1,4 +1,4 @@
-"""How far two streams of logits are apart, and whether that is within a budget (docs/parity.md)."""
+"""The differences of two streams of logits, and whether they are within a budget (docs/parity.md)."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ TILE_ELEMENTS = 2**21
 TOP_K = 5
 
 DIFFERENCES = 6
-"""Numbers that are kept of a position: see `position_differences`."""
+"""The number of values kept for a position: see `position_differences`."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def position_differences(a: Tensor, b: Tensor) -> Tensor:
     """Per position [T, DIFFERENCES]: NMSE, KL in nats, same top-1, shared top-5, the margin of a's two largest logits
     relative to the root mean square of a's, largest difference; NaN where not finite.
 
-    `a` and `b` are fp64 [T, vocab]. The NMSE is that of raw logits, for which the budgets were set; what a
-    constant shift hides or adds is told apart by the KL divergence, which does not see one.
+    `a` and `b` are fp64 [T, vocab]. The NMSE is that of raw logits, for which the budgets were set; the KL divergence,
+    which a constant shift does not change, shows what such a shift hides or adds.
     """
     difference = a - b
     error, energy = difference.square().sum(dim=1), a.square().sum(dim=1)
@@ -230,7 +230,7 @@ class Divergence:
     """A greedy choice that differs: `token_a` where `token_b` was generated, `index` tokens after the prompt.
 
     `margin` is the distance of a's two largest logits there, `max_difference` the largest |a - b| of any logit there.
-    When b's token has b's largest logit, margin <= 2 * max_difference follows; a wider margin says that the token was
+    When b's token has b's largest logit, margin <= 2 * max_difference follows; a wider margin means that the token was
     not chosen from these logits. `first` marks where the two free-running texts part.
     """
 
@@ -267,7 +267,7 @@ def compare_greedy(
     """Compare a generated text's logits, [n, vocab] in blocks: those that each of `tokens` followed from.
 
     Side b generated `tokens` and side a was fed them, so up to the first difference these are the logits of
-    two free-running texts; after it, those of two engines that go on from the same text.
+    two free-running texts; after it, those of two engines that continue the same text.
     """
     comparison, index = Comparison(), 0
     found: list[Divergence] = []

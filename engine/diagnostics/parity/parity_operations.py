@@ -42,16 +42,16 @@ LAYER_OPERATIONS: tuple[Operation, ...] = (
     "norm+glu",
     "down+residual",
 )
-"""Of a dense layer."""
+"""The operations of a dense layer."""
 
 EXPERT_OPERATIONS: tuple[Operation, ...] = (
     *(*LAYER_OPERATIONS[:3], "route", "experts+glu"),
     *(*LAYER_OPERATIONS[3:], "experts+residual"),
 )
-"""Of a layer with experts; "norm+glu" and "down+residual" are the shared expert's, where it has one apart."""
+"""The operations of a layer with experts; "norm+glu" and "down+residual" are those of a separate shared expert."""
 
 IN_LAYERS: tuple[Operation, ...] = (*EXPERT_OPERATIONS, "input+glu", "input+residual")
-"""Of any layer: the last two are of one that gets inputs beside the stream."""
+"""The operations of any layer; the last two are those of a layer with inputs beside the stream."""
 
 _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "embed": ("embed", ()),
@@ -71,7 +71,7 @@ _OPERATIONS: Mapping[str, tuple[Operation, tuple[int, ...]]] = {
     "input_glu": ("input+glu", (1,)),
     "logits": ("logits", (1,)),
 }
-"""Of the methods of `kernels.backend.Backend` that are watched: which of their arguments are hidden states."""
+"""The watched methods of `kernels.backend.Backend`, and which of their arguments are hidden states."""
 
 
 _Names: TypeAlias = Mapping[str, Operation]
@@ -81,7 +81,7 @@ _IN_INPUTS: _Names = {"norm_linear": "layer inputs"}
 
 
 class Watch(Protocol):
-    """Is handed each operation in place of its execution, and returns what the decoder is to go on with."""
+    """Called with each operation in place of its execution; returns the result that the decoder continues with."""
 
     def __call__(
         self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]

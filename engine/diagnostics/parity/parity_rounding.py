@@ -1,10 +1,10 @@
-"""What rounding does to one model: the measure of how far two sound sides of it may end apart.
+"""The effect of rounding on one model: a measure of the distance at which two correct sides may end.
 
 The budgets of whole passes hold for models that carry an operation's rounding on as it is. Some amplify it: in a slice
 of two random layers of 7B shape fp16 arithmetic with every operation within its budget ends 2.9e-6 off, where 2e-6 is
 the limit. So a phase that is over its budget is held against the model itself: side a runs once more with the input of
-every operation rounded once, and the logits that this moves say how much the budget must be widened. Side b has no
-part in it: what is wrong in b widens nothing.
+every operation rounded once, and the change of its logits is what the budget is widened by. Side b has no part in it:
+an error in b widens nothing.
 """
 
 import math
@@ -20,19 +20,20 @@ from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import Phase
 
 SIGNIFICANT_BITS: dict[Phase, int] = {"prefill": 10, "decode": 13}
-"""Of an operation's rounded input. Prefill: fp16 has 11, one less because weights and attention probabilities may be
-rounded to fp16 as well. Decode: int16 by groups of 32 with one scale loses at most as much as 13 bits do,
-32 / 12 / 32767^2 of a group's energy, where one value of the group is all of it."""
+"""Significant bits of an operation's rounded input. Prefill: fp16 has 11; one less, because weights and attention
+probabilities may be rounded to fp16 as well. Decode: int16 by groups of 32 with one scale loses at most as much as 13
+bits do, 32 / 12 / 32767^2 of a group's energy, where one value of the group is all of it."""
 
 FACTOR = 4.0
-"""How much further than this rounding a sound side may move the logits: one measurement of noise is noise itself."""
+"""Factor by which a correct side may move the logits further than this rounding: one measurement of noise is noise
+itself."""
 
 _EXACT: frozenset[Operation] = frozenset(("embed", "route"))
 """Computed in fp32 in both phases."""
 
 
 def widened(budget: Budget, rounding: PhaseMetrics) -> Budget:
-    """The budget of a phase of a model that `rounding` moved by so much: `FACTOR` times that, or as it was.
+    """The budget of a phase, widened to `FACTOR` times the change of the logits by `rounding` where that is more.
 
     The maximum, and with it the clear margin, keeps its distance from the 99th percentile. A measurement that is not
     finite widens nothing.
@@ -47,18 +48,17 @@ def widened(budget: Budget, rounding: PhaseMetrics) -> Budget:
 
 
 def round_to(values: Tensor, bits: int) -> Tensor:
-    """`values` rounded to so many significant bits, ties to even; of the same shape and dtype (fp32 or fp64)."""
+    """`values` rounded to `bits` significant bits, ties to even; of the same shape and dtype (fp32 or fp64)."""
     mantissa, exponent = torch.frexp(values)
     return torch.ldexp((mantissa * 2.0**bits).round() * 2.0**-bits, exponent).to(values.dtype)
 
 
 class RoundedSide(LLMSide):
-    """Side a once more, on the same weights and cache, with the input of every operation rounded once.
+    """Side a again, on the same weights and cache, with the input of every operation rounded once.
 
-    It borrows the model of `side`. The rows that it caches itself, at positions from `_first` on, are written to the
-    cache for its own steps only; between them the cache has side a's. States go on from those that side a had before
-    its newest steps. On CUDA a norm that the operation in front has
-    begun cannot be rounded again and is left as it is.
+    It borrows the model of `side`. Its own rows, at positions from `_first` on, are in the cache during its steps only;
+    between them the cache has side a's rows. Its states start from those that side a had before its newest steps. On
+    CUDA a norm that the preceding operation has begun cannot be rounded again and is left as it is.
     """
 
     def __init__(self, side: LLMSide, phase: Phase) -> None:
@@ -89,16 +89,16 @@ class RoundedSide(LLMSide):
         return logits
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        """What the last steps cached themselves."""
+        """The rows that the last steps of this side cached."""
         return self._parts(start - self._first, end - self._first)
 
     def _parts(self, first: int, last: int) -> list[Tensor]:
-        """Rows first .. last - 1 of what the last steps cached, and the states behind them."""
+        """Rows first .. last - 1 that the last steps cached, and the states after them."""
         pairs = zip(self.are_states, self._rows, strict=True)
         return [rows if is_state else rows[first:last] for is_state, rows in pairs]
 
     def set_cached(self, start: int, end: int, rows: list[Tensor]) -> None:
-        """Go on from side a's rows, which the cache has."""
+        """Continue from side a's rows, which the cache has."""
         del start, rows
         self._rows = []
         if any(self.are_states):

@@ -26,14 +26,14 @@ from quengine.models.experts import MixtureOfExperts
 
 @dataclass(frozen=True)
 class RoutingMetrics:
-    """How often side b's routers, on rows behind the same routing, choose other experts than side a's.
+    """The share of places where side b's routers, on rows after the same routing, choose other experts than side a's.
 
     places: positions times layers with experts. differing: those where the two sets of experts are not the same.
     margin: at such a place the difference of two of side a's router logits, of the best expert that side b left out and
         of the worst that it took instead (where the k-th and the next change places, of those two); of all places the
         one with the largest `relative`. 0 without any.
     relative: the same in units of the standard deviation of that row's logits.
-    layer, position: where that is; -1 without any.
+    layer, position: those of that place; -1 without any.
     bound: of `relative`; a difference above it is a failure (`Budget.clear_margin`).
     """
 
@@ -47,7 +47,7 @@ class RoutingMetrics:
 
     @property
     def failures(self) -> list[str]:
-        """What is outside the bound, in one phrase."""
+        """One phrase for the margin that exceeds the bound; empty if none does."""
         if self.relative <= self.bound:  # not ">": what is not finite must not pass
             return []
         return [
@@ -58,7 +58,7 @@ class RoutingMetrics:
 
 @dataclass
 class RoutingCounts:
-    """Collects the places of one phase; a few numbers whatever their number."""
+    """Collects the places of one phase in a few numbers, however many places there are."""
 
     places: int = 0
     differing: int = 0
@@ -103,7 +103,7 @@ class Pair:
     _chosen: dict[int, _Choices] = field(default_factory=dict)
 
     def most_together(self, phase: Phase) -> int:
-        """How many tokens each side computes before the other does: a state is handed over as it is behind them."""
+        """Tokens that each side computes before the other does: a state is handed over as it is after them."""
         steps = self.a.step(phase), self.b.step(phase)
         return min(steps) if any(self.a.are_states) else max(steps)
 
@@ -125,7 +125,7 @@ class Pair:
     def continuations(
         self, prompt: list[int], tokens: list[int]
     ) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
-        """Of each side the logits, in blocks [t, vocab], that each of `tokens` follows from after `prompt`."""
+        """The logits of each side, in blocks [t, vocab], from which each of `tokens` follows after `prompt`."""
         if not self.a.has_experts:
             return self.a.continuation(prompt, tokens), self.b.continuation(prompt, tokens)
         first, second = tee(self._together(prompt, tokens))
@@ -192,7 +192,7 @@ def parts(ids: list[int], start: int, step: int) -> Iterator[tuple[list[int], in
 
 
 def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
-    """By how much side a's logits fp64 [n, E] speak for its experts `wanted` [n, k] against `taken` [n, k]: [n] each,
+    """The margin of side a's logits fp64 [n, E] for its experts `wanted` [n, k] over `taken` [n, k]: [n] each,
     in logits, and in units of their standard deviation. See RoutingMetrics; infinite where there is no number.
 
     Scores with a selection bias are brought to logits by the slope of the score at the two experts. Where experts are
@@ -226,7 +226,7 @@ class RouteCall:
     router: Router
 
     def own(self, experts: Tensor | None = None) -> Routing:
-        """What the backend gives, freely or for these experts."""
+        """The backend's routing, by its own choice or with these experts."""
         return self.backend.route(self.batch, self.x, self.norm, self.router, experts)
 
     @property
@@ -243,7 +243,7 @@ class RouteCall:
 
 
 Route = Callable[[int, RouteCall], Routing]
-"""Is given the layer and the call, and returns the routing that the decoder is to go on with."""
+"""Called with the layer and the call; returns the routing that the decoder continues with."""
 
 
 @contextmanager

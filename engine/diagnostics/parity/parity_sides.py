@@ -16,7 +16,7 @@ from quengine.kernels.backend import SlotLayer
 from quengine.kernels.forward_batch import Phase
 from quengine.llm import LLM
 from quengine.parallel.cached_rows import read_cached, write_cached
-from quengine.parallel.wire import Choose
+from quengine.parallel.wire import ChooseExperts
 from quengine.platform.device import choose_device
 from quengine.request.sampling_params import SamplingParams
 from quengine.step_plan import SequenceRows
@@ -27,8 +27,8 @@ _SHARED = re.compile(r"(\w+):(tp|layer)(\d+)")
 
 @dataclass(frozen=True)
 class SideSpec:
-    """A side as it is requested: which model, and `reference`, `cpu`, `cuda` or `cuda:N`, shared by so many `ranks`,
-    which `split` each layer or the layers. `name` is for the report."""
+    """A side as it is requested: the model, and its device, `reference`, `cpu`, `cuda` or `cuda:N`. `ranks` devices
+    share the model; `split`: each layer, or the layers. `name` is for the report."""
 
     name: str
     model: str | Path
@@ -58,13 +58,13 @@ class LLMSide:
         return self.decoder.config.ranks == 1 and self.decoder.config.stage is None
 
     def step(self, phase: Phase) -> int:
-        """How many tokens the side computes at once in a phase, one by one where it hands over states."""
+        """Tokens that the side computes at once in a phase; one where it hands over states."""
         alone = self.device != REFERENCE or any(self.are_states)
         return 1 if phase == "decode" and alone else self.decoder.chunk_size
 
     @property
     def are_states(self) -> list[bool]:
-        """Of each tensor of `cached`, whether it is a state, which has no positions."""
+        """For each tensor of `cached`, whether it is a state, which has no positions."""
         layers = self.llm.runner.cache.layers
         return [isinstance(layer, SlotLayer) for layer in layers for _ in layer.tensors]
 
@@ -78,9 +78,8 @@ class LLMSide:
         return self.llm.runner.forward(_phase(ids), rows, all_logits=True, eager=True).cpu()
 
     def choose_experts(self, experts: Mapping[int, Tensor]) -> None:
-        """Where the side has several ranks: tell the others which experts [T, k] the rows of the next step have, by
-        layer."""
-        with self.llm.runner.together(Choose({layer: of.tolist() for layer, of in experts.items()})):
+        """Send the other ranks, if any, the experts [T, k] of the rows of the next step, by layer."""
+        with self.llm.runner.together(ChooseExperts({layer: of.tolist() for layer, of in experts.items()})):
             pass
 
     def cached(self, start: int, end: int) -> list[Tensor]:
@@ -99,7 +98,7 @@ class LLMSide:
         return LLMSide.cached(self, start - 1, start) if start and any(self.are_states) else None
 
     def go_back(self, start: int, states: list[Tensor] | None) -> None:
-        """Have the states again that `states_before` gave for this position."""
+        """Restore the states that `states_before` gave for this position."""
         if states is not None:
             LLMSide.set_cached(self, start - 1, start, states)
 
@@ -155,7 +154,7 @@ class SidePair(AbstractContextManager["SidePair"]):
 
 
 def default_device() -> str:
-    """Where a model runs when nothing is said: the GPU where there is a usable one, else the CPU."""
+    """The default device of a model: the GPU where there is a usable one, else the CPU."""
     device, _ = choose_device(EngineConfig())
     return "cuda" if device.type == "cuda" else "cpu"
 
@@ -163,9 +162,9 @@ def default_device() -> str:
 def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSpec, SideSpec]:
     """The two sides of a command line; each is DEVICE (of `model`), FILE, FILE@DEVICE, or None for the default.
 
-    A side that is one of the devices' names is that device; what stands behind the last @ is a device only if it has
-    such a name. A file without a device runs where a model runs by default. A side that is left out is `model`: b on
-    that device; a on the CPU where that is a GPU, else by the definition; but if b names another file, both run alike.
+    A side that is one of the devices' names is that device; the text after the last @ is a device only if it has such a
+    name. A file without a device runs where a model runs by default. A side that is left out is `model`: b on that
+    device; a on the CPU where that is a GPU, else by the definition; but if b names another file, both run alike.
 
     Raises:
         EngineError: a side has no file, or both have one and `model` is given as well.
@@ -182,7 +181,8 @@ def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSp
 
 
 def is_device(text: str) -> bool:
-    """Whether it names what a model can run on ("cpu:tp2": two ranks); whether it can here shows when it is loaded."""
+    """Whether the text names a device ("cpu:tp2": two ranks); whether this machine has it is checked when the model is
+    loaded."""
     kind, _, index = text.partition(":")
     if (shared := _SHARED.fullmatch(text)) is not None:  # cuda:tp2, cuda:layer2
         return shared[1] in (REFERENCE, "cpu", "cuda")

@@ -118,7 +118,7 @@ TEXTS: tuple[tuple[str, str], ...] = (
         " 0. The wheel turns and the wheel turns and the wheel",
     ),
 )
-"""Name and text, each some 60 to 200 tokens."""
+"""Names and texts of 60 to 200 tokens each."""
 
 PROMPTS: tuple[str, ...] = (
     "The capital of France is",

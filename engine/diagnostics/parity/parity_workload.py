@@ -1,4 +1,4 @@
-"""What parity runs both sides on: texts cut into windows, prompts to continue, and how long that takes."""
+"""The workload that both sides run: texts cut into windows, and prompts to continue; and an estimate of its time."""
 
 import time
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _TRIAL_CHUNK, _TRIAL_TOKENS = 64, 4
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is run: built-in texts, built-in prompts, and tokens generated after each prompt."""
+    """The extent of a run: built-in texts, built-in prompts, and tokens generated after each prompt."""
 
     texts: int
     prompts: int
@@ -33,7 +33,7 @@ QUICK = Extent(texts=6, prompts=5, tokens=32)
 
 @dataclass(frozen=True)
 class Workload:
-    """What both sides are fed: token ids of teacher-forced texts and of prompts to continue greedily.
+    """Token ids for both sides: of teacher-forced texts, and of prompts to continue greedily.
 
     `ctx_size` holds the longest of them; `texts` counts texts before they were cut into windows.
     """
@@ -108,7 +108,7 @@ def _tokenizer(model: str | Path) -> tuple[Tokenizer, int]:
 
 
 def estimate_seconds(a: LLMSide, b: LLMSide, workload: Workload) -> float:
-    """About how long comparing takes, from a few tokens of each kind on each side.
+    """An estimate of the seconds that the comparison takes, from a few tokens of each kind on each side.
 
     Each kind is run twice, as the first run may compile kernels, which every run after it does not.
     """

@@ -4,9 +4,9 @@ Uses small random weights made here, so it needs no model. Attention, sampling a
 `self_test_sampling`, `self_test_experts`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.rms_norm import RMSNorm
 
 ROWS, COLS = 40, 768
-"""Of the test matrix: several blocks of every format wide, and no multiple of a kernel's tile high."""
+"""Size of the test matrix: several blocks of every format wide, and its height no multiple of a kernel's tile."""
 
 GATED = 256
 """Width of the test's feed-forward: one block of the formats with the largest."""
@@ -33,13 +33,19 @@ ROUNDED, HALF = 1e-8, 2e-5
 """Largest NMSE where activations are rounded to 16 bits per 32 (about 5e-10), and where 16-bit matrix units may work
 (about 1e-6). An error of layout is 1e-2 and more."""
 
+STEP_LIMITS = {"prompt": HALF, "1 token": ROUNDED, "batch": HALF}
+"""Largest NMSE of the steps of `check_steps`, where prompts and batches may use 16-bit matrix units."""
+
+PROMPT = 70
+"""Tokens of the first of these steps."""
+
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 Run = Callable[[Backend[Any], BlockFormat], Hidden]
 
 
 @dataclass(frozen=True)
 class Use:
-    """One thing that is done with a weight: `run(backend, format)` does it, with at most `limit` of error.
+    """One operation on a weight: `run(backend, format)` computes it, with an error of at most `limit`.
 
     The error is the NMSE against float64: mean square of the difference over mean square of the result.
     """
@@ -52,7 +58,7 @@ class Use:
 @dataclass(frozen=True)
 class KernelCheck:
     """One test of one subject (a weight format, or an operation). `error` is NMSE; NaN where the kernel's result was
-    not finite, or where it could not be run: `note` then says why.
+    not finite, or where it could not be run: `note` then has the reason.
     """
 
     subject: str
@@ -68,12 +74,19 @@ class KernelCheck:
 
 def check_use(backend: Backend[Any], name: str, use: Use) -> KernelCheck:
     """One use of one weight format on `backend`; an exception on the way is its failure."""
+    return checked(
+        name, use.name, use.limit, lambda: (use.run(backend, FORMATS[name]), _definition(use, name))
+    )
+
+
+def checked(
+    subject: str, test: str, limit: float, results: Callable[[], tuple[Tensor, Tensor]]
+) -> KernelCheck:
+    """Compares a kernel's result with that of the definition, which `results` computes; an exception is a failure."""
     try:
-        return KernelCheck(
-            name, use.name, nmse(use.run(backend, FORMATS[name]), _definition(use, name)), use.limit
-        )
-    except Exception as error:  # whatever stops a kernel is what this test looks for
-        return failure(name, use.name, error)
+        return KernelCheck(subject, test, nmse(*results()), limit)
+    except Exception as error:  # anything that stops a kernel
+        return failure(subject, test, error)
 
 
 def failure(subject: str, test: str, error: Exception) -> KernelCheck:
@@ -140,6 +153,39 @@ def step_of(ids: Sequence[int], backend: Backend[Any]) -> ForwardBatch:
     return decode_batch(ids, [0] * len(ids), [[[0]]] * len(ids), backend.device)
 
 
+def check_steps(
+    subject: str,
+    device: torch.device,
+    tables: Sequence[Sequence[Sequence[int]]],
+    positions: Sequence[int],
+    limits: Mapping[str, float],
+    results: Callable[[ForwardBatch, ForwardBatch], tuple[Tensor, Tensor]],
+) -> Iterator[KernelCheck]:
+    """Checks of a prompt of PROMPT tokens, of its next token, and of a token of each of several sequences.
+
+    tables: those of the sequences, the prompt's first; positions: of their tokens. results: a kernel's result and that
+    of the definition, of a step's batch on the device and of the same on the host.
+    """
+
+    def batch_on(place: torch.device, test: str) -> ForwardBatch:
+        if test == "prompt":
+            return prefill_batch([[0] * PROMPT], [0], tables[:1], place)
+        at = [PROMPT] if test == "1 token" else positions
+        return decode_batch([0] * len(at), at, tables[: len(at)], place)
+
+    for test in ("prompt", "1 token", "batch"):
+        batches = batch_on(device, test), batch_on(torch.device("cpu"), test)
+        yield checked(subject, test, limits[test], partial(results, *batches))
+
+
+def read_rows_of(backend: Backend[Any], batch: ForwardBatch, mix: Callable[[], Hidden], width: int) -> Tensor:
+    """The rows that `mix` computes; in decode they may be quantized for a matrix, so they are read by the identity."""
+    identity = backend.weight([floats(torch.eye(width))])  # loaded first: the result may lie in the workspace
+    zero = torch.zeros(len(batch), width, dtype=backend.dtype, device=backend.device)
+    result: Tensor = backend.linear_add(batch, mix(), identity, zero)
+    return result
+
+
 def norm_on(backend: Backend[Any], width: int) -> RMSNorm:
     """A norm of random weights."""
     values = torch.rand(width, generator=torch.Generator().manual_seed(9)) + 0.5
@@ -163,7 +209,7 @@ def _matmul(tokens: int) -> Run:
 
 
 def _feed_forward(tokens: int) -> Run:
-    """Norm, gate, up, SwiGLU, down with the residual, and the next norm with a matrix behind it."""
+    """Norm, gate, up, SwiGLU, down with the residual, and the next norm with a matrix after it."""
 
     def run(backend: Backend[Any], fmt: BlockFormat) -> Hidden:
         random = torch.Generator().manual_seed(3)

@@ -15,11 +15,14 @@ from torch import Tensor
 from quengine.diagnostics.selftest.self_test import (
     EPS,
     HALF,
+    PROMPT,
     ROUNDED,
+    STEP_LIMITS,
     KernelCheck,
     failure,
     floats,
     nmse,
+    read_rows_of,
     rows_on,
 )
 from quengine.kernels.attention import causal_mask_band
@@ -32,7 +35,7 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.rope import RopeSpec, rope_table
 
-PROMPT, CONTEXT = 70, 96
+CONTEXT = 96
 HEADS, KV_HEADS = 4, 2
 HEAD_SIZES = (64, 128)
 NORM_WIDTHS = (576, 4096)
@@ -40,13 +43,13 @@ STORED = 1e-6
 """Largest NMSE of cached rows: both sides round them, and where a value lies between two codes they may part."""
 
 LIMITS = {
-    "f16": {"prompt": HALF, "1 token": ROUNDED, "batch": HALF},
+    "f16": STEP_LIMITS,
     "q8_0": {"prompt": 1e-4, "1 token": 1e-4, "batch": 1e-4},
 }
 """A q8_0 code that falls the other way moves the result by its share of 1/127."""
 
 PROMPTS = (70, 64, 31)
-"""Tokens of each sequence of the paged cache; the one behind them lies within a block, begins one, and ends one."""
+"""Tokens of each sequence of the paged cache; the token after them lies within a block, begins one, or ends one."""
 
 TABLES = ((5, 7, 0), (2, 6, 1), (4, 8, 3))
 _WHOLE = tuple(range(CONTEXT // BLOCK_SIZE))
@@ -72,12 +75,12 @@ def check_operation(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
         if kind == "paged":
             sequences = [_Sequence(PROMPTS[i], TABLES[i], i) for i in range(len(PROMPTS))]
         yield from _check_attention(backend, name, cache_type, int(rest[1]), sequences)
-    except Exception as error:  # whatever stops a kernel is what this test looks for
+    except Exception as error:  # anything that stops a kernel
         yield failure(name, "run", error)
 
 
 def _check_norm(backend: Backend[Any], name: str, width: int) -> Iterator[KernelCheck]:
-    """Through a plain matrix of few rows, as no backend gives a norm away alone."""
+    """Check a norm with a plain matrix of few rows after it, since backends have no operation for a norm alone."""
     reference = ReferenceBackend(keep=True)
     for test, tokens, limit in (("1 token", 1, ROUNDED), ("prompt", PROMPT, HALF)):
         found, wanted = (_normed(side, name, width, tokens) for side in (backend, reference))
@@ -115,9 +118,7 @@ class _Side:
         self.backend = backend
         self.spec = _spec(size, backend.device)
         self.layer = allocate_layer(blocks * BLOCK_SIZE, KV_HEADS, size, backend.device, cache_type)
-        for (
-            held
-        ) in self.layer.tensors:  # memory that was freed may hold what an earlier check left, all of it right
+        for held in self.layer.tensors:  # freed memory may hold the right results of an earlier check
             held.fill_(3)
 
     def prompt(self, sequence: _Sequence) -> Tensor:
@@ -126,7 +127,7 @@ class _Side:
         return self._attended(self._qkv(sequence, 0, sequence.length), batch).cpu()
 
     def newest(self, sequences: Sequence[_Sequence]) -> Tensor:
-        """Attention of the token behind the prompts of these sequences, in one step."""
+        """Attention of the token after the prompts of these sequences, in one step."""
         rows = [self._qkv(each, each.length, each.length + 1) for each in sequences]
         positions, tables = [each.length for each in sequences], [[each.table] for each in sequences]
         batch = decode_batch([0] * len(rows), positions, tables, self.backend.device)
@@ -139,12 +140,11 @@ class _Side:
         return rows[start:end].contiguous()
 
     def _attended(self, qkv: Tensor, batch: ForwardBatch) -> Tensor:
-        mixed, width = self.backend.attention(batch, qkv, self.spec, self.layer), HEADS * self.spec.head_dim
-        # Decode may give quantized activations, which only a matrix reads: one row of it for each output.
-        identity = self.backend.weight([floats(torch.eye(width))])
-        zero = torch.zeros(len(qkv), width, dtype=self.backend.dtype, device=self.backend.device)
-        result: Tensor = self.backend.linear_add(batch, mixed, identity, zero)
-        return result
+        backend = self.backend
+        width = HEADS * self.spec.head_dim
+        return read_rows_of(
+            backend, batch, lambda: backend.attention(batch, qkv, self.spec, self.layer), width
+        )
 
 
 def _check_attention(

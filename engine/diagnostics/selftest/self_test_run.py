@@ -51,7 +51,7 @@ QUICK_FORMAT = "Q4_K"
 
 
 def quick_units() -> tuple[Unit, ...]:
-    """Of GPU_UNITS one of each kind: every use of one format, every operation, one router."""
+    """One of each kind of GPU_UNITS: every use of one format, every operation, one router."""
     kinds = {QUICK_FORMAT, *OPERATIONS, *PAGED, *STATES, *LATENTS, f"experts {QUICK_FORMAT}", *SAMPLING}
     return tuple(unit for unit in GPU_UNITS if unit[0] in kinds or unit == (ROUTER, next(iter(ROUTERS))))
 
@@ -106,7 +106,7 @@ def check_on_gpu(index: int, unit: Unit) -> list[KernelCheck]:
     from quengine.diagnostics.selftest.self_test_sampling import check_sampling
     from quengine.kernels.cuda.backend import CudaBackend
 
-    # The CPU's part of a test is small; many processes with many threads each would only be in each other's way.
+    # The CPU's part of a test is small; many processes with many threads each would only compete.
     torch.set_num_threads(1)
     # A new one each time: a backend takes all of a model's weights before it is used.
     backend = CudaBackend(torch.device("cuda", index))

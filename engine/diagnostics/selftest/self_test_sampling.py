@@ -5,17 +5,24 @@ import torch
 
 from quengine.diagnostics.selftest.self_test import KernelCheck, failure
 from quengine.kernels import sampling as definition
-from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
+from quengine.kernels.cuda.sampling.sampling import (
+    DecodeState,
+    SamplingBuffers,
+    SamplingSettings,
+    sample_step,
+)
 
 VOCAB, STEPS = 2000, 24
 SETTINGS = {
-    "greedy": Settings(temperature=0.0, top_k=1),
-    "sampled": Settings(temperature=0.9, top_k=40, top_p=0.95, min_p=0.02, seed=17),
-    "penalties": Settings(
+    "greedy": SamplingSettings(temperature=0.0, top_k=1),
+    "sampled": SamplingSettings(temperature=0.9, top_k=40, top_p=0.95, min_p=0.02, seed=17),
+    "penalties": SamplingSettings(
         temperature=0.8, top_k=60, repeat=1.2, presence=0.3, frequency=0.1, repeat_last_n=8, seed=3
     ),
-    "no top-k": Settings(temperature=1.1, top_k=0, top_p=0.98, min_p=0.001, seed=5),
-    "typical": Settings(temperature=1.3, top_k=700, typical_p=0.9, top_p=1.0, min_p=0.0, repeat=1.1, seed=6),
+    "no top-k": SamplingSettings(temperature=1.1, top_k=0, top_p=0.98, min_p=0.001, seed=5),
+    "typical": SamplingSettings(
+        temperature=1.3, top_k=700, typical_p=0.9, top_p=1.0, min_p=0.0, repeat=1.1, seed=6
+    ),
 }
 SUBJECT = "sampling"
 
@@ -24,11 +31,11 @@ def check_sampling(device: torch.device, pdl: bool, name: str) -> KernelCheck:
     """The check of one of SETTINGS; the error is the share of tokens that differ."""
     try:
         return KernelCheck(SUBJECT, name, _share_of_wrong_tokens(device, pdl, SETTINGS[name]), 0.0)
-    except Exception as error:  # whatever stops a kernel is what this test looks for
+    except Exception as error:  # anything that stops a kernel
         return failure(SUBJECT, name, error)
 
 
-def _share_of_wrong_tokens(device: torch.device, pdl: bool, settings: Settings) -> float:
+def _share_of_wrong_tokens(device: torch.device, pdl: bool, settings: SamplingSettings) -> float:
     random = torch.Generator().manual_seed(11)
     penalizes = settings.penalizes
     history = [7, 8, 7]
@@ -44,12 +51,12 @@ def _share_of_wrong_tokens(device: torch.device, pdl: bool, settings: Settings) 
         token = int(sample_step(logits.to(device), state, buffers, pdl)[0])
         wanted = _defined(logits[0].numpy(), settings, history if penalizes else [], len(history))
         wrong += token != wanted
-        # Both go on from the device's token: one wrong choice is counted once.
+        # Both continue from the device's token: one wrong choice is counted once.
         history.append(token)
     return wrong / STEPS
 
 
-def _defined(logits: np.ndarray, s: Settings, history: list[int], position: int) -> int:
+def _defined(logits: np.ndarray, s: SamplingSettings, history: list[int], position: int) -> int:
     if history:
         ids, counts = np.unique(np.array(history[-s.repeat_last_n :], dtype=np.int64), return_counts=True)
         logits = definition.penalize(logits, ids, counts.astype(np.int64), s.repeat, s.presence, s.frequency)

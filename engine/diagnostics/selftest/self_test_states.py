@@ -1,6 +1,6 @@
 """Checks the operations of a backend that keep a state, on this machine, against the float64 definition.
 
-A prompt, then a token, then rows of several sequences, over the state that the steps before have left.
+A prompt, then a token, then rows of several sequences, each over the state that the preceding steps have left.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,18 +11,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from quengine.diagnostics.selftest.self_test import EPS, HALF, ROUNDED, KernelCheck, failure, floats, nmse
+from quengine.diagnostics.selftest.self_test import (
+    EPS,
+    PROMPT,
+    ROUNDED,
+    STEP_LIMITS,
+    KernelCheck,
+    check_steps,
+    read_rows_of,
+)
 from quengine.kernels.backend import Backend, Hidden, SlotLayer
-from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.kv.cache_types import CONV_HISTORY
 from quengine.kernels.mamba2 import Mamba2Spec, mamba2
 from quengine.kernels.short_conv import ShortConvSpec, short_conv
 
-CHANNELS, TAPS, PROMPT, SLOTS = 640, 3, 70, 3
+CHANNELS, TAPS, SLOTS = 640, 3, 3
 KEY_HEADS, VALUE_HEADS, HEAD_SIZES, DELTA_TAPS = 2, 4, (64, 128), 4
 MAMBA_HEADS, MAMBA_SIZE, MAMBA_STATES, MAMBA_TAPS = 4, 64, (64, 128), 4
-_CPU = torch.device("cpu")
+_TABLES = [[[1]], [[2]], [[3]]]
 
 STATES = (
     f"short convolution {CHANNELS}",
@@ -55,16 +63,13 @@ def check_state(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
     subject = makers.get(kind, _short_convolution)(int(size), random)
     ours = tuple(part.clone() for part in subject.state)
     layer = SlotLayer(tuple(part.to(backend.device) for part in subject.state))
-    for test, there, here in _steps(backend.device):
+
+    def results(there: ForwardBatch, here: ForwardBatch) -> tuple[Tensor, Tensor]:
         x = torch.randn(len(here), subject.columns, generator=random)
-        try:
-            wanted = subject.define(here, x.double(), ours)
-            found = subject.run(
-                backend, there, x.to(backend.device, backend.dtype), layer
-            )  # may write over x
-            yield KernelCheck(name, test, nmse(found, wanted), subject.limits[test])
-        except Exception as error:  # whatever stops a kernel is what this test looks for
-            yield failure(name, test, error)
+        wanted = subject.define(here, x.double(), ours)
+        return subject.run(backend, there, x.to(backend.device, backend.dtype), layer), wanted
+
+    yield from check_steps(name, backend.device, _TABLES, (PROMPT + 1, 0, 1), subject.limits, results)
 
 
 def _short_convolution(channels: int, random: torch.Generator) -> _Subject:
@@ -84,7 +89,7 @@ def _short_convolution(channels: int, random: torch.Generator) -> _Subject:
 
 
 def _gated_delta(size: int, random: torch.Generator) -> _Subject:
-    """With a state that decays at another rate for each head."""
+    """A layer with a state that decays at another rate for each head."""
     channels, width = (2 * KEY_HEADS + VALUE_HEADS) * size, VALUE_HEADS * size
     spec = GatedDeltaSpec(
         conv=torch.randn(DELTA_TAPS, channels, generator=random) / 2,
@@ -98,17 +103,16 @@ def _gated_delta(size: int, random: torch.Generator) -> _Subject:
 
     def run(backend: Backend[Any], batch: ForwardBatch, x: Hidden, layer: SlotLayer) -> Tensor:
         there = _on(backend, spec, "conv", "decay", "bias", "norm")
-        return _read(backend, batch, lambda: backend.gated_delta(batch, x, there, layer), width)
+        return read_rows_of(backend, batch, lambda: backend.gated_delta(batch, x, there, layer), width)
 
     def define(batch: ForwardBatch, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
         return gated_delta(batch, x, spec, *state)
 
-    limits = {"prompt": HALF, "1 token": ROUNDED, "batch": HALF}
-    return _Subject(channels + width + 2 * VALUE_HEADS, (history, memory), run, define, limits)
+    return _Subject(channels + width + 2 * VALUE_HEADS, (history, memory), run, define, STEP_LIMITS)
 
 
 def _mamba2(state_dim: int, random: torch.Generator) -> _Subject:
-    """Of two groups, with a state that decays at another rate for each head."""
+    """A layer of two groups, with a state that decays at another rate for each head."""
     inner, groups = MAMBA_HEADS * MAMBA_SIZE, 2
     channels = inner + 2 * groups * state_dim
     spec = Mamba2Spec(
@@ -126,33 +130,14 @@ def _mamba2(state_dim: int, random: torch.Generator) -> _Subject:
 
     def run(backend: Backend[Any], batch: ForwardBatch, x: Hidden, layer: SlotLayer) -> Tensor:
         there = _on(backend, spec, "conv", "conv_bias", "decay", "bias", "skip", "norm")
-        return _read(backend, batch, lambda: backend.mamba2(batch, x, there, layer), inner)
+        return read_rows_of(backend, batch, lambda: backend.mamba2(batch, x, there, layer), inner)
 
     def define(batch: ForwardBatch, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
         return mamba2(batch, x, spec, *state)
 
-    limits = {"prompt": HALF, "1 token": ROUNDED, "batch": HALF}
-    return _Subject(sum(spec.widths), (history, memory), run, define, limits)
+    return _Subject(sum(spec.widths), (history, memory), run, define, STEP_LIMITS)
 
 
 def _on(backend: Backend[Any], spec: _Spec, *names: str) -> _Spec:
     """The spec with these vectors as the backend has them."""
     return replace(spec, **{name: getattr(spec, name).to(backend.device, backend.dtype) for name in names})
-
-
-def _read(backend: Backend[Any], batch: ForwardBatch, mix: Callable[[], Hidden], width: int) -> Tensor:
-    """What `mix` computes, which may be quantized for a matrix, by the one that gives a row of it for each output."""
-    identity = backend.weight([floats(torch.eye(width))])  # loaded first: the result may lie in the workspace
-    zero = torch.zeros(len(batch), width, dtype=backend.dtype, device=backend.device)
-    result: Tensor = backend.linear_add(batch, mix(), identity, zero)
-    return result
-
-
-def _steps(device: torch.device) -> Iterator[tuple[str, ForwardBatch, ForwardBatch]]:
-    """Each step on the device and on the host."""
-    one, three = [[[1]]], [[[1]], [[2]], [[3]]]
-    prompt, positions = [[0] * PROMPT], [PROMPT + 1, 0, 1]
-    yield "prompt", prefill_batch(prompt, [0], one, device), prefill_batch(prompt, [0], one, _CPU)
-    yield "1 token", decode_batch([0], [PROMPT], one, device), decode_batch([0], [PROMPT], one, _CPU)
-    ids = [0] * len(three)
-    yield "batch", decode_batch(ids, positions, three, device), decode_batch(ids, positions, three, _CPU)

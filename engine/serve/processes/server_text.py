@@ -12,7 +12,7 @@ from contextlib import suppress
 import msgspec
 
 from quengine.kernels.child_process import ChildProcess
-from quengine.serve.processes.shared_model import ServedModel, TextSource
+from quengine.serve.processes.shared_model import ServedModel, TextFiles
 from quengine.serve.processes.shared_text import TextJob, TextResult, perform
 from quengine.serve.processes.text_main import MEMORY_BYTES, OUT_OF_MEMORY
 from quengine.serve.schemas.errors import ApiError, bad_request
@@ -81,7 +81,7 @@ class _Lane:
         self._thread = ThreadPoolExecutor(1, f"text-{name}")
         self._process: _TextProcess | None = None
 
-    async def perform(self, source: TextSource, message: bytes, seconds: float) -> TextResult:
+    async def perform(self, source: TextFiles, message: bytes, seconds: float) -> TextResult:
         if self._waiting >= self._most_waiting:
             raise ApiError(
                 429,
@@ -99,7 +99,7 @@ class _Lane:
         finally:
             self._turn.release()
 
-    async def _exchange(self, source: TextSource, message: bytes, seconds: float) -> TextResult:
+    async def _exchange(self, source: TextFiles, message: bytes, seconds: float) -> TextResult:
         process = self._process
         if process is None or process.code is not None:
             process = self._process = _TextProcess(source)
@@ -146,7 +146,7 @@ class _Lane:
 class _TextProcess(ChildProcess[TextResult]):
     """A running `text_main`."""
 
-    def __init__(self, source: TextSource) -> None:
+    def __init__(self, source: TextFiles) -> None:
         self.late = False
         super().__init__(("-m", "quengine.serve.processes.text_main"), _results, [str(source.path)])
         with suppress(OSError):  # of a process that has ended at once the first request says so

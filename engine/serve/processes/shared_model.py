@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TextSource:
+class TextFiles:
     """From what a process makes a `TextSide`: the model's file or folder, and a chat template in place of its own."""
 
     path: Path
@@ -99,7 +99,7 @@ class ServedModel:
         self.eos_ids = text.tokenizer.eos_ids
         self.end_of_text = text.tokenizer.end_of_text
         self.token_length = text.tokenizer.token_length
-        self.source: TextSource | None = TextSource(text.checkpoint.path, text.given_template)
+        self.source: TextFiles | None = TextFiles(text.checkpoint.path, text.given_template)
         self.facts: Mapping[str, Any] = {
             "architecture": config.architecture,
             "n_ctx_train": config.context_length,

@@ -22,7 +22,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.preset_file import engine_config
 from quengine.serve.ray.options import RayOptions
-from quengine.serve.ray.replica import Replica
+from quengine.serve.ray.replica import RayReplica
 from quengine.serve.settings import Limits, ServerSettings
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def deployed(spec: ModelSpec, size: ReplicaSize) -> "Application":
         bounds = {"min_replicas": options.min_replicas, "max_replicas": options.most}
         number = {"autoscaling_config": {**bounds, "target_ongoing_requests": settings.parallel}}
     deployment = serve.deployment(
-        serve.ingress()(Replica),
-        name=Replica.__name__,
+        serve.ingress()(RayReplica),
+        name=RayReplica.__name__,
         **number,
         ray_actor_options={"num_cpus": size.cpus, "num_gpus": size.gpus},
         # One bundle: the ranks of a model are processes of one node.

@@ -31,7 +31,7 @@ METRICS_SECONDS = 5.0
 """How long `/metrics` waits for the other replicas."""
 
 
-class Replica:
+class RayReplica:
     """A replica of the server. Ray calls its methods, in the event loop of the application."""
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -23,7 +23,15 @@ from msgspec import Meta, Struct
 
 from quengine.errors import CannotRunError
 from quengine.serve.tools.options import COMMANDS
-from quengine.serve.tools.tool import Answer, Call, Tool, ToolError, Write, read_arguments, schema_of
+from quengine.serve.tools.tool import (
+    Answer,
+    ServerTool,
+    ToolError,
+    ToolInput,
+    Write,
+    read_arguments,
+    schema_of,
+)
 from quengine.serve.tools.workspace import Workspace
 
 MAX_OUTPUT = 16 << 10
@@ -80,8 +88,8 @@ def check_confinement(as_root: bool) -> None:
     )
 
 
-def command_tool(workspace: Workspace, confined: bool) -> Tool:
-    async def run(call: Call) -> Answer:
+def command_tool(workspace: Workspace, confined: bool) -> ServerTool:
+    async def run(call: ToolInput) -> Answer:
         given = read_arguments(ShellCommand, call)
         folder, seconds = call.folder or workspace.root, min(given.timeout, MAX_SECONDS)
         most = min(given.max_output_size, MAX_OUTPUT)
@@ -102,7 +110,7 @@ def command_tool(workspace: Workspace, confined: bool) -> Tool:
             call.write(tail)
         return {"plain_text_response": ended.output.decode(errors="replace") + tail}
 
-    return Tool(
+    return ServerTool(
         COMMANDS,
         "Run a command",
         "Run a shell command; the answer has its output and its exit code.",

@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct
 
-from quengine.serve.tools.tool import Answer, Call, Tool, ToolError, read_arguments, schema_of
+from quengine.serve.tools.tool import Answer, ServerTool, ToolError, ToolInput, read_arguments, schema_of
 from quengine.serve.tools.workspace import Workspace
 
 MAX_TEXT = 16 << 10
@@ -37,16 +37,20 @@ class EditFile(Struct):
     edits: Annotated[list[Edit], Meta(min_length=1, description="Replacements that do not overlap")]
 
 
-def file_tools(workspace: Workspace) -> list[Tool]:
+def file_tools(workspace: Workspace) -> list[ServerTool]:
     """The tools, which work in threads."""
 
     def tool(
-        title: str, about: str, kind: type[A], work: Callable[[Workspace, A, Call], Answer], changes: bool
-    ) -> Tool:
-        async def run(call: Call) -> Answer:
+        title: str,
+        about: str,
+        kind: type[A],
+        work: Callable[[Workspace, A, ToolInput], Answer],
+        changes: bool,
+    ) -> ServerTool:
+        async def run(call: ToolInput) -> Answer:
             return await asyncio.to_thread(work, workspace, read_arguments(kind, call), call)
 
-        return Tool(work.__name__, title, about, schema_of(kind), run, changes=changes)
+        return ServerTool(work.__name__, title, about, schema_of(kind), run, changes=changes)
 
     return [
         tool("Read file", f"Read a text file, at most {MAX_TEXT} bytes of it.", ReadFile, read_file, False),
@@ -55,7 +59,7 @@ def file_tools(workspace: Workspace) -> list[Tool]:
     ]
 
 
-def read_file(workspace: Workspace, given: ReadFile, call: Call) -> Answer:
+def read_file(workspace: Workspace, given: ReadFile, call: ToolInput) -> Answer:
     content = workspace.read(workspace.resolve(given.path, call.folder))
     if len(content) > MAX_TEXT and given.end_line == -1:
         raise ToolError(
@@ -75,13 +79,13 @@ def read_file(workspace: Workspace, given: ReadFile, call: Call) -> Answer:
     return {"plain_text_response": "".join(shown)}
 
 
-def write_file(workspace: Workspace, given: WriteFile, call: Call) -> Answer:
+def write_file(workspace: Workspace, given: WriteFile, call: ToolInput) -> Answer:
     path, content = workspace.resolve(given.path, call.folder), given.content.encode(errors="replace")
     workspace.write(path, content)
     return {"result": "file written successfully", "path": str(path), "bytes": len(content)}
 
 
-def edit_file(workspace: Workspace, given: EditFile, call: Call) -> Answer:
+def edit_file(workspace: Workspace, given: EditFile, call: ToolInput) -> Answer:
     """All edits are looked for in the file as it was; none is made where one cannot be."""
     path = workspace.resolve(given.path, call.folder)
     content = workspace.read(path).decode(errors="surrogateescape")

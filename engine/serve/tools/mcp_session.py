@@ -14,7 +14,7 @@ from typing import Any
 from quengine.errors import CannotRunError, EngineError
 from quengine.platform.log_lines import one_line
 from quengine.serve.tools.mcp_config import McpServer
-from quengine.serve.tools.tool import Answer, Call, Tool, ToolError
+from quengine.serve.tools.tool import Answer, ServerTool, ToolError, ToolInput
 
 logger = logging.getLogger("quengine.serve.mcp")
 
@@ -48,7 +48,7 @@ class McpSession:
         self._calls = 0
         self._used_at = 0.0
 
-    async def tools(self) -> list[Tool]:
+    async def tools(self) -> list[ServerTool]:
         """Its tools, each called SERVER_TOOL. Raises ToolError."""
         client = await self._connected()
         listed: list[Any] = []
@@ -61,17 +61,17 @@ class McpSession:
                 break
         return [self._tool(each) for each in listed]
 
-    def _tool(self, listed: Any) -> Tool:
+    def _tool(self, listed: Any) -> ServerTool:
         """One that does not say that it only reads is taken to change things."""
 
-        async def run(call: Call) -> Answer:
+        async def run(call: ToolInput) -> Answer:
             return await self.call(listed.name, call.arguments)
 
         only_reads = listed.annotations is not None and listed.annotations.read_only_hint is True
         name = f"{self.server.prefix}_{listed.name}"
         parameters = {"type": "object", "properties": {}, **(listed.input_schema or {})}
         title = listed.title or name
-        return Tool(
+        return ServerTool(
             name, title, listed.description or "", parameters, run, kind="mcp", changes=not only_reads
         )
 

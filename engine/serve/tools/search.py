@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from quengine.serve.tools.command import run_program
-from quengine.serve.tools.tool import Answer, Call, Tool, ToolError, read_arguments, schema_of
+from quengine.serve.tools.tool import Answer, ServerTool, ToolError, ToolInput, read_arguments, schema_of
 from quengine.serve.tools.workspace import Workspace
 
 MAX_ROWS = 100
@@ -44,22 +44,22 @@ class SearchLines(Struct):
     context_lines: Annotated[int, Meta(ge=0, le=20, description="Lines around each match")] = 0
 
 
-def search_tools(workspace: Workspace) -> list[Tool]:
-    async def find(call: Call) -> Answer:
+def search_tools(workspace: Workspace) -> list[ServerTool]:
+    async def find(call: ToolInput) -> Answer:
         return await _find(workspace, read_arguments(FindFiles, call), call.folder)
 
-    async def grep(call: Call) -> Answer:
+    async def grep(call: ToolInput) -> Answer:
         return await _grep(workspace, read_arguments(SearchLines, call), call.folder)
 
     return [
-        Tool(
+        ServerTool(
             "file_glob_search",
             "Find files",
             "List files below a folder by name. Folders such as .git, node_modules and build are listed, not entered.",
             schema_of(FindFiles),
             find,
         ),
-        Tool(
+        ServerTool(
             "grep_search",
             "Search files",
             "Find lines of the files below a folder, or of one file, by a regular expression.",

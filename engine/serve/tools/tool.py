@@ -24,7 +24,7 @@ class ToolError(EngineError):
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolInput:
     """The arguments of a call as they came, the folder that relative paths start from, and where output is streamed."""
 
     arguments: dict[str, Any]
@@ -33,7 +33,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Tool:
+class ServerTool:
     """`changes`: it may change something, so that a person is asked before it is called. `streams`: it has output
     while it runs."""
 
@@ -41,7 +41,7 @@ class Tool:
     title: str
     description: str
     parameters: dict[str, Any]
-    run: Callable[[Call], Awaitable[Answer]]
+    run: Callable[[ToolInput], Awaitable[Answer]]
     kind: Literal["server", "mcp"] = "server"
     changes: bool = False
     streams: bool = False
@@ -77,7 +77,7 @@ def schema_of(arguments: type[msgspec.Struct]) -> dict[str, Any]:
     return made
 
 
-def read_arguments(kind: type[A], call: Call) -> A:
+def read_arguments(kind: type[A], call: ToolInput) -> A:
     """Raises ToolError for arguments that are not of the struct's form."""
     try:
         return msgspec.convert(call.arguments, kind, strict=False)

@@ -19,7 +19,7 @@ from quengine.serve.models.registry import Models
 from quengine.serve.routes.streaming import data
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.requests import ToolRequest
-from quengine.serve.tools.tool import Call, Tool, ToolError
+from quengine.serve.tools.tool import ServerTool, ToolError, ToolInput
 from quengine.serve.tools.toolset import Toolset
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -51,13 +51,15 @@ async def call_tool(models: Models, request: Request) -> Response:
         raise bad_request(str(error), "x-tool-cwd", "invalid_value") from None
     arguments = {key: value for key, value in body.params.items() if key != "cwd" or tool.kind == "mcp"}
     if body.stream:
-        chunks = _streamed(models.tools, tool, partial(Call, arguments, folder))
+        chunks = _streamed(models.tools, tool, partial(ToolInput, arguments, folder))
         return EventStream(await anext(chunks), chunks, "text/event-stream")
-    work = models.tools.call(tool, Call(arguments, folder))
+    work = models.tools.call(tool, ToolInput(arguments, folder))
     return json_response(await unless_gone(request.receive, work))
 
 
-async def _streamed(tools: Toolset, tool: Tool, call: "partial[Call]") -> AsyncGenerator[bytes, None]:
+async def _streamed(
+    tools: Toolset, tool: ServerTool, call: "partial[ToolInput]"
+) -> AsyncGenerator[bytes, None]:
     parts: asyncio.Queue[str | None] = asyncio.Queue()
     task = asyncio.create_task(tools.call(tool, call(write=parts.put_nowait)))
     task.add_done_callback(lambda _: parts.put_nowait(None))

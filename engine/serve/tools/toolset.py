@@ -15,7 +15,7 @@ from quengine.serve.tools.mcp_config import mcp_servers
 from quengine.serve.tools.mcp_session import McpSession, check_installed
 from quengine.serve.tools.options import BUILT_IN, COMMANDS, ToolsOptions
 from quengine.serve.tools.search import search_tools
-from quengine.serve.tools.tool import Answer, Call, Tool, ToolError, schema_of
+from quengine.serve.tools.tool import Answer, ServerTool, ToolError, ToolInput, schema_of
 from quengine.serve.tools.workspace import Workspace
 
 logger = logging.getLogger("quengine.serve")
@@ -46,7 +46,7 @@ class Toolset:
         self._sessions = [McpSession(server) for server in mcp_servers(options)]
         if self._sessions:
             check_installed()
-        self._found: dict[str, list[Tool]] = {}
+        self._found: dict[str, list[ServerTool]] = {}
         self._problems: dict[str, str] = {}
         self._finding: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[Answer]] = set()
@@ -87,7 +87,7 @@ class Toolset:
         missing = [each for each in self._sessions if each.server.name not in self._found]
         await asyncio.gather(*map(ask, missing))
 
-    async def tools(self) -> dict[str, Tool]:
+    async def tools(self) -> dict[str, ServerTool]:
         """By name; of several of one name there is the first. Raises ApiError (403) where there are none."""
         if not self._own and not self._sessions:
             raise ApiError(403, "this server was started without --tools and --mcp-servers-config")
@@ -105,7 +105,7 @@ class Toolset:
         """The folder that relative paths of a call start from. Raises ToolError where it is not in --tools-dir."""
         return self._workspace.folder(path) if self._workspace is not None and path else None
 
-    async def call(self, tool: Tool, call: Call) -> Answer:
+    async def call(self, tool: ServerTool, call: ToolInput) -> Answer:
         """What a tool answers, {"error": ...} where it fails. It is ended where the caller is cancelled."""
         task = asyncio.create_task(self._run(tool, call))
         self._calls.add(task)
@@ -116,7 +116,7 @@ class Toolset:
             task.cancel()
         return {"error": "the server is shutting down"} if task.cancelled() else task.result()
 
-    async def _run(self, tool: Tool, call: Call) -> Answer:
+    async def _run(self, tool: ServerTool, call: ToolInput) -> Answer:
         if self._end is not None:
             raise asyncio.CancelledError
         try:
@@ -139,8 +139,8 @@ class Toolset:
         await asyncio.gather(*(session.close() for session in self._sessions))
 
 
-def _built_in(workspace: Workspace, confined: bool) -> dict[str, Tool]:
-    async def get_info(call: Call) -> Answer:
+def _built_in(workspace: Workspace, confined: bool) -> dict[str, ServerTool]:
+    async def get_info(call: ToolInput) -> Answer:
         return {"os": f"{platform.system()} {platform.release()}", "cwd": str(call.folder or workspace.root)}
 
     about = "The operating system, and the folder that relative paths start from."
@@ -148,7 +148,7 @@ def _built_in(workspace: Workspace, confined: bool) -> dict[str, Tool]:
         *file_tools(workspace),
         *search_tools(workspace),
         command_tool(workspace, confined),
-        Tool("get_info", "About this machine", about, schema_of(NoArguments), get_info),
+        ServerTool("get_info", "About this machine", about, schema_of(NoArguments), get_info),
     ]
     assert {tool.name for tool in tools} == set(BUILT_IN)
     return {tool.name: tool for tool in tools}

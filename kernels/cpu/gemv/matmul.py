@@ -79,7 +79,7 @@ def prompt_linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None
     """x [T, K] fp32 times weights [N_i, K] transposed, side by side, plus an addend [T or 1, sum of N_i], by the
     prefill kernels: fp32 [T, sum of N_i].
 
-    A row's bits do not depend on the other rows or on how many there are. Raises ValueError when a weight's width is
+    A row's bits do not depend on the other rows or on their number. Raises ValueError when a weight's width is
     not K.
     """
     for w in parts:

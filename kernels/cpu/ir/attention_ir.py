@@ -228,7 +228,8 @@ def _emit_combined(
 
 @vector_code(result=types.UniTuple(types.int64, 2))
 def block_run(e: Emitter, table: ir.Value, position: ir.Value, most: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The cache row of a position, and how many adjacent rows begin there, at most `most`. table: address of int64."""
+    """The cache row of a position, and the number of adjacent rows from there on, at most `most`. table: address of
+    int64."""
     index, inside = e.b.udiv(position, e.i64(BLOCK_SIZE)), e.b.urem(position, e.i64(BLOCK_SIZE))
     block = e.load(I64, e.at(table, e.b.mul(index, e.i64(8))))
     row = e.b.add(e.b.mul(block, e.i64(BLOCK_SIZE)), inside)

@@ -78,13 +78,13 @@ def gate_row(e: Emitter, activation: str, gates: ir.Value, x: ir.Value, count: i
 
 @vector_code(result=types.float32, x=types.float32)
 def sigmoid(e: Emitter, x: ir.Value) -> ir.Value:
-    """Of one fp32."""
+    """1 / (1 + exp(-x)) of one fp32."""
     return e.lane(emit_sigmoid(e, e.splat(x, 1)), 0)
 
 
 @vector_code(result=types.float32, x=types.float32)
 def softplus(e: Emitter, x: ir.Value) -> ir.Value:
-    """Of one fp32."""
+    """log(1 + exp(x)) of one fp32."""
     return e.lane(emit_softplus(e, e.splat(x, 1)), 0)
 
 

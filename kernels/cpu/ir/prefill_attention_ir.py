@@ -64,7 +64,7 @@ def softmax_block(
     """Replaces `count` scores (fp32 at an address, a multiple of a vector's lanes) by exp(score - max), in place.
 
     state: the running maximum and sum of weights, fp32, updated. sums: `width` fp32, rescaled to the new maximum.
-    Scores of -inf have weight zero exactly, so the result does not depend on how many pad the block.
+    Scores of -inf have weight zero exactly, so the result does not depend on the padding of the block.
     """
     lanes = host_tile().lanes
     wide = vec(F32, lanes)

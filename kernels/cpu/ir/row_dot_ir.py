@@ -2,7 +2,7 @@
 
 With one activation row all sums stay in registers. With several, runs of blocks of two weight rows are unpacked once
 and multiplied with every activation row in turn, whose sums lie in memory between runs. The arithmetic, and so the
-bits, of a pair of rows is the same however many there are.
+bits, of a pair of rows is the same for any number of rows.
 
 Order of the sums: within a slice of 32 weights each four neighbours make one exact integer; these 8, times the scale,
 are added into 8 lanes of two accumulators in turn; the two are added, then the lanes pairwise; the sum of the
@@ -45,7 +45,7 @@ def dot_rows(
     record: ir.Value,
     y: ir.Value,
 ) -> None:
-    """`rows_at_once` weight rows times one row of quantized activations, all at addresses: as many fp32 to y.
+    """`rows_at_once` weight rows times one row of quantized activations, all at addresses: `rows_at_once` fp32 to y.
 
     apart: bytes from the first weight row to the second; 0 if there is one only.
     """

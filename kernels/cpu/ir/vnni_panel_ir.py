@@ -219,7 +219,7 @@ def fill_int16_panel(
     d: ir.Value,
     mins: ir.Value,
 ) -> None:
-    """Unpacks one super-block of rows first .. first + `TILE.lanes` - 1 into as many columns of a panel.
+    """Unpacks one super-block of rows first .. first + `TILE.lanes` - 1 into `TILE.lanes` columns of a panel.
 
     w: the address of the super-block in row 0. Rows after `last` repeat it. d: fp32 [lanes]; mins, if the format has
     any: fp32 [groups, lanes].

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.gemv.matmul import task_rows
-from quengine.kernels.cpu.moe.groups import Groups, SpreadArguments
+from quengine.kernels.cpu.moe.groups import ExpertSlots, SpreadArguments
 from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import (
     add_experts_kernel,
@@ -152,7 +152,7 @@ class DownAddArguments(Arguments):
     add: AddExpertsArguments
 
 
-def spread_launch(rows: Tensor, groups: Groups, out: Tensor) -> Launch:
+def spread_launch(rows: Tensor, groups: ExpertSlots, out: Tensor) -> Launch:
     """Copies rows [T, width] to their places: out [T * k, width], both contiguous. A task is a row."""
     row_bytes = rows.shape[1] * rows.element_size()
     arguments = SpreadArguments(
@@ -163,7 +163,7 @@ def spread_launch(rows: Tensor, groups: Groups, out: Tensor) -> Launch:
 
 def gate_up_launch(
     experts: CpuExperts,
-    groups: Groups,
+    groups: ExpertSlots,
     sources: Sequence[Tensor],
     between: Tensor,
     out: Tensor,
@@ -200,7 +200,7 @@ def gate_up_launch(
 
 def down_launches(
     experts: CpuExperts,
-    groups: Groups,
+    groups: ExpertSlots,
     source: Tensor,
     products: Tensor,
     weights: Tensor,
@@ -231,7 +231,7 @@ def down_launches(
 
 
 def add_experts_launch(
-    groups: Groups, products: Tensor, weights: Tensor, residual: Tensor, y: Tensor
+    groups: ExpertSlots, products: Tensor, weights: Tensor, residual: Tensor, y: Tensor
 ) -> Launch:
     """y fp32 [T, N] = the weighted sum of each row's products, fp32 [T * k, N] by place, plus residual.
 
@@ -250,7 +250,7 @@ def add_experts_launch(
     return Launch(add_experts_kernel(), arguments, y.shape[0], keep=(groups, products, weights, residual, y))
 
 
-def _matrices(part: ExpertPart, source: Tensor, groups: Groups) -> ExpertMatrices:
+def _matrices(part: ExpertPart, source: Tensor, groups: ExpertSlots) -> ExpertMatrices:
     w, bias = part.first, part.bias
     if w.format.is_quantized:
         one, length = matvec_kernel(w.format.name, False), w.cols // w.format.block
@@ -270,7 +270,7 @@ def _matrices(part: ExpertPart, source: Tensor, groups: Groups) -> ExpertMatrice
     )
 
 
-def _most_groups(part: ExpertPart, groups: Groups) -> int:
+def _most_groups(part: ExpertPart, groups: ExpertSlots) -> int:
     return min(len(part.matrices), groups.slots)
 
 

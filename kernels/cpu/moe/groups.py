@@ -95,7 +95,7 @@ class GroupedMatmulArguments(Arguments):
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertSlots:
     """A step's slots by expert.
 
     order: int64 [T, k], the slot at each place. places: int64 [T, k], the place of each slot. table: int64, HEAD and
@@ -121,7 +121,7 @@ class Groups:
         return self.order.shape[0] == 1 and not self.repeats
 
     @classmethod
-    def empty(cls, rows: int, used: int, repeats: bool = False) -> Groups:
+    def empty(cls, rows: int, used: int, repeats: bool = False) -> ExpertSlots:
         """Uninitialised groups of `rows` rows with `used` experts each."""
         order, places = torch.empty(2, rows, used, dtype=torch.int64)
         return cls(order, places, torch.empty(HEAD + GROUP * rows * used, dtype=torch.int64), repeats)

@@ -14,7 +14,7 @@ from quengine.kernels.cpu.moe.experts import (
     ExpertPart,
     add_experts_launch,
 )
-from quengine.kernels.cpu.moe.groups import Groups
+from quengine.kernels.cpu.moe.groups import ExpertSlots
 from quengine.kernels.cpu.moe.prompt import prompt_expert_launches
 from quengine.kernels.cpu.ops.glu import glu
 from quengine.kernels.cpu.runtime.threads import run
@@ -28,7 +28,7 @@ class ExpertRows:
     """The gated outputs of each row's experts, by place: values fp32 [T * k, F], in decode also quantized."""
 
     values: Tensor
-    groups: Groups
+    groups: ExpertSlots
     records: Tensor | None = None
 
     def by_slot(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from quengine.kernels.cpu.gemm.tile_matmul import TileKind, tile_kind
 from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments
 from quengine.kernels.cpu.moe.experts import ExpertPart
-from quengine.kernels.cpu.moe.groups import GroupedMatmulArguments, Groups, PackGroupsArguments
+from quengine.kernels.cpu.moe.groups import ExpertSlots, GroupedMatmulArguments, PackGroupsArguments
 from quengine.kernels.cpu.runtime.kernel_table import grouped_matmul_kernel, pack_groups_kernel
 from quengine.kernels.cpu.runtime.threads import Launch
 from quengine.kernels.moe.router import Routing
@@ -26,7 +26,7 @@ _TASK_BYTES = (
 
 def prompt_expert_launches(
     x: Tensor, routing: Routing, parts: Sequence[ExpertPart], y: Tensor, by_place: bool = False
-) -> tuple[Groups, list[Launch]]:
+) -> tuple[ExpertSlots, list[Launch]]:
     """y fp32 [T * k, sum of N_i] = rows of x times each part's matrix of their experts, plus its bias, by place.
 
     x: fp32 [T, K], or with `by_place` [T * k, K]. All are contiguous. The launches fill the returned groups first.
@@ -39,7 +39,7 @@ def prompt_expert_launches(
         column += part.first.rows
     launches: list[Launch] = []
     for kind, placed in by_kind.items():
-        groups = Groups.empty(rows, used)
+        groups = ExpertSlots.empty(rows, used)
         most = max(1, min(rows, kind.most or rows))
         launches.append(groups.launch(routing.experts, count, most, kind.block))
         launches += _grouped_launches(x, kind, placed, groups, most, y, by_place)
@@ -50,7 +50,7 @@ def _grouped_launches(
     x: Tensor,
     kind: TileKind,
     placed: Sequence[tuple[int, ExpertPart]],
-    groups: Groups,
+    groups: ExpertSlots,
     most: int,
     y: Tensor,
     by_place: bool,

@@ -25,19 +25,19 @@ from quengine.kernels.cpu.runtime.threads import Launch
 from quengine.kernels.gated_delta import L2_EPS, GatedDeltaSpec
 
 COLUMNS = 32
-"""Of a value head's matrix in a task: with 128 rows 16 KiB, which stay in a core's first cache."""
+"""Columns of a value head's matrix in a task: with 128 rows 16 KiB, which stay in a core's L1 cache."""
 
 MOST_WIDTH = 256
-"""Of a head."""
+"""The widest head."""
 
 
 @dataclass
 class GatedDeltaArguments(Arguments):
     """x: fp32 rows of qkv, z, b and a, `row_bytes` apart, overwritten but for z. out: fp32 [rows, value_heads, width].
 
-    positions: int64, one a row. tables: int64, a row's slot first, `table_stride` bytes a row. history: fp32 [slots,
-    history_rows, channels]; memory: fp32 [slots, value_heads, width, width]. conv: fp32 [taps, channels]; decay, bias:
-    fp32 [value_heads]; norm: fp32 [width]. scale: of queries.
+    positions: int64, one per row. tables: int64, a row's slot first, `table_stride` bytes per row. history: fp32
+    [slots, history_rows, channels]; memory: fp32 [slots, value_heads, width, width]. conv: fp32 [taps, channels];
+    decay, bias: fp32 [value_heads]; norm: fp32 [width]. scale: of queries.
     """
 
     x: int

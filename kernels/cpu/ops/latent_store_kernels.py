@@ -11,7 +11,7 @@ from quengine.kernels.rope import RopeLayout
 
 
 def latent_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
-    """Task t * (heads + 1) + h: query head h of row t, or behind them its latent."""
+    """Task t * (heads + 1) + h: query head h of row t; task t * (heads + 1) + heads: the latent of row t."""
 
     def latent_store_part(args: LatentStoreArguments, task: int) -> None:
         heads, rank, plain, rotated = args.heads, args.rank, args.plain, 2 * args.pairs

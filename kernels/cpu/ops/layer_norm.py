@@ -16,7 +16,7 @@ from quengine.kernels.layer_norm import LayerNorm, Norm
 
 @dataclass
 class LayerNormArguments(Arguments):
-    """fp32 arrays at addresses; strides in bytes. bias: 0 where there is none."""
+    """fp32 arrays at addresses; strides in bytes. bias: 0 without one."""
 
     x: int
     x_stride: int

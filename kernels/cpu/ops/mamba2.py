@@ -24,7 +24,7 @@ from quengine.kernels.cpu.runtime.threads import Launch, get_threads
 from quengine.kernels.mamba2 import Mamba2Spec
 
 ROWS = 32
-"""Of a head's matrix in a task: with 128 columns 16 KiB, which stay in a core's first cache."""
+"""Rows of a head's matrix in a task: with 128 columns 16 KiB, which stay in a core's L1 cache."""
 
 _LEAST = 64
 """Channels per task, at least: 256 bytes of each row."""
@@ -34,8 +34,8 @@ _LEAST = 64
 class Mamba2Arguments(Arguments):
     """x: fp32 rows of z, xBC and dt, `row_bytes` apart, overwritten but for z. out: fp32 [rows, heads, width].
 
-    positions: int64, one a row. tables: int64, a row's slot first, `table_stride` bytes a row. history: fp32 [slots,
-    history_rows, channels]; memory: fp32 [slots, heads, width, state]. conv: fp32 [taps, channels], conv_bias:
+    positions: int64, one per row. tables: int64, a row's slot first, `table_stride` bytes per row. history: fp32
+    [slots, history_rows, channels]; memory: fp32 [slots, heads, width, state]. conv: fp32 [taps, channels], conv_bias:
     [channels]; decay, bias, skip: fp32 [heads]; norm: fp32 [heads * width]. low, high: limits of a step of time.
     """
 

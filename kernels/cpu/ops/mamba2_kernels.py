@@ -20,7 +20,8 @@ _TOGETHER = 4
 
 
 def mamba2_convolution_kernel() -> bytes:
-    """Task i: the i-th run of channels of all rows, one after the other; behind the runs, dt of a head of all rows."""
+    """Task i: the i-th run of channels of all rows, one after the other; tasks after the runs: dt of a head of all
+    rows."""
 
     def convolve_run(args: Mamba2Arguments, task: int) -> None:
         inner, channels = 4 * args.heads * args.width, 4 * args.channels

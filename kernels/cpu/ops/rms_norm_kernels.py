@@ -41,7 +41,7 @@ def norm_row(e: Emitter, x: ir.Value, weight: ir.Value, cols: ir.Value, eps: ir.
 
 
 def emit_sum_of_squares(e: Emitter, x: ir.Value, cols: ir.Value) -> ir.Value:
-    """Of `cols` fp32 at address x, a scalar."""
+    """The sum of squares of `cols` fp32 at address x, a scalar."""
 
     def square(i: ir.Value, lanes: int, offset: int, total: ir.Value) -> ir.Value:
         value = e.load(vec(F32, lanes), e.at(x, e.b.mul(i, e.i64(4))), offset)

@@ -17,7 +17,7 @@ import numpy as np
 from quengine.kernels import sampling
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp64, fields_of
 from quengine.kernels.cpu.runtime.kernel_table import choose_kernel
-from quengine.kernels.sampling import Logits, NoCandidateError, Settings
+from quengine.kernels.sampling import Logits, NoCandidateError, SamplerArguments
 
 MOST_CANDIDATES = 128
 """The candidates are kept sorted by insertion, which for many is slower than numpy's partition."""
@@ -47,7 +47,7 @@ class ChooseArguments(Arguments):
     token: int = -1
 
 
-def sample(logits: Logits, **settings: Unpack[Settings]) -> int:
+def sample(logits: Logits, **settings: Unpack[SamplerArguments]) -> int:
     """As `quengine.kernels.sampling.sample`, with the same result.
 
     Raises NoCandidateError when every token is banned.

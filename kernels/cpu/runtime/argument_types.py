@@ -12,7 +12,7 @@ from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import intrinsic, models, register_model
 
 from quengine.kernels.cpu.ir.vector_ir import F32, F64, I64, Emitter
-from quengine.kernels.cpu.runtime.arguments import Arguments, Field, fields_of
+from quengine.kernels.cpu.runtime.arguments import ArgumentField, Arguments, fields_of
 
 ArgumentsT = TypeVar("ArgumentsT", bound=Arguments)
 _KINDS = {"q": (types.int64, I64), "f": (types.float32, F32), "d": (types.float64, F64)}
@@ -32,7 +32,7 @@ class _Model(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, I64)
 
 
-def type_of(field: Field) -> Any:
+def type_of(field: ArgumentField) -> Any:
     """The numba type of a field."""
     return _KINDS[field.kind][0] if isinstance(field.kind, str) else ArgumentsType(field.kind)
 

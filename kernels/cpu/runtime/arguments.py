@@ -17,7 +17,7 @@ Fp32 = Annotated[float, "f"]
 Fp64 = Annotated[float, "d"]
 
 
-class Field(NamedTuple):
+class ArgumentField(NamedTuple):
     """A field's offset in bytes, and its kind: "q", "f" or "d" as in `struct`, or a class of `Arguments`."""
 
     offset: int
@@ -52,13 +52,13 @@ def _leaves(arguments: type, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 @cache
-def fields_of(arguments: type) -> dict[str, Field]:
+def fields_of(arguments: type) -> dict[str, ArgumentField]:
     """The fields of a class of arguments, by name."""
     fields, offset = {}, 0
     for name, hint in get_type_hints(arguments, include_extras=True).items():
         kind = getattr(hint, "__metadata__", ("q",))[0]
         nested = isinstance(hint, type) and issubclass(hint, Arguments)
-        fields[name] = Field(offset, hint if nested else kind)
+        fields[name] = ArgumentField(offset, hint if nested else kind)
         offset += size_of(hint) if nested else 8
     return fields
 

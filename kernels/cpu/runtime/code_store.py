@@ -5,10 +5,10 @@ sources that kernels are generated from, and the versions of Python, numba and l
 truncated, written by another user or by another version does not match; it is ignored and replaced. Files are written
 under a temporary name and renamed, so any number of processes may share a folder.
 
-The folder is in ~/.cache/quengine (XDG_CACHE_HOME), or in NUMBA_CACHE_DIR; never beside this package, where an
-uninstallation would leave it behind as an empty package. Its name is a hash of the user, the processor, numba's
-settings and this package's path, so that installations in several places do not replace each other's files. The folder
-is private to the user (private_folder.py) and holds the secret; a folder owned by another user is not used.
+The folder is in ~/.cache/quengine (XDG_CACHE_HOME), or in NUMBA_CACHE_DIR; never beside this package, where it would
+remain as an empty package after an uninstallation. Its name is a hash of the user, the processor, numba's settings and
+this package's path, so that installations in several places do not replace each other's files. The folder is private to
+the user (private_folder.py) and holds the secret; a folder owned by another user is not used.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class CodeStore:
         return self._key(folder, make=True)
 
     def _key(self, folder: Path, make: bool = False) -> bytes | None:
-        """This user's secret in a folder; None if the folder may not be used or has none."""
+        """This user's secret in a folder; None if the folder may not be used or has no secret."""
         key = self._keys.get(folder)
         if key is None:
             try:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 
 from quengine.kernels.compile_clock import compiling
@@ -83,16 +83,17 @@ def say_once() -> None:
     _log.warning("compiling kernels for this processor and the model's types%s", kept)
 
 
+def _of_variant(module: str, function: str, *variant: str | bool) -> int:
+    """The address of a kernel's variant; within `only_named` 0."""
+    if (names := _named.get()) is not None:
+        names.append((module, function, *variant))
+        return 0
+    return kernel(module, function, *variant)
+
+
 def _compiled_by(module: str, function: str) -> Callable[..., int]:
-    """`kernel` of one function: called with a variant, it returns the address, or within `only_named` 0."""
-
-    def of_variant(*variant: str | bool) -> int:
-        if (names := _named.get()) is not None:
-            names.append((module, function, *variant))
-            return 0
-        return kernel(module, function, *variant)
-
-    return of_variant
+    """`_of_variant` of one function."""
+    return partial(_of_variant, module, function)
 
 
 lead_function = _compiled_by("runtime.team_kernels", "lead_function")

@@ -25,7 +25,13 @@ from quengine.kernels.cuda.aot.aot_cases import (
     backend_for,
     cases,
 )
-from quengine.kernels.cuda.aot.aot_compile import SAME_PTX, SHARED_LIMIT, Launch, compile_launch, record
+from quengine.kernels.cuda.aot.aot_compile import (
+    SAME_PTX,
+    SHARED_LIMIT,
+    RecordedLaunch,
+    compile_launch,
+    record,
+)
 from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
 from quengine.kernels.cuda.attention.kv_store import CachePointers
 from quengine.kernels.cuda.attention.rope import RotationPointers
@@ -74,7 +80,7 @@ class Report:
 
 
 @cache
-def launches(case: int, arch: int) -> list[Launch]:
+def launches(case: int, arch: int) -> list[RecordedLaunch]:
     """The launches of a case on a GPU of compute capability `arch`."""
     with backend_for(arch) as backend:
         return record(partial(cases()[case].call, backend))
@@ -118,7 +124,7 @@ def _compile_for(variant: Variant, arch: int) -> Report:
     return report(made.registers, made.stack, made.shared, "; ".join(failures), seconds)
 
 
-def overlap_faults(launch: Launch, early: Early) -> list[str]:
+def overlap_faults(launch: RecordedLaunch, early: Early) -> list[str]:
     """What a PDL consumer does wrong before it waits."""
     if not early.waits:
         return ["does not wait for the kernel in front"]

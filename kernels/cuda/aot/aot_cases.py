@@ -463,13 +463,13 @@ def _layer_inputs(
 
 
 def _short_conv(channels: int, taps: int, batch: ForwardBatch, backend: MetaBackend) -> None:
-    """LFM2's, between its projections."""
+    """LFM2's short convolution, between its projections."""
     spec, state = ShortConvSpec(empty(taps, channels), 0), SlotLayer((empty(2, CONV_HISTORY, channels),))
     backend.short_conv(batch, empty(len(batch), 3 * channels), spec, state)
 
 
 def _hidden_rows(width: int, batch: ForwardBatch, backend: MetaBackend) -> None:
-    """A layer that drafts: its rows joined, and its own kept."""
+    """A layer that drafts: embeddings joined with hidden rows, and its own hidden rows kept."""
     norm, kept = RMSNorm(empty(width), EPS), empty(2 * BLOCK_SIZE, width, dtype=torch.float16)
     x = backend.join_hidden(
         batch, empty(len(batch), width), norm, kept, norm, backend.weight([stored("Q4_K", width, 2 * width)])

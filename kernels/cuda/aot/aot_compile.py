@@ -32,7 +32,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     """A recorded launch: the kernel, its arguments by name, the compile options."""
 
     kernel: Any
@@ -75,22 +75,22 @@ class Compiled:
     ptx: str
 
 
-def record(call: Callable[[], object]) -> list[Launch]:
+def record(call: Callable[[], object]) -> list[RecordedLaunch]:
     """The launches of `call`, none of which is run; tensors may be on the meta device."""
-    launches: list[Launch] = []
+    launches: list[RecordedLaunch] = []
 
     def note(kernel: Any, _grid: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         arguments = dict(zip(kernel.arg_names, args, strict=False))
         arguments.update({name: value for name, value in named.items() if name in kernel.arg_names})
         options = {name: value for name, value in named.items() if name not in kernel.arg_names}
-        launches.append(Launch(kernel, arguments, options))
+        launches.append(RecordedLaunch(kernel, arguments, options))
 
     with launches_handed_to(note):
         call()
     return launches
 
 
-def source(launch: Launch) -> ASTSource:
+def source(launch: RecordedLaunch) -> ASTSource:
     """The launch specialized as by Triton's launcher: pointers aligned, integers by divisibility."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -124,7 +124,7 @@ def source(launch: Launch) -> ASTSource:
     return language(launch.kernel, signature, constants, attributes)
 
 
-def compile_launch(launch: Launch, arch: int) -> Compiled:
+def compile_launch(launch: RecordedLaunch, arch: int) -> Compiled:
     """Compiles for compute capability `arch` (90: 9.0). Raises the compiler's errors.
 
     Earlier results come from Triton's cache: a GPU that shares another's PTX costs only the assembler.
@@ -145,7 +145,7 @@ def compile_launch(launch: Launch, arch: int) -> Compiled:
     return Compiled(registers, stack, made.metadata.shared, ptx)
 
 
-def _assemble(ptx: str, launch: Launch, arch: int) -> bytes:
+def _assemble(ptx: str, launch: RecordedLaunch, arch: int) -> bytes:
     """Assembles as Triton does, with the options of the launch."""
     backend: Any = make_backend(GPUTarget("cuda", arch, 32))
     return bytes(backend.make_cubin(ptx, {}, backend.parse_options(launch.options), arch))

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gated_delta.arithmetic import Net, delta_step, key_head_of
-from quengine.kernels.cuda.gated_delta.recurrence import ROW_COLUMNS, own_channels, row_warps, state_at
+from quengine.kernels.cuda.gated_delta.recurrence import ROW_COLUMNS, row_warps, state_at
+from quengine.kernels.cuda.gated_delta.rows import own_channels
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import wait_then_launch
 
@@ -36,7 +37,7 @@ def _advance_kernel(
         place = state_at(memory_ptr, slot, head, 0, D, column, NET)
         memory = tl.load(place, mask=(slot != 0) & (start > 0), other=0.0)
         element = key_head_of(head, NET) * D + tl.arange(0, D)
-        channel, inside = own_channels(COLUMNS, NET)
+        channel, inside = own_channels(CHANNELS, NET.value_heads, NET.head_dim // COLUMNS)
         history = history_ptr + slot.to(tl.int64) * (NET.ring * CHANNELS)
         for n in range(count):
             own = qkv_ptr + (first + n).to(tl.int64) * CHANNELS

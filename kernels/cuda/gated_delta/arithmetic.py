@@ -36,12 +36,12 @@ class Net(NamedTuple):
 
 
 def net_of(spec: GatedDeltaSpec, ring: int) -> Net:
-    """ring: rows of the history, at least the taps: a position is stored where none that is still read lies."""
+    """ring: rows of the history, at least the taps: a position is stored in a row that is not read any more."""
     assert ring >= spec.taps, f"a history of {ring} positions is too short for a convolution over {spec.taps}"
     return Net(spec.key_heads, spec.value_heads, spec.head_dim, spec.tiled, spec.taps, ring)
 
 
-def check_head_dim(head_dim: int) -> None:
+def check_state_head_dim(head_dim: int) -> None:
     """Raises EngineError for heads that no kernel takes."""
     if not 16 <= head_dim <= 256 or head_dim & (head_dim - 1):
         raise EngineError(

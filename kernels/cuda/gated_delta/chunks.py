@@ -1,4 +1,5 @@
-"""What the rows of a chunk of a prompt are to each other, of all chunks at once: two matrices a chunk and value head.
+"""The relations between the rows of a prompt's chunk, for all chunks at once: two matrices for each chunk and value
+head.
 
 In a chunk of C rows with queries q, keys k, gates beta and decays g, of which G is the running sum, the errors d that
 the state takes are the solution of a triangular system: with S the state before the chunk,
@@ -27,15 +28,15 @@ from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.forward_batch import PrefillTiles
 
 PRECISION = tl.constexpr("tf32x3")
-"""Of products: three of tf32 matrix units, which keep the bits of fp32 operands but for the last two or three. One
-alone has fp16's 11 bits, which a state that sums for thousands of positions, and an inverse, would add up; "ieee" is
-exact, and leaves the matrix units idle."""
+"""The precision of products: three products on the tf32 matrix units, which lose only the last two or three bits of
+fp32 operands. A single one has fp16's 11 bits, and its error would add up in an inverse and in a state that is summed
+over thousands of positions; "ieee" is exact, and leaves the matrix units idle."""
 
 _FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 def chunk_rows(head_dim: int) -> int:
-    """Rows of a chunk, of which tiles have a multiple. With heads of 256, 64 of them need more shared memory than
+    """Rows of a chunk; the rows of a tile are a multiple of it. With heads of 256, 64 rows need more shared memory than
     sm_89 has."""
     return 64 if head_dim <= 128 else 32
 
@@ -110,8 +111,8 @@ def _chunks_kernel(
 def chunk_matrices(
     qkv: Tensor, gates: Tensor, net: Net, tiles: PrefillTiles, pdl: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`solve` and `reach`, each fp32 [T, value_heads, C]: of each row its row of the chunk's matrices. Those of rows
-    that are in no chunk are not written."""
+    """`solve` and `reach`, each fp32 [T, value_heads, C]: row t of them is that row of its chunk's matrices. Rows
+    outside of all chunks are not written."""
     size = chunk_rows(net.head_dim)
     assert tiles.block_rows % size == 0
     parts = tiles.block_rows // size

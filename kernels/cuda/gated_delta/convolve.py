@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quengine.kernels.cuda.causal_conv import rows_sum
 from quengine.kernels.cuda.gated_delta.arithmetic import Net, inverse_length, log_decay, silu
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.gated_delta import GatedDeltaSpec
@@ -55,7 +55,7 @@ def _convolve_kernel(
 
 
 def convolve(
-    step: StepRows, spec: GatedDeltaSpec, net: Net, history: Tensor, pdl: bool
+    step: StateRows, spec: GatedDeltaSpec, net: Net, history: Tensor, pdl: bool
 ) -> tuple[Tensor, Tensor]:
     """q, k and v fp32 [T, channels] of a step's rows, queries and keys of unit length and queries scaled, and gates
     fp32 [T, 2, value_heads]: the log of what a state keeps, and how much of a position's error it takes."""

@@ -1,9 +1,9 @@
 """The gated delta net of single tokens, in a launch: convolution, gates, recurrence and, of whole heads, gated norm.
 
 A program takes a value head of a row and some columns of its S, which are read once and written once. Query and key are
-computed by each program that reads them. Of the history a program stores its own channels of v; those of q and k the
-first head that reads them does. The row of the history in which a position is stored is none that the position reads,
-so no program waits for another.
+computed by each program that reads them. A program stores its own channels of v in the history; the first head that
+reads q and k stores theirs. A position is stored in a row of the history that it does not read, so no program waits for
+another.
 
 A row of slot 0 is padding: nothing is read or kept of its state.
 """

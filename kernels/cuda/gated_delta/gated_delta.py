@@ -21,7 +21,7 @@ from quengine.kernels.cuda.gated_delta.convolve import convolve
 from quengine.kernels.cuda.gated_delta.decode import can_norm, decode
 from quengine.kernels.cuda.gated_delta.gated_norm import gated_norm
 from quengine.kernels.cuda.gated_delta.recurrence import carry_by_chunks, carry_by_rows, verify_by_rows
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.forward_batch import PendingStates
@@ -35,7 +35,7 @@ Out = Tensor | QuantizedActivations | Fp16Operand
 
 
 def gated_delta_decode(
-    step: StepRows,
+    step: StateRows,
     spec: GatedDeltaSpec,
     state: SlotLayer,
     out: Out,
@@ -54,7 +54,7 @@ def gated_delta_decode(
 
 
 def gated_delta_rows(
-    step: StepRows,
+    step: StateRows,
     spec: GatedDeltaSpec,
     state: SlotLayer,
     out: Out,

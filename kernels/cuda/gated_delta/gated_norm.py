@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gated_delta.arithmetic import Net, silu
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, fp16_row_scale, store_row
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
@@ -66,7 +66,7 @@ def _gated_norm_kernel(
 
 def gated_norm(
     o: Tensor,
-    step: StepRows,
+    step: StateRows,
     spec: GatedDeltaSpec,
     net: Net,
     out: Tensor | QuantizedActivations | Fp16Operand,

@@ -1,10 +1,10 @@
 """The states of a step's sequences, carried over their rows: chunk by chunk, or row by row.
 
-A program takes a sequence, a value head and some columns of its S, which no other columns depend on. The newest rows
-of qkv go to the sequence's history here, behind the launch that reads what they replace. o is written over v.
+A program takes a sequence, a value head and some columns of its S, which no other columns depend on. The newest rows of
+qkv are stored in the sequence's history here, after the launch that reads the rows they replace. o is written over v.
 
-Row by row a result does not depend on where a prompt is cut. So does `batch_invariant`, and a decode step in which
-sequences have several rows.
+Row by row, a result does not depend on where a prompt is cut: `batch_invariant` selects this form, and so does a decode
+step in which sequences have several rows.
 """
 
 from typing import NamedTuple
@@ -18,12 +18,13 @@ from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gated_delta.arithmetic import Net, delta_step, key_head_of
 from quengine.kernels.cuda.gated_delta.chunks import PRECISION, chunk_rows
 from quengine.kernels.cuda.gated_delta.rows import (
-    StepRows,
+    StateRows,
     block_at,
     checkpoints_of,
     chunk_of,
     keep_checkpoints,
     keep_history,
+    own_channels,
     piece_end,
     pieces_of,
     row_at,
@@ -66,16 +67,6 @@ def state_at(memory_ptr, slot, head, first, ROWS: tl.constexpr, column, NET: tl.
     D: tl.constexpr = NET.head_dim
     memory_ptr += (slot.to(tl.int64) * NET.value_heads + head) * (D * D)
     return memory_ptr + (first + tl.arange(0, ROWS))[:, None] * D + column[None, :]
-
-
-@triton.jit
-def own_channels(COLUMNS: tl.constexpr, NET: tl.constexpr):
-    """The channels whose history a program keeps, and which of them there are: an equal share of all."""
-    HEADS: tl.constexpr = 2 * NET.key_heads + NET.value_heads
-    SHARE: tl.constexpr = (HEADS * COLUMNS + NET.value_heads - 1) // NET.value_heads
-    n = tl.arange(0, triton.next_power_of_2(SHARE))
-    channel = (tl.program_id(1) * (NET.head_dim // COLUMNS) + tl.program_id(0)) * SHARE + n
-    return channel, (n < SHARE) & (channel < HEADS * NET.head_dim)
 
 
 @DirectLaunch
@@ -152,7 +143,7 @@ def _by_chunks_kernel(
             place = state_at(memory_ptr, slot, head, part * BLOCK, BLOCK, column, NET)
             tl.store(place, memory[part], mask=kept)
         if slot != 0:
-            channel, inside = own_channels(COLUMNS, NET)
+            channel, inside = own_channels(CHANNELS, NET.value_heads, NET.head_dim // COLUMNS)
             keep_checkpoints(
                 x_ptr, row_scale_ptr, weight_scale, history_ptr, slot, ends, blocks, first, start, channel, inside,
                 x_stride, CHANNELS, NET.ring,
@@ -193,7 +184,7 @@ def _by_rows_kernel(
         kept = slot != 0
         memory = tl.load(place, mask=kept & (start > 0), other=0.0)
         element = key_head_of(head, NET) * D + tl.arange(0, D)
-        channel, inside = own_channels(COLUMNS, NET)
+        channel, inside = own_channels(CHANNELS, NET.value_heads, NET.head_dim // COLUMNS)
         if ALL_ROWS == 0:
             ends, blocks = checkpoints_of(table_ptr, sequence, table_stride, start)
             keep_checkpoints(
@@ -235,10 +226,11 @@ def _by_rows_kernel(
 
 
 def carry_by_chunks(
-    step: StepRows, qkv: Tensor, gates: Tensor, matrices: tuple[Tensor, Tensor], net: Net,
+    step: StateRows, qkv: Tensor, gates: Tensor, matrices: tuple[Tensor, Tensor], net: Net,
     history: Tensor, memory: Tensor, pdl: bool,
 ) -> None:  # fmt: skip
-    """o over the columns of v, and the states of a prompt's sequences. matrices: of `chunk_matrices`."""
+    """Writes o over the columns of v, and advances the states of a prompt's sequences. matrices: of
+    `chunk_matrices`."""
     assert step.tiles is not None
     sequences = step.block_tables.shape[0]
     shape = chunk_shape(net, sequences, is_hopper(qkv.device))
@@ -251,14 +243,14 @@ def carry_by_chunks(
 
 
 def carry_by_rows(
-    step: StepRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
+    step: StateRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
 ) -> None:
     """The same of any step whose sequences may have several rows."""
     _launch_by_rows(step, qkv, gates, net, history, memory, None, pdl)
 
 
 def verify_by_rows(
-    step: StepRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
+    step: StateRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
 ) -> tuple[Tensor, Tensor]:
     """o fp32 [T, width] of a decode step, whose states stay as they are; and the rows that go to the histories once
     they are accepted, fp32 [T, channels]."""
@@ -269,7 +261,7 @@ def verify_by_rows(
 
 
 def _launch_by_rows(
-    step: StepRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor,
+    step: StateRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor,
     verified: tuple[Tensor, Tensor] | None, pdl: bool,
 ) -> None:  # fmt: skip
     columns = min(ROW_COLUMNS, net.head_dim)

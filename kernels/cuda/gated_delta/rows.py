@@ -15,7 +15,7 @@ _AT_ONCE = tl.constexpr(128)
 
 
 @dataclass(frozen=True)
-class StepRows:
+class StateRows:
     """Rows x fp32 [T, columns], unit inner stride, and what they belong to.
 
     Attributes:
@@ -47,7 +47,8 @@ class StepRows:
 
 @triton.jit
 def chunk_of(tile_ptr, tiles, sequence):
-    """First row of a prompt's chunk, its rows, and its first position; 0 rows where the step has none of a sequence."""
+    """The first row of a prompt's chunk, its number of rows (0 where the step has no row of a sequence), and its first
+    position."""
     first = 0
     rows = 0
     start = 0
@@ -66,8 +67,8 @@ def chunk_of(tile_ptr, tiles, sequence):
 
 @triton.jit
 def checkpoints_of(table_ptr, sequence, table_stride, start):
-    """Of a prompt's chunk from position `start` on, each checkpoint's number of rows before it, 0 where there is none,
-    and its block (forward_batch.state_table)."""
+    """For each checkpoint in a prompt's chunk from position `start` on: the number of the chunk's rows before it (0: no
+    checkpoint), and its block (forward_batch.state_table)."""
     ends = ()
     blocks = ()
     for n in tl.static_range(_CHECKPOINTS):
@@ -89,7 +90,7 @@ def block_at(ends, blocks, end):
 
 @triton.jit
 def pieces_of(rows, ends, C: tl.constexpr):
-    """How many pieces a chunk of a prompt is computed in: they end every C rows and at checkpoints."""
+    """The number of pieces in which a chunk of a prompt is computed: they end every C rows and at checkpoints."""
     pieces = tl.cdiv(rows, C)
     for n in tl.static_range(_CHECKPOINTS):
         pieces += ((ends[n] % C != 0) & (ends[n] < rows)).to(tl.int32)
@@ -107,8 +108,8 @@ def piece_end(begin, rows, ends, C: tl.constexpr):
 
 @triton.jit
 def run_of(position_ptr, table_ptr, row, rows, table_stride, ALL_ROWS: tl.constexpr):
-    """Of the rows of a decode step that have the slot of row `row`: how many, and the first position. 0 rows where
-    `row` is not the first of them, or its slot is padding."""
+    """The number of rows of a decode step that have the slot of row `row`, and the first position. 0 rows where `row`
+    is not the first of them, or its slot is padding."""
     other = tl.arange(0, ALL_ROWS)
     slot = tl.load(table_ptr + row * table_stride)
     same = (tl.load(table_ptr + other * table_stride, mask=other < rows, other=0) == slot) & (other < rows)
@@ -126,6 +127,17 @@ def row_at(position_ptr, table_ptr, slot, position, rows, table_stride, ALL_ROWS
     same = tl.load(table_ptr + other * table_stride, mask=other < rows, other=0) == slot
     same &= tl.load(position_ptr + other, mask=other < rows, other=-1) == position
     return tl.max(tl.where(same, other, 0), 0)
+
+
+@triton.jit
+def own_channels(CHANNELS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr):
+    """The channels whose history a program keeps, and which of them exist: an equal share for each of the PARTS
+    programs of each head. Programs (part of a head, head)."""
+    PROGRAMS: tl.constexpr = HEADS * PARTS
+    SHARE: tl.constexpr = (CHANNELS + PROGRAMS - 1) // PROGRAMS
+    n = tl.arange(0, triton.next_power_of_2(SHARE))
+    channel = (tl.program_id(1) * PARTS + tl.program_id(0)) * SHARE + n
+    return channel, (n < SHARE) & (channel < CHANNELS)
 
 
 @triton.jit

@@ -157,7 +157,7 @@ class ScaledProduct:
         return y
 
 
-def padded_rows(rows: int) -> int:
+def operand_rows(rows: int) -> int:
     """Rows allocated in the MMA and WGMMA layouts: kernels take 1, 2, 4 or 8 tiles at a time."""
     tiles = -(-rows // _TILE_ROWS)  # not triton.cdiv, which takes some microseconds on the host
     return _TILE_ROWS * (1 << (tiles - 1).bit_length() if tiles <= 8 else -(-tiles // 8) * 8)
@@ -170,13 +170,13 @@ def padded_cols(cols: int) -> int:
 
 def operand_shape(rows: int, cols: int, layout: OperandLayout) -> tuple[int, ...]:
     """The shape of an operand's values: row-major [rows, cols]; MMA, six axes (see the module docstring),
-    rows padded by `padded_rows` and columns to 128; WGMMA [rows, columns], padded likewise.
+    rows padded by `operand_rows` and columns to 128; WGMMA [rows, columns], padded likewise.
     """
     if layout is OperandLayout.ROW_MAJOR:
         return rows, cols
     if layout is OperandLayout.MMA:
-        return padded_rows(rows) // _TILE_ROWS, -(-cols // _TILE_COLUMNS), 4, 8, 4, 8
-    return padded_rows(rows), padded_cols(cols)
+        return operand_rows(rows) // _TILE_ROWS, -(-cols // _TILE_COLUMNS), 4, 8, 4, 8
+    return operand_rows(rows), padded_cols(cols)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from quengine.kernels.cuda.weights.many_rows import MOST_SHARES
 _MOST_SHARES = gl.constexpr(MOST_SHARES)
 
 
-class Matrix(NamedTuple):
+class WgmmaMatrix(NamedTuple):
     """A packed part in a kernel. planes: pointers of its low, high, scale and super-scale planes."""
 
     planes: Any

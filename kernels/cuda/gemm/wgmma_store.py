@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from quengine.kernels.cuda.glu import BIAS, BIASED_SWISH, CLAMPED_SWISH, RESIDUAL, SILU, gated, product_scales
 
 
-class Output(NamedTuple):
+class WgmmaOutput(NamedTuple):
     """Output pointers (row scales of x, residual or bias, result, its row scales), first output column, row
     stride, rows of x, and a bound on the products (see glu.py).
     """

@@ -1,4 +1,4 @@
-"""Memory that the matmuls of one stream reuse, and which of them takes how many rows.
+"""Memory that the matmuls of one stream reuse, and the matmul for each number of rows.
 
 | rows of a weight            | Hopper                            | other GPUs                               |
 |-----------------------------|-----------------------------------|------------------------------------------|
@@ -11,7 +11,7 @@
 
 The limits are defaults; launch_table.json has measured ones (`wgmma_limit`, `fused_limit`).
 
-Of a mixture of experts, by the rows of an expert on average (T rows * k experts each / E experts):
+The matmul of a mixture of experts, by the average rows of an expert (T rows * k experts each / E experts):
 
 | rows of an expert           | Hopper                            | other GPUs                               |
 |-----------------------------|-----------------------------------|------------------------------------------|

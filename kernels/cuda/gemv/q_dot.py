@@ -224,7 +224,7 @@ def tile_dots(queue, matrix, x, tile, k_warp, lane, P: tl.constexpr):
     Warp `k_warp` of P.k_warps takes chunks k_warp, k_warp + P.k_warps, ...; P.ahead of them are loaded ahead, the
     first ones by `start_tile`, whose result is `queue`.
     P.early: the next chunk's activations are loaded before the weights after them. Loads complete in order, so
-    activations, which are near, would wait behind weights; but loading them early takes 20 registers, which can cost
+    activations, which are near, would wait for weights; but loading them early takes 20 registers, which can cost
     more.
     With more than MOST_UNROLLED chunks per warp, or more than four when P.ahead is 1, a loop reads one chunk ahead,
     whatever P.early is.

@@ -63,7 +63,7 @@ class LatentWorkspace(NamedTuple):
 
 
 def most_splits(coarse: bool) -> int:
-    """Of a sequence; those of a batch fill the device with fewer."""
+    """Most KV splits of a sequence; with `coarse` fewer, since the sequences of a batch fill the device."""
     return _MOST_SPLITS // 4 if coarse else _MOST_SPLITS
 
 
@@ -193,7 +193,7 @@ def _attend_codes(
 
 @triton.jit
 def _splits_of(position, SPLITS: tl.constexpr, LEAST_KEYS: tl.constexpr, KEYS: tl.constexpr):
-    """How many splits the keys up to `position` have, and the keys of each."""
+    """The number of splits of the keys up to `position`, and the keys of each."""
     per_split = tl.cdiv(tl.cdiv(position + 1, SPLITS), KEYS) * KEYS
     per_split = tl.maximum(per_split, LEAST_KEYS)
     return tl.cdiv(position + 1, per_split), per_split

@@ -46,7 +46,7 @@ class LatentOperations:
         self._routings: dict[int, Routing] = {}
 
     def prepare(self, spec: LatentSpec) -> None:
-        """Makes what a captured step may not make."""
+        """Allocates what a captured step may not allocate."""
         if spec.heads not in self._routings:
             every = torch.arange(spec.heads, dtype=torch.int32, device=self.device).view(1, -1)
             self._routings[spec.heads] = Routing(every, torch.ones_like(every, dtype=torch.float32))
@@ -108,7 +108,7 @@ class LatentOperations:
         return torch.empty(rows, spec.heads, spec.rotated, dtype=torch.float32, device=self.device)
 
     def _workspace(self, rows: int, spec: LatentSpec, coarse: bool) -> LatentWorkspace:
-        """Room for the largest batch that layers of these sizes met."""
+        """The workspace of the largest batch so far of layers of these sizes."""
         held = self._workspaces.setdefault((spec.heads, spec.rank, coarse), [])
         if not held or held[-1].acc.shape[0] < rows:
             held.append(LatentWorkspace.allocate(rows, spec.heads, spec.rank, coarse, self.device))

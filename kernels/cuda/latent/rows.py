@@ -70,8 +70,8 @@ def _latent_rows_kernel(
     SHAPE: tl.constexpr, Q8: tl.constexpr, QUANTIZE: tl.constexpr, PLACES: tl.constexpr, FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (token, query head or, behind them, the latent). PLACES: rows of a block of HeadPlaces. sequence_ptr:
-    each token's row of the table; None: its own. Scales may be None."""
+    """Programs (token, query head), and one more of each token for its latent. PLACES: rows of a block of HeadPlaces.
+    sequence_ptr: each token's row of the table; None: its own. Scales may be None."""
     launch_then_wait(PDL)
     HEADS: tl.constexpr = SHAPE.heads
     token = tl.program_id(0).to(tl.int64)

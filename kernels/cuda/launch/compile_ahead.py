@@ -153,7 +153,7 @@ def finish_compiling() -> None:
             pool.finish()
 
 
-def marker(*what: object) -> Path:
+def compiled_marker(*what: object) -> Path:
     """The marker file in Triton's cache: this version of the kernels has been compiled for `what` (GPU, model, ...).
 
     It is deleted with the cache. A stale marker does no harm: a missing kernel is compiled when it is launched.

@@ -115,7 +115,7 @@ class _Leader:
         self._channel, self._order = channel, order
         self._kernels: dict[str, Kernel] = {}
         self._waiting: list[Kernel] = []
-        self._workers: dict[Channel[Built], int] = {}  # how many of the kernels each has in its memory
+        self._workers: dict[Channel[Built], int] = {}  # the number of kernels that each has in its memory
         self._idle: list[Channel[Built]] = []
         self._busy: list[Channel[Built]] = []
 

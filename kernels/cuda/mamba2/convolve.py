@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quengine.kernels.cuda.causal_conv import rows_sum
 from quengine.kernels.cuda.gated_delta.arithmetic import silu
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.mamba2.arithmetic import Mamba2Net, step_of_time
 from quengine.kernels.cuda.pdl import wait_then_launch
@@ -59,7 +59,7 @@ def _convolve_kernel(
 
 
 def convolve(
-    step: StepRows, spec: Mamba2Spec, net: Mamba2Net, history: Tensor, pdl: bool
+    step: StateRows, spec: Mamba2Spec, net: Mamba2Net, history: Tensor, pdl: bool
 ) -> tuple[Tensor, Tensor]:
     """x, B and C fp32 [T, channels] of a step's rows, and gates fp32 [T, 2, heads]: the log of what a state keeps, and
     the step of time."""

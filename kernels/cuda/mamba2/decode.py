@@ -1,9 +1,9 @@
 """Mamba2's layer of single tokens ahead of the gated norm, in a launch: convolution, step of time, scan.
 
 A program takes some elements of a head of a row and their rows of its S, which are read once and written once. B and C
-are computed by each program that reads them. Of the history a program stores its own channels of x; those of B and C
-the first program of their group does. The row of the history in which a position is stored is none that the position
-reads, so no program waits for another.
+are computed by each program that reads them. A program stores its own channels of x in the history; the first program
+of a group stores those of B and C. A position is stored in a row of the history that it does not read, so no program
+waits for another.
 
 A row of slot 0 is padding: nothing is read or kept of its state.
 """

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gated_delta.arithmetic import silu
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, fp16_row_scale, store_row
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
@@ -22,7 +22,7 @@ _PLAIN, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def _inverse_roots(y, column, eps, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """Of each of a row's columns [COLUMNS], 1 / the root of the mean square of its group of GROUP columns."""
+    """For each of a row's columns [COLUMNS], 1 / the root mean square of its group of GROUP columns."""
     if COLUMNS % GROUP == 0 and triton.next_power_of_2(GROUP) == GROUP:
         squares = tl.sum(tl.reshape(y * y, [COLUMNS // GROUP, GROUP]), 1)
         root = tl.rsqrt(squares / GROUP + eps)
@@ -77,7 +77,7 @@ def _gated_norm_kernel(
 
 def gated_norm(
     y: Tensor,
-    step: StepRows,
+    step: StateRows,
     spec: Mamba2Spec,
     net: Mamba2Net,
     out: Tensor | QuantizedActivations | Fp16Operand,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import SlotLayer
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.mamba2.arithmetic import net_of
@@ -27,7 +27,7 @@ Out = Tensor | QuantizedActivations | Fp16Operand
 
 
 def mamba2_decode(
-    step: StepRows, spec: Mamba2Spec, state: SlotLayer, out: Out, ahead: bool = False, pdl: bool = False
+    step: StateRows, spec: Mamba2Spec, state: SlotLayer, out: Out, ahead: bool = False, pdl: bool = False
 ) -> None:
     """A row of each sequence, which needs no scale. `ahead`: see `decode`."""
     net = net_of(spec, state.parts[0].shape[1])
@@ -37,7 +37,7 @@ def mamba2_decode(
 
 
 def mamba2_rows(
-    step: StepRows,
+    step: StateRows,
     spec: Mamba2Spec,
     state: SlotLayer,
     out: Out,

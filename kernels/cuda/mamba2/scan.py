@@ -6,10 +6,12 @@ In a chunk of C rows with B, C, x, steps of time t and logs of decays, of which 
     S' = exp(G_last) S + sum over j of exp(G_last - G_j) t_j x_j B_j^T
 
 A program takes a sequence, a head and some of its elements, rows of S that no other elements depend on. The newest rows
-of xBC go to the sequence's history here, behind the launch that reads what they replace. y is written over x.
+of xBC are stored in the sequence's history here, after the launch that reads the rows they replace. y is written over
+x.
 
-Row by row a result does not depend on where a prompt is cut. So does `batch_invariant`, and a decode step in which
-sequences have several rows. Source: Dao and Gu 2024, section 6 (the block decomposition of the semiseparable matrix).
+Row by row, a result does not depend on where a prompt is cut: `batch_invariant` selects this form, and so does a decode
+step in which sequences have several rows. Source: Dao and Gu 2024, section 6 (the block decomposition of the
+semiseparable matrix).
 """
 
 from typing import NamedTuple
@@ -20,12 +22,13 @@ from torch import Tensor
 
 from quengine.kernels.cuda.gated_delta.chunks import PRECISION
 from quengine.kernels.cuda.gated_delta.rows import (
-    StepRows,
+    StateRows,
     block_at,
     checkpoints_of,
     chunk_of,
     keep_checkpoints,
     keep_history,
+    own_channels,
     piece_end,
     pieces_of,
     row_at,
@@ -58,16 +61,6 @@ def chunk_shape(net: Mamba2Net) -> ScanShape:
 
 
 @triton.jit
-def _own_channels(PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr, NET: tl.constexpr):
-    """The channels whose history a program keeps, and which of them there are: an equal share of all."""
-    CHANNELS: tl.constexpr = NET.heads * NET.head_dim + 2 * NET.groups * NET.state_dim
-    SHARE: tl.constexpr = (CHANNELS + PROGRAMS - 1) // PROGRAMS
-    n = tl.arange(0, triton.next_power_of_2(SHARE))
-    channel = (tl.program_id(1) * (NET.head_dim // COLUMNS) + tl.program_id(0)) * SHARE + n
-    return channel, (n < SHARE) & (channel < CHANNELS)
-
-
-@triton.jit
 def _state(memory_ptr, slot, head, first, BLOCK: tl.constexpr, element, NET: tl.constexpr):
     """Pointers to columns first .. first + BLOCK - 1 and rows [M] of the S of a head, transposed: [BLOCK, M]."""
     N: tl.constexpr = NET.state_dim
@@ -91,7 +84,6 @@ def _by_chunks_kernel(
     PARTS: tl.constexpr = N // BLOCK
     WIDTH: tl.constexpr = NET.heads * NET.head_dim
     CHANNELS: tl.constexpr = WIDTH + 2 * NET.groups * N
-    PROGRAMS: tl.constexpr = NET.heads * (NET.head_dim // COLUMNS)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     first, rows, start = chunk_of(tile_ptr, tiles, sequence)
@@ -150,7 +142,7 @@ def _by_chunks_kernel(
             place = _state(memory_ptr, slot, head, part * BLOCK, BLOCK, element, NET)
             tl.store(place, memory[part], mask=kept)
         if slot != 0:
-            channel, inside = _own_channels(PROGRAMS, COLUMNS, NET)
+            channel, inside = own_channels(CHANNELS, NET.heads, NET.head_dim // COLUMNS)
             keep_checkpoints(
                 x_ptr + WIDTH, row_scale_ptr, weight_scale, history_ptr, slot, ends, blocks, first, start, channel,
                 inside, x_stride, CHANNELS, NET.ring,
@@ -175,7 +167,6 @@ def _by_rows_kernel(
     N: tl.constexpr = NET.state_dim
     WIDTH: tl.constexpr = NET.heads * NET.head_dim
     CHANNELS: tl.constexpr = WIDTH + 2 * NET.groups * N
-    PROGRAMS: tl.constexpr = NET.heads * (NET.head_dim // COLUMNS)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
     first = sequence
@@ -195,7 +186,7 @@ def _by_rows_kernel(
         memory = tl.load(place, mask=kept & (start > 0), other=0.0)
         skip = tl.load(skip_ptr + head)
         of_b = WIDTH + head // (NET.heads // NET.groups) * N + n
-        channel, inside = _own_channels(PROGRAMS, COLUMNS, NET)
+        channel, inside = own_channels(CHANNELS, NET.heads, NET.head_dim // COLUMNS)
         if ALL_ROWS == 0:
             ends, blocks = checkpoints_of(table_ptr, sequence, table_stride, start)
             keep_checkpoints(
@@ -230,7 +221,7 @@ def _by_rows_kernel(
 
 
 def scan_by_chunks(
-    step: StepRows,
+    step: StateRows,
     spec: Mamba2Spec,
     xbc: Tensor,
     gates: Tensor,
@@ -239,7 +230,7 @@ def scan_by_chunks(
     memory: Tensor,
     pdl: bool,
 ) -> None:
-    """y over the columns of x, and the states of a prompt's sequences."""
+    """Writes y over the columns of x, and advances the states of a prompt's sequences."""
     assert step.tiles is not None
     shape = chunk_shape(net)
     _by_chunks_kernel[(net.head_dim // shape.columns, net.heads, step.block_tables.shape[0])](
@@ -250,7 +241,7 @@ def scan_by_chunks(
 
 
 def scan_by_rows(
-    step: StepRows,
+    step: StateRows,
     spec: Mamba2Spec,
     xbc: Tensor,
     gates: Tensor,

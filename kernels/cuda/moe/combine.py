@@ -19,7 +19,7 @@ from quengine.kernels.cuda.gemm.mma import uses_assembly, zeros_behind
 from quengine.kernels.cuda.glu import EPILOGUES, RELU2, gated_at
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.grouped_program import Blocks
-from quengine.kernels.cuda.moe.groups import Groups
+from quengine.kernels.cuda.moe.groups import PairBlocks
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.rms_norm import geometry
 from quengine.kernels.glu import Activation, glu_width
@@ -31,7 +31,7 @@ _AT_ONCE = tl.constexpr(8)
 
 @triton.constexpr_function
 def _end(first: int, used: int) -> int:
-    """Of the experts of a row from `first` on that are read at a time, the one after the last."""
+    """The end of the run of a row's experts, from `first` on, that are read at a time."""
     return min(used, first + int(_AT_ONCE.value))
 
 
@@ -117,7 +117,7 @@ def _combine_kernel(
 
 def combine_experts(
     products: Tensor,
-    groups: Groups,
+    groups: PairBlocks,
     weights: Tensor,
     residual: Tensor,
     norm: RMSNorm | None = None,

@@ -18,9 +18,9 @@ from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.fp16_operand import (
     Fp16Operand,
     OperandLayout,
+    operand_rows,
     operand_shape,
     padded_cols,
-    padded_rows,
     to_fp16_operand,
 )
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
@@ -32,7 +32,7 @@ from quengine.kernels.cuda.moe.grouped_float import launch_grouped_float
 from quengine.kernels.cuda.moe.grouped_mma import launch_grouped_mma
 from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput
 from quengine.kernels.cuda.moe.grouped_wgmma import launch_grouped_wgmma
-from quengine.kernels.cuda.moe.groups import Groups, group_rows
+from quengine.kernels.cuda.moe.groups import PairBlocks, group_rows
 from quengine.kernels.cuda.rms_norm_grouped import group_normed_rows
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import grouped_block
@@ -59,7 +59,7 @@ class GroupedRows:
     """
 
     rows: Fp16Operand
-    groups: Groups
+    groups: PairBlocks
     tokens: int
 
     def blocks(self, first: int = 0, end: int | None = None, early: bool = False) -> Blocks:
@@ -226,7 +226,7 @@ def _places(tokens: int, used: int, experts: int, workspace: MatmulWorkspace) ->
         return _Places(layout, block, most, most)
     of_few = (_layout_and_block(rows, used, experts, workspace)[1] for rows in range(1, FEW_ROWS + 1))
     reserved = [most_blocks(rows * used, experts, b) * b for rows, b in enumerate(of_few, 1)]
-    return _Places(layout, block, most, padded_rows(max(reserved)))
+    return _Places(layout, block, most, operand_rows(max(reserved)))
 
 
 def _layout_and_block(
@@ -255,7 +255,7 @@ def _buffers(
         scale = take(f"{name}' scales", torch.float32, places.most, least=4 * reserved)
         return Fp16Operand(values, scale, places.layout)
 
-    groups = Groups(
+    groups = PairBlocks(
         take("blocks", torch.int32, 1 + blocks, least=4 + reserved // 2),
         take("positions", torch.int32, tokens * used, least=4 * used * FEW_ROWS),
         places.block,

@@ -20,8 +20,8 @@ from quengine.kernels.cuda.gemm.weight_ring import allocate_ring, copy_chunk, re
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_operand import weights_operand
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan_grouped
-from quengine.kernels.cuda.gemm.wgmma_program import Matrix, allocate_stages, begin_block
-from quengine.kernels.cuda.gemm.wgmma_store import Output, load_row_scales, store_block, store_sums
+from quengine.kernels.cuda.gemm.wgmma_program import WgmmaMatrix, allocate_stages, begin_block
+from quengine.kernels.cuda.gemm.wgmma_store import WgmmaOutput, load_row_scales, store_block, store_sums
 from quengine.kernels.cuda.glu import SILU, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
@@ -56,13 +56,15 @@ def _grouped_wgmma_kernel(
     expert = expert_of(of_block_ptr, first_block + block, end_block)
     if expert >= 0:
         token0 = block * P.block
-        matrix = Matrix(expert_planes(low, high, scales, supers, expert, tiles, P), tiles, rows, weight_scale)
+        matrix = WgmmaMatrix(
+            expert_planes(low, high, scales, supers, expert, tiles, P), tiles, rows, weight_scale
+        )
         words, stages, ready, tile, lane = begin_block(matrix, x_rows, weight_block, 0, P.chunks, token0, P)
         acc, words = multiply(
             matrix.planes, words, x_rows, stages, ready, tile, lane, 0, 0, P.chunks, P.chunks, token0,
             weight_scale, P, MMA, A,
         )  # fmt: skip
-        output = Output(
+        output = WgmmaOutput(
             row_scale_ptr, bias_ptr + expert * outputs, out_ptr, out_row_scale_ptr, first, stride, places, bound,
         )  # fmt: skip
         block_row = weight_block * (16 * P.warps)
@@ -171,7 +173,7 @@ def _grouped_few_kernel(
             tl.extra.cuda.gdc_wait()
         for i in gl.static_range(AHEAD):
             _copy_rows(x_rows, stages, ready, i, token0, i, True, P)
-        output = Output(
+        output = WgmmaOutput(
             row_scale_ptr, bias_ptr + expert * outputs, out_ptr, out_row_scale_ptr, first, stride, places, bound,
         )  # fmt: skip
         scale = load_row_scales(output, token0, MMA, P)

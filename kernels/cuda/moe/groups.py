@@ -34,7 +34,7 @@ _WGMMA = tl.constexpr(int(OperandLayout.WGMMA))
 
 
 @dataclass(frozen=True)
-class Groups:
+class PairBlocks:
     """The blocks of a step's pairs.
 
     blocks: int32 [1 + `most`]: the number of blocks, then the expert of each; the rest is undefined. positions: int32
@@ -177,7 +177,7 @@ def _group_rows_kernel(
         _store_part(out_ptr, place, column, stride, values, PADDED, FROM, LAYOUT)
 
 
-def number_pairs(experts: Tensor, groups: Groups, pdl: bool = False) -> None:
+def number_pairs(experts: Tensor, groups: PairBlocks, pdl: bool = False) -> None:
     """Fills in `groups` for a routing's experts, int32 [T, k]."""
     pairs = experts.numel()
     chunk = min(_NUMBERED, max(_COUNTED.value, int(triton.next_power_of_2(pairs))))
@@ -189,7 +189,7 @@ def number_pairs(experts: Tensor, groups: Groups, pdl: bool = False) -> None:
 
 
 def group_rows(
-    x: Fp16Operand, cols: int, experts: Tensor, groups: Groups, out: Fp16Operand, pdl: bool = False
+    x: Fp16Operand, cols: int, experts: Tensor, groups: PairBlocks, out: Fp16Operand, pdl: bool = False
 ) -> None:
     """Fills in `groups` for a routing's experts, int32 [T, k], and copies rows x [T, cols] to their places in
     `out`. Columns are padded to 128 with zeros; padding rows are undefined.

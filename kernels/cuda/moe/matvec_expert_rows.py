@@ -32,7 +32,7 @@ _FLOAT_ROWS = 8
 
 
 @triton.jit
-def row_at(x, index, squares, COLS: tl.constexpr):
+def quantized_row(x, index, squares, COLS: tl.constexpr):
     """Row `index` of quantized activations [n, COLS] whose first row is `x`; squares: the row's."""
     return QuantizedRow(
         x.high + index * COLS,
@@ -59,7 +59,8 @@ def check_rows(x: QuantizedActivations, weights: ExpertWeights, rows: int) -> No
 
 
 def check_routing(routing: Routing, weights: ExpertWeights) -> None:
-    """Raises ValueError unless the routing is contiguous int32 and fp32 [T, k], k no more than the experts."""
+    """Raises ValueError unless the routing is contiguous int32 and fp32 [T, k], with k at most the number of
+    experts."""
     experts, factors = routing.experts, routing.weights
     fits = experts.ndim == 2 and experts.shape == factors.shape and experts.shape[1] <= weights.count
     kinds = (experts.dtype, factors.dtype) == (torch.int32, torch.float32)
@@ -87,7 +88,9 @@ def _expert_rows_kernel(
     matrix = Matrix(planes, (expert + 1) * expert_tiles)
     queue = begin_rows(matrix, tile0, P)
     squares_row = squares_ptr + row * P.partials
-    x = row_at(QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps), row, squares_row, P.cols)
+    x = quantized_row(
+        QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps), row, squares_row, P.cols
+    )
     y = finish_rows(queue, load_squares(squares_row, P.partials), matrix, x, tile0, P)
     tile = block + tl.arange(0, P.tiles)[:, None, None, None]
     rh = tl.arange(0, 2)[None, None, :, None]

@@ -33,7 +33,7 @@ from quengine.kernels.cuda.moe.matvec_expert_rows import (
     check_rows,
     expert_program,
     matvec_expert_rows,
-    row_at,
+    quantized_row,
 )
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.rms_normed import RmsNormed
@@ -73,7 +73,7 @@ def _weighted_sums(
     """The weighted sum of products over slots first .. first + SLOTS, fp32 [tiles, 8, 2]."""
     thread = tl.arange(0, 32 * P.tiles * SLOTS * P.k_warps)
     warp = thread >> 5
-    of_pair = row_at(x, pair, x.squares, P.cols)
+    of_pair = quantized_row(x, pair, x.squares, P.cols)
     slot = first + warp // P.k_warps % SLOTS
     weight = tl.load(weights_ptr + row * USED + slot, mask=slot < USED, other=0.0)
     acc = tile_dots(queue, matrix, of_pair, tile, warp % P.k_warps, thread & 31, P)

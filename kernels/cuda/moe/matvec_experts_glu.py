@@ -32,7 +32,7 @@ from quengine.kernels.cuda.moe.matvec_expert_rows import (
     check_rows,
     expert_program,
     matvec_expert_rows,
-    row_at,
+    quantized_row,
 )
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.launch_table import experts_glu_geometry
@@ -61,7 +61,9 @@ def _experts_glu_kernel(
     matrix = Matrix(planes, (expert + 1) * expert_tiles)
     queue = begin_rows(matrix, tile0, P)
     squares_row = squares_ptr + row * P.partials
-    x = row_at(QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps), row, squares_row, P.cols)
+    x = quantized_row(
+        QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps), row, squares_row, P.cols
+    )
     column = (first + tl.arange(0, P.tiles)[:, None, None]) * 8 + tl.arange(0, 8)[None, :, None]
     inside = column < width
     if bias_ptr is not None:

@@ -31,11 +31,11 @@ from quengine.kernels.cuda.sampling.sampling_state import (
     MAX_CAPACITY,
     DecodeState,
     SamplingBuffers,
-    Settings,
+    SamplingSettings,
     block_size,
 )
 
-__all__ = ["MAX_CAPACITY", "NO_TOKEN", "DecodeState", "SamplingBuffers", "Settings", "sample_step"]
+__all__ = ["MAX_CAPACITY", "NO_TOKEN", "DecodeState", "SamplingBuffers", "SamplingSettings", "sample_step"]
 
 NO_TOKEN = -1
 """Stored if every token is banned or a logit is NaN."""

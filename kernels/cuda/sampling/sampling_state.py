@@ -45,7 +45,7 @@ class DecodeState:
 
     @classmethod
     def allocate(cls, batch: int, context: int, device: torch.device) -> "DecodeState":
-        """Of rows whose slots are their own numbers, step after step."""
+        """The state of rows each of which has the slot of its own number in every step."""
         positions = torch.zeros(batch, dtype=torch.int32, device=device)
         slots = torch.arange(batch, dtype=torch.int32, device=device)
         return cls(
@@ -63,7 +63,7 @@ class DecodeState:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SamplingSettings:
     """The sampling settings of one sequence; names and ranges as in `quengine.kernels.sampling.sample`."""
 
     temperature: float = 0.8
@@ -124,7 +124,7 @@ class FullRoom:
 
 @dataclass(frozen=True)
 class SamplingBuffers:
-    """Settings of B slots on the device, and workspace for sampling as many rows.
+    """Settings of B slots on the device, and workspace for sampling B rows.
 
     floats: fp64 [B, 7] (sharpness or 0 for greedy, typical_p, top_p, log of min_p, repeat, presence, frequency); ints:
     int64 [B, 4] (top_k or 0, seed, stream, repeat_last_n); bias: fp64 [B, V] or None; counts: int32 [B, V],
@@ -182,7 +182,9 @@ class SamplingBuffers:
             torch.zeros(batch, vocab, dtype=torch.int32, device=device) if penalties else None,
         )
 
-    def set(self, slot: int, settings: Settings, history: torch.Tensor, bias: dict[int, float]) -> None:
+    def set(
+        self, slot: int, settings: SamplingSettings, history: torch.Tensor, bias: dict[int, float]
+    ) -> None:
         """Sets the settings of a slot; `history`, int32 on the device, is its tokens so far, of which the penalties'
         window is counted. Waits for nothing: what steps in flight append to the history is counted too.
 

@@ -40,7 +40,7 @@ def _table() -> dict[str, Any]:
     return dict(json.loads(_TABLE.read_text()))
 
 
-def device_name() -> str:
+def table_key() -> str:
     """The key of the GPU in the table, "" without one."""
     gpu = current_gpu()
     return "" if gpu is None else gpu.name
@@ -54,7 +54,7 @@ def matvec_key(parts: Sequence[PackedPart], kind: str) -> str:
 
 def matvec_geometry(parts: Sequence[PackedPart], kind: str) -> Geometry:
     """Geometry for a launch of `kind` "rows", "norm" (one tile or an even number) or "swiglu" on the current device."""
-    entry = _table().get(device_name(), {}).get("matvec", {}).get(matvec_key(parts, kind))
+    entry = _table().get(table_key(), {}).get("matvec", {}).get(matvec_key(parts, kind))
     return Geometry(*entry) if entry else default_geometry(parts[0], kind)
 
 
@@ -65,7 +65,7 @@ def experts_key(part: PackedPart, kind: str, tiles: int, used: int) -> str:
 
 def experts_glu_geometry(part: PackedPart, tiles: int, used: int) -> Geometry:
     """Geometry for `used` experts of `tiles` tiles each, on one row; a program's tiles belong to one expert."""
-    entry = _table().get(device_name(), {}).get("experts", {}).get(experts_key(part, "glu", tiles, used))
+    entry = _table().get(table_key(), {}).get("experts", {}).get(experts_key(part, "glu", tiles, used))
     return Geometry(*entry) if entry else _one_tile(part, 4, (72,))
 
 
@@ -74,7 +74,7 @@ def experts_add_geometry(part: PackedPart, tiles: int, used: int) -> tuple[Geome
     and the number of experts, a power of two, that a program's warps take at a time: each tile has that many
     times `k_warps` warps.
     """
-    entry = _table().get(device_name(), {}).get("experts", {}).get(experts_key(part, "add", tiles, used))
+    entry = _table().get(table_key(), {}).get("experts", {}).get(experts_key(part, "add", tiles, used))
     return (Geometry(*entry[1:]), entry[0]) if entry else _default_experts_add(part, tiles, used)
 
 
@@ -82,7 +82,7 @@ def fused_limit(wgmma: bool) -> int:
     """Rows up to which the fused matmul beats dequantizing for cuBLAS, on the current device; `wgmma`: for
     the wgmma matmul, which was faster at every number of rows that was measured.
     """
-    return _fused_limit(device_name(), wgmma)
+    return _fused_limit(table_key(), wgmma)
 
 
 @cache
@@ -102,13 +102,13 @@ def fused_geometry(part: PackedPart, kind: str, rows: int, batch_invariant: bool
     if batch_invariant:
         return default_fused(part, token_tiles)
     key = f"{kind} {part.layout.format} {part.rows} x {part.cols} by {8 * token_tiles}"
-    entry = _table().get(device_name(), {}).get("fused", {}).get(key)
+    entry = _table().get(table_key(), {}).get("fused", {}).get(key)
     return FusedGeometry(*entry) if entry else default_fused(part, token_tiles)
 
 
 def grouped_block(pairs: int, experts: int) -> int:
     """Rows per block of the grouped matmuls on packed weights, for `pairs` pairs of a row and an expert."""
-    return _grouped_block(device_name(), -(-pairs // experts)) or default_block(pairs, experts)
+    return _grouped_block(table_key(), -(-pairs // experts)) or default_block(pairs, experts)
 
 
 @lru_cache(1024)
@@ -131,7 +131,7 @@ def grouped_wgmma_geometry(part: PackedPart, cols: int, block: int, exact: bool)
     """Geometry of the grouped wgmma matmul for blocks of 8 to 256 rows of `cols` columns. Columns are not
     split: experts and blocks make enough programs. exact: see WgmmaFlags.
     """
-    entry = _table().get(device_name(), {}).get("grouped_wgmma", {}).get(str(block))
+    entry = _table().get(table_key(), {}).get("grouped_wgmma", {}).get(str(block))
     if entry:
         geometry = WgmmaGeometry(*entry, block=block)
         return geometry if cols > geometry.columns else replace(geometry, ring=0)
@@ -181,7 +181,7 @@ def wgmma_geometry(
     another part in the same launch.
     """
     shape = Shape(part.layout.format, part.rows, part.cols, part.chunks)
-    return _wgmma_geometry(device_name(), shape, kind, rows, batch_invariant, consumer, beside)
+    return _wgmma_geometry(table_key(), shape, kind, rows, batch_invariant, consumer, beside)
 
 
 def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quengine import LLM
-from quengine.diagnostics.parity.parity import ParityReport, Place, compare_sides
+from quengine.diagnostics.parity.parity import ParityReport, TextPosition, compare_sides
 from quengine.diagnostics.parity.parity_locate import CAPTURED, Location, _Call, _of_what_is_added, locate
 from quengine.diagnostics.parity.parity_operations import LAYER_OPERATIONS, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
@@ -116,13 +116,13 @@ def test_one_scale_of_one_block_is_found(
 def test_a_wrong_row_of_the_embedding_is_found(reference: LLMSide, model: Path, tmp_path: Path) -> None:
     # Row 5 of the table is the row of token 5, which must be in the text to be seen.
     wrong = double_one_super_scale(model, "token_embd.weight", tmp_path / "wrong.gguf")
-    report = placed(Place([5, *IDS], 8))
+    report = placed(TextPosition([5, *IDS], 8))
     with LLM(wrong, "cpu", WORKLOAD.ctx_size, 1) as llm:
         prefill, _ = locate(reference, LLMSide("cpu", llm), report, quiet)
     assert prefill.first is not None and prefill.first.place == "embed"
 
 
-def placed(place: Place) -> ParityReport:
+def placed(place: TextPosition) -> ParityReport:
     """A report that says no more than where to look."""
     return ParityReport("reference", "cpu", {}, {}, {"prefill": place, "decode": place}, [], 0, 0, 0)
 
@@ -165,7 +165,7 @@ def test_a_recorded_step_that_is_not_its_operations_is_found(reference: LLMSide,
 
 
 def test_the_chunk_reaches_up_to_where_the_report_is_worst(reference: LLMSide, model: Path) -> None:
-    place = Place(IDS, 17)
+    place = TextPosition(IDS, 17)
     with LLM(model, "cpu", WORKLOAD.ctx_size, 1, chunk_size=16) as llm:
         prefill, decode = locate(reference, LLMSide("cpu", llm), placed(place), quiet)
     assert (prefill.start, prefill.end) == (16, 18)

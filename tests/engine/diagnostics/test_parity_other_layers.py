@@ -11,7 +11,7 @@ from quengine.diagnostics.parity.parity_locate import CAPTURED, Location, locate
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload
 from quengine.models.layers import LayerTensors
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 
 IDS = [(7 * i * i + 3 * i + 1) % 250 for i in range(20)]
@@ -27,7 +27,7 @@ def quiet(_: str) -> None:
 
 
 def written(preset: str, folder: Path) -> Path:
-    model = find_preset(preset)
+    model = synthetic_preset(preset)
     assert model is not None
     small = replace(model, vocab_size=300, context_length=128, embedding_length=256)
     if small.experts:

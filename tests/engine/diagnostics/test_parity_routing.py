@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quengine import LLM
-from quengine.diagnostics.parity.parity import ParityReport, Place, compare_sides
+from quengine.diagnostics.parity.parity import ParityReport, TextPosition, compare_sides
 from quengine.diagnostics.parity.parity_locate import Location, locate
 from quengine.diagnostics.parity.parity_metrics import Comparison
 from quengine.diagnostics.parity.parity_operations import EXPERT_OPERATIONS
@@ -212,7 +212,7 @@ def located(
     with LLM(path, "cpu", workload.ctx_size, 1, backend) as llm:
         spoil(llm)
         b = LLMSide("cpu", llm)
-        place = Place(workload.windows[0], 20)
+        place = TextPosition(workload.windows[0], 20)
         report = ParityReport("a", "b", {}, {}, {"prefill": place, "decode": place}, [], 0, 0, 0)
         return locate(reference, b, report, quiet)
 

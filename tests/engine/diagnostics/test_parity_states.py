@@ -12,7 +12,7 @@ from quengine.diagnostics.parity.parity_rounding import RoundedSide
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload, plan_workload
 from quengine.kernels.short_conv import ShortConvSpec
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 
 TEXT = "The wheel turns, and 17 x 23 = 391; the old clock "
@@ -20,7 +20,7 @@ TEXT = "The wheel turns, and 17 x 23 = 391; the old clock "
 
 @pytest.fixture(scope="module", params=["lfm2-tiny", "qwen3.5moe-tiny", "nemotron-h-moe-tiny"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    preset = find_preset(request.param)
+    preset = synthetic_preset(request.param)
     assert preset is not None
     small = replace(preset, embedding_length=256, feed_forward_length=256, vocab_size=512)
     if small.experts:

@@ -16,7 +16,7 @@ from quengine.diagnostics.bench.bench_plan import BenchPlan
 from quengine.diagnostics.bench.synthetic_files import synthetic_models
 from quengine.errors import CannotRunError, EngineError
 from quengine.memory import gib
-from quengine.models.synthetic.presets import PRESETS, find_preset
+from quengine.models.synthetic.presets import PRESETS, synthetic_preset
 from quengine.models.synthetic.synthetic import synthetic_bytes
 from tests.quick_python import QuickPopen
 
@@ -151,11 +151,11 @@ def test_an_unknown_preset_is_an_error_that_lists_them() -> None:
 
 
 def test_the_first_layers_of_a_preset_are_one() -> None:
-    fewer = find_preset("llama-3-70b-20l")
+    fewer = synthetic_preset("llama-3-70b-20l")
     assert fewer is not None and fewer.block_count == 20 and fewer.name == "synthetic llama-3-70b-20l"
-    assert find_preset("mistral-7b-2l") == PRESETS["mistral-7b-2l"]
+    assert synthetic_preset("mistral-7b-2l") == PRESETS["mistral-7b-2l"]
     for name in ("llama-3-70b-80l", "llama-3-70b-0l", "llama-3-70b-l", "nothing-2l", "llama-3-70b-2"):
-        assert find_preset(name) is None
+        assert synthetic_preset(name) is None
 
 
 def test_files_of_killed_processes_are_removed_and_those_being_written_stay(

@@ -7,13 +7,11 @@ from quengine.kernels.channel import encode
 from quengine.parallel.wire import (
     TO_RANK,
     Capture,
-    Choose,
+    ChooseExperts,
     Configure,
     CopyBlocks,
-    Forward,
-    Hidden,
-    Launch,
-    Parts,
+    LaunchDecode,
+    PlannedStep,
     Prompts,
     RankPlan,
     ReadCache,
@@ -33,14 +31,17 @@ ROWS = [
 @pytest.mark.parametrize(
     "message",
     [
-        Forward("prefill", ROWS, all_logits=True, eager=False),
-        Forward("decode", ROWS[:1], all_logits=False, eager=True),
-        Hidden(ROWS),
-        Parts(ROWS, [[0, 1], [], [2]]),
+        PlannedStep("prefill", ROWS, "all logits", [1], [(1, 2, 0)]),
+        PlannedStep("decode", ROWS[:1], "last logits", eager=True),
+        PlannedStep("prefill", ROWS, "hidden rows"),
+        PlannedStep("prefill", ROWS, "logits of parts", parts=[[0, 1], [], [2]]),
+        PlannedStep("prefill", ROWS, "tokens", slots=[0, 3, 1], kind=SamplingKind(1, False, True)),
         ReadCache(3, 70000),
         WriteCache(0, 4),
-        Choose({3: [[0, 2], [1, 5]], 0: []}),
-        Launch(GraphKey("decode", 4, 4, SamplingKind(64, bias=True, penalties=False)), {7: 1, 100000: 0}),
+        ChooseExperts({3: [[0, 2], [1, 5]], 0: []}),
+        LaunchDecode(
+            GraphKey("decode", 4, 4, SamplingKind(64, bias=True, penalties=False)), {7: 1, 100000: 0}
+        ),
         Configure(
             3,
             SamplingKind(0, bias=True, penalties=True),

@@ -20,7 +20,7 @@ from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.sampler import Sampler
 from quengine.speculative.draft_model import MOST_ROWS, DraftJob, DraftModel
-from quengine.speculative.load_draft import check_vocabulary
+from quengine.speculative.load_draft import check_same_vocabulary
 from quengine.step_plan import SequenceRows
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import chat_vocabulary, write_tiny
@@ -220,7 +220,7 @@ def test_another_vocabulary_is_refused_with_the_first_token_that_differs(tmp_pat
             EngineError, match=rf"draft model {name}\.gguf has another vocabulary .*{message}"
         ):
             LLM(target, "cpu", threads=1, draft_model=draft)
-    check_vocabulary(open_checkpoint(target), open_checkpoint(write(tmp_path / "same.gguf", blocks=1)))
+    check_same_vocabulary(open_checkpoint(target), open_checkpoint(write(tmp_path / "same.gguf", blocks=1)))
 
 
 def test_weights_and_caches_of_both_models_are_counted_before_anything_is_allocated(

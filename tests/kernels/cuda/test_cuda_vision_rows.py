@@ -7,7 +7,7 @@ import torch
 
 from quengine.kernels.cuda.vision_rows import add_normed, hidden_rows, split_heads
 from quengine.kernels.vision_rows import Norm, PatchActivation, activated
-from quengine.models.vision.blocks import Attention, Block, Linear, Mlp, Windows
+from quengine.models.vision.blocks import Linear, Mlp, VisionAttention, VisionBlock, Windows
 from quengine.models.vision.blocks import rotation_of_halves as halves
 from quengine.models.vision.blocks import rotation_of_pairs as pairs
 from quengine.models.vision.fused_block import fused_block
@@ -86,7 +86,7 @@ def test_hidden_rows_stay_within_fp16(activation: PatchActivation, gated: bool, 
         assert bool(((rows.float() * scale[:, None] - wanted).abs() <= bound + 1e-30).all())
 
 
-def block(device: torch.device, kind: str) -> Block:
+def block(device: torch.device, kind: str) -> VisionBlock:
     size, hidden, heads = 48, 80, 2
 
     def matrix(rows: int, cols: int, seed: int) -> Linear:
@@ -105,15 +105,15 @@ def block(device: torch.device, kind: str) -> Block:
     )
     of_heads = Norm(random(device, size // heads) + 1, None, 1e-6, False)
     norms = (of_heads,) * 3 if kind == "gemma4v" else (None,) * 3
-    attention = Attention(matrix(3 * size, size, 0), matrix(size, size, 1), heads, None, norms)
+    attention = VisionAttention(matrix(3 * size, size, 0), matrix(size, size, 1), heads, None, norms)
     gate = matrix(hidden, size, 2) if rms else None
     mlp = Mlp(matrix(hidden, size, 3), matrix(size, hidden, 4), "silu" if rms else "gelu_tanh", gate)
     post = (third, fourth) if kind == "gemma4v" else None
     scales = (random(device, size + 9)[9:], random(device, size + 8)[8:]) if kind == "internvl" else None
-    return Block(first, attention, second, mlp, scales, post)
+    return VisionBlock(first, attention, second, mlp, scales, post)
 
 
-def halved(block: Block) -> Block:
+def halved(block: VisionBlock) -> VisionBlock:
     """The block with matrices rounded to fp16."""
 
     def half(matrix: Linear | None) -> Linear | None:
@@ -132,7 +132,7 @@ def test_a_layer_is_that_of_the_definition(kind: str, device: torch.device) -> N
     rotate = None if kind == "siglip" else halves(angles)
     windows = Windows.of(height, width, 2, device) if kind == "windows" else None
     x = random(device, 2, height * width, 48)
-    wanted = Block.__call__(plain, x.clone(), rotate, windows)
+    wanted = VisionBlock.__call__(plain, x.clone(), rotate, windows)
     assert halved(plain).fuses and not plain.fuses
     found = fused_block(halved(plain), x.clone(), rotate, windows)
     assert nmse(found, wanted) < 1e-5

@@ -16,7 +16,7 @@ from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.config import LayerSizes
 from quengine.models.decoder import Decoder
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.kernels.cuda.weights import nmse
 
@@ -32,7 +32,7 @@ def _without_dependent_launch(device: torch.device, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(scope="module", params=["gemma-4-moe-tiny", "gemma2-tiny", "gemma-4-e-tiny"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    preset = find_preset(request.param)
+    preset = synthetic_preset(request.param)
     assert preset is not None
     small = replace(
         preset, embedding_length=64, feed_forward_length=64, vocab_size=320, block_count=2, quant="Q8_0",

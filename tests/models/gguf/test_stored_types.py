@@ -13,7 +13,7 @@ from quengine import LLM
 from quengine.kernels.block_formats import NVFP4_SCALED
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.gguf import GGUFError, StringArray, open_gguf
-from quengine.models.synthetic.presets import PRESETS, find_preset
+from quengine.models.synthetic.presets import PRESETS, synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.gguf_builder import GGUFBuilder
 from tests.llama_cpp_logits import llama_cpp_logits
@@ -132,8 +132,8 @@ def test_other_scales_are_refused(tmp_path: Path, scales: dict[str, np.ndarray],
 
 
 def test_presets_all_in_one_type() -> None:
-    whole = find_preset("mistral-7b-iq2_xs")
+    whole = synthetic_preset("mistral-7b-iq2_xs")
     assert whole is not None and (whole.quant, whole.block_count) == ("IQ2_XS", 32)
-    part = find_preset("mistral-7b-2l-nvfp4")
+    part = synthetic_preset("mistral-7b-2l-nvfp4")
     assert part is not None and (part.quant, part.block_count) == ("NVFP4", 2)
-    assert find_preset("mistral-7b-IQ2_XS") is None and find_preset("nothing-iq2_xs") is None
+    assert synthetic_preset("mistral-7b-IQ2_XS") is None and synthetic_preset("nothing-iq2_xs") is None

@@ -9,7 +9,7 @@ import pytest
 
 from quengine.errors import EngineError
 from quengine.models.hf.config_hf import read_hf_config
-from quengine.models.hf.json_file import MAX_JSON_BYTES, MAX_TEXT_BYTES, read_json, read_text
+from quengine.models.hf.json_file import MAX_JSON_BYTES, MAX_TEXT_BYTES, read_json, read_lenient_text
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -76,7 +76,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match=problem):
             read_json(tmp_path / name)
     with pytest.raises(EngineError, match=f"over the limit of {MAX_TEXT_BYTES}"):
-        read_text(tmp_path / "long")
+        read_lenient_text(tmp_path / "long")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from quengine.models.quantize.mixes import (
     choose_types,
     file_order,
     mix_of,
-    tensor_type,
+    type_named,
 )
 
 STOPS = "--token-embedding-type q5_k --output-tensor-type q8_0"
@@ -119,7 +119,7 @@ def test_names_are_llama_quantizes_in_any_case(name: str, mix: str) -> None:
 
 @pytest.mark.parametrize("name", ["IQ2_XXS", "iq3_m", "IQ1_S", "TQ2_0", "Q2_0"])
 def test_types_that_are_not_written_are_refused_by_name(name: str) -> None:
-    for read in (mix_of, tensor_type):
+    for read in (mix_of, type_named):
         with pytest.raises(EngineError, match=f"^{name.upper()}: this type is read, but not written here"):
             read(name)
 
@@ -128,7 +128,7 @@ def test_other_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(EngineError, match=r"no type Q4_K_X: .*did you mean Q4_K_"):
         mix_of("Q4_K_X")
     with pytest.raises(EngineError, match="no tensor type q9_0"):
-        tensor_type("q9_0")
+        type_named("q9_0")
 
 
 def test_a_pattern_that_no_name_has_is_an_error() -> None:

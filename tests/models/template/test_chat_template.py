@@ -11,7 +11,7 @@ from quengine.errors import EngineError
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.hub.hub import resolve_model
 from quengine.models.template.chat_template import ChatTemplate, ChatTemplateError, encode_chat
-from quengine.models.template.limited_process import Limits
+from quengine.models.template.limited_process import ProcessLimits
 from quengine.models.tokenizer import Tokenizer
 from tests.gguf_builder import GGUFBuilder, bpe_vocabulary, spm_vocabulary
 from tests.llama_cpp_convert import write_tokenizer
@@ -120,7 +120,7 @@ def test_a_template_that_wants_too_much_is_stopped(
     """By its own limits, which count processor time: beside other work that takes longer than users wait."""
     monkeypatch.setattr("quengine.models.template.limited_process.PATIENCE_SECONDS", 240.0)
     if "seconds" in problem:
-        given = Limits(cpu_seconds=0.5, memory_bytes=512 << 20)
+        given = ProcessLimits(cpu_seconds=0.5, memory_bytes=512 << 20)
         monkeypatch.setattr("quengine.models.template.chat_template._LIMITS", given)
     with pytest.raises(ChatTemplateError, match=problem):
         render(source)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quengine.models.template.limited_process import LimitedProcess, Limits, ProcessStoppedError
+from quengine.models.template.limited_process import LimitedProcess, ProcessLimits, ProcessStoppedError
 
-LIMITS = Limits(cpu_seconds=1.0, memory_bytes=1 << 30)
+LIMITS = ProcessLimits(cpu_seconds=1.0, memory_bytes=1 << 30)
 
 
 def template(source: str) -> LimitedProcess:
@@ -52,7 +52,8 @@ def test_the_end_of_a_worker_is_said(
 ) -> None:
     monkeypatch.setattr("quengine.models.template.limited_process.MAX_ANSWER_BYTES", 1 << 20)
     worker = tmp_path / "worker.py"
-    begin = "from quengine.models.template.limited_worker import Worker\nworker = Worker()\nnext(worker.requests())"
+    begin = "from quengine.models.template.limited_worker import LimitedWorker\nworker = LimitedWorker()\n"
+    begin += "next(worker.requests())"
     worker.write_text(f"import os, signal, sys\n{begin}\n{end}\n")
     with pytest.raises(ProcessStoppedError, match=problem):
         LimitedProcess(worker, {}, LIMITS).ask({})

@@ -54,7 +54,7 @@ class RawReader:
 
 
 @dataclass
-class Part:
+class AnswerPart:
     """More of an answer."""
 
     content: str = ""
@@ -96,7 +96,7 @@ class AnswerLines(ChunkForm, ABC):
 
     @staticmethod
     @abstractmethod
-    def part_body(part: Part) -> dict[str, Any]:
+    def part_body(part: AnswerPart) -> dict[str, Any]:
         """The fields that a part of the answer is in."""
 
     def piece(self, choice: int, piece: Piece) -> bytes:
@@ -104,13 +104,13 @@ class AnswerLines(ChunkForm, ABC):
         parts = self._parts(self._reader.push(piece))
         scores = self._logprobs(piece)
         if scores and not parts:
-            parts = [Part()]
+            parts = [AnswerPart()]
         return b"".join(self._line(part, scores if not n else {}) for n, part in enumerate(parts))
 
     def finished(self, choice: int, end: Finished) -> bytes:
         del choice
         held = b"".join(self._line(part, {}) for part in self._rest())
-        return held + line(self._head() | self.part_body(Part()) | self._tail(end))
+        return held + line(self._head() | self.part_body(AnswerPart()) | self._tail(end))
 
     def failed(self, error: ApiError) -> bytes:
         return line(OllamaError(error).body)
@@ -118,14 +118,14 @@ class AnswerLines(ChunkForm, ABC):
     def whole(self, piece: Piece, end: Finished) -> dict[str, Any]:
         """The answer that is not streamed."""
         parts = self._parts(self._reader.push(piece)) + self._rest()
-        part = Part(
+        part = AnswerPart(
             "".join(each.content for each in parts),
             "".join(each.thinking for each in parts),
             [call for each in parts for call in each.calls],
         )
         return self._head() | self.part_body(part) | self._logprobs(piece) | self._tail(end)
 
-    def _line(self, part: Part, scores: dict[str, Any]) -> bytes:
+    def _line(self, part: AnswerPart, scores: dict[str, Any]) -> bytes:
         return line(self._head() | self.part_body(part) | scores | {"done": False})
 
     def _head(self) -> dict[str, Any]:
@@ -150,11 +150,11 @@ class AnswerLines(ChunkForm, ABC):
             **self._reader.checked(self._service, end),
         }
 
-    def _rest(self) -> list[Part]:
+    def _rest(self) -> list[AnswerPart]:
         return self._parts(self._reader.finish()) + self._end_call()
 
-    def _parts(self, deltas: Sequence[dict[str, Any]]) -> list[Part]:
-        parts: list[Part] = []
+    def _parts(self, deltas: Sequence[dict[str, Any]]) -> list[AnswerPart]:
+        parts: list[AnswerPart] = []
         for delta in deltas:
             for call in delta.get("tool_calls", ()):
                 if "id" in call:
@@ -165,10 +165,10 @@ class AnswerLines(ChunkForm, ABC):
             content, thinking = delta.get("content") or "", delta.get("reasoning_content") or ""
             if content or thinking:
                 parts += self._end_call()
-                parts.append(Part(content, thinking))
+                parts.append(AnswerPart(content, thinking))
         return parts
 
-    def _end_call(self) -> list[Part]:
+    def _end_call(self) -> list[AnswerPart]:
         """The call that has come; nothing of one whose arguments were cut, as the reason of the end says."""
         call, self._call = self._call, None
         if call is None:
@@ -181,12 +181,12 @@ class AnswerLines(ChunkForm, ABC):
             return []
         function = {"index": self._calls, "name": call["name"], "arguments": arguments}
         self._calls += 1
-        return [Part(calls=[{"id": call["id"], "function": function}])]
+        return [AnswerPart(calls=[{"id": call["id"], "function": function}])]
 
 
 class ChatLines(AnswerLines):
     @staticmethod
-    def part_body(part: Part) -> dict[str, Any]:
+    def part_body(part: AnswerPart) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": part.content}
         if part.thinking:
             message["thinking"] = part.thinking
@@ -197,7 +197,7 @@ class ChatLines(AnswerLines):
 
 class GenerateLines(AnswerLines):
     @staticmethod
-    def part_body(part: Part) -> dict[str, Any]:
+    def part_body(part: AnswerPart) -> dict[str, Any]:
         return {"response": part.content, **({"thinking": part.thinking} if part.thinking else {})}
 
 

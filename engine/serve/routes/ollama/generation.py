@@ -14,9 +14,9 @@ from quengine.serve.routes.chat import prepare_chat
 from quengine.serve.routes.completions import prepare_completions
 from quengine.serve.routes.ollama.answers import (
     AnswerLines,
+    AnswerPart,
     ChatLines,
     GenerateLines,
-    Part,
     RawReader,
     Reader,
     loaded,
@@ -58,7 +58,7 @@ async def _answered(
     body = await read_request(request, kind, service.limits)
     service.check_model_name(served_name(service, body.model))
     if body.asks_nothing:
-        return json_response(loaded(service, form.part_body(Part()), body.keep_alive))
+        return json_response(loaded(service, form.part_body(AnswerPart()), body.keep_alive))
     notes: list[str] = []
     given = converted(service, body)
     prepare = _prepared(service, given) if body.truncate is False else _fitting(service, given, notes)

@@ -12,7 +12,7 @@ from quengine.kernels.cuda.attention.prefill_tiles import cut_tiles
 from quengine.kernels.cuda.gated_delta.arithmetic import net_of
 from quengine.kernels.cuda.gated_delta.decode import can_norm
 from quengine.kernels.cuda.gated_delta.gated_delta import gated_delta_decode, gated_delta_rows
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.forward_batch import ForwardBatch
@@ -48,7 +48,7 @@ def run(
     several, tables = batch.phase == "prefill" or batch.shares_sequences, batch.block_tables_of(1).to(device)
     # Rows as a matmul leaves them: scales of powers of two change no bit.
     scale = torch.tensor([2.0, 0.5, 8.0])[torch.arange(len(x)) % 3] if several else torch.ones(len(x))
-    step = StepRows(
+    step = StateRows(
         (x / (4.0 * scale if several else scale)[:, None]).to(device), scale.to(device), 4.0 if several else 1.0,
         batch.positions.to(device), tables, tiles,
     )  # fmt: skip

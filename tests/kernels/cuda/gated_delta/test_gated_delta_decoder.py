@@ -18,7 +18,7 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.runners.graph_keys import GraphKey
 from quengine.runners.static_inputs import PrefillInputs
@@ -37,7 +37,7 @@ def _without_dependent_launch(device: torch.device, monkeypatch: pytest.MonkeyPa
 
 
 def written(folder: Path, head_dim: int) -> Checkpoint:
-    preset = find_preset("qwen3.5-tiny")
+    preset = synthetic_preset("qwen3.5-tiny")
     assert preset is not None
     small = replace(
         preset, embedding_length=64, feed_forward_length=64, vocab_size=320, head_count=2, head_count_kv=1,

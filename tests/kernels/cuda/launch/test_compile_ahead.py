@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quengine.kernels.cuda.launch.compile_ahead import marker
+from quengine.kernels.cuda.launch.compile_ahead import compiled_marker
 from tests.fork_server import without_interpreter
 
 POOL = (
@@ -188,10 +188,10 @@ def test_a_marker_lies_in_the_cache_and_names_what_it_was_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    one = marker("GPU X", (4096, 32))
+    one = compiled_marker("GPU X", (4096, 32))
     assert one.parent == tmp_path
-    assert one == marker("GPU X", (4096, 32))
-    assert len({one, marker("GPU Y", (4096, 32)), marker("GPU X", (4096, 33))}) == 3
+    assert one == compiled_marker("GPU X", (4096, 32))
+    assert len({one, compiled_marker("GPU Y", (4096, 32)), compiled_marker("GPU X", (4096, 33))}) == 3
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import SlotLayer
 from quengine.kernels.cuda.attention.prefill_tiles import cut_tiles
-from quengine.kernels.cuda.gated_delta.rows import StepRows
+from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.mamba2.mamba2 import mamba2_decode, mamba2_rows
@@ -52,7 +52,7 @@ def run(
     several, tables = batch.phase == "prefill" or batch.shares_sequences, batch.block_tables_of(1).to(device)
     # Rows as a matmul leaves them: scales of powers of two change no bit.
     scale = torch.tensor([2.0, 0.5, 8.0])[torch.arange(len(x)) % 3] if several else torch.ones(len(x))
-    step = StepRows(
+    step = StateRows(
         (x / (4.0 * scale if several else scale)[:, None]).to(device), scale.to(device), 4.0 if several else 1.0,
         batch.positions.to(device), tables, tiles,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.kernels.cuda.weights import nmse
 
@@ -30,7 +30,7 @@ def _without_dependent_launch(device: torch.device, monkeypatch: pytest.MonkeyPa
 
 
 def written(folder: Path, name: str, head_dim: int = 16) -> Checkpoint:
-    preset = find_preset(name)
+    preset = synthetic_preset(name)
     assert preset is not None
     small = replace(
         preset, embedding_length=64, feed_forward_length=64, vocab_size=320, head_count=2, head_count_kv=1,

@@ -2,7 +2,7 @@
 
 import torch
 
-from quengine.kernels.cuda.moe.groups import Groups
+from quengine.kernels.cuda.moe.groups import PairBlocks
 from quengine.kernels.moe.grouping import most_blocks
 
 
@@ -14,6 +14,6 @@ def chosen(rows: int, used: int, count: int, seed: int = 0) -> torch.Tensor:
     return scores.topk(used, dim=-1).indices.sort(dim=-1).values.to(torch.int32)
 
 
-def empty_groups(pairs: int, count: int, block: int, device: torch.device) -> Groups:
+def empty_groups(pairs: int, count: int, block: int, device: torch.device) -> PairBlocks:
     blocks = torch.full((1 + most_blocks(pairs, count, block),), -7, dtype=torch.int32, device=device)
-    return Groups(blocks, torch.full((pairs,), -7, dtype=torch.int32, device=device), block, count)
+    return PairBlocks(blocks, torch.full((pairs,), -7, dtype=torch.int32, device=device), block, count)

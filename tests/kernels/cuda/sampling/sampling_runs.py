@@ -4,13 +4,18 @@ import numpy as np
 import torch
 
 from quengine.kernels import sampling as definition
-from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
+from quengine.kernels.cuda.sampling.sampling import (
+    DecodeState,
+    SamplingBuffers,
+    SamplingSettings,
+    sample_step,
+)
 
 CONTEXT = 40
 
 
 def expected_token(
-    logits: torch.Tensor, s: Settings, history: list[int], bias: dict[int, float], position: int
+    logits: torch.Tensor, s: SamplingSettings, history: list[int], bias: dict[int, float], position: int
 ) -> int:
     """The CPU definition's token at `position`, the history before it given."""
     x = logits.cpu().numpy()
@@ -32,7 +37,7 @@ def expected_token(
     )
 
 
-def room_for(rows: list[Settings]) -> int:
+def room_for(rows: list[SamplingSettings]) -> int:
     """The top_k to allocate buffers with."""
     wanted = [1 if s.temperature == 0 else s.top_k for s in rows]
     return 0 if min(wanted) == 0 else max(wanted)
@@ -40,7 +45,7 @@ def room_for(rows: list[Settings]) -> int:
 
 def run(
     device: torch.device,
-    rows: list[Settings],
+    rows: list[SamplingSettings],
     steps: int,
     vocab: int = 1100,
     bias: dict[int, float] | None = None,
@@ -54,7 +59,7 @@ def run(
 
 def run_on(
     device: torch.device,
-    rows: list[Settings],
+    rows: list[SamplingSettings],
     steps: list[torch.Tensor],
     bias: dict[int, float] | None = None,
 ) -> None:

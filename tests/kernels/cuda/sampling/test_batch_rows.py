@@ -12,7 +12,12 @@ from quengine.kernels.cuda.sampling.batch_rows import (
     place_rows,
     take_drafts,
 )
-from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, Settings, sample_step
+from quengine.kernels.cuda.sampling.sampling import (
+    DecodeState,
+    SamplingBuffers,
+    SamplingSettings,
+    sample_step,
+)
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 SLOTS, BLOCKS = 5, 3
@@ -83,7 +88,7 @@ def test_rows_sample_with_their_slots_settings_for_their_targets(device: torch.d
     history = torch.zeros(SLOTS, context, dtype=torch.int32, device=device)
     for slot in range(SLOTS):
         bias = {20 + slot: 1e9}  # the only token that is drawn
-        buffers.set(slot, Settings(top_k=top_k, seed=slot), history[slot, :0], bias)
+        buffers.set(slot, SamplingSettings(top_k=top_k, seed=slot), history[slot, :0], bias)
     padding = 4
     step = StepRows(
         ints(device, 3, 1, 1, padding),

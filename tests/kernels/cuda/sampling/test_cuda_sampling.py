@@ -13,7 +13,7 @@ from quengine.kernels.cuda.sampling.sampling import (
     NO_TOKEN,
     DecodeState,
     SamplingBuffers,
-    Settings,
+    SamplingSettings,
     sample_step,
 )
 from quengine.kernels.cuda.sampling.sampling_parts import mass
@@ -22,43 +22,47 @@ from tests.kernels.cuda.sampling.sampling_runs import run
 
 
 def test_greedy_takes_the_first_of_ties(device: torch.device) -> None:
-    run(device, [Settings(temperature=0.0)], 3, ties=True)
+    run(device, [SamplingSettings(temperature=0.0)], 3, ties=True)
 
 
 def test_defaults_and_other_seeds_and_streams(device: torch.device) -> None:
-    run(device, [Settings(seed=1), Settings(seed=2**64 - 1), Settings(seed=1, stream=7)], 1)
+    run(
+        device,
+        [SamplingSettings(seed=1), SamplingSettings(seed=2**64 - 1), SamplingSettings(seed=1, stream=7)],
+        1,
+    )
 
 
 def test_tied_candidates(device: torch.device) -> None:
-    run(device, [Settings(seed=3, top_k=5, top_p=1.0, min_p=0.0)], 2, ties=True)
+    run(device, [SamplingSettings(seed=3, top_k=5, top_p=1.0, min_p=0.0)], 2, ties=True)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        Settings(seed=4, top_p=0.3, min_p=0.0),
-        Settings(seed=5, top_p=1.0, min_p=0.4, temperature=2.0),
-        Settings(seed=6, typical_p=0.5, top_p=0.9),
-        Settings(seed=7, top_k=100, top_p=1.0, min_p=0.0, temperature=1.5),
-        Settings(seed=8, top_k=1),
-        Settings(seed=9, temperature=1e-4),
+        SamplingSettings(seed=4, top_p=0.3, min_p=0.0),
+        SamplingSettings(seed=5, top_p=1.0, min_p=0.4, temperature=2.0),
+        SamplingSettings(seed=6, typical_p=0.5, top_p=0.9),
+        SamplingSettings(seed=7, top_k=100, top_p=1.0, min_p=0.0, temperature=1.5),
+        SamplingSettings(seed=8, top_k=1),
+        SamplingSettings(seed=9, temperature=1e-4),
     ],
 )
-def test_each_sampler(settings: Settings, device: torch.device) -> None:
+def test_each_sampler(settings: SamplingSettings, device: torch.device) -> None:
     run(device, [settings], 1)
 
 
 @pytest.mark.parametrize("window", [-1, 0, 2, 64])
 def test_penalties_follow_the_window(window: int, device: torch.device) -> None:
-    settings = Settings(
+    settings = SamplingSettings(
         seed=10, repeat=1.3, presence=0.4, frequency=0.6, repeat_last_n=window, temperature=0.0
     )
     run(device, [settings], 4, vocab=1024)
 
 
 def test_bias_moves_and_bans(device: torch.device) -> None:
-    run(device, [Settings(seed=11, temperature=0.0)], 1, bias={17: 100.0})
-    run(device, [Settings(seed=11)], 1, bias={17: 4.0, 18: -math.inf, 19: 1e300})
+    run(device, [SamplingSettings(seed=11, temperature=0.0)], 1, bias={17: 100.0})
+    run(device, [SamplingSettings(seed=11)], 1, bias={17: 4.0, 18: -math.inf, 19: 1e300})
 
 
 @pytest.mark.parametrize("top_k", [1, 40])
@@ -68,7 +72,7 @@ def test_no_token_where_there_is_none(top_k: int, logit: float, device: torch.de
     logits[0, 9] = logit
     state = DecodeState.allocate(1, 8, device)
     buffers = SamplingBuffers.allocate(1, 70, top_k, device, False, False)
-    buffers.set(0, Settings(top_k=top_k), state.history[0, :0], {})
+    buffers.set(0, SamplingSettings(top_k=top_k), state.history[0, :0], {})
     assert sample_step(logits.to(device), state, buffers).tolist() == [NO_TOKEN]
 
 
@@ -107,15 +111,20 @@ def test_compiled_for_a_gpu_no_product_of_a_mass_is_fused_with_its_sum() -> None
 
 
 def test_greedy_rows_ignore_what_other_rows_sample_with(device: torch.device) -> None:
-    run(device, [Settings(temperature=0.0, typical_p=0.2, top_k=0), Settings(seed=2)], 1, vocab=300)
+    run(
+        device,
+        [SamplingSettings(temperature=0.0, typical_p=0.2, top_k=0), SamplingSettings(seed=2)],
+        1,
+        vocab=300,
+    )
 
 
 def test_settings_beyond_the_buffers_are_refused(device: torch.device) -> None:
     buffers = SamplingBuffers.allocate(1, 70, 40, device, False, False)
     nothing = torch.empty(0, dtype=torch.int32, device=device)
     with pytest.raises(EngineError, match="top-k 0"):
-        buffers.set(0, Settings(top_k=0), nothing, {})
+        buffers.set(0, SamplingSettings(top_k=0), nothing, {})
     with pytest.raises(EngineError, match="penalties"):
-        buffers.set(0, Settings(repeat=1.1), nothing, {})
+        buffers.set(0, SamplingSettings(repeat=1.1), nothing, {})
     with pytest.raises(EngineError, match="bias"):
-        buffers.set(0, Settings(), nothing, {3: 1.0})
+        buffers.set(0, SamplingSettings(), nothing, {3: 1.0})

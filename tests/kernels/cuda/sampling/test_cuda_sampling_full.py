@@ -9,7 +9,7 @@ from quengine.kernels.cuda.sampling.sampling import (
     NO_TOKEN,
     DecodeState,
     SamplingBuffers,
-    Settings,
+    SamplingSettings,
     sample_step,
 )
 from tests.kernels.cuda.sampling.sampling_runs import run, run_on
@@ -17,16 +17,16 @@ from tests.kernels.cuda.sampling.sampling_runs import run, run_on
 VOCAB = 700  # more than are compared each with each
 
 
-def free(**given: float) -> Settings:
+def free(**given: float) -> SamplingSettings:
     """No sampler but those given."""
-    return Settings(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5} | given)  # type: ignore[arg-type]
+    return SamplingSettings(**{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5} | given)  # type: ignore[arg-type]
 
 
 MIXED = [
     free(),
     free(top_p=0.5, seed=6),
-    Settings(temperature=0.0, top_k=0, typical_p=0.3),
-    Settings(seed=2**64 - 1, stream=3),
+    SamplingSettings(temperature=0.0, top_k=0, typical_p=0.3),
+    SamplingSettings(seed=2**64 - 1, stream=3),
     free(top_k=200, top_p=0.8, min_p=0.05, temperature=1.5),
     free(min_p=0.2, temperature=3.0),
     free(typical_p=0.3, top_k=300, top_p=0.7, temperature=2.0),
@@ -42,7 +42,7 @@ def test_penalties_and_bias_of_each_row(device: torch.device) -> None:
     rows = [
         free(repeat=1.3, presence=0.4, frequency=0.6, repeat_last_n=2),
         free(),
-        Settings(temperature=0.0, frequency=3.0, repeat_last_n=-1),
+        SamplingSettings(temperature=0.0, frequency=3.0, repeat_last_n=-1),
     ]
     run(device, rows, 3, vocab=90, bias={17: 2.5, 18: -math.inf, 19: -1e300})
 
