@@ -9,6 +9,7 @@ file first.
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,15 +26,25 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / "build"
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-import torch
-
 # Without bytecode every worker would rewrite the assertions of all tests, and each process compile what it imports.
 sys.dont_write_bytecode = False
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+_WORKERS = re.compile(r" (-n ?|--numprocesses[ =])(auto|logical|[1-9]\d*)(?= )")
 
-from tests.quick_python import QuickPopen  # noqa: E402  (keeps the variables of now)
+
+def _only_hands_out() -> bool:
+    """Whether this process hands tests out to workers and runs none, so that they need not wait for its imports."""
+    here = "PYTEST_XDIST_WORKER" in os.environ or "--pdb" in sys.argv
+    return not here and _WORKERS.search(f" {' '.join(sys.argv[1:])} ") is not None
+
+
+if not _only_hands_out():
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+
+    import tests.quick_python  # noqa: F401  (keeps the variables of now)
 
 # A shell starts `make test &` with interrupts ignored, and nohup with hang-ups. Processes of tests would inherit that,
 # where Ctrl-C is to end them.
@@ -43,6 +54,8 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -53,6 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup() -> None:
     """Torch's operators on one thread, whatever a test before has set: several spin longer than tests' sizes take, and
     each worker of a run has one core. With a GPU a reference is of real models' sizes, and keeps torch's threads."""
+    import torch
+
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
 
@@ -83,6 +98,7 @@ def _models_run_on_one_thread() -> Iterator[None]:
 def _processes_begin_with_torch() -> Iterator[None]:
     """Processes that models and servers start have imported torch already."""
     from quengine.kernels import child_process
+    from tests.quick_python import QuickPopen
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         quick = SimpleNamespace(**{**vars(subprocess), "Popen": QuickPopen})
@@ -101,6 +117,8 @@ def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _interpreter_for_tests() -> Iterator[None]:
     """Tests of bit-equality through the interpreter must not depend on the host's BLAS."""
+    import torch
+
     if torch.cuda.is_available():
         yield
         return

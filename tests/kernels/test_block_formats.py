@@ -16,6 +16,7 @@ from quengine.kernels.block_formats import (
 )
 from quengine.kernels.codebooks import codebook
 from quengine.kernels.quant_tensor import QuantTensor
+from tests.each_case import each_case
 from tests.ggml_types import ggml_dequantize, ggml_sizes
 from tests.kernels.weights import put_top
 
@@ -64,7 +65,7 @@ def test_sizes_are_those_of_gguf(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STORED)
-@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (7, 3), (33, 5)])
+@each_case(("rows", "blocks"), [(1, 1), (7, 3), (33, 5)])
 def test_dequantize_is_bit_exact_with_gguf(name: str, rows: int, blocks: int) -> None:
     data = random_rows(name, rows, blocks, seed=rows)
     ours = dequantize(FORMATS[name], torch.from_numpy(data)).numpy()

@@ -12,6 +12,7 @@ from quengine.models.config import BlockKind, CacheGroup, ModelConfig, RopeScali
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.hf.config_hf import read_hf_config
+from tests.each_case import each_case
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder, spm_vocabulary
 
 NAN, INF = float("nan"), float("inf")
@@ -134,10 +135,8 @@ INTEGER_KEYS = (
 )
 
 
-@pytest.mark.parametrize("key", INTEGER_KEYS)
-@pytest.mark.parametrize(
-    "value", [0, (-1, "int32"), (2**31, "uint32"), (2**63, "uint64"), 2.0, "2", True], ids=str
-)
+@each_case("key", INTEGER_KEYS)
+@each_case("value", [0, (-1, "int32"), (2**31, "uint32"), (2**63, "uint64"), 2.0, "2", True])
 def test_counts_of_zero_or_huge_or_of_another_type_are_refused(tmp_path, key, value):
     with pytest.raises(GGUFError) as caught:
         from_metadata(tmp_path, {f"llama.{key}": value})

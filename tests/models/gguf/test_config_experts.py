@@ -10,6 +10,7 @@ from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, Ro
 from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
+from tests.each_case import each_case
 from tests.gguf_builder import GGUFBuilder, ModelSizes, spm_vocabulary
 
 NAN, INF = float("nan"), float("inf")
@@ -109,9 +110,7 @@ WRONG: dict[str, list[Any]] = {
 OF_GROUPS: list[Any] = [None, 0, 5, (-1, "int32"), (2**63, "uint64"), 1.0, "1"]
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
-)
+@each_case(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
 def test_values_out_of_range_or_of_another_type_are_refused_by_key(
     tmp_path: Path, key: str, value: Any
 ) -> None:
@@ -122,7 +121,7 @@ def test_values_out_of_range_or_of_another_type_are_refused_by_key(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", OF_GROUPS)
+@each_case("value", OF_GROUPS)
 def test_groups_used_are_refused_by_key(tmp_path: Path, value: Any) -> None:
     with pytest.raises(GGUFError) as caught:
         config(tmp_path, expert_group_count=4, expert_group_used_count=value)

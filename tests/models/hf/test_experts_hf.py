@@ -9,6 +9,7 @@ from quengine.kernels.moe.router_kind import MOST_EXPERTS, RouterKind
 from quengine.models.architectures import MODEL_TYPES
 from quengine.models.config import ExpertConfig, ModelConfig
 from quengine.models.hf.config_hf import read_hf_config
+from tests.each_case import each_case
 from tests.gguf_builder import ModelSizes
 from tests.hf_writer import hf_config
 
@@ -99,7 +100,7 @@ WRONG: dict[str, list[Any]] = {
 
 
 CASES = [
-    pytest.param(name, field, key, value, id=f"{name}-{field}-{str(value)[:20]}")
+    (name, field, key, value)
     for name in MIXTURES
     for field, key in MODEL_TYPES[name][1].expert_keys.items()
     for value in WRONG[field]
@@ -109,7 +110,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "field", "key", "value"), CASES)
+@each_case(("model_type", "field", "key", "value"), CASES)
 def test_values_out_of_range_or_of_another_type_are_refused_by_key(
     model_type: str, field: str, key: str, value: Any
 ) -> None:

@@ -5,11 +5,12 @@ import pytest
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.hub.hub import catalogue, closest_aliases, hub_name
 from quengine.models.hub.hub_name import quant_of
+from tests.each_case import each_case
 
 ENTRIES = list(catalogue().values())
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.alias)
+@each_case("entry", ENTRIES)
 def test_every_entry_names_a_repository_a_gguf_file_and_where_they_were_looked_up(entry):
     user, _, repo = entry.repo.partition("/")
     assert user and repo and "/" not in repo

@@ -25,6 +25,7 @@ from quengine.models.quantize.mixes import (
     mix_of,
     type_named,
 )
+from tests.each_case import each_case
 
 STOPS = "--token-embedding-type q5_k --output-tensor-type q8_0"
 """With these options llama-quantize stops at rows that hold no whole blocks ("odd"); we take a type that they fit."""
@@ -91,7 +92,7 @@ def chosen(model: str, mix: str, imatrix: bool = False, overrides: Overrides | N
     return choose_types(tensors(model), mix_of(mix), MODELS[model], given, imatrix)
 
 
-@pytest.mark.parametrize("key", RECORDED)
+@each_case("key", RECORDED)
 def test_types_are_those_of_llama_quantize(key: str) -> None:
     model, mix, *rest = key.split(" ", 2)
     options = rest[0] if rest else ""

@@ -9,6 +9,7 @@ from quengine.kernels.cuda.weights.lanes import by_lane
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, pack
 from quengine.kernels.quant_tensor import QuantTensor
+from tests.each_case import each_case
 from tests.kernels.cuda.gemm.unpack_part import unpack_part
 from tests.kernels.cuda.weights import ordinary_weight
 
@@ -36,7 +37,7 @@ def assert_same(ours: Groups, stored: Groups) -> None:
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)
-@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (16, 3), (37, 5), (48, 8)])
+@each_case(("rows", "blocks"), [(1, 1), (16, 3), (37, 5), (48, 8)])
 def test_unpacking_gives_back_the_stored_integers(
     name: str, rows: int, blocks: int, device: torch.device
 ) -> None:
@@ -60,8 +61,8 @@ def test_a_lane_holds_32_neighbouring_columns_of_a_block_and_their_scales(name: 
         assert torch.equal(scaled[..., rh], first[:: layout.steps_per_set, :, 0].T)
 
 
-@pytest.mark.parametrize("name", PACKED_FORMATS)
-@pytest.mark.parametrize("cols", [4096, 1536, 11008])
+@each_case("name", PACKED_FORMATS)
+@each_case("cols", [4096, 1536, 11008])
 def test_planes_take_at_most_three_percent_over_the_file(name: str, cols: int) -> None:
     layout = packed_layout(FORMATS[name], cols)
     bits_per_weight = 8 * layout.chunk_bytes / (16 * layout.chunk)
