@@ -24,6 +24,11 @@ class EmbeddedRows(NamedTuple):
     spans: Sequence[tuple[int, int, int]] = ()
     later: Tensor | None = None
 
+    @property
+    def of_later_layers(self) -> Sequence[Tensor]:
+        """`later`, of no layer where there is none."""
+        return () if self.later is None else self.later.unbind(0)
+
 
 def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
     """x [T, K] with the given rows written over it, which are not scaled; the definition, and the CPU's operation."""

@@ -118,7 +118,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all rows, given the cache before them."""
         rows = batch.logits_rows
-        later = 0 if batch.embeds is None or batch.embeds.later is None else len(batch.embeds.later)
+        later = 0 if batch.embeds is None else len(batch.embeds.of_later_layers)
         if rows is None or self._keeps(batch) or later > self.last_writer:
             x = self._all_rows(batch, cache)
             x = x if rows is None else self.backend.gather_rows(x, rows)
@@ -190,15 +190,15 @@ class Decoder:
         x = x if self.streams is None else self.streams.open(batch, x)
         held = [cache[source] for source in self._sources]
         gathers_at, every, fused = self._gathers_at(batch, rows), batch, None
-        embeds = batch.embeds
+        embeds, later = batch.embeds, () if batch.embeds is None else batch.embeds.of_later_layers
         for i, (block, layer, next_norm) in enumerate(zip(self.blk, held, self._next_norms, strict=True)):
             kept = rows if i == gathers_at else None
             if self.fused is not None:
                 fused = self.fused.add(every, i, x, fused)
-            adds = embeds is not None and embeds.later is not None and i < len(embeds.later)
+            adds = i < len(later)
             x = block(batch, x, layer, None if adds else next_norm, kept, inputs)
-            if adds:
-                x = self.backend.add_to_rows(x, embeds.rows, embeds.later[i])
+            if adds and embeds is not None:
+                x = self.backend.add_to_rows(x, embeds.rows, later[i])
             if kept is not None and i < self._last_mixer:
                 batch = batch.of_last_rows(kept)
                 inputs = None if inputs is None else self.backend.gather_rows(inputs, kept)

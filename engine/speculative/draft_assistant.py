@@ -15,7 +15,7 @@ from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.model_runner import ModelRunner
 from quengine.models.assistant_decoder import AssistantDecoder
-from quengine.platform.ranges import Range
+from quengine.platform.ranges import ProfilerRange
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.sampler import Sampler
@@ -55,7 +55,7 @@ class AssistantDrafts(DraftModel):
         histories = {each: list(each.token_ids) for each in drafting}
         for each in drafting:
             self._sampler_of(each).reset()  # it has seen drafted tokens that were rejected
-        with Range("draft steps"):
+        with ProfilerRange("draft steps"):
             hidden = self._first_rows(drafting) if drafting else None
             while drafting:
                 batch = decode_batch(

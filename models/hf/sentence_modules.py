@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quengine.errors import EngineError
-from quengine.models.config import EncoderSizes, Pooling
+from quengine.models.config import EncoderSizes, ModelPooling
 from quengine.models.hf.json_file import read_json, read_json_array
 
-_POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+_POOLINGS: Mapping[str, ModelPooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 _FLAG = "pooling_mode_"
-_FLAGS: Mapping[str, Pooling] = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+_FLAGS: Mapping[str, ModelPooling] = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
 _IDENTITY = ("torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Identity")
 
 
@@ -26,7 +26,7 @@ class Projection(NamedTuple):
     rows: int
 
 
-def read_pooling(folder: Path) -> Pooling | None:
+def read_pooling(folder: Path) -> ModelPooling | None:
     """What the model makes of a text's rows; None where the folder does not say.
 
     Raises EngineError for a file that is no JSON, and for a pooling that is not implemented.
@@ -62,12 +62,12 @@ def read_projections(folder: Path, width: int) -> tuple[Projection, ...]:
             raise EngineError(f"{path}: activation_function: {activation!r} is not implemented")
         if given.get("bias", True):
             raise EngineError(f"{path}: bias: a bias is not implemented")
-        sizes = [given.get(key) for key in ("in_features", "out_features")]
-        if not all(type(size) is int and 0 < size <= 1 << 20 for size in sizes):
+        columns, rows = given.get("in_features"), given.get("out_features")
+        if not (isinstance(columns, int) and isinstance(rows, int) and min(columns, rows) > 0):
             raise EngineError(
-                f"{path}: in_features, out_features: {sizes} are not numbers from 1 to {1 << 20}"
+                f"{path}: in_features, out_features: {columns!r}, {rows!r} are not numbers from 1"
             )
-        found.append(Projection(f"{name}/model.safetensors", *sizes))
+        found.append(Projection(f"{name}/model.safetensors", columns, rows))
     if problem := EncoderSizes.problem_of(tuple((each.columns, each.rows) for each in found), width):
         raise EngineError(f"{folder / 'modules.json'}: {problem}")
     return tuple(found)
