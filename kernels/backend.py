@@ -103,6 +103,7 @@ class AttentionSpec:
     `shared`: keys and values are those that an earlier layer of the step has written; the rows are queries alone, and
     there is no k_norm.
     `widest_head`: the largest head_dim of the model's attentions, which share a step's tiles; 0: this one's.
+    `images_both_ways`: rows of images that attend to one another both ways do so in this layer.
     """
 
     heads: int
@@ -126,6 +127,7 @@ class AttentionSpec:
     softcap: float = 0.0
     shared: bool = False
     widest_head: int = 0
+    images_both_ways: bool = True
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 Source: Gemma Team 2025, "Gemma 3" (bidirectional attention within an image).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,11 @@ from quengine.kernels.attention import attention
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
+
+
+def spans_of(batch: ForwardBatch, spec: AttentionSpec) -> Sequence[tuple[int, int, int]]:
+    """The runs of a step's rows that attend both ways in a layer, as `EmbeddedRows` has them."""
+    return batch.embeds.spans if batch.embeds is not None and spec.images_both_ways else ()
 
 
 def attend_within_images(
@@ -20,7 +27,7 @@ def attend_within_images(
     q: the rotated queries [T, heads, head_dim] of a prefill step, whose keys and values are in the cache. A row sees
     what causal attention sees, within the layer's window, and all rows of its run.
     """
-    spans = () if batch.embeds is None else batch.embeds.spans
+    spans = spans_of(batch, spec)
     for first, end, before in spans:
         for rows, start, table in batch.chunks(spec.cache_group):
             if rows.start <= first < rows.stop:

@@ -145,6 +145,8 @@ class BlockKind:
     v_norm: value heads are divided by their root mean square.
     layer_scale: the residual stream is multiplied by a number of each layer, `layer_output_scale`, at its end.
     dense_beside_experts: layers with experts have a dense feed-forward, too (blocks/dense_and_experts.py).
+    images_both_ways: the layers in which rows of an image attend to one another both ways, where its projector says
+        that they do: all, or those with a window.
     """
 
     rope_layout: RopeLayout = "halves"
@@ -167,6 +169,7 @@ class BlockKind:
     v_norm: bool = False
     layer_scale: bool = False
     dense_beside_experts: bool = False
+    images_both_ways: Literal["all", "windowed"] = "all"
 
     @property
     def has_gate(self) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import sqrt
 
 import numpy as np
+import torch
 
 from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import ForwardBatch
@@ -32,9 +33,17 @@ class LayerInputs:
 
     def __call__(self, batch: ForwardBatch, x: Hidden) -> Hidden:
         """x: the embedded tokens, which stay as they are."""
+        ids = batch.token_ids
         if self.table.rows < self._vocabulary:
-            ids = batch.token_ids
-            batch = replace(batch, token_ids=ids.where(ids < self.table.rows, 0))
+            ids = ids.where(ids < self.table.rows, 0)
+        if (
+            batch.embeds is not None
+        ):  # rows of images have the first token's; -1 is no row, or the one after all
+            given = torch.zeros(len(batch) + 1, dtype=torch.bool, device=ids.device)
+            given.scatter_(0, batch.embeds.rows.remainder(len(given)), True)
+            ids = ids.masked_fill(given[:-1], 0)
+        if ids is not batch.token_ids:
+            batch = replace(batch, token_ids=ids)
         projected = self.backend.norm_linear(batch, x, None, self.project)
         return self.backend.layer_inputs(batch, projected, self.norm, self.table, self.scale)
 

@@ -48,6 +48,7 @@ class LayerTables:
         self._widest = max((attention.head_dim for attention in attentions_of(config)), default=0)
         self._masks: dict[int | None, Tensor] = {}
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
+        self._windowless_images = config.block.images_both_ways == "all"
         self._turned = max(chunk_size, _STEP_ROWS) if config.rope_axes else 0
         self._query_scales: dict[tuple[float, int, int], Tensor] = {}
 
@@ -77,6 +78,7 @@ class LayerTables:
             shared=declared.shared,
             widest_head=self._widest,
             mask_band=self._mask(declared.window),
+            images_both_ways=self._windowless_images or declared.window is not None,
             cos=cos,
             sin=sin,
         )

@@ -14,8 +14,8 @@ from quengine.request.image_prompts import Vision
 
 logger = logging.getLogger(__name__)
 
-_BOTH_WAYS = ("gemma3",)
-"""Projectors whose rows attend to one another both ways in all layers of the text model."""
+_BOTH_WAYS = ("gemma3", "gemma4v")
+"""Projectors whose rows attend to one another both ways in layers of the text model (BlockKind.images_both_ways)."""
 
 
 def projector_path(config: EngineConfig, model: Path) -> Path | None:

@@ -78,7 +78,7 @@ from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
 from quengine.kernels.hidden_rows import spread_logits
-from quengine.kernels.image_attention import attend_within_images
+from quengine.kernels.image_attention import attend_within_images, spans_of
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -576,7 +576,7 @@ class CudaBackend:
             self._tiles_of(batch, spec.widest_head or spec.head_dim),
         )
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
-        both_ways = batch.embeds is not None and bool(batch.embeds.spans)
+        both_ways = bool(spans_of(batch, spec))
         if both_ways and spec.gated:
             raise NotImplementedError("rows that attend both ways, of an attention with output gates")
         if both_ways and isinstance(qkv, ScaledProduct):

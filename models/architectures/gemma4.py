@@ -349,6 +349,7 @@ GEMMA4 = Architecture(
         v_norm=True,
         layer_scale=True,
         dense_beside_experts=True,
+        images_both_ways="windowed",
     ),
     model_types={
         "gemma4": _with_vision(TEXT, "gemma4_text"),

@@ -15,6 +15,7 @@ from quengine.request.prompt_images import ImagePrompt
 from quengine.serve.processes.server_engine import ProcessEngine
 from quengine.serve.processes.shared_engine import Failed, Finished, GenerationRequest
 from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
+from tests.models.vision import test_gemma4v as gemma4
 from tests.models.vision.vision_models import VisionCase, nmse, picture, png, write_mmproj, write_vision
 
 # The control tokens of `write_tokenizer` that nothing uses, with the names that the prompts of the model have.
@@ -263,3 +264,57 @@ def test_logits_of_gemma_3(tmp_path: Path, chunk: int | None) -> None:
             again = llm.stream(prompt, params).finish()
             assert again.timings.cached_tokens > 0 and first.tokens == again.tokens
             assert first.tokens[0] == int(theirs[-1].argmax())
+
+
+@pytest.mark.parametrize("kind", ["both ways", "per-layer inputs"])
+def test_logits_of_gemma_4(tmp_path: Path, kind: str) -> None:
+    """Rows of an image see one another both ways in layers with a window alone; E-models give them the inputs of the
+    first token, and see back alone."""
+    inputs = kind != "both ways"
+    case = VisionCase(
+        **{
+            **gemma4.CASE.__dict__,
+            "config": {"audio_config": None, "image_token_id": VOCAB - 1},
+            "text": {
+                **gemma4.CASE.text,
+                "vocab_size": VOCAB,
+                "vocab_size_per_layer_input": VOCAB,
+                "use_bidirectional_attention": None if inputs else "vision",
+                "hidden_size_per_layer_input": 8 if inputs else 0,
+                "num_hidden_layers": 2,
+                "sliding_window": 64,
+                "global_head_dim": 32,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+        }
+    )
+    model = write_vision(tmp_path, case)
+    write_tokenizer(tmp_path)
+    name_tokens(tmp_path, ("<|image|>", "<|image>", "<image|>"))
+    images = [png(picture(60, 40)), png(picture(60, 40, seed=1))]
+    with LLM(tmp_path, device="cpu", ctx_size=256, threads=2, chunk_size=80, reuse_prefix=True) as llm:
+        vision = llm.loaded.vision
+        assert vision is not None and llm.images is not None
+        mark = llm.images.marker
+        for text, given in (
+            (f"the cat {mark} sat on the mat", images[:1]),
+            (f"{mark} the cat sat {mark}", images),
+        ):
+            prompt = llm.with_images(text, given)
+            assert isinstance(prompt, ImagePrompt) and len(prompt.images.rows) == len(given)
+            ids = torch.tensor([prompt.ids])
+            made = [gemma4.reference_inputs(vision.prepare(image)) for image in given]
+            pixels, places = (torch.cat(parts) for parts in zip(*made, strict=True))
+            with torch.inference_mode():
+                theirs = model(
+                    input_ids=ids,
+                    pixel_values=pixels,
+                    image_position_ids=places,
+                    mm_token_type_ids=(ids == VOCAB - 1).long(),
+                ).logits[0]
+            assert nmse(llm.logits(prompt).double(), theirs) < 1e-5
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+            llm.scheduler.reset()
+            first = llm.stream(prompt, params).finish()
+            assert first.tokens[0] == int(theirs[-1].argmax())
+            assert llm.stream(prompt, params).finish().tokens == first.tokens

@@ -77,6 +77,13 @@ def flat(pixels: torch.Tensor) -> torch.Tensor:
     return grid.view(1, -1, 3, 16).transpose(2, 3).flatten(2)
 
 
+def reference_inputs(image: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches and their places, as the model takes them."""
+    rows, cols = (side // 4 for side in image.pixels.shape[-2:])
+    x, y = torch.meshgrid(torch.arange(cols), torch.arange(rows), indexing="xy")
+    return flat(image.pixels.double()), torch.stack([x, y], -1).view(1, -1, 2)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_pixels_and_prompt(saved: tuple[str, Path, Any], size: tuple[int, int]) -> None:
     name, folder, _ = saved
@@ -93,11 +100,9 @@ def test_features(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
     name, folder, theirs = saved
 
     def reference(image: Any) -> torch.Tensor:
-        rows, cols = (side // 4 for side in image.pixels.shape[-2:])
-        x, y = torch.meshgrid(torch.arange(cols), torch.arange(rows), indexing="xy")
-        places = torch.stack([x, y], -1).view(1, -1, 2)
+        pixels, places = reference_inputs(image)
         with torch.inference_mode():
-            made = theirs.model.get_image_features(flat(image.pixels.double()), image_position_ids=places)
+            made = theirs.model.get_image_features(pixels, image_position_ids=places)
         return torch.cat(list(made.pooler_output))
 
     file = write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf", CASES[name])
