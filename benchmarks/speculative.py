@@ -6,8 +6,9 @@
 
 Each way (no drafts, look-up, the draft model, the model's own layer, an EAGLE-3 draft model of random weights and the
 usual shape) is a loaded model of its own. In every round each completes every prompt, `-b` requests at once with seeds
-of their own; the decode rate counts from the first token. It also says whether a way's texts are those without drafts, to the token. `tok/s` is the median of the rounds, `speed` the
-median of each round's ratio to no drafts, `best` the ratio of the best rounds; one JSON line at the end.
+of their own; the decode rate counts from the first token. It also says whether a way's texts are those without drafts,
+to the token. `tok/s` is the median of the rounds, `speed` the median of each round's ratio to no drafts, `best` the
+ratio of the best rounds; one JSON line at the end.
 
 `--accept SHARE`: of random weights nothing is accepted. Then drafts are made as ever, at their cost, but each drafted
 token is right with this probability, so that the speed is that of a model whose drafts are right so often. A bias makes
