@@ -38,12 +38,51 @@ KIND = Eagle(layers=(1, 2, 3))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`target` and its `draft`."""
-    found = tmp_path_factory.mktemp("eagle")
     torch.set_num_threads(1)
+    return write_pair(tmp_path_factory.mktemp("eagle"))
+
+
+def write_pair(found: Path) -> Path:
+    """`target` and its `draft`."""
     sizes = {"num_hidden_layers": 4, "max_position_embeddings": CONTEXT}
     write_tokenizer(write_model(found / "target", "llama", vocab=VOCAB, **sizes))
     KIND.write(found / "draft")
+    return found
+
+
+def write_agreeing(folder: Path) -> Path:
+    """`target`, whose next token follows from the newest alone, and `draft`, which says the same."""
+    found = folder / "agreeing"
+    target = found / "target"
+    draft = Eagle(drafted=VOCAB, layers=(1, 2, 3), normed_residual=True).write(found / "draft")
+    shutil.copytree(folder / "target", target)
+    held, own = (load_file(path / "model.safetensors") for path in (target, draft))
+    values = KV_HEADS * HEAD_DIM  # the newest token's embedding passes through them
+    for name, tensor in held.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    held["model.embed_tokens.weight"][:, values:] = 0
+    to_keys = 6 * torch.randn(values, values, generator=torch.Generator().manual_seed(1)) * values**-0.5
+    for name, tensor in own.items():
+        if "proj" in name or name.endswith("hidden_norm.weight"):
+            tensor.zero_()
+        if name.endswith("input_layernorm.weight"):
+            tensor.fill_(1.0)
+        if name.endswith("v_proj.weight"):
+            tensor[:, :values] = torch.eye(values)
+        if name.endswith("k_proj.weight"):
+            tensor[:, :values] = to_keys
+        if name.endswith("q_proj.weight"):  # each head sees its own token alone
+            shared = to_keys.view(KV_HEADS, HEAD_DIM, values).repeat_interleave(HEADS // KV_HEADS, 0)
+            tensor[:, :values] = shared.reshape(HEADS * HEAD_DIM, values)
+        if name.endswith("o_proj.weight"):
+            for head in range(KV_HEADS):
+                first = head * HEADS // KV_HEADS * HEAD_DIM
+                place = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+                tensor[place, first : first + HEAD_DIM] = torch.eye(HEAD_DIM)
+    own |= {"norm.weight": held["model.norm.weight"], "lm_head.weight": held["lm_head.weight"]}
+    for path, tensors in ((target, held), (draft, own)):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return found
 
 
@@ -111,39 +150,7 @@ def test_drafts_are_those_of_the_definition(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def agreeing(folder: Path) -> Path:
-    """`target`, whose next token follows from the newest alone, and `draft`, which says the same."""
-    found = folder / "agreeing"
-    target = found / "target"
-    draft = Eagle(drafted=VOCAB, layers=(1, 2, 3), normed_residual=True).write(found / "draft")
-    shutil.copytree(folder / "target", target)
-    held, own = (load_file(path / "model.safetensors") for path in (target, draft))
-    values = KV_HEADS * HEAD_DIM  # the newest token's embedding passes through them
-    for name, tensor in held.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
-    held["model.embed_tokens.weight"][:, values:] = 0
-    to_keys = 6 * torch.randn(values, values, generator=torch.Generator().manual_seed(1)) * values**-0.5
-    for name, tensor in own.items():
-        if "proj" in name or name.endswith("hidden_norm.weight"):
-            tensor.zero_()
-        if name.endswith("input_layernorm.weight"):
-            tensor.fill_(1.0)
-        if name.endswith("v_proj.weight"):
-            tensor[:, :values] = torch.eye(values)
-        if name.endswith("k_proj.weight"):
-            tensor[:, :values] = to_keys
-        if name.endswith("q_proj.weight"):  # each head sees its own token alone
-            shared = to_keys.view(KV_HEADS, HEAD_DIM, values).repeat_interleave(HEADS // KV_HEADS, 0)
-            tensor[:, :values] = shared.reshape(HEADS * HEAD_DIM, values)
-        if name.endswith("o_proj.weight"):
-            for head in range(KV_HEADS):
-                first = head * HEADS // KV_HEADS * HEAD_DIM
-                place = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
-                tensor[place, first : first + HEAD_DIM] = torch.eye(HEAD_DIM)
-    own |= {"norm.weight": held["model.norm.weight"], "lm_head.weight": held["lm_head.weight"]}
-    for path, tensors in ((target, held), (draft, own)):
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return found
+    return write_agreeing(folder)
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
