@@ -27,7 +27,11 @@ from quengine.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from quengine.models.template.chat_template import ChatTemplate
 
-_D2T = "d2t"
+_D2T, _T2D = "d2t", "t2d"
+_MEANINGFUL = (".bias", "norm.weight")
+"""Ends of names of tensors that change what is computed."""
+_OF_TRAINING = ("verifier_",)
+"""What names of the target's own tensors begin with, which speculators may save."""
 _COMPUTED = "rope_freqs.weight"  # folders do not have it
 _LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.")
 
@@ -93,13 +97,17 @@ class _Folder:
         check_fit(path.name, self.config, target.config, target.path.name)
         begins = [begin for begin in _LAYER_PREFIXES if any(name.startswith(begin) for name in shards.files)]
         layer = begins[0] if begins else _LAYER_PREFIXES[0]
-        self.tensors = {}
+        self.tensors, unread = {}, {*shards.files} - {_D2T, _T2D}
         for name, spec in tensor_specs(self.config).items():
             if name != _COMPUTED:
                 own = f"{layer}{spec.hf}" if name.startswith("blk.") else spec.hf
                 stored = shards.stored(own, spec.shape)
                 data = shards.tensor(own).reshape(-1, spec.shape[-1]).view(torch.uint8)
                 self.tensors[name] = QuantTensor(name, FORMATS[stored.dtype], spec.shape, data)
+                unread.discard(own)
+        for name in sorted(unread):
+            if name.endswith(_MEANINGFUL) and not name.startswith(_OF_TRAINING):
+                raise shards.error(f"tensor {name!r}: a draft model with it is not implemented")
         self.drafted: Tensor | None = None
         if _D2T in shards.files:
             assert self.config.eagle is not None
