@@ -12,11 +12,15 @@ from safetensors.torch import load_file, save_file
 from quengine import LLM, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.memory import FUSED_BYTES, CacheNeeds
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.synthetic.presets import PRESETS
+from quengine.models.synthetic.synthetic import write_synthetic
+from quengine.models.synthetic.synthetic_eagle import write_synthetic_eagle
 from quengine.request.sequence import Sequence
 from quengine.speculative.draft_eagle import EagleDrafts
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.eagle_files import HEAD_DIM, HEADS, KV_HEADS, WIDTH, Definition, Eagle
-from tests.engine.speculative.test_draft_mtp import Watched
+from tests.engine.speculative.test_draft_mtp import SIZES, Watched
 from tests.engine.speculative.test_speculation import (
     GREEDY,
     PENALIZED,
@@ -164,6 +168,31 @@ def test_a_draft_model_that_is_right_is_accepted(agreeing: Path, parallel: int) 
             same(got, texts)
             drafted, accepted = counts(got)
             assert accepted > 0.7 * drafted and drafted > 100, (drafted, accepted)
+
+
+SMALL = {"vocab_size": 500, "context_length": CONTEXT, "embedding_length": 64, "quant": "F32"}
+SMALL |= {"head_count": 2, "head_count_kv": 1, "head_dim": 32}
+OTHERS = {
+    "qwen3moe-tiny": {**SMALL, "expert_feed_forward_length": 32, "experts": 6},
+    "gemma-4-e-tiny": {"context_length": CONTEXT},
+    "gpt-oss-tiny": {**SMALL, "expert_feed_forward_length": 32, "experts": 6},
+    "qwen3.5-tiny": {**SIZES, "draft_layers": 0},
+}
+
+
+@pytest.mark.parametrize("preset", OTHERS)
+def test_texts_of_other_architectures_are_those_without_drafts(tmp_path: Path, preset: str) -> None:
+    """Experts, layers that use the keys of earlier ones, windows, and states, which drafts roll back."""
+    path = write_synthetic(tmp_path / "target.gguf", replace(PRESETS[preset], **OTHERS[preset]))  # type: ignore[arg-type]
+    draft = write_synthetic_eagle(tmp_path / "draft.gguf", open_checkpoint(path).config, drafted=250)
+    params = replace(SEEDED, max_tokens=24)
+    with load(path, ctx_size=CONTEXT) as plain:
+        expected = plain.generate(PROMPTS, params)
+    options = {"ctx_size": CONTEXT, "parallel": 3, "chunk_size": 24}
+    with load(path, **options, draft_model=draft, draft_tokens=2) as llm:
+        got = llm.generate(PROMPTS, params)
+        same(got, expected)
+        assert counts(got)[0] > 0 and all_free(llm)
 
 
 def test_memory_counts_the_layer_and_the_rows_that_it_reads(folder: Path) -> None:
