@@ -1,7 +1,7 @@
 """A file or folder with an EAGLE-3 draft model (models/eagle.py), opened beside the model that it drafts for."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -193,8 +193,9 @@ class EagleCheckpoint:
         self._file.close()
 
 
-class Fusion:
-    """The matrix `fc` as one for each of the target's layers, whose products are summed: `tensors`, by name.
+class Fusion(Mapping[str, QuantTensor]):
+    """The matrix `fc` as one for each of the target's layers, whose products are summed, by name: each is a copy, made
+    when it is asked for, as its columns do not lie together.
 
     Raises EngineError where its type has blocks over the columns of two layers.
     """
@@ -211,20 +212,26 @@ class Fusion:
                 "the draft model with fc.weight in another type, as Q8_0"
             ) from None
         self._shape = whole.rows, width
+        self._numbers = {f"fc.{number}.weight": number for number in range(len(layers))}
 
-    @cached_property
+    @property
     def tensors(self) -> Mapping[str, QuantTensor]:
-        """Copies, as the columns of a layer do not lie together."""
-        data, size = self.whole.data, self._row
-        parts = [data[:, number * size : (number + 1) * size] for number in range(len(self.layers))]
-        return {
-            _part(number): QuantTensor(_part(number), self.whole.format, self._shape, part.contiguous())
-            for number, part in enumerate(parts)
-        }
+        """Itself, as of a `Checkpoint`."""
+        return self
+
+    def __getitem__(self, name: str) -> QuantTensor:
+        first = self._numbers[name] * self._row
+        data = self.whole.data[:, first : first + self._row].contiguous()
+        return QuantTensor(name, self.whole.format, self._shape, data)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers  # the inherited one would make the tensor
 
     def release_pages(self) -> None:
         self._file.release_pages()
-
-
-def _part(number: int) -> str:
-    return f"fc.{number}.weight"

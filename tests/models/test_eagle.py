@@ -11,14 +11,16 @@ from torch import Tensor
 
 from quengine import EngineError
 from quengine.kernels.backend import Backend
+from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
 from quengine.kernels.hidden_rows import NOT_DRAFTED
+from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
-from quengine.models.eagle_checkpoint import EagleCheckpoint, open_eagle
+from quengine.models.eagle_checkpoint import EagleCheckpoint, Fusion, open_eagle
 from quengine.models.eagle_decoder import EagleDecoder
 from quengine.models.fused_rows import FusedRows
 from quengine.models.gguf import StringArray, open_gguf
@@ -235,6 +237,14 @@ def test_damaged_files_are_refused_in_a_line(root: Path, tmp_path: Path) -> None
     edit_tensors(folder, lambda held: held.update({"midlayer.self_attn.q_norm.weight": torch.ones(16)}))
     with pytest.raises(EngineError, match=r"q_norm.weight': a draft model with it is not implemented"):
         open_eagle(folder, target)
+
+
+def test_blocks_over_the_columns_of_two_layers_are_refused(root: Path) -> None:
+    _, eagle = opened(root, "plain", ".gguf")
+    data = torch.zeros(64, 144, dtype=torch.uint8)
+    whole = QuantTensor("fc.weight", FORMATS["Q4_K"], (64, 256), data)
+    with pytest.raises(EngineError, match="Q4_K, whose blocks do not end at multiples of 64 columns"):
+        Fusion(whole, (1, 2, 3, 4), eagle._file)
 
 
 def test_other_files_are_no_such_models(root: Path) -> None:
