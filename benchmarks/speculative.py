@@ -1,12 +1,14 @@
 """Accept rate, accept length and speed of drafts against none, in turns, on texts that copy and texts that do not.
 
     python benchmarks/speculative.py [-m MODEL] [--draft-model MODEL] [--ngram 5] [--draft-tokens 4 7] [--draft-mtp 3]
-        [--accept 0.8] [-n 128] [-r 3] [-b 1] [--temp 0] [--device DEVICE] [-t THREADS] [-c CTX] [--deterministic]
+        [--draft-eagle 4] [--accept 0.8] [-n 128] [-r 3] [-b 1] [--temp 0] [--device DEVICE] [-t THREADS] [-c CTX]
+        [--deterministic]
 
-Each way (no drafts, look-up, the draft model, the model's own layer) is a loaded model of its own. In every round each
-completes every prompt, `-b` requests at once with seeds of their own; the decode rate counts from the first token. It
-also says whether a way's texts are those without drafts, to the token. `tok/s` is the median of the rounds, `speed` the
-median of each round's ratio to no drafts, `best` the ratio of the best rounds; one JSON line at the end.
+Each way (no drafts, look-up, the draft model, the model's own layer, an EAGLE-3 draft model of random weights and the
+usual shape) is a loaded model of its own. In every round each completes every prompt, `-b` requests at once with seeds
+of their own; the decode rate counts from the first token. It also says whether a way's texts are those without drafts,
+to the token. `tok/s` is the median of the rounds, `speed` the median of each round's ratio to no drafts, `best` the
+ratio of the best rounds; one JSON line at the end.
 
 `--accept SHARE`: of random weights nothing is accepted. Then drafts are made as ever, at their cost, but each drafted
 token is right with this probability, so that the speed is that of a model whose drafts are right so often. A bias makes
@@ -17,17 +19,20 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from math import log
+from pathlib import Path
 from statistics import median
 
 import torch
 
 from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
+from quengine.models.synthetic.synthetic_eagle import write_synthetic_eagle
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import CudaGraphs
@@ -137,6 +142,10 @@ def ways(args: argparse.Namespace) -> list[Way]:
 
     found = [load("none")]
     found += [load(f"mtp {tokens}", args.accept, draft_mtp=tokens) for tokens in args.draft_mtp]
+    if args.draft_eagle:
+        eagle = write_synthetic_eagle(args.folder / "eagle.gguf", found[0].llm.model_config)
+        for tokens in args.draft_eagle:
+            found.append(load(f"eagle {tokens}", args.accept, draft_model=eagle, draft_tokens=tokens))
     for tokens in args.draft_tokens:
         if args.ngram:
             found.append(load(f"ngram {args.ngram}, {tokens}", draft_ngram=args.ngram, draft_tokens=tokens))
@@ -188,6 +197,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-m", "--model", default="smollm2-135m")
     parser.add_argument("--draft-model")
     parser.add_argument("--draft-mtp", type=int, nargs="+", default=[])
+    parser.add_argument(
+        "--draft-eagle", type=int, nargs="+", default=[], help="tokens a draft of such a model"
+    )
     parser.add_argument("--accept", type=float, help="share of drafted tokens that are right, by the oracle")
     parser.add_argument("--ngram", type=int, default=5)
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4])
@@ -213,6 +225,8 @@ def main() -> int:
         ignore_eos=args.ignore_eos,
         logit_bias={} if args.accept is None else {FORCED: 1000.0},
     )
+    folder = tempfile.TemporaryDirectory()
+    args.folder = Path(folder.name)
     try:
         all_ways = ways(args)
         for number in range(-1, args.rounds):  # the first is not counted

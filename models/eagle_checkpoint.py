@@ -1,7 +1,7 @@
 """A file or folder with an EAGLE-3 draft model (models/eagle.py), opened beside the model that it drafts for."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -27,7 +27,11 @@ from quengine.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from quengine.models.template.chat_template import ChatTemplate
 
-_D2T = "d2t"
+_D2T, _T2D = "d2t", "t2d"
+_MEANINGFUL = (".bias", "norm.weight")
+"""Ends of names of tensors that change what is computed."""
+_OF_TRAINING = ("verifier_",)
+"""What names of the target's own tensors begin with, which speculators may save."""
 _COMPUTED = "rope_freqs.weight"  # folders do not have it
 _LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.")
 
@@ -93,13 +97,17 @@ class _Folder:
         check_fit(path.name, self.config, target.config, target.path.name)
         begins = [begin for begin in _LAYER_PREFIXES if any(name.startswith(begin) for name in shards.files)]
         layer = begins[0] if begins else _LAYER_PREFIXES[0]
-        self.tensors = {}
+        self.tensors, unread = {}, {*shards.files} - {_D2T, _T2D}
         for name, spec in tensor_specs(self.config).items():
             if name != _COMPUTED:
                 own = f"{layer}{spec.hf}" if name.startswith("blk.") else spec.hf
                 stored = shards.stored(own, spec.shape)
                 data = shards.tensor(own).reshape(-1, spec.shape[-1]).view(torch.uint8)
                 self.tensors[name] = QuantTensor(name, FORMATS[stored.dtype], spec.shape, data)
+                unread.discard(own)
+        for name in sorted(unread):
+            if name.endswith(_MEANINGFUL) and not name.startswith(_OF_TRAINING):
+                raise shards.error(f"tensor {name!r}: a draft model with it is not implemented")
         self.drafted: Tensor | None = None
         if _D2T in shards.files:
             assert self.config.eagle is not None
@@ -185,8 +193,9 @@ class EagleCheckpoint:
         self._file.close()
 
 
-class Fusion:
-    """The matrix `fc` as one for each of the target's layers, whose products are summed: `tensors`, by name.
+class Fusion(Mapping[str, QuantTensor]):
+    """The matrix `fc` as one for each of the target's layers, whose products are summed, by name: each is a copy, made
+    when it is asked for, as its columns do not lie together.
 
     Raises EngineError where its type has blocks over the columns of two layers.
     """
@@ -203,20 +212,26 @@ class Fusion:
                 "the draft model with fc.weight in another type, as Q8_0"
             ) from None
         self._shape = whole.rows, width
+        self._numbers = {f"fc.{number}.weight": number for number in range(len(layers))}
 
-    @cached_property
+    @property
     def tensors(self) -> Mapping[str, QuantTensor]:
-        """Copies, as the columns of a layer do not lie together."""
-        data, size = self.whole.data, self._row
-        parts = [data[:, number * size : (number + 1) * size] for number in range(len(self.layers))]
-        return {
-            _part(number): QuantTensor(_part(number), self.whole.format, self._shape, part.contiguous())
-            for number, part in enumerate(parts)
-        }
+        """Itself, as of a `Checkpoint`."""
+        return self
+
+    def __getitem__(self, name: str) -> QuantTensor:
+        first = self._numbers[name] * self._row
+        data = self.whole.data[:, first : first + self._row].contiguous()
+        return QuantTensor(name, self.whole.format, self._shape, data)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers  # the inherited one would make the tensor
 
     def release_pages(self) -> None:
         self._file.release_pages()
-
-
-def _part(number: int) -> str:
-    return f"fc.{number}.weight"

@@ -270,7 +270,8 @@ class Machine:
         tensors, rows = stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
         if isinstance(self.layer, EagleCheckpoint):
             fusion = stored_tensors(self.layer.fusion.tensors)
-            return LayerPlan(self.layer.config, tensors, rows, fusion, self.layer.drafted is not None)
+            reduced = self.layer.drafted is not None
+            return LayerPlan(self.layer.config, tensors, rows, fusion=fusion, is_reduced=reduced)
         return LayerPlan(self.layer.config, tensors, rows)
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:

@@ -5,7 +5,7 @@ are read, and needs no GPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
@@ -58,10 +58,6 @@ class LayerPlan:
     slots: int
     fusion: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     is_reduced: bool = False
-
-    def marks(self) -> tuple[object, ...]:
-        """See `KernelPlan.marks`."""
-        return self.config, dict(self.tensors), self.slots, dict(self.fusion), self.is_reduced
 
     @property
     def sizes(self) -> EagleSizes | None:
@@ -124,7 +120,11 @@ class KernelPlan:
         """The key of these kernels, together with the GPU."""
         tiles = -(-self.prefill_tokens // _TILE_ROWS)
         sizes = (tiles, self.ctx_size % 16, self.cache_type, self.slots)
-        layer = () if self.layer is None else self.layer.marks()
+        layer = (
+            ()
+            if self.layer is None
+            else tuple(vars(replace(self.layer, tensors=dict(self.layer.tensors))).values())
+        )
         return (self.config, dict(self.tensors), *sizes, self.shares_sequences, self.batch_invariant, *layer)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,9 @@ from quengine.models.synthetic.presets import MXFP4_MOE, PRESETS, Q4_K_M, Synthe
 from quengine.models.synthetic.random_blocks import PooledRows, random_rows
 from quengine.models.synthetic.synthetic_vocabulary import Metadata, bpe_metadata, spm_metadata
 from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, tensor_specs
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 Progress = Callable[[int], None]
 """Called with the bytes of weights that have been written."""
@@ -121,17 +125,7 @@ def _write(
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, spec.architecture)
-    for key, value in _metadata(spec, config).items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_array(key, value)
+    add_metadata(writer, _metadata(spec, config))
     for name, shape in shapes.items():
         kind = TYPE_BY_NAME[types[name]]
         # A number in place of the package's enumeration, which lacks the newest types; of any numpy dtype but uint8 the
@@ -152,6 +146,21 @@ def _write(
         if progress is not None:
             progress(written)
     writer.close()
+
+
+def add_metadata(writer: "GGUFWriter", metadata: Metadata) -> None:
+    """Gives a file its keys, each in the type that readers expect."""
+    for key, value in metadata.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
 
 
 def _weights(

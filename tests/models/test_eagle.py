@@ -4,27 +4,40 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from quengine import EngineError
 from quengine.kernels.backend import Backend
+from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
 from quengine.kernels.hidden_rows import NOT_DRAFTED
+from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
-from quengine.models.eagle_checkpoint import EagleCheckpoint, open_eagle
+from quengine.models.eagle_checkpoint import EagleCheckpoint, Fusion, open_eagle
 from quengine.models.eagle_decoder import EagleDecoder
 from quengine.models.fused_rows import FusedRows
+from quengine.models.gguf import StringArray, open_gguf
 from tests.eagle_files import Definition, Eagle
+from tests.gguf_builder import GGUFBuilder
 from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
 from tests.llama_cpp_eagle import llama_cpp_eagle_logits
 from tests.models.test_draft_layer import in_float64
-from tests.transformers_models import TOKENS, edit, nmse, token_ids, transformers_model, write_model
+from tests.transformers_models import (
+    TOKENS,
+    edit,
+    edit_tensors,
+    nmse,
+    token_ids,
+    transformers_model,
+    write_model,
+)
 
 CONTEXT = 64
 KINDS = {
@@ -187,6 +200,51 @@ def test_what_does_not_fit_is_refused_in_a_line(
     with pytest.raises(EngineError, match=message) as raised:
         open_eagle(folder, open_checkpoint(root / "target"))
     assert "\n" not in str(raised.value)
+
+
+def rewritten(source: Path, path: Path, drafted: list[int] | None, drop: str = "") -> Path:
+    """A GGUF file with other drafted tokens (None: without), and without a key."""
+    with open_gguf(source) as file:
+        builder = GGUFBuilder()
+        for key, value in file.metadata.items():
+            if key != drop:
+                builder.kv(key, list(value) if isinstance(value, StringArray) else value)
+        for name, tensor in file.tensors.items():
+            if name != "d2t":
+                builder.tensor(name, tensor.shape, tensor.type_name, tensor.data)
+        if drafted is not None:
+            builder.tensor("d2t", (len(drafted),), 27, np.array(drafted).view(np.uint8))
+        return builder.write(path)
+
+
+def test_damaged_files_are_refused_in_a_line(root: Path, tmp_path: Path) -> None:
+    target, every = open_checkpoint(root / "target.gguf"), list(range(100))
+    for number, (drafted, drop, message) in enumerate(
+        [
+            ([*every[:-1], VOCAB], "", r"\(d2t\) are from 0 to 288, the target's from 0 to 287"),
+            ([*every[:-1], 3], "", r"\(d2t\) are 99 different ones of 100"),
+            (None, "", r"shape \[100, 64\].* needs \[288, 64\]"),
+            (every[:-1], "", r"shape \[100, 64\].* needs \[99, 64\]"),
+            (every, "eagle3.target_layers", "eagle3.target_layers.*missing"),
+            (every, "eagle3.target_hidden_size", "eagle3.target_hidden_size.*missing"),
+        ]
+    ):
+        path = rewritten(root / "plain.gguf", tmp_path / f"{number}.gguf", drafted, drop)
+        with pytest.raises(EngineError, match=message) as raised:
+            open_eagle(path, target)
+        assert "\n" not in str(raised.value)
+    folder = KINDS["plain"].write(tmp_path / "folder")
+    edit_tensors(folder, lambda held: held.update({"midlayer.self_attn.q_norm.weight": torch.ones(16)}))
+    with pytest.raises(EngineError, match=r"q_norm.weight': a draft model with it is not implemented"):
+        open_eagle(folder, target)
+
+
+def test_blocks_over_the_columns_of_two_layers_are_refused(root: Path) -> None:
+    _, eagle = opened(root, "plain", ".gguf")
+    data = torch.zeros(64, 144, dtype=torch.uint8)
+    whole = QuantTensor("fc.weight", FORMATS["Q4_K"], (64, 256), data)
+    with pytest.raises(EngineError, match="Q4_K, whose blocks do not end at multiples of 64 columns"):
+        Fusion(whole, (1, 2, 3, 4), eagle._file)
 
 
 def test_other_files_are_no_such_models(root: Path) -> None:

@@ -475,6 +475,10 @@ def _hidden_rows(width: int, batch: ForwardBatch, backend: MetaBackend) -> None:
         batch, empty(len(batch), width), norm, kept, norm, backend.weight([stored("Q4_K", width, 2 * width)])
     )
     backend.keep_hidden(batch, x, norm, kept, newest=batch.phase == "decode")
+    rows = empty(2 * BLOCK_SIZE, width)
+    for each in (norm, None):  # of an EAGLE-3 draft model
+        backend.hidden_before(batch, rows, each)
+    backend.keep_hidden(batch, empty(len(batch), width), None, rows, newest=batch.phase == "decode")
 
 
 def _gated_delta(keys: int, values: int, size: int, batch: ForwardBatch, backend: MetaBackend) -> None:

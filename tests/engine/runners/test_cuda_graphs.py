@@ -23,7 +23,11 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.model_runner import ModelRunner
+from quengine.models.checkpoint import open_checkpoint
 from quengine.models.decoder import Decoder
+from quengine.models.eagle_checkpoint import open_eagle
+from quengine.models.eagle_decoder import EagleDecoder
+from quengine.models.fused_rows import FusedRows
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
@@ -45,8 +49,9 @@ from quengine.runners.graph_keys import (
 from quengine.runners.static_inputs import PrefillInputs
 from quengine.sampler import Sample, Sampler, Verified
 from quengine.speculative.device_drafts import DeviceDraftSteps
-from quengine.speculative.draft_model import DraftJob
+from quengine.speculative.draft_model import DraftJob, HostDraftSteps
 from quengine.step_plan import GivenRows, SequenceRows, StepPlan, forward_batch
+from tests.eagle_files import Eagle
 from tests.engine.steps import decode, with_slots
 from tests.gguf_builder import ModelSizes
 from tests.kernels.cuda.weights import nmse
@@ -526,3 +531,67 @@ def test_a_step_that_comes_often_is_captured_though_a_larger_one_is_there(
     chunks = [SequenceRows([1] * count, 0, [[1, 2, 3]]) for count in (60, 60, 9)]
     found = [rig.graphs.lookup("prefill", chunks) for _ in range(most // 256 + 1)]
     assert found == [captured[4]] * (most // 256) + [GraphKey("prefill", 256, 4)]
+
+
+def with_eagle(rig: Rig, folder: Path) -> Tensor:
+    """Has an EAGLE-3 draft model take the place of a rig's model, over rows of it that are made up: these."""
+    checkpoint = open_checkpoint(folder / "m.gguf")
+    kind = Eagle(width=32, drafted=64, layers=(0, 1))
+    eagle = open_eagle(kind.write(folder / "draft", 32, checkpoint.config.vocab_size), checkpoint)
+    assert eagle is not None
+    rig.cache.keep_hidden(32, torch.float32, DEVICE)
+    hidden = rig.cache.hidden
+    assert hidden is not None
+    hidden.copy_(torch.linspace(-2, 2, hidden.numel()).view(hidden.shape))
+    rig.decoder.fused = FusedRows.load(eagle.fusion.layers, eagle.fusion, hidden, rig.decoder.backend)
+    rig.decoder = EagleDecoder(eagle.config, eagle.tensors, rig.decoder, eagle.drafted, CTX)
+    rig.cache, rig.other = (
+        KVCache.allocate(eagle.config, CTX, DEVICE, pools=[CachePool(5)]) for _ in range(2)
+    )
+    for cache in (rig.cache, rig.other):
+        for tensor in cache.layers[0].tensors:
+            tensor.zero_()
+            tensor[4 * BLOCK_SIZE : 4 * BLOCK_SIZE + 2] = torch.linspace(-1, 1, tensor.shape[-1])
+    return hidden
+
+
+@pytest.mark.cuda_kernel
+@pytest.mark.usefixtures("small_steps")
+def test_chunks_of_an_eagle_draft_model_come_to_what_they_do_eagerly(
+    make_rig: Callable[[int], Rig], tmp_path: Path
+) -> None:
+    """Whose keys and values lie a position earlier: of one that continues, and of one that begins."""
+    rig = make_rig(5)
+    with_eagle(rig, tmp_path)
+    rig.graphs = CudaGraphs(rig.decoder, rig.cache, 1, capture=capture_step if ON_GPU else rig.again)
+    chunks = [SequenceRows(ids_of(3, 4), 3, [[4]]), SequenceRows(ids_of(50, 2), 1, [[1, 3]])]
+    assert rig.compute(chunks) is None, "the first time is eager"
+    ours = rig.compute(chunks)
+    assert ours is not None and len(rig.graphs.captured) == 1
+    assert torch.equal(ours, rig.eagerly(chunks))
+    assert torch.equal(rig.rows(rig.cache), rig.rows(rig.other))
+    written = rig.rows(rig.cache).view(2, 5, BLOCK_SIZE, -1).ne(0).any(-1).any(0)
+    assert written[0].nonzero().flatten().tolist() == [0, 1], "of tokens 1 and 2"
+    assert written[3].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5], "of tokens up to 6"
+
+
+@pytest.mark.cuda_kernel
+def test_drafts_of_an_eagle_draft_model_are_those_of_eager_steps(
+    make_rig: Callable[[int], Rig], tmp_path: Path
+) -> None:
+    """Over its own rows, which each step writes for the next one; after a token that it had missed."""
+    rig = make_rig(5)
+    hidden = with_eagle(rig, tmp_path)
+    capture = capture_step if ON_GPU else rig.again
+    drafting = CudaGraphs(rig.decoder, rig.cache, 2, shares_sequences=True, pending=3, capture=capture)
+    before, vocab = hidden.clone(), rig.decoder.config.vocab_size
+    for temperature in (0.0, 1.5):
+        params = SamplingParams(temperature=temperature, seed=1, top_k=0, top_p=1, min_p=0)
+        found = []
+        for steps in (DeviceDraftSteps(drafting), HostDraftSteps(ModelRunner(rig.decoder, rig.other))):
+            hidden.copy_(before)
+            job = DraftJob([60, 7], 3, [4], 3, [9, 8, 5, 60, 7], Sampler(params, vocab))
+            found.append([list(draft) for draft in steps.draft([job])])
+            changed = (hidden != before).any(1).nonzero().flatten()
+            assert changed.tolist() == [4 * BLOCK_SIZE + position for position in (4, 5, 6)]
+        assert found[0] == found[1] and len(set(found[0][0])) > 1

@@ -12,11 +12,15 @@ from safetensors.torch import load_file, save_file
 from quengine import LLM, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.memory import FUSED_BYTES, CacheNeeds
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.synthetic.presets import PRESETS
+from quengine.models.synthetic.synthetic import write_synthetic
+from quengine.models.synthetic.synthetic_eagle import write_synthetic_eagle
 from quengine.request.sequence import Sequence
 from quengine.speculative.draft_eagle import EagleDrafts
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.eagle_files import HEAD_DIM, HEADS, KV_HEADS, WIDTH, Definition, Eagle
-from tests.engine.speculative.test_draft_mtp import Watched
+from tests.engine.speculative.test_draft_mtp import SIZES, Watched
 from tests.engine.speculative.test_speculation import (
     GREEDY,
     PENALIZED,
@@ -38,12 +42,51 @@ KIND = Eagle(layers=(1, 2, 3))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`target` and its `draft`."""
-    found = tmp_path_factory.mktemp("eagle")
     torch.set_num_threads(1)
+    return write_pair(tmp_path_factory.mktemp("eagle"))
+
+
+def write_pair(found: Path) -> Path:
+    """`target` and its `draft`."""
     sizes = {"num_hidden_layers": 4, "max_position_embeddings": CONTEXT}
     write_tokenizer(write_model(found / "target", "llama", vocab=VOCAB, **sizes))
     KIND.write(found / "draft")
+    return found
+
+
+def write_agreeing(folder: Path) -> Path:
+    """`target`, whose next token follows from the newest alone, and `draft`, which says the same."""
+    found = folder / "agreeing"
+    target = found / "target"
+    draft = Eagle(drafted=VOCAB, layers=(1, 2, 3), normed_residual=True).write(found / "draft")
+    shutil.copytree(folder / "target", target)
+    held, own = (load_file(path / "model.safetensors") for path in (target, draft))
+    values = KV_HEADS * HEAD_DIM  # the newest token's embedding passes through them
+    for name, tensor in held.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    held["model.embed_tokens.weight"][:, values:] = 0
+    to_keys = 6 * torch.randn(values, values, generator=torch.Generator().manual_seed(1)) * values**-0.5
+    for name, tensor in own.items():
+        if "proj" in name or name.endswith("hidden_norm.weight"):
+            tensor.zero_()
+        if name.endswith("input_layernorm.weight"):
+            tensor.fill_(1.0)
+        if name.endswith("v_proj.weight"):
+            tensor[:, :values] = torch.eye(values)
+        if name.endswith("k_proj.weight"):
+            tensor[:, :values] = to_keys
+        if name.endswith("q_proj.weight"):  # each head sees its own token alone
+            shared = to_keys.view(KV_HEADS, HEAD_DIM, values).repeat_interleave(HEADS // KV_HEADS, 0)
+            tensor[:, :values] = shared.reshape(HEADS * HEAD_DIM, values)
+        if name.endswith("o_proj.weight"):
+            for head in range(KV_HEADS):
+                first = head * HEADS // KV_HEADS * HEAD_DIM
+                place = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
+                tensor[place, first : first + HEAD_DIM] = torch.eye(HEAD_DIM)
+    own |= {"norm.weight": held["model.norm.weight"], "lm_head.weight": held["lm_head.weight"]}
+    for path, tensors in ((target, held), (draft, own)):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return found
 
 
@@ -111,39 +154,7 @@ def test_drafts_are_those_of_the_definition(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def agreeing(folder: Path) -> Path:
-    """`target`, whose next token follows from the newest alone, and `draft`, which says the same."""
-    found = folder / "agreeing"
-    target = found / "target"
-    draft = Eagle(drafted=VOCAB, layers=(1, 2, 3), normed_residual=True).write(found / "draft")
-    shutil.copytree(folder / "target", target)
-    held, own = (load_file(path / "model.safetensors") for path in (target, draft))
-    values = KV_HEADS * HEAD_DIM  # the newest token's embedding passes through them
-    for name, tensor in held.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
-    held["model.embed_tokens.weight"][:, values:] = 0
-    to_keys = 6 * torch.randn(values, values, generator=torch.Generator().manual_seed(1)) * values**-0.5
-    for name, tensor in own.items():
-        if "proj" in name or name.endswith("hidden_norm.weight"):
-            tensor.zero_()
-        if name.endswith("input_layernorm.weight"):
-            tensor.fill_(1.0)
-        if name.endswith("v_proj.weight"):
-            tensor[:, :values] = torch.eye(values)
-        if name.endswith("k_proj.weight"):
-            tensor[:, :values] = to_keys
-        if name.endswith("q_proj.weight"):  # each head sees its own token alone
-            shared = to_keys.view(KV_HEADS, HEAD_DIM, values).repeat_interleave(HEADS // KV_HEADS, 0)
-            tensor[:, :values] = shared.reshape(HEADS * HEAD_DIM, values)
-        if name.endswith("o_proj.weight"):
-            for head in range(KV_HEADS):
-                first = head * HEADS // KV_HEADS * HEAD_DIM
-                place = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
-                tensor[place, first : first + HEAD_DIM] = torch.eye(HEAD_DIM)
-    own |= {"norm.weight": held["model.norm.weight"], "lm_head.weight": held["lm_head.weight"]}
-    for path, tensors in ((target, held), (draft, own)):
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return found
+    return write_agreeing(folder)
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
@@ -157,6 +168,31 @@ def test_a_draft_model_that_is_right_is_accepted(agreeing: Path, parallel: int) 
             same(got, texts)
             drafted, accepted = counts(got)
             assert accepted > 0.7 * drafted and drafted > 100, (drafted, accepted)
+
+
+SMALL = {"vocab_size": 500, "context_length": CONTEXT, "embedding_length": 64, "quant": "F32"}
+SMALL |= {"head_count": 2, "head_count_kv": 1, "head_dim": 32}
+OTHERS = {
+    "qwen3moe-tiny": {**SMALL, "expert_feed_forward_length": 32, "experts": 6},
+    "gemma-4-e-tiny": {"context_length": CONTEXT},
+    "gpt-oss-tiny": {**SMALL, "expert_feed_forward_length": 32, "experts": 6},
+    "qwen3.5-tiny": {**SIZES, "draft_layers": 0},
+}
+
+
+@pytest.mark.parametrize("preset", OTHERS)
+def test_texts_of_other_architectures_are_those_without_drafts(tmp_path: Path, preset: str) -> None:
+    """Experts, layers that use the keys of earlier ones, windows, and states, which drafts roll back."""
+    path = write_synthetic(tmp_path / "target.gguf", replace(PRESETS[preset], **OTHERS[preset]))  # type: ignore[arg-type]
+    draft = write_synthetic_eagle(tmp_path / "draft.gguf", open_checkpoint(path).config, drafted=250)
+    params = replace(SEEDED, max_tokens=24)
+    with load(path, ctx_size=CONTEXT) as plain:
+        expected = plain.generate(PROMPTS, params)
+    options = {"ctx_size": CONTEXT, "parallel": 3, "chunk_size": 24}
+    with load(path, **options, draft_model=draft, draft_tokens=2) as llm:
+        got = llm.generate(PROMPTS, params)
+        same(got, expected)
+        assert counts(got)[0] > 0 and all_free(llm)
 
 
 def test_memory_counts_the_layer_and_the_rows_that_it_reads(folder: Path) -> None:
